@@ -1,0 +1,122 @@
+// What a backend is: memory that ranks can map, and programs that can be loaded once and launched
+// many times. A backend only lays out bits or calls the driver; it never plans.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/base/clock.h"
+#include "core/ir/program.h"
+#include "core/machine/cost.h"
+#include "core/machine/machine.h"
+
+namespace offcore {
+
+// One rank's memory that other ranks can map. Owns the descriptor; data is this process's mapping,
+// null for phantom memory (sizes without bytes, for simulating gigabytes).
+struct Share {
+  Rank rank = 0;
+  uint64_t bytes = 0;
+  int fd = -1;                  // what another process imports; -1 where ranks share a process
+  std::byte* data = nullptr;
+  std::shared_ptr<void> owner;  // keeps fd and data alive
+};
+
+// Flag words are spread so that no two share a cache line.
+inline constexpr uint64_t kWordBytes = 64;
+
+// What a rank sleeps on: in memory shared by all ranks, one for each rank. A signal to a word of the
+// rank raises `count` and wakes the sleepers; `poison` other than 0 makes every wait of the rank
+// fail (rank + 1 of the one that died or aborted).
+struct Wakeup {
+  std::atomic<uint32_t> count;
+  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> poison;
+  uint32_t reserved[13];
+};
+static_assert(sizeof(Wakeup) == 64 && std::atomic<uint32_t>::is_always_lock_free);
+
+// Where a program's buffers lie for one launch, as seen by this process.
+class Binding {
+ public:
+  Binding(size_t buffers, Rank ranks) : ranks_(ranks), bases_(buffers * (ranks + size_t{1})) {}
+  // rank == kHostRank is the host's copy. Null: not mapped here, or phantom.
+  std::byte*& base(BufferId buffer, Rank rank) {
+    return bases_[buffer * (ranks_ + size_t{1}) + (rank == kHostRank ? ranks_ : rank)];
+  }
+  std::byte* base(BufferId buffer, Rank rank) const {
+    return const_cast<Binding*>(this)->base(buffer, rank);
+  }
+  Rank ranks() const { return ranks_; }
+
+ private:
+  Rank ranks_;
+  std::vector<std::byte*> bases_;
+};
+
+struct Launch {
+  Binding binding;
+  uint32_t epoch = 0;              // flag values of this launch are epoch + the program's
+  uint32_t lane = 0;               // launches of one lane run in order, rank by rank
+  std::vector<Wakeup*> wakeups;    // one a rank
+};
+
+struct CommandTime {
+  uint32_t queue = 0;    // index into program.queues
+  uint32_t command = 0;  // index into the queue's commands
+  int64_t start_ns = 0;  // since the launch
+  int64_t end_ns = 0;
+  Phases phases;
+};
+
+struct Report {
+  int64_t time_ns = 0;  // from the launch until the last local rank was complete
+  Phases phases;        // along the path that finished last
+  std::vector<CommandTime> commands;
+  std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
+};
+
+// One launch. Destroying a run that is not done waits for it, or leaks it after its rank is poisoned.
+class Run {
+ public:
+  virtual ~Run() = default;
+  virtual bool done() = 0;
+  // Throws timeout, or peer when the rank was poisoned; both name, per queue, the command reached.
+  virtual void wait(const Deadline& deadline) = 0;
+  virtual Report report() const = 0;  // once done
+};
+
+// A program made ready for the local ranks.
+class Loaded {
+ public:
+  virtual ~Loaded() = default;
+  // Enqueues the program's engine queues ahead of the call (mode armed only): the next launch, which
+  // must carry the same binding, epoch and lane, then starts them by its caller's start word.
+  virtual void arm(const Launch& launch) = 0;
+  virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const Machine& machine() const = 0;
+  // Zeroed memory of one local rank. Throws memory.
+  virtual Share allocate(Rank rank, uint64_t bytes) = 0;
+  // Maps a peer's memory, given its descriptor (which the result owns).
+  virtual Share import(Rank rank, uint64_t bytes, int fd) = 0;
+  virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
+  virtual int64_t now_ns() const = 0;  // virtual time on sim
+};
+
+// Whether a backend can run here, or why not and what would make it so.
+struct Probe {
+  std::string name;
+  bool available = false;
+  std::string reason;
+};
+
+}  // namespace offcore

@@ -1,0 +1,18 @@
+// The backends by name. A backend joins by one row in registry.cpp.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore {
+
+std::vector<Probe> probe_backends();
+
+// A backend that drives the given local ranks of a group of `ranks` on this machine.
+// Throws unavailable with the probe's reason, or invalid for an unknown name.
+std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
+                                      std::vector<Rank> local_ranks);
+
+}  // namespace offcore

@@ -1,0 +1,34 @@
+// Time: a monotonic clock in nanoseconds, and the deadline that every wait carries.
+#pragma once
+#include <chrono>
+#include <cstdint>
+
+namespace offcore {
+
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+class Deadline {
+ public:
+  static Deadline after_ns(int64_t wait_ns) {
+    const int64_t now = now_ns();
+    return Deadline(wait_ns >= INT64_MAX - now ? INT64_MAX : now + wait_ns);
+  }
+  static Deadline after_s(double wait_s) {
+    return wait_s >= 9e9 ? Deadline(INT64_MAX) : after_ns(static_cast<int64_t>(wait_s * 1e9));
+  }
+  bool passed() const { return now_ns() >= at_ns_; }
+  int64_t left_ns() const {
+    const int64_t left = at_ns_ - now_ns();
+    return left > 0 ? left : 0;
+  }
+
+ private:
+  explicit Deadline(int64_t at_ns) : at_ns_(at_ns) {}
+  int64_t at_ns_;
+};
+
+}  // namespace offcore

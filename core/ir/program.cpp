@@ -1,0 +1,43 @@
+#include "core/ir/program.h"
+
+#include "core/base/error.h"
+
+namespace offcore {
+
+std::string_view to_string(Op op) {
+  constexpr std::string_view kNames[] = {"copy", "swap", "poll", "signal", "timestamp", "fence"};
+  return kNames[static_cast<size_t>(op)];
+}
+
+std::string_view to_string(Mode mode) {
+  constexpr std::string_view kNames[] = {"eager", "capture", "armed"};
+  return kNames[static_cast<size_t>(mode)];
+}
+
+std::string_view to_string(Buffer::Kind kind) {
+  constexpr std::string_view kNames[] = {"window", "local", "host"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+std::string queue_name(const Queue& queue) {
+  if (queue.index == kCallerQueue) return cat(queue.rank, ".caller");
+  return cat(queue.rank, ".", queue.index);
+}
+
+Counts count(const Program& program) {
+  Counts counts;
+  for (const Queue& queue : program.queues) {
+    if (queue.index == kCallerQueue) continue;
+    ++counts.engines;
+    for (const Command& command : queue.commands) {
+      ++counts.commands;
+      if (command.op == Op::signal) counts.syncs += command.rows;
+      if (!moves_data(command.op)) continue;
+      ++counts.copies;
+      counts.bytes += command.bytes * command.rows * (command.op == Op::swap ? 2 : 1);
+    }
+  }
+  return counts;
+}
+
+}  // namespace offcore

@@ -1,0 +1,79 @@
+// A Program: lists of commands, one per (rank, queue), for ALL ranks. Immutable once built, it is
+// what tests pin, what `offcore show` prints and what every backend runs.
+//
+// Besides its engine queues a rank has one caller queue: the commands that the caller's thread or
+// stream executes itself (entry signals, the start word of a prelaunched program, the polls that
+// tell that every peer has delivered). A rank's part is complete when its caller queue has ended
+// and its engine queues are idle (the caller joins them; no flag is spent on that).
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/ir/command.h"
+
+namespace offcore {
+
+// Whether queues are submitted at the call, captured in a graph, or armed ahead (prelaunch).
+// The mode changes which commands are legal, so it is part of the plan key.
+enum class Mode : uint8_t { eager, capture, armed };
+
+std::string_view to_string(Mode mode);
+
+struct Buffer {
+  enum class Kind : uint8_t {
+    window,  // one per rank, of equal size, mapped by every rank
+    local,   // one per rank, seen only by that rank's own queues; `bytes` is the largest
+    host,    // one, in host memory, seen by all
+  };
+  std::string name;
+  Kind kind = Kind::window;
+  uint64_t bytes = 0;
+
+  friend bool operator==(const Buffer&, const Buffer&) = default;
+};
+
+std::string_view to_string(Buffer::Kind kind);
+
+struct Queue {
+  Rank rank = 0;
+  uint16_t index = 0;  // the engine, or kCallerQueue
+  std::vector<Command> commands;
+
+  friend bool operator==(const Queue&, const Queue&) = default;
+};
+
+std::string queue_name(const Queue& queue);  // "3.1", "3.caller"
+
+struct Program {
+  std::string op;        // "all_gather"
+  std::string machine;   // "mi300x-8"
+  std::string variant;   // "prelaunch_b2b"
+  std::string protocol;  // "barrier", "eager", "promise": how ranks enter (see comm/)
+  Mode mode = Mode::eager;
+  Rank ranks = 0;
+  bool native = true;        // false where a command had to be expanded for this machine
+  uint32_t flag_words = 0;   // per rank, and again in host memory
+  uint16_t flag_span = 0;    // largest flag value; the lane's epoch moves on by this much a launch
+  std::vector<Buffer> buffers;  // index = BufferId; [kFlagBuffer] is the flags themselves
+  std::vector<Queue> queues;    // sorted by rank, then index: a rank's caller queue comes last
+
+  friend bool operator==(const Program&, const Program&) = default;
+};
+
+// What a program costs in commands: what the paper counts.
+struct Counts {
+  uint32_t commands = 0;  // of every kind, on engine queues
+  uint32_t copies = 0;    // copy and swap commands
+  uint32_t engines = 0;   // engine queues in use
+  uint32_t syncs = 0;     // signals on engine queues, each row counted
+  uint64_t bytes = 0;     // bytes written by copies (a swap writes twice its bytes)
+
+  friend bool operator==(const Counts&, const Counts&) = default;
+};
+
+Counts count(const Program& program);
+
+}  // namespace offcore

@@ -1,0 +1,59 @@
+#include "core/machine/machine.h"
+
+#include "core/base/error.h"
+
+namespace offcore {
+
+void check(const Machine& machine) {
+  const auto require = [&](bool holds, const char* what) {
+    if (!holds) fail(Code::invalid, "machine ", machine.name, ": ", what);
+  };
+  require(machine.ranks >= 1 && machine.ranks <= 1024, "ranks must lie in 1..1024");
+  require(machine.engines_peer >= 1, "engines_peer must be at least 1");
+  require(machine.native.bcst_rows >= 1, "native.bcst_rows must be at least 1");
+  require(machine.limits.rows_max >= 1, "limits.rows_max must be at least 1");
+  require(machine.limits.copy_bytes_max >= 1, "limits.copy_bytes_max must be at least 1");
+  require(machine.limits.swap_align >= 1, "limits.swap_align must be at least 1");
+  require(machine.limits.bcst_align >= 1, "limits.bcst_align must be at least 1");
+  require(machine.limits.swap_scratch_bytes >= 1, "limits.swap_scratch_bytes must be at least 1");
+  require(machine.cost.overlap >= 1, "cost.overlap must be at least 1");
+  const Links& links = machine.links;
+  for (double gbps : {links.link_gbps, links.egress_gbps, links.ingress_gbps, links.host_gbps,
+                      links.local_gbps, links.engine_gbps, links.strided_gbps, links.bcst_gbps,
+                      links.swap_gbps}) {
+    require(gbps > 0, "every bandwidth must be above zero");
+  }
+  const Cost& cost = machine.cost;
+  for (double ns : {cost.control_ns, cost.doorbell_ns, cost.doorbell_growth, cost.wake_ns,
+                    cost.fetch_ns, cost.setup_ns, cost.issue_ns, cost.sync_ns, cost.poll_ns,
+                    cost.host_poll_ns, cost.trigger_ns}) {
+    require(ns >= 0, "no cost may be negative");
+  }
+}
+
+Resources::Resources(const Machine& machine, Rank ranks)
+    : ranks_(ranks), topology_(machine.topology) {
+  const size_t pairs = size_t{ranks} * ranks;
+  capacities_gbps_.assign(pairs, machine.links.link_gbps);
+  const auto append = [&](double gbps) {
+    capacities_gbps_.insert(capacities_gbps_.end(), ranks, gbps);
+  };
+  append(machine.links.egress_gbps);
+  append(machine.links.ingress_gbps);
+  append(machine.links.host_gbps);
+  append(machine.links.host_gbps);
+  append(machine.links.local_gbps);
+}
+
+Resources::Path Resources::path(Rank src, Rank dst) const {
+  const uint32_t pairs = uint32_t{ranks_} * ranks_;
+  if (src == kHostRank && dst == kHostRank) return {};
+  if (src == kHostRank) return {1, {pairs + 3u * ranks_ + dst}};
+  if (dst == kHostRank) return {1, {pairs + 2u * ranks_ + src}};
+  if (src == dst) return {1, {pairs + 4u * ranks_ + src}};
+  Path path{2, {pairs + src, pairs + ranks_ + dst}};
+  if (topology_ == Topology::full) path.index[path.count++] = uint32_t{src} * ranks_ + dst;
+  return path;
+}
+
+}  // namespace offcore

@@ -1,0 +1,120 @@
+// A machine as data: its engines, links, native commands, limits and costs. Read from
+// machines/NAME.json (see python/offcore/machines.py for the file's form and its checks).
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/ir/command.h"
+
+namespace offcore {
+
+// How the ranks are joined. Bandwidth is shared fairly between the copies on a link.
+enum class Topology : uint8_t {
+  full,      // a link each way between every two ranks
+  switched,  // every rank has one port into a switch, each way
+  shared,    // one memory system for all (host)
+};
+
+// Where the words live that tell that a queue has delivered.
+enum class FlagHome : uint8_t {
+  host,  // one word a queue in host memory, read by all who wait (the paper's prototype)
+  peer,  // a word in each reader's own memory, written across the link
+};
+
+struct Native {
+  bool strided = false;      // copies of several rows (2-D copies, rectangular packets)
+  uint32_t bcst_rows = 1;    // destinations that one broadcast command reaches; 1: none
+  bool swap = false;
+  bool strided_flags = false;  // signals and polls of several rows
+};
+
+struct Limits {
+  uint64_t copy_bytes_max = UINT64_MAX;   // one copy's bytes (one row's)
+  uint64_t pitch_bytes_max = UINT64_MAX;  // a strided copy's step
+  uint32_t rows_max = UINT32_MAX;
+  uint32_t swap_align = 1;                // bytes; both addresses
+  uint32_t bcst_align = 1;                // destinations agree modulo this
+  uint64_t swap_scratch_bytes = 1 << 20;  // bound of the scratch where swap has to be expanded
+};
+
+// Bandwidths in 1e9 bytes a second, one direction.
+struct Links {
+  double link_gbps = 0;     // between two ranks (full), or a rank's port (switched, shared)
+  double egress_gbps = 0;   // out of a rank, all links together
+  double ingress_gbps = 0;  // into a rank
+  double host_gbps = 0;     // between a rank and host memory
+  double local_gbps = 0;    // a copy inside one rank's memory
+  double engine_gbps = 0;   // one engine
+  double strided_gbps = 0;  // one engine, copies of several rows
+  double bcst_gbps = 0;     // one engine, bytes written by a broadcast
+  double swap_gbps = 0;     // one engine, bytes written by a swap
+};
+
+// Costs in nanoseconds (DMA-Latte section 3.2).
+struct Cost {
+  double control_ns = 0;      // the host creates one command
+  double doorbell_ns = 0;     // the host rings one queue
+  double doorbell_growth = 0; // each further queue of one call costs this share more than the last
+  double wake_ns = 0;         // from the doorbell until the engine starts to fetch
+  double fetch_ns = 0;        // the engine fetches and decodes one command
+  double setup_ns = 0;        // a copy's first byte: translation, the read's and write's latency
+  double issue_ns = 0;        // between the starts of two overlapped copies of one queue (b2b)
+  uint32_t overlap = 1;       // copies of one group in flight on one engine
+  double sync_ns = 0;         // a signal, from the end of the data until it is visible
+  double poll_ns = 0;         // from a word's change until the poll passes
+  double host_poll_ns = 0;    // the caller notices one word
+  double trigger_ns = 0;      // the caller writes one word
+};
+
+// A measured choice: for this operation and range of total bytes, this variant was the fastest.
+struct TunedRow {
+  std::string op;
+  Rank ranks = 0;
+  bool in_place = false;
+  uint64_t bytes_min = 0;
+  uint64_t bytes_max = 0;  // inclusive
+  std::string variant;
+};
+
+struct Machine {
+  std::string name;
+  std::string vendor;
+  Rank ranks = 0;
+  uint16_t engines_peer = 0;  // engines a rank has for copies to ranks
+  uint16_t engines_host = 0;  // further engines for copies to and from the host
+  Topology topology = Topology::shared;
+  FlagHome flags = FlagHome::peer;
+  Native native;
+  Limits limits;
+  Links links;
+  Cost cost;
+  std::vector<TunedRow> tuned;
+  std::string tuned_version;  // part of the plan key; empty without a table
+};
+
+// Throws invalid when a field makes no sense (no ranks, a bandwidth of zero, ...).
+void check(const Machine& machine);
+
+// The rates a copy is bound by: every resource it occupies, as an index into capacities_gbps().
+// Both the cost model and the simulator share links by these.
+//
+// Resources: 0..R*R-1 links r*R+q, then R egress, R ingress, R host links out, R host links in,
+// R local; R = ranks.
+struct Resources {
+  explicit Resources(const Machine& machine, Rank ranks);
+  const std::vector<double>& capacities_gbps() const { return capacities_gbps_; }
+  // The resources that bytes flowing src -> dst occupy (kHostRank for the host): at most 3.
+  struct Path {
+    uint32_t count = 0;
+    uint32_t index[3] = {0, 0, 0};
+  };
+  Path path(Rank src, Rank dst) const;
+
+ private:
+  Rank ranks_;
+  Topology topology_;
+  std::vector<double> capacities_gbps_;
+};
+
+}  // namespace offcore

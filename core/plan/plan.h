@@ -1,0 +1,43 @@
+// From moves to a program: lower, legalize, and the choice of a variant.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "core/machine/machine.h"
+#include "core/plan/moves.h"
+#include "core/plan/variant.h"
+
+namespace offcore {
+
+// How ranks enter and where data lands (see comm/lane.h for why each is safe).
+struct Protocol {
+  bool entry = true;    // peers write only after the owner has signalled that it entered
+  bool staged = false;  // peers write into the lane's slot; the owner copies on into `out`
+};
+
+std::string to_string(const Protocol& protocol);  // "barrier", "promise", "eager"
+
+// Throws unsupported when the operation cannot have the variant (swap out of place, bcst without
+// equal sources, ...). The result may hold commands the machine lacks: legalize expands them.
+Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
+              const Protocol& protocol);
+
+// Rewrites commands that the machine lacks or whose limits they exceed; sets program.native.
+Program legalize(Program program, const Machine& machine);
+
+// lower, legalize, verify.
+std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
+                                    const Machine& machine, const Protocol& protocol);
+
+// The variants that this operation can have, in the order of all_variants().
+std::vector<Variant> variants_of(const Moves& moves);
+
+// The tuned table's variant, else the cheapest by the cost model.
+struct Choice {
+  Variant variant;
+  bool tuned = false;
+};
+Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
+              const Protocol& protocol);
+
+}  // namespace offcore

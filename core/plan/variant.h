@@ -1,0 +1,29 @@
+// How to move: DMA-Latte's variants (section 4). `fan` is ours: one command for all peers.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace offcore {
+
+struct Variant {
+  enum class Kind : uint8_t {
+    pcpy,  // parallel copies: one command a destination, spread over engines (4.1)
+    bcst,  // one source, several destinations in a command (4.2)
+    swap,  // two ranges exchanged in a command, in place (4.3)
+    b2b,   // all copies back to back on one engine, one signal (4.4)
+    fan,   // strided: one command for all destinations
+  };
+  Kind kind = Kind::pcpy;
+  bool prelaunch = false;   // armed ahead and started by a word (4.5)
+  uint16_t engines = 0;     // at most this many engines a rank; 0: as many as the kind wants
+
+  friend bool operator==(const Variant&, const Variant&) = default;
+};
+
+std::string to_string(const Variant& variant);       // "prelaunch_pcpy", "pcpy:2"
+Variant parse_variant(std::string_view text);        // throws invalid, naming the known ones
+std::vector<Variant> all_variants();
+
+}  // namespace offcore

@@ -1,0 +1,50 @@
+// Errors, environment and clocks.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/base/clock.h"
+#include "core/base/env.h"
+#include "core/base/error.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+// offcore.Error: a RuntimeError with `code` (a string) beside its message.
+PyObject* error_type = nullptr;
+
+void raise(const Error& error) {
+  nb::object instance = nb::handle(error_type)(error.message());
+  instance.attr("code") = std::string(to_string(error.code()));
+  PyErr_SetObject(error_type, instance.ptr());
+}
+
+}  // namespace
+
+void bind_base(nb::module_& module) {
+  error_type = PyErr_NewExceptionWithDoc(
+      "offcore.Error",
+      "What offcore raises. `code` is one of invalid, unsupported, unavailable, driver, memory,\n"
+      "timeout, cancelled, verify, mismatch, peer.",
+      PyExc_RuntimeError, nullptr);
+  module.attr("Error") = nb::borrow(error_type);
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+
+  module.def("env", &env, nb::arg("name"), "The environment variable's value, or its default.");
+  module.def("env_variables", [] {
+    std::vector<nb::tuple> rows;
+    for (const EnvVariable& row : env_variables()) {
+      rows.push_back(nb::make_tuple(row.name, row.fallback, row.meaning));
+    }
+    return rows;
+  });
+  module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
+}
+
+}  // namespace offcore

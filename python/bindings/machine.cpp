@@ -1,0 +1,89 @@
+// Machines as data and the cost model.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/machine/cost.h"
+#include "core/machine/machine.h"
+#include "module.h"
+
+namespace offcore {
+
+void bind_machine(nb::module_& module) {
+  nb::enum_<Topology>(module, "Topology")
+      .value("full", Topology::full)
+      .value("switched", Topology::switched)
+      .value("shared", Topology::shared);
+  nb::enum_<FlagHome>(module, "FlagHome")
+      .value("host", FlagHome::host)
+      .value("peer", FlagHome::peer);
+  nb::class_<Native>(module, "Native")
+      .def_rw("strided", &Native::strided)
+      .def_rw("bcst_rows", &Native::bcst_rows)
+      .def_rw("swap", &Native::swap)
+      .def_rw("strided_flags", &Native::strided_flags);
+  nb::class_<Limits>(module, "Limits")
+      .def_rw("copy_bytes_max", &Limits::copy_bytes_max)
+      .def_rw("pitch_bytes_max", &Limits::pitch_bytes_max)
+      .def_rw("rows_max", &Limits::rows_max)
+      .def_rw("swap_align", &Limits::swap_align)
+      .def_rw("bcst_align", &Limits::bcst_align)
+      .def_rw("swap_scratch_bytes", &Limits::swap_scratch_bytes);
+  nb::class_<Links>(module, "Links")
+      .def_rw("link_gbps", &Links::link_gbps)
+      .def_rw("egress_gbps", &Links::egress_gbps)
+      .def_rw("ingress_gbps", &Links::ingress_gbps)
+      .def_rw("host_gbps", &Links::host_gbps)
+      .def_rw("local_gbps", &Links::local_gbps)
+      .def_rw("engine_gbps", &Links::engine_gbps)
+      .def_rw("strided_gbps", &Links::strided_gbps)
+      .def_rw("bcst_gbps", &Links::bcst_gbps)
+      .def_rw("swap_gbps", &Links::swap_gbps);
+  nb::class_<Cost>(module, "Cost")
+      .def_rw("control_ns", &Cost::control_ns)
+      .def_rw("doorbell_ns", &Cost::doorbell_ns)
+      .def_rw("doorbell_growth", &Cost::doorbell_growth)
+      .def_rw("wake_ns", &Cost::wake_ns)
+      .def_rw("fetch_ns", &Cost::fetch_ns)
+      .def_rw("setup_ns", &Cost::setup_ns)
+      .def_rw("issue_ns", &Cost::issue_ns)
+      .def_rw("overlap", &Cost::overlap)
+      .def_rw("sync_ns", &Cost::sync_ns)
+      .def_rw("poll_ns", &Cost::poll_ns)
+      .def_rw("host_poll_ns", &Cost::host_poll_ns)
+      .def_rw("trigger_ns", &Cost::trigger_ns);
+  nb::class_<TunedRow>(module, "TunedRow")
+      .def(nb::init<>())
+      .def_rw("op", &TunedRow::op)
+      .def_rw("ranks", &TunedRow::ranks)
+      .def_rw("in_place", &TunedRow::in_place)
+      .def_rw("bytes_min", &TunedRow::bytes_min)
+      .def_rw("bytes_max", &TunedRow::bytes_max)
+      .def_rw("variant", &TunedRow::variant);
+  nb::class_<Machine>(module, "Machine")
+      .def(nb::init<>())
+      .def_rw("name", &Machine::name)
+      .def_rw("vendor", &Machine::vendor)
+      .def_rw("ranks", &Machine::ranks)
+      .def_rw("engines_peer", &Machine::engines_peer)
+      .def_rw("engines_host", &Machine::engines_host)
+      .def_rw("topology", &Machine::topology)
+      .def_rw("flags", &Machine::flags)
+      .def_rw("native", &Machine::native)
+      .def_rw("limits", &Machine::limits)
+      .def_rw("links", &Machine::links)
+      .def_rw("cost", &Machine::cost)
+      .def_rw("tuned", &Machine::tuned)
+      .def_rw("tuned_version", &Machine::tuned_version)
+      .def("check", [](const Machine& machine) { check(machine); },
+           "Raises invalid when a field makes no sense.");
+  nb::class_<Phases>(module, "Phases")
+      .def_ro("control_ns", &Phases::control_ns)
+      .def_ro("schedule_ns", &Phases::schedule_ns)
+      .def_ro("copy_ns", &Phases::copy_ns)
+      .def_ro("sync_ns", &Phases::sync_ns)
+      .def_prop_ro("total_ns", &Phases::total_ns);
+  module.def("estimate", &estimate, nb::arg("program"), nb::arg("machine"),
+             "A program's estimated phases on a machine.");
+}
+
+}  // namespace offcore

@@ -1,0 +1,7 @@
+#include "module.h"
+
+NB_MODULE(_core, module) {
+  offcore::bind_base(module);
+  offcore::bind_ir(module);
+  offcore::bind_machine(module);
+}

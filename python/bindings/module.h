@@ -1,0 +1,16 @@
+// The extension module: one file per area, nothing clever.
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace offcore {
+
+void bind_base(nb::module_& module);
+void bind_ir(nb::module_& module);
+void bind_machine(nb::module_& module);
+void bind_plan(nb::module_& module);
+void bind_backend(nb::module_& module);
+void bind_comm(nb::module_& module);
+
+}  // namespace offcore
