@@ -12,6 +12,7 @@ namespace {
 
 // A copy notices poison and deadlines between pieces.
 constexpr uint64_t kPieceBytes = 1 << 20;
+constexpr uint64_t kRowBytes = 256;  // a row's own cost, in bytes
 
 void exchange(std::byte* one, std::byte* other, uint64_t bytes) {
   std::byte scratch[4096];
@@ -67,12 +68,13 @@ bool Context::ready() const {
 bool Context::move(const Command& command, const Interrupt& interrupt) {
   const Rank ranks = flight_.cargo->program->ranks;
   for (; row_ < command.rows; ++row_, offset_ = 0) {
-    std::byte* dst =
-        byte_at(flight_.launch, row_of(command.dst, command.dst_step, row_, ranks));
-    std::byte* src =
-        byte_at(flight_.launch, row_of(command.src, command.src_step, row_, ranks));
+    std::byte* dst = byte_at(flight_.launch, row_of(command.dst, command.dst_step, row_, ranks));
+    std::byte* src = byte_at(flight_.launch, row_of(command.src, command.src_step, row_, ranks));
     while (offset_ < command.bytes) {
-      if ((row_ > 0 || offset_ > 0) && (poisoned() || interrupt.raised())) return false;
+      if (unchecked_bytes_ >= kPieceBytes) {
+        if (poisoned() || interrupt.raised()) return false;
+        unchecked_bytes_ = 0;
+      }
       const uint64_t bytes = std::min(kPieceBytes, command.bytes - offset_);
       if (command.op == Op::swap) {
         exchange(dst + offset_, src + offset_, bytes);
@@ -80,6 +82,7 @@ bool Context::move(const Command& command, const Interrupt& interrupt) {
         std::memcpy(dst + offset_, src + offset_, bytes);
       }
       offset_ += bytes;
+      unchecked_bytes_ += std::max(bytes, kRowBytes);
     }
   }
   return true;
@@ -97,14 +100,15 @@ void Context::signal(const Command& command) const {
   const bool everybody = command.dst.rank == kHostRank;
   const uint32_t first = everybody ? 0 : command.dst.rank;
   const uint32_t readers =
-      everybody ? ranks : (command.dst_step == kRankStep ? std::min<uint32_t>(command.rows, ranks) : 1);
+      everybody ? ranks
+                : (command.dst_step == kRankStep ? std::min<uint32_t>(command.rows, ranks) : 1);
   const Rank watched = cargo.local_ranks.front();
   bool forward = false;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     const Rank rank = static_cast<Rank>((first + reader) % ranks);
     wake(*launch.wakeups[rank]);
-    forward |= rank != watched && std::binary_search(cargo.local_ranks.begin(),
-                                                     cargo.local_ranks.end(), rank);
+    forward |= rank != watched &&
+               std::binary_search(cargo.local_ranks.begin(), cargo.local_ranks.end(), rank);
   }
   // The local ranks sleep together, on the first one's wakeup.
   if (forward) wake(*launch.wakeups[watched]);

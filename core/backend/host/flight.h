@@ -58,9 +58,10 @@ class Context {
   uint32_t queue_;
   Rank rank_;
   std::atomic<uint32_t> command_{0};
-  uint32_t row_ = 0;     // of the copy under way
-  uint64_t offset_ = 0;  // in its row
-  int64_t start_ns_ = -1;  // of the command under way; -1: not begun
+  uint32_t row_ = 0;              // of the copy under way
+  uint64_t offset_ = 0;           // in its row
+  uint64_t unchecked_bytes_ = 0;  // moved since poison and interrupt were looked at
+  int64_t start_ns_ = -1;         // of the command under way; -1: not begun
   std::vector<CommandTime> times_;
   std::vector<Timestamp> timestamps_;
 
@@ -74,12 +75,12 @@ class Context {
 struct Cargo {
   std::shared_ptr<const Program> program;
   std::vector<Rank> local_ranks;
-  std::vector<std::vector<uint32_t>> queues;          // of each local rank
-  std::vector<std::pair<BufferId, Rank>> bases;       // what they address
+  std::vector<std::vector<uint32_t>> queues;     // of each local rank
+  std::vector<std::pair<BufferId, Rank>> bases;  // what they address
   uint32_t timestamps = 0;
 };
 
-struct Flight {
+struct Flight : std::enable_shared_from_this<Flight> {
   Flight(std::shared_ptr<const Cargo> cargo, Launch launch);
 
   std::shared_ptr<const Cargo> cargo;

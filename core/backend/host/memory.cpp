@@ -99,7 +99,7 @@ Share allocate_shared(Rank rank, uint64_t bytes) {
 
 Share import_shared(Rank rank, uint64_t bytes, int fd) {
   Descriptor owned(fd);
-  struct stat status {};
+  struct stat status{};
   if (fstat(owned.get(), &status) != 0) {
     fail_errno(Code::driver, cat("the descriptor of rank ", rank, "'s memory is not usable"));
   }
