@@ -179,7 +179,7 @@ class Estimate {
   }
 
   bool poll(uint32_t i, const Command& command, const Moment& start) {
-    Moment released = start;
+    Moment changed;
     for (uint32_t row = 0; row < command.rows; ++row) {
       Word& word = words_[index_of(command, row)];
       const Moment* change = nullptr;
@@ -191,15 +191,16 @@ class Estimate {
         word.waiting.push_back(i);
         return false;
       }
-      if (change != nullptr) released = latest(released, *change);
+      if (change != nullptr) changed = latest(changed, *change);
     }
     Actor& actor = actors_[i];
     ++actor.next;
     const Queue& queue = program_.queues[i];
     if (queue.index != kCallerQueue) {
-      actor.now = released.after(&Phases::schedule_ns, machine_.cost.poll_ns);
+      actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
       return true;
     }
+    const Moment released = latest(start, changed);
     Word& word = words_[index_of(command, 0)];
     const bool shared = machine_.flags == FlagHome::host && command.rows == 1;
     if (shared && word.noticed && word.noticed_value >= command.value) {

@@ -6,7 +6,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
+
 #include "core/backend/registry.h"
+#include "core/backend/sim/faults.h"
 #include "core/base/error.h"
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
@@ -86,6 +89,26 @@ std::shared_ptr<void> keep_alive(nb::object object) {
           }};
 }
 
+// All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.
+std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
+                                                Rank ranks, const std::string& store, Rank rank,
+                                                Rank world_size, bool phantom, uint64_t seed,
+                                                std::vector<Fault> faults, double timeout_s) {
+  const nb::gil_scoped_release release;
+  const Deadline deadline = Deadline::after_s(timeout_s);
+  SimOptions options{.phantom = phantom, .seed = seed, .faults = std::move(faults)};
+  if (store.empty()) {
+    std::vector<Rank> all(ranks);
+    std::iota(all.begin(), all.end(), Rank{0});
+    return Communicator::create(
+        open_backend(backend, machine, ranks, std::move(all), std::move(options)), nullptr, ranks,
+        deadline);
+  }
+  auto opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
+  return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
+}
+
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
@@ -141,20 +164,20 @@ void bind_windows(nb::module_& module) {
 }
 
 void bind_outcome(nb::module_& module) {
-  nb::class_<Outcome>(module, "Outcome")
-      .def_ro("op", &Outcome::op)
-      .def_ro("variant", &Outcome::variant)
-      .def_ro("protocol", &Outcome::protocol)
-      .def_prop_ro("mode", [](const Outcome& self) { return std::string(to_string(self.mode)); })
-      .def_ro("native", &Outcome::native)
-      .def_ro("staged", &Outcome::staged)
-      .def_ro("tuned", &Outcome::tuned)
-      .def_ro("armed_ahead", &Outcome::armed_ahead)
-      .def_ro("in_place", &Outcome::in_place)
-      .def_ro("total_bytes", &Outcome::total_bytes)
-      .def_ro("counts", &Outcome::counts)
-      .def_prop_ro("time_ns", [](const Outcome& self) { return self.report.time_ns; })
-      .def_prop_ro("phases", [](const Outcome& self) { return self.report.phases; });
+  nb::class_<Result>(module, "Result")
+      .def_ro("op", &Result::op)
+      .def_ro("variant", &Result::variant)
+      .def_ro("protocol", &Result::protocol)
+      .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
+      .def_ro("native", &Result::native)
+      .def_ro("staged", &Result::staged)
+      .def_ro("tuned", &Result::tuned)
+      .def_ro("armed_ahead", &Result::armed_ahead)
+      .def_ro("in_place", &Result::in_place)
+      .def_ro("total_bytes", &Result::total_bytes)
+      .def_ro("counts", &Result::counts)
+      .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })
+      .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
       .def("wait",
@@ -170,6 +193,10 @@ void bind_outcome(nb::module_& module) {
 void bind_comm(nb::module_& module) {
   bind_windows(module);
   bind_outcome(module);
+  module.def("open_communicator", &open_communicator, nb::arg("backend"), nb::arg("machine"),
+             nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
+             nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
+             nb::arg("timeout_s"));
   nb::class_<Communicator>(module, "Communicator")
       .def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)

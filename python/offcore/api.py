@@ -184,7 +184,7 @@ class Communicator:
             world_size=world_size or 0,
             phantom=phantom,
             seed=seed,
-            faults=list(faults),
+            faults=[_core.Fault(**fault) for fault in faults],
             timeout_s=self.timeout,
         )
         self.ranks: int = self._core.ranks
@@ -408,7 +408,7 @@ def _result(comm: Communicator, outcome: _core.Outcome) -> Result:
 
 def probe_backends() -> list[tuple[str, bool, str]]:
     """(name, whether it can run here, why not and what would make it so) of every backend."""
-    return [(probe.name, probe.available, probe.reason) for probe in _core.probe_backends()]
+    return _core.probe_backends()
 
 
 def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
