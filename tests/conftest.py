@@ -1,0 +1,52 @@
+"""What every test shares: hypothesis profiles, and which tests run.
+
+    pytest                              what CI runs, the same examples on every machine
+    pytest --hypothesis-profile=quick   a few examples a property
+    pytest --long                       also tests marked `long`, and fresh examples by the thousand
+    pytest --sanitized=asan|tsan        the tests worth running on a sanitizer's build
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
+
+# Tests that a sanitizer's build runs, by the first folder of their path. The thread sanitizer has
+# something to say only where engines are threads; the others see every line of the core.
+SANITIZED_FOLDERS = {
+    "asan": {"golden", "property", "conformance", "faults", "ir", "plan", "sim", "host", "comm"},
+    "tsan": {"conformance", "faults", "host", "comm"},
+}
+
+_shared = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=200, derandomize=True, **_shared)
+settings.register_profile("quick", max_examples=20, derandomize=True, **_shared)
+settings.register_profile("long", max_examples=20_000, print_blob=True, **_shared)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run tests marked `long`")
+    parser.addoption("--sanitized", choices=sorted(SANITIZED_FOLDERS), help="on this build")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if sanitizer := config.getoption("--sanitized"):
+        folders = SANITIZED_FOLDERS[sanitizer]
+        left = [item for item in items if item.path.relative_to(TESTS).parts[0] in folders]
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
+        items[:] = left
+    no_torch = importlib.util.find_spec("torch") is None
+    for item in items:
+        if "long" in item.keywords and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="long: run with --long"))
+        if "torch" in item.keywords and no_torch:
+            item.add_marker(pytest.mark.skip(reason="torch is not installed"))
