@@ -45,12 +45,12 @@ STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 asan: build build/asan/.installed  ## tests under the address and undefined-behaviour sanitizers
 	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PYTEST) --sanitized=asan $(SANITIZED)
+	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED)
 
 tsan: build build/tsan/.installed  ## tests under the thread sanitizer
 	PYTHONPATH=build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
-	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp die_after_fork=0" \
-	$(PYTEST) --sanitized=tsan $(SANITIZED)
+	TSAN_OPTIONS=die_after_fork=0 \
+	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv build dist demo-out .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,9 +1,9 @@
 """What every test shares: hypothesis profiles, and which tests run.
 
-    pytest                              what CI runs, the same examples on every machine
-    pytest --hypothesis-profile=quick   a few examples a property
-    pytest --long                       also tests marked `long`, and fresh examples by the thousand
-    pytest --sanitized=asan|tsan        the tests worth running on a sanitizer's build
+- `pytest`: what CI runs; the same examples on every machine.
+- `pytest --hypothesis-profile=quick`: a few examples a property.
+- `pytest --long`: also the tests marked `long`, and fresh examples by the thousand.
+- `pytest --sanitized=asan` (or tsan): the tests worth running on that build, and only on it.
 """
 
 import importlib.util
@@ -34,6 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if sanitizer := config.getoption("--sanitized"):
+        spec = importlib.util.find_spec("offcore")
+        if spec is None or f"/build/{sanitizer}/" not in str(spec.origin):
+            raise pytest.UsageError(f"this is not the {sanitizer} build: run `make {sanitizer}`")
     if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("long")
 
