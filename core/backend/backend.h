@@ -63,6 +63,9 @@ struct Launch {
   uint32_t epoch = 0;              // flag values of this launch are epoch + the program's
   uint32_t lane = 0;               // launches of one lane run in order, rank by rank
   std::vector<Wakeup*> wakeups;    // one a rank
+  // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
+  // Null: they outlive the backend.
+  std::shared_ptr<void> owner = nullptr;
 };
 
 struct CommandTime {
@@ -80,7 +83,8 @@ struct Report {
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
 };
 
-// One launch. Destroying a run that is not done waits for it, or leaks it after its rank is poisoned.
+// One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is
+// poisoned, or its backend is gone; its Launch::owner lives that long.
 class Run {
  public:
   virtual ~Run() = default;
