@@ -73,3 +73,11 @@ def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs/errors.md").read_text("utf-8")
     documented = set(re.findall(r"^## `(\w+)`", page, re.MULTILINE))
     assert documented == codes
+
+
+def test_every_environment_variable_is_documented() -> None:
+    table = (ROOT / "core/base/env.h").read_text("utf-8")
+    rows = re.findall(r'^\s*X\((\w+), "([^"]*)", "([^"]*)"\)', table, re.MULTILINE)
+    page = (ROOT / "docs/quickstart.md").read_text("utf-8")
+    documented = re.findall(r"^\| (OFFCORE_\w+) \| (.*?) ?\| (.*) \|$", page, re.MULTILINE)
+    assert documented == rows
