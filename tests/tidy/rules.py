@@ -34,6 +34,8 @@ FOREIGN = re.compile(r"^(torch|ATen|c10|cuda|cupti|nvml|nccl|hip|hsa|rocm|rccl|n
 # Where the environment may be read, and why there.
 ENVIRONMENT_READERS = {
     "core/base/env.cpp": "the one table of variables",
+    "python/offcore/crew.py": "hands its environment on to the ranks it starts",
+    "python/offcore/doctor.py": "tells the variables that are set from those left at their default",
 }
 
 Findings = list[tuple[int, str]]
