@@ -38,8 +38,10 @@ format:  ## rewrite the sources as lint wants them
 	$(BIN)/ruff format .
 
 # The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
-# comes along because they look up its throw at start-up.
+# comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
+# address randomisation of some kernels; setarch turns it off where it may.
 SANITIZED := --hypothesis-profile=quick
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 
 asan: build build/asan/.installed  ## tests under the address and undefined-behaviour sanitizers
@@ -49,7 +51,7 @@ asan: build build/asan/.installed  ## tests under the address and undefined-beha
 
 tsan: build build/tsan/.installed  ## tests under the thread sanitizer
 	PYTHONPATH=build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
-	TSAN_OPTIONS=die_after_fork=0 \
+	TSAN_OPTIONS=die_after_fork=0 $(FIXED_ADDRESSES) \
 	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
 
 clean:  ## remove .venv and everything that was built

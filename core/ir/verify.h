@@ -1,4 +1,4 @@
-// Checks a program against the rules that make it safe on every backend. All ranks are seen at once.
+// Checks a program against the rules that make it safe on every backend, all ranks at once.
 //
 //   bounds    every row of every slice lies inside its buffer; ranks and queues exist; words exist
 //   shape     rows >= 1, bytes >= 1, step meanings, one queue per (rank, index), buffers seen only
@@ -15,7 +15,7 @@
 
 namespace offcore {
 
-// Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>", naming both sides of a hazard.
+// Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>", with both sides of a hazard.
 void verify(const Program& program);
 
 }  // namespace offcore
