@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .exercise import error
+from .errors import error
 from .layout import ROOT, Bytes, Layout
 
 _GLOO_SEED = 1 << 48  # far from the seeds of offcore's own calls

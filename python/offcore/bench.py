@@ -20,7 +20,8 @@ from typing import Any
 import offcore
 
 from .crew import Crew, free_port
-from .exercise import Exercise, error, facts_of
+from .errors import error
+from .exercise import Exercise, facts_of
 from .report import Outcome, Row, Skip
 
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")

@@ -19,7 +19,7 @@ import offcore
 
 from . import bench, breakdown, demo, doctor, plot, report
 from .baselines import check_baseline
-from .exercise import error
+from .errors import error
 from .layout import OPS
 from .report import JsonLines, Row, Skip, Stamp
 from .sizes import parse_bytes, parse_sizes
@@ -199,9 +199,7 @@ def show(
     machine: Annotated[str, typer.Option(help="A machine (see: offcore doctor).")] = SIM_MACHINE,
     ranks: RanksOption = None,
     nbytes: Annotated[str, typer.Option("--bytes", help="Total bytes (K = 1024).")] = "1M",
-    variant: Annotated[
-        str, typer.Option(help="pcpy, prelaunch_b2b, ..., or auto.")
-    ] = ("auto"),
+    variant: Annotated[str, typer.Option(help="pcpy, prelaunch_b2b, ..., or auto.")] = ("auto"),
     in_place: InPlaceOption = False,
     protocol: Annotated[ProtocolName, typer.Option(help="How ranks enter.")] = ProtocolName.auto,
     json: JsonOption = None,

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import offcore
 
-from .exercise import error
+from .errors import error
 
 Event = dict[str, Any]
 

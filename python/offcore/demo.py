@@ -14,7 +14,7 @@ import offcore
 
 from . import bench, plot, report
 from .baselines import check_baseline
-from .exercise import error
+from .errors import error
 from .report import JsonLines, Row, Skip, Stamp
 from .sizes import parse_sizes
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-import offcore
-
+from .errors import error
 from .layout import ROOT, Bytes, Layout
 
 # One collective call: takes the variant, gives the handle to wait for.
@@ -73,13 +72,6 @@ class Exercise:
     def _array(self, window: Any, rank: int) -> Bytes:
         array: Bytes = window.array(rank, np.uint8)
         return array
-
-
-def error(code: str, message: str) -> offcore.Error:
-    """An offcore.Error made in Python."""
-    made = offcore.Error(message)
-    made.code = code
-    return made
 
 
 def facts_of(result: Any) -> dict[str, Any]:

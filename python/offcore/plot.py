@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .exercise import error
+from .errors import error
 from .report import Row
 from .sizes import format_bytes
 

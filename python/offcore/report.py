@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from .errors import error
 from .sizes import algbw_gbps, busbw_factor, format_bytes
 
 _WIDTH_WITHOUT_TERMINAL = 140
@@ -136,10 +137,13 @@ class JsonLines:
 
     def __init__(self, target: str | None) -> None:
         self.to_stdout = target == "-"
-        self._file: TextIO | None = None
-        if target is not None:
+        self._file: TextIO | None = sys.stdout if self.to_stdout else None
+        if target is not None and not self.to_stdout:
             # Opened at once: a path that cannot be written is told before hours of work.
-            self._file = sys.stdout if self.to_stdout else open(target, "w", encoding="utf-8")  # noqa: SIM115
+            try:
+                self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
+            except OSError as failure:
+                raise error("invalid", f"cannot write '{target}': {failure.strerror}") from None
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -282,9 +286,8 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
         notes.append("+ has commands that this machine lacks: they were expanded")
     unchecked = [row.bytes for row in rows if row.wrong is None and row.impl == "offcore"]
     if unchecked:
-        notes.append(
-            f"#wrong is - where bytes were not checked (from {format_bytes(min(unchecked))} on)"
-        )
+        first = format_bytes(min(unchecked))
+        notes.append(f"#wrong is - where bytes were not checked (from {first} on)")
     wrong = sum(row.wrong or 0 for row in rows)
     if wrong:
         notes.append(f"WRONG: {wrong} bytes differ from what they must be")

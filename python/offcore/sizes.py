@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """`1K:4G`, `1K:4G:4` (first:last:factor, 2 if left out) or `4096,1000003`. Raises ValueError."""
+    """`1K:4G`, `1K:4G:4` (first:last:factor) or `4096,1000003`. Raises ValueError."""
     if ":" not in text:
         return list(dict.fromkeys(parse_bytes(part) for part in text.split(",")))
     parts = text.split(":")

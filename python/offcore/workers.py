@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
-import numpy as np
-
 import offcore
 
 from .baselines import open_baseline
