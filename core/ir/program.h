@@ -37,6 +37,9 @@ struct Buffer {
 
 std::string_view to_string(Buffer::Kind kind);
 
+// The entry at [kFlagBuffer] of every program; how large it is, flag_words says.
+inline Buffer flag_buffer() { return {.name = "flag", .kind = Buffer::Kind::window, .bytes = 0}; }
+
 struct Queue {
   Rank rank = 0;
   uint16_t index = 0;  // the engine, or kCallerQueue
@@ -54,9 +57,9 @@ struct Program {
   std::string protocol;  // "barrier", "eager", "promise": how ranks enter (see comm/)
   Mode mode = Mode::eager;
   Rank ranks = 0;
-  bool native = true;        // false where a command had to be expanded for this machine
-  uint32_t flag_words = 0;   // per rank, and again in host memory
-  uint16_t flag_span = 0;    // largest flag value; the lane's epoch moves on by this much a launch
+  bool native = true;       // false where a command had to be expanded for this machine
+  uint32_t flag_words = 0;  // per rank, and again in host memory
+  uint16_t flag_span = 0;   // largest flag value; the lane's epoch moves on by this much a launch
   std::vector<Buffer> buffers;  // index = BufferId; [kFlagBuffer] is the flags themselves
   std::vector<Queue> queues;    // sorted by rank, then index: a rank's caller queue comes last
 

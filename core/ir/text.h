@@ -1,6 +1,6 @@
 // The text form of a program: prints and parses back to the identical value.
 //
-//   program all_gather machine=h200-4 ranks=4 variant=fan mode=eager protocol=barrier native=yes flags=12 span=2
+//   program put machine=h4 ranks=4 variant=fan mode=eager protocol=eager native=yes flags=9 span=2
 //   buffer in local 1024
 //   buffer out window 4096
 //   queue 0.0
@@ -14,7 +14,7 @@
 //
 // One command a line; `#` starts a comment; rows and steps are printed only where rows > 1; offsets
 // and bytes are decimal, or hexadecimal with 0x when parsed. Buffers other than the flags are
-// declared in the order of their ids (the first is id 1).
+// declared in the order of their ids (the first is id 1), queues in theirs (caller last).
 #pragma once
 #include <string>
 #include <string_view>
@@ -22,6 +22,11 @@
 #include "core/ir/program.h"
 
 namespace offcore {
+
+inline constexpr Rank kRanksMax = 1024;
+
+// What may name an operation, machine, variant, protocol or buffer: [A-Za-z0-9_.:-]+
+bool is_name(std::string_view text);
 
 std::string print(const Program& program);
 std::string print(const Command& command, const Program& program);

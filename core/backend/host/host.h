@@ -1,0 +1,23 @@
+// The host backend: software DMA engines over shared memory, in real time, across processes.
+//
+// An engine is a thread that serves the queues mapped to it (queue index modulo engines). A queue
+// of a launch is resumable: where a poll blocks, its engine goes on with other queues. A thread in
+// Run::wait helps: it runs the caller queue and whatever else is ready, so that a small collective
+// needs no thread switch.
+//
+// - Launches in flight at one backend share one array of wakeups.
+// - A run that is destroyed before it is done goes on by itself; Launch::owner keeps its memory.
+// - A poisoned rank's queues stop before their next command (a copy before its next piece).
+// - Destroying the backend stops its engines; what has not ended by then never does.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore {
+
+std::unique_ptr<Backend> make_host(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks);
+
+}  // namespace offcore

@@ -1,0 +1,297 @@
+// The rules one after another, cheapest first: each may rely on those before it.
+#include "core/ir/verify.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/ir/order.h"
+#include "core/ir/text.h"
+
+namespace offcore {
+namespace {
+
+// Bounds the time and memory of a check; all rows of all commands count.
+constexpr uint64_t kRowsMax = uint64_t{1} << 22;
+
+template <typename... Parts>
+[[noreturn]] void reject(std::string_view rule, const Program& program, Place place,
+                         const Parts&... reason) {
+  fail(Code::verify, rule, ": ", describe(program, place), ": ", reason...);
+}
+
+template <typename... Parts>
+[[noreturn]] void reject(std::string_view rule, const Parts&... reason) {
+  fail(Code::verify, rule, ": program: ", reason...);
+}
+
+void check_header(const Program& program) {
+  for (const std::string& name : {program.op, program.machine, program.variant, program.protocol}) {
+    if (!is_name(name)) reject("shape", "'", name, "' is no name");
+  }
+  if (program.ranks < 1 || program.ranks > kRanksMax) {
+    reject("shape", "ranks is ", program.ranks, ", not from 1 to ", kRanksMax);
+  }
+  const std::vector<Buffer>& buffers = program.buffers;
+  if (buffers.empty() || buffers.size() > 256 || buffers[kFlagBuffer] != flag_buffer()) {
+    reject("shape", "buffers must be the flags and at most 255 others");
+  }
+  for (size_t id = 1; id < buffers.size(); ++id) {
+    const auto same = [&](const Buffer& other) { return other.name == buffers[id].name; };
+    if (!is_name(buffers[id].name)) reject("shape", "'", buffers[id].name, "' is no name");
+    if (std::any_of(buffers.begin(), buffers.begin() + static_cast<ptrdiff_t>(id), same)) {
+      reject("shape", "two buffers are named ", buffers[id].name);
+    }
+  }
+}
+
+void check_queues(const Program& program) {
+  uint64_t rows = 0;
+  for (size_t q = 0; q < program.queues.size(); ++q) {
+    const Queue& queue = program.queues[q];
+    if (queue.rank >= program.ranks) {
+      reject("bounds", "queue ", queue_name(queue), " is of a rank beyond ", program.ranks);
+    }
+    for (const Command& command : queue.commands) rows += std::max(command.rows, 1u);
+    if (q == 0) continue;
+    const Queue& last = program.queues[q - 1];
+    if (std::pair(last.rank, last.index) >= std::pair(queue.rank, queue.index)) {
+      reject("shape", "queue ", queue_name(queue), " must not follow queue ", queue_name(last));
+    }
+  }
+  if (rows > kRowsMax) reject("shape", rows, " rows in all are more than ", kRowsMax);
+}
+
+// The command with only the fields that its operation has: those are what its text says.
+Command meaningful(const Command& command) {
+  Command result;
+  result.op = command.op;
+  if (command.op == Op::fence) return result;
+  if (!moves_data(command.op)) result.value = command.value;
+  if (command.op == Op::timestamp) return result;
+  result.dst = command.dst;
+  result.rows = command.rows;
+  if (command.rows > 1) result.dst_step = command.dst_step;
+  if (!moves_data(command.op)) return result;
+  result.src = command.src;
+  result.bytes = command.bytes;
+  if (command.rows > 1) result.src_step = command.src_step;
+  return result;
+}
+
+// Checks one slice of one command: shape (who may see it), then bounds of every row.
+class SliceCheck {
+ public:
+  SliceCheck(const Program& program, Place place)
+      : program_(program), place_(place), command_(command_at(program, place)) {}
+
+  void check(const Slice& slice, int64_t step, std::string_view side) const {
+    if (slice.buffer >= program_.buffers.size()) {
+      reject("bounds", program_, place_, side, " is in a buffer that does not exist");
+    }
+    if ((slice.buffer == kFlagBuffer) == moves_data(command_.op)) {
+      reject("shape", program_, place_, side, " must be ",
+             moves_data(command_.op) ? "data, not a flag word" : "a flag word");
+    }
+    if (slice.rank != kHostRank && slice.rank >= program_.ranks) {
+      reject("bounds", program_, place_, side, " is on a rank beyond ", program_.ranks);
+    }
+    check_seen(slice, side);
+    if (step == kRankStep) check_ring(slice, side);
+    check_range(slice, step == kRankStep ? 0 : step, side);
+  }
+
+ private:
+  void check_seen(const Slice& slice, std::string_view side) const {
+    if (slice.buffer == kFlagBuffer) return;
+    const Buffer& buffer = program_.buffers[slice.buffer];
+    if ((buffer.kind == Buffer::Kind::host) != (slice.rank == kHostRank)) {
+      reject("shape", program_, place_, side, " must name ",
+             buffer.kind == Buffer::Kind::host ? "[host], where " : "a rank, as ", buffer.name,
+             " is a ", to_string(buffer.kind), " buffer");
+    }
+    if (buffer.kind == Buffer::Kind::local && slice.rank != program_.queues[place_.queue].rank) {
+      reject("shape", program_, place_, side, " is local to rank ", slice.rank);
+    }
+  }
+
+  void check_ring(const Slice& slice, std::string_view side) const {
+    if (slice.rank == kHostRank) {
+      reject("shape", program_, place_, side, " steps over ranks from host memory");
+    }
+    if (program_.buffers[slice.buffer].kind == Buffer::Kind::local) {
+      reject("shape", program_, place_, side, " steps over ranks in a local buffer");
+    }
+    if (command_.rows > program_.ranks) {
+      reject("bounds", program_, place_, side, " steps over more than ", program_.ranks, " ranks");
+    }
+  }
+
+  void check_range(const Slice& slice, int64_t step, std::string_view side) const {
+    const bool flags = slice.buffer == kFlagBuffer;
+    const uint64_t size = flags ? program_.flag_words : program_.buffers[slice.buffer].bytes;
+    const uint64_t length = flags ? 1 : command_.bytes;
+    bool inside = length <= size && slice.offset <= size - length;
+    if (inside && command_.rows > 1) {
+      // Unsigned negation gives the distance of any step; division keeps the product from wrapping.
+      const uint64_t distance = step < 0 ? -static_cast<uint64_t>(step) : step;
+      const uint64_t room = step < 0 ? slice.offset : size - length - slice.offset;
+      inside = distance <= room / (command_.rows - 1);
+    }
+    if (inside) return;
+    reject("bounds", program_, place_, side, " leaves ",
+           flags ? "the flags" : program_.buffers[slice.buffer].name, " of ", size,
+           flags ? " words" : " bytes");
+  }
+
+  const Program& program_;
+  Place place_;
+  const Command& command_;
+};
+
+void check_command(const Program& program, Place place) {
+  const Command& command = command_at(program, place);
+  if (command.op > Op::fence) {
+    reject("shape", "queue ", queue_name(program.queues[place.queue]), ", command ", place.command,
+           " is of no known operation");
+  }
+  if (command.rows < 1) reject("shape", program, place, "rows must be 1 or more");
+  if (command != meaningful(command)) {
+    reject("shape", program, place, "a field that its text does not show must be 0");
+  }
+  const SliceCheck slices(program, place);
+  if (moves_data(command.op)) {
+    if (command.bytes < 1) reject("shape", program, place, "bytes must be 1 or more");
+    slices.check(command.dst, command.dst_step, "dst");
+    slices.check(command.src, command.src_step, "src");
+  } else if (command.op == Op::poll || command.op == Op::signal) {
+    slices.check(command.dst, command.dst_step, "the word");
+    if (command.value < 1 || command.value > program.flag_span) {
+      reject("words", program, place, "the value must lie in 1..", program.flag_span, ", the span");
+    }
+  }
+}
+
+// The bytes that a row of a command touches in one buffer of one rank.
+struct Access {
+  uint32_t memory = 0;  // buffer and rank
+  bool writes = false;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  Place place;
+};
+
+class Accesses {
+ public:
+  Accesses(const Program& program, const Order& order) : program_(program), order_(order) {}
+
+  void check() {
+    collect();
+    std::sort(all_.begin(), all_.end(), [](const Access& a, const Access& b) {
+      return std::tuple(a.memory, a.begin, a.place.queue, a.place.command) <
+             std::tuple(b.memory, b.begin, b.place.queue, b.place.command);
+    });
+    // Only accesses that a later one may still overlap stay open. Reads never meet reads.
+    std::vector<const Access*> writes;
+    std::vector<const Access*> reads;
+    for (const Access& access : all_) {
+      meet(access, writes);
+      if (access.writes) meet(access, reads);
+      (access.writes ? writes : reads).push_back(&access);
+    }
+  }
+
+ private:
+  void collect() {
+    for (uint32_t q = 0; q < program_.queues.size(); ++q) {
+      const std::vector<Command>& commands = program_.queues[q].commands;
+      for (uint32_t c = 0; c < commands.size(); ++c) {
+        const Command& command = commands[c];
+        if (!moves_data(command.op)) continue;
+        add({q, c}, command.dst, command.dst_step, true);
+        add({q, c}, command.src, command.src_step, command.op == Op::swap);
+      }
+    }
+  }
+
+  void add(Place place, const Slice& slice, int64_t step, bool writes) {
+    const Command& command = command_at(program_, place);
+    // Rows that all read the same bytes are one access: many readers are no hazard.
+    const uint32_t rows = step == 0 && !writes ? 1 : command.rows;
+    for (uint32_t k = 0; k < rows; ++k) {
+      const Slice row = row_of(slice, step, k, program_.ranks);
+      if (writes) check_entry(place, row);
+      all_.push_back({.memory = uint32_t{row.buffer} << 16 | row.rank,
+                      .writes = writes,
+                      .begin = row.offset,
+                      .end = row.offset + command.bytes,
+                      .place = place});
+    }
+  }
+
+  void check_entry(Place place, const Slice& row) const {
+    if (program_.protocol != "barrier") return;
+    if (program_.buffers[row.buffer].kind != Buffer::Kind::window) return;
+    if (row.rank == program_.queues[place.queue].rank) return;
+    const auto caller = std::lower_bound(program_.queues.begin(), program_.queues.end(),
+                                         std::pair(row.rank, kCallerQueue),
+                                         [](const Queue& queue, const auto& wanted) {
+                                           return std::pair(queue.rank, queue.index) < wanted;
+                                         });
+    const bool exists = caller != program_.queues.end() && caller->rank == row.rank;
+    const auto index = static_cast<uint32_t>(caller - program_.queues.begin());
+    if (exists && order_.after_signal_of(index, place)) return;
+    reject("entry", program_, place, "writes ", program_.buffers[row.buffer].name, '[', row.rank,
+           "] before the caller of rank ", row.rank, " has signalled that it entered");
+  }
+
+  // Checks an access against the open ones and closes those that end before it.
+  void meet(const Access& access, std::vector<const Access*>& open) const {
+    std::erase_if(open, [&](const Access* other) {
+      return other->memory != access.memory || other->end <= access.begin;
+    });
+    for (const Access* other : open) {
+      if (order_.before(other->place, access.place)) continue;
+      if (order_.before(access.place, other->place)) continue;
+      const bool in_order = std::pair(other->place.queue, other->place.command) <
+                            std::pair(access.place.queue, access.place.command);
+      fail_hazard(in_order ? *other : access, in_order ? access : *other);
+    }
+  }
+
+  [[noreturn]] void fail_hazard(const Access& first, const Access& second) const {
+    const BufferId buffer = static_cast<BufferId>(first.memory >> 16);
+    const Rank rank = static_cast<Rank>(first.memory);
+    const std::string bytes =
+        cat("bytes ", std::max(first.begin, second.begin), " to ", std::min(first.end, second.end),
+            " of ", program_.buffers[buffer].name, '[',
+            rank == kHostRank ? "host" : std::to_string(rank), ']');
+    const auto verb = [](const Access& access) { return access.writes ? "writes " : "reads "; };
+    if (first.place == second.place) {
+      reject("hazard", program_, first.place, "touches ", bytes,
+             " twice, and its rows are unordered");
+    }
+    reject("hazard", program_, first.place, verb(first), bytes, ", which ",
+           describe(program_, second.place), " ", verb(second),
+           "as well, and neither happens before the other");
+  }
+
+  const Program& program_;
+  const Order& order_;
+  std::vector<Access> all_;
+};
+
+}  // namespace
+
+void verify(const Program& program) {
+  check_header(program);
+  check_queues(program);
+  for (uint32_t q = 0; q < program.queues.size(); ++q) {
+    for (uint32_t c = 0; c < program.queues[q].commands.size(); ++c) check_command(program, {q, c});
+  }
+  const Order order(program);
+  Accesses(program, order).check();
+}
+
+}  // namespace offcore
