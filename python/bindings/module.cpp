@@ -4,4 +4,5 @@ NB_MODULE(_core, module) {
   offcore::bind_base(module);
   offcore::bind_ir(module);
   offcore::bind_machine(module);
+  offcore::bind_backend(module);
 }
