@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from offcore import _core
 
 EXAMPLE = """\
@@ -78,7 +79,9 @@ def test_counts_engine_queues_only() -> None:
 def test_comments_blanks_and_hexadecimal_mean_the_same() -> None:
     loose = (
         "# a comment\r\n\n"
-        + HEADER.replace("\n", " # so\r\n").replace(" machine", "\t machine").replace("256", "0x100")
+        + HEADER.replace("\n", " # so\r\n")
+        .replace(" machine", "\t machine")
+        .replace("256", "0x100")
         + "queue\t0.0\n\n   copy  out[1]+0x40   <-  in[0]+0   bytes=0x20#tail\n \t\r\n"
         + "fence"
     )
@@ -297,14 +300,16 @@ def check_total(text: bytes) -> None:
     try:
         program = _core.Program.parse(text)
     except _core.Error as error:
-        assert error.code == "invalid"
-        place = re.match(r"line (\d+), column (\d+): expected ", str(error))
-        assert place is not None
-        lines = text.split(b"\n")
-        assert 1 <= int(place[1]) <= len(lines)
-        assert 1 <= int(place[2]) <= len(lines[int(place[1]) - 1]) + 1
+        code, message = error.code, str(error)
     else:
         assert _core.Program.parse(str(program)) == program
+        return
+    place = re.match(r"line (\d+), column (\d+): expected ", message)
+    assert code == "invalid"
+    assert place is not None
+    lines = text.split(b"\n")
+    assert 1 <= int(place[1]) <= len(lines)
+    assert 1 <= int(place[2]) <= len(lines[int(place[1]) - 1]) + 1
 
 
 @given(st.binary(max_size=200))
