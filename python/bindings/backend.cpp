@@ -83,8 +83,8 @@ class Session {
       const Rank home = rank == program.ranks ? kHostRank : rank;
       std::byte*& base = launch.binding.base(kFlagBuffer, home);
       if (program.flag_words > 0) {
-        base = allocate(memory, home == kHostRank ? Rank{0} : rank,
-                        program.flag_words * kWordBytes);
+        base =
+            allocate(memory, home == kHostRank ? Rank{0} : rank, program.flag_words * kWordBytes);
       }
       for (uint32_t word = 0; base != nullptr && word < program.flag_words; ++word) {
         std::memcpy(base + word * kWordBytes, &launch.epoch, sizeof launch.epoch);
@@ -121,8 +121,7 @@ class Session {
 
   void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
                   RunReport& result) {
-    const std::shared_ptr<Loaded> loaded =
-        backend_->load(std::make_shared<const Program>(program));
+    const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
       const std::unique_ptr<Run> run = loaded->launch(launch);
@@ -169,13 +168,13 @@ void bind_backend(nb::module_& module) {
       "Rows of (name, available, reason).");
 
   nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
-      .def("__init__",
-           [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
-              uint32_t nth, double factor, int64_t ns) {
-             new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns));
-           },
-           nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
-           nb::arg("factor") = 1.0, nb::arg("ns") = 0)
+      .def(
+          "__init__",
+          [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
+             uint32_t nth, double factor,
+             int64_t ns) { new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns)); },
+          nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
+          nb::arg("factor") = 1.0, nb::arg("ns") = 0)
       .def_prop_ro("kind", [](const Fault& fault) { return std::string(to_string(fault.kind)); })
       .def_ro("rank", &Fault::rank)
       .def_ro("nth", &Fault::nth)
@@ -191,7 +190,8 @@ void bind_backend(nb::module_& module) {
       .def_ro("start_ns", &CommandTime::start_ns)
       .def_ro("end_ns", &CommandTime::end_ns)
       .def_ro("phases", &CommandTime::phases);
-  nb::class_<RunReport>(module, "RunReport", "What a session's run took; phases of the last launch.")
+  nb::class_<RunReport>(module, "RunReport",
+                        "What a session's run took; phases of the last launch.")
       .def_prop_ro("time_ns", [](const RunReport& run) { return run.report.time_ns; })
       .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
       .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
@@ -199,13 +199,14 @@ void bind_backend(nb::module_& module) {
       .def_ro("times_ns", &RunReport::times_ns);
 
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
-      .def("__init__",
-           [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
-              bool phantom, uint64_t seed, std::vector<Fault> faults) {
-             new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
-           },
-           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
-           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
+      .def(
+          "__init__",
+          [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
+             bool phantom, uint64_t seed, std::vector<Fault> faults) {
+            new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
+          },
+          nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
+          nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
