@@ -153,20 +153,25 @@ Fault make_fault(const std::string& kind, Rank rank, const nb::object& queue, ui
   return fault;
 }
 
-}  // namespace
+Arrays arrays_of(const nb::dict& buffers) {
+  Arrays arrays;
+  for (const auto& [name, list] : buffers) {
+    std::vector<std::optional<Bytes>>& row = arrays[nb::cast<std::string>(name)];
+    for (const nb::handle item : list) {
+      Bytes array;
+      if (item.is_none()) {
+        row.emplace_back();
+      } else if (nb::try_cast(item, array, false)) {
+        row.emplace_back(array);
+      } else {
+        fail(Code::invalid, "buffers hold writable, contiguous 1-D uint8 arrays or None");
+      }
+    }
+  }
+  return arrays;
+}
 
-void bind_backend(nb::module_& module) {
-  module.def(
-      "probe_backends",
-      [] {
-        std::vector<nb::tuple> rows;
-        for (const Probe& probe : probe_backends()) {
-          rows.push_back(nb::make_tuple(probe.name, probe.available, probe.reason));
-        }
-        return rows;
-      },
-      "Rows of (name, available, reason).");
-
+void bind_faults(nb::module_& module) {
   nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
       .def(
           "__init__",
@@ -183,7 +188,9 @@ void bind_backend(nb::module_& module) {
       .def("__repr__", [](const Fault& fault) { return to_string(fault); });
   module.def("random_fault", &random_fault, nb::arg("seed"), nb::arg("program"),
              "A fault that a launch of this program meets.");
+}
 
+void bind_report(nb::module_& module) {
   nb::class_<CommandTime>(module, "CommandTime", "When a command ran, from the launch on.")
       .def_ro("queue", &CommandTime::queue)
       .def_ro("command", &CommandTime::command)
@@ -197,7 +204,24 @@ void bind_backend(nb::module_& module) {
       .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
       .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
       .def_ro("times_ns", &RunReport::times_ns);
+}
 
+}  // namespace
+
+void bind_backend(nb::module_& module) {
+  module.def(
+      "probe_backends",
+      [] {
+        std::vector<nb::tuple> rows;
+        for (const Probe& probe : probe_backends()) {
+          rows.push_back(nb::make_tuple(probe.name, probe.available, probe.reason));
+        }
+        return rows;
+      },
+      "Rows of (name, available, reason).");
+
+  bind_faults(module);
+  bind_report(module);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(
           "__init__",
@@ -211,21 +235,7 @@ void bind_backend(nb::module_& module) {
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
              uint32_t repeat, uint32_t epoch, bool checked) {
-            Arrays arrays;
-            for (const auto& [name, list] : buffers) {
-              std::vector<std::optional<Bytes>>& row = arrays[nb::cast<std::string>(name)];
-              for (const nb::handle item : list) {
-                Bytes array;
-                if (item.is_none()) {
-                  row.emplace_back();
-                } else if (nb::try_cast(item, array, false)) {
-                  row.emplace_back(array);
-                } else {
-                  fail(Code::invalid, "buffers hold writable, contiguous 1-D uint8 arrays or None");
-                }
-              }
-            }
-            return session.run(program, arrays, timeout_s, repeat, epoch, checked);
+            return session.run(program, arrays_of(buffers), timeout_s, repeat, epoch, checked);
           },
           nb::arg("program"), nb::arg("buffers") = nb::dict(), nb::arg("timeout_s") = 10.0,
           nb::arg("repeat") = 1, nb::arg("epoch") = 0, nb::arg("checked") = true,

@@ -27,7 +27,7 @@ def test_published_facts() -> None:
     assert mi300x.limits.copy_bytes_max == 0x3FFFFFC0
     assert mi300x.limits.pitch_bytes_max == 2**64 - 1, "null is no limit"
     h200 = machines.load("h200-4")
-    assert (h200.native.strided, h200.native.bcst_rows, h200.native.swap) == (True, 3, False)
+    assert (h200.native.strided, h200.native.bcst_rows, h200.native.swap) == (True, 4, False)
     assert h200.limits.pitch_bytes_max == 2**31 - 1
 
 
