@@ -13,7 +13,7 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
-constexpr int64_t kSpinNs = 100'000;         // a caller's, before it sleeps
+constexpr int64_t kSpinNs = 100'000;        // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;
