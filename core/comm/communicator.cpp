@@ -1,0 +1,473 @@
+#include "core/comm/communicator.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "core/backend/wakeup.h"
+#include "core/base/env.h"
+#include "core/base/error.h"
+#include "core/ir/text.h"
+
+namespace offcore {
+namespace {
+
+constexpr uint32_t kLanesMax = 64;
+constexpr uint32_t kArmedPlansMax = 64;
+constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its peers' records
+constexpr uint64_t kAheadMax = Journal::kRecords / 2;
+constexpr std::string_view kOutside = "outside";
+
+
+// What makes two calls share a plan, as bytes: cheap to build at every call.
+std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
+  std::string key;
+  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
+  const auto append = [&](const auto& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  append(facts.collective);
+  append(facts.in_place);
+  append(facts.root);
+  append(request.lane);
+  key += request.variant;
+  key += '|';
+  key += request.protocol;
+  key += '|';
+  key += place;
+  key += '|';
+  key.append(reinterpret_cast<const char*>(facts.counts.data()),
+             facts.counts.size() * sizeof(uint64_t));
+  if (!request.variant.starts_with("prelaunch_")) return key;
+  // A prelaunched program is bound to its buffers when it is armed.
+  for (const auto* side : {&request.out, &request.in}) {
+    for (const Operand& operand : *side) append(operand.data);
+  }
+  return key;
+}
+
+bool stage_of(const Request& request, const Facts& facts, bool same_place) {
+  if (request.protocol == "promise" || facts.total_bytes == 0) return false;
+  return request.protocol == "eager" || !same_place;
+}
+
+Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
+  const std::string& name = request.protocol;
+  if (name == "promise") return {.entry = false, .staged = false};
+  if (name == "barrier") return {.entry = true, .staged = staged};
+  if (name == "eager" || name == "auto") {
+    return {.entry = !(staged && full_exchange), .staged = staged};
+  }
+  fail(Code::invalid, "unknown protocol '", name, "': known are auto, barrier, promise, eager");
+}
+
+}  // namespace
+
+// What is kept for a plan key: the program, loaded for the local ranks.
+struct Communicator::Plan {
+  Entry entry;
+  std::shared_ptr<const Program> program;
+  std::unique_ptr<Loaded> loaded;
+  std::shared_ptr<const Result> result;
+  bool full_exchange = false;
+  std::shared_ptr<Window> out_window;  // null: the program writes no window of the caller's
+  std::vector<Share> scratch;          // one a local rank, where the program has scratch
+  std::unique_ptr<Track> own_track;    // prelaunch: words and slots that no other launch touches
+  std::unique_ptr<Launch> armed;       // the launch that the engines hold already
+};
+
+std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> backend,
+                                                   std::shared_ptr<Rendezvous> rendezvous,
+                                                   Rank ranks, const Deadline& deadline) {
+  if (ranks < 1 || ranks > backend->machine().ranks) {
+    fail(Code::invalid, "machine ", backend->machine().name, " has ", backend->machine().ranks,
+         " ranks, ", ranks, " asked for");
+  }
+  std::shared_ptr<Communicator> communicator(
+      new Communicator(std::move(backend), std::move(rendezvous), ranks));
+  Communicator& self = *communicator;
+  self.control_ = ControlMemory::create(*self.backend_, self.rendezvous_.get(), ranks,
+                                        sizeof(Wakeup), deadline);
+  if (self.rendezvous_) {
+    const ControlMemory control = self.control_;
+    const Rank own = self.rendezvous_->rank();
+    self.rendezvous_->on_peer_loss([control, own](Rank lost) {
+      poison(*reinterpret_cast<Wakeup*>(control.bases[own]), lost);
+    });
+  }
+  self.lane(0, deadline);
+  return communicator;
+}
+
+Communicator::Communicator(std::unique_ptr<Backend> backend,
+                           std::shared_ptr<Rendezvous> rendezvous, Rank ranks)
+    : backend_(std::move(backend)), rendezvous_(std::move(rendezvous)), ranks_(ranks) {
+  if (rendezvous_) {
+    local_ranks_ = {rendezvous_->rank()};
+  } else {
+    for (Rank rank = 0; rank < ranks; ++rank) local_ranks_.push_back(rank);
+  }
+}
+
+Communicator::~Communicator() {
+  if (rendezvous_) rendezvous_->on_peer_loss(nullptr);
+  // Engines stop before the memory they may still see goes.
+  plans_.clear();
+  backend_.reset();
+}
+
+Wakeup& Communicator::wakeup(Rank rank) const {
+  return *reinterpret_cast<Wakeup*>(control_.bases[rank]);
+}
+
+void Communicator::check_alive() const {
+  if (closed_) fail(Code::invalid, "the communicator is closed");
+  const uint32_t poisoned = wakeup(local_ranks_[0]).poison.load(std::memory_order_acquire);
+  if (poisoned == 0) return;
+  const Rank by = static_cast<Rank>(poisoned - 1);
+  if (by == local_ranks_[0]) fail(Code::cancelled, "the communicator was aborted by this rank");
+  fail(Code::peer, "rank ", by, " died or aborted; make a new communicator");
+}
+
+Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
+  if (index >= kLanesMax) {
+    fail(Code::invalid, "lane ", index, " is not below ", kLanesMax);
+  }
+  std::unique_ptr<Lane>& lane = lanes_[index];
+  if (lane) return *lane;
+  auto made = std::make_unique<Lane>();
+  const uint64_t words = 2 * ranks_ + uint64_t{ranks_} * backend_->machine().engines_peer;
+  made->index = index;
+  made->track.flags = Flags::create(*backend_, rendezvous_.get(), ranks_, words, deadline);
+  made->records = ControlMemory::create(*backend_, rendezvous_.get(), ranks_, Journal::kBytes,
+                                        deadline);
+  made->journal = Journal(made->records.bases);
+  lane = std::move(made);
+  return *lane;
+}
+
+std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& deadline) {
+  const std::scoped_lock lock(mutex_);
+  check_alive();
+  auto window = Window::create(*backend_, rendezvous_.get(), ranks_, bytes, deadline);
+  windows_.push_back(window);
+  return window;
+}
+
+void Communicator::locate(Operand& operand, Rank rank) const {
+  if (operand.window || operand.data == nullptr || operand.bytes == 0) return;
+  for (const auto& candidate : windows_) {
+    const auto window = candidate.lock();
+    if (!window) continue;
+    if (const auto offset = window->contains(rank, operand.data, operand.bytes)) {
+      operand.window = window;
+      operand.offset = *offset;
+      return;
+    }
+  }
+}
+
+std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
+  const std::scoped_lock lock(mutex_);
+  check_alive();
+  for (auto* side : {&request.out, &request.in}) {
+    for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
+      locate((*side)[i], local_ranks_[i]);
+    }
+  }
+  const Facts facts = facts_of(request, ranks_, local_ranks_);
+  Lane& lane = this->lane(request.lane, deadline);
+  const std::string place = place_of(request, facts);
+  const std::string key = cache_key(request, facts, place);
+  const uint64_t sequence = lane.sequence++;
+  std::shared_ptr<Plan> plan;
+  if (const auto found = plans_.find(key); found != plans_.end()) {
+    plan = found->second;
+    publish(lane, sequence, plan->entry, deadline);
+  } else {
+    plan = meet(request, facts, lane, sequence, place, deadline);
+    plans_.emplace(key, plan);
+  }
+
+  auto pending = std::make_unique<Pending>();
+  pending->communicator_ = shared_from_this();
+  pending->result_ = plan->result;
+  pending->lane_ = &lane;
+  pending->sequence_ = sequence;
+  pending->entry_ = plan->entry;
+  if (plan->program->mode == Mode::armed) {
+    pending->armed_ahead_ = plan->armed != nullptr;
+    if (!plan->armed) {
+      plan->armed = std::make_unique<Launch>(bind(*plan, request, lane));
+      plan->loaded->arm(*plan->armed);
+    }
+    pending->run_ = plan->loaded->launch(*plan->armed);
+    // Armed again at once: the next call finds its program on the engines.
+    *plan->armed = bind(*plan, request, lane);
+    plan->loaded->arm(*plan->armed);
+  } else {
+    pending->run_ = plan->loaded->launch(bind(*plan, request, lane));
+  }
+  return pending;
+}
+
+// Where peers would write: the same part of the same window on every local rank, or outside.
+std::string Communicator::place_of(const Request& request, const Facts& facts) const {
+  if (facts.total_bytes == 0) return "none";
+  const Operand& first = request.out[0];
+  for (const Operand& operand : request.out) {
+    if (!operand.window || operand.window != first.window || operand.offset != first.offset) {
+      return std::string(kOutside);
+    }
+  }
+  size_t index = 0;
+  while (index < windows_.size() && windows_[index].lock() != first.window) ++index;
+  if (index == windows_.size()) {
+    fail(Code::invalid, "the window belongs to another communicator");
+  }
+  return cat("window ", index, "+", first.offset);
+}
+
+// A plan key's first call: every rank comes here together.
+std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
+                                                       Lane& lane, uint64_t sequence,
+                                                       const std::string& place,
+                                                       const Deadline& deadline) {
+  const Machine& machine = backend_->machine();
+  const std::string text =
+      cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
+          " machine=", machine.name, machine.tuned_version.empty() ? "" : " tuned=",
+          machine.tuned_version);
+  const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
+  publish(lane, sequence, undecided, deadline);
+  const bool agreed = agree_on_place(lane, sequence, undecided, deadline);
+  const bool same_place = agreed && place != kOutside;
+  if (request.protocol == "promise" && !same_place) {
+    fail(Code::unsupported, "protocol promise needs the output at the same place of a window of "
+         "every rank; allocate it with Communicator.window() or empty()");
+  }
+  const bool staged = stage_of(request, facts, same_place);
+
+  auto plan = std::make_shared<Plan>();
+  const Moves moves = moves_of(facts);
+  const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
+  const std::string wanted =
+      request.variant == "auto" ? env("OFFCORE_VARIANT") : request.variant;
+  const Choice choice = wanted == "auto"
+                            ? choose(moves, facts.total_bytes, machine, protocol)
+                            : Choice{.variant = parse_variant(wanted)};
+  plan->program = offcore::plan(moves, choice.variant, machine, protocol);
+  plan->loaded = backend_->load(plan->program);
+  plan->full_exchange = moves.full_exchange;
+  plan->entry = {.key = undecided.key,
+                 .plan = digest(cat(text, staged ? " staged" : place)),
+                 .text = undecided.text};
+  if (plan->program->mode == Mode::armed) {
+    if (armed_plans_ >= kArmedPlansMax) {
+      fail(Code::unsupported, "more than ", kArmedPlansMax,
+           " prelaunched operations in a communicator; each binds its own buffers");
+    }
+    ++armed_plans_;
+    plan->own_track = std::make_unique<Track>();
+    plan->own_track->flags = Flags::create(*backend_, rendezvous_.get(), ranks_,
+                                           lane.track.flags.words, deadline);
+  }
+  Track& track = plan->own_track ? *plan->own_track : lane.track;
+  for (const Buffer& buffer : plan->program->buffers) {
+    if (buffer.name == "slot") {
+      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+    } else if (buffer.name == "scratch") {
+      for (Rank rank : local_ranks_) {
+        plan->scratch.push_back(backend_->allocate(rank, buffer.bytes));
+      }
+    }
+  }
+  Result result{.op = moves.op,
+                  .variant = plan->program->variant,
+                  .protocol = plan->program->protocol,
+                  .mode = plan->program->mode,
+                  .native = plan->program->native,
+                  .staged = staged,
+                  .tuned = choice.tuned,
+                  .in_place = facts.in_place,
+                  .total_bytes = facts.total_bytes,
+                  .counts = count(*plan->program)};
+  plan->result = std::make_shared<const Result>(std::move(result));
+  return plan;
+}
+
+// Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
+// one already.
+bool Communicator::agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine,
+                                  const Deadline& deadline) {
+  if (alone()) return true;
+  bool same = true;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer == local_ranks_[0]) continue;
+    const Entry theirs = wait_for_entry(lane, sequence, peer, mine, deadline);
+    if (theirs.key != mine.key || theirs.decided()) {
+      diverge(lane, peer, sequence, mine, theirs);
+    }
+    same = same && digest(theirs.text) == digest(mine.text);
+  }
+  return same;
+}
+
+Entry Communicator::wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer,
+                                   const Entry& mine, const Deadline& deadline) {
+  Wakeup& own = wakeup(local_ranks_[0]);
+  for (;;) {
+    if (auto entry = lane.journal.read(peer, sequence)) return *entry;
+    check_alive();
+    if (deadline.passed()) {
+      fail(Code::timeout, "rank ", peer, " has not reached call ", sequence, " of lane ",
+           lane.index, " (", mine.text, "); it has made ", lane.journal.published(peer),
+           " calls there");
+    }
+    Sleeper sleeper(own);
+    if (lane.journal.published(peer) <= sequence) sleeper.sleep(1'000'000);
+  }
+}
+
+void Communicator::publish(Lane& lane, uint64_t sequence, const Entry& entry,
+                           const Deadline& deadline) {
+  if (alone()) return;
+  const Rank own = local_ranks_[0];
+  // No rank runs so far ahead that it overwrites records which a peer still has to read.
+  if (sequence % (kAheadMax / 2) == 0 && sequence >= kAheadMax) {
+    for (Rank peer = 0; peer < ranks_; ++peer) {
+      while (lane.journal.published(peer) + kAheadMax < sequence) {
+        check_alive();
+        if (deadline.passed()) {
+          fail(Code::timeout, "rank ", peer, " is ", kAheadMax, " calls behind on lane ",
+               lane.index, ": it has made ", lane.journal.published(peer));
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+  }
+  lane.journal.publish(own, sequence, entry);
+  if (entry.decided()) return;
+  for (Rank peer = 0; peer < ranks_; ++peer) wake(wakeup(peer));
+}
+
+Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
+  const auto& buffers = plan.program->buffers;
+  Track& track = plan.own_track ? *plan.own_track : lane.track;
+  Flags& flags = track.flags;
+  Launch launch{.binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch,
+                .lane = lane.index};
+  flags.epoch += plan.program->flag_span;
+  Binding& binding = launch.binding;
+  for (Rank rank = 0; rank < ranks_; ++rank) {
+    launch.wakeups.push_back(&wakeup(rank));
+    binding.base(kFlagBuffer, rank) = flags.base(rank);
+  }
+  binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+
+  const auto bind_local = [&](BufferId id, const std::vector<Operand>& side) {
+    for (size_t i = 0; i < local_ranks_.size(); ++i) {
+      binding.base(id, local_ranks_[i]) = side[i].data;
+    }
+  };
+  std::shared_ptr<Window> slots;
+  for (size_t i = 1; i < buffers.size(); ++i) {
+    const auto id = static_cast<BufferId>(i);
+    const Buffer& buffer = buffers[i];
+    if (buffer.name == "in") {
+      bind_local(id, request.in);
+    } else if (buffer.name == "slot") {
+      slots = track.slots.window();
+      const uint32_t slot = track.slots.next(plan.full_exchange);
+      for (Rank rank = 0; rank < ranks_; ++rank) {
+        binding.base(id, rank) = track.slots.base(rank, slot);
+      }
+    } else if (buffer.name == "scratch") {
+      for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
+    } else if (buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr) {
+      bind_local(id, request.out);
+    } else {
+      for (Rank rank = 0; rank < ranks_; ++rank) {
+        std::byte* base = request.out[0].window->base(rank);
+        binding.base(id, rank) = base == nullptr ? nullptr : base + request.out[0].offset;
+      }
+    }
+  }
+  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, ControlMemory,
+                          ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
+                                        plan.scratch, request.keep);
+  return launch;
+}
+
+void Communicator::compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine) {
+  if (alone()) return;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer == local_ranks_[0]) continue;
+    const auto theirs = lane.journal.read(peer, sequence);
+    if (!theirs) continue;
+    const bool both_decided = theirs->decided() && mine.decided();
+    if (theirs->key != mine.key || (both_decided && theirs->plan != mine.plan)) {
+      diverge(lane, peer, sequence, mine, *theirs);
+    }
+  }
+}
+
+void Communicator::diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
+                           const Entry& theirs) {
+  const Rank own = local_ranks_[0];
+  abort();
+  fail(Code::mismatch, "call ", sequence, " of lane ", lane.index, " differs: rank ", own,
+       " makes ", mine.text, mine.decided() ? "" : " (for the first time)", ", rank ", peer,
+       " makes ", theirs.text, theirs.decided() ? "" : " (for the first time)",
+       ". All ranks must make the same calls in the same order, with buffers alike");
+}
+
+void Communicator::barrier(const Deadline& deadline) {
+  Request request{.collective = Collective::all_gather,
+                  .counts = std::vector<uint64_t>(ranks_, 0),
+                  .variant = "b2b",
+                  .protocol = "promise",
+                  .out = std::vector<Operand>(local_ranks_.size()),
+                  .in = std::vector<Operand>(local_ranks_.size())};
+  start(std::move(request), deadline)->wait(deadline);
+}
+
+void Communicator::abort() {
+  for (Rank rank = 0; rank < ranks_; ++rank) poison(wakeup(rank), local_ranks_[0]);
+}
+
+void Communicator::close() {
+  const std::scoped_lock lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  if (rendezvous_) {
+    rendezvous_->on_peer_loss(nullptr);
+    rendezvous_->close();
+  }
+}
+
+Pending::~Pending() = default;
+
+bool Pending::done() { return run_->done(); }
+
+Result Pending::wait(const Deadline& deadline) {
+  Communicator& communicator = *communicator_;
+  for (;;) {
+    const bool slice = !communicator.alone() && deadline.left_ns() > kSliceNs;
+    try {
+      run_->wait(slice ? Deadline::after_ns(kSliceNs) : deadline);
+      break;
+    } catch (const Error& error) {
+      // Before a timeout or a peer's abort is believed: have the ranks diverged?
+      communicator.compare_with_peers(*lane_, sequence_, entry_);
+      if (error.code() != Code::timeout || !slice) throw;
+    }
+  }
+  communicator.compare_with_peers(*lane_, sequence_, entry_);
+  Result result = *result_;
+  result.armed_ahead = armed_ahead_;
+  result.report = run_->report();
+  return result;
+}
+
+}  // namespace offcore

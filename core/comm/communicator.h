@@ -1,0 +1,127 @@
+// A communicator: ranks, their windows, lanes and a plan cache. It drives one rank of a group of
+// processes (or threads), or all ranks of a group in this process.
+//
+// A plan is a function of its key, and the key holds collective facts only. Ranks meet each key for
+// the first time together: they compare keys in the journal and settle whether the data lands in
+// the caller's buffers (the same place of the same window on every rank) or in slots. Afterwards
+// nothing goes over the wire but the operation itself; the journal still tells when ranks diverge.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/comm/lane.h"
+#include "core/comm/request.h"
+#include "core/plan/plan.h"
+#include "core/window/rendezvous.h"
+
+namespace offcore {
+
+// What an operation did: which path really ran.
+struct Result {
+  std::string op;
+  std::string variant;
+  std::string protocol;
+  Mode mode = Mode::eager;
+  bool native = true;
+  bool staged = false;       // through slots, because a buffer lay outside the windows
+  bool tuned = false;        // the variant came from the measured table
+  bool armed_ahead = false;  // prelaunch: the engines had the program before the call
+  bool in_place = false;
+  uint64_t total_bytes = 0;
+  Counts counts;             // of all ranks
+  Report report;
+};
+
+class Communicator;
+
+// One operation under way.
+class Pending {
+ public:
+  ~Pending();
+  bool done();
+  // Throws timeout (and can be waited for again), peer, mismatch.
+  Result wait(const Deadline& deadline);
+
+ private:
+  friend class Communicator;
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<const Result> result_;  // all but the report
+  std::unique_ptr<Run> run_;
+  bool armed_ahead_ = false;
+  const Lane* lane_ = nullptr;
+  uint64_t sequence_ = 0;
+  Entry entry_;
+};
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  // With a rendezvous this process drives its one rank; without (null) all ranks are local.
+  static std::shared_ptr<Communicator> create(std::unique_ptr<Backend> backend,
+                                              std::shared_ptr<Rendezvous> rendezvous, Rank ranks,
+                                              const Deadline& deadline);
+  ~Communicator();
+
+  Rank ranks() const { return ranks_; }
+  const std::vector<Rank>& local_ranks() const { return local_ranks_; }
+  Backend& backend() { return *backend_; }
+
+  // Collective: `bytes` of window memory on every rank.
+  std::shared_ptr<Window> window(uint64_t bytes, const Deadline& deadline);
+  // The window and offset that hold this local rank's memory, if one does.
+  void locate(Operand& operand, Rank rank) const;
+
+  // Starts an operation; every rank of the group calls with the same facts. The deadline bounds the
+  // first meeting of a key only.
+  std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
+
+  // All ranks have called.
+  void barrier(const Deadline& deadline);
+
+  // Makes every wait of every rank fail; the communicator is dead. What was under way may have
+  // written any part of its output.
+  void abort();
+  // Says goodbye to the peers. Operations under way must have been waited for.
+  void close();
+
+ private:
+  struct Plan;
+  friend class Pending;
+
+  Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
+               Rank ranks);
+  Wakeup& wakeup(Rank rank) const;
+  bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
+  void check_alive() const;
+  Lane& lane(uint32_t index, const Deadline& deadline);
+  std::string place_of(const Request& request, const Facts& facts) const;
+  std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
+                             uint64_t sequence, const std::string& place,
+                             const Deadline& deadline);
+  bool agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine, const Deadline& deadline);
+  Entry wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer, const Entry& mine,
+                       const Deadline& deadline);
+  Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  void publish(Lane& lane, uint64_t sequence, const Entry& entry, const Deadline& deadline);
+  void compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine);
+  [[noreturn]] void diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
+                            const Entry& theirs);
+
+  std::unique_ptr<Backend> backend_;
+  std::shared_ptr<Rendezvous> rendezvous_;
+  Rank ranks_;
+  std::vector<Rank> local_ranks_;
+  ControlMemory control_;
+  std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
+  std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
+  std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
+  uint32_t armed_plans_ = 0;
+  bool closed_ = false;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace offcore

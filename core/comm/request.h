@@ -1,0 +1,60 @@
+// What a caller asks for, checked, and reduced to the facts that all ranks must share.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/plan/moves.h"
+#include "core/window/window.h"
+
+namespace offcore {
+
+enum class Collective : uint8_t { all_gather, all_to_all, broadcast, scatter, gather };
+
+std::string_view to_string(Collective collective);
+Collective parse_collective(std::string_view text);
+
+// One local rank's buffer: any memory, or a part of a window. Absent where a rank has none (the
+// output of a gather's leaf).
+struct Operand {
+  std::byte* data = nullptr;  // null for phantom memory
+  uint64_t bytes = 0;
+  std::shared_ptr<Window> window;  // null: memory outside any window
+  uint64_t offset = 0;             // in the window
+
+  bool present() const { return data != nullptr || window != nullptr || bytes != 0; }
+};
+
+struct Request {
+  Collective collective = Collective::all_gather;
+  std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
+  Rank root = 0;
+  std::string variant = "auto";
+  std::string protocol = "auto";  // auto, barrier, promise, eager
+  uint32_t lane = 0;
+  std::vector<Operand> out;  // one a local rank
+  std::vector<Operand> in;   // likewise, or empty: in place
+  std::shared_ptr<void> keep;  // keeps the operands' memory alive until the operation has ended
+};
+
+// The collective facts: a function of these alone is what every rank plans.
+struct Facts {
+  Collective collective = Collective::all_gather;
+  Rank ranks = 0;
+  bool in_place = false;
+  Rank root = 0;
+  std::vector<uint64_t> counts;
+  uint64_t total_bytes = 0;  // S of nccl-tests: the whole array
+};
+
+// Checks sizes and overlap, and turns a request whose input is the right part of its output into an
+// in-place one. Throws invalid, naming the rank and both sizes, or unsupported.
+Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_ranks);
+
+Moves moves_of(const Facts& facts);
+
+// "all_gather ranks=2 counts=4096x2 in_place=no root=0"
+std::string describe(const Facts& facts);
+
+}  // namespace offcore

@@ -1,0 +1,43 @@
+// Which variant: the tuned table's, else the cheapest by the cost model.
+#include <algorithm>
+#include <limits>
+
+#include "core/base/error.h"
+#include "core/machine/cost.h"
+#include "core/plan/plan.h"
+
+namespace offcore {
+
+Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
+              const Protocol& protocol) {
+  const std::vector<Variant> possible = variants_of(moves, protocol);
+  for (const TunedRow& row : machine.tuned) {
+    if (row.op != moves.op || row.ranks != moves.ranks || row.in_place != moves.in_place) continue;
+    if (total_bytes < row.bytes_min || total_bytes > row.bytes_max) continue;
+    const Variant variant = parse_variant(row.variant);
+    const bool can = std::any_of(possible.begin(), possible.end(), [&](const Variant& other) {
+      return other.kind == variant.kind && other.prelaunch == variant.prelaunch;
+    });
+    if (can) return {.variant = variant, .tuned = true};
+  }
+  Choice best;
+  double best_ns = std::numeric_limits<double>::infinity();
+  for (const Variant& variant : possible) {
+    // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
+    // the caller or by a measured table, never by the model.
+    if (variant.prelaunch) continue;
+    const Program program = legalize(lower(moves, variant, machine, protocol), machine);
+    const double ns = estimate(program, machine).total_ns();
+    if (ns < best_ns) {
+      best_ns = ns;
+      best.variant = variant;
+    }
+  }
+  if (best_ns == std::numeric_limits<double>::infinity()) {
+    fail(Code::unsupported, moves.op, moves.in_place ? " in place" : "",
+         ": no variant can do this on ", machine.name);
+  }
+  return best;
+}
+
+}  // namespace offcore

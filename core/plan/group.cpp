@@ -1,0 +1,215 @@
+#include "core/plan/group.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "core/base/error.h"
+#include "core/plan/plan.h"
+
+namespace offcore {
+namespace {
+
+// The rank whose engines execute a move: pushes are far cheaper than pulls, so its source; a move
+// from host memory runs on the device it goes to.
+Rank executor_of(const Move& move) {
+  if (move.src.rank != kHostRank) return move.src.rank;
+  return move.dst.rank != kHostRank ? move.dst.rank : 0;
+}
+
+void note_peer(Piece& piece, Rank executor, Rank touched) {
+  if (touched == executor || touched == kHostRank) return;
+  if (std::find(piece.peers.begin(), piece.peers.end(), touched) == piece.peers.end()) {
+    piece.peers.push_back(touched);
+  }
+}
+
+Piece plain(const Move& move, Rank executor) {
+  Piece piece{.command = {.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy}};
+  note_peer(piece, executor, move.dst.rank);
+  note_peer(piece, executor, move.src.rank);
+  return piece;
+}
+
+// The step from one slice to the next, when one command can take it.
+bool step_between(const Slice& from, const Slice& to, Rank ranks, int64_t& step) {
+  if (from.buffer != to.buffer) return false;
+  if (from.rank == to.rank) {
+    step = static_cast<int64_t>(to.offset - from.offset);
+    return true;
+  }
+  step = kRankStep;
+  return from.rank != kHostRank && from.offset == to.offset && (from.rank + 1) % ranks == to.rank;
+}
+
+// Tries to append `move` as one more row.
+bool extend(Piece& piece, const Move& move, Rank executor, Rank ranks, uint32_t rows_max) {
+  Command& command = piece.command;
+  if (move.bytes != command.bytes || command.rows >= rows_max) return false;
+  const auto last_row = command.rows - 1;
+  int64_t dst_step = 0;
+  int64_t src_step = 0;
+  if (!step_between(row_of(command.dst, command.dst_step, last_row, ranks), move.dst, ranks,
+                    dst_step) ||
+      !step_between(row_of(command.src, command.src_step, last_row, ranks), move.src, ranks,
+                    src_step)) {
+    return false;
+  }
+  const bool by_rank = dst_step == kRankStep || src_step == kRankStep;
+  if (by_rank && command.rows >= ranks) return false;
+  if (command.rows > 1 && (dst_step != command.dst_step || src_step != command.src_step)) {
+    return false;
+  }
+  command.dst_step = dst_step;
+  command.src_step = src_step;
+  ++command.rows;
+  note_peer(piece, executor, move.dst.rank);
+  return true;
+}
+
+std::vector<Piece> fold(const std::vector<Move>& moves, Rank executor, Rank ranks) {
+  std::vector<Piece> pieces;
+  for (const Move& move : moves) {
+    if (!pieces.empty() && extend(pieces.back(), move, executor, ranks, UINT32_MAX)) continue;
+    pieces.push_back(plain(move, executor));
+  }
+  return pieces;
+}
+
+// Both the ring order and the order of ranks can be an arithmetic progression (an all-to-all wraps
+// in ring order, a gather of peers without the own chunk wraps in the order of ranks).
+std::vector<Piece> fan(std::vector<Move> moves, Rank executor, Rank ranks) {
+  std::vector<Piece> ring = fold(moves, executor, ranks);
+  std::stable_sort(moves.begin(), moves.end(),
+                   [](const Move& a, const Move& b) { return a.dst.rank < b.dst.rank; });
+  std::vector<Piece> natural = fold(moves, executor, ranks);
+  return natural.size() < ring.size() ? natural : ring;
+}
+
+bool same_source(const Move& a, const Move& b) { return a.src == b.src && a.bytes == b.bytes; }
+
+// Equal sources to the machine's number of destinations a command; the own slice by itself.
+std::vector<Piece> bcst(const std::vector<Move>& moves, Rank executor, Rank ranks,
+                        const Machine& machine) {
+  const uint32_t rows_max = machine.native.bcst_rows > 1 ? machine.native.bcst_rows : UINT32_MAX;
+  std::vector<Piece> pieces;
+  const Move* last = nullptr;
+  for (const Move& move : moves) {
+    const bool remote = move.dst.rank != executor;
+    const bool joins = last != nullptr && remote && same_source(*last, move) &&
+                       last->dst.rank != executor && last->dst.rank != move.dst.rank;
+    if (!joins || !extend(pieces.back(), move, executor, ranks, rows_max)) {
+      pieces.push_back(plain(move, executor));
+    }
+    last = &move;
+  }
+  return pieces;
+}
+
+using SwapKey = std::tuple<Rank, BufferId, uint64_t, Rank, BufferId, uint64_t, uint64_t>;
+
+SwapKey key_of(const Slice& a, const Slice& b, uint64_t bytes) {
+  return {a.rank, a.buffer, a.offset, b.rank, b.buffer, b.offset, bytes};
+}
+
+bool all_mirrored(const Moves& moves) {
+  std::map<SwapKey, int> seen;
+  for (const Move& move : moves.moves) ++seen[key_of(move.dst, move.src, move.bytes)];
+  return std::all_of(moves.moves.begin(), moves.moves.end(), [&](const Move& move) {
+    return seen.contains(key_of(move.src, move.dst, move.bytes));
+  });
+}
+
+// Which rank of a pair executes its swap: spreads the pairs evenly.
+Rank swap_owner(Rank low, Rank high, Rank ranks) {
+  const int distance = high - low;
+  if (2 * distance == ranks) return low % 2 == 0 ? low : high;
+  return 2 * distance < ranks ? low : high;
+}
+
+void swaps(const Moves& moves, std::vector<std::vector<Piece>>& pieces) {
+  for (const Move& move : moves.moves) {
+    const auto [low, high] = std::minmax(move.src.rank, move.dst.rank);
+    if (move.src.rank != swap_owner(low, high, moves.ranks)) continue;
+    Piece piece = plain(move, move.src.rank);
+    piece.command.op = Op::swap;
+    pieces[move.src.rank].push_back(piece);
+  }
+}
+
+}  // namespace
+
+std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
+                                      const Machine& machine) {
+  std::vector<std::vector<Piece>> pieces(moves.ranks);
+  if (kind == Variant::Kind::swap) {
+    swaps(moves, pieces);
+    return pieces;
+  }
+  std::vector<std::vector<Move>> by_rank(moves.ranks);
+  for (const Move& move : moves.moves) by_rank[executor_of(move)].push_back(move);
+  for (Rank rank = 0; rank < moves.ranks; ++rank) {
+    std::vector<Move>& own = by_rank[rank];
+    if (kind == Variant::Kind::fan) {
+      pieces[rank] = fan(std::move(own), rank, moves.ranks);
+    } else if (kind == Variant::Kind::bcst) {
+      pieces[rank] = bcst(own, rank, moves.ranks, machine);
+    } else {
+      for (const Move& move : own) pieces[rank].push_back(plain(move, rank));
+      // The peers go first: the own slice is the quickest and nobody waits for it elsewhere.
+      std::stable_partition(pieces[rank].begin(), pieces[rank].end(),
+                            [](const Piece& piece) { return !piece.peers.empty(); });
+    }
+  }
+  return pieces;
+}
+
+std::string why_not(const Moves& moves, Variant::Kind kind, bool staged) {
+  const bool exchange_in_place = moves.op == "all_to_all" && moves.in_place && moves.ranks > 1;
+  if (kind == Variant::Kind::swap) {
+    if (staged) return "swap needs the buffer itself in a window of every rank";
+    if (!moves.in_place || !all_mirrored(moves)) {
+      return cat("swap exchanges two ranges in place; ", moves.op,
+                 moves.in_place ? " in place" : " out of place", " is not such an exchange");
+    }
+    return "";
+  }
+  if (exchange_in_place && !staged) {
+    return "in place, peers would overwrite chunks not yet sent; use swap or separate buffers";
+  }
+  if (exchange_in_place && (kind == Variant::Kind::pcpy || kind == Variant::Kind::bcst)) {
+    return "in place, only one engine's order keeps a chunk until it is sent; use b2b or fan";
+  }
+  if (kind == Variant::Kind::bcst) {
+    const auto& list = moves.moves;
+    const auto shared = [&](size_t i) {
+      return same_source(list[i - 1], list[i]) && list[i - 1].dst.rank != list[i - 1].src.rank &&
+             list[i].dst.rank != list[i].src.rank && list[i - 1].dst.rank != list[i].dst.rank;
+    };
+    for (size_t i = 1; i < list.size(); ++i) {
+      if (shared(i)) return "";
+    }
+    return cat("bcst needs one source with several destinations; ", moves.op, " of ", moves.ranks,
+               " ranks has none");
+  }
+  return "";
+}
+
+std::vector<Progression> progressions(const std::vector<int64_t>& values) {
+  std::vector<Progression> runs;
+  for (int64_t value : values) {
+    if (!runs.empty()) {
+      Progression& run = runs.back();
+      const int64_t step = value - (run.first + run.step * (run.rows - 1));
+      if (run.rows == 1 || step == run.step) {
+        run.step = step;
+        ++run.rows;
+        continue;
+      }
+    }
+    runs.push_back({.first = value});
+  }
+  return runs;
+}
+
+}  // namespace offcore

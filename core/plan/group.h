@@ -1,0 +1,30 @@
+// Groups one rank's moves into commands, by variant. This is where equal sources become bcst,
+// mirrored moves become swap and arithmetic progressions become one strided copy.
+#pragma once
+#include <vector>
+
+#include "core/machine/machine.h"
+#include "core/plan/moves.h"
+#include "core/plan/variant.h"
+
+namespace offcore {
+
+// A data command and the remote ranks whose memory it touches.
+struct Piece {
+  Command command;
+  std::vector<Rank> peers;
+};
+
+// One entry a rank: the pieces that its engines execute, in order.
+std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
+                                      const Machine& machine);
+
+// The longest runs of `values` with a constant difference, as (first, step, rows).
+struct Progression {
+  int64_t first = 0;
+  int64_t step = 0;
+  uint32_t rows = 1;
+};
+std::vector<Progression> progressions(const std::vector<int64_t>& values);
+
+}  // namespace offcore

@@ -1,0 +1,151 @@
+// Rewrites a program into commands that the machine has, within its limits. A backend then only
+// lays out bits or calls the driver.
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/plan/plan.h"
+
+namespace offcore {
+namespace {
+
+class Legalizer {
+ public:
+  Legalizer(Program& program, const Machine& machine) : program_(program), machine_(machine) {}
+
+  void run() {
+    plan_scratch();
+    for (Queue& queue : program_.queues) {
+      if (queue.index == kCallerQueue) continue;  // run by the caller itself, row by row
+      commands_.clear();
+      for (const Command& command : queue.commands) legalize(command, queue);
+      queue.commands = commands_;
+    }
+  }
+
+ private:
+  void legalize(const Command& command, const Queue& queue) {
+    switch (command.op) {
+      case Op::copy:
+        return copy(command);
+      case Op::swap:
+        return swap(command, queue);
+      case Op::poll:
+      case Op::signal:
+        if (machine_.native.strided_flags) break;
+        return each_row(command);
+      case Op::timestamp:
+      case Op::fence:
+        break;
+    }
+    commands_.push_back(command);
+  }
+
+  void copy(const Command& command) {
+    if (command.rows == 1) return split(command);
+    const bool bcst = command.src_step == 0 && command.dst_step == kRankStep;
+    uint32_t rows_max = machine_.native.strided ? machine_.limits.rows_max : 1;
+    if (bcst) {
+      rows_max = machine_.native.bcst_rows;
+    } else if (!pitch_fits(command.dst_step) || !pitch_fits(command.src_step)) {
+      rows_max = 1;
+    }
+    if (command.rows > rows_max) program_.native = false;
+    for (uint32_t row = 0; row < command.rows; row += rows_max) {
+      split(rows_of(command, row, std::min(rows_max, command.rows - row)));
+    }
+  }
+
+  bool pitch_fits(int64_t step) const {
+    if (step == kRankStep) return true;  // the window's stride is the backend's to keep in bounds
+    const uint64_t magnitude =
+        step < 0 ? -static_cast<uint64_t>(step) : static_cast<uint64_t>(step);
+    return magnitude <= machine_.limits.pitch_bytes_max;
+  }
+
+  Command rows_of(const Command& command, uint32_t first, uint32_t rows) const {
+    Command part = command;
+    part.dst = row_of(command.dst, command.dst_step, first, program_.ranks);
+    part.src = row_of(command.src, command.src_step, first, program_.ranks);
+    part.rows = rows;
+    if (rows == 1) part.dst_step = part.src_step = 0;
+    return part;
+  }
+
+  void each_row(const Command& command) {
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      commands_.push_back(rows_of(command, row, 1));
+    }
+  }
+
+  // No command moves more than the machine's largest copy (a row of it, where it has rows).
+  void split(const Command& command) {
+    const uint64_t bytes_max = machine_.limits.copy_bytes_max;
+    for (uint64_t done = 0; done < command.bytes; done += bytes_max) {
+      Command part = command;
+      part.dst.offset += done;
+      part.src.offset += done;
+      part.bytes = std::min(bytes_max, command.bytes - done);
+      commands_.push_back(part);
+    }
+  }
+
+  bool swap_fits(const Command& command) const {
+    const uint64_t align = machine_.limits.swap_align;
+    return machine_.native.swap && command.dst.offset % align == 0 &&
+           command.src.offset % align == 0;
+  }
+
+  // Swaps that the machine lacks go through scratch memory of the executing rank, which its queues
+  // share evenly; the fences keep the three copies of a piece, and the pieces, in order.
+  void swap(const Command& command, const Queue& queue) {
+    if (swap_fits(command)) return split(command);
+    program_.native = false;
+    const Slice scratch{scratch_share_ * queue.index, queue.rank, scratch_};
+    const Command fence{.op = Op::fence};
+    commands_.push_back(fence);
+    for (uint64_t done = 0; done < command.bytes; done += scratch_share_) {
+      const uint64_t bytes = std::min(scratch_share_, command.bytes - done);
+      Slice remote = command.dst;
+      Slice own = command.src;
+      remote.offset += done;
+      own.offset += done;
+      for (const auto& [dst, src] : {std::pair{scratch, remote}, {remote, own}, {own, scratch}}) {
+        split({.dst = dst, .src = src, .bytes = bytes, .op = Op::copy});
+        commands_.push_back(fence);
+      }
+    }
+  }
+
+  void plan_scratch() {
+    uint64_t bytes = 0;
+    uint16_t queues = 0;
+    for (const Queue& queue : program_.queues) {
+      for (const Command& command : queue.commands) {
+        if (command.op != Op::swap || swap_fits(command)) continue;
+        bytes = std::max(bytes, command.bytes);
+        queues = std::max<uint16_t>(queues, queue.index + 1);
+      }
+    }
+    if (queues == 0) return;
+    scratch_share_ =
+        std::max<uint64_t>(1, std::min(bytes, machine_.limits.swap_scratch_bytes / queues));
+    scratch_ = static_cast<BufferId>(program_.buffers.size());
+    program_.buffers.push_back(
+        {.name = "scratch", .kind = Buffer::Kind::local, .bytes = scratch_share_ * queues});
+  }
+
+  Program& program_;
+  const Machine& machine_;
+  std::vector<Command> commands_;
+  BufferId scratch_ = 0;
+  uint64_t scratch_share_ = 0;
+};
+
+}  // namespace
+
+Program legalize(Program program, const Machine& machine) {
+  Legalizer(program, machine).run();
+  return program;
+}
+
+}  // namespace offcore

@@ -1,0 +1,285 @@
+// Lowers moves to a program. Knows no collective: it groups moves into commands, assigns them to
+// queues, and puts the protocol's polls and signals around them (DMA-Latte section 4).
+//
+// Flag words of a rank (or of the host, where the machine keeps flags there), with N ranks and Q
+// engines a rank on the machine:
+//   r              entry: rank r has entered and its buffers may be written
+//   N + r          start of rank r's prelaunched queues
+//   2N + p*Q + k   exit: queue k of rank p has delivered
+// A word has the same writing rank in every program of a machine. Launches of different programs
+// share a lane's words, and a rank that is one launch ahead must not pass for another.
+#include <algorithm>
+
+#include "core/base/error.h"
+#include "core/ir/verify.h"
+#include "core/plan/group.h"
+#include "core/plan/plan.h"
+
+namespace offcore {
+namespace {
+
+constexpr uint16_t kDone = 1;  // every word is used once a launch
+
+class Lowering {
+ public:
+  Lowering(const Moves& moves, const Variant& variant, const Machine& machine,
+           const Protocol& protocol)
+      : moves_(moves), variant_(variant), machine_(machine), protocol_(protocol) {}
+
+  Program run() {
+    if (const auto reason = why_not(moves_, variant_.kind, protocol_.staged); !reason.empty()) {
+      fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
+    }
+    stage();
+    assign();
+    Program program{.op = moves_.op,
+                    .machine = machine_.name,
+                    .variant = to_string(variant_),
+                    .protocol = to_string(protocol_),
+                    .mode = variant_.prelaunch ? Mode::armed : Mode::eager,
+                    .ranks = moves_.ranks,
+                    .buffers = moves_.buffers};
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) emit(rank, program);
+    program.flag_words = 2 * moves_.ranks + uint32_t{moves_.ranks} * machine_.engines_peer;
+    program.flag_span = kDone;
+    return program;
+  }
+
+ private:
+  // One queue of one rank while it is being filled.
+  struct Draft {
+    std::vector<Command> data;
+    std::vector<Rank> touched;   // remote ranks whose memory the data commands touch
+    std::vector<Rank> notified;  // ranks that hear when this queue has delivered
+    std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
+  };
+
+  // Staged: peers write into the lane's slot, the owner copies on into its private `out`.
+  void stage() {
+    drains_.resize(moves_.ranks);
+    if (!protocol_.staged) return;
+    const auto slot = static_cast<BufferId>(moves_.buffers.size());
+    uint64_t slot_bytes = 0;
+    for (Buffer& buffer : moves_.buffers) {
+      if (buffer.kind != Buffer::Kind::window || buffer.name == "flag") continue;
+      slot_bytes = std::max(slot_bytes, buffer.bytes);
+      buffer.kind = Buffer::Kind::local;
+    }
+    moves_.buffers.push_back({.name = "slot", .kind = Buffer::Kind::window, .bytes = slot_bytes});
+    for (Move& move : moves_.moves) {
+      if (move.dst.rank == move.src.rank) continue;
+      Slice landing = move.dst;
+      landing.buffer = slot;
+      drains_[move.dst.rank].push_back({.dst = move.dst, .src = landing, .bytes = move.bytes});
+      move.dst = landing;
+    }
+    for (auto& drains : drains_) drains = merge(std::move(drains));
+  }
+
+  uint16_t engines_of(size_t pieces) const {
+    const bool one = variant_.kind == Variant::Kind::b2b || variant_.kind == Variant::Kind::fan;
+    size_t engines = variant_.engines != 0 ? variant_.engines : one ? 1 : machine_.engines_peer;
+    engines = std::min({engines, size_t{machine_.engines_peer}, pieces});
+    return static_cast<uint16_t>(std::max<size_t>(engines, 1));
+  }
+
+  void assign() {
+    auto pieces = group(moves_, variant_.kind, machine_);
+    drafts_.resize(moves_.ranks);
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      auto& drafts = drafts_[rank];
+      if (!pieces[rank].empty()) drafts.resize(engines_of(pieces[rank].size()));
+      for (size_t i = 0; i < pieces[rank].size(); ++i) {
+        Draft& draft = drafts[i % drafts.size()];
+        draft.data.push_back(pieces[rank][i].command);
+        draft.touched.insert(draft.touched.end(), pieces[rank][i].peers.begin(),
+                             pieces[rank][i].peers.end());
+      }
+      notify(rank);
+      if (!drains_[rank].empty() && drafts.empty()) drafts.emplace_back();
+      if (!drains_[rank].empty()) drafts[0].drains = std::move(drains_[rank]);
+    }
+  }
+
+  // A full exchange signals every peer, also where no bytes flow: that is what lets a rank that
+  // has finished conclude that all have entered (the slot rule).
+  void notify(Rank rank) {
+    auto& drafts = drafts_[rank];
+    std::vector<bool> heard(moves_.ranks, false);
+    for (Draft& draft : drafts) {
+      in_ring_order(draft.touched, rank);
+      draft.notified = draft.touched;
+      for (Rank peer : draft.notified) heard[peer] = true;
+    }
+    if (!moves_.full_exchange) return;
+    std::vector<Rank> silent;
+    for (Rank peer = 0; peer < moves_.ranks; ++peer) {
+      if (peer != rank && !heard[peer]) silent.push_back(peer);
+    }
+    if (silent.empty()) return;
+    if (drafts.empty()) drafts.emplace_back();
+    drafts[0].notified.insert(drafts[0].notified.end(), silent.begin(), silent.end());
+    in_ring_order(drafts[0].notified, rank);
+  }
+
+  void in_ring_order(std::vector<Rank>& ranks, Rank from) const {
+    const auto distance = [&](Rank rank) { return (rank + moves_.ranks - from) % moves_.ranks; };
+    std::sort(ranks.begin(), ranks.end(),
+              [&](Rank a, Rank b) { return distance(a) < distance(b); });
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  }
+
+  uint32_t entry_word(Rank rank) const { return rank; }
+  uint32_t start_word(Rank rank) const { return uint32_t{moves_.ranks} + rank; }
+  uint32_t exit_word(Rank rank, size_t queue) const {
+    return 2u * moves_.ranks + uint32_t{rank} * machine_.engines_peer +
+           static_cast<uint32_t>(queue);
+  }
+
+  bool host_flags() const { return machine_.flags == FlagHome::host; }
+
+  Slice word(Rank reader, int64_t index) const {
+    return {static_cast<uint64_t>(index), host_flags() ? kHostRank : reader, kFlagBuffer};
+  }
+
+  // Tells every reader by its word `index`: one command a run of neighbouring ranks, or one in all
+  // where the word lies in host memory.
+  void signal(std::vector<Command>& commands, const std::vector<Rank>& readers, uint32_t index) {
+    if (readers.empty()) return;
+    if (host_flags()) {
+      commands.push_back({.dst = word(0, index), .value = kDone, .op = Op::signal});
+      return;
+    }
+    for (size_t i = 0; i < readers.size();) {
+      uint32_t rows = 1;
+      while (i + rows < readers.size() &&
+             (readers[i + rows - 1] + 1) % moves_.ranks == readers[i + rows]) {
+        ++rows;
+      }
+      commands.push_back({.dst = word(readers[i], index),
+                          .dst_step = rows > 1 ? kRankStep : 0,
+                          .rows = rows,
+                          .value = kDone,
+                          .op = Op::signal});
+      i += rows;
+    }
+  }
+
+  void poll(std::vector<Command>& commands, Rank reader, std::vector<int64_t> words) {
+    std::sort(words.begin(), words.end());
+    for (const Progression& run : progressions(words)) {
+      commands.push_back({.dst = word(reader, run.first),
+                          .dst_step = run.rows > 1 ? run.step : 0,
+                          .rows = run.rows,
+                          .value = kDone,
+                          .op = Op::poll});
+    }
+  }
+
+  std::vector<int64_t> exit_words(Rank reader) const {
+    std::vector<int64_t> words;
+    for (Rank peer = 0; peer < moves_.ranks; ++peer) {
+      for (size_t queue = 0; queue < drafts_[peer].size(); ++queue) {
+        const auto& notified = drafts_[peer][queue].notified;
+        if (std::find(notified.begin(), notified.end(), reader) != notified.end()) {
+          words.push_back(exit_word(peer, queue));
+        }
+      }
+    }
+    return words;
+  }
+
+  void emit(Rank rank, Program& program) {
+    const auto& drafts = drafts_[rank];
+    for (size_t index = 0; index < drafts.size(); ++index) {
+      program.queues.push_back({.rank = rank,
+                                .index = static_cast<uint16_t>(index),
+                                .commands = engine_commands(rank, index)});
+    }
+    std::vector<Command> caller = caller_commands(rank);
+    if (!caller.empty()) {
+      program.queues.push_back({.rank = rank, .index = kCallerQueue, .commands = caller});
+    }
+  }
+
+  std::vector<Command> engine_commands(Rank rank, size_t index) {
+    const Draft& draft = drafts_[rank][index];
+    std::vector<Command> commands;
+    if (variant_.prelaunch) poll(commands, rank, {start_word(rank)});
+    if (protocol_.entry) {
+      std::vector<int64_t> entries(draft.touched.begin(), draft.touched.end());
+      poll(commands, rank, entries);
+    }
+    commands.insert(commands.end(), draft.data.begin(), draft.data.end());
+    signal(commands, draft.notified, exit_word(rank, index));
+    if (draft.drains.empty()) return commands;
+    poll(commands, rank, exit_words(rank));
+    for (const Move& move : draft.drains) {
+      commands.push_back({.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy});
+    }
+    return commands;
+  }
+
+  std::vector<Command> caller_commands(Rank rank) {
+    std::vector<Command> commands;
+    if (protocol_.entry) signal(commands, writers_of(rank), entry_word(rank));
+    if (variant_.prelaunch && !drafts_[rank].empty()) {
+      signal(commands, {rank}, start_word(rank));
+    }
+    const bool drains = !drafts_[rank].empty() && !drafts_[rank][0].drains.empty();
+    if (!drains) poll(commands, rank, exit_words(rank));
+    return commands;
+  }
+
+  // The ranks that touch this rank's memory, in ring order.
+  std::vector<Rank> writers_of(Rank rank) const {
+    std::vector<Rank> writers;
+    for (Rank peer = 0; peer < moves_.ranks; ++peer) {
+      for (const Draft& draft : drafts_[peer]) {
+        const auto& touched = draft.touched;
+        if (std::find(touched.begin(), touched.end(), rank) != touched.end()) {
+          writers.push_back(peer);
+        }
+      }
+    }
+    in_ring_order(writers, rank);
+    return writers;
+  }
+
+  Moves moves_;
+  Variant variant_;
+  const Machine& machine_;
+  Protocol protocol_;
+  std::vector<std::vector<Draft>> drafts_;  // [rank][queue]
+  std::vector<std::vector<Move>> drains_;   // [rank]
+};
+
+}  // namespace
+
+std::string to_string(const Protocol& protocol) {
+  if (protocol.entry) return "barrier";
+  return protocol.staged ? "eager" : "promise";
+}
+
+Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
+              const Protocol& protocol) {
+  return Lowering(moves, variant, machine, protocol).run();
+}
+
+std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
+                                    const Machine& machine, const Protocol& protocol) {
+  auto program =
+      std::make_shared<Program>(legalize(lower(moves, variant, machine, protocol), machine));
+  verify(*program);
+  return program;
+}
+
+std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol) {
+  std::vector<Variant> variants = all_variants();
+  std::erase_if(variants, [&](const Variant& variant) {
+    return !why_not(moves, variant.kind, protocol.staged).empty();
+  });
+  return variants;
+}
+
+}  // namespace offcore
