@@ -61,7 +61,7 @@ class Mesh final : public Rendezvous {
   std::vector<Rank> missing(const Key& key) const;
   void watch();
   void read(Rank peer);
-  void take(Rank peer, Frame frame);
+  void take(Rank peer, Frame& frame);
   void lose(Rank peer, Peer::State state);
   void announce();
   void poke() const { eventfd_write(poke_.get(), 1); }
@@ -240,12 +240,12 @@ void Mesh::read(Rank peer) {
   Status status = Status::ok;
   while (std::optional<Frame> frame = connection.next(status)) {
     if (frame->kind == FrameKind::goodbye) return lose(peer, Peer::State::left);
-    take(peer, std::move(*frame));
+    take(peer, *frame);
   }
   if (received != Status::ok || status != Status::ok) lose(peer, Peer::State::lost);
 }
 
-void Mesh::take(Rank peer, Frame frame) {
+void Mesh::take(Rank peer, Frame& frame) {
   Unpacker unpacker(frame.payload);
   const auto sequence = unpacker.number<uint64_t>();
   const std::string tag(unpacker.text());
