@@ -33,7 +33,7 @@ uint64_t random_key() {
 [[noreturn]] void fail_missing(const std::vector<Rank>& missing, const std::string& store,
                                int64_t wait_ns, const std::string& reason) {
   fail(Code::timeout, rank_list(missing), " did not arrive at ", store, " within ",
-       seconds(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")");
+       shown_s(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")");
 }
 
 // Rank 0's side.
@@ -43,7 +43,8 @@ class Store {
       : address_(address),
         ranks_(ranks),
         listener_(listen_at(address)),
-        roster_{.key = random_key(), .names = std::vector<std::string>(ranks)} {
+        roster_{.key = random_key(), .names = std::vector<std::string>(ranks)},
+        came_(ranks) {
     roster_.names[0] = name;
   }
 
@@ -51,7 +52,7 @@ class Store {
     const int64_t wait_ns = deadline.left_ns();
     try {
       while (!missing().empty()) {
-        if (deadline.passed()) fail_missing(missing(), address_, wait_ns, "");
+        if (deadline.passed()) give_up(wait_ns);
         step(deadline);
       }
     } catch (const Error& error) {
@@ -76,6 +77,14 @@ class Store {
       if (roster_.names[rank].empty()) missing.push_back(rank);
     }
     return missing;
+  }
+
+  // Those who came and gave up a moment earlier are not the ones to look for.
+  [[noreturn]] void give_up(int64_t wait_ns) const {
+    std::vector<Rank> never = missing();
+    std::erase_if(never, [this](Rank rank) { return came_[rank]; });
+    if (!never.empty()) fail_missing(never, address_, wait_ns, "");
+    fail(Code::timeout, rank_list(missing()), " came to ", address_, " but left before all had");
   }
 
   void send(Guest& guest, FrameKind kind, const std::string& payload) {
@@ -122,6 +131,7 @@ class Store {
            ": give every process its own rank");
     }
     roster_.names[rank] = name;
+    came_[rank] = true;
     announce();
   }
 
@@ -170,6 +180,7 @@ class Store {
   Rank ranks_;
   Descriptor listener_;
   Roster roster_;
+  std::vector<bool> came_;
   std::vector<Guest> guests_;
 };
 
@@ -261,8 +272,6 @@ std::string rank_list(const std::vector<Rank>& ranks) {
   for (size_t i = 0; i < ranks.size(); ++i) text += cat(i == 0 ? "" : ", ", ranks[i]);
   return text;
 }
-
-std::string seconds(int64_t wait_ns) { return cat(static_cast<double>(wait_ns / 1'000'000) / 1e3); }
 
 Roster meet(const std::string& store, Rank rank, Rank ranks, const std::string& name,
             const Deadline& deadline) {

@@ -22,7 +22,4 @@ Roster meet(const std::string& store, Rank rank, Rank ranks, const std::string& 
 // "rank 2", "ranks 2, 5"
 std::string rank_list(const std::vector<Rank>& ranks);
 
-// A duration as a message has it: "5", "0.25".
-std::string seconds(int64_t wait_ns);
-
 }  // namespace offcore

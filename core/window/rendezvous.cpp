@@ -146,7 +146,7 @@ void Mesh::fail_unconnected(int64_t wait_ns) const {
     if (peers_[peer].connection.fd() < 0) ranks.push_back(peer);
   }
   fail(Code::timeout, rank_list(ranks), " came to ", store_, " but did not connect within ",
-       seconds(wait_ns), " s");
+       shown_s(wait_ns), " s");
 }
 
 std::vector<Rank> Mesh::missing(const Key& key) const {
@@ -198,7 +198,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
     if (deadline.passed()) {
       fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", store_,
-           ") within ", seconds(wait_ns), " s");
+           ") within ", shown_s(wait_ns), " s");
     }
     constexpr int64_t kHourNs = 3'600'000'000'000;
     arrived_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kHourNs)));

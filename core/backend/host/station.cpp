@@ -330,8 +330,7 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
   const std::string& op = flight.cargo->program->op;
   if (!flight.done.load(std::memory_order_acquire)) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
-    fail(Code::timeout, op, " did not end within ", static_cast<double>(wait_ns) * 1e-9,
-         " s: ", flight.position());
+    fail(Code::timeout, op, " did not end within ", shown_s(wait_ns), " s: ", flight.position());
   }
   if (const uint32_t by = flight.poisoned_by.load(std::memory_order_acquire); by != 0) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", flight.position());
