@@ -60,7 +60,7 @@ class Mesh final : public Rendezvous {
   void post(Rank peer, const Key& key, std::string_view blob, int fd, const Deadline& deadline);
   std::vector<Rank> missing(const Key& key) const;
   void watch();
-  void read(Rank peer);
+  void read(Rank peer, Status received);
   void take(Rank peer, Frame& frame);
   void lose(Rank peer, Peer::State state);
   void announce();
@@ -212,6 +212,10 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
 }
 
 void Mesh::watch() {
+  // What came right behind a greeting has been taken in with it.
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer != rank_) read(peer, Status::ok);
+  }
   while (true) {
     std::vector<pollfd> entries{{.fd = poke_.get(), .events = POLLIN, .revents = 0}};
     std::vector<Rank> ranks;
@@ -228,15 +232,15 @@ void Mesh::watch() {
     eventfd_t count = 0;
     if (entries[0].revents != 0) eventfd_read(poke_.get(), &count);
     for (size_t i = 0; i < ranks.size(); ++i) {
-      if (entries[i + 1].revents != 0) read(ranks[i]);
+      if (entries[i + 1].revents == 0) continue;
+      read(ranks[i], peers_[ranks[i]].connection.receive());
     }
     announce();
   }
 }
 
-void Mesh::read(Rank peer) {
+void Mesh::read(Rank peer, Status received) {
   Connection& connection = peers_[peer].connection;
-  const Status received = connection.receive();
   Status status = Status::ok;
   while (std::optional<Frame> frame = connection.next(status)) {
     if (frame->kind == FrameKind::goodbye) return lose(peer, Peer::State::left);
