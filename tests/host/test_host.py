@@ -46,8 +46,8 @@ def gathered(ranks: int, call: int, count: int) -> np.ndarray[Any, Any]:
     return np.concatenate([part(rank, call, count) for rank in range(ranks)])
 
 
-PING_PONG = """program pingpong machine=host-2 ranks=2 variant=pcpy mode=eager protocol=eager native=yes
-flags=2 span={span}
+PING_PONG = """\
+program pingpong machine=host-2 ranks=2 variant=pcpy mode=eager protocol=eager native=yes {sizes}
 buffer out window 64
 queue 0.{queue}
 {zero}
@@ -60,14 +60,14 @@ queue 1.{queue}
 def test_no_signal_is_lost(queue: str) -> None:
     rounds = 10_000
     values = range(1, rounds + 1)
-    text = PING_PONG.replace("\nflags", " flags").format(
+    text = PING_PONG.format(
         queue=queue,
-        span=rounds,
+        sizes=f"flags=2 span={rounds}",
         zero="\n".join(f"  signal flag[1]:0 = {v}\n  poll flag[0]:0 >= {v}" for v in values),
         one="\n".join(f"  poll flag[1]:0 >= {v}\n  signal flag[0]:0 = {v}" for v in values),
     )
     session = _core.Session("host", machines.load("host-2"), 2)
-    report = session.run(_core.parse_program(text), epoch=2**32 - rounds // 2, timeout_s=60)
+    report = session.run(_core.Program.parse(text), epoch=2**32 - rounds // 2, timeout_s=60)
     assert len(report.commands) == 4 * rounds
 
 
@@ -190,7 +190,7 @@ def test_a_timeout_names_queue_and_command_and_the_wait_may_be_repeated() -> Non
         return message
 
     message = as_ranks(2, work)[0]
-    assert "did not end within 0.2 s" in message
+    assert "all_gather did not end within" in message
     assert "queue 0.0 at command" in message
     assert "poll flag[0]:" in message
 
@@ -300,8 +300,7 @@ def test_an_abort_in_the_middle_of_a_large_copy() -> None:
         timer.start()
         started = time.monotonic()
         with pytest.raises(Error) as caught:
-            for handle in handles:
-                handle.wait()
+            handles[-1].wait()
         timer.join()
         assert caught.value.code in ("peer", "cancelled")
         assert "queue" in str(caught.value)
