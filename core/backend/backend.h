@@ -21,7 +21,7 @@ namespace offcore {
 struct Share {
   Rank rank = 0;
   uint64_t bytes = 0;
-  int fd = -1;                  // what another process imports; -1 where ranks share a process
+  int fd = -1;  // what another process imports; -1 where ranks share a process
   std::byte* data = nullptr;
   std::shared_ptr<void> owner;  // keeps fd and data alive
 };
@@ -29,9 +29,9 @@ struct Share {
 // Flag words are spread so that no two share a cache line.
 inline constexpr uint64_t kWordBytes = 64;
 
-// What a rank sleeps on: in memory shared by all ranks, one for each rank. A signal to a word of the
-// rank raises `count` and wakes the sleepers; `poison` other than 0 makes every wait of the rank
-// fail (rank + 1 of the one that died or aborted).
+// What a rank sleeps on: in memory shared by all ranks, one for each rank. A signal to a word of
+// the rank raises `count` and wakes the sleepers; `poison` other than 0 makes every wait of the
+// rank fail (rank + 1 of the one that died or aborted).
 struct Wakeup {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;
@@ -44,6 +44,7 @@ static_assert(sizeof(Wakeup) == 64 && std::atomic<uint32_t>::is_always_lock_free
 class Binding {
  public:
   Binding(size_t buffers, Rank ranks) : ranks_(ranks), bases_(buffers * (ranks + size_t{1})) {}
+  size_t buffers() const { return bases_.size() / (ranks_ + size_t{1}); }
   // rank == kHostRank is the host's copy. Null: not mapped here, or phantom.
   std::byte*& base(BufferId buffer, Rank rank) {
     return bases_[buffer * (ranks_ + size_t{1}) + (rank == kHostRank ? ranks_ : rank)];
@@ -60,9 +61,9 @@ class Binding {
 
 struct Launch {
   Binding binding;
-  uint32_t epoch = 0;              // flag values of this launch are epoch + the program's
-  uint32_t lane = 0;               // launches of one lane run in order, rank by rank
-  std::vector<Wakeup*> wakeups;    // one a rank
+  uint32_t epoch = 0;            // flag values of this launch are epoch + the program's
+  uint32_t lane = 0;             // launches of one lane run in order, rank by rank
+  std::vector<Wakeup*> wakeups;  // one a rank
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
   // Null: they outlive the backend.
   std::shared_ptr<void> owner = nullptr;
@@ -98,8 +99,8 @@ class Run {
 class Loaded {
  public:
   virtual ~Loaded() = default;
-  // Enqueues the program's engine queues ahead of the call (mode armed only): the next launch, which
-  // must carry the same binding, epoch and lane, then starts them by its caller's start word.
+  // Enqueues the program's engine queues ahead of the call (mode armed only): the next launch,
+  // which must carry the same binding, epoch and lane, then starts them by its caller's start word.
   virtual void arm(const Launch& launch) = 0;
   virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
 };

@@ -5,14 +5,16 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/backend/sim/sim.h"
 
 namespace offcore {
 
 std::vector<Probe> probe_backends();
 
 // A backend that drives the given local ranks of a group of `ranks` on this machine.
-// Throws unavailable with the probe's reason, or invalid for an unknown name.
+// Throws unavailable with the probe's reason, invalid for an unknown name, and unsupported for
+// options of the simulator given to another backend.
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
-                                      std::vector<Rank> local_ranks);
+                                      std::vector<Rank> local_ranks, SimOptions options = {});
 
 }  // namespace offcore

@@ -18,7 +18,7 @@ inline std::atomic_ref<uint32_t> flag_word(std::byte* flags, uint64_t word) {
 }
 
 // Cyclically value >= target.
-inline bool reached(uint32_t value, uint32_t target) {
+inline bool reached_value(uint32_t value, uint32_t target) {
   return static_cast<int32_t>(value - target) >= 0;
 }
 

@@ -67,7 +67,7 @@ struct Communicator::Plan {
   Entry entry;
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
-  std::shared_ptr<const Outcome> outcome;
+  std::shared_ptr<const Result> result;
   bool full_exchange = false;
   std::shared_ptr<Window> out_window;  // null: the program writes no window of the caller's
   std::vector<Share> scratch;          // one a local rank, where the program has scratch
@@ -190,7 +190,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
 
   auto pending = std::make_unique<Pending>();
   pending->communicator_ = shared_from_this();
-  pending->outcome_ = plan->outcome;
+  pending->result_ = plan->result;
   pending->lane_ = &lane;
   pending->sequence_ = sequence;
   pending->entry_ = plan->entry;
@@ -281,7 +281,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
       }
     }
   }
-  Outcome outcome{.op = moves.op,
+  Result result{.op = moves.op,
                   .variant = plan->program->variant,
                   .protocol = plan->program->protocol,
                   .mode = plan->program->mode,
@@ -291,7 +291,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
                   .in_place = facts.in_place,
                   .total_bytes = facts.total_bytes,
                   .counts = count(*plan->program)};
-  plan->outcome = std::make_shared<const Outcome>(std::move(outcome));
+  plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }
 
@@ -450,7 +450,7 @@ Pending::~Pending() = default;
 
 bool Pending::done() { return run_->done(); }
 
-Outcome Pending::wait(const Deadline& deadline) {
+Result Pending::wait(const Deadline& deadline) {
   Communicator& communicator = *communicator_;
   for (;;) {
     const bool slice = !communicator.alone() && deadline.left_ns() > kSliceNs;
@@ -464,10 +464,10 @@ Outcome Pending::wait(const Deadline& deadline) {
     }
   }
   communicator.compare_with_peers(*lane_, sequence_, entry_);
-  Outcome outcome = *outcome_;
-  outcome.armed_ahead = armed_ahead_;
-  outcome.report = run_->report();
-  return outcome;
+  Result result = *result_;
+  result.armed_ahead = armed_ahead_;
+  result.report = run_->report();
+  return result;
 }
 
 }  // namespace offcore

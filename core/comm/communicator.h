@@ -22,7 +22,7 @@
 namespace offcore {
 
 // What an operation did: which path really ran.
-struct Outcome {
+struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
@@ -45,12 +45,12 @@ class Pending {
   ~Pending();
   bool done();
   // Throws timeout (and can be waited for again), peer, mismatch.
-  Outcome wait(const Deadline& deadline);
+  Result wait(const Deadline& deadline);
 
  private:
   friend class Communicator;
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<const Outcome> outcome_;  // all but the report
+  std::shared_ptr<const Result> result_;  // all but the report
   std::unique_ptr<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;

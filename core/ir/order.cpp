@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/ir/text.h"
@@ -11,6 +12,12 @@ namespace {
 
 constexpr uint64_t kClockEntriesMax = uint64_t{1} << 27;
 constexpr uint32_t kNone = UINT32_MAX;
+
+// Polls in a row share a clock: nothing can happen between them that others could see.
+bool opens_clock(const Queue& queue, uint32_t command) {
+  if (queue.commands[command].op != Op::poll) return false;
+  return command == 0 || queue.commands[command - 1].op != Op::poll;
+}
 
 }  // namespace
 
@@ -48,7 +55,7 @@ uint64_t Order::word_of(const Command& command, uint32_t row) const {
 
 void Order::number_nodes() {
   uint32_t total = 0;
-  uint64_t polls = 0;
+  uint64_t clocks = 1;
   for (const Queue& queue : program_.queues) {
     starts_.push_back(total);
     total += static_cast<uint32_t>(queue.commands.size());
@@ -56,20 +63,20 @@ void Order::number_nodes() {
   nodes_.reserve(total);
   for (const Queue& queue : program_.queues) {
     uint32_t group = 0;
-    for (const Command& command : queue.commands) {
+    for (uint32_t c = 0; c < queue.commands.size(); ++c) {
       // An ordering command is alone in its group, so that it is ordered with both neighbours.
-      const bool ordering = !moves_data(command.op);
+      const bool ordering = !moves_data(queue.commands[c].op);
       group += ordering;
       nodes_.push_back({.group = group});
       group += ordering;
-      polls += command.op == Op::poll;
+      clocks += opens_clock(queue, c);
     }
   }
-  if ((polls + 1) * program_.queues.size() > kClockEntriesMax) {
-    fail(Code::verify, "shape: program: ", polls, " polls on ", program_.queues.size(),
-         " queues are too many to order; split the program");
+  if (clocks * program_.queues.size() > kClockEntriesMax) {
+    fail(Code::verify, "shape: program: polls at ", clocks - 1, " places on ",
+         program_.queues.size(), " queues are too many to order; split the program");
   }
-  clocks_.reserve((polls + 1) * program_.queues.size());
+  clocks_.reserve(clocks * program_.queues.size());
   clocks_.resize(program_.queues.size());
 }
 
@@ -186,20 +193,23 @@ const Place* Order::missing(Place poll, const std::vector<uint32_t>& next) const
   return found == last ? nullptr : found;
 }
 
-// A new clock: what the queue knew, and what the signals that released the poll knew.
+// The clock after a poll: what the queue knew, and what the signals that released the poll knew.
 uint32_t Order::join(Place poll, uint32_t current) {
   const size_t queues = program_.queues.size();
-  const uint32_t row = static_cast<uint32_t>(clocks_.size() / queues);
-  clocks_.resize(clocks_.size() + queues);
-  uint32_t* joined = clocks_.data() + row * queues;
-  std::copy_n(clocks_.data() + current * queues, queues, joined);
+  if (opens_clock(program_.queues[poll.queue], poll.command)) {
+    const auto opened = static_cast<uint32_t>(clocks_.size() / queues);
+    clocks_.resize(clocks_.size() + queues);
+    std::copy_n(clocks_.data() + current * queues, queues, clocks_.data() + opened * queues);
+    current = opened;
+  }
+  uint32_t* joined = clocks_.data() + current * queues;
   const Place* signal = releases_.data() + node(poll).releases;
   for (uint32_t k = 0; k < command_at(program_, poll).rows; ++k, ++signal) {
     const uint32_t* known = clock(*signal);
     for (size_t q = 0; q < queues; ++q) joined[q] = std::max(joined[q], known[q]);
     joined[signal->queue] = std::max(joined[signal->queue], signal->command + 1);
   }
-  return row;
+  return current;
 }
 
 void Order::check_rising() const {

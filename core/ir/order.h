@@ -3,7 +3,7 @@
 // A command of a queue happens after every command before the last poll, signal, timestamp or fence
 // between them; a command after a poll happens after the signals that released its rows. A word's
 // signals rise in value, so a poll is released by the smallest value that satisfies it. Kept as one
-// vector clock per poll: row[q] is how many commands of queue q are known to be complete.
+// vector clock per run of polls: row[q] is how many commands of queue q are known to be complete.
 #pragma once
 #include <cstdint>
 #include <string>

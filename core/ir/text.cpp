@@ -1,8 +1,10 @@
+// Strict and total: every byte of a text is accounted for, or parse throws with its place.
 #include "core/ir/text.h"
 
 #include <algorithm>
 #include <charconv>
 #include <limits>
+#include <utility>
 
 #include "core/base/error.h"
 
@@ -41,15 +43,15 @@ class Line {
 
   size_t at() const { return at_; }
   bool at_end() const { return at_ == text_.size(); }
-  bool at_digit() const { return !at_end() && text_[at_] >= '0' && text_[at_] <= '9'; }
 
-  void skip_blanks() {
+  bool skip_blanks() {
+    const size_t start = at_;
     while (!at_end() && is_blank(text_[at_])) ++at_;
+    return at_ > start;
   }
 
   void expect_blank(std::string_view what) {
-    if (at_end() || !is_blank(text_[at_])) fail_here(cat("expected a space before ", what));
-    skip_blanks();
+    if (!skip_blanks()) fail_here(cat("expected a space before ", what));
   }
 
   bool take(std::string_view literal) {
@@ -254,9 +256,9 @@ class Parser {
   }
 
   void rows(Line& line, Command& command) {
-    line.skip_blanks();
+    const bool separate = line.skip_blanks();
     if (line.at_end()) return;
-    line.expect("rows=");
+    if (!separate || !line.take("rows=")) line.fail_here("expected rows= or the end of the line");
     const size_t start = line.at();
     command.rows = static_cast<uint32_t>(line.number("rows", UINT32_MAX));
     if (command.rows == 1) line.fail_at(start, "expected rows other than 1, which is left out");

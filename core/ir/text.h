@@ -1,7 +1,9 @@
 // The text form of a program: prints and parses back to the identical value.
 //
-//   program all_gather machine=h200-4 ranks=4 variant=fan mode=eager protocol=barrier native=yes
-//   flags=12 span=2 buffer in local 1024 buffer out window 4096 queue 0.0
+//   program put machine=h4 ranks=4 variant=fan mode=eager protocol=eager native=yes flags=9 span=2
+//   buffer in local 1024
+//   buffer out window 4096
+//   queue 0.0
 //     poll flag[0]:1 >= 1 rows=3 step=1
 //     copy out[1]+0 <- in[0]+0 bytes=1024 rows=3 dst_step=rank src_step=0
 //     signal flag[1]:5 = 2 rows=3 step=rank

@@ -1,7 +1,9 @@
+// The rules one after another, cheapest first: each may rely on those before it.
 #include "core/ir/verify.h"
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/ir/order.h"
@@ -51,7 +53,7 @@ void check_queues(const Program& program) {
     if (queue.rank >= program.ranks) {
       reject("bounds", "queue ", queue_name(queue), " is of a rank beyond ", program.ranks);
     }
-    for (const Command& command : queue.commands) rows += command.rows;
+    for (const Command& command : queue.commands) rows += std::max(command.rows, 1u);
     if (q == 0) continue;
     const Queue& last = program.queues[q - 1];
     if (std::pair(last.rank, last.index) >= std::pair(queue.rank, queue.index)) {
@@ -252,16 +254,19 @@ class Accesses {
     for (const Access* other : open) {
       if (order_.before(other->place, access.place)) continue;
       if (order_.before(access.place, other->place)) continue;
-      fail_hazard(*other, access);
+      const bool in_order = std::pair(other->place.queue, other->place.command) <
+                            std::pair(access.place.queue, access.place.command);
+      fail_hazard(in_order ? *other : access, in_order ? access : *other);
     }
   }
 
   [[noreturn]] void fail_hazard(const Access& first, const Access& second) const {
     const BufferId buffer = static_cast<BufferId>(first.memory >> 16);
     const Rank rank = static_cast<Rank>(first.memory);
-    const std::string bytes = cat("bytes ", second.begin, " to ", std::min(first.end, second.end),
-                                  " of ", program_.buffers[buffer].name, '[',
-                                  rank == kHostRank ? "host" : std::to_string(rank), ']');
+    const std::string bytes =
+        cat("bytes ", std::max(first.begin, second.begin), " to ", std::min(first.end, second.end),
+            " of ", program_.buffers[buffer].name, '[',
+            rank == kHostRank ? "host" : std::to_string(rank), ']');
     const auto verb = [](const Access& access) { return access.writes ? "writes " : "reads "; };
     if (first.place == second.place) {
       reject("hazard", program_, first.place, "touches ", bytes,

@@ -1,11 +1,14 @@
-// Checks a program against the rules that make it safe on every backend, all ranks at once.
+// Checks a program against the rules that make it safe on every backend, seeing all ranks at once.
+// What passes also prints and parses back to the identical value.
 //
 //   bounds    every row of every slice lies inside its buffer; ranks and queues exist; words exist
 //   shape     rows >= 1, bytes >= 1, step meanings, one queue per (rank, index), buffers seen only
-//             by those who may (a local buffer by its own rank's queues)
+//             by those who may (a local buffer by its own rank's queues); fields that the text
+//             does not show are 0; an armed engine queue starts with a poll; at most 2^22 rows
 //   words     signals of one word have distinct values and are ordered; values lie in 1..span
 //   unmatched a poll that no signal can satisfy
-//   deadlock  queues that wait for each other for ever (or a prelaunched queue never started)
+//   deadlock  queues that wait for each other for ever, or an armed queue whose first poll is not
+//             released by its own rank's caller
 //   hazard    two unordered data commands, in one group or on two queues, that touch the same
 //             bytes, one of them writing (happens-before through signals and polls, over all ranks)
 //   entry     protocol barrier: a remote write into a window that its owner's caller has not
@@ -15,7 +18,8 @@
 
 namespace offcore {
 
-// Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>", with both sides of a hazard.
+// Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>". A hazard names both sides, a
+// deadlock every stuck queue; commands count from 0.
 void verify(const Program& program);
 
 }  // namespace offcore

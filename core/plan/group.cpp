@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "core/base/error.h"
+#include "core/plan/plan.h"
 
 namespace offcore {
 namespace {

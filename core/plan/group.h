@@ -19,9 +19,6 @@ struct Piece {
 std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
                                       const Machine& machine);
 
-// Whether the kind can express these moves at all; the reason it cannot, or an empty string.
-std::string why_not(const Moves& moves, Variant::Kind kind, bool staged);
-
 // The longest runs of `values` with a constant difference, as (first, step, rows).
 struct Progression {
   int64_t first = 0;

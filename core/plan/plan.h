@@ -30,6 +30,9 @@ Program legalize(Program program, const Machine& machine);
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
                                     const Machine& machine, const Protocol& protocol);
 
+// Whether the kind can express these moves at all: the reason it cannot, or an empty string.
+std::string why_not(const Moves& moves, Variant::Kind kind, bool staged);
+
 // The variants that this operation can have, in the order of all_variants().
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol);
 

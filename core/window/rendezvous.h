@@ -42,8 +42,9 @@ class Rendezvous {
   virtual const std::string& store() const = 0;
   virtual uint64_t key() const = 0;  // random, the same at every rank, different for every job
 
-  // Every rank's parcel, by rank. This rank's own comes back with its blob and without a descriptor.
-  // `fd` stays the caller's; -1: none. A received descriptor is a duplicate, closed on exec.
+  // Every rank's parcel, by rank. This rank's own comes back with its blob and without a
+  // descriptor. `fd` stays the caller's; -1: none. A received descriptor is a duplicate, closed on
+  // exec.
   virtual std::vector<Parcel> exchange(std::string_view tag, std::string_view blob, int fd,
                                        const Deadline& deadline) = 0;
 

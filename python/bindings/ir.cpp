@@ -41,10 +41,14 @@ void bind_ir(nb::module_& module) {
       .def_ro("engines", &Counts::engines, "Engine queues in use.")
       .def_ro("syncs", &Counts::syncs, "Signals on engine queues, each row counted.")
       .def_ro("bytes", &Counts::bytes, "Bytes written by copies and swaps.");
-  nb::class_<Program>(module, "Program",
-                      "DMA commands of every queue of every rank. str() is its text form.")
-      .def_static("parse", &parse, nb::arg("text"),
+  nb::class_<Program> type(module, "Program",
+                           "DMA commands of every queue of every rank. str() is its text form.");
+  type.def_static("parse", &parse, nb::arg("text"),
                   "Raises invalid, naming line and column, for malformed text.")
+      .def_static(
+          "parse",
+          [](const nb::bytes& text) { return parse(std::string_view(text.c_str(), text.size())); },
+          nb::arg("text"))
       .def_prop_ro("text", [](const Program& program) { return print(program); })
       .def("__str__", [](const Program& program) { return print(program); })
       .def(
@@ -65,6 +69,7 @@ void bind_ir(nb::module_& module) {
       .def_prop_ro("buffers", &buffers_of, "Rows of (name, kind, bytes), without the flags.")
       .def_prop_ro("queues", &queues_of, "Rows of (rank, index or \"caller\", command texts).")
       .def("counts", [](const Program& program) { return count(program); });
+  type.attr("__hash__") = nb::none();  // equal programs are equal by value
   module.def("verify", &verify, nb::arg("program"), nb::call_guard<nb::gil_scoped_release>(),
              "Raises verify, naming rule, queue and command, for a program that breaks a rule.");
 }

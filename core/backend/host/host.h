@@ -1,7 +1,7 @@
 // The host backend: software DMA engines over shared memory, in real time, across processes.
 //
-// An engine is a thread that serves the queues mapped to it (queue index modulo engines). A queue of
-// a launch is resumable: where a poll blocks, its engine goes on with other queues. A thread in
+// An engine is a thread that serves the queues mapped to it (queue index modulo engines). A queue
+// of a launch is resumable: where a poll blocks, its engine goes on with other queues. A thread in
 // Run::wait helps: it runs the caller queue and whatever else is ready, so that a small collective
 // needs no thread switch.
 //

@@ -1,0 +1,209 @@
+#include "core/backend/host/flight.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/backend/wakeup.h"
+#include "core/base/error.h"
+#include "core/ir/text.h"
+
+namespace offcore {
+namespace {
+
+// A copy notices poison and deadlines between pieces.
+constexpr uint64_t kPieceBytes = 1 << 20;
+constexpr uint64_t kRowBytes = 256;  // a row's own cost, in bytes
+
+void exchange(std::byte* one, std::byte* other, uint64_t bytes) {
+  std::byte scratch[4096];
+  for (uint64_t at = 0; at < bytes; at += sizeof(scratch)) {
+    const size_t count = std::min<uint64_t>(sizeof(scratch), bytes - at);
+    std::memcpy(scratch, one + at, count);
+    std::memcpy(one + at, other + at, count);
+    std::memcpy(other + at, scratch, count);
+  }
+}
+
+std::atomic_ref<uint32_t> word_at(const Launch& launch, const Slice& slice) {
+  return flag_word(launch.binding.base(kFlagBuffer, slice.rank), slice.offset);
+}
+
+std::byte* byte_at(const Launch& launch, const Slice& slice) {
+  return launch.binding.base(slice.buffer, slice.rank) + slice.offset;
+}
+
+}  // namespace
+
+Context::Context(Flight& flight, uint32_t queue)
+    : flight_(flight),
+      commands_(flight.cargo->program->queues[queue].commands),
+      queue_(queue),
+      rank_(flight.cargo->program->queues[queue].rank) {
+  times_.reserve(commands_.size());
+}
+
+bool Context::poisoned() const {
+  const uint32_t by = flight_.launch.wakeups[rank_]->poison.load(std::memory_order_acquire);
+  if (by != 0) flight_.poisoned_by.store(by, std::memory_order_release);
+  return flight_.poisoned_by.load(std::memory_order_acquire) != 0;
+}
+
+bool Context::polled(const Command& command) const {
+  const uint32_t target = flight_.launch.epoch + command.value;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice word = row_of(command.dst, command.dst_step, row, flight_.cargo->program->ranks);
+    if (!reached_value(word_at(flight_.launch, word).load(std::memory_order_acquire), target)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Context::ready() const {
+  if (reached() == commands_.size() || poisoned()) return true;
+  const Command& command = commands_[reached()];
+  return command.op != Op::poll || polled(command);
+}
+
+bool Context::move(const Command& command, const Interrupt& interrupt) {
+  const Rank ranks = flight_.cargo->program->ranks;
+  for (; row_ < command.rows; ++row_, offset_ = 0) {
+    std::byte* dst = byte_at(flight_.launch, row_of(command.dst, command.dst_step, row_, ranks));
+    std::byte* src = byte_at(flight_.launch, row_of(command.src, command.src_step, row_, ranks));
+    while (offset_ < command.bytes) {
+      if (unchecked_bytes_ >= kPieceBytes) {
+        if (poisoned() || interrupt.raised()) return false;
+        unchecked_bytes_ = 0;
+      }
+      const uint64_t bytes = std::min(kPieceBytes, command.bytes - offset_);
+      if (command.op == Op::swap) {
+        exchange(dst + offset_, src + offset_, bytes);
+      } else {
+        std::memcpy(dst + offset_, src + offset_, bytes);
+      }
+      offset_ += bytes;
+      unchecked_bytes_ += std::max(bytes, kRowBytes);
+    }
+  }
+  return true;
+}
+
+void Context::signal(const Command& command) const {
+  const Launch& launch = flight_.launch;
+  const Cargo& cargo = *flight_.cargo;
+  const Rank ranks = cargo.program->ranks;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    word_at(launch, row_of(command.dst, command.dst_step, row, ranks))
+        .store(launch.epoch + command.value, std::memory_order_release);
+  }
+  // Who reads the words: everybody, or the ranks that the rows name.
+  const bool everybody = command.dst.rank == kHostRank;
+  const uint32_t first = everybody ? 0 : command.dst.rank;
+  const uint32_t readers =
+      everybody ? ranks
+                : (command.dst_step == kRankStep ? std::min<uint32_t>(command.rows, ranks) : 1);
+  const Rank watched = cargo.local_ranks.front();
+  bool forward = false;
+  for (uint32_t reader = 0; reader < readers; ++reader) {
+    const Rank rank = static_cast<Rank>((first + reader) % ranks);
+    wake(*launch.wakeups[rank]);
+    forward |= rank != watched &&
+               std::binary_search(cargo.local_ranks.begin(), cargo.local_ranks.end(), rank);
+  }
+  // The local ranks sleep together, on the first one's wakeup.
+  if (forward) wake(*launch.wakeups[watched]);
+}
+
+Context::Stop Context::run(const Interrupt& interrupt) {
+  while (reached() < commands_.size()) {
+    if (poisoned()) return Stop::poisoned;
+    const Command& command = commands_[reached()];
+    if (start_ns_ < 0) start_ns_ = now_ns();
+    switch (command.op) {
+      case Op::copy:
+      case Op::swap:
+        if (!move(command, interrupt)) return poisoned() ? Stop::poisoned : Stop::paused;
+        break;
+      case Op::poll:
+        if (!polled(command)) return Stop::blocked;
+        break;
+      case Op::signal:
+        signal(command);
+        break;
+      case Op::timestamp:
+        timestamps_.push_back({command.value, now_ns() - flight_.launch_ns});
+        break;
+      case Op::fence:  // one thread runs a queue's commands in order
+        break;
+    }
+    CommandTime time{.queue = queue_,
+                     .command = reached(),
+                     .start_ns = start_ns_ - flight_.launch_ns,
+                     .end_ns = now_ns() - flight_.launch_ns,
+                     .phases = {}};
+    (moves_data(command.op) ? time.phases.copy_ns : time.phases.sync_ns) =
+        static_cast<double>(time.end_ns - time.start_ns);
+    times_.push_back(time);
+    start_ns_ = -1;
+    row_ = 0;
+    offset_ = 0;
+    command_.store(reached() + 1, std::memory_order_relaxed);
+  }
+  return Stop::ended;
+}
+
+Flight::Flight(std::shared_ptr<const Cargo> cargo_, Launch launch_)
+    : cargo(std::move(cargo_)), launch(std::move(launch_)), timestamps_ns(cargo->timestamps, -1) {
+  for (const std::vector<uint32_t>& queues : cargo->queues) {
+    for (uint32_t queue : queues) contexts.push_back(std::make_unique<Context>(*this, queue));
+    left.push_back(static_cast<uint32_t>(queues.size()));
+  }
+  parts_left = static_cast<uint32_t>(left.size());
+}
+
+std::string Flight::position() const {
+  constexpr uint32_t kListed = 16;
+  std::string text;
+  uint32_t unfinished = 0;
+  for (const std::unique_ptr<Context>& context : contexts) {
+    const Queue& queue = cargo->program->queues[context->queue()];
+    const uint32_t reached = context->reached();
+    if (reached >= queue.commands.size() || ++unfinished > kListed) continue;
+    if (!text.empty()) text += "; ";
+    text += cat("queue ", queue_name(queue), " at command ", reached, " (",
+                print(queue.commands[reached], *cargo->program), ")");
+  }
+  if (unfinished > kListed) text += cat("; and ", unfinished - kListed, " more queues");
+  return text.empty() ? "all queues ended" : text;
+}
+
+Report Flight::report() const {
+  Report report;
+  report.time_ns = end_ns - launch_ns;
+  report.timestamps_ns = timestamps_ns;
+  // The path that finished last: through the last engine queue, and the caller's wait behind it.
+  const Context* last = nullptr;
+  bool last_is_engine = false;
+  for (const std::unique_ptr<Context>& context : contexts) {
+    const std::span<const CommandTime> times = context->times();
+    report.commands.insert(report.commands.end(), times.begin(), times.end());
+    if (times.empty()) continue;
+    const bool is_engine = cargo->program->queues[context->queue()].index != kCallerQueue;
+    const bool later = last == nullptr || times.back().end_ns > last->times().back().end_ns;
+    if (is_engine > last_is_engine || (is_engine == last_is_engine && later)) {
+      last = context.get();
+      last_is_engine = is_engine;
+    }
+  }
+  report.phases.control_ns = static_cast<double>(control_ns);
+  if (last != nullptr) {
+    for (const CommandTime& time : last->times()) report.phases.copy_ns += time.phases.copy_ns;
+    const int64_t began_ns = last->times().front().start_ns;
+    report.phases.schedule_ns = static_cast<double>(std::max<int64_t>(0, began_ns - control_ns));
+  }
+  const double rest_ns = static_cast<double>(report.time_ns) - report.phases.total_ns();
+  report.phases.sync_ns = std::max(0.0, rest_ns);
+  return report;
+}
+
+}  // namespace offcore

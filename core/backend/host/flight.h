@@ -1,0 +1,103 @@
+// A launch under way: its queues as contexts that run, block in a poll, and resume.
+//
+// A context belongs to the thread that runs it; between runs it belongs to the station's mutex.
+// Only `reached()` and the poison may be looked at by others at any time.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore {
+
+struct Flight;
+
+// When a running context must let go of a long copy: checked between its pieces.
+struct Interrupt {
+  const std::atomic<bool>& flag;
+  Deadline deadline;
+  bool raised() const { return flag.load(std::memory_order_acquire) || deadline.passed(); }
+};
+
+// One queue of one launch.
+class Context {
+ public:
+  Context(Flight& flight, uint32_t queue);
+
+  enum class Stop : uint8_t {
+    blocked,   // in a poll
+    paused,    // interrupted in a copy
+    ended,     // no command is left
+    poisoned,  // its run is dead; it never touches memory again
+  };
+  Stop run(const Interrupt& interrupt);
+  bool ready() const;  // a run would get further
+
+  uint32_t queue() const { return queue_; }
+  uint32_t reached() const { return command_.load(std::memory_order_relaxed); }
+  std::span<const CommandTime> times() const { return times_; }
+
+ private:
+  friend class Station;  // the fields below `times_`
+
+  struct Timestamp {
+    uint32_t number;
+    int64_t time_ns;
+  };
+
+  bool poisoned() const;
+  bool polled(const Command& command) const;
+  bool move(const Command& command, const Interrupt& interrupt);
+  void signal(const Command& command) const;
+
+  Flight& flight_;
+  std::span<const Command> commands_;
+  uint32_t queue_;
+  Rank rank_;
+  std::atomic<uint32_t> command_{0};
+  uint32_t row_ = 0;              // of the copy under way
+  uint64_t offset_ = 0;           // in its row
+  uint64_t unchecked_bytes_ = 0;  // moved since poison and interrupt were looked at
+  int64_t start_ns_ = -1;         // of the command under way; -1: not begun
+  std::vector<CommandTime> times_;
+  std::vector<Timestamp> timestamps_;
+
+  uint32_t part_ = 0;    // index of the local rank
+  uint32_t engine_ = 0;  // of the station
+  bool heavy_ = false;   // worth an engine's thread of its own
+  bool running_ = false;
+};
+
+// What a program needs wherever it is launched.
+struct Cargo {
+  std::shared_ptr<const Program> program;
+  std::vector<Rank> local_ranks;
+  std::vector<std::vector<uint32_t>> queues;     // of each local rank
+  std::vector<std::pair<BufferId, Rank>> bases;  // what they address
+  uint32_t timestamps = 0;
+};
+
+struct Flight : std::enable_shared_from_this<Flight> {
+  Flight(std::shared_ptr<const Cargo> cargo, Launch launch);
+
+  std::shared_ptr<const Cargo> cargo;
+  Launch launch;
+  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<uint32_t> left;  // unfinished contexts of each local rank
+  uint32_t parts_left = 0;
+  int64_t launch_ns = 0;
+  int64_t control_ns = 0;
+  int64_t end_ns = 0;
+  std::vector<int64_t> timestamps_ns;
+  std::atomic<uint32_t> poisoned_by{0};  // rank + 1; stops the contexts of every local rank
+  std::atomic<bool> done{false};
+
+  // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...": where the unfinished queues stand.
+  std::string position() const;
+  Report report() const;
+};
+
+}  // namespace offcore

@@ -1,0 +1,177 @@
+#include "core/backend/host/host.h"
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <set>
+
+#include "core/backend/host/flight.h"
+#include "core/backend/host/memory.h"
+#include "core/backend/host/station.h"
+#include "core/base/error.h"
+
+namespace offcore {
+namespace {
+
+class HostRun final : public Run {
+ public:
+  HostRun(std::shared_ptr<Station> station, std::shared_ptr<Flight> flight)
+      : station_(std::move(station)), flight_(std::move(flight)) {}
+
+  bool done() override { return flight_->done.load(std::memory_order_acquire); }
+  void wait(const Deadline& deadline) override { station_->wait(*flight_, deadline); }
+  Report report() const override {
+    if (!flight_->done.load(std::memory_order_acquire)) {
+      fail(Code::invalid, "a report exists only once the run is done: wait() first");
+    }
+    return flight_->report();
+  }
+
+ private:
+  std::shared_ptr<Station> station_;
+  std::shared_ptr<Flight> flight_;
+};
+
+class HostLoaded final : public Loaded {
+ public:
+  HostLoaded(std::shared_ptr<Station> station, std::shared_ptr<const Cargo> cargo)
+      : station_(std::move(station)), cargo_(std::move(cargo)) {}
+
+  // The engine queues of an armed program do nothing before the caller's start word, so they are
+  // built here, and looked at from the launch on.
+  void arm(const Launch& launch) override {
+    if (cargo_->program->mode != Mode::armed) {
+      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
+           to_string(cargo_->program->mode));
+    }
+    std::shared_ptr<Flight> flight = build(launch);
+    const std::lock_guard lock(mutex_);
+    armed_.push_back(std::move(flight));
+  }
+
+  std::unique_ptr<Run> launch(const Launch& launch) override {
+    const int64_t launch_ns = now_ns();
+    std::shared_ptr<Flight> flight = take_armed(launch);
+    if (flight == nullptr) flight = build(launch);
+    flight->launch_ns = launch_ns;
+    flight->control_ns = now_ns() - launch_ns;
+    station_->enqueue(flight);
+    return std::make_unique<HostRun>(station_, std::move(flight));
+  }
+
+ private:
+  std::shared_ptr<Flight> take_armed(const Launch& launch) {
+    const std::lock_guard lock(mutex_);
+    if (armed_.empty()) return nullptr;
+    const Launch& armed = armed_.front()->launch;
+    if (armed.epoch != launch.epoch || armed.lane != launch.lane) {
+      fail(Code::invalid, "armed for epoch ", armed.epoch, " of lane ", armed.lane,
+           " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
+    }
+    std::shared_ptr<Flight> flight = std::move(armed_.front());
+    armed_.pop_front();
+    return flight;
+  }
+
+  std::shared_ptr<Flight> build(const Launch& launch) const {
+    const Program& program = *cargo_->program;
+    if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
+        launch.binding.buffers() != program.buffers.size()) {
+      fail(Code::invalid, program.op, " needs bases of ", program.buffers.size(), " buffers at ",
+           program.ranks, " ranks, and a wakeup for each rank");
+    }
+    if (std::find(launch.wakeups.begin(), launch.wakeups.end(), nullptr) != launch.wakeups.end()) {
+      fail(Code::invalid, program.op, " was launched without every rank's wakeup");
+    }
+    for (const auto& [buffer, rank] : cargo_->bases) {
+      if (launch.binding.base(buffer, rank) != nullptr) continue;
+      fail(Code::invalid, "buffer ", program.buffers[buffer].name, " of ",
+           rank == kHostRank ? "the host" : cat("rank ", rank),
+           " is not mapped here; the host backend moves real bytes only");
+    }
+    return std::make_shared<Flight>(cargo_, launch);
+  }
+
+  std::shared_ptr<Station> station_;
+  std::shared_ptr<const Cargo> cargo_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Flight>> armed_;
+};
+
+std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
+                                        const std::vector<Rank>& local_ranks) {
+  Cargo cargo;
+  cargo.program = program;
+  cargo.local_ranks = local_ranks;
+  cargo.queues.resize(local_ranks.size());
+  std::set<std::pair<BufferId, Rank>> bases;
+  for (uint32_t index = 0; index < program->queues.size(); ++index) {
+    const Queue& queue = program->queues[index];
+    const auto local = std::lower_bound(local_ranks.begin(), local_ranks.end(), queue.rank);
+    if (local == local_ranks.end() || *local != queue.rank) continue;
+    cargo.queues[local - local_ranks.begin()].push_back(index);
+    for (const Command& command : queue.commands) {
+      if (command.op == Op::timestamp) {
+        cargo.timestamps = std::max(cargo.timestamps, command.value + 1u);
+      }
+      if (command.op == Op::timestamp || command.op == Op::fence) continue;
+      const auto need = [&](const Slice& slice, int64_t step) {
+        const uint32_t rows =
+            step == kRankStep ? std::min<uint32_t>(command.rows, program->ranks) : 1;
+        for (uint32_t row = 0; row < rows; ++row) {
+          bases.insert({slice.buffer, row_of(slice, step, row, program->ranks).rank});
+        }
+      };
+      need(command.dst, command.dst_step);
+      if (moves_data(command.op)) need(command.src, command.src_step);
+    }
+  }
+  cargo.bases.assign(bases.begin(), bases.end());
+  return std::make_shared<const Cargo>(std::move(cargo));
+}
+
+class HostBackend final : public Backend {
+ public:
+  HostBackend(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
+      : machine_(machine),
+        ranks_(ranks),
+        station_(std::make_shared<Station>(machine, ranks, std::move(local_ranks))) {}
+  ~HostBackend() override { station_->stop(); }
+
+  const Machine& machine() const override { return machine_; }
+  Share allocate(Rank rank, uint64_t bytes) override { return allocate_shared(rank, bytes); }
+  Share import(Rank rank, uint64_t bytes, int fd) override {
+    return import_shared(rank, bytes, fd);
+  }
+  std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
+    if (program->ranks != ranks_) {
+      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
+           ranks_);
+    }
+    std::shared_ptr<const Cargo> cargo = make_cargo(std::move(program), station_->local_ranks());
+    station_->prepare(*cargo);
+    return std::make_unique<HostLoaded>(station_, std::move(cargo));
+  }
+  int64_t now_ns() const override { return offcore::now_ns(); }
+
+ private:
+  Machine machine_;
+  Rank ranks_;
+  std::shared_ptr<Station> station_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_host(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks) {
+  std::sort(local_ranks.begin(), local_ranks.end());
+  const bool twice =
+      std::adjacent_find(local_ranks.begin(), local_ranks.end()) != local_ranks.end();
+  if (local_ranks.empty() || twice || local_ranks.back() >= ranks) {
+    fail(Code::invalid, "local ranks must be distinct, at least one, and below ", ranks);
+  }
+  check(machine);
+  return std::make_unique<HostBackend>(machine, ranks, std::move(local_ranks));
+}
+
+}  // namespace offcore

@@ -1,0 +1,361 @@
+#include "core/backend/host/station.h"
+
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "core/backend/wakeup.h"
+#include "core/base/error.h"
+
+namespace offcore {
+namespace {
+
+constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
+constexpr int64_t kSpinNs = 100'000;         // a caller's, before it sleeps
+constexpr int64_t kPureSpinNs = 1'000;
+constexpr int64_t kCrowdedSpinNs = 4'000;
+constexpr int64_t kStandbyNs = 100'000;
+constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after a launch
+constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
+constexpr int64_t kDozeNs = 5'000'000;
+
+uint32_t cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+void pause_briefly() {
+  for (int i = 0; i < 8; ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+}
+
+bool is_heavy(const Queue& queue) {
+  uint64_t bytes = 0;
+  for (const Command& command : queue.commands) {
+    if (moves_data(command.op)) bytes += command.bytes * command.rows;
+  }
+  return bytes > kHeavyBytes;
+}
+
+// Signals of the process are for its own threads (Ctrl-C for Python's main thread).
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
+    : local_ranks_(std::move(local_ranks)),
+      engines_rank_(machine.engines_peer),
+      crowded_(ranks > cores()),
+      engines_(local_ranks_.size() * machine.engines_peer) {}
+
+uint32_t Station::engine_of(const Cargo& cargo, uint32_t part, uint32_t queue) const {
+  const uint16_t index = cargo.program->queues[queue].index;
+  return part * engines_rank_ + (index == kCallerQueue ? 0 : index % engines_rank_);
+}
+
+void Station::prepare(const Cargo& cargo) {
+  std::vector<uint32_t> wanted = {0};
+  for (uint32_t part = 0; part < cargo.queues.size(); ++part) {
+    for (uint32_t queue : cargo.queues[part]) {
+      if (is_heavy(cargo.program->queues[queue])) wanted.push_back(engine_of(cargo, part, queue));
+    }
+  }
+  const SignalsBlocked blocked;
+  const Lock lock(mutex_);
+  if (stopping_) fail(Code::cancelled, "the host backend is closed");
+  for (uint32_t index : wanted) {
+    Engine& engine = engines_[index];
+    if (engine.thread.joinable()) continue;
+    try {
+      engine.thread = std::thread([self = shared_from_this(), index] { self->serve(index); });
+      ++attending_;
+    } catch (const std::system_error& error) {
+      fail(Code::driver, "cannot start a thread for an engine: ", error.what());
+    }
+  }
+}
+
+void Station::enqueue(std::shared_ptr<Flight> flight) {
+  Ended ended;
+  const Lock lock(mutex_);
+  if (stopping_) fail(Code::cancelled, "the host backend is closed");
+  if (!active_.empty() && active_.front()->flight_.launch.wakeups != flight->launch.wakeups) {
+    fail(Code::invalid, "launches under way at one backend must share their wakeups");
+  }
+  enqueued_ns_ = now_ns();
+  bool turned = false;
+  for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
+    const LaneKey key{flight->launch.lane, part};
+    lanes_[key].push_back(flight);
+    if (lanes_[key].size() > 1) continue;
+    turned = true;
+    activate(*flight, part);
+    turn(key, ended);
+  }
+  if (turned) look_after();
+  // `lock` goes before `ended`: see Ended.
+}
+
+// It is the part's turn in its lane.
+void Station::activate(Flight& flight, uint32_t part) {
+  const std::vector<uint32_t>& queues = flight.cargo->queues[part];
+  for (const std::unique_ptr<Context>& context : flight.contexts) {
+    if (std::find(queues.begin(), queues.end(), context->queue()) == queues.end()) continue;
+    context->part_ = part;
+    context->engine_ = engine_of(*flight.cargo, part, context->queue());
+    context->heavy_ = is_heavy(flight.cargo->program->queues[context->queue()]);
+    active_.push_back(context.get());
+  }
+}
+
+// Retires the lane's flights whose part is complete, and gives the next its turn.
+void Station::turn(LaneKey key, Ended& ended) {
+  const auto lane = lanes_.find(key);
+  std::deque<std::shared_ptr<Flight>>& flights = lane->second;
+  while (!flights.empty() && flights.front()->left[key.second] == 0) {
+    std::shared_ptr<Flight> flight = std::move(flights.front());
+    flights.pop_front();
+    if (--flight->parts_left == 0) {
+      flight->end_ns = now_ns();
+      ended.push_back(std::move(flight->launch.owner));
+      flight->done.store(true, std::memory_order_release);
+      if (callers_asleep_ > 0) callers_.notify_all();
+      if (watched_ != nullptr && watcher_own_ == flight.get()) wake(*watched_);
+    }
+    ended.push_back(std::move(flight));
+    if (!flights.empty()) activate(*flights.front(), key.second);
+  }
+  if (flights.empty()) lanes_.erase(lane);
+}
+
+void Station::finish(Context& context, Ended& ended) {
+  active_.erase(std::find(active_.begin(), active_.end(), &context));
+  Flight& flight = context.flight_;
+  for (const Context::Timestamp& timestamp : context.timestamps_) {
+    flight.timestamps_ns[timestamp.number] = timestamp.time_ns;
+  }
+  if (--flight.left[context.part_] == 0) turn({flight.launch.lane, context.part_}, ended);
+}
+
+void Station::call(Engine& engine) {
+  if (engine.state == Engine::State::awake) return;
+  if (engine.state == Engine::State::asleep) ++attending_;
+  engine.state = Engine::State::awake;
+  engine.call.notify_one();
+}
+
+bool Station::waiting() const {
+  return std::any_of(active_.begin(), active_.end(),
+                     [](const Context* context) { return !context->running_; });
+}
+
+// After a change that the caller of this will not follow up itself: sees to it that somebody does.
+void Station::look_after() {
+  bool ready = false;
+  for (const Context* context : active_) {
+    if (context->running_ || !context->ready()) continue;
+    ready = true;
+    if (context->heavy_) call(engines_[context->engine_]);
+  }
+  if (attending_ > 0) {
+    if (ready && watched_ != nullptr) wake(*watched_);
+  } else if (waiting()) {
+    if (callers_asleep_ > 0) callers_.notify_one();
+    const auto idle = std::find_if(engines_.begin(), engines_.end(), [](const Engine& engine) {
+      return engine.state == Engine::State::asleep;
+    });
+    if (callers_asleep_ == 0 && idle != engines_.end()) call(*idle);
+  }
+}
+
+// A ready context for the worker: its own first. Calls the engines of heavy ones left over.
+Context* Station::pick(const Worker& worker) {
+  Context* found = nullptr;
+  bool found_own = false;
+  for (Context* context : active_) {
+    if (context->running_ || !context->ready()) continue;
+    const bool caller = worker.own != nullptr;
+    const bool own = caller ? &context->flight_ == worker.own : context->engine_ == worker.engine;
+    const bool better = found == nullptr ? own || caller || !context->heavy_ : own && !found_own;
+    Context* left_over = better ? found : context;
+    if (left_over != nullptr && left_over->heavy_) call(engines_[left_over->engine_]);
+    if (!better) continue;
+    found = context;
+    found_own = own;
+  }
+  return found;
+}
+
+void Station::advance(Lock& lock, Context& context, const Interrupt& interrupt) {
+  const std::shared_ptr<Flight> flight = context.flight_.shared_from_this();
+  context.running_ = true;
+  if (context.heavy_) {
+    --attending_;
+    look_after();
+  }
+  lock.unlock();
+  const Context::Stop stop = context.run(interrupt);
+  Ended ended;
+  lock.lock();
+  if (context.heavy_) ++attending_;
+  context.running_ = false;
+  if (stopping_) return;
+  if (stop == Context::Stop::ended || stop == Context::Stop::poisoned) {
+    finish(context, ended);
+  } else if (stop == Context::Stop::paused) {
+    call(engines_[context.engine_]);
+  }
+  if (ended.empty()) return;
+  lock.unlock();
+  ended.clear();
+  lock.lock();
+}
+
+// Sleeps on the local ranks' wakeup unless the worker has something to do.
+void Station::watch(Lock& lock, const Worker& worker, int64_t wait_ns) {
+  const Launch& launch = active_.front()->flight_.launch;
+  std::shared_ptr<void> owner = launch.owner;  // the wakeup outlives its flight
+  watched_ = launch.wakeups[local_ranks_.front()];
+  watcher_own_ = worker.own;
+  {
+    Sleeper sleeper(*watched_);
+    if (pick(worker) == nullptr) {
+      lock.unlock();
+      sleeper.sleep(wait_ns);
+      lock.lock();
+    }
+  }
+  watched_ = nullptr;
+  lock.unlock();
+  owner.reset();
+  lock.lock();
+}
+
+void Station::rest(Lock& lock, Engine& engine) {
+  if (!standby_ && now_ns() - enqueued_ns_ < kRecentNs) {
+    standby_ = true;
+    engine.state = Engine::State::standby;
+    engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
+    engine.state = Engine::State::awake;
+    standby_ = false;
+    return;
+  }
+  engine.state = Engine::State::asleep;
+  --attending_;
+  engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
+}
+
+void Station::serve(uint32_t index) {
+  const Worker worker{.engine = index, .own = nullptr};
+  const Interrupt interrupt{stopping_, Deadline::after_ns(INT64_MAX)};
+  Lock lock(mutex_);
+  while (!stopping_) {
+    if (Context* context = pick(worker)) {
+      advance(lock, *context, interrupt);
+    } else if (attending_ == 1 && waiting()) {
+      watch(lock, worker, kWatchNs);
+    } else {
+      rest(lock, engines_[index]);
+    }
+  }
+}
+
+// A caller sleeps while somebody else watches.
+void Station::doze(Lock& lock, int64_t wait_ns) {
+  --attending_;
+  ++callers_asleep_;
+  callers_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
+  --callers_asleep_;
+  ++attending_;
+}
+
+void Station::help(Lock& lock, Flight& flight, const Deadline& deadline) {
+  const Worker worker{.engine = 0, .own = &flight};
+  const Interrupt interrupt{flight.done, deadline};
+  const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
+  int64_t idle_since_ns = -1;
+  while (!flight.done && !stopping_ && !deadline.passed()) {
+    if (Context* context = pick(worker)) {
+      idle_since_ns = -1;
+      advance(lock, *context, interrupt);
+      continue;
+    }
+    if (idle_since_ns < 0) idle_since_ns = now_ns();
+    if (now_ns() - idle_since_ns < spin_ns) {
+      lock.unlock();
+      if (crowded_ || now_ns() - idle_since_ns > kPureSpinNs) {
+        sched_yield();
+      } else {
+        pause_briefly();
+      }
+      lock.lock();
+    } else if (watched_ == nullptr) {
+      watch(lock, worker, std::min(kWatchNs, deadline.left_ns()));
+    } else {
+      doze(lock, std::min(kDozeNs, deadline.left_ns()));
+    }
+  }
+}
+
+void Station::wait(Flight& flight, const Deadline& deadline) {
+  const int64_t wait_ns = deadline.left_ns();
+  if (!flight.done.load(std::memory_order_acquire)) {
+    Lock lock(mutex_);
+    ++attending_;
+    help(lock, flight, deadline);
+    --attending_;
+    if (!stopping_) look_after();
+  }
+  const std::string& op = flight.cargo->program->op;
+  if (!flight.done.load(std::memory_order_acquire)) {
+    if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
+    fail(Code::timeout, op, " did not end within ", static_cast<double>(wait_ns) * 1e-9,
+         " s: ", flight.position());
+  }
+  if (const uint32_t by = flight.poisoned_by.load(std::memory_order_acquire); by != 0) {
+    fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", flight.position());
+  }
+}
+
+void Station::stop() {
+  {
+    const Lock lock(mutex_);
+    stopping_ = true;
+    for (Engine& engine : engines_) engine.call.notify_one();
+    callers_.notify_all();
+    if (watched_ != nullptr) wake(*watched_);
+  }
+  for (Engine& engine : engines_) {
+    if (!engine.thread.joinable()) continue;
+    if (engine.thread.get_id() == std::this_thread::get_id()) {
+      engine.thread.detach();  // an owner that it released has let go of the backend
+    } else {
+      engine.thread.join();
+    }
+  }
+  std::map<LaneKey, std::deque<std::shared_ptr<Flight>>> lanes;
+  const Lock lock(mutex_);
+  lanes.swap(lanes_);
+  active_.clear();
+}
+
+}  // namespace offcore

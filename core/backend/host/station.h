@@ -1,0 +1,91 @@
+// Where a backend's engine threads and waiting callers share the work of its local ranks.
+//
+// One mutex guards everything but the commands themselves. A lane's launches take their turns at
+// each local rank; the contexts whose turn it is are `active`. Whoever is awake looks for active
+// contexts that are ready: light ones are run by whoever sees them, heavy ones by their engine's
+// thread or by a waiting caller.
+//
+// Attention [invariant]: while active contexts wait for something, at least one thread attends: it
+// spins, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by (an
+// engine that looks again within kStandbyNs, so that a caller who launches and waits at once, over
+// and over, need not wake anybody). Every other thread runs a heavy context or sleeps until called.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/backend/host/flight.h"
+
+namespace offcore {
+
+class Station : public std::enable_shared_from_this<Station> {
+ public:
+  Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks);
+
+  const std::vector<Rank>& local_ranks() const { return local_ranks_; }
+  // Starts the engines that the program's queues need. Throws driver.
+  void prepare(const Cargo& cargo);
+  // Throws invalid for wakeups other than those of the flights under way, cancelled after stop().
+  void enqueue(std::shared_ptr<Flight> flight);
+  // Helps until the flight is done. Throws timeout, peer, or cancelled after stop().
+  void wait(Flight& flight, const Deadline& deadline);
+  // Ends the engines, between two pieces of a copy at the latest. They run nothing afterwards.
+  void stop();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using LaneKey = std::pair<uint32_t, uint32_t>;  // lane, local rank's index
+  // What ended while the mutex was held; freed after it is released, for owners run foreign code.
+  using Ended = std::vector<std::shared_ptr<void>>;
+
+  struct Engine {
+    enum class State : uint8_t { awake, standby, asleep };
+    std::thread thread;
+    std::condition_variable call;
+    State state = State::awake;
+  };
+  // Who looks for work: an engine, or a caller who waits for a flight of his own.
+  struct Worker {
+    uint32_t engine = 0;
+    const Flight* own = nullptr;
+  };
+
+  uint32_t engine_of(const Cargo& cargo, uint32_t part, uint32_t queue) const;
+  void serve(uint32_t engine);
+  void rest(Lock& lock, Engine& engine);
+  void help(Lock& lock, Flight& flight, const Deadline& deadline);
+  void watch(Lock& lock, const Worker& worker, int64_t wait_ns);
+  void doze(Lock& lock, int64_t wait_ns);
+  Context* pick(const Worker& worker);
+  void advance(Lock& lock, Context& context, const Interrupt& interrupt);
+  void finish(Context& context, Ended& ended);
+  void activate(Flight& flight, uint32_t part);
+  void turn(LaneKey key, Ended& ended);
+  void look_after();
+  bool waiting() const;
+  void call(Engine& engine);
+
+  const std::vector<Rank> local_ranks_;
+  const uint32_t engines_rank_;
+  const bool crowded_;  // more ranks than cores: spinning keeps others from their work
+
+  std::mutex mutex_;
+  std::vector<Engine> engines_;
+  std::condition_variable callers_;  // those who wait while somebody else watches
+  std::map<LaneKey, std::deque<std::shared_ptr<Flight>>> lanes_;
+  std::vector<Context*> active_;
+  Wakeup* watched_ = nullptr;
+  const Flight* watcher_own_ = nullptr;
+  uint32_t attending_ = 0;
+  uint32_t callers_asleep_ = 0;
+  bool standby_ = false;
+  int64_t enqueued_ns_ = 0;
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace offcore

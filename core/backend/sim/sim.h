@@ -1,0 +1,26 @@
+// The simulator: a backend that runs every command of all ranks in virtual time.
+//
+// launch() runs the whole launch at once and advances the virtual clock; the run then is complete,
+// or stuck (its wait throws timeout at once), or has met a dead rank (its wait throws peer). Two
+// runs of the same program from the same seed are identical; the seed picks the order of events of
+// equal time and which half of a copy moves first.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/sim/faults.h"
+
+namespace offcore {
+
+struct SimOptions {
+  bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
+  uint64_t seed = 0;
+  std::vector<Fault> faults;
+};
+
+// A backend for the first `ranks` ranks of a machine, all of them local.
+std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions options);
+
+}  // namespace offcore

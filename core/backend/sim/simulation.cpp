@@ -1,0 +1,360 @@
+#include "core/backend/sim/simulation.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/base/error.h"
+
+namespace offcore {
+
+Simulation::Simulation(SimState& state, const Program& program, const Launch& launch)
+    : state_(state),
+      program_(program),
+      launch_(launch),
+      cost_(state.machine.cost),
+      flows_(state.machine, state.ranks, static_cast<uint32_t>(program.queues.size())),
+      actors_(program.queues.size()),
+      hosts_(host_threads(state.machine, state.ranks)),
+      changed_(word_count(program)),
+      parked_(word_count(program)),
+      unbound_words_(word_count(program), launch.epoch),
+      killer_(program.ranks, -1) {}
+
+Outcome Simulation::run() {
+  prepare();
+  while (!events_.empty()) {
+    now_ns_ = events_.top().at_ns;
+    while (!events_.empty() && events_.top().at_ns == now_ns_) {
+      const Event event = events_.top();
+      events_.pop();
+      handle(event);
+    }
+    settle_flows();
+  }
+  Outcome outcome;
+  finish(outcome);
+  state_.clock_ns += now_ns_;
+  return outcome;
+}
+
+void Simulation::prepare() {
+  const std::vector<Moment> submitted = submissions(program_, state_.machine);
+  for (uint32_t i = 0; i < actors_.size(); ++i) {
+    const Queue& queue = program_.queues[i];
+    Actor& actor = actors_[i];
+    actor.queue = &queue;
+    actor.index = i;
+    actor.engine = i;
+    actor.caller = queue.index == kCallerQueue;
+    actor.submitted = submitted[i];
+    first_command_.push_back(static_cast<uint32_t>(runs_.size()));
+    runs_.resize(runs_.size() + queue.commands.size());
+    for (const Fault& fault : state_.options.faults) {
+      if (fault.rank != queue.rank || fault.queue != queue.index) continue;
+      actor.faults.push_back(fault);
+      if (fault.kind == Fault::Kind::slow_engine) actor.slowdown *= fault.factor;
+    }
+    flows_.set_engine_speed(i, 1 / actor.slowdown);
+    Moment& host = hosts_[host_thread_of(state_.machine, queue.rank)];
+    host = latest(host, actor.submitted);
+    push(fetched(actor).at_ns, What::step, i);
+    report_.commands.reserve(runs_.size());
+    for (uint32_t k = 0; k < queue.commands.size(); ++k) {
+      CommandTime time{.queue = i, .command = k, .start_ns = -1, .end_ns = -1, .phases = {}};
+      const bool created = !actor.caller && program_.mode == Mode::eager;
+      time.phases.control_ns = created ? cost_.control_ns : 0;
+      report_.commands.push_back(time);
+      if (queue.commands[k].op != Op::timestamp) continue;
+      const size_t needed = queue.commands[k].value + size_t{1};
+      if (report_.timestamps_ns.size() < needed) report_.timestamps_ns.resize(needed, -1);
+    }
+  }
+  for (Rank rank = 0; rank < launch_.wakeups.size() && rank < program_.ranks; ++rank) {
+    const uint32_t poison = launch_.wakeups[rank]->poison.load();
+    if (poison == 0) continue;
+    kill(rank);
+    killer_[rank] = static_cast<int>(poison) - 1;
+  }
+  for (const Fault& fault : state_.options.faults) {
+    if (fault.kind != Fault::Kind::dead_rank || fault.rank >= program_.ranks) continue;
+    push(std::max(0.0, static_cast<double>(fault.ns) - state_.clock_ns), What::death, fault.rank);
+  }
+}
+
+void Simulation::push(double at_ns, What what, uint32_t subject, uint32_t detail) {
+  const uint64_t counter = state_.events++;
+  const uint64_t tie = state_.options.seed == 0 ? counter : mix(state_.options.seed, counter);
+  events_.push({std::max(at_ns, now_ns_), tie, what, subject, detail});
+}
+
+void Simulation::handle(const Event& event) {
+  switch (event.what) {
+    case What::step:
+      return step(actors_[event.subject]);
+    case What::flow_begins:
+      return begin_flows(actors_[event.subject], event.detail);
+    case What::flow_ends:
+      if (flow_uses_[event.subject].active && flow_uses_[event.subject].version == event.detail) {
+        end_flow(event.subject);
+      }
+      return;
+    case What::order_ends:
+      return end_order(actors_[event.subject], event.detail);
+    case What::death:
+      if (std::any_of(actors_.begin(), actors_.end(), [&](const Actor& actor) {
+            return actor.queue->rank == event.subject &&
+                   (actor.next < actor.queue->commands.size() || actor.running > 0 || actor.busy);
+          })) {
+        kill(static_cast<Rank>(event.subject));
+        killer_[event.subject] = static_cast<int>(event.subject);
+      }
+      return;
+  }
+}
+
+void Simulation::settle_flows() {
+  for (const uint32_t flow : flows_.settle(now_ns_)) {
+    push(flows_.end_ns(flow), What::flow_ends, flow, ++flow_uses_[flow].version);
+  }
+}
+
+// Armed queues have been fetched before the launch.
+Moment Simulation::fetched(const Actor& actor) const {
+  if (actor.caller || program_.mode == Mode::armed) return actor.submitted;
+  const double fetch_ns = cost_.fetch_ns * (actor.next + 1);
+  return actor.submitted.after(&Phases::schedule_ns,
+                               (cost_.wake_ns + fetch_ns) * actor.slowdown);
+}
+
+// Begins every command that can begin now. Where one can begin later, another step is pushed.
+void Simulation::step(Actor& actor) {
+  while (!actor.dead && !actor.busy && actor.next < actor.queue->commands.size()) {
+    const Command& command = actor.queue->commands[actor.next];
+    const Moment ready = latest(fetched(actor), actor.ordered);
+    if (!(moves_data(command.op) ? begin_data(actor, command, ready)
+                                 : begin_order(actor, command, ready))) {
+      return;
+    }
+  }
+}
+
+bool Simulation::begin_data(Actor& actor, const Command& command, const Moment& ready) {
+  if (actor.running >= cost_.overlap) return false;  // the end of one of them steps again
+  Moment start = latest(ready, actor.issue_from);
+  if (actor.running + 1 == cost_.overlap) start = latest(start, actor.moved);
+  if (start.at_ns > now_ns_) {
+    push(start.at_ns, What::step, actor.index);
+    return false;
+  }
+  CommandRun& run = command_run(actor, actor.next);
+  run.start = start;
+  run.began = true;
+  ++actor.running;
+  actor.issue_from = start.after(&Phases::copy_ns, cost_.issue_ns * actor.slowdown);
+  push(now_ns_ + cost_.setup_ns * actor.slowdown, What::flow_begins, actor.index, actor.next);
+  ++actor.next;
+  (void)command;
+  return true;
+}
+
+bool Simulation::begin_order(Actor& actor, const Command& command, const Moment& ready) {
+  if (actor.running > 0) return false;  // the end of the last of them steps again
+  const Moment start = latest(ready, actor.moved);
+  if (start.at_ns > now_ns_) {
+    push(start.at_ns, What::step, actor.index);
+    return false;
+  }
+  if (command.op == Op::signal) return begin_signal(actor, command, start);
+  if (command.op == Op::poll) return begin_poll(actor, command, start);
+  CommandRun& run = command_run(actor, actor.next);
+  run.start = start;
+  run.began = true;
+  if (command.op == Op::timestamp) {
+    report_.timestamps_ns[command.value] = std::llround(now_ns_);
+  }
+  end_order(actor, actor.next);
+  return true;
+}
+
+bool Simulation::begin_signal(Actor& actor, const Command& command, Moment start) {
+  Moment end;
+  if (actor.caller) {
+    Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
+    start = latest(start, host);
+    if (start.at_ns > now_ns_) {
+      push(start.at_ns, What::step, actor.index);
+      return false;
+    }
+    host = end = start.after(&Phases::schedule_ns, cost_.trigger_ns * steps(command));
+  } else {
+    end = start.after(&Phases::sync_ns, cost_.sync_ns * steps(command) * actor.slowdown);
+  }
+  if (SimState::Done* done = done_of(actor)) {
+    if (const Fault* late = fault_at(actor, Fault::Kind::late_signal, done->signals)) {
+      end = end.after(&Phases::sync_ns, static_cast<double>(late->ns));
+    }
+  }
+  CommandRun& run = command_run(actor, actor.next);
+  run.start = start;
+  run.began = true;
+  actor.busy = true;
+  actor.ordered = end;
+  push(end.at_ns, What::order_ends, actor.index, actor.next);
+  return false;
+}
+
+bool Simulation::begin_poll(Actor& actor, const Command& command, const Moment& start) {
+  CommandRun& run = command_run(actor, actor.next);
+  if (!run.began) run.start = start;
+  run.began = true;
+  const Moment* change = nullptr;
+  if (!reached(command, &change)) {
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+      parked_[word_index(program_, word)].push_back(actor.index);
+    }
+    return false;
+  }
+  Moment seen = latest(start, *change);
+  Moment end;
+  if (actor.caller) {
+    // The one host thread of all ranks reads a word once, for everyone who waits for it.
+    Noticed* noticed = nullptr;
+    if (hosts_.size() == 1 && command.rows == 1) {
+      noticed = &noticed_[word_index(program_, command.dst)];
+    }
+    if (noticed != nullptr && noticed->value > 0 && noticed->value >= command.value) {
+      end = latest(seen, noticed->at);
+    } else {
+      Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
+      seen = latest(seen, host);
+      if (seen.at_ns > now_ns_) {
+        push(seen.at_ns, What::step, actor.index);
+        return false;
+      }
+      host = end = seen.after(&Phases::sync_ns, cost_.host_poll_ns);
+      if (noticed != nullptr) *noticed = {command.value, end};
+    }
+  } else {
+    end = seen.after(&Phases::schedule_ns, cost_.poll_ns * actor.slowdown);
+  }
+  actor.busy = true;
+  actor.ordered = end;
+  push(end.at_ns, What::order_ends, actor.index, actor.next);
+  return false;
+}
+
+void Simulation::begin_flows(Actor& actor, uint32_t index) {
+  if (actor.dead) return;
+  const Command& command = actor.queue->commands[index];
+  CommandRun& run = command_run(actor, index);
+  move_half(command, false);
+  const double gbps = engine_gbps(command, state_.machine);
+  for_each_flow(command, program_.ranks, [&](Rank dst, Rank src, uint64_t bytes) {
+    const uint32_t flow =
+        flows_.start(dst, src, actor.engine, gbps, static_cast<double>(bytes), now_ns_);
+    if (flow >= flow_uses_.size()) flow_uses_.resize(flow + 1);
+    FlowUse& use = flow_uses_[flow];
+    use = {actor.index, index, use.version + 1, true};
+    ++run.flows;
+  });
+}
+
+void Simulation::end_flow(uint32_t flow) {
+  FlowUse& use = flow_uses_[flow];
+  use.active = false;
+  flows_.end(flow);
+  Actor& actor = actors_[use.actor];
+  if (--command_run(actor, use.command).flows == 0) end_data(actor, use.command);
+}
+
+void Simulation::end_data(Actor& actor, uint32_t index) {
+  const Command& command = actor.queue->commands[index];
+  CommandRun& run = command_run(actor, index);
+  run.ended = true;
+  move_half(command, true);
+  if (SimState::Done* done = done_of(actor)) {
+    if (fault_at(actor, Fault::Kind::flipped_byte, done->moves) != nullptr) flip_byte(command);
+    ++done->moves;
+  }
+  const Moment end = run.start.after(&Phases::copy_ns, now_ns_ - run.start.at_ns);
+  CommandTime& time = report_.commands[first_command_[actor.index] + index];
+  time.start_ns = std::llround(run.start.at_ns);
+  time.end_ns = std::llround(now_ns_);
+  time.phases.schedule_ns = actor.caller ? 0 : cost_.fetch_ns;
+  time.phases.copy_ns = now_ns_ - run.start.at_ns;
+  actor.moved = latest(actor.moved, end);
+  --actor.running;
+  step(actor);
+}
+
+void Simulation::end_order(Actor& actor, uint32_t index) {
+  if (actor.dead) return;
+  const Command& command = actor.queue->commands[index];
+  CommandRun& run = command_run(actor, index);
+  run.ended = true;
+  if (!actor.busy) actor.ordered = run.start;  // a timestamp or a fence takes no time
+  CommandTime& time = report_.commands[first_command_[actor.index] + index];
+  time.start_ns = std::llround(run.start.at_ns);
+  time.end_ns = std::llround(now_ns_);
+  const double took_ns = now_ns_ - run.start.at_ns;
+  if ((command.op == Op::signal) == !actor.caller) {
+    time.phases.sync_ns = took_ns;
+  } else {
+    time.phases.schedule_ns = took_ns;
+  }
+  const bool busy = std::exchange(actor.busy, false);
+  ++actor.next;
+  actor.issue_from = actor.ordered;
+  if (command.op == Op::signal) {
+    SimState::Done* done = done_of(actor);
+    const bool lost =
+        done != nullptr && fault_at(actor, Fault::Kind::lost_signal, done->signals) != nullptr;
+    if (done != nullptr) ++done->signals;
+    if (!lost) store(command);
+    for (uint32_t row = 0; !lost && row < command.rows; ++row) {
+      const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+      const uint32_t word_at_index = word_index(program_, word);
+      changed_[word_at_index] = actor.ordered;
+      for (const uint32_t parked : std::exchange(parked_[word_at_index], {})) {
+        push(now_ns_, What::step, parked);
+      }
+    }
+  }
+  if (busy) step(actor);
+}
+
+void Simulation::kill(Rank rank) {
+  for (Actor& actor : actors_) {
+    if (actor.queue->rank == rank) actor.dead = true;
+  }
+  for (uint32_t flow = 0; flow < flow_uses_.size(); ++flow) {
+    FlowUse& use = flow_uses_[flow];
+    if (!use.active || !actors_[use.actor].dead) continue;
+    use.active = false;
+    flows_.end(flow);
+  }
+}
+
+Simulation::CommandRun& Simulation::command_run(const Actor& actor, uint32_t index) {
+  return runs_[first_command_[actor.index] + index];
+}
+
+// A command of several flag words is one step only where the machine has such commands.
+uint32_t Simulation::steps(const Command& command) const {
+  return state_.machine.native.strided_flags ? 1 : command.rows;
+}
+
+SimState::Done* Simulation::done_of(const Actor& actor) {
+  if (actor.faults.empty()) return nullptr;
+  return &state_.done[{actor.queue->rank, actor.queue->index}];
+}
+
+const Fault* Simulation::fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const {
+  for (const Fault& fault : actor.faults) {
+    if (fault.kind == kind && fault.nth == nth) return &fault;
+  }
+  return nullptr;
+}
+
+}  // namespace offcore

@@ -1,0 +1,152 @@
+// One launch in virtual time: a discrete-event simulation of host threads, engines and links.
+//
+// A host thread creates and rings queue by queue, then runs its ranks' caller queues; an action of
+// its takes its time, waiting does not. An engine fetches commands one after the other ahead of
+// their execution. Copies of a group overlap as far as cost.overlap and cost.issue_ns allow, their
+// bytes are flows (flows.h); half of a copy's bytes moves as it begins to flow and the rest as it
+// ends, so that a program that does not wait for its data reads stale bytes. An ordering command
+// waits for all earlier ones of its queue.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <queue>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/sim/flows.h"
+#include "core/backend/sim/sim.h"
+#include "core/machine/timeline.h"
+
+namespace offcore {
+
+// What outlives a launch.
+struct SimState {
+  Machine machine;
+  Rank ranks = 0;
+  SimOptions options;
+  double clock_ns = 0;
+  uint64_t events = 0;  // so far: what ties are drawn from
+  using QueueKey = std::pair<Rank, uint16_t>;
+  struct Done {
+    uint32_t signals = 0;
+    uint32_t moves = 0;
+  };
+  std::map<QueueKey, Done> done;  // only of queues that have faults
+};
+
+struct Outcome {
+  Report report;
+  std::optional<Code> failure;  // timeout or peer; none: complete
+  std::string message;
+};
+
+class Simulation {
+ public:
+  Simulation(SimState& state, const Program& program, const Launch& launch);
+  Outcome run();
+
+ private:
+  enum class What : uint8_t { step, flow_begins, flow_ends, order_ends, death };
+  struct Event {
+    double at_ns;
+    uint64_t tie;
+    What what;
+    uint32_t subject;  // an actor, or a flow for flow_ends, or a rank for death
+    uint32_t detail;   // a command, or the flow's version
+    bool operator<(const Event& other) const {
+      return at_ns != other.at_ns ? at_ns > other.at_ns : tie > other.tie;
+    }
+  };
+  // A queue as it runs.
+  struct Actor {
+    const Queue* queue = nullptr;
+    uint32_t index = 0;   // into program.queues
+    uint32_t engine = 0;  // of Flows
+    bool caller = false;
+    bool dead = false;    // its rank is dead or poisoned
+    bool busy = false;    // an ordering command is being executed
+    uint32_t next = 0;    // the next command to begin
+    uint32_t running = 0; // data commands begun and not ended
+    double slowdown = 1;
+    Moment submitted;
+    Moment ordered;    // the end of the last ordering command
+    Moment moved;      // the end of the last data command
+    Moment issue_from; // the next copy of the group may begin
+    std::vector<Fault> faults;
+  };
+  struct CommandRun {
+    Moment start;
+    uint32_t flows = 0;  // still flowing
+    bool began = false;
+    bool ended = false;
+  };
+  struct FlowUse {
+    uint32_t actor = 0;
+    uint32_t command = 0;
+    uint32_t version = 0;
+    bool active = false;
+  };
+  struct Noticed {
+    uint32_t value = 0;
+    Moment at;
+  };
+
+  void prepare();
+  void push(double at_ns, What what, uint32_t subject, uint32_t detail = 0);
+  void handle(const Event& event);
+  void settle_flows();
+
+  Moment fetched(const Actor& actor) const;
+  void step(Actor& actor);
+  bool begin_data(Actor& actor, const Command& command, const Moment& ready);
+  bool begin_order(Actor& actor, const Command& command, const Moment& ready);
+  bool begin_signal(Actor& actor, const Command& command, Moment start);
+  bool begin_poll(Actor& actor, const Command& command, const Moment& start);
+  void begin_flows(Actor& actor, uint32_t index);
+  void end_flow(uint32_t flow);
+  void end_data(Actor& actor, uint32_t index);
+  void end_order(Actor& actor, uint32_t index);
+  void kill(Rank rank);
+
+  CommandRun& command_run(const Actor& actor, uint32_t index);
+  uint32_t steps(const Command& command) const;
+  const Fault* fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const;
+  SimState::Done* done_of(const Actor& actor);
+
+  // Flag words: in the bound memory, or here where none is bound.
+  uint32_t* word_at(const Slice& word) const;
+  bool reached(const Command& command, const Moment** change) const;
+  void store(const Command& command);
+
+  void move_half(const Command& command, bool second);
+  void flip_byte(const Command& command);
+
+  void finish(Outcome& outcome);
+  std::string stuck() const;
+  void blame(Outcome& outcome) const;
+
+  SimState& state_;
+  const Program& program_;
+  const Launch& launch_;
+  const Cost& cost_;
+  Flows flows_;
+  double now_ns_ = 0;
+  std::priority_queue<Event> events_;
+  std::vector<Actor> actors_;
+  std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
+  std::vector<CommandRun> runs_;
+  std::vector<FlowUse> flow_uses_;
+  std::vector<Moment> hosts_;            // when each host thread is free
+  std::vector<Moment> changed_;          // by word: its last change
+  std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it
+  mutable std::vector<uint32_t> unbound_words_;
+  std::unordered_map<uint64_t, Noticed> noticed_;  // by word, where one host thread reads for all
+  std::vector<int> killer_;              // by rank: who poisoned it, -1 for none
+  Report report_;
+};
+
+}  // namespace offcore

@@ -1,0 +1,141 @@
+// What a simulated launch does to memory, and how it tells what became of it.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "core/backend/sim/simulation.h"
+#include "core/base/error.h"
+#include "core/ir/text.h"
+
+namespace offcore {
+namespace {
+
+constexpr size_t kStuckQueuesMax = 64;  // in a message
+
+void swap_bytes(std::byte* a, std::byte* b, uint64_t bytes) {
+  std::byte piece[4096];
+  for (uint64_t at = 0; at < bytes; at += sizeof piece) {
+    const size_t count = std::min<uint64_t>(sizeof piece, bytes - at);
+    std::memcpy(piece, a + at, count);
+    std::memcpy(a + at, b + at, count);
+    std::memcpy(b + at, piece, count);
+  }
+}
+
+}  // namespace
+
+uint32_t* Simulation::word_at(const Slice& word) const {
+  std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
+  if (base == nullptr) return &unbound_words_[word_index(program_, word)];
+  return reinterpret_cast<uint32_t*>(base + word.offset * kWordBytes);
+}
+
+// Whether every row's word has reached the poll's value, and the last change of these words.
+bool Simulation::reached(const Command& command, const Moment** change) const {
+  *change = nullptr;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+    const uint32_t value = std::atomic_ref(*word_at(word)).load(std::memory_order_acquire);
+    if (static_cast<int32_t>(value - (launch_.epoch + command.value)) < 0) return false;
+    const Moment& candidate = changed_[word_index(program_, word)];
+    if (*change == nullptr || candidate.at_ns > (*change)->at_ns) *change = &candidate;
+  }
+  return true;
+}
+
+void Simulation::store(const Command& command) {
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+    std::atomic_ref(*word_at(word)).store(launch_.epoch + command.value, std::memory_order_release);
+  }
+}
+
+// Rows are cut in the middle: one half moves as the flow begins, the other as it ends.
+void Simulation::move_half(const Command& command, bool second) {
+  const bool upper = second != ((state_.options.seed & 1) != 0);
+  const uint64_t cut = command.bytes / 2;
+  const uint64_t from = upper ? cut : 0;
+  const uint64_t bytes = upper ? command.bytes - cut : cut;
+  if (bytes == 0) return;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
+    const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
+    std::byte* dst_base = launch_.binding.base(dst.buffer, dst.rank);
+    std::byte* src_base = launch_.binding.base(src.buffer, src.rank);
+    if (dst_base == nullptr || src_base == nullptr) continue;
+    std::byte* to = dst_base + dst.offset + from;
+    std::byte* what = src_base + src.offset + from;
+    if (command.op == Op::swap) {
+      swap_bytes(to, what, bytes);
+    } else {
+      std::memmove(to, what, bytes);
+    }
+  }
+}
+
+void Simulation::flip_byte(const Command& command) {
+  const uint64_t pick = mix(state_.options.seed, state_.events);
+  const uint32_t row = static_cast<uint32_t>(pick % command.rows);
+  const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
+  std::byte* base = launch_.binding.base(dst.buffer, dst.rank);
+  if (base == nullptr) return;
+  base[dst.offset + mix(pick, 0) % command.bytes] ^= std::byte{1} << (mix(pick, 1) % 8);
+}
+
+void Simulation::finish(Outcome& outcome) {
+  Moment last;
+  bool complete = true;
+  for (const Actor& actor : actors_) {
+    complete &= actor.next == actor.queue->commands.size() && actor.running == 0 && !actor.busy;
+    last = latest(last, latest(actor.ordered, actor.moved));
+  }
+  for (const int killer : killer_) complete &= killer < 0;
+  report_.time_ns = std::llround(last.at_ns);
+  report_.phases = last.phases;
+  outcome.report = std::move(report_);
+  if (!complete) blame(outcome);
+}
+
+void Simulation::blame(Outcome& outcome) const {
+  const auto killed =
+      std::find_if(killer_.begin(), killer_.end(), [](int killer) { return killer >= 0; });
+  outcome.failure = killed == killer_.end() ? Code::timeout : Code::peer;
+  const auto virtual_ns = std::llround(state_.clock_ns + now_ns_);
+  if (killed == killer_.end()) {
+    outcome.message = cat("nothing can happen any more at ", virtual_ns, " ns of virtual time");
+  } else {
+    const auto rank = killed - killer_.begin();
+    outcome.message = *killed == rank ? cat("rank ", rank, " is dead")
+                                      : cat("rank ", rank, " was poisoned by rank ", *killed);
+  }
+  outcome.message += "; stuck: " + stuck();
+  if (killed == killer_.end()) return;
+  for (Wakeup* wakeup : launch_.wakeups) {
+    uint32_t none = 0;
+    wakeup->poison.compare_exchange_strong(none, static_cast<uint32_t>(*killed) + 1);
+  }
+}
+
+// Per queue that has not ended: the command it has reached.
+std::string Simulation::stuck() const {
+  std::string text;
+  size_t queues = 0;
+  for (const Actor& actor : actors_) {
+    const std::vector<Command>& commands = actor.queue->commands;
+    uint32_t index = actor.next;
+    for (uint32_t i = 0; i < actor.next && actor.running > 0; ++i) {
+      if (runs_[first_command_[actor.index] + i].ended) continue;
+      index = i;
+      break;
+    }
+    if (index == commands.size() || ++queues > kStuckQueuesMax) continue;
+    if (!text.empty()) text += ", ";
+    text += cat("queue ", queue_name(*actor.queue), " at command ", index, " (",
+                print(commands[index], program_), ")");
+  }
+  if (queues > kStuckQueuesMax) text += cat(" and ", queues - kStuckQueuesMax, " more queues");
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace offcore

@@ -1,0 +1,247 @@
+// The estimate walks the queues in time order, as the simulator does, but takes a group of copies
+// at once and gives every queue an equal part of each link that it uses, whatever the others do at
+// that moment.
+#include "core/machine/cost.h"
+
+#include <algorithm>
+#include <queue>
+
+#include "core/base/error.h"
+#include "core/machine/timeline.h"
+
+namespace offcore {
+namespace {
+
+class Estimate {
+ public:
+  Estimate(const Program& program, const Machine& machine)
+      : program_(program),
+        machine_(machine),
+        resources_(machine, program.ranks),
+        users_(resources_.capacities_gbps().size(), 0),
+        group_bytes_(users_.size(), 0),
+        hosts_(host_threads(machine, program.ranks)),
+        actors_(program.queues.size()),
+        words_(word_count(program)) {}
+
+  Phases run() {
+    count_users();
+    const std::vector<Moment> submitted = submissions(program_, machine_);
+    for (uint32_t i = 0; i < actors_.size(); ++i) {
+      actors_[i].submitted = submitted[i];
+      push(i, submitted[i]);
+    }
+    while (!heap_.empty()) {
+      const uint32_t i = heap_.top().actor;
+      heap_.pop();
+      step(i);
+    }
+    Moment last;
+    for (uint32_t i = 0; i < actors_.size(); ++i) {
+      if (actors_[i].next < program_.queues[i].commands.size()) {
+        fail(Code::verify, "deadlock: queue ", queue_name(program_.queues[i]), ", command ",
+             actors_[i].next, ": its poll is never released");
+      }
+      last = latest(last, actors_[i].now);
+    }
+    return last.phases;
+  }
+
+ private:
+  struct Actor {
+    Moment submitted;
+    Moment now;  // the end of the last command
+    uint32_t next = 0;
+  };
+  struct Word {
+    struct Change {
+      uint16_t value;
+      Moment at;
+    };
+    std::vector<Change> changes;
+    std::vector<uint32_t> waiting;
+    bool noticed = false;  // by the host thread, up to noticed_value
+    uint16_t noticed_value = 0;
+    Moment noticed_at;
+  };
+  struct Turn {
+    double at_ns;
+    uint32_t actor;
+    bool operator<(const Turn& other) const {
+      return at_ns != other.at_ns ? at_ns > other.at_ns : actor > other.actor;
+    }
+  };
+
+  void push(uint32_t i, const Moment& at) { heap_.push({at.at_ns, i}); }
+
+  // How many queues use each resource.
+  void count_users() {
+    std::vector<uint32_t> last(users_.size(), UINT32_MAX);
+    for (uint32_t i = 0; i < program_.queues.size(); ++i) {
+      for (const Command& command : program_.queues[i].commands) {
+        if (!moves_data(command.op)) continue;
+        for_each_flow(command, program_.ranks, [&](Rank dst, Rank src, uint64_t) {
+          const Resources::Path path = resources_.path(src, dst);
+          for (uint32_t k = 0; k < path.count; ++k) {
+            if (last[path.index[k]] == i) continue;
+            last[path.index[k]] = i;
+            ++users_[path.index[k]];
+          }
+        });
+      }
+    }
+  }
+
+  // The time at which the queue's next command has been fetched.
+  Moment fetched(const Actor& actor, bool caller) const {
+    if (caller || program_.mode == Mode::armed) return actor.submitted;
+    return actor.submitted.after(
+        &Phases::schedule_ns, machine_.cost.wake_ns + machine_.cost.fetch_ns * (actor.next + 1));
+  }
+
+  void step(uint32_t i) {
+    Actor& actor = actors_[i];
+    const Queue& queue = program_.queues[i];
+    if (actor.next == queue.commands.size()) return;
+    const bool caller = queue.index == kCallerQueue;
+    const Command& command = queue.commands[actor.next];
+    const Moment start = latest(actor.now, fetched(actor, caller));
+    if (moves_data(command.op)) {
+      actor.now = start.after(&Phases::copy_ns, take_group(queue, actor));
+    } else if (command.op == Op::signal) {
+      signal(queue, actor, command, start);
+    } else if (command.op == Op::poll) {
+      if (!poll(i, command, start)) return;
+    } else {
+      actor.now = start;
+      ++actor.next;
+    }
+    push(i, actor.now);
+  }
+
+  // The duration of the group of data commands at the queue's front, which it passes over.
+  double take_group(const Queue& queue, Actor& actor) {
+    const Cost& cost = machine_.cost;
+    const std::vector<double>& capacities = resources_.capacities_gbps();
+    double engine_ns = 0;
+    double link_ns = 0;
+    double serial_ns = 0;
+    double last_ns = 0;
+    const uint32_t first = actor.next;
+    touched_.clear();
+    for (; actor.next < queue.commands.size(); ++actor.next) {
+      const Command& command = queue.commands[actor.next];
+      if (!moves_data(command.op)) break;
+      double written = 0;
+      last_ns = 0;
+      for_each_flow(command, program_.ranks, [&](Rank dst, Rank src, uint64_t bytes) {
+        written += static_cast<double>(bytes);
+        const Resources::Path path = resources_.path(src, dst);
+        for (uint32_t k = 0; k < path.count; ++k) {
+          const uint32_t index = path.index[k];
+          group_bytes_[index] += static_cast<double>(bytes);
+          touched_.push_back(index);
+          last_ns = std::max(
+              last_ns, static_cast<double>(bytes) * users_[index] / capacities[index]);
+        }
+      });
+      const double command_ns = written / engine_gbps(command, machine_);
+      engine_ns += command_ns;
+      last_ns = std::max(last_ns, command_ns);
+      serial_ns += cost.setup_ns + last_ns;
+    }
+    for (const uint32_t index : touched_) {
+      link_ns = std::max(link_ns, group_bytes_[index] * users_[index] / capacities[index]);
+      group_bytes_[index] = 0;
+    }
+    const uint32_t copies = actor.next - first;
+    const double pipelined_ns =
+        cost.setup_ns + std::max({(copies - 1) * cost.issue_ns + last_ns, engine_ns, link_ns});
+    return std::max(pipelined_ns, serial_ns / std::min(cost.overlap, copies));
+  }
+
+  void signal(const Queue& queue, Actor& actor, const Command& command, const Moment& start) {
+    const Cost& cost = machine_.cost;
+    if (queue.index == kCallerQueue) {
+      Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
+      host = latest(start, host).after(&Phases::schedule_ns, cost.trigger_ns * command_steps(command));
+      actor.now = host;
+    } else {
+      actor.now = start.after(&Phases::sync_ns, cost.sync_ns * command_steps(command));
+    }
+    ++actor.next;
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      Word& word = words_[index_of(command, row)];
+      word.changes.push_back({command.value, actor.now});
+      for (const uint32_t waiting : word.waiting) push(waiting, actor.now);
+      word.waiting.clear();
+    }
+  }
+
+  bool poll(uint32_t i, const Command& command, const Moment& start) {
+    Moment changed;
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      Word& word = words_[index_of(command, row)];
+      const Moment* change = nullptr;
+      for (const Word::Change& candidate : word.changes) {
+        if (candidate.value < command.value) continue;
+        if (change == nullptr || candidate.at.at_ns < change->at_ns) change = &candidate.at;
+      }
+      if (change == nullptr && command.value > 0) {
+        word.waiting.push_back(i);
+        return false;
+      }
+      if (change != nullptr) changed = latest(changed, *change);
+    }
+    Actor& actor = actors_[i];
+    ++actor.next;
+    const Queue& queue = program_.queues[i];
+    if (queue.index != kCallerQueue) {
+      actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
+      return true;
+    }
+    const Moment released = latest(start, changed);
+    Word& word = words_[index_of(command, 0)];
+    const bool shared = machine_.flags == FlagHome::host && command.rows == 1;
+    if (shared && word.noticed && word.noticed_value >= command.value) {
+      actor.now = latest(released, word.noticed_at);
+      return true;
+    }
+    Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
+    host = latest(released, host).after(&Phases::sync_ns, machine_.cost.host_poll_ns);
+    actor.now = host;
+    word.noticed = true;
+    word.noticed_value = command.value;
+    word.noticed_at = host;
+    return true;
+  }
+
+  // A command of several flag words is one step only where the machine has such commands.
+  uint32_t command_steps(const Command& command) const {
+    return machine_.native.strided_flags ? 1 : command.rows;
+  }
+
+  uint32_t index_of(const Command& command, uint32_t row) const {
+    return word_index(program_, row_of(command.dst, command.dst_step, row, program_.ranks));
+  }
+
+  const Program& program_;
+  const Machine& machine_;
+  Resources resources_;
+  std::vector<uint32_t> users_;
+  std::vector<double> group_bytes_;  // by resource; zero outside take_group
+  std::vector<uint32_t> touched_;
+  std::vector<Moment> hosts_;
+  std::vector<Actor> actors_;
+  std::vector<Word> words_;
+  std::priority_queue<Turn> heap_;
+};
+
+}  // namespace
+
+Phases estimate(const Program& program, const Machine& machine) {
+  check_places(program);
+  return Estimate(program, machine).run();
+}
+
+}  // namespace offcore

@@ -1,0 +1,238 @@
+// Backends, and a session that runs a program with all ranks in this process: what the conformance
+// suite drives every backend by.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <optional>
+
+#include "core/backend/registry.h"
+#include "core/backend/sim/sim.h"
+#include "core/base/error.h"
+#include "core/ir/verify.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Arrays = std::map<std::string, std::vector<std::optional<Bytes>>>;
+
+struct RunReport {
+  Report report;                  // of the last launch
+  std::vector<int64_t> times_ns;  // of every launch
+};
+
+// Owns a backend. A run that failed may still touch its memory, so its launch owns that.
+class Session {
+ public:
+  Session(const std::string& backend, const Machine& machine, Rank ranks, SimOptions options)
+      : phantom_(options.phantom) {
+    std::vector<Rank> all(ranks);
+    for (Rank rank = 0; rank < ranks; ++rank) all[rank] = rank;
+    backend_ = open_backend(backend, machine, ranks, std::move(all), std::move(options));
+  }
+
+  RunReport run(const Program& program, const Arrays& arrays, double timeout_s, uint32_t repeat,
+                uint32_t epoch, bool checked) {
+    if (checked) verify(program);
+    const auto memory = std::make_shared<Memory>();
+    Launch launch{.binding = Binding(program.buffers.size(), program.ranks),
+                  .epoch = epoch,
+                  .lane = 0,
+                  .wakeups = {},
+                  .owner = memory};
+    std::vector<Copy> copies;
+    bind_flags(*memory, launch, program);
+    for (size_t id = kFlagBuffer + 1; id < program.buffers.size(); ++id) {
+      bind_buffer(*memory, copies, launch, program, static_cast<BufferId>(id), arrays);
+    }
+    RunReport result;
+    {
+      const nb::gil_scoped_release unlocked;
+      launch_all(program, launch, timeout_s, repeat, result);
+    }
+    for (const Copy& copy : copies) {
+      std::memcpy(copy.array.data(), copy.bytes, copy.array.size());
+    }
+    return result;
+  }
+
+  int64_t now_ns() const { return backend_->now_ns(); }
+
+ private:
+  struct Copy {
+    Bytes array;
+    std::byte* bytes;
+  };
+  struct Memory {
+    std::vector<Share> shares;
+    std::deque<Wakeup> wakeups;
+  };
+
+  std::byte* allocate(Memory& memory, Rank rank, uint64_t bytes) {
+    memory.shares.push_back(backend_->allocate(rank, bytes));
+    return memory.shares.back().data;
+  }
+
+  void bind_flags(Memory& memory, Launch& launch, const Program& program) {
+    for (Rank rank = 0; rank <= program.ranks; ++rank) {
+      const Rank home = rank == program.ranks ? kHostRank : rank;
+      std::byte*& base = launch.binding.base(kFlagBuffer, home);
+      if (program.flag_words > 0) {
+        base = allocate(memory, home == kHostRank ? Rank{0} : rank,
+                        program.flag_words * kWordBytes);
+      }
+      for (uint32_t word = 0; base != nullptr && word < program.flag_words; ++word) {
+        std::memcpy(base + word * kWordBytes, &launch.epoch, sizeof launch.epoch);
+      }
+      if (home == kHostRank) continue;
+      launch.wakeups.push_back(&memory.wakeups.emplace_back());
+    }
+  }
+
+  void bind_buffer(Memory& memory, std::vector<Copy>& copies, Launch& launch,
+                   const Program& program, BufferId id, const Arrays& arrays) {
+    const Buffer& buffer = program.buffers[id];
+    const bool host = buffer.kind == Buffer::Kind::host;
+    const size_t places = host ? 1 : program.ranks;
+    const auto found = arrays.find(buffer.name);
+    if (found != arrays.end() && found->second.size() != places) {
+      fail(Code::invalid, "buffer ", buffer.name, " needs ", places, " arrays, not ",
+           found->second.size());
+    }
+    for (size_t i = 0; i < places; ++i) {
+      std::byte* base = allocate(memory, static_cast<Rank>(i), buffer.bytes);
+      launch.binding.base(id, host ? kHostRank : static_cast<Rank>(i)) = base;
+      if (found == arrays.end() || !found->second[i].has_value()) continue;
+      const Bytes& array = *found->second[i];
+      if (array.size() > buffer.bytes) {
+        fail(Code::invalid, "buffer ", buffer.name, " has ", buffer.bytes, " bytes, the array of ",
+             i, " has ", array.size());
+      }
+      if (base == nullptr || array.size() == 0) continue;
+      std::memcpy(base, array.data(), array.size());
+      copies.push_back({array, base});
+    }
+  }
+
+  void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
+                  RunReport& result) {
+    const std::shared_ptr<Loaded> loaded =
+        backend_->load(std::make_shared<const Program>(program));
+    for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
+      if (program.mode == Mode::armed) loaded->arm(launch);
+      const std::unique_ptr<Run> run = loaded->launch(launch);
+      try {
+        run->wait(Deadline::after_s(timeout_s));
+      } catch (const Error&) {
+        // Nobody waits any more: every rank stops where it is.
+        for (Wakeup* wakeup : launch.wakeups) wakeup->poison = 1;
+        throw;
+      }
+      result.report = run->report();
+      result.times_ns.push_back(result.report.time_ns);
+    }
+  }
+
+  bool phantom_;
+  std::unique_ptr<Backend> backend_;
+};
+
+Fault make_fault(const std::string& kind, Rank rank, const nb::object& queue, uint32_t nth,
+                 double factor, int64_t ns) {
+  Fault fault{.kind = parse_fault_kind(kind), .rank = rank, .nth = nth, .factor = factor, .ns = ns};
+  if (!nb::isinstance<nb::str>(queue)) {
+    fault.queue = nb::cast<uint16_t>(queue);
+  } else if (nb::cast<std::string>(queue) == "caller") {
+    fault.queue = kCallerQueue;
+  } else {
+    fail(Code::invalid, "the queue of a fault is a number or \"caller\"");
+  }
+  return fault;
+}
+
+}  // namespace
+
+void bind_backend(nb::module_& module) {
+  module.def(
+      "probe_backends",
+      [] {
+        std::vector<nb::tuple> rows;
+        for (const Probe& probe : probe_backends()) {
+          rows.push_back(nb::make_tuple(probe.name, probe.available, probe.reason));
+        }
+        return rows;
+      },
+      "Rows of (name, available, reason).");
+
+  nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
+      .def("__init__",
+           [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
+              uint32_t nth, double factor, int64_t ns) {
+             new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns));
+           },
+           nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
+           nb::arg("factor") = 1.0, nb::arg("ns") = 0)
+      .def_prop_ro("kind", [](const Fault& fault) { return std::string(to_string(fault.kind)); })
+      .def_ro("rank", &Fault::rank)
+      .def_ro("nth", &Fault::nth)
+      .def_ro("factor", &Fault::factor)
+      .def_ro("ns", &Fault::ns)
+      .def("__repr__", [](const Fault& fault) { return to_string(fault); });
+  module.def("random_fault", &random_fault, nb::arg("seed"), nb::arg("program"),
+             "A fault that a launch of this program meets.");
+
+  nb::class_<CommandTime>(module, "CommandTime", "When a command ran, from the launch on.")
+      .def_ro("queue", &CommandTime::queue)
+      .def_ro("command", &CommandTime::command)
+      .def_ro("start_ns", &CommandTime::start_ns)
+      .def_ro("end_ns", &CommandTime::end_ns)
+      .def_ro("phases", &CommandTime::phases);
+  nb::class_<RunReport>(module, "RunReport", "What a session's run took; phases of the last launch.")
+      .def_prop_ro("time_ns", [](const RunReport& run) { return run.report.time_ns; })
+      .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
+      .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
+      .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
+      .def_ro("times_ns", &RunReport::times_ns);
+
+  nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
+      .def("__init__",
+           [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
+              bool phantom, uint64_t seed, std::vector<Fault> faults) {
+             new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
+           },
+           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
+           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
+      .def(
+          "run",
+          [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
+             uint32_t repeat, uint32_t epoch, bool checked) {
+            Arrays arrays;
+            for (const auto& [name, list] : buffers) {
+              std::vector<std::optional<Bytes>>& row = arrays[nb::cast<std::string>(name)];
+              for (const nb::handle item : list) {
+                Bytes array;
+                if (item.is_none()) {
+                  row.emplace_back();
+                } else if (nb::try_cast(item, array, false)) {
+                  row.emplace_back(array);
+                } else {
+                  fail(Code::invalid, "buffers hold writable, contiguous 1-D uint8 arrays or None");
+                }
+              }
+            }
+            return session.run(program, arrays, timeout_s, repeat, epoch, checked);
+          },
+          nb::arg("program"), nb::arg("buffers") = nb::dict(), nb::arg("timeout_s") = 10.0,
+          nb::arg("repeat") = 1, nb::arg("epoch") = 0, nb::arg("checked") = true,
+          "Runs the program `repeat` times on copies of the arrays (uint8, one a rank, one for a\n"
+          "host buffer; None or an absent name: zeros) and copies back what it left in them.\n"
+          "Unless `checked` is false the program is verified first.")
+      .def_prop_ro("now_ns", &Session::now_ns);
+}
+
+}  // namespace offcore

@@ -1,0 +1,223 @@
+// Communicators, windows and operations under way.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <numeric>
+
+#include "core/backend/registry.h"
+#include "core/backend/sim/faults.h"
+#include "core/base/error.h"
+#include "core/base/pattern.h"
+#include "core/comm/communicator.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A part of a window: the same bytes on every rank.
+struct Region {
+  std::shared_ptr<Window> window;
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
+Region region(const std::shared_ptr<Window>& window, uint64_t offset, uint64_t bytes) {
+  if (offset > window->bytes() || bytes > window->bytes() - offset) {
+    fail(Code::invalid, "region ", offset, "+", bytes, " lies outside a window of ",
+         window->bytes(), " bytes");
+  }
+  return {window, offset, bytes};
+}
+
+// This process's view of a rank's share.
+nb::object view(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
+                uint64_t bytes) {
+  if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
+  const Region checked = region(window, offset, bytes);
+  auto* owner = new std::shared_ptr<Window>(window);
+  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<decltype(owner)>(p); });
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
+             reinterpret_cast<uint8_t*>(window->base(rank) + checked.offset), {bytes}, capsule)
+      .cast();
+}
+
+Operand operand_of(const Region& region, Rank rank) {
+  std::byte* base = region.window->base(rank);
+  return {.data = base == nullptr ? nullptr : base + region.offset,
+          .bytes = region.bytes,
+          .window = region.window,
+          .offset = region.offset};
+}
+
+// (address, bytes): what the Python layer has checked to be contiguous host memory. None: absent.
+std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_ranks) {
+  std::vector<Operand> result;
+  if (given.is_none()) return result;
+  if (nb::isinstance<Region>(given)) {
+    for (Rank rank : local_ranks) {
+      result.push_back(operand_of(nb::cast<const Region&>(given), rank));
+    }
+    return result;
+  }
+  for (nb::handle item : given) {
+    if (item.is_none()) {
+      result.emplace_back();
+      continue;
+    }
+    const auto pair = nb::cast<nb::tuple>(item);
+    result.push_back({.data = reinterpret_cast<std::byte*>(nb::cast<uint64_t>(pair[0])),
+                      .bytes = nb::cast<uint64_t>(pair[1])});
+  }
+  return result;
+}
+
+// Holds a Python object from C++ memory that any thread may release.
+std::shared_ptr<void> keep_alive(nb::object object) {
+  if (object.is_none()) return nullptr;
+  return {object.release().ptr(), [](void* pointer) {
+            if (!Py_IsInitialized()) return;  // leaked at exit rather than touched
+            const nb::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(pointer));
+          }};
+}
+
+// All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.
+std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
+                                                Rank ranks, const std::string& store, Rank rank,
+                                                Rank world_size, bool phantom, uint64_t seed,
+                                                std::vector<Fault> faults, double timeout_s) {
+  const nb::gil_scoped_release release;
+  const Deadline deadline = Deadline::after_s(timeout_s);
+  SimOptions options{.phantom = phantom, .seed = seed, .faults = std::move(faults)};
+  if (store.empty()) {
+    std::vector<Rank> all(ranks);
+    std::iota(all.begin(), all.end(), Rank{0});
+    return Communicator::create(
+        open_backend(backend, machine, ranks, std::move(all), std::move(options)), nullptr, ranks,
+        deadline);
+  }
+  auto opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
+  return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
+}
+
+std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
+                               nb::handle in, std::vector<uint64_t> counts, Rank root,
+                               std::string variant, std::string protocol, uint32_t lane,
+                               nb::object keep, double timeout_s) {
+  Request request{.collective = parse_collective(op),
+                  .counts = std::move(counts),
+                  .root = root,
+                  .variant = std::move(variant),
+                  .protocol = std::move(protocol),
+                  .lane = lane,
+                  .out = operands(out, self.local_ranks()),
+                  .in = operands(in, self.local_ranks()),
+                  .keep = keep_alive(std::move(keep))};
+  const nb::gil_scoped_release release;
+  return self.start(std::move(request), Deadline::after_s(timeout_s));
+}
+
+void bind_windows(nb::module_& module) {
+  nb::class_<Window>(module, "Window")
+      .def_prop_ro("ranks", &Window::ranks)
+      .def_prop_ro("nbytes", &Window::bytes)
+      .def_prop_ro("phantom", &Window::phantom)
+      .def("view", &view, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
+      .def("region", &region, nb::arg("offset"), nb::arg("nbytes"));
+  nb::class_<Region>(module, "Region", "The same bytes of a window on every rank.")
+      .def_ro("window", &Region::window)
+      .def_ro("offset", &Region::offset)
+      .def_ro("nbytes", &Region::bytes);
+  module.def("fill",
+             [](Bytes array, uint64_t seed, uint64_t offset) {
+               const nb::gil_scoped_release release;
+               fill_pattern({reinterpret_cast<std::byte*>(array.data()), array.size()}, seed,
+                            offset);
+             },
+             nb::arg("array"), nb::arg("seed"), nb::arg("offset") = 0,
+             "Fills a uint8 array with bytes [offset, offset + len) of the stream `seed`.");
+  module.def("wrong_bytes",
+             [](ConstBytes array, uint64_t offset, uint64_t bytes, uint64_t seed,
+                uint64_t source_offset) {
+               if (offset > array.size() || bytes > array.size() - offset) {
+                 fail(Code::invalid, "wrong_bytes: ", offset, "+", bytes, " lies outside ",
+                      array.size(), " bytes");
+               }
+               const nb::gil_scoped_release release;
+               return count_wrong(
+                   {reinterpret_cast<const std::byte*>(array.data()) + offset, bytes}, seed,
+                   source_offset);
+             },
+             nb::arg("array"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("seed"),
+             nb::arg("source_offset") = 0,
+             "How many of array[offset : offset + nbytes] differ from the stream's bytes from\n"
+             "source_offset on.");
+}
+
+void bind_outcome(nb::module_& module) {
+  nb::class_<Result>(module, "Result")
+      .def_ro("op", &Result::op)
+      .def_ro("variant", &Result::variant)
+      .def_ro("protocol", &Result::protocol)
+      .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
+      .def_ro("native", &Result::native)
+      .def_ro("staged", &Result::staged)
+      .def_ro("tuned", &Result::tuned)
+      .def_ro("armed_ahead", &Result::armed_ahead)
+      .def_ro("in_place", &Result::in_place)
+      .def_ro("total_bytes", &Result::total_bytes)
+      .def_ro("counts", &Result::counts)
+      .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })
+      .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
+  nb::class_<Pending>(module, "Pending")
+      .def("done", &Pending::done)
+      .def("wait",
+           [](Pending& self, double timeout_s) {
+             const nb::gil_scoped_release release;
+             return self.wait(Deadline::after_s(timeout_s));
+           },
+           nb::arg("timeout_s"));
+}
+
+}  // namespace
+
+void bind_comm(nb::module_& module) {
+  bind_windows(module);
+  bind_outcome(module);
+  module.def("open_communicator", &open_communicator, nb::arg("backend"), nb::arg("machine"),
+             nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
+             nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
+             nb::arg("timeout_s"));
+  nb::class_<Communicator>(module, "Communicator")
+      .def_prop_ro("ranks", &Communicator::ranks)
+      .def_prop_ro("local_ranks", &Communicator::local_ranks)
+      .def_prop_ro("now_ns", [](Communicator& self) { return self.backend().now_ns(); })
+      .def("window",
+           [](Communicator& self, uint64_t bytes, double timeout_s) {
+             const nb::gil_scoped_release release;
+             return self.window(bytes, Deadline::after_s(timeout_s));
+           },
+           nb::arg("nbytes"), nb::arg("timeout_s"))
+      .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(),
+           nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
+           nb::arg("lane"), nb::arg("keep").none(), nb::arg("timeout_s"))
+      .def("barrier",
+           [](Communicator& self, double timeout_s) {
+             const nb::gil_scoped_release release;
+             self.barrier(Deadline::after_s(timeout_s));
+           },
+           nb::arg("timeout_s"))
+      .def("abort", &Communicator::abort)
+      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace offcore

@@ -1,0 +1,137 @@
+// Moves, variants, lowering and the choice of a variant.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/base/error.h"
+#include "core/plan/plan.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+using Counts64 = std::vector<uint64_t>;
+// (buffer, rank, offset); rank -1 is the host.
+using Place = std::tuple<uint32_t, int32_t, uint64_t>;
+
+Slice slice_of(const Place& place) {
+  const auto& [buffer, rank, offset] = place;
+  return {offset, rank < 0 ? kHostRank : static_cast<Rank>(rank), static_cast<BufferId>(buffer)};
+}
+
+Place place_of(const Slice& slice) {
+  return {slice.buffer, slice.rank == kHostRank ? -1 : int32_t{slice.rank}, slice.offset};
+}
+
+Buffer::Kind parse_kind(const std::string& text) {
+  for (auto kind : {Buffer::Kind::window, Buffer::Kind::local, Buffer::Kind::host}) {
+    if (to_string(kind) == text) return kind;
+  }
+  fail(Code::invalid, "unknown kind of buffer '", text, "': window, local or host");
+}
+
+Moves batch(Rank ranks, const std::vector<std::tuple<std::string, std::string, uint64_t>>& buffers,
+            const std::vector<std::tuple<Place, Place, uint64_t>>& moves) {
+  std::vector<Buffer> declared;
+  for (const auto& [name, kind, bytes] : buffers) {
+    declared.push_back({.name = name, .kind = parse_kind(kind), .bytes = bytes});
+  }
+  std::vector<Move> list;
+  for (const auto& [dst, src, bytes] : moves) {
+    list.push_back({.dst = slice_of(dst), .src = slice_of(src), .bytes = bytes});
+  }
+  return moves_batch(ranks, std::move(declared), std::move(list));
+}
+
+std::vector<std::string> names(const std::vector<Variant>& variants) {
+  std::vector<std::string> result;
+  for (const Variant& variant : variants) result.push_back(to_string(variant));
+  return result;
+}
+
+void bind_moves(nb::module_& module) {
+  nb::class_<Moves>(module, "Moves")
+      .def_ro("op", &Moves::op)
+      .def_ro("ranks", &Moves::ranks)
+      .def_ro("in_place", &Moves::in_place)
+      .def_ro("full_exchange", &Moves::full_exchange)
+      .def_prop_ro("moves",
+                   [](const Moves& self) {
+                     std::vector<std::tuple<Place, Place, uint64_t>> list;
+                     for (const Move& move : self.moves) {
+                       list.emplace_back(place_of(move.dst), place_of(move.src), move.bytes);
+                     }
+                     return list;
+                   },
+                   "(dst, src, bytes); a place is (buffer, rank, offset), rank -1 the host.");
+  module.def("moves_all_gather",
+             [](const Counts64& counts, bool in_place) { return moves_all_gather(counts, in_place); },
+             nb::arg("counts"), nb::arg("in_place") = false);
+  module.def("moves_all_to_all",
+             [](Rank ranks, const Counts64& counts, bool in_place) {
+               return moves_all_to_all(ranks, counts, in_place);
+             },
+             nb::arg("ranks"), nb::arg("counts"), nb::arg("in_place") = false);
+  module.def("moves_broadcast", &moves_broadcast, nb::arg("ranks"), nb::arg("root"),
+             nb::arg("nbytes"), nb::arg("in_place") = false);
+  module.def("moves_scatter",
+             [](Rank root, const Counts64& counts) { return moves_scatter(root, counts); },
+             nb::arg("root"), nb::arg("counts"));
+  module.def("moves_gather",
+             [](Rank root, const Counts64& counts) { return moves_gather(root, counts); },
+             nb::arg("root"), nb::arg("counts"));
+  module.def("moves_batch", &batch, nb::arg("ranks"), nb::arg("buffers"), nb::arg("moves"),
+             "buffers: (name, kind, bytes), their ids from 1 on; moves: (dst, src, bytes).");
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& module) {
+  bind_moves(module);
+  nb::class_<Protocol>(module, "Protocol")
+      .def("__init__",
+           [](Protocol* self, bool entry, bool staged) {
+             new (self) Protocol{.entry = entry, .staged = staged};
+           },
+           nb::arg("entry") = true, nb::arg("staged") = false)
+      .def("__str__", [](const Protocol& self) { return to_string(self); });
+  module.def("variants", [] { return names(all_variants()); }, "Every variant's name.");
+  module.def("check_variant", [](const std::string& name) { return to_string(parse_variant(name)); },
+             nb::arg("name"), "The variant's canonical name; raises invalid for an unknown one.");
+  module.def("variants_of",
+             [](const Moves& moves, const Protocol& protocol) {
+               return names(variants_of(moves, protocol));
+             },
+             nb::arg("moves"), nb::arg("protocol"), "The variants that these moves can have.");
+  module.def("why_not",
+             [](const Moves& moves, const std::string& variant, const Protocol& protocol) {
+               return why_not(moves, parse_variant(variant).kind, protocol.staged);
+             },
+             nb::arg("moves"), nb::arg("variant"), nb::arg("protocol"),
+             "Why the moves cannot have the variant; empty when they can.");
+  module.def("lower",
+             [](const Moves& moves, const std::string& variant, const Machine& machine,
+                const Protocol& protocol) {
+               return lower(moves, parse_variant(variant), machine, protocol);
+             },
+             nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"));
+  module.def("legalize", &legalize, nb::arg("program"), nb::arg("machine"));
+  module.def("plan",
+             [](const Moves& moves, const std::string& variant, const Machine& machine,
+                const Protocol& protocol) {
+               return *plan(moves, parse_variant(variant), machine, protocol);
+             },
+             nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
+             "lower, legalize and verify.");
+  module.def("choose",
+             [](const Moves& moves, uint64_t total_bytes, const Machine& machine,
+                const Protocol& protocol) {
+               const Choice choice = choose(moves, total_bytes, machine, protocol);
+               return nb::make_tuple(to_string(choice.variant), choice.tuned);
+             },
+             nb::arg("moves"), nb::arg("total_bytes"), nb::arg("machine"), nb::arg("protocol"),
+             "(variant, whether the tuned table said so).");
+}
+
+}  // namespace offcore

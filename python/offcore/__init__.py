@@ -1,0 +1,45 @@
+"""Offcore: GPU communication that runs off the cores, on copy (DMA) engines.
+
+Collectives become programs of DMA commands, which a backend runs: `sim` (a simulated machine, in
+virtual time) or `host` (software engines over shared memory). See docs/quickstart.md.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from offcore import machines
+from offcore._core import Counts, Machine, Program, fill, verify, wrong_bytes
+from offcore.api import (
+    Communicator,
+    Handle,
+    Phases,
+    Result,
+    Window,
+    probe_backends,
+    show_program,
+    variants,
+)
+from offcore.errors import Error
+
+try:
+    __version__ = version("offcore")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "Communicator",
+    "Counts",
+    "Error",
+    "Handle",
+    "Machine",
+    "Phases",
+    "Program",
+    "Result",
+    "Window",
+    "fill",
+    "machines",
+    "probe_backends",
+    "show_program",
+    "variants",
+    "verify",
+    "wrong_bytes",
+]

@@ -1,0 +1,466 @@
+"""Communicators: collectives over DMA engines (DMA-Latte sections 2.1.1 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from offcore import _core, machines
+from offcore.errors import error
+from offcore.operands import memories_of
+
+Counts1 = Sequence[int]
+Counts2 = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time went along the path that finished last, in microseconds (section 3.2.2)."""
+
+    control_us: float
+    schedule_us: float
+    copy_us: float
+    sync_us: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operation did: the path that really ran, and what it cost.
+
+    `bytes` is S, the whole array; `commands`, `engines` and `syncs` count all ranks. `native` is
+    False where commands had to be expanded for the machine, `staged` is True where data went
+    through the lane's slots because a buffer lay outside the windows (or protocol eager was asked
+    for), `armed_ahead` is True where the engines held a prelaunched program before the call.
+    `kernels` is None: nothing was profiled.
+    """
+
+    op: str
+    backend: str
+    machine: str
+    ranks: int
+    bytes: int
+    in_place: bool
+    variant: str
+    native: bool
+    protocol: str
+    staged: bool
+    mode: str
+    tuned: bool
+    armed_ahead: bool
+    commands: int
+    engines: int
+    syncs: int
+    time_us: float
+    phases: Phases
+    kernels: int | None = None
+
+
+class Handle:
+    """An operation under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(self, comm: Communicator, pending: _core.Pending) -> None:
+        self._comm = comm
+        self._pending = pending
+        self._result: Result | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        return self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits until this rank's output is complete and its input may be written again.
+
+        timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
+        under way and can be waited for again), peer (a rank died or aborted), mismatch (ranks made
+        different calls). All three name the commands that were reached.
+        """
+        if self._result is None:
+            seconds = self._comm.timeout if timeout is None else timeout
+            outcome = self._pending.wait(seconds)
+            self._result = _result(self._comm, outcome)
+        return self._result
+
+
+class Window:
+    """Memory of the same size on every rank, which all ranks can write: `nbytes` a rank."""
+
+    def __init__(self, comm: Communicator, core: _core.Window) -> None:
+        self._core = core
+        self._local_ranks = comm.local_ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each rank's part."""
+        return self._core.nbytes
+
+    def array(self, rank: int | None = None, dtype: DTypeLike = "uint8") -> NDArray[Any]:
+        """A local rank's part as a one-dimensional numpy array, without a copy.
+
+        rank: may be left out where one rank is local. Raises `Error`: invalid for a rank that is
+        not local, unsupported for phantom memory.
+        """
+        if rank is None and len(self._local_ranks) == 1:
+            rank = self._local_ranks[0]
+        if rank is None or rank not in self._local_ranks:
+            raise error("invalid", f"rank {rank} is not local; local ranks: {self._local_ranks}")
+        view: NDArray[Any] = self._core.view(rank, 0, self.nbytes)
+        return view.view(dtype)
+
+    def region(self, offset: int, nbytes: int) -> _core.Region:
+        """Bytes [offset, offset + nbytes) of every rank's part, to pass to a collective."""
+        return self._core.region(offset, nbytes)
+
+
+class Communicator:
+    """Ranks that communicate by DMA engines.
+
+    Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
+    several that meet at a store (`store="127.0.0.1:29400", rank=r, world_size=n`; left out, the
+    environment's OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE are taken).
+
+    backend: "sim", "host" or "auto" (sim for a machine that is named and no host, else host).
+    machine: a machine's name or file; by default this host, or mi300x-8 on sim.
+    phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
+    seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
+        kind, rank, queue, nth, factor, ns).
+    timeout: seconds that a wait lasts which names none.
+
+    Operations take arrays (one; or a list of one for each local rank), Windows or their regions.
+    Every rank calls the same operations in the same order with the same sizes. Outputs inside a
+    window (`empty`, `window`) at the same place on every rank are written directly by the peers;
+    any other output works too, by way of a staging slot, and the result says so.
+
+    variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
+    protocol: how peers may enter: "auto"; "barrier" (always safe); "eager" (through slots, always
+        safe); "promise" (the caller promises that every peer's output is free).
+    lane: operations of one lane run in order; those of different lanes may overtake each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        machine: str | None = None,
+        ranks: int | None = None,
+        store: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        phantom: bool = False,
+        seed: int = 0,
+        faults: Sequence[dict[str, Any]] = (),
+        timeout: float | None = None,
+    ) -> None:
+        self.timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        if ranks is None and store is None:
+            store = _core.env("OFFCORE_STORE") or None
+        if store is not None:
+            if ranks is not None:
+                raise error("invalid", "pass ranks (all in this process) or store, not both")
+            rank = _from_env("rank", rank, "OFFCORE_RANK")
+            world_size = _from_env("world_size", world_size, "OFFCORE_WORLD_SIZE")
+        wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
+        if wanted == "auto":
+            simulated = machine is not None and not machine.startswith("host")
+            wanted = "sim" if simulated else "host"
+        if machine is None:
+            machine = "mi300x-8" if wanted == "sim" else f"host-{world_size or ranks or 2}"
+        loaded = machines.load(machine)
+        if store is None and ranks is None:
+            ranks = loaded.ranks
+        self.backend = wanted
+        self.machine = loaded.name
+        self._loaded = loaded
+        self._core = _core.open_communicator(
+            wanted,
+            loaded,
+            ranks=ranks or 0,
+            store=store or "",
+            rank=rank or 0,
+            world_size=world_size or 0,
+            phantom=phantom,
+            seed=seed,
+            faults=[_core.Fault(**fault) for fault in faults],
+            timeout_s=self.timeout,
+        )
+        self.ranks: int = self._core.ranks
+        self.local_ranks: list[int] = self._core.local_ranks
+        self.phantom = phantom
+
+    def window(self, nbytes: int) -> Window:
+        """Allocates window memory, `nbytes` on every rank. Collective. Raises `Error`: memory."""
+        return Window(self, self._core.window(nbytes, self.timeout))
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> Any:
+        """Window memory as arrays of that shape and dtype, zeroed. Collective.
+
+        One array where one rank is local, else a list with one for each local rank.
+        """
+        shape = (shape,) if isinstance(shape, int) else shape
+        kind = np.dtype(dtype)
+        window = self.window(max(1, int(np.prod(shape))) * kind.itemsize)
+        count = int(np.prod(shape))
+        arrays = [window.array(r, kind)[:count].reshape(shape) for r in self.local_ranks]
+        return arrays[0] if len(arrays) == 1 else arrays
+
+    def all_gather(
+        self, out: Any, inp: Any = None, *, variant: str = "auto", protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """Every rank gets every rank's input, in rank order (section 2.1.1).
+
+        out: ranks x the input's bytes. inp: left out, or the rank's own part of `out`: in place.
+        Raises `Error`: invalid (sizes, overlap, dtypes), unsupported (a variant that this
+        operation cannot have), timeout and mismatch (at the first call with these sizes).
+        """
+        return self._start("all_gather", out, inp, (), 0, variant, protocol, lane)
+
+    def all_gather_v(
+        self, out: Any, inp: Any, counts: Counts1, *, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """all_gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
+        return self._start("all_gather", out, inp, counts, 0, variant, protocol, lane)
+
+    def all_to_all(
+        self, out: Any, inp: Any = None, *, variant: str = "auto", protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """Part q of rank r's input becomes part r of rank q's output: a transpose.
+
+        out, inp: as many bytes as each other, a multiple of the ranks. inp left out, or `out`
+        itself: in place, by swap (section 4.3). Raises as all_gather does.
+        """
+        return self._start("all_to_all", out, inp, (), 0, variant, protocol, lane)
+
+    def all_to_all_v(
+        self, out: Any, inp: Any, counts: Counts2, *, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """all_to_all of uneven parts: counts[r][q] elements (bytes for windows) from r to q."""
+        flat = [count for row in counts for count in row]
+        return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
+
+    def broadcast(
+        self, out: Any, inp: Any = None, *, root: int = 0, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`."""
+        return self._start("broadcast", out, inp, (), root, variant, protocol, lane)
+
+    def scatter(
+        self, out: Any, inp: Any, *, root: int = 0, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """Part q of the root's input becomes rank q's output. inp: None on other ranks."""
+        return self._start("scatter", out, inp, (), root, variant, protocol, lane)
+
+    def scatter_v(
+        self, out: Any, inp: Any, counts: Counts1, *, root: int = 0, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """scatter of uneven parts: counts[q] elements (bytes for windows) to rank q."""
+        return self._start("scatter", out, inp, counts, root, variant, protocol, lane)
+
+    def gather(
+        self, out: Any, inp: Any, *, root: int = 0, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """Rank r's input becomes part r of the root's output. out: may be None elsewhere."""
+        return self._start("gather", out, inp, (), root, variant, protocol, lane)
+
+    def gather_v(
+        self, out: Any, inp: Any, counts: Counts1, *, root: int = 0, variant: str = "auto",
+        protocol: str = "auto", lane: int = 0,
+    ) -> Handle:
+        """gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
+        return self._start("gather", out, inp, counts, root, variant, protocol, lane)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns when every rank has called it. timeout: seconds."""
+        self._core.barrier(self.timeout if timeout is None else timeout)
+
+    def variants(self, op: str, in_place: bool = False) -> list[str]:
+        """The variants that the operation can have, its output in a window."""
+        return variants(op, ranks=self.ranks, in_place=in_place)
+
+    def program(
+        self, op: str, nbytes: int, *, variant: str = "auto", in_place: bool = False,
+        protocol: str = "auto",
+    ) -> _core.Program:
+        """The program that would run for S = `nbytes` on this communicator's machine."""
+        return _program(self._loaded, op, self.ranks, nbytes, variant, in_place, protocol)
+
+    @property
+    def now_ns(self) -> int:
+        """The backend's clock; virtual time on sim."""
+        return self._core.now_ns
+
+    def abort(self) -> None:
+        """Makes every wait of every rank fail at once. The communicator is dead afterwards; what
+        was under way may have written any part of its output."""
+        self._core.abort()
+
+    def close(self) -> None:
+        """Says goodbye to the peers. Windows and arrays stay valid for as long as they are held."""
+        self._core.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(
+        self, op: str, out: Any, inp: Any, counts: Sequence[int], root: int, variant: str,
+        protocol: str, lane: int,
+    ) -> Handle:
+        out_side = _Side(out, self.local_ranks, f"{op}: the output", writable=True)
+        in_side = _Side(inp, self.local_ranks, f"{op}: the input", writable=False)
+        if inp is not None and out_side.dtype != in_side.dtype and out_side.dtype and in_side.dtype:
+            raise error(
+                "invalid",
+                f"{op}: the output's dtype is {out_side.dtype}, the input's {in_side.dtype}",
+            )
+        itemsize = out_side.itemsize or in_side.itemsize or 1
+        scaled = [int(count) * itemsize for count in counts]
+        if any(count < 0 for count in scaled):
+            raise error("invalid", f"{op}_v: counts may not be negative")
+        pending = self._core.start(
+            op, out_side.core, in_side.core, scaled, root, variant, protocol, lane, (out, inp),
+            self.timeout,
+        )
+        return Handle(self, pending)
+
+
+class _Side:
+    """One side of an operation as the core takes it."""
+
+    def __init__(self, given: Any, local_ranks: Sequence[int], what: str, writable: bool) -> None:
+        self.dtype = ""
+        self.itemsize = 0
+        self.core: Any = None
+        if given is None:
+            if writable:
+                self.core = [None] * len(local_ranks)
+        elif isinstance(given, Window):
+            self.core = given.region(0, given.nbytes)
+        elif isinstance(given, _core.Region):
+            self.core = given
+        else:
+            memories = memories_of(given, local_ranks, what, writable)
+            present = [memory for memory in memories if memory is not None]
+            if len({memory.dtype for memory in present}) > 1:
+                raise error("invalid", f"{what}: the arrays' dtypes differ")
+            if present:
+                self.dtype = present[0].dtype
+                self.itemsize = present[0].itemsize
+            self.core = [None if m is None else (m.address, m.nbytes) for m in memories]
+
+
+def _from_env(name: str, given: int | None, variable: str) -> int:
+    if given is not None:
+        return given
+    text = _core.env(variable)
+    if not text.isdigit():
+        raise error("invalid", f"{name} is missing: pass {name}=N or set {variable}")
+    return int(text)
+
+
+def _result(comm: Communicator, outcome: _core.Outcome) -> Result:
+    phases = outcome.phases
+    counts = outcome.counts
+    return Result(
+        op=outcome.op,
+        backend=comm.backend,
+        machine=comm.machine,
+        ranks=comm.ranks,
+        bytes=outcome.total_bytes,
+        in_place=outcome.in_place,
+        variant=outcome.variant,
+        native=outcome.native,
+        protocol=outcome.protocol,
+        staged=outcome.staged,
+        mode=outcome.mode,
+        tuned=outcome.tuned,
+        armed_ahead=outcome.armed_ahead,
+        commands=counts.commands,
+        engines=counts.engines,
+        syncs=counts.syncs,
+        time_us=outcome.time_ns / 1e3,
+        phases=Phases(
+            control_us=phases.control_ns / 1e3,
+            schedule_us=phases.schedule_ns / 1e3,
+            copy_us=phases.copy_ns / 1e3,
+            sync_us=phases.sync_ns / 1e3,
+        ),
+    )
+
+
+def probe_backends() -> list[tuple[str, bool, str]]:
+    """(name, whether it can run here, why not and what would make it so) of every backend."""
+    return _core.probe_backends()
+
+
+def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
+    """The variants that an operation of that many ranks can have, its output in a window."""
+    return _core.variants_of(_moves(op, ranks, ranks * 1024, in_place), _core.Protocol())
+
+
+def show_program(
+    op: str, *, machine: str, ranks: int, nbytes: int, variant: str = "auto",
+    in_place: bool = False, protocol: str = "auto",
+) -> _core.Program:
+    """The program for S = `nbytes` on a machine; str() is its text. Root is rank 0.
+
+    Raises `Error`: invalid (unknown operation, machine or variant), unsupported (a variant that
+    the operation cannot have).
+    """
+    return _program(machines.load(machine), op, ranks, nbytes, variant, in_place, protocol)
+
+
+def parts(nbytes: int, ranks: int) -> list[int]:
+    """`nbytes` split into one part a rank, as even as can be: the first ones may be larger."""
+    share, rest = divmod(nbytes, ranks)
+    return [share + (rank < rest) for rank in range(ranks)]
+
+
+def _moves(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
+    if op == "all_gather":
+        return _core.moves_all_gather(parts(nbytes, ranks), in_place)
+    if op == "all_to_all":
+        return _core.moves_all_to_all(ranks, parts(nbytes, ranks) * ranks, in_place)
+    if op == "broadcast":
+        return _core.moves_broadcast(ranks, 0, nbytes, in_place)
+    if op == "scatter":
+        return _core.moves_scatter(0, parts(nbytes, ranks))
+    if op == "gather":
+        return _core.moves_gather(0, parts(nbytes, ranks))
+    known = "all_gather, all_to_all, broadcast, scatter, gather"
+    raise error("invalid", f"unknown operation {op!r}: known are {known}")
+
+
+def _program(
+    machine: _core.Machine, op: str, ranks: int, nbytes: int, variant: str, in_place: bool,
+    protocol: str,
+) -> _core.Program:
+    if not 1 <= ranks <= machine.ranks:
+        raise error("invalid", f"machine {machine.name} has {machine.ranks} ranks, not {ranks}")
+    moves = _moves(op, ranks, nbytes, in_place)
+    if protocol not in ("auto", "barrier", "promise", "eager"):
+        raise error("invalid", f"unknown protocol {protocol!r}: auto, barrier, promise, eager")
+    staged = protocol == "eager"
+    entry = protocol in ("auto", "barrier") or (staged and not moves.full_exchange)
+    entering = _core.Protocol(entry=entry, staged=staged)
+    if variant == "auto":
+        variant, _ = _core.choose(moves, nbytes, machine, entering)
+    return _core.plan(moves, variant, machine, entering)

@@ -1,0 +1,267 @@
+"""Machine files: machines/NAME.json, read strictly into a `Machine`.
+
+A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `flags`, `native`,
+`limits`, `links`, `cost` and `sources` (where each number comes from). The keys of a section are
+the fields of the struct of that name in core/machine/machine.h: none may be missing, none unknown.
+A limit of null means that there is none. `host-N`, for N of 1 to 64, comes from host.json.
+
+machines/tuned/NAME.json, where it exists, is a list of measured choices (see TunedRow).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import offcore
+from offcore import _core
+from offcore.errors import error
+
+_HOST_RANKS_MAX = 64
+
+_SECTIONS = (
+    "name",
+    "vendor",
+    "ranks",
+    "engines",
+    "topology",
+    "flags",
+    "native",
+    "limits",
+    "links",
+    "cost",
+    "sources",
+)
+
+
+def names() -> list[str]:
+    """The machines that `load` knows by name. `host-N` stands for 1 to 64 ranks of this host."""
+    found: set[str] = set()
+    for folder in _folders():
+        for path in folder.glob("*.json"):
+            found.add("host-N" if path.stem == "host" else path.stem)
+    return sorted(found)
+
+
+def load(name_or_path: str | Path) -> _core.Machine:
+    """The machine of that name, or of that file (a path that ends in .json), with its tuned table.
+
+    Raises `Error`: invalid for an unknown name, or for a file with a wrong, missing or unknown key.
+    """
+    name = str(name_or_path)
+    if name.endswith(".json"):
+        return _load_file(Path(name))
+    host = re.fullmatch(r"host-([1-9][0-9]?)", name)
+    if host and int(host[1]) <= _HOST_RANKS_MAX:
+        return _load_file(_find("host", name), rename=name, ranks=int(host[1]))
+    if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise _unknown(name)
+    return _load_file(_find(name, name))
+
+
+def _folders() -> list[Path]:
+    """Where machine files may lie, first match first."""
+    folders = [Path(given)] if (given := _core.env("OFFCORE_MACHINES")) else []
+    for root in map(Path, offcore.__path__):
+        folders += [root / "machines", root.parent.parent / "machines"]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _find(stem: str, name: str) -> Path:
+    for folder in _folders():
+        if (path := folder / f"{stem}.json").is_file():
+            return path
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> _core.Error:
+    known = ", ".join(names()) or "none: set OFFCORE_MACHINES to the folder of machine files"
+    return error("invalid", f"unknown machine {name!r}; known machines: {known}")
+
+
+def _read(path: Path) -> tuple[Any, bytes]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise error("invalid", f"{path}: {key} is given twice")
+        return dict(pairs)
+
+    try:
+        raw = path.read_bytes()
+        return json.loads(raw, object_pairs_hook=unique), raw
+    except OSError as cause:
+        raise error("invalid", f"{path}: cannot be read: {cause.strerror}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise error("invalid", f"{path}: not a JSON file: {cause}") from cause
+
+
+class _Section:
+    """One JSON object: every key is taken once, by its type, and none may be left."""
+
+    def __init__(self, path: Path, where: str, value: Any, keys: Sequence[str]) -> None:
+        self._path = path
+        self._where = where
+        if not isinstance(value, dict):
+            raise error("invalid", f"{path}: {where or 'the file'} must be an object")
+        for key in value:
+            if key not in keys:
+                raise self._wrong(key, f"unknown key; the keys are {', '.join(keys)}")
+        for key in keys:
+            if key not in value:
+                raise self._wrong(key, "missing")
+        self._value = value
+
+    def _wrong(self, key: str, what: str) -> _core.Error:
+        return error("invalid", f"{self._path}: {self._where}{key}: {what}")
+
+    def take(self, key: str) -> Any:
+        return self._value[key]
+
+    def section(self, key: str, keys: Sequence[str]) -> _Section:
+        return _Section(self._path, f"{key}.", self._value[key], keys)
+
+    def text(self, key: str) -> str:
+        value = self._value[key]
+        if not isinstance(value, str) or not value:
+            raise self._wrong(key, f"must be a string that is not empty, not {value!r}")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value = self._value[key]
+        if not isinstance(value, bool):
+            raise self._wrong(key, f"must be true or false, not {value!r}")
+        return value
+
+    def integer(self, key: str, least: int, most: int) -> int:
+        value = self._value[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(key, f"must be an integer from {least} to {most}, not {value!r}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self._value[key]
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or abs(value) > 1e15 or not math.isfinite(value):
+            raise self._wrong(key, f"must be a finite number, not {value!r}")
+        return float(value)
+
+    def choice(self, key: str, options: Any) -> Any:
+        known = {option.name: option for option in options}
+        value = self._value[key]
+        if not isinstance(value, str) or value not in known:
+            raise self._wrong(key, f"must be one of {', '.join(known)}, not {value!r}")
+        return known[value]
+
+
+def _fields(struct: object) -> list[str]:
+    return [key for key in vars(type(struct)) if not key.startswith("_")]
+
+
+def _fill(struct: object, section: _Section, read: Callable[[str], Any]) -> None:
+    for key in _fields(struct):
+        if (value := read(key)) is not None:
+            setattr(struct, key, value)
+
+
+def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
+    value, _ = _read(path)
+    top = _Section(path, "", value, _SECTIONS)
+    machine = _core.Machine()
+    machine.name = rename or top.text("name")
+    machine.vendor = top.text("vendor")
+    machine.ranks = ranks or top.integer("ranks", 1, 1024)
+    if not rename and path.stem != machine.name:
+        raise error("invalid", f"{path}: name: must be the file's name, not {machine.name!r}")
+    engines = top.section("engines", ("peer", "host"))
+    machine.engines_peer = engines.integer("peer", 1, 1024)
+    machine.engines_host = engines.integer("host", 0, 1024)
+    machine.topology = top.choice("topology", _core.Topology)
+    machine.flags = top.choice("flags", _core.FlagHome)
+
+    native = top.section("native", _fields(machine.native))
+    _fill(
+        machine.native,
+        native,
+        lambda key: native.integer(key, 1, 1024) if key == "bcst_rows" else native.boolean(key),
+    )
+    limits = top.section("limits", _fields(machine.limits))
+    _fill(machine.limits, limits, lambda key: _limit(limits, key))
+    links = top.section("links", _fields(machine.links))
+    _fill(machine.links, links, links.number)
+    cost = top.section("cost", _fields(machine.cost))
+    _fill(
+        machine.cost,
+        cost,
+        lambda key: cost.integer(key, 1, 1024) if key == "overlap" else cost.number(key),
+    )
+    _check_sources(path, value)
+    try:
+        machine.check()
+    except _core.Error as cause:
+        raise error("invalid", f"{path}: {cause}") from cause
+    _load_tuned(machine, path.parent / "tuned" / f"{machine.name}.json")
+    return machine
+
+
+def _limit(limits: _Section, key: str) -> int | None:
+    if limits.take(key) is None:
+        return None
+    small = key in ("rows_max", "swap_align", "bcst_align")
+    return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
+
+
+def _check_sources(path: Path, value: dict[str, Any]) -> None:
+    """Every number's origin is a text under the key SECTION.KEY of an existing number."""
+    places = [
+        f"{name}.{key}"
+        for name in ("engines", "native", "limits", "links", "cost")
+        for key in value[name]
+    ]
+    sources = value["sources"]
+    given = list(sources) if isinstance(sources, dict) else []
+    needed = [place for place in places if place.startswith(("links.", "cost."))]
+    allowed = [place for place in places if place in given or place in needed]
+    section = _Section(path, "sources.", sources, allowed)
+    for key in allowed:
+        section.text(key)
+
+
+def _load_tuned(machine: _core.Machine, path: Path) -> None:
+    if not path.is_file():
+        return
+    rows, raw = _read(path)
+    if not isinstance(rows, list):
+        raise error("invalid", f"{path}: must be a list of rows")
+    keys = (
+        "op",
+        "ranks",
+        "in_place",
+        "bytes_min",
+        "bytes_max",
+        "variant",
+        "time_us",
+        "date",
+        "commit",
+    )
+    table = []
+    for index, value in enumerate(rows):
+        row = _Section(path, f"[{index}].", value, keys)
+        tuned = _core.TunedRow()
+        tuned.op = row.text("op")
+        tuned.ranks = row.integer("ranks", 1, machine.ranks)
+        tuned.in_place = row.boolean("in_place")
+        tuned.bytes_min = row.integer("bytes_min", 0, 2**63 - 1)
+        tuned.bytes_max = row.integer("bytes_max", tuned.bytes_min, 2**63 - 1)
+        tuned.variant = row.text("variant")
+        row.number("time_us")
+        row.text("date")
+        row.text("commit")
+        table.append(tuned)
+    machine.tuned = table
+    machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]
