@@ -48,7 +48,7 @@ STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 asan: build build/asan/.installed  ## tests under the address and undefined-behaviour sanitizers
 	rm -f build/asan/report.*
 	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
-	ASAN_OPTIONS='log_path=build/asan/report:stack_trace_format="    #%n %f %S %m"' \
+	ASAN_OPTIONS='log_path=$(CURDIR)/build/asan/report:stack_trace_format="    #%n %f %S %m"' \
 	UBSAN_OPTIONS=print_stacktrace=1 LSAN_OPTIONS=exitcode=0 \
 	$(PYTEST) --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
 	! grep -B 9 -A 9 '_core\.cpython' build/asan/report.*
