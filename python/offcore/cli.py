@@ -1,0 +1,344 @@
+"""The command line: `offcore bench | show | verify | breakdown | doctor | demo`.
+
+Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
+and exit status 1; a wrong call is status 2; wrong bytes are a failure.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import offcore
+
+from . import bench, breakdown, demo, doctor, plot, report
+from .baselines import check_baseline
+from .errors import error
+from .layout import OPS
+from .report import JsonLines, Row, Skip, Stamp
+from .sizes import parse_bytes, parse_sizes
+
+SIM_MACHINE = "mi300x-8"
+SIM_SIZES = "1K:4G"
+REAL_SIZES = "1K:64M"
+REAL_RANKS = 2
+
+app = typer.Typer(
+    help="GPU communication off the cores, on copy (DMA) engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Op = enum.Enum("Op", {name: name for name in OPS}, type=str)  # type: ignore[misc]
+BackendName = enum.Enum(  # type: ignore[misc]
+    "BackendName", {name: name for name in ("auto", "sim", "host", "cuda", "sdma")}, type=str
+)
+ProtocolName = enum.Enum(  # type: ignore[misc]
+    "ProtocolName", {name: name for name in ("auto", "barrier", "promise", "eager")}, type=str
+)
+Metric = enum.Enum("Metric", {name: name for name in plot.METRICS}, type=str)  # type: ignore[misc]
+
+
+def _parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure), param_hint=option) from None
+
+
+def _names(text: str, option: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise typer.BadParameter("name at least one", param_hint=option)
+    return names
+
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write JSON, one object a line (- is stdout)."),
+]
+OpArgument = Annotated[Op, typer.Argument(metavar="OP", help=", ".join(OPS))]
+MachineOption = Annotated[str | None, typer.Option(help="A machine (see: offcore doctor).")]
+RanksOption = Annotated[int | None, typer.Option(min=1, help="The machine's first ranks only.")]
+InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Input and output share a buffer.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot (.png, .svg, .pdf).")
+]
+
+
+def _request(
+    op: str,
+    backend: str,
+    machine: str | None,
+    ranks: int | None,
+    sizes: str | None,
+    variants: str,
+    protocol: str,
+    **rest: Any,
+) -> bench.Request:
+    """Fills in what depends on the backend: machine, ranks, sizes, protocol."""
+    backend = bench.resolve_backend(backend, machine)
+    if backend == "sim":
+        machine = machine or SIM_MACHINE
+        ranks = ranks or offcore.machines.load(machine).ranks
+        # The paper's set-up: an operation may write at once, its buffers are known to be free.
+        protocol = "promise" if protocol == "auto" else protocol
+    named = variants not in ("all", "auto")
+    names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
+    default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
+    return bench.Request(
+        op=op,
+        backend=backend,
+        machine=machine,
+        ranks=ranks or REAL_RANKS,
+        sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
+        variants=names,
+        named=named,
+        protocol=protocol,
+        **rest,
+    )
+
+
+@app.command("bench")
+def bench_command(
+    op: OpArgument,
+    backend: Annotated[BackendName, typer.Option(help="Where to run.")] = BackendName.auto,
+    machine: MachineOption = None,
+    ranks: RanksOption = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST[:FACTOR]|LIST",
+            help="Total bytes: 1K:4G, 1K:1G:4 or 4096,1000003 (K = 1024). "
+            f"Default {SIM_SIZES} on sim, {REAL_SIZES} elsewhere.",
+        ),
+    ] = None,
+    variants: Annotated[
+        str,
+        typer.Option(metavar="all|auto|LIST", help="All there are, the chosen one, or these."),
+    ] = "all",
+    in_place: InPlaceOption = False,
+    protocol: Annotated[
+        ProtocolName, typer.Option(help="How ranks enter; auto is promise on sim.")
+    ] = ProtocolName.auto,
+    iters: Annotated[int, typer.Option(min=1, help="Batches; time is their median.")] = (
+        bench.BATCHES
+    ),
+    calls: Annotated[int, typer.Option(min=1, help="Calls a batch, enqueued ahead.")] = bench.CALLS,
+    warmup: Annotated[int, typer.Option(min=0, help="Calls before the first batch.")] = (
+        bench.WARMUP_CALLS
+    ),
+    check: Annotated[bool, typer.Option(help="Check every byte (up to 64M on sim).")] = True,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Measure beside: gloo, memcpy.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds a wait may take.")] = 30.0,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+    metric: Annotated[Metric, typer.Option(help="What the plot shows.")] = Metric.time,
+) -> None:
+    """Time a collective by size and variant, and check every byte it moved.
+
+    The columns are those of nccl-tests; GB/s are 1e9 bytes a second; a size is the total array.
+    """
+    request = _request(
+        op.value,
+        backend.value,
+        machine,
+        ranks,
+        sizes,
+        variants,
+        protocol.value,
+        in_place=in_place,
+        batches=iters,
+        calls=calls,
+        warmup=warmup,
+        check=check,
+        baselines=_names(baseline, "--baseline") if baseline else [],
+        timeout_s=timeout,
+    )
+    for name in request.baselines:
+        check_baseline(name)
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    rows = _measure(request, json)
+    if plot_to is not None:
+        plot.plot_rows(rows, plot_to, metric.value)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _measure(request: bench.Request, json: str | None) -> list[Row]:
+    rows: list[Row] = []
+    skips: list[Skip] = []
+    try:
+        with JsonLines(json) as lines:
+            measure = partial(bench.run, request)
+            report.collect(measure, request.steps, request.op, lines, Stamp(), rows, skips)
+    finally:
+        # What is known is shown, also when a later size failed.
+        if rows:
+            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+    if not rows:
+        raise error("unsupported", "; ".join(dict.fromkeys(skip.reason for skip in skips)))
+    return rows
+
+
+@app.command()
+def show(
+    op: OpArgument,
+    machine: Annotated[str, typer.Option(help="A machine (see: offcore doctor).")] = SIM_MACHINE,
+    ranks: RanksOption = None,
+    nbytes: Annotated[str, typer.Option("--bytes", help="Total bytes (K = 1024).")] = "1M",
+    variant: Annotated[str, typer.Option(help="pcpy, prelaunch_b2b, ..., or auto.")] = ("auto"),
+    in_place: InPlaceOption = False,
+    protocol: Annotated[ProtocolName, typer.Option(help="How ranks enter.")] = ProtocolName.auto,
+    json: JsonOption = None,
+) -> None:
+    """Print the program of DMA commands that a collective runs as."""
+    program = offcore.show_program(
+        op.value,
+        machine=machine,
+        ranks=ranks or offcore.machines.load(machine).ranks,
+        nbytes=_parsed(parse_bytes, nbytes, "--bytes"),
+        variant=variant,
+        in_place=in_place,
+        protocol=protocol.value,
+    )
+    with JsonLines(json) as lines:
+        lines.write(_program_record(program) | {"text": str(program)})
+    if json != "-":
+        sys.stdout.write(str(program))
+
+
+def _program_record(program: Any) -> dict[str, Any]:
+    counts = program.counts
+    return {
+        "op": program.op,
+        "machine": program.machine,
+        "ranks": program.ranks,
+        "variant": program.variant,
+        "protocol": program.protocol,
+        "native": program.native,
+        "commands": counts.commands,
+        "copies": counts.copies,
+        "engines": counts.engines,
+        "syncs": counts.syncs,
+        "bytes": counts.bytes,
+    }
+
+
+@app.command()
+def verify(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="A program's text.")],
+    json: JsonOption = None,
+) -> None:
+    """Check a program's text: form, bounds, hazards, unmatched polls, deadlock."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise error("invalid", f"cannot read '{file}': {failure}") from None
+    with JsonLines(json) as lines:
+        try:
+            program = offcore.Program.parse(text)
+            offcore.verify(program)
+        except offcore.Error as failure:
+            lines.write({"ok": False, "code": failure.code, "message": str(failure)})
+            raise
+        record = _program_record(program)
+        lines.write({"ok": True} | record)
+    if json != "-":
+        typer.echo(
+            f"ok: {record['op']} of {record['ranks']} ranks: {record['commands']} commands on "
+            f"{record['engines']} engines, {record['syncs']} syncs, {record['bytes']} bytes"
+        )
+
+
+@app.command("breakdown")
+def breakdown_command(
+    machine: Annotated[str, typer.Option(help="A machine (see: offcore doctor).")] = SIM_MACHINE,
+    sizes: Annotated[
+        str, typer.Option(metavar="FIRST:LAST[:FACTOR]|LIST", help="Bytes of the copy (K = 1024).")
+    ] = breakdown.SIZES,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+) -> None:
+    """Print the phases of a single copy by size, simulated (DMA-Latte section 3.2)."""
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    wanted = _parsed(parse_sizes, sizes, "--sizes")
+    found = breakdown.copies(machine, wanted)
+    stamp = vars(Stamp())
+    with JsonLines(json) as lines:
+        for copy in found:
+            lines.write({"op": "copy", "machine": machine} | copy.to_json() | stamp)
+    console = report.console(stderr=json == "-")
+    console.print(breakdown.table(machine, found))
+    if plot_to is not None:
+        title = f"Phases of one copy between two ranks of {machine} (sim)"
+        plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+
+
+@app.command("doctor")
+def doctor_command(json: JsonOption = None) -> None:
+    """Say for each backend whether it is available, or why not and what would make it so."""
+    found = doctor.examine()
+    with JsonLines(json) as lines:
+        lines.write(found)
+    if json != "-":
+        doctor.render(found, report.console())
+
+
+@app.command("demo")
+def demo_command(
+    folder: Annotated[Path, typer.Option("--out", help="Where plots and rows go.")] = Path(
+        "demo-out"
+    ),
+    host_sizes: Annotated[
+        str, typer.Option(metavar="FIRST:LAST[:FACTOR]|LIST", help="Sizes between processes.")
+    ] = demo.HOST_SIZES,
+    json: JsonOption = None,
+) -> None:
+    """Run collectives on the simulated MI300X machine, then between processes of this one."""
+    sizes = _parsed(parse_sizes, host_sizes, "--host-sizes")
+    folder.mkdir(parents=True, exist_ok=True)
+    with JsonLines(json or str(folder / "results.jsonl")) as lines:
+        demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"offcore {report.versions().get('offcore', 'unknown')} ({report.commit()})")
+        raise typer.Exit
+
+
+def main() -> None:
+    try:
+        app()
+    except offcore.Error as failure:
+        sys.stdout.flush()
+        print(f"offcore: {failure.code}: {failure}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe has left (offcore show ... | head): nothing is left to tell.
+        sys.stderr.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

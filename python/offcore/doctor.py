@@ -1,0 +1,93 @@
+"""What this machine can run, and what would make it run more: `offcore doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+
+import offcore
+
+from .report import commit, versions
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _shared_memory() -> dict[str, int] | None:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return None
+    found = os.statvfs(folder)
+    return {
+        "bytes": found.f_frsize * found.f_blocks,
+        "free_bytes": found.f_frsize * found.f_bavail,
+    }
+
+
+def examine() -> dict[str, Any]:
+    machines = []
+    for name in offcore.machines.names():
+        try:
+            machines.append({"name": name, "ranks": offcore.machines.load(name).ranks})
+        except offcore.Error as failure:
+            machines.append({"name": name, "error": str(failure)})
+    return {
+        "backends": [
+            {"name": name, "available": available, "reason": reason}
+            for name, available, reason in offcore.probe_backends()
+        ],
+        "machines": machines,
+        "versions": versions(),
+        "commit": commit(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": _memory_bytes(),
+        "shared_memory": _shared_memory(),
+        "environment": [
+            {"name": name, "value": os.environ.get(name), "default": default, "meaning": meaning}
+            for name, default, meaning in offcore._core.env_variables()
+        ],
+    }
+
+
+def _grid(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def render(found: dict[str, Any], console: Console) -> None:
+    backends = _grid("backends", "name", "state", "")
+    for backend in found["backends"]:
+        state = "[green]available[/]" if backend["available"] else "[yellow]unavailable[/]"
+        backends.add_row(backend["name"], state, backend["reason"])
+    machines = _grid("machines", "name", "ranks")
+    for machine in found["machines"]:
+        machines.add_row(machine["name"], str(machine.get("ranks", machine.get("error"))))
+    system = _grid("this machine", "what", "")
+    for name, version in found["versions"].items():
+        system.add_row(name, version)
+    system.add_row("commit", found["commit"])
+    system.add_row("system", found["platform"])
+    system.add_row("cores", str(found["cores"]))
+    system.add_row("memory", f"{found['memory_bytes'] / 2**30:.1f} GiB")
+    if found["shared_memory"]:
+        shared = found["shared_memory"]
+        system.add_row(
+            "/dev/shm",
+            f"{shared['free_bytes'] / 2**30:.1f} GiB free of {shared['bytes'] / 2**30:.1f} GiB",
+        )
+    environment = _grid("environment", "variable", "value", "meaning")
+    for variable in found["environment"]:
+        value = variable["value"]
+        shown = f"[dim]{variable['default'] or '-'} (not set)[/]" if value is None else value
+        environment.add_row(variable["name"], shown, variable["meaning"])
+    console.print(Group(backends, machines, system, environment))

@@ -1,0 +1,94 @@
+"""One collective after the other on windows that are kept: fill, launch, wait, check.
+
+The local ranks of one communicator are served: all of them on `sim`, one a process on `host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .errors import error
+from .layout import ROOT, Bytes, Layout
+
+# One collective call: takes the variant, gives the handle to wait for.
+Launch = Callable[[str], Any]
+
+
+class Exercise:
+    def __init__(
+        self, comm: Any, op: str, in_place: bool, nbytes_max: int, protocol: str, phantom: bool
+    ) -> None:
+        if in_place and op in ("scatter", "gather"):
+            raise error("unsupported", f"{op} has no in-place form: leave --in-place out")
+        self.comm = comm
+        self.op = op
+        self.in_place = in_place or op == "broadcast"
+        self.protocol = protocol
+        self.phantom = phantom
+        largest = Layout(op, comm.ranks, nbytes_max, in_place)
+        self._out = comm.window(max(1, largest.out_bytes))
+        self._inp = None if self.in_place else comm.window(max(1, largest.in_bytes))
+
+    def layout(self, nbytes: int) -> Layout:
+        return Layout(self.op, self.comm.ranks, nbytes, self.in_place)
+
+    def launch_of(self, layout: Layout) -> Launch:
+        """The call that runs this layout; what varies between calls is bound once, here."""
+        out = self._out.region(0, layout.out_bytes)
+        inp = None if self._inp is None else self._inp.region(0, layout.in_bytes)
+        name = layout.op if layout.even else layout.op + "_v"
+        function = getattr(self.comm, name)
+        protocol = self.protocol
+        if layout.op == "broadcast":
+            return lambda variant: function(out, root=ROOT, variant=variant, protocol=protocol)
+        args: list[Any] = [out, inp]
+        options: dict[str, Any] = {"protocol": protocol}
+        if not layout.even:
+            args.append(layout.matrix if layout.op == "all_to_all" else layout.counts)
+        if layout.op in ("scatter", "gather"):
+            options["root"] = ROOT
+        return lambda variant: function(*args, variant=variant, **options)
+
+    def fill(self, layout: Layout, seed: int) -> None:
+        for rank in self.comm.local_ranks:
+            layout.fill(rank, self._array(self._inp or self._out, rank), seed)
+
+    def wrong(self, layout: Layout, seed: int) -> int:
+        return sum(
+            layout.wrong(rank, self._array(self._out, rank), seed) for rank in self.comm.local_ranks
+        )
+
+    def checked_call(self, layout: Layout, variant: str, seed: int) -> tuple[Any, int | None]:
+        """One call on fresh inputs: its result, and its number of wrong bytes (None: phantom)."""
+        if self.phantom:
+            return self.launch_of(layout)(variant).wait(), None
+        self.fill(layout, seed)
+        result = self.launch_of(layout)(variant).wait()
+        return result, self.wrong(layout, seed)
+
+    def _array(self, window: Any, rank: int) -> Bytes:
+        array: Bytes = window.array(rank, np.uint8)
+        return array
+
+
+def facts_of(result: Any) -> dict[str, Any]:
+    """What a result tells, as plain values that travel between processes."""
+    return {
+        "machine": result.machine,
+        "in_place": result.in_place,
+        "variant": result.variant,
+        "native": result.native,
+        "protocol": result.protocol,
+        # The modes of a plan are finer; a reader of results asks only whether a graph ran it.
+        "mode": "graph" if result.mode == "capture" else "eager",
+        "commands": result.commands,
+        "engines": result.engines,
+        "syncs": result.syncs,
+        "phases": {
+            name: round(float(getattr(result.phases, name)), 4)
+            for name in ("control_us", "schedule_us", "copy_us", "sync_us")
+        },
+    }

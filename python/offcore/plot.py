@@ -1,0 +1,145 @@
+"""Plots of results: time or bandwidth over size with a line a variant, and a copy's phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import error
+from .report import Row
+from .sizes import format_bytes
+
+METRICS = ("time", "busbw")
+_TICKS_MAX = 12
+# Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
+_COLOURS = {
+    "pcpy": "#0072B2",
+    "bcst": "#D55E00",
+    "swap": "#CC79A7",
+    "b2b": "#009E73",
+    "fan": "#E69F00",
+    "gloo": "#000000",
+    "memcpy": "#7F7F7F",
+}
+_PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
+
+
+def check_plot(path: Path) -> None:
+    """Raises where a plot could not be written: before anything has been measured."""
+    _pyplot()
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise error("unavailable", "plots need matplotlib: pip install 'offcore[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    step = -(-len(sizes) // _TICKS_MAX)
+    ticks = sizes[::step]
+    axes.set_xticks(ticks, [format_bytes(size) for size in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("total size (bytes, K = 1024)")
+
+
+def _style_of(row: Row) -> dict[str, Any]:
+    kind = row.name.removeprefix("prelaunch_").split(":")[0]
+    prelaunch = row.name.startswith("prelaunch_")
+    style: dict[str, Any] = {
+        "color": _COLOURS.get(kind),
+        "linestyle": "-" if prelaunch or row.impl != "offcore" else "--",
+        "marker": "o" if prelaunch else "^" if row.impl == "offcore" else "s",
+        "markersize": 3.5,
+        "linewidth": 1.4,
+    }
+    return style
+
+
+def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
+    value: Callable[[Row], float] = lambda row: (  # noqa: E731
+        row.time_us if metric == "time" else row.busbw_gbps
+    )
+    rows = [row for row in rows if row.bytes > 0]
+    for name in dict.fromkeys(row.name for row in rows):
+        line = sorted((row for row in rows if row.name == name), key=lambda row: row.bytes)
+        axes.plot(
+            [row.bytes for row in line],
+            [value(row) for row in line],
+            label=name,
+            **_style_of(line[0]),
+        )
+    _size_axis(axes, sorted({row.bytes for row in rows}))
+    if metric == "time":
+        axes.set_yscale("log")
+        axes.set_ylabel("time (us)")
+    else:
+        axes.set_ylabel("busbw (1e9 bytes/s)")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
+    """One panel an operation, one line a variant."""
+    plt = _pyplot()
+    ops = list(dict.fromkeys(row.op for row in rows))
+    figure, panels = plt.subplots(
+        1, len(ops), figsize=(6.4 * len(ops) + 1.6, 4.6), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for axes, op in zip(panels[0], ops, strict=True):
+        of_op = [row for row in rows if row.op == op]
+        _draw_lines(axes, of_op, metric)
+        row = of_op[0]
+        axes.set_title(f"{op}, {row.ranks} ranks, {row.machine} ({row.backend})", fontsize=10)
+        lines, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9
+    )
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def plot_phases(
+    sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
+) -> None:
+    """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
+    )
+    bottoms = [0.0] * len(sizes)
+    totals = [sum(one.values()) for one in phases]
+    for name, colour in _PHASE_COLOURS.items():
+        shares = [
+            100 * one[f"{name}_us"] / total if total else 0.0
+            for one, total in zip(phases, totals, strict=True)
+        ]
+        axes.bar(range(len(sizes)), shares, bottom=bottoms, color=colour, label=name, width=0.72)
+        bottoms = [low + share for low, share in zip(bottoms, shares, strict=True)]
+    for position, total in enumerate(totals):
+        axes.text(position, 101, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(sizes)), [format_bytes(size) for size in sizes])
+    axes.set_ylim(0, 110)
+    axes.set_yticks(range(0, 101, 20))
+    axes.set_xlabel("size of the copy (K = 1024); above each bar its time in us")
+    axes.set_ylabel("share of the time (%)")
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)

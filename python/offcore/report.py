@@ -1,0 +1,312 @@
+"""Rows of results: their fields, their stamp, and how they print.
+
+A row is one JSON object a line. Its field names are stable: benchmarks/compare.py and the tests
+read them. `wrong` is None where nothing was checked; what a baseline cannot know is None too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from .errors import error
+from .sizes import algbw_gbps, busbw_factor, format_bytes
+
+_WIDTH_WITHOUT_TERMINAL = 140
+
+
+@dataclass(frozen=True)
+class Row:
+    impl: str  # offcore, or the baseline's name
+    op: str
+    backend: str
+    machine: str
+    ranks: int
+    bytes: int
+    in_place: bool
+    variant: str | None
+    native: bool | None
+    protocol: str | None
+    mode: str  # eager or graph
+    time_us: float  # median of the batches
+    time_us_min: float
+    time_us_max: float
+    wrong: int | None
+    commands: int | None
+    engines: int | None
+    syncs: int | None
+    phases: dict[str, float] | None
+
+    @property
+    def algbw_gbps(self) -> float:
+        return algbw_gbps(self.bytes, self.time_us)
+
+    @property
+    def busbw_gbps(self) -> float:
+        return self.algbw_gbps * busbw_factor(self.op, self.ranks)
+
+    @property
+    def name(self) -> str:
+        """What a line of a table or of a plot is called."""
+        return self.variant if self.impl == "offcore" and self.variant else self.impl
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Something that was asked for as one of many and cannot be had."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    found = {"offcore": _version("offcore"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in ("numpy", "torch")}
+    return {name: version for name, version in found.items() if version}
+
+
+def commit() -> str:
+    """`git describe` of the source in a checkout of offcore, else the package's version."""
+    fallback = _version("offcore") or "unknown"
+
+    def git(*words: str, folder: Path) -> str:
+        done = subprocess.run(
+            ("git", "-C", str(folder), *words), capture_output=True, text=True, timeout=10
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        top = git("rev-parse", "--show-toplevel", folder=Path(__file__).resolve().parent)
+        # A virtual environment may lie inside a checkout of something else.
+        if not top or not git("ls-files", "core/ir/program.h", folder=Path(top)):
+            return fallback
+        return git("describe", "--always", "--dirty", "--tags", folder=Path(top)) or fallback
+    except (OSError, subprocess.SubprocessError):
+        return fallback
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What all rows of one invocation share."""
+
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    versions: dict[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
+    date: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="seconds"
+        )
+    )
+
+
+Outcome = Row | Skip
+
+
+def to_json(row: Row, stamp: Stamp) -> dict[str, Any]:
+    record = asdict(row)
+    record["algbw_gbps"] = round(row.algbw_gbps, 6)
+    record["busbw_gbps"] = round(row.busbw_gbps, 6)
+    return record | asdict(stamp)
+
+
+class JsonLines:
+    """Where `--json FILE|-` goes: an object a line, written as soon as it is known."""
+
+    def __init__(self, target: str | None) -> None:
+        self.to_stdout = target == "-"
+        self._file: TextIO | None = sys.stdout if self.to_stdout else None
+        if target is not None and not self.to_stdout:
+            # Opened at once: a path that cannot be written is told before hours of work.
+            try:
+                self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
+            except OSError as failure:
+                raise error("invalid", f"cannot write '{target}': {failure.strerror}") from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None and not self.to_stdout:
+            self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that does not squeeze tables where there is no terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL)
+
+
+def progress_bar() -> Progress:
+    """On stderr and gone when done, so that stdout holds results only."""
+    to = console(stderr=True)
+    return Progress(console=to, transient=True, disable=not to.is_terminal)
+
+
+def collect(
+    measure: Callable[[Callable[[float], None]], Iterable[Outcome]],
+    steps: int,
+    label: str,
+    lines: JsonLines,
+    stamp: Stamp,
+    rows: list[Row],
+    skips: list[Skip],
+) -> None:
+    """Runs a measurement under a progress bar; what it has found is kept also when it fails."""
+    with progress_bar() as bar:
+        task = bar.add_task(label, total=steps)
+        for outcome in measure(lambda done: bar.advance(task, done)):
+            if isinstance(outcome, Row):
+                rows.append(outcome)
+                lines.write(to_json(outcome, stamp))
+            else:
+                skips.append(outcome)
+
+
+def best_of(rows: Iterable[Row]) -> dict[int, Row]:
+    """The fastest row of offcore's for each size."""
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row.impl == "offcore" and (
+            row.bytes not in best or row.time_us < best[row.bytes].time_us
+        ):
+            best[row.bytes] = row
+    return best
+
+
+def best_ranges(rows: Iterable[Row]) -> list[str]:
+    """`prelaunch_b2b 1K-64K`, ...: which variant is best where."""
+    ranges: list[tuple[str, int, int]] = []
+    for size, row in sorted(best_of(rows).items()):
+        if ranges and ranges[-1][0] == row.name:
+            ranges[-1] = (row.name, ranges[-1][1], size)
+        else:
+            ranges.append((row.name, size, size))
+    return [
+        f"{name} {format_bytes(first)}" + (f"-{format_bytes(last)}" if last != first else "")
+        for name, first, last in ranges
+    ]
+
+
+def format_us(time_us: float) -> str:
+    return f"{time_us:,.2f}" if time_us < 1000 else f"{time_us:,.0f}"
+
+
+def _title(rows: list[Row]) -> str:
+    row = rows[0]
+    place = ", in place" if row.in_place and row.op != "broadcast" else ""
+    return f"{row.op} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
+
+
+def _optional(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def table(rows: list[Row]) -> Table:
+    """nccl-tests' columns, and what offcore adds to them: variant, commands, engines, syncs."""
+    result = Table(title=_title(rows), box=box.SIMPLE_HEAD, title_justify="left")
+    several = len({row.impl for row in rows}) > 1
+    result.add_column("size", justify="right")
+    if several:
+        result.add_column("impl")
+    result.add_column("variant")
+    for name in ("time us", "algbw GB/s", "busbw GB/s", "#wrong", "commands", "engines", "syncs"):
+        result.add_column(name, justify="right")
+    best = best_of(rows)
+    choice = len({row.name for row in rows if row.impl == "offcore"}) > 1
+    for position, row in enumerate(rows):
+        is_best = choice and best.get(row.bytes) is row
+        expanded = " +" if row.native is False else ""
+        cells = [format_bytes(row.bytes)]
+        cells += [row.impl] if several else []
+        cells += [_optional(row.variant) + expanded + (" *" if is_best else "")]
+        cells += [format_us(row.time_us), f"{row.algbw_gbps:.2f}", f"{row.busbw_gbps:.2f}"]
+        cells += [_optional(v) for v in (row.wrong, row.commands, row.engines, row.syncs)]
+        last = position + 1 == len(rows) or rows[position + 1].bytes != row.bytes
+        style = "bold red" if row.wrong else "bold green" if is_best else None
+        result.add_row(*cells, style=style, end_section=last and choice)
+    return result
+
+
+def matrix(rows: list[Row]) -> Table:
+    """Times by size (down) and variant (across), the best of each size marked."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    best = best_of(rows)
+    result = Table(title=_title(rows) + ": time in us", box=box.SIMPLE_HEAD, title_justify="left")
+    result.add_column("size", justify="right")
+    for name in names:
+        result.add_column(name, justify="right", overflow="fold")
+    for size in dict.fromkeys(row.bytes for row in rows):
+        cells = [format_bytes(size)]
+        of_size = {row.name: row for row in rows if row.bytes == size}
+        for name in names:
+            row = of_size.get(name)
+            text = "-" if row is None else format_us(row.time_us)
+            cells.append(f"[bold green]{text}*[/]" if row and best.get(size) is row else text)
+        result.add_row(*cells)
+    return result
+
+
+def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
+    """What a reader of the table has to know besides."""
+    notes = []
+    if len({row.name for row in rows if row.impl == "offcore"}) > 1:
+        notes.append("* best of its size: " + ", ".join(best_ranges(rows)))
+    if any(row.native is False for row in rows):
+        notes.append("+ has commands that this machine lacks: they were expanded")
+    unchecked = [row.bytes for row in rows if row.wrong is None and row.impl == "offcore"]
+    if unchecked:
+        first = format_bytes(min(unchecked))
+        notes.append(f"#wrong is - where bytes were not checked (from {first} on)")
+    wrong = sum(row.wrong or 0 for row in rows)
+    if wrong:
+        notes.append(f"WRONG: {wrong} bytes differ from what they must be")
+    by_reason: dict[tuple[str, str], list[int]] = {}
+    for skip in skips:
+        by_reason.setdefault((skip.name, skip.reason), []).append(skip.bytes)
+    all_sizes = len({row.bytes for row in rows} | {skip.bytes for skip in skips})
+    for (name, reason), sizes in by_reason.items():
+        where = "" if len(sizes) == all_sizes else " at " + ", ".join(map(format_bytes, sizes))
+        notes.append(f"skipped {name}{where}: {reason}")
+    return notes
+
+
+def print_rows(
+    rows: list[Row],
+    skips: list[Skip],
+    to: Console,
+    form: Callable[[list[Row]], Table] = table,
+) -> None:
+    to.print(form(rows))
+    for note in footnotes(rows, skips):
+        to.print(note, highlight=False, markup=False)

@@ -1,0 +1,59 @@
+"""Runs the command line as a user does: in a process of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+COMMAND = (sys.executable, "-m", "offcore.cli")
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def records(self):
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture
+def offcore_cli():
+    def run(*words, stdin=None, timeout=100):
+        done = subprocess.run(
+            (*COMMAND, *map(str, words)),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def start_cli():
+    """Starts the command in a process group of its own, as a shell does."""
+    started = []
+
+    def start(*words):
+        process = subprocess.Popen(
+            (*COMMAND, *map(str, words)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

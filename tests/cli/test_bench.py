@@ -1,0 +1,180 @@
+"""`offcore bench`: rows, columns, checks, skips and refusals."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from offcore.layout import OPS
+
+FIELDS = {
+    "impl", "op", "backend", "machine", "ranks", "bytes", "in_place", "variant", "native",
+    "protocol", "mode", "time_us", "time_us_min", "time_us_max", "algbw_gbps", "busbw_gbps",
+    "wrong", "commands", "engines", "syncs", "phases", "run", "versions", "commit", "date",
+}  # fmt: skip
+SIM = ("--backend", "sim", "--machine", "mi300x-8")
+HOST = ("--backend", "host", "--ranks", "2", "--iters", "2", "--calls", "3", "--warmup", "1")
+
+
+def check_rows(rows, op):
+    assert rows
+    for row in rows:
+        assert set(row) == FIELDS
+        assert row["op"] == op
+        assert row["time_us_min"] <= row["time_us"] <= row["time_us_max"]
+        if row["time_us"]:
+            expected = row["bytes"] / row["time_us"] / 1e3
+            assert row["algbw_gbps"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert len({row["run"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sim_moves_every_byte_right(offcore_cli, op):
+    ran = offcore_cli("bench", op, *SIM, "--sizes", "64,4K,100003,1M", "--json", "-")
+    assert ran.status == 0, ran.err
+    check_rows(ran.records, op)
+    assert {row["bytes"] for row in ran.records} == {64, 4096, 100003, 1 << 20}
+    assert {row["wrong"] for row in ran.records} == {0}
+    assert {row["ranks"] for row in ran.records} == {8}
+    assert all(row["time_us_min"] == row["time_us_max"] for row in ran.records)
+    factor = 1 if op == "broadcast" else 7 / 8
+    for row in ran.records:
+        assert row["busbw_gbps"] == pytest.approx(factor * row["algbw_gbps"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sizes_of_none_and_one_byte_work(offcore_cli, op):
+    ran = offcore_cli("bench", op, *SIM, "--sizes", "0,1", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert {row["bytes"] for row in ran.records} == {0, 1}
+    assert {row["wrong"] for row in ran.records} == {0}
+
+
+def test_sim_repeats_exactly(offcore_cli):
+    words = ("bench", "all_gather", *SIM, "--sizes", "1K:1M:32", "--json", "-")
+    first, second = (offcore_cli(*words).records for _ in range(2))
+    keep = ("bytes", "variant", "time_us", "phases", "commands", "engines", "syncs")
+    assert [[r[k] for k in keep] for r in first] == [[r[k] for k in keep] for r in second]
+
+
+def test_large_sizes_run_without_bytes(offcore_cli):
+    words = ("--sizes", "64M,128M,4G", "--variants", "pcpy", "--json", "-")
+    ran = offcore_cli("bench", "all_gather", *SIM, *words)
+    assert ran.status == 0, ran.err
+    assert [row["wrong"] for row in ran.records] == [0, None, None]
+
+
+def test_nothing_is_claimed_where_nothing_was_checked(offcore_cli):
+    words = ("--sizes", "4K", "--variants", "pcpy", "--no-check", "--json", "-")
+    for place in (SIM, HOST):
+        ran = offcore_cli("bench", "all_gather", *place, *words)
+        assert ran.status == 0, ran.err
+        assert [row["wrong"] for row in ran.records] == [None]
+
+
+def test_in_place_all_to_all_has_swap(offcore_cli):
+    ran = offcore_cli("bench", "all_to_all", *SIM, "--in-place", "--sizes", "64K", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert {row["wrong"] for row in ran.records} == {0}
+    assert {"swap", "prelaunch_swap"} <= {row["variant"] for row in ran.records}
+    assert all(row["in_place"] for row in ran.records)
+
+
+def test_swap_is_skipped_among_all_and_refused_by_name(offcore_cli):
+    among = offcore_cli("bench", "all_gather", *SIM, "--sizes", "4K")
+    assert among.status == 0, among.err
+    assert "skipped swap" in among.out
+    named = offcore_cli("bench", "all_gather", *SIM, "--sizes", "4K", "--variants", "pcpy,swap")
+    assert named.status == 1
+    assert "offcore: unsupported:" in named.err
+
+
+def test_indivisible_all_to_all_in_place_is_refused(offcore_cli):
+    ran = offcore_cli("bench", "all_to_all", *SIM, "--in-place", "--sizes", "1000003")
+    assert ran.status == 1
+    assert ran.err.startswith("offcore: unsupported:")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("all_gather", "--machine", "nonesuch-8"), "invalid"),
+        (("all_gather", *SIM, "--variants", "warp", "--sizes", "4K"), "invalid"),
+        (("all_gather", *SIM, "--ranks", "9", "--sizes", "4K"), "invalid"),
+        (("gather", *SIM, "--in-place", "--sizes", "4K"), "unsupported"),
+        (("all_gather", *SIM, "--baseline", "memcpy", "--sizes", "4K"), "unsupported"),
+        (("all_gather", *HOST, "--baseline", "mpi", "--sizes", "4K"), "invalid"),
+        (("all_gather", *SIM, "--sizes", "4K", "--plot", "no-such-folder/p.png"), "invalid"),
+        (("all_gather", *SIM, "--sizes", "4K", "--plot", "plot.txt"), "invalid"),
+        (("all_gather", *SIM, "--sizes", "4K", "--json", "no-such-folder/r.jsonl"), "invalid"),
+    ],
+)
+def test_failures_are_one_line_with_a_code(offcore_cli, words, code):
+    ran = offcore_cli("bench", *words)
+    assert ran.status == 1
+    assert ran.err.startswith(f"offcore: {code}: ")
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("all_reduce",),
+        ("all_gather", "--sizes", "4X"),
+        ("all_gather", "--sizes", "2M:1M"),
+        ("all_gather", "--iters", "0"),
+        ("all_gather", "--backend", "tpu"),
+        ("all_gather", "--variants", ","),
+        ("all_gather", "--no-such-option"),
+    ],
+)
+def test_a_wrong_call_has_status_two(offcore_cli, words):
+    ran = offcore_cli("bench", *words)
+    assert ran.status == 2
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_host_processes_move_every_byte_right(offcore_cli, op):
+    ran = offcore_cli("bench", op, *HOST, "--sizes", "1,4K,100003", "--json", "-")
+    assert ran.status == 0, ran.err
+    check_rows(ran.records, op)
+    assert {row["bytes"] for row in ran.records} == {1, 4096, 100003}
+    assert {row["wrong"] for row in ran.records} == {0}
+    assert {row["backend"] for row in ran.records} == {"host"}
+
+
+def test_host_beside_memcpy(offcore_cli):
+    words = ("--sizes", "64K", "--variants", "auto", "--baseline", "memcpy", "--json", "-")
+    ran = offcore_cli("bench", "all_gather", *HOST, *words)
+    assert ran.status == 0, ran.err
+    assert [row["impl"] for row in ran.records] == ["offcore", "memcpy"]
+    assert ran.records[1]["variant"] is None
+    assert ran.records[1]["time_us"] > 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("op", OPS)
+def test_host_beside_gloo(offcore_cli, op):
+    pytest.importorskip("torch")
+    words = ("--sizes", "64K,100003", "--variants", "auto", "--baseline", "gloo", "--json", "-")
+    ran = offcore_cli("bench", op, *HOST, *words)
+    assert ran.status == 0, ran.err
+    gloo = [row for row in ran.records if row["impl"] == "gloo"]
+    assert [row["wrong"] for row in gloo] == [0] * (2 if op == "broadcast" else 1)
+
+
+def test_the_table_has_the_columns_and_marks_the_best(offcore_cli, tmp_path):
+    file, picture = tmp_path / "rows.jsonl", tmp_path / "plot.svg"
+    words = ("--sizes", "1K,4M", "--json", file, "--plot", picture)
+    ran = offcore_cli("bench", "all_gather", *SIM, *words)
+    assert ran.status == 0, ran.err
+    for column in ("size", "variant", "time us", "algbw", "busbw", "#wrong", "engines", "syncs"):
+        assert column in ran.out
+    assert "* best of its size" in ran.out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    check_rows(rows, "all_gather")
+    for size in (1024, 4 << 20):
+        best = min((r for r in rows if r["bytes"] == size), key=lambda row: row["time_us"])
+        assert f"{best['variant']} *" in ran.out or f"{best['variant']} + *" in ran.out
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")

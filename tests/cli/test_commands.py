@@ -1,0 +1,103 @@
+"""`offcore show`, `verify`, `breakdown`, `doctor`, `demo`."""
+
+import json
+
+import pytest
+
+
+def test_show_prints_text_that_verify_accepts(offcore_cli, tmp_path):
+    words = ("--machine", "mi300x-8", "--ranks", "4", "--bytes", "64K", "--variant", "b2b")
+    shown = offcore_cli("show", "all_gather", *words)
+    assert shown.status == 0, shown.err
+    assert shown.out.startswith("program all_gather machine=mi300x-8 ranks=4 variant=b2b")
+    file = tmp_path / "program.dma"
+    file.write_text(shown.out)
+    for source, stdin in ((file, None), ("-", shown.out)):
+        verified = offcore_cli("verify", source, stdin=stdin)
+        assert verified.status == 0, verified.err
+        assert verified.out.startswith("ok: all_gather of 4 ranks: ")
+
+
+def test_show_tells_counts_as_json(offcore_cli):
+    words = ("--bytes", "1M", "--variant", "pcpy", "--protocol", "promise", "--json", "-")
+    ran = offcore_cli("show", "all_gather", *words)
+    assert ran.status == 0, ran.err
+    [record] = ran.records
+    assert record["engines"] == 56
+    assert record["copies"] >= 56
+    assert record["text"].startswith("program all_gather")
+
+
+def test_verify_tells_line_and_column_of_malformed_text(offcore_cli, tmp_path):
+    file = tmp_path / "broken.dma"
+    file.write_text("program all_gather machine=mi300x-8 ranks=two\n")
+    ran = offcore_cli("verify", file)
+    assert ran.status == 1
+    assert ran.err.startswith("offcore: invalid: line 1, column ")
+
+
+def test_verify_rejects_a_planted_hazard(offcore_cli):
+    shown = offcore_cli(
+        "show", "all_gather", "--ranks", "3", "--bytes", "3K", "--variant", "b2b"
+    ).out
+    lines = shown.splitlines()
+    copy = next(i for i, line in enumerate(lines) if line.strip().startswith("copy"))
+    planted = "\n".join([*lines[:copy], lines[copy], *lines[copy:]]) + "\n"
+    ran = offcore_cli("verify", "-", "--json", "-", stdin=planted)
+    assert ran.status == 1
+    assert ran.err.startswith("offcore: verify: ")
+    [record] = ran.records
+    assert record["ok"] is False
+    assert "hazard" in record["message"]
+
+
+def test_verify_of_a_file_that_is_not_there(offcore_cli):
+    ran = offcore_cli("verify", "no-such.dma")
+    assert ran.status == 1
+    assert ran.err.startswith("offcore: invalid: cannot read 'no-such.dma'")
+
+
+def test_breakdown_has_the_papers_phases(offcore_cli, tmp_path):
+    picture = tmp_path / "phases.png"
+    ran = offcore_cli("breakdown", "--machine", "mi300x-8", "--json", "-", "--plot", picture)
+    assert ran.status == 0, ran.err
+    assert [row["bytes"] for row in ran.records] == [4096 << k for k in range(10)]
+    for row in ran.records:
+        assert sum(row["phases"].values()) == pytest.approx(row["time_us"], rel=0.01)
+    overheads = [row["overhead"] for row in ran.records]
+    assert overheads == sorted(overheads, reverse=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_names_every_backend(offcore_cli):
+    ran = offcore_cli("doctor", "--json", "-")
+    assert ran.status == 0, ran.err
+    [found] = ran.records
+    backends = {backend["name"]: backend for backend in found["backends"]}
+    assert backends["sim"]["available"]
+    assert backends["host"]["available"]
+    assert all(b["available"] or b["reason"] for b in backends.values())
+    assert {"mi300x-8", "h200-4"} <= {machine["name"] for machine in found["machines"]}
+    assert not [machine for machine in found["machines"] if "error" in machine]
+    assert "OFFCORE_TIMEOUT_S" in {variable["name"] for variable in found["environment"]}
+    shown = offcore_cli("doctor")
+    assert shown.status == 0, shown.err
+    assert "mi300x-8" in shown.out
+
+
+def test_version(offcore_cli):
+    ran = offcore_cli("--version")
+    assert ran.status == 0
+    assert ran.out.startswith("offcore ")
+
+
+def test_demo_shows_both_machines(offcore_cli, tmp_path):
+    ran = offcore_cli("demo", "--out", tmp_path, "--host-sizes", "4K")
+    assert ran.status == 0, ran.err
+    assert "no byte is wrong" in ran.out
+    for name in ("mi300x-8.png", "host.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["backend"] for row in rows} == {"sim", "host"}
+    assert {row["op"] for row in rows} == {"all_gather", "all_to_all"}
+    assert max(row["bytes"] for row in rows) == 4 << 30
