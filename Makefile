@@ -50,7 +50,7 @@ asan: build build/asan/.installed  ## tests under the address and undefined-beha
 	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
 	ASAN_OPTIONS='log_path=$(CURDIR)/build/asan/report:stack_trace_format="    #%n %f %S %m"' \
 	UBSAN_OPTIONS=print_stacktrace=1 LSAN_OPTIONS=exitcode=0 \
-	$(PYTEST) --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
+	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
 	! grep -B 9 -A 9 '_core\.cpython' build/asan/report.*
 
 tsan: build build/tsan/.installed  ## tests under the thread sanitizer
