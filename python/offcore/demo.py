@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 import offcore
-
-from . import bench, plot, report
-from .baselines import check_baseline
-from .errors import error
-from .report import JsonLines, Row, Skip, Stamp
-from .sizes import parse_sizes
+from offcore import bench, plot, report
+from offcore.baselines import check_baseline
+from offcore.errors import error
+from offcore.report import JsonLines, Row, Skip, Stamp
+from offcore.sizes import parse_sizes
 
 OPS = ("all_gather", "all_to_all")
 MACHINE = "mi300x-8"

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import error
-from .report import Row
-from .sizes import format_bytes
+from offcore.errors import error
+from offcore.report import Row
+from offcore.sizes import format_bytes
 
-METRICS = ("time", "busbw")
 _TICKS_MAX = 12
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
 _COLOURS = {

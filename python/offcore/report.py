@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from .errors import error
-from .sizes import algbw_gbps, busbw_factor, format_bytes
+from offcore.errors import error
+from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
 
 _WIDTH_WITHOUT_TERMINAL = 140
 
@@ -293,7 +293,8 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
         notes.append(f"WRONG: {wrong} bytes differ from what they must be")
     by_reason: dict[tuple[str, str], list[int]] = {}
     for skip in skips:
-        by_reason.setdefault((skip.name, skip.reason), []).append(skip.bytes)
+        reason = skip.reason.removeprefix(f"variant {skip.name}: ")
+        by_reason.setdefault((skip.name, reason), []).append(skip.bytes)
     all_sizes = len({row.bytes for row in rows} | {skip.bytes for skip in skips})
     for (name, reason), sizes in by_reason.items():
         where = "" if len(sizes) == all_sizes else " at " + ", ".join(map(format_bytes, sizes))
