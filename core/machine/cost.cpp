@@ -60,8 +60,7 @@ class Estimate {
     };
     std::vector<Change> changes;
     std::vector<uint32_t> waiting;
-    bool noticed = false;  // by the host thread, up to noticed_value
-    uint16_t noticed_value = 0;
+    uint16_t noticed = 0;  // the value that the host thread has read
     Moment noticed_at;
   };
   struct Turn {
@@ -141,8 +140,7 @@ class Estimate {
           const uint32_t index = path.index[k];
           group_bytes_[index] += static_cast<double>(bytes);
           touched_.push_back(index);
-          last_ns = std::max(
-              last_ns, static_cast<double>(bytes) * users_[index] / capacities[index]);
+          last_ns = std::max(last_ns, static_cast<double>(bytes) / capacities[index]);
         }
       });
       const double command_ns = written / engine_gbps(command, machine_);
@@ -200,20 +198,29 @@ class Estimate {
       actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
       return true;
     }
-    const Moment released = latest(start, changed);
-    Word& word = words_[index_of(command, 0)];
-    const bool shared = machine_.flags == FlagHome::host && command.rows == 1;
-    if (shared && word.noticed && word.noticed_value >= command.value) {
-      actor.now = latest(released, word.noticed_at);
-      return true;
-    }
-    Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
-    host = latest(released, host).after(&Phases::sync_ns, machine_.cost.host_poll_ns);
-    actor.now = host;
-    word.noticed = true;
-    word.noticed_value = command.value;
-    word.noticed_at = host;
+    actor.now = notice(queue, command, latest(start, changed));
     return true;
+  }
+
+  // A caller reads the words of its poll; one host thread reads a word once for all its ranks.
+  Moment notice(const Queue& queue, const Command& command, Moment seen) {
+    Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
+    const bool shared = hosts_.size() == 1;
+    uint32_t words = shared ? 0 : command_steps(command);
+    for (uint32_t row = 0; row < command.rows && shared; ++row) {
+      const Word& word = words_[index_of(command, row)];
+      if (word.noticed < command.value) ++words;
+      if (word.noticed >= command.value) seen = latest(seen, word.noticed_at);
+    }
+    if (words == 0) return seen;
+    host = latest(seen, host).after(&Phases::sync_ns, machine_.cost.host_poll_ns * words);
+    for (uint32_t row = 0; row < command.rows && shared; ++row) {
+      Word& word = words_[index_of(command, row)];
+      if (word.noticed >= command.value) continue;
+      word.noticed = command.value;
+      word.noticed_at = host;
+    }
+    return host;
   }
 
   // A command of several flag words is one step only where the machine has such commands.

@@ -18,9 +18,9 @@ void check(const Machine& machine) {
   require(machine.limits.swap_scratch_bytes >= 1, "limits.swap_scratch_bytes must be at least 1");
   require(machine.cost.overlap >= 1, "cost.overlap must be at least 1");
   const Links& links = machine.links;
-  for (double gbps : {links.link_gbps, links.egress_gbps, links.ingress_gbps, links.host_gbps,
-                      links.local_gbps, links.engine_gbps, links.strided_gbps, links.bcst_gbps,
-                      links.swap_gbps}) {
+  for (double gbps :
+       {links.link_gbps, links.egress_gbps, links.ingress_gbps, links.host_gbps, links.local_gbps,
+        links.engine_gbps, links.strided_gbps, links.bcst_gbps, links.swap_gbps}) {
     require(gbps > 0, "every bandwidth must be above zero");
   }
   const Cost& cost = machine.cost;

@@ -23,8 +23,8 @@ enum class FlagHome : uint8_t {
 };
 
 struct Native {
-  bool strided = false;      // copies of several rows (2-D copies, rectangular packets)
-  uint32_t bcst_rows = 1;    // destinations that one broadcast command reaches; 1: none
+  bool strided = false;    // copies of several rows (2-D copies, rectangular packets)
+  uint32_t bcst_rows = 1;  // destinations that one broadcast command reaches; 1: none
   bool swap = false;
   bool strided_flags = false;  // signals and polls of several rows
 };
@@ -53,18 +53,18 @@ struct Links {
 
 // Costs in nanoseconds (DMA-Latte section 3.2).
 struct Cost {
-  double control_ns = 0;      // the host creates one command
-  double doorbell_ns = 0;     // the host rings one queue
-  double doorbell_growth = 0; // each further queue of one call costs this share more than the last
-  double wake_ns = 0;         // from the doorbell until the engine starts to fetch
-  double fetch_ns = 0;        // the engine fetches and decodes one command
-  double setup_ns = 0;        // a copy's first byte: translation, the read's and write's latency
-  double issue_ns = 0;        // between the starts of two overlapped copies of one queue (b2b)
-  uint32_t overlap = 1;       // copies of one group in flight on one engine
-  double sync_ns = 0;         // a signal, from the end of the data until it is visible
-  double poll_ns = 0;         // from a word's change until the poll passes
-  double host_poll_ns = 0;    // the caller notices one word
-  double trigger_ns = 0;      // the caller writes one word
+  double control_ns = 0;       // the host creates one command
+  double doorbell_ns = 0;      // the host rings one queue
+  double doorbell_growth = 0;  // each further queue of one call costs this share more than the last
+  double wake_ns = 0;          // from the doorbell until the engine starts to fetch
+  double fetch_ns = 0;         // the engine fetches and decodes one command
+  double setup_ns = 0;         // a copy's first byte: translation, the read's and write's latency
+  double issue_ns = 0;         // between the starts of two overlapped copies of one queue (b2b)
+  uint32_t overlap = 1;        // copies of one group in flight on one engine
+  double sync_ns = 0;          // a signal, from the end of the data until it is visible
+  double poll_ns = 0;          // from a word's change until the poll passes
+  double host_poll_ns = 0;     // the caller notices one word
+  double trigger_ns = 0;       // the caller writes one word
 };
 
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.

@@ -57,7 +57,8 @@ class Legalizer {
 
   bool pitch_fits(int64_t step) const {
     if (step == kRankStep) return true;  // the window's stride is the backend's to keep in bounds
-    const uint64_t magnitude = step < 0 ? -static_cast<uint64_t>(step) : static_cast<uint64_t>(step);
+    const uint64_t magnitude =
+        step < 0 ? -static_cast<uint64_t>(step) : static_cast<uint64_t>(step);
     return magnitude <= machine_.limits.pitch_bytes_max;
   }
 
@@ -129,9 +130,8 @@ class Legalizer {
     scratch_share_ =
         std::max<uint64_t>(1, std::min(bytes, machine_.limits.swap_scratch_bytes / queues));
     scratch_ = static_cast<BufferId>(program_.buffers.size());
-    program_.buffers.push_back({.name = "scratch",
-                                .kind = Buffer::Kind::local,
-                                .bytes = scratch_share_ * queues});
+    program_.buffers.push_back(
+        {.name = "scratch", .kind = Buffer::Kind::local, .bytes = scratch_share_ * queues});
   }
 
   Program& program_;

@@ -65,8 +65,7 @@ class Lowering {
       slot_bytes = std::max(slot_bytes, buffer.bytes);
       buffer.kind = Buffer::Kind::local;
     }
-    moves_.buffers.push_back(
-        {.name = "slot", .kind = Buffer::Kind::window, .bytes = slot_bytes});
+    moves_.buffers.push_back({.name = "slot", .kind = Buffer::Kind::window, .bytes = slot_bytes});
     for (Move& move : moves_.moves) {
       if (move.dst.rank == move.src.rank) continue;
       Slice landing = move.dst;

@@ -22,13 +22,13 @@ struct Moves {
   std::string op;
   Rank ranks = 0;
   bool in_place = false;
-  bool full_exchange = false;  // every rank hears from every rank, so finishing proves all entered
+  bool full_exchange = false;   // every rank hears from every rank, so finishing proves all entered
   std::vector<Buffer> buffers;  // [kFlagBuffer] = flags; then `in` (unless in place), then `out`
   std::vector<Move> moves;      // no empty ones
 };
 
-// Sizes are bytes. `out` is a window (peers push into it), `in` is local to its rank; in place there
-// is only `out`. Offsets of the _v forms are the running sums of the counts.
+// Sizes are bytes. `out` is a window (peers push into it), `in` is local to its rank; in place
+// there is only `out`. Offsets of the _v forms are the running sums of the counts.
 
 // counts[r]: bytes that rank r contributes; out holds all of them in rank order on every rank.
 Moves moves_all_gather(std::span<const uint64_t> counts, bool in_place);

@@ -16,14 +16,14 @@ struct Variant {
     fan,   // strided: one command for all destinations
   };
   Kind kind = Kind::pcpy;
-  bool prelaunch = false;   // armed ahead and started by a word (4.5)
-  uint16_t engines = 0;     // at most this many engines a rank; 0: as many as the kind wants
+  bool prelaunch = false;  // armed ahead and started by a word (4.5)
+  uint16_t engines = 0;    // at most this many engines a rank; 0: as many as the kind wants
 
   friend bool operator==(const Variant&, const Variant&) = default;
 };
 
-std::string to_string(const Variant& variant);       // "prelaunch_pcpy", "pcpy:2"
-Variant parse_variant(std::string_view text);        // throws invalid, naming the known ones
+std::string to_string(const Variant& variant);  // "prelaunch_pcpy", "pcpy:2"
+Variant parse_variant(std::string_view text);   // throws invalid, naming the known ones
 std::vector<Variant> all_variants();
 
 }  // namespace offcore

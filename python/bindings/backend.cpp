@@ -11,6 +11,7 @@
 
 #include "core/backend/registry.h"
 #include "core/backend/sim/sim.h"
+#include "core/backend/wakeup.h"
 #include "core/base/error.h"
 #include "core/ir/verify.h"
 #include "module.h"
@@ -29,8 +30,7 @@ struct RunReport {
 // Owns a backend. A run that failed may still touch its memory, so its launch owns that.
 class Session {
  public:
-  Session(const std::string& backend, const Machine& machine, Rank ranks, SimOptions options)
-      : phantom_(options.phantom) {
+  Session(const std::string& backend, const Machine& machine, Rank ranks, SimOptions options) {
     std::vector<Rank> all(ranks);
     for (Rank rank = 0; rank < ranks; ++rank) all[rank] = rank;
     backend_ = open_backend(backend, machine, ranks, std::move(all), std::move(options));
@@ -130,7 +130,7 @@ class Session {
         run->wait(Deadline::after_s(timeout_s));
       } catch (const Error&) {
         // Nobody waits any more: every rank stops where it is.
-        for (Wakeup* wakeup : launch.wakeups) wakeup->poison = 1;
+        for (Wakeup* wakeup : launch.wakeups) poison(*wakeup, 0);
         throw;
       }
       result.report = run->report();
@@ -138,7 +138,6 @@ class Session {
     }
   }
 
-  bool phantom_;
   std::unique_ptr<Backend> backend_;
 };
 

@@ -1,5 +1,6 @@
 // Errors, environment and clocks.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "core/base/clock.h"
@@ -37,13 +38,16 @@ void bind_base(nb::module_& module) {
   });
 
   module.def("env", &env, nb::arg("name"), "The environment variable's value, or its default.");
-  module.def("env_variables", [] {
-    std::vector<nb::tuple> rows;
-    for (const EnvVariable& row : env_variables()) {
-      rows.push_back(nb::make_tuple(row.name, row.fallback, row.meaning));
-    }
-    return rows;
-  });
+  module.def(
+      "env_variables",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string>> rows;
+        for (const EnvVariable& row : env_variables()) {
+          rows.emplace_back(row.name, row.fallback, row.meaning);
+        }
+        return rows;
+      },
+      "Every variable that is read, as (name, default, meaning).");
   module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
 }
 

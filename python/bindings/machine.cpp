@@ -7,8 +7,9 @@
 #include "module.h"
 
 namespace offcore {
+namespace {
 
-void bind_machine(nb::module_& module) {
+void bind_parts(nb::module_& module) {
   nb::enum_<Topology>(module, "Topology")
       .value("full", Topology::full)
       .value("switched", Topology::switched)
@@ -51,6 +52,12 @@ void bind_machine(nb::module_& module) {
       .def_rw("poll_ns", &Cost::poll_ns)
       .def_rw("host_poll_ns", &Cost::host_poll_ns)
       .def_rw("trigger_ns", &Cost::trigger_ns);
+}
+
+}  // namespace
+
+void bind_machine(nb::module_& module) {
+  bind_parts(module);
   nb::class_<TunedRow>(module, "TunedRow")
       .def(nb::init<>())
       .def_rw("op", &TunedRow::op)
@@ -74,8 +81,9 @@ void bind_machine(nb::module_& module) {
       .def_rw("cost", &Machine::cost)
       .def_rw("tuned", &Machine::tuned)
       .def_rw("tuned_version", &Machine::tuned_version)
-      .def("check", [](const Machine& machine) { check(machine); },
-           "Raises invalid when a field makes no sense.");
+      .def(
+          "check", [](const Machine& machine) { check(machine); },
+          "Raises invalid when a field makes no sense.");
   nb::class_<Phases>(module, "Phases")
       .def_ro("control_ns", &Phases::control_ns)
       .def_ro("schedule_ns", &Phases::schedule_ns)

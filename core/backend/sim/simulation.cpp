@@ -18,6 +18,7 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       changed_(word_count(program)),
       parked_(word_count(program)),
       unbound_words_(word_count(program), launch.epoch),
+      noticed_(hosts_.size() == 1 ? word_count(program) : 0),
       killer_(program.ranks, -1) {}
 
 Outcome Simulation::run() {
@@ -131,14 +132,14 @@ void Simulation::step(Actor& actor) {
   while (!actor.dead && !actor.busy && actor.next < actor.queue->commands.size()) {
     const Command& command = actor.queue->commands[actor.next];
     const Moment ready = latest(fetched(actor), actor.ordered);
-    if (!(moves_data(command.op) ? begin_data(actor, command, ready)
+    if (!(moves_data(command.op) ? begin_data(actor, ready)
                                  : begin_order(actor, command, ready))) {
       return;
     }
   }
 }
 
-bool Simulation::begin_data(Actor& actor, const Command& command, const Moment& ready) {
+bool Simulation::begin_data(Actor& actor, const Moment& ready) {
   if (actor.running >= cost_.overlap) return false;  // the end of one of them steps again
   Moment start = latest(ready, actor.issue_from);
   if (actor.running + 1 == cost_.overlap) start = latest(start, actor.moved);
@@ -153,7 +154,6 @@ bool Simulation::begin_data(Actor& actor, const Command& command, const Moment& 
   actor.issue_from = start.after(&Phases::copy_ns, cost_.issue_ns * actor.slowdown);
   push(now_ns_ + cost_.setup_ns * actor.slowdown, What::flow_begins, actor.index, actor.next);
   ++actor.next;
-  (void)command;
   return true;
 }
 
@@ -210,38 +210,55 @@ bool Simulation::begin_poll(Actor& actor, const Command& command, const Moment& 
   const Moment* change = nullptr;
   if (!reached(command, &change)) {
     for (uint32_t row = 0; row < command.rows; ++row) {
-      const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
-      parked_[word_index(program_, word)].push_back(actor.index);
+      parked_[index_of(command, row)].push_back(actor.index);
     }
     return false;
   }
-  Moment seen = latest(start, *change);
   Moment end;
   if (actor.caller) {
-    // The one host thread of all ranks reads a word once, for everyone who waits for it.
-    Noticed* noticed = nullptr;
-    if (hosts_.size() == 1 && command.rows == 1) {
-      noticed = &noticed_[word_index(program_, command.dst)];
+    Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
+    Moment seen = latest(start, *change);
+    const uint32_t words = unnoticed(command, seen);
+    if (words > 0) seen = latest(seen, host);
+    if (seen.at_ns > now_ns_) {
+      push(seen.at_ns, What::step, actor.index);
+      return false;
     }
-    if (noticed != nullptr && noticed->value > 0 && noticed->value >= command.value) {
-      end = latest(seen, noticed->at);
-    } else {
-      Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
-      seen = latest(seen, host);
-      if (seen.at_ns > now_ns_) {
-        push(seen.at_ns, What::step, actor.index);
-        return false;
-      }
-      host = end = seen.after(&Phases::sync_ns, cost_.host_poll_ns);
-      if (noticed != nullptr) *noticed = {command.value, end};
-    }
+    end = seen.after(&Phases::sync_ns, cost_.host_poll_ns * words);
+    if (words > 0) host = end;
+    notice(command, end);
   } else {
-    end = seen.after(&Phases::schedule_ns, cost_.poll_ns * actor.slowdown);
+    // The engine looks again and again: it sees a change poll_ns later, and an old one at once.
+    end = latest(start, change->after(&Phases::schedule_ns, cost_.poll_ns * actor.slowdown));
   }
   actor.busy = true;
   actor.ordered = end;
   push(end.at_ns, What::order_ends, actor.index, actor.next);
   return false;
+}
+
+// How many words of a caller's poll its host thread has yet to read, and (into `seen`) when it has
+// read the others. The one thread of all ranks reads a word once, for everyone who waits for it.
+uint32_t Simulation::unnoticed(const Command& command, Moment& seen) const {
+  if (hosts_.size() > 1) return steps(command);
+  uint32_t words = 0;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Noticed& noticed = noticed_[index_of(command, row)];
+    if (noticed.value >= command.value) {
+      seen = latest(seen, noticed.at);
+    } else {
+      ++words;
+    }
+  }
+  return words;
+}
+
+void Simulation::notice(const Command& command, const Moment& at) {
+  if (hosts_.size() > 1) return;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    Noticed& noticed = noticed_[index_of(command, row)];
+    if (noticed.value < command.value) noticed = {command.value, at};
+  }
 }
 
 void Simulation::begin_flows(Actor& actor, uint32_t index) {
@@ -313,10 +330,9 @@ void Simulation::end_order(Actor& actor, uint32_t index) {
     if (done != nullptr) ++done->signals;
     if (!lost) store(command);
     for (uint32_t row = 0; !lost && row < command.rows; ++row) {
-      const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
-      const uint32_t word_at_index = word_index(program_, word);
-      changed_[word_at_index] = actor.ordered;
-      for (const uint32_t parked : std::exchange(parked_[word_at_index], {})) {
+      const uint32_t word = index_of(command, row);
+      changed_[word] = actor.ordered;
+      for (const uint32_t parked : std::exchange(parked_[word], {})) {
         push(now_ns_, What::step, parked);
       }
     }
@@ -343,6 +359,10 @@ Simulation::CommandRun& Simulation::command_run(const Actor& actor, uint32_t ind
 // A command of several flag words is one step only where the machine has such commands.
 uint32_t Simulation::steps(const Command& command) const {
   return state_.machine.native.strided_flags ? 1 : command.rows;
+}
+
+uint32_t Simulation::index_of(const Command& command, uint32_t row) const {
+  return word_index(program_, row_of(command.dst, command.dst_step, row, program_.ranks));
 }
 
 SimState::Done* Simulation::done_of(const Actor& actor) {

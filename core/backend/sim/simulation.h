@@ -12,13 +12,13 @@
 #include <optional>
 #include <queue>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "core/backend/backend.h"
 #include "core/backend/sim/flows.h"
 #include "core/backend/sim/sim.h"
+#include "core/base/error.h"
 #include "core/machine/timeline.h"
 
 namespace offcore {
@@ -102,10 +102,12 @@ class Simulation {
 
   Moment fetched(const Actor& actor) const;
   void step(Actor& actor);
-  bool begin_data(Actor& actor, const Command& command, const Moment& ready);
+  bool begin_data(Actor& actor, const Moment& ready);
   bool begin_order(Actor& actor, const Command& command, const Moment& ready);
   bool begin_signal(Actor& actor, const Command& command, Moment start);
   bool begin_poll(Actor& actor, const Command& command, const Moment& start);
+  uint32_t unnoticed(const Command& command, Moment& seen) const;
+  void notice(const Command& command, const Moment& at);
   void begin_flows(Actor& actor, uint32_t index);
   void end_flow(uint32_t flow);
   void end_data(Actor& actor, uint32_t index);
@@ -114,6 +116,7 @@ class Simulation {
 
   CommandRun& command_run(const Actor& actor, uint32_t index);
   uint32_t steps(const Command& command) const;
+  uint32_t index_of(const Command& command, uint32_t row) const;
   const Fault* fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const;
   SimState::Done* done_of(const Actor& actor);
 
@@ -144,7 +147,7 @@ class Simulation {
   std::vector<Moment> changed_;          // by word: its last change
   std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it
   mutable std::vector<uint32_t> unbound_words_;
-  std::unordered_map<uint64_t, Noticed> noticed_;  // by word, where one host thread reads for all
+  std::vector<Noticed> noticed_;  // by word, where one host thread reads for all ranks
   std::vector<int> killer_;              // by rank: who poisoned it, -1 for none
   Report report_;
 };

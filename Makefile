@@ -1,0 +1,84 @@
+# Offcore's tasks. Needs python3 (3.10 or newer, with venv and headers), make and g++; everything
+# else comes from PyPI into .venv. PY and CXX choose another Python or compiler.
+PY ?= python3
+CXX ?= g++
+BIN := .venv/bin
+SOURCES := $(shell find core python machines -not -name '*.so' -not -name __pycache__ -not -name '*.pyc')
+PYTEST := $(BIN)/python -m pytest
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export CXX
+
+.PHONY: help build demo test test-long lint format asan tsan clean
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+build: .venv/.installed  ## create .venv, build the package and install it there
+
+demo: build  ## real collectives, checked and compared: simulated 8 x MI300X, then this host
+	$(BIN)/offcore demo
+
+test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
+	$(PYTEST) -n 2
+	$(MAKE) asan tsan
+
+test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
+	$(PYTEST) --long
+	$(MAKE) asan tsan SANITIZED="--long"
+
+lint: build  ## clang-format, ruff and mypy
+	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:  ## rewrite the sources as lint wants them
+	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+# The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
+# comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
+# address randomisation of some kernels; setarch turns it off where it may.
+SANITIZED := --hypothesis-profile=quick
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
+
+asan: build build/asan/.installed  ## tests under the address and undefined-behaviour sanitizers
+	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED)
+
+tsan: build build/tsan/.installed  ## tests under the thread sanitizer
+	PYTHONPATH=build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
+	TSAN_OPTIONS=die_after_fork=0 $(FIXED_ADDRESSES) \
+	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
+
+clean:  ## remove .venv and everything that was built
+	rm -rf .venv build dist demo-out .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.tools: pyproject.toml
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "offcore needs Python 3.10 or newer: choose one with 'make PY=/path/to/python3'"; exit 1; }
+	@$(PY) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PY) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@$(PY) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || { \
+	  echo "$(PY) has no headers: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
+	@command -v $(CXX) >/dev/null || { \
+	  echo "$(CXX) not found: install g++ 12 or newer, or choose another with 'make CXX=...'"; exit 1; }
+	$(PY) -m venv .venv
+	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	touch $@
+
+.venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt
+	$(BIN)/pip install -q --no-build-isolation '.[test,lint]'
+	touch $@
+
+build/%/.installed: .venv/.tools $(SOURCES) CMakeLists.txt CMakePresets.json
+	cmake --preset $* -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	cmake --build --preset $*
+	rm -rf build/$*/site
+	cmake --install build/$* --prefix build/$*/site
+	cp -R python/offcore build/$*/site/
+	touch $@

@@ -1,0 +1,56 @@
+"""What every test shares: hypothesis profiles, and which tests run.
+
+- `pytest`: what CI runs; the same examples on every machine.
+- `pytest --hypothesis-profile=quick`: a few examples a property.
+- `pytest --long`: also the tests marked `long`, and fresh examples by the thousand.
+- `pytest --sanitized=asan` (or tsan): the tests worth running on that build, and only on it.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
+
+# What a sanitizer's build need not run, by the first folder of a test's path: what does not touch
+# the core, and under the thread sanitizer also what starts no thread.
+NOT_SANITIZED = {
+    "asan": {"cli", "tidy"},
+    "tsan": {"cli", "tidy", "golden", "ir", "plan", "property", "sim"},
+}
+
+_shared = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=200, derandomize=True, **_shared)
+settings.register_profile("quick", max_examples=20, derandomize=True, **_shared)
+settings.register_profile("long", max_examples=20_000, print_blob=True, **_shared)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run tests marked `long`")
+    parser.addoption("--sanitized", choices=sorted(NOT_SANITIZED), help="on this build")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sanitizer := config.getoption("--sanitized"):
+        spec = importlib.util.find_spec("offcore")
+        if spec is None or f"/build/{sanitizer}/" not in str(spec.origin):
+            raise pytest.UsageError(f"this is not the {sanitizer} build: run `make {sanitizer}`")
+    if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if sanitizer := config.getoption("--sanitized"):
+        folders = NOT_SANITIZED[sanitizer]
+        skipped = [item for item in items if item.path.relative_to(TESTS).parts[0] in folders]
+        config.hook.pytest_deselected(items=skipped)
+        items[:] = [item for item in items if item not in set(skipped)]
+    no_torch = importlib.util.find_spec("torch") is None
+    for item in items:
+        if "long" in item.keywords and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="long: run with --long"))
+        if "torch" in item.keywords and no_torch:
+            item.add_marker(pytest.mark.skip(reason="torch is not installed"))

@@ -1,0 +1,83 @@
+"""The repository keeps its own rules."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import rules
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (".ci", "benchmarks", "core", "docs", "machines", "python", "tests")
+PLANTS_VIOLATIONS = Path(__file__).with_name("test_rules.py")
+SUFFIXES = {".cpp", ".dma", ".h", ".json", ".jsonl", ".md", ".py", ".pyi", ".toml", ".txt"}
+
+
+def text_files() -> list[Path]:
+    """The text files of the repository, generated ones left out."""
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    named = {"Makefile", "LICENSE", "run"}
+    return sorted(
+        path
+        for path in files
+        if (path.suffix in SUFFIXES or path.name in named)
+        and path.name != "_core.pyi"
+        and path != PLANTS_VIOLATIONS
+    )
+
+
+@pytest.mark.parametrize("path", text_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_keeps_the_rules(path: Path) -> None:
+    findings = rules.check_file(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
+    assert findings == []
+
+
+def test_layers_are_acyclic_and_name_only_layers() -> None:
+    done: set[str] = set()
+    while ready := {name for name, below in rules.LAYERS.items() if below <= done} - done:
+        done |= ready
+    assert done == set(rules.LAYERS)
+    assert "plan" not in rules.LAYERS["backend"]
+    assert "backend" not in rules.LAYERS["plan"]
+    assert rules.LAYERS["mcast"] == {"base"}
+
+
+def test_every_environment_reader_exists() -> None:
+    assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
+
+
+def test_everything_public_is_documented() -> None:
+    offcore = importlib.import_module("offcore")
+    assert len(offcore.__all__) > 0
+    assert rules.undocumented(offcore) == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path in text_files():
+        if path.suffix != ".md":
+            continue
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8")):
+            if "://" not in target and not (path.parent / target).exists():
+                broken.append(f"{path.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_every_error_code_is_documented() -> None:
+    header = (ROOT / "core/base/error.h").read_text("utf-8")
+    body = re.search(r"enum class Code[^{]*\{(.*?)\}", header, re.DOTALL)
+    assert body is not None
+    codes = set(re.findall(r"^\s*(\w+),", body[1], re.MULTILINE))
+    page = (ROOT / "docs/errors.md").read_text("utf-8")
+    documented = set(re.findall(r"^## `(\w+)`", page, re.MULTILINE))
+    assert documented == codes
+
+
+def test_every_environment_variable_is_documented() -> None:
+    table = (ROOT / "core/base/env.h").read_text("utf-8")
+    rows = re.findall(r'^\s*X\((\w+), "([^"]*)", "([^"]*)"\)', table, re.MULTILINE)
+    page = (ROOT / "docs/quickstart.md").read_text("utf-8")
+    documented = re.findall(r"^\| (OFFCORE_\w+) \| (.*?) ?\| (.*) \|$", page, re.MULTILINE)
+    assert documented == rows
