@@ -31,7 +31,7 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def examine() -> dict[str, Any]:
-    machines = []
+    machines: list[dict[str, Any]] = []
     for name in offcore.machines.names():
         if name.endswith("-N"):  # stands for any number of ranks
             machines.append({"name": name, "ranks": None})

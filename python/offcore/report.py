@@ -224,7 +224,9 @@ def format_us(time_us: float) -> str:
 
 def _title(rows: list[Row]) -> str:
     row = rows[0]
-    place = ", in place" if row.in_place and row.op != "broadcast" else ""
+    places = {row.in_place for row in rows}
+    place = ", in place" if places == {True} and row.op != "broadcast" else ""
+    place += "; swap in place" if len(places) > 1 else ""
     return f"{row.op} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
 
 
@@ -263,16 +265,18 @@ def matrix(rows: list[Row]) -> Table:
     names = list(dict.fromkeys(row.name for row in rows))
     best = best_of(rows)
     result = Table(title=_title(rows) + ": time in us", box=box.SIMPLE_HEAD, title_justify="left")
+    result.padding = (0, 0)
     result.add_column("size", justify="right")
     for name in names:
-        result.add_column(name, justify="right", overflow="fold")
+        result.add_column(name.replace("_", "_\n"), justify="right", vertical="bottom")
     for size in dict.fromkeys(row.bytes for row in rows):
         cells = [format_bytes(size)]
         of_size = {row.name: row for row in rows if row.bytes == size}
         for name in names:
             row = of_size.get(name)
-            text = "-" if row is None else format_us(row.time_us)
-            cells.append(f"[bold green]{text}*[/]" if row and best.get(size) is row else text)
+            text = "- " if row is None else format_us(row.time_us)
+            is_best = row is not None and best.get(size) is row
+            cells.append(f"[bold green]{text}*[/]" if is_best else text + " ")
         result.add_row(*cells)
     return result
 
