@@ -105,9 +105,10 @@ def _request(
     backend = bench.resolve_backend(backend, machine)
     if backend == "sim":
         machine = machine or SIM_MACHINE
-        ranks = ranks or offcore.machines.load(machine).ranks
         # The paper's set-up: an operation may write at once, its buffers are known to be free.
         protocol = "promise" if protocol == "auto" else protocol
+    if ranks is None:
+        ranks = offcore.machines.load(machine).ranks if machine else REAL_RANKS
     named = variants not in ("all", "auto")
     names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
@@ -115,7 +116,7 @@ def _request(
         op=op,
         backend=backend,
         machine=machine,
-        ranks=ranks or REAL_RANKS,
+        ranks=ranks,
         sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
         variants=names,
         named=named,
