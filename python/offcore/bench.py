@@ -25,7 +25,6 @@ from offcore.report import Outcome, Row, Skip
 
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 VARIANTS = (*KINDS, *(f"prelaunch_{kind}" for kind in KINDS))
-BASELINES = ("gloo", "memcpy")
 
 PHANTOM_ABOVE_BYTES = 64 << 20
 BATCHES = 15

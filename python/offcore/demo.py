@@ -55,7 +55,7 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
         real += _measure([request], label, lines, stamp, console, report.table)
 
     _plot(simulated, folder / f"{MACHINE}.png", "time", console)
-    _plot(real, folder / "host.png", "busbw", console)
+    _plot(real, folder / "host.png", "time", console)
     _conclude(simulated + real, console)
 
 

@@ -206,7 +206,7 @@ def best_of(rows: Iterable[Row]) -> dict[int, Row]:
     return best
 
 
-def _has_choice(rows: list[Row]) -> bool:
+def has_choice(rows: list[Row]) -> bool:
     """Whether some size was run in several variants, so that a best one means something."""
     sizes = [row.bytes for row in rows if row.impl == "offcore"]
     return len(sizes) > len(set(sizes))
@@ -255,7 +255,7 @@ def table(rows: list[Row]) -> Table:
     for name in ("time us", "algbw GB/s", "busbw GB/s", "#wrong", "commands", "engines", "syncs"):
         result.add_column(name, justify="right")
     best = best_of(rows)
-    choice = _has_choice(rows)
+    choice = has_choice(rows)
     for position, row in enumerate(rows):
         is_best = choice and best.get(row.bytes) is row
         expanded = " +" if row.native is False else ""
@@ -298,7 +298,7 @@ def matrix(rows: list[Row]) -> Table:
 def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
     """What a reader of the table has to know besides."""
     notes = []
-    if _has_choice(rows):
+    if has_choice(rows):
         notes.append("* best of its size: " + ", ".join(best_ranges(rows)))
     if any(row.native is False for row in rows):
         notes.append("+ has commands that this machine lacks: they were expanded")
