@@ -13,11 +13,7 @@ using Rank = uint16_t;
 using BufferId = uint8_t;
 
 inline constexpr Rank kHostRank = 0xffff;         // the host's memory rather than a device's
-<<<<<<< HEAD
 inline constexpr int64_t kRankStep = INT64_MIN;   // a step of one rank of the window, mod ranks
-=======
-inline constexpr int64_t kRankStep = INT64_MIN;   // one rank of the window, mod ranks
->>>>>>> repo
 inline constexpr BufferId kFlagBuffer = 0;        // flag words; offsets and steps count WORDS
 inline constexpr uint16_t kCallerQueue = 0xffff;  // the queue of the caller's thread or stream
 
@@ -36,12 +32,8 @@ struct Slice {
 
 // Row k of a copy moves `bytes` from src + k * src_step to dst + k * dst_step; a step of kRankStep
 // goes to the same offset of the next rank (the ring of ranks wraps). rows = 1 is a plain copy;
-<<<<<<< HEAD
 // src_step = 0 with dst_step = kRankStep is bcst, src_step = bytes with dst_step = kRankStep is
 // fan.
-=======
-// with dst_step = kRankStep, src_step = 0 is bcst and src_step = bytes is fan.
->>>>>>> repo
 //
 //   copy       bytes, rows, both slices and steps
 //   swap       like copy; exchanges the two ranges
