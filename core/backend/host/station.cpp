@@ -299,7 +299,6 @@ void Station::help(Lock& lock, Flight& flight, const Deadline& deadline) {
 }
 
 void Station::wait(Flight& flight, const Deadline& deadline) {
-  const int64_t wait_ns = deadline.left_ns();
   if (!flight.done.load(std::memory_order_acquire)) {
     Lock lock(mutex_);
     ++attending_;
@@ -317,7 +316,8 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
   }
   if (!flight.done.load(std::memory_order_acquire)) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
-    fail(Code::timeout, op, " did not end within ", shown_s(wait_ns), " s: ", flight.position());
+    fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
+         " s: ", flight.position());
   }
   if (const uint32_t by = flight.poisoned_by.load(std::memory_order_acquire); by != 0) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", flight.position());
