@@ -8,6 +8,8 @@ beside those of the rows.
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -62,7 +64,9 @@ def main() -> None:
 def measure(folder: Path) -> None:
     paths = {name: folder / f"sim-{MACHINE}-{name}.jsonl" for name in SWEEPS}
     stamp = vars(Stamp())
+    load = os.getloadavg()[0]
     seconds = {name: run(words, paths[name]) for name, words in SWEEPS.items()}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(("breakdown",), folder / f"sim-{MACHINE}-breakdown.jsonl")
 
     rows = [row for name in FULL for row in rows_of(paths[name])]
@@ -71,6 +75,9 @@ def measure(folder: Path) -> None:
             "measure": "sweep_seconds",
             "value": round(sum(seconds[name] for name in FULL), 2),
             "limit": 20,
+            "cores": len(os.sched_getaffinity(0)),
+            "load_before": round(load, 1),
+            "cpu_seconds_of_all_files": round(used.ru_utime + used.ru_stime, 2),
             "sizes": "1K:4G",
             "files": [paths[name].name for name in FULL],
             "rows": len(rows),
