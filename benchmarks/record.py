@@ -2,7 +2,7 @@
 
 Runs the commands below, as a user would, and writes their rows, one file a command. Into
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
-beside those of the rows.
+beside those of the rows; the README's plot is drawn from the rows too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from offcore import claims
+from PIL import Image
+
+from offcore import claims, plot
 from offcore.report import Row, Stamp
 
 MACHINE = "mi300x-8"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SWEEPS = {
     "all_gather": ("bench", "all_gather"),
     "all_gather-in_place": ("bench", "all_gather", "--in-place"),
@@ -57,8 +60,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         measure(Path(name))
         for path in sorted(Path(name).iterdir()):
-            shutil.move(path, folder / path.name)
-            print(folder / path.name)
+            target = IMAGES if path.suffix == ".png" else folder
+            shutil.move(path, target / path.name)
+            print(target / path.name)
 
 
 def measure(folder: Path) -> None:
@@ -86,6 +90,15 @@ def measure(folder: Path) -> None:
     measures += [{"measure": "ratio"} | claim for claim in claims.to_json(rows)]
     lines = [json.dumps(one | stamp) + "\n" for one in measures]
     (folder / f"sim-{MACHINE}-measures.jsonl").write_text("".join(lines), "utf-8")
+    draw(rows, folder / f"sim-{MACHINE}.png")
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The plot that the README shows, in few colours: it lies in the repository."""
+    plot.plot_rows(rows, path, "speedup")
+    with Image.open(path) as image:
+        small = image.convert("RGB").resize((1440, 460), Image.Resampling.LANCZOS)
+    small.quantize(48).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The examples, and the Python that the documents show, run as they stand."""
 
+import json
 import os
 import re
 import socket
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from offcore.report import format_us
+from offcore.sizes import parse_bytes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -60,3 +64,20 @@ def test_documents_show_python_that_runs(name):
             run_two_ranks(block)
         else:
             assert run("-c", block)
+
+
+def test_the_readme_shows_recorded_times():
+    path = ROOT / "benchmarks/results/sim-mi300x-8-all_gather-in_place.jsonl"
+    records = map(json.loads, path.read_text("utf-8").splitlines())
+    recorded = {(row["bytes"], row["variant"]): row["time_us"] for row in records}
+    text = (ROOT / "README.md").read_text("utf-8")
+    head = re.search(r"^ +size +(pcpy .*)$", text, re.M)
+    assert head is not None
+    names = head[1].replace(" +", "").split()
+    rows = re.findall(r"^ +(\d+[KMG])((?: +[\d.,]+\*?)+)$", text, re.M)
+    assert len(rows) >= 4
+    for size, cells in rows:
+        times = {name: recorded[parse_bytes(size), name] for name in names}
+        best = min(times, key=times.get)
+        shown = [format_us(times[name]) + "*" * (name == best) for name in names]
+        assert cells.split() == shown
