@@ -98,7 +98,7 @@ def draw(rows: list[Row], path: Path) -> None:
     plot.plot_rows(rows, path, "speedup")
     with Image.open(path) as image:
         small = image.convert("RGB").resize((1440, 460), Image.Resampling.LANCZOS)
-    small.quantize(48).save(path, optimize=True)
+    small.quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 if __name__ == "__main__":
