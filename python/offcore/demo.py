@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ SIM_SIZES = "1K:4G"
 HOST_SIZES = "1K:64M:4"
 HOST_RANKS = 2
 LARGE_BYTES = 1 << 20
+_BUSY_FACTOR = 1.5  # times the cores: the build before a first demo alone does not count
 NOT_MEASURED = "a model's times: no GPU was measured"
 
 
@@ -45,6 +47,7 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
 
     real: list[Row] = []
     baselines, advice = _baselines()
+    notes = [note for note in (advice, _busy()) if note]
     for op in OPS:
         request = bench.Request(
             op=op,
@@ -68,7 +71,7 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
     _say(console, f"\nthis machine, {HOST_RANKS} processes, real time")
     for op in OPS:
         _say(console, f"  {op}  " + _beside_baselines([row for row in real if row.op == op]))
-    _say(console, *([f"  {advice}"] if advice else []))
+    _say(console, *(f"  {note}" for note in notes))
     _say(console, "", f"plots: {', '.join(map(str, plots))}")
     _conclude(simulated + real, console)
 
@@ -141,6 +144,14 @@ def _baselines() -> tuple[list[str], str]:
     except offcore.Error as failure:
         return ["memcpy"], f"without gloo: {failure}"
     return ["gloo", "memcpy"], ""
+
+
+def _busy() -> str:
+    """Said where others use this machine so much that real times tell little."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= _BUSY_FACTOR * cores:
+        return ""
+    return f"these times are not the machine's best: it was busy (load {load:.1f}, {cores} cores)"
 
 
 def _conclude(rows: list[Row], console: Console) -> None:
