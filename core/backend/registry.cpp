@@ -6,8 +6,8 @@
 namespace offcore {
 namespace {
 
-std::unique_ptr<Backend> open_sim(const Machine& machine, Rank ranks,
-                                  std::vector<Rank> local_ranks, SimOptions options) {
+std::unique_ptr<Backend> open_sim(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks,
+                                  SimOptions options) {
   if (local_ranks.size() != ranks) {
     fail(Code::unsupported, "the simulator runs all ", ranks, " ranks in one process, not ",
          local_ranks.size());

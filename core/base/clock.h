@@ -11,6 +11,11 @@ inline int64_t now_ns() {
       .count();
 }
 
+// A wait in seconds as messages show it: in hundredths, rounded up, since a little has passed.
+inline double shown_s(int64_t wait_ns) {
+  return static_cast<double>((wait_ns + 9'999'999) / 10'000'000) / 100;
+}
+
 class Deadline {
  public:
   static Deadline after_ns(int64_t wait_ns) {

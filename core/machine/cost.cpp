@@ -94,8 +94,8 @@ class Estimate {
   // The time at which the queue's next command has been fetched.
   Moment fetched(const Actor& actor, bool caller) const {
     if (caller || program_.mode == Mode::armed) return actor.submitted;
-    return actor.submitted.after(
-        &Phases::schedule_ns, machine_.cost.wake_ns + machine_.cost.fetch_ns * (actor.next + 1));
+    return actor.submitted.after(&Phases::schedule_ns,
+                                 machine_.cost.wake_ns + machine_.cost.fetch_ns * (actor.next + 1));
   }
 
   void step(uint32_t i) {
@@ -162,7 +162,8 @@ class Estimate {
     const Cost& cost = machine_.cost;
     if (queue.index == kCallerQueue) {
       Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
-      host = latest(start, host).after(&Phases::schedule_ns, cost.trigger_ns * command_steps(command));
+      host =
+          latest(start, host).after(&Phases::schedule_ns, cost.trigger_ns * command_steps(command));
       actor.now = host;
     } else {
       actor.now = start.after(&Phases::sync_ns, cost.sync_ns * command_steps(command));

@@ -28,9 +28,8 @@ void check_places(const Program& program) {
       const bool flags = command.op == Op::signal || command.op == Op::poll;
       const bool good =
           queue.rank < program.ranks && command.rows >= 1 &&
-          ((!data && !flags) ||
-           (in_program(command.dst, command.dst_step, command.rows, program) &&
-            data == (command.dst.buffer != kFlagBuffer))) &&
+          ((!data && !flags) || (in_program(command.dst, command.dst_step, command.rows, program) &&
+                                 data == (command.dst.buffer != kFlagBuffer))) &&
           (!data || (in_program(command.src, command.src_step, command.rows, program) &&
                      command.src.buffer != kFlagBuffer));
       if (!good) {

@@ -83,8 +83,8 @@ class Session {
       const Rank home = rank == program.ranks ? kHostRank : rank;
       std::byte*& base = launch.binding.base(kFlagBuffer, home);
       if (program.flag_words > 0) {
-        base = allocate(memory, home == kHostRank ? Rank{0} : rank,
-                        program.flag_words * kWordBytes);
+        base =
+            allocate(memory, home == kHostRank ? Rank{0} : rank, program.flag_words * kWordBytes);
       }
       for (uint32_t word = 0; base != nullptr && word < program.flag_words; ++word) {
         std::memcpy(base + word * kWordBytes, &launch.epoch, sizeof launch.epoch);
@@ -121,8 +121,7 @@ class Session {
 
   void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
                   RunReport& result) {
-    const std::shared_ptr<Loaded> loaded =
-        backend_->load(std::make_shared<const Program>(program));
+    const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
       const std::unique_ptr<Run> run = loaded->launch(launch);
@@ -154,6 +153,59 @@ Fault make_fault(const std::string& kind, Rank rank, const nb::object& queue, ui
   return fault;
 }
 
+Arrays arrays_of(const nb::dict& buffers) {
+  Arrays arrays;
+  for (const auto& [name, list] : buffers) {
+    std::vector<std::optional<Bytes>>& row = arrays[nb::cast<std::string>(name)];
+    for (const nb::handle item : list) {
+      Bytes array;
+      if (item.is_none()) {
+        row.emplace_back();
+      } else if (nb::try_cast(item, array, false)) {
+        row.emplace_back(array);
+      } else {
+        fail(Code::invalid, "buffers hold writable, contiguous 1-D uint8 arrays or None");
+      }
+    }
+  }
+  return arrays;
+}
+
+void bind_faults(nb::module_& module) {
+  nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
+      .def(
+          "__init__",
+          [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
+             uint32_t nth, double factor,
+             int64_t ns) { new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns)); },
+          nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
+          nb::arg("factor") = 1.0, nb::arg("ns") = 0)
+      .def_prop_ro("kind", [](const Fault& fault) { return std::string(to_string(fault.kind)); })
+      .def_ro("rank", &Fault::rank)
+      .def_ro("nth", &Fault::nth)
+      .def_ro("factor", &Fault::factor)
+      .def_ro("ns", &Fault::ns)
+      .def("__repr__", [](const Fault& fault) { return to_string(fault); });
+  module.def("random_fault", &random_fault, nb::arg("seed"), nb::arg("program"),
+             "A fault that a launch of this program meets.");
+}
+
+void bind_report(nb::module_& module) {
+  nb::class_<CommandTime>(module, "CommandTime", "When a command ran, from the launch on.")
+      .def_ro("queue", &CommandTime::queue)
+      .def_ro("command", &CommandTime::command)
+      .def_ro("start_ns", &CommandTime::start_ns)
+      .def_ro("end_ns", &CommandTime::end_ns)
+      .def_ro("phases", &CommandTime::phases);
+  nb::class_<RunReport>(module, "RunReport",
+                        "What a session's run took; phases of the last launch.")
+      .def_prop_ro("time_ns", [](const RunReport& run) { return run.report.time_ns; })
+      .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
+      .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
+      .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
+      .def_ro("times_ns", &RunReport::times_ns);
+}
+
 }  // namespace
 
 void bind_backend(nb::module_& module) {
@@ -168,63 +220,22 @@ void bind_backend(nb::module_& module) {
       },
       "Rows of (name, available, reason).");
 
-  nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
-      .def("__init__",
-           [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
-              uint32_t nth, double factor, int64_t ns) {
-             new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns));
-           },
-           nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
-           nb::arg("factor") = 1.0, nb::arg("ns") = 0)
-      .def_prop_ro("kind", [](const Fault& fault) { return std::string(to_string(fault.kind)); })
-      .def_ro("rank", &Fault::rank)
-      .def_ro("nth", &Fault::nth)
-      .def_ro("factor", &Fault::factor)
-      .def_ro("ns", &Fault::ns)
-      .def("__repr__", [](const Fault& fault) { return to_string(fault); });
-  module.def("random_fault", &random_fault, nb::arg("seed"), nb::arg("program"),
-             "A fault that a launch of this program meets.");
-
-  nb::class_<CommandTime>(module, "CommandTime", "When a command ran, from the launch on.")
-      .def_ro("queue", &CommandTime::queue)
-      .def_ro("command", &CommandTime::command)
-      .def_ro("start_ns", &CommandTime::start_ns)
-      .def_ro("end_ns", &CommandTime::end_ns)
-      .def_ro("phases", &CommandTime::phases);
-  nb::class_<RunReport>(module, "RunReport", "What a session's run took; phases of the last launch.")
-      .def_prop_ro("time_ns", [](const RunReport& run) { return run.report.time_ns; })
-      .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
-      .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
-      .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
-      .def_ro("times_ns", &RunReport::times_ns);
-
+  bind_faults(module);
+  bind_report(module);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
-      .def("__init__",
-           [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
-              bool phantom, uint64_t seed, std::vector<Fault> faults) {
-             new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
-           },
-           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
-           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
+      .def(
+          "__init__",
+          [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
+             bool phantom, uint64_t seed, std::vector<Fault> faults) {
+            new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
+          },
+          nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
+          nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
              uint32_t repeat, uint32_t epoch, bool checked) {
-            Arrays arrays;
-            for (const auto& [name, list] : buffers) {
-              std::vector<std::optional<Bytes>>& row = arrays[nb::cast<std::string>(name)];
-              for (const nb::handle item : list) {
-                Bytes array;
-                if (item.is_none()) {
-                  row.emplace_back();
-                } else if (nb::try_cast(item, array, false)) {
-                  row.emplace_back(array);
-                } else {
-                  fail(Code::invalid, "buffers hold writable, contiguous 1-D uint8 arrays or None");
-                }
-              }
-            }
-            return session.run(program, arrays, timeout_s, repeat, epoch, checked);
+            return session.run(program, arrays_of(buffers), timeout_s, repeat, epoch, checked);
           },
           nb::arg("program"), nb::arg("buffers") = nb::dict(), nb::arg("timeout_s") = 10.0,
           nb::arg("repeat") = 1, nb::arg("epoch") = 0, nb::arg("checked") = true,

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <mutex>
 #include <numeric>
 
 #include "core/backend/registry.h"
@@ -79,14 +80,39 @@ std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_r
   return result;
 }
 
+// Python objects that operations have let go of. An engine thread may be the last to hold one, and
+// must not wait for the interpreter's lock: whoever holds that lock may be joining the thread. It
+// leaves the object here; the interpreter drops it soon after.
+class Released {
+ public:
+  static void add(PyObject* object) {
+    {
+      const std::scoped_lock lock(mutex_);
+      objects_.push_back(object);
+    }
+    // Fails when its queue is full: then a later one, or the next operation, drops all of them.
+    if (Py_IsInitialized()) Py_AddPendingCall([](void*) { return drop(), 0; }, nullptr);
+  }
+
+  static void drop() {
+    std::vector<PyObject*> objects;
+    {
+      const std::scoped_lock lock(mutex_);
+      objects.swap(objects_);
+    }
+    for (PyObject* object : objects) Py_DECREF(object);
+  }
+
+ private:
+  static inline std::mutex mutex_;
+  static inline std::vector<PyObject*> objects_;
+};
+
 // Holds a Python object from C++ memory that any thread may release.
 std::shared_ptr<void> keep_alive(nb::object object) {
   if (object.is_none()) return nullptr;
-  return {object.release().ptr(), [](void* pointer) {
-            if (!Py_IsInitialized()) return;  // leaked at exit rather than touched
-            const nb::gil_scoped_acquire gil;
-            Py_DECREF(static_cast<PyObject*>(pointer));
-          }};
+  return {object.release().ptr(),
+          [](void* pointer) { Released::add(static_cast<PyObject*>(pointer)); }};
 }
 
 // All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.
@@ -113,6 +139,7 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
                                nb::object keep, double timeout_s) {
+  Released::drop();
   Request request{.collective = parse_collective(op),
                   .counts = std::move(counts),
                   .root = root,

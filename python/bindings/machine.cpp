@@ -66,7 +66,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("bytes_min", &TunedRow::bytes_min)
       .def_rw("bytes_max", &TunedRow::bytes_max)
       .def_rw("variant", &TunedRow::variant);
-  nb::class_<Machine>(module, "Machine")
+  nb::class_<Machine>(module, "Machine", "A machine as data: see core/machine/machine.h.")
       .def(nb::init<>())
       .def_rw("name", &Machine::name)
       .def_rw("vendor", &Machine::vendor)

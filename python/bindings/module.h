@@ -11,6 +11,7 @@ void bind_ir(nb::module_& module);
 void bind_machine(nb::module_& module);
 void bind_plan(nb::module_& module);
 void bind_backend(nb::module_& module);
+void bind_window(nb::module_& module);
 void bind_comm(nb::module_& module);
 
 }  // namespace offcore

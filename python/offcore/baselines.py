@@ -7,13 +7,16 @@ the bandwidth that no exchange through shared memory on these cores can pass.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from .errors import error
-from .layout import ROOT, Bytes, Layout
+from offcore.errors import error
+from offcore.layout import ROOT, Bytes, Layout
+
+BASELINES = ("gloo", "memcpy")
 
 _GLOO_SEED = 1 << 48  # far from the seeds of offcore's own calls
 
@@ -81,15 +84,15 @@ class Memcpy:
 
 def _torch() -> Any:
     try:
-        import torch
-        import torch.distributed
+        torch = importlib.import_module("torch")
+        distributed = importlib.import_module("torch.distributed")
     except ImportError:
         raise error(
             "unavailable",
             "the baseline gloo needs torch: pip install torch "
             "--index-url https://download.pytorch.org/whl/cpu",
         ) from None
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    if not distributed.is_available() or not distributed.is_gloo_available():
         raise error("unavailable", "the baseline gloo needs a torch that was built with gloo")
     return torch
 

@@ -18,15 +18,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
-
-from .crew import Crew, free_port
-from .errors import error
-from .exercise import Exercise, facts_of
-from .report import Outcome, Row, Skip
+from offcore.crew import Crew, free_port
+from offcore.errors import error
+from offcore.exercise import Exercise, facts_of
+from offcore.report import Outcome, Row, Skip
 
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 VARIANTS = (*KINDS, *(f"prelaunch_{kind}" for kind in KINDS))
-BASELINES = ("gloo", "memcpy")
 
 PHANTOM_ABOVE_BYTES = 64 << 20
 BATCHES = 15

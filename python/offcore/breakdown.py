@@ -12,10 +12,9 @@ from rich import box
 from rich.table import Table
 
 import offcore
-
-from .exercise import Exercise, facts_of
-from .report import format_us
-from .sizes import format_bytes
+from offcore.exercise import Exercise, facts_of
+from offcore.report import format_us
+from offcore.sizes import format_bytes
 
 PHASES = ("control", "schedule", "copy", "sync")
 SIZES = "4K:2M"

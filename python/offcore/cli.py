@@ -16,13 +16,11 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-
-from . import bench, breakdown, demo, doctor, plot, report
-from .baselines import check_baseline
-from .errors import error
-from .layout import OPS
-from .report import JsonLines, Row, Skip, Stamp
-from .sizes import parse_bytes, parse_sizes
+from offcore import bench, breakdown, demo, doctor, plot, report
+from offcore.baselines import check_baseline
+from offcore.errors import error
+from offcore.report import JsonLines, Row, Skip, Stamp
+from offcore.sizes import parse_bytes, parse_sizes
 
 SIM_MACHINE = "mi300x-8"
 SIM_SIZES = "1K:4G"
@@ -37,14 +35,33 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Op = enum.Enum("Op", {name: name for name in OPS}, type=str)  # type: ignore[misc]
-BackendName = enum.Enum(  # type: ignore[misc]
-    "BackendName", {name: name for name in ("auto", "sim", "host", "cuda", "sdma")}, type=str
-)
-ProtocolName = enum.Enum(  # type: ignore[misc]
-    "ProtocolName", {name: name for name in ("auto", "barrier", "promise", "eager")}, type=str
-)
-Metric = enum.Enum("Metric", {name: name for name in plot.METRICS}, type=str)  # type: ignore[misc]
+
+class Op(str, enum.Enum):
+    all_gather = "all_gather"
+    all_to_all = "all_to_all"
+    broadcast = "broadcast"
+    scatter = "scatter"
+    gather = "gather"
+
+
+class BackendName(str, enum.Enum):
+    auto = "auto"
+    sim = "sim"
+    host = "host"
+    cuda = "cuda"
+    sdma = "sdma"
+
+
+class ProtocolName(str, enum.Enum):
+    auto = "auto"
+    barrier = "barrier"
+    promise = "promise"
+    eager = "eager"
+
+
+class Metric(str, enum.Enum):
+    time = "time"
+    busbw = "busbw"
 
 
 def _parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
@@ -65,7 +82,7 @@ JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write JSON, one object a line (- is stdout)."),
 ]
-OpArgument = Annotated[Op, typer.Argument(metavar="OP", help=", ".join(OPS))]
+OpArgument = Annotated[Op, typer.Argument(metavar="OP", help=", ".join(Op.__members__))]
 MachineOption = Annotated[str | None, typer.Option(help="A machine (see: offcore doctor).")]
 RanksOption = Annotated[int | None, typer.Option(min=1, help="The machine's first ranks only.")]
 InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Input and output share a buffer.")]
@@ -88,9 +105,10 @@ def _request(
     backend = bench.resolve_backend(backend, machine)
     if backend == "sim":
         machine = machine or SIM_MACHINE
-        ranks = ranks or offcore.machines.load(machine).ranks
         # The paper's set-up: an operation may write at once, its buffers are known to be free.
         protocol = "promise" if protocol == "auto" else protocol
+    if ranks is None:
+        ranks = offcore.machines.load(machine).ranks if machine else REAL_RANKS
     named = variants not in ("all", "auto")
     names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
@@ -98,7 +116,7 @@ def _request(
         op=op,
         backend=backend,
         machine=machine,
-        ranks=ranks or REAL_RANKS,
+        ranks=ranks,
         sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
         variants=names,
         named=named,
@@ -221,7 +239,7 @@ def show(
 
 
 def _program_record(program: Any) -> dict[str, Any]:
-    counts = program.counts
+    counts = program.counts()
     return {
         "op": program.op,
         "machine": program.machine,

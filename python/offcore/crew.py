@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import offcore
-
-from .errors import error
+from offcore.errors import error
 
 Event = dict[str, Any]
 

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 import offcore
-
-from . import bench, plot, report
-from .baselines import check_baseline
-from .errors import error
-from .report import JsonLines, Row, Skip, Stamp
-from .sizes import parse_sizes
+from offcore import bench, plot, report
+from offcore.baselines import check_baseline
+from offcore.errors import error
+from offcore.report import JsonLines, Row, Skip, Stamp
+from offcore.sizes import parse_sizes
 
 OPS = ("all_gather", "all_to_all")
 MACHINE = "mi300x-8"
@@ -32,17 +31,12 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
     start_s = time.monotonic()
     simulated: list[Row] = []
     for op in OPS:
-        request = bench.Request(
-            op=op,
-            backend="sim",
-            machine=MACHINE,
-            ranks=MACHINE_RANKS,
-            sizes=parse_sizes(SIM_SIZES),
-            variants=list(bench.VARIANTS),
-            protocol="promise",
-        )
+        requests = [_simulation(op, list(bench.VARIANTS), in_place=False)]
+        if op == "all_to_all":
+            # Only in place can it be a series of swaps (section 4.3).
+            requests.append(_simulation(op, ["swap", "prelaunch_swap"], in_place=True))
         label = f"{op} on simulated {MACHINE}"
-        simulated += _measure(request, label, lines, stamp, console, report.matrix)
+        simulated += _measure(requests, label, lines, stamp, console, report.matrix)
     console.print(f"simulated in {time.monotonic() - start_s:.1f} s\n")
 
     real: list[Row] = []
@@ -58,15 +52,28 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
             baselines=baselines,
         )
         label = f"{op} between {HOST_RANKS} processes"
-        real += _measure(request, label, lines, stamp, console, report.table)
+        real += _measure([request], label, lines, stamp, console, report.table)
 
     _plot(simulated, folder / f"{MACHINE}.png", "time", console)
-    _plot(real, folder / "host.png", "busbw", console)
+    _plot(real, folder / "host.png", "time", console)
     _conclude(simulated + real, console)
 
 
+def _simulation(op: str, variants: list[str], in_place: bool) -> bench.Request:
+    return bench.Request(
+        op=op,
+        backend="sim",
+        machine=MACHINE,
+        ranks=MACHINE_RANKS,
+        sizes=parse_sizes(SIM_SIZES),
+        variants=variants,
+        in_place=in_place,
+        protocol="promise",
+    )
+
+
 def _measure(
-    request: bench.Request,
+    requests: list[bench.Request],
     label: str,
     lines: JsonLines,
     stamp: Stamp,
@@ -75,7 +82,11 @@ def _measure(
 ) -> list[Row]:
     rows: list[Row] = []
     skips: list[Skip] = []
-    report.collect(partial(bench.run, request), request.steps, label, lines, stamp, rows, skips)
+    for request in requests:
+        measure = partial(bench.run, request)
+        report.collect(measure, request.steps, label, lines, stamp, rows, skips)
+    had = {row.name for row in rows}
+    skips = [skip for skip in skips if skip.name not in had]
     report.print_rows(rows, skips, console, form)
     console.print()
     return rows

@@ -12,8 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import offcore
-
-from .report import commit, versions
+from offcore.report import commit, versions
 
 
 def _memory_bytes() -> int:
@@ -32,8 +31,11 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def examine() -> dict[str, Any]:
-    machines = []
+    machines: list[dict[str, Any]] = []
     for name in offcore.machines.names():
+        if name.endswith("-N"):  # stands for any number of ranks
+            machines.append({"name": name, "ranks": None})
+            continue
         try:
             machines.append({"name": name, "ranks": offcore.machines.load(name).ranks})
         except offcore.Error as failure:
@@ -71,7 +73,8 @@ def render(found: dict[str, Any], console: Console) -> None:
         backends.add_row(backend["name"], state, backend["reason"])
     machines = _grid("machines", "name", "ranks")
     for machine in found["machines"]:
-        machines.add_row(machine["name"], str(machine.get("ranks", machine.get("error"))))
+        told = machine["error"] if "error" in machine else machine["ranks"] or "N"
+        machines.add_row(machine["name"], str(told))
     system = _grid("this machine", "what", "")
     for name, version in found["versions"].items():
         system.add_row(name, version)

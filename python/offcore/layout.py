@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import offcore
-
-from .sizes import split_evenly
+from offcore.sizes import split_evenly
 
 OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
 ROOT = 0

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import error
-from .report import Row
-from .sizes import format_bytes
+from offcore.baselines import BASELINES
+from offcore.errors import error
+from offcore.report import Row, has_choice
+from offcore.sizes import format_bytes
 
-METRICS = ("time", "busbw")
 _TICKS_MAX = 12
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
 _COLOURS = {
@@ -54,33 +54,32 @@ def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xlabel("total size (bytes, K = 1024)")
 
 
-def _style_of(row: Row) -> dict[str, Any]:
-    kind = row.name.removeprefix("prelaunch_").split(":")[0]
-    prelaunch = row.name.startswith("prelaunch_")
+def _style_of(name: str) -> dict[str, Any]:
+    kind = name.removeprefix("prelaunch_").split(":")[0]
+    offcore = name not in BASELINES
     style: dict[str, Any] = {
-        "color": _COLOURS.get(kind),
-        "linestyle": "-" if prelaunch or row.impl != "offcore" else "--",
-        "marker": "o" if prelaunch else "^" if row.impl == "offcore" else "s",
+        "color": _COLOURS.get(kind, _COLOURS["pcpy"]),
+        "linestyle": "--" if offcore and name == kind and kind in _COLOURS else "-",
+        "marker": "s" if not offcore else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
     }
+    if kind == "fan":  # where it has to be expanded it runs as b2b does: both are to be seen
+        style |= {"linewidth": 4, "alpha": 0.45, "zorder": 1.5}
     return style
 
 
 def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
-    value: Callable[[Row], float] = lambda row: (  # noqa: E731
-        row.time_us if metric == "time" else row.busbw_gbps
-    )
-    rows = [row for row in rows if row.bytes > 0]
-    for name in dict.fromkeys(row.name for row in rows):
-        line = sorted((row for row in rows if row.name == name), key=lambda row: row.bytes)
-        axes.plot(
-            [row.bytes for row in line],
-            [value(row) for row in line],
-            label=name,
-            **_style_of(line[0]),
-        )
-    _size_axis(axes, sorted({row.bytes for row in rows}))
+    # One variant a size, chosen by size, is one line; else each variant is one.
+    chosen = not has_choice(rows)
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.bytes):
+        if row.bytes > 0:
+            lines.setdefault(row.impl if chosen else row.name, []).append(row)
+    for name, line in lines.items():
+        values = [row.time_us if metric == "time" else row.busbw_gbps for row in line]
+        axes.plot([row.bytes for row in line], values, label=name, **_style_of(name))
+    _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
     if metric == "time":
         axes.set_yscale("log")
         axes.set_ylabel("time (us)")

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from .errors import error
-from .sizes import algbw_gbps, busbw_factor, format_bytes
+from offcore.errors import error
+from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
 
+_WIDTH_MIN = 100
 _WIDTH_WITHOUT_TERMINAL = 140
 
 
@@ -162,14 +163,15 @@ class JsonLines:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that does not squeeze tables where there is no terminal."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL)
+    """A console on which tables keep their columns, however narrow or absent the terminal is."""
+    found = Console(stderr=stderr)
+    found.width = max(found.width, _WIDTH_MIN) if found.is_terminal else _WIDTH_WITHOUT_TERMINAL
+    return found
 
 
 def progress_bar() -> Progress:
     """On stderr and gone when done, so that stdout holds results only."""
-    to = console(stderr=True)
+    to = Console(stderr=True)
     return Progress(console=to, transient=True, disable=not to.is_terminal)
 
 
@@ -204,6 +206,12 @@ def best_of(rows: Iterable[Row]) -> dict[int, Row]:
     return best
 
 
+def has_choice(rows: list[Row]) -> bool:
+    """Whether some size was run in several variants, so that a best one means something."""
+    sizes = [row.bytes for row in rows if row.impl == "offcore"]
+    return len(sizes) > len(set(sizes))
+
+
 def best_ranges(rows: Iterable[Row]) -> list[str]:
     """`prelaunch_b2b 1K-64K`, ...: which variant is best where."""
     ranges: list[tuple[str, int, int]] = []
@@ -224,7 +232,9 @@ def format_us(time_us: float) -> str:
 
 def _title(rows: list[Row]) -> str:
     row = rows[0]
-    place = ", in place" if row.in_place and row.op != "broadcast" else ""
+    places = {row.in_place for row in rows}
+    place = ", in place" if places == {True} and row.op != "broadcast" else ""
+    place += "; swap in place" if len(places) > 1 else ""
     return f"{row.op} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
 
 
@@ -234,7 +244,9 @@ def _optional(value: object) -> str:
 
 def table(rows: list[Row]) -> Table:
     """nccl-tests' columns, and what offcore adds to them: variant, commands, engines, syncs."""
-    result = Table(title=_title(rows), box=box.SIMPLE_HEAD, title_justify="left")
+    result = Table(
+        title=_title(rows), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0)
+    )
     several = len({row.impl for row in rows}) > 1
     result.add_column("size", justify="right")
     if several:
@@ -243,7 +255,7 @@ def table(rows: list[Row]) -> Table:
     for name in ("time us", "algbw GB/s", "busbw GB/s", "#wrong", "commands", "engines", "syncs"):
         result.add_column(name, justify="right")
     best = best_of(rows)
-    choice = len({row.name for row in rows if row.impl == "offcore"}) > 1
+    choice = has_choice(rows)
     for position, row in enumerate(rows):
         is_best = choice and best.get(row.bytes) is row
         expanded = " +" if row.native is False else ""
@@ -254,7 +266,7 @@ def table(rows: list[Row]) -> Table:
         cells += [_optional(v) for v in (row.wrong, row.commands, row.engines, row.syncs)]
         last = position + 1 == len(rows) or rows[position + 1].bytes != row.bytes
         style = "bold red" if row.wrong else "bold green" if is_best else None
-        result.add_row(*cells, style=style, end_section=last and choice)
+        result.add_row(*cells, style=style, end_section=last and (choice or several))
     return result
 
 
@@ -262,17 +274,23 @@ def matrix(rows: list[Row]) -> Table:
     """Times by size (down) and variant (across), the best of each size marked."""
     names = list(dict.fromkeys(row.name for row in rows))
     best = best_of(rows)
-    result = Table(title=_title(rows) + ": time in us", box=box.SIMPLE_HEAD, title_justify="left")
+    result = Table(
+        title=_title(rows) + ": time in us",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=0,
+    )
     result.add_column("size", justify="right")
     for name in names:
-        result.add_column(name, justify="right", overflow="fold")
+        result.add_column(name.replace("_", "_\n"), justify="right", vertical="bottom")
     for size in dict.fromkeys(row.bytes for row in rows):
         cells = [format_bytes(size)]
         of_size = {row.name: row for row in rows if row.bytes == size}
         for name in names:
             row = of_size.get(name)
-            text = "-" if row is None else format_us(row.time_us)
-            cells.append(f"[bold green]{text}*[/]" if row and best.get(size) is row else text)
+            text = "- " if row is None else format_us(row.time_us)
+            is_best = row is not None and best.get(size) is row
+            cells.append(f"[bold green]{text}*[/]" if is_best else text + " ")
         result.add_row(*cells)
     return result
 
@@ -280,7 +298,7 @@ def matrix(rows: list[Row]) -> Table:
 def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
     """What a reader of the table has to know besides."""
     notes = []
-    if len({row.name for row in rows if row.impl == "offcore"}) > 1:
+    if has_choice(rows):
         notes.append("* best of its size: " + ", ".join(best_ranges(rows)))
     if any(row.native is False for row in rows):
         notes.append("+ has commands that this machine lacks: they were expanded")
@@ -293,7 +311,8 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
         notes.append(f"WRONG: {wrong} bytes differ from what they must be")
     by_reason: dict[tuple[str, str], list[int]] = {}
     for skip in skips:
-        by_reason.setdefault((skip.name, skip.reason), []).append(skip.bytes)
+        reason = skip.reason.removeprefix(f"variant {skip.name}: ")
+        by_reason.setdefault((skip.name, reason), []).append(skip.bytes)
     all_sizes = len({row.bytes for row in rows} | {skip.bytes for skip in skips})
     for (name, reason), sizes in by_reason.items():
         where = "" if len(sizes) == all_sizes else " at " + ", ".join(map(format_bytes, sizes))

@@ -26,9 +26,14 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """`1K:4G`, `1K:4G:4` (first:last:factor) or `4096,1000003`. Raises ValueError."""
-    if ":" not in text:
-        return list(dict.fromkeys(parse_bytes(part) for part in text.split(",")))
+    """`1K:4G`, `1K:4G:4` (first:last:factor), `4096,1000003`, `4K,1M:64M`. Raises ValueError."""
+    sizes: dict[int, None] = {}
+    for part in text.split(","):
+        sizes |= dict.fromkeys(_parse_range(part) if ":" in part else [parse_bytes(part)])
+    return list(sizes)
+
+
+def _parse_range(text: str) -> list[int]:
     parts = text.split(":")
     if len(parts) not in (2, 3):
         raise ValueError(f"'{text}' is no range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR")

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 import offcore
-
-from .baselines import open_baseline
-from .bench import Request, skip_or_raise
-from .exercise import Exercise, facts_of
+from offcore.baselines import open_baseline
+from offcore.bench import Request, skip_or_raise
+from offcore.exercise import Exercise, facts_of
 
 _PR_SET_PDEATHSIG = 1
 

@@ -31,6 +31,7 @@ def test_ranges_and_lists():
     assert parse_sizes("1K:1M:16") == [1024, 16384, 262144]
     assert parse_sizes("3:10:1.5") == [3, 4, 6, 9]
     assert parse_sizes("4096,1000003,4096") == [4096, 1000003]
+    assert parse_sizes("4K,1M:2M,4096") == [4096, 1 << 20, 2 << 20]
     assert len(parse_sizes("1K:4G")) == 23
 
 

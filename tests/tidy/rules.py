@@ -103,6 +103,9 @@ def check_text(path: str, text: str) -> Findings:
         findings += [(number, "a tab") for number, _ in lines_matching("\t", text)]
     for number, match in lines_matching(r"\b(T[O]DO|F[I]XME|X[X]X)\b", text):
         findings.append((number, f"{match[1]}: finish it, or write an issue"))
+    findings += [
+        (number, "a merge conflict") for number, _ in lines_matching(r"^(<{7}|>{7}) \w", text)
+    ]
     for number, _ in lines_matching(r"(?<![\w.~}/])/(home|root|Users|work)/\w", text):
         findings.append((number, "a path of somebody's machine"))
     return findings

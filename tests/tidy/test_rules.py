@@ -43,6 +43,7 @@ PLANTED = {
     "trailing": ("docs/a.md", "text \n", "trailing blanks"),
     "tab": ("docs/a.md", "a\tb\n", "a tab"),
     "unfinished": ("docs/a.md", "TODO later\n", "TODO: finish it"),
+    "conflict": ("docs/a.md", "<<<<<<< HEAD\na\n", "a merge conflict"),
     "own_path": ("docs/a.md", "see /home/me/file\n", "a path of somebody's machine"),
     "wide": ("core/ir/a.h", header("// " + "x" * 98), "101 columns"),
     "tall": ("core/ir/a.h", header(*["//"] * 499), "501 lines"),

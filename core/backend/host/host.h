@@ -5,7 +5,6 @@
 // Run::wait helps: it runs the caller queue and whatever else is ready, so that a small collective
 // needs no thread switch.
 //
-// - Launches in flight at one backend share one array of wakeups.
 // - A run that is destroyed before it is done goes on by itself; Launch::owner keeps its memory.
 // - A poisoned rank's queues stop before their next command (a copy before its next piece).
 // - Destroying the backend stops its engines; what has not ended by then never does.

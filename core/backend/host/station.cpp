@@ -13,12 +13,13 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
-constexpr int64_t kSpinNs = 100'000;         // a caller's, before it sleeps
+constexpr int64_t kSpinNs = 100'000;        // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;
 constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after a launch
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
+constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
 constexpr int64_t kDozeNs = 5'000'000;
 
 uint32_t cores() {
@@ -98,9 +99,6 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
   Ended ended;
   const Lock lock(mutex_);
   if (stopping_) fail(Code::cancelled, "the host backend is closed");
-  if (!active_.empty() && active_.front()->flight_.launch.wakeups != flight->launch.wakeups) {
-    fail(Code::invalid, "launches under way at one backend must share their wakeups");
-  }
   enqueued_ns_ = now_ns();
   bool turned = false;
   for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
@@ -232,8 +230,12 @@ void Station::advance(Lock& lock, Context& context, const Interrupt& interrupt) 
 
 // Sleeps on the local ranks' wakeup unless the worker has something to do.
 void Station::watch(Lock& lock, const Worker& worker, int64_t wait_ns) {
-  const Launch& launch = active_.front()->flight_.launch;
-  std::shared_ptr<void> owner = launch.owner;  // the wakeup outlives its flight
+  const Launch& launch = (worker.own != nullptr ? *worker.own : active_.front()->flight_).launch;
+  const bool mixed = std::any_of(active_.begin(), active_.end(), [&](const Context* context) {
+    return context->flight_.launch.wakeups != launch.wakeups;
+  });
+  if (mixed) wait_ns = std::min(wait_ns, kMixedNs);  // one futex cannot tell of all
+  std::shared_ptr<void> owner = launch.owner;        // the wakeup outlives its flight
   watched_ = launch.wakeups[local_ranks_.front()];
   watcher_own_ = worker.own;
   {
@@ -245,7 +247,7 @@ void Station::watch(Lock& lock, const Worker& worker, int64_t wait_ns) {
     }
   }
   watched_ = nullptr;
-  lock.unlock();
+  lock.unlock();  // an owner is not freed under the mutex
   owner.reset();
   lock.lock();
 }
@@ -328,8 +330,7 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
   const std::string& op = flight.cargo->program->op;
   if (!flight.done.load(std::memory_order_acquire)) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
-    fail(Code::timeout, op, " did not end within ", static_cast<double>(wait_ns) * 1e-9,
-         " s: ", flight.position());
+    fail(Code::timeout, op, " did not end within ", shown_s(wait_ns), " s: ", flight.position());
   }
   if (const uint32_t by = flight.poisoned_by.load(std::memory_order_acquire); by != 0) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", flight.position());

@@ -30,7 +30,7 @@ class Station : public std::enable_shared_from_this<Station> {
   const std::vector<Rank>& local_ranks() const { return local_ranks_; }
   // Starts the engines that the program's queues need. Throws driver.
   void prepare(const Cargo& cargo);
-  // Throws invalid for wakeups other than those of the flights under way, cancelled after stop().
+  // Throws cancelled after stop().
   void enqueue(std::shared_ptr<Flight> flight);
   // Helps until the flight is done. Throws timeout, peer, or cancelled after stop().
   void wait(Flight& flight, const Deadline& deadline);

@@ -7,8 +7,8 @@
 namespace offcore {
 namespace {
 
-constexpr std::string_view kKinds[] = {"slow_engine", "late_signal", "lost_signal",
-                                       "flipped_byte", "dead_rank"};
+constexpr std::string_view kKinds[] = {"slow_engine", "late_signal", "lost_signal", "flipped_byte",
+                                       "dead_rank"};
 
 }  // namespace
 
@@ -41,7 +41,9 @@ std::string to_string(const Fault& fault) {
 }
 
 Fault random_fault(uint64_t seed, const Program& program) {
-  const auto pick = [&](uint64_t counter, uint64_t choices) { return mix(seed, counter) % choices; };
+  const auto pick = [&](uint64_t counter, uint64_t choices) {
+    return mix(seed, counter) % choices;
+  };
   struct Place {
     const Queue* queue;
     uint32_t signals = 0;

@@ -92,8 +92,7 @@ class SimBackend : public Backend {
   Share allocate(Rank rank, uint64_t bytes) override {
     Share share{.rank = rank, .bytes = bytes, .fd = -1, .data = nullptr, .owner = nullptr};
     if (shared_->state.options.phantom || bytes == 0) return share;
-    void* data =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       fail_errno(Code::memory, cat("cannot allocate ", bytes, " bytes for simulated rank ", rank));
     }

@@ -123,8 +123,7 @@ void Simulation::settle_flows() {
 Moment Simulation::fetched(const Actor& actor) const {
   if (actor.caller || program_.mode == Mode::armed) return actor.submitted;
   const double fetch_ns = cost_.fetch_ns * (actor.next + 1);
-  return actor.submitted.after(&Phases::schedule_ns,
-                               (cost_.wake_ns + fetch_ns) * actor.slowdown);
+  return actor.submitted.after(&Phases::schedule_ns, (cost_.wake_ns + fetch_ns) * actor.slowdown);
 }
 
 // Begins every command that can begin now. Where one can begin later, another step is pushed.
@@ -132,8 +131,7 @@ void Simulation::step(Actor& actor) {
   while (!actor.dead && !actor.busy && actor.next < actor.queue->commands.size()) {
     const Command& command = actor.queue->commands[actor.next];
     const Moment ready = latest(fetched(actor), actor.ordered);
-    if (!(moves_data(command.op) ? begin_data(actor, ready)
-                                 : begin_order(actor, command, ready))) {
+    if (!(moves_data(command.op) ? begin_data(actor, ready) : begin_order(actor, command, ready))) {
       return;
     }
   }

@@ -7,6 +7,7 @@
 // ends, so that a program that does not wait for its data reads stale bytes. An ordering command
 // waits for all earlier ones of its queue.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -67,15 +68,15 @@ class Simulation {
     uint32_t index = 0;   // into program.queues
     uint32_t engine = 0;  // of Flows
     bool caller = false;
-    bool dead = false;    // its rank is dead or poisoned
-    bool busy = false;    // an ordering command is being executed
-    uint32_t next = 0;    // the next command to begin
-    uint32_t running = 0; // data commands begun and not ended
+    bool dead = false;     // its rank is dead or poisoned
+    bool busy = false;     // an ordering command is being executed
+    uint32_t next = 0;     // the next command to begin
+    uint32_t running = 0;  // data commands begun and not ended
     double slowdown = 1;
     Moment submitted;
-    Moment ordered;    // the end of the last ordering command
-    Moment moved;      // the end of the last data command
-    Moment issue_from; // the next copy of the group may begin
+    Moment ordered;     // the end of the last ordering command
+    Moment moved;       // the end of the last data command
+    Moment issue_from;  // the next copy of the group may begin
     std::vector<Fault> faults;
   };
   struct CommandRun {
@@ -120,9 +121,8 @@ class Simulation {
   const Fault* fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const;
   SimState::Done* done_of(const Actor& actor);
 
-  // Flag words: in the bound memory, or here where none is bound.
-  uint32_t* word_at(const Slice& word) const;
-  bool reached(const Command& command, const Moment** change) const;
+  std::atomic_ref<uint32_t> word_at(const Slice& word);
+  bool reached(const Command& command, const Moment** change);
   void store(const Command& command);
 
   void move_half(const Command& command, bool second);
@@ -143,12 +143,12 @@ class Simulation {
   std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
-  std::vector<Moment> hosts_;            // when each host thread is free
-  std::vector<Moment> changed_;          // by word: its last change
+  std::vector<Moment> hosts_;                  // when each host thread is free
+  std::vector<Moment> changed_;                // by word: its last change
   std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it
-  mutable std::vector<uint32_t> unbound_words_;
+  std::vector<uint32_t> unbound_words_;
   std::vector<Noticed> noticed_;  // by word, where one host thread reads for all ranks
-  std::vector<int> killer_;              // by rank: who poisoned it, -1 for none
+  std::vector<int> killer_;       // by rank: who poisoned it, -1 for none
   Report report_;
 };
 

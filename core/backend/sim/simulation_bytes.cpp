@@ -1,10 +1,10 @@
 // What a simulated launch does to memory, and how it tells what became of it.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "core/backend/sim/simulation.h"
+#include "core/backend/wakeup.h"
 #include "core/base/error.h"
 #include "core/ir/text.h"
 
@@ -25,19 +25,20 @@ void swap_bytes(std::byte* a, std::byte* b, uint64_t bytes) {
 
 }  // namespace
 
-uint32_t* Simulation::word_at(const Slice& word) const {
+// A flag word: in the bound memory, or in the simulation's own where none is bound.
+std::atomic_ref<uint32_t> Simulation::word_at(const Slice& word) {
   std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
-  if (base == nullptr) return &unbound_words_[word_index(program_, word)];
-  return reinterpret_cast<uint32_t*>(base + word.offset * kWordBytes);
+  if (base != nullptr) return flag_word(base, word.offset);
+  return std::atomic_ref(unbound_words_[word_index(program_, word)]);
 }
 
 // Whether every row's word has reached the poll's value, and the last change of these words.
-bool Simulation::reached(const Command& command, const Moment** change) const {
+bool Simulation::reached(const Command& command, const Moment** change) {
   *change = nullptr;
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
-    const uint32_t value = std::atomic_ref(*word_at(word)).load(std::memory_order_acquire);
-    if (static_cast<int32_t>(value - (launch_.epoch + command.value)) < 0) return false;
+    const uint32_t value = word_at(word).load(std::memory_order_acquire);
+    if (!reached_value(value, launch_.epoch + command.value)) return false;
     const Moment& candidate = changed_[word_index(program_, word)];
     if (*change == nullptr || candidate.at_ns > (*change)->at_ns) *change = &candidate;
   }
@@ -47,7 +48,7 @@ bool Simulation::reached(const Command& command, const Moment** change) const {
 void Simulation::store(const Command& command) {
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
-    std::atomic_ref(*word_at(word)).store(launch_.epoch + command.value, std::memory_order_release);
+    word_at(word).store(launch_.epoch + command.value, std::memory_order_release);
   }
 }
 
@@ -111,10 +112,7 @@ void Simulation::blame(Outcome& outcome) const {
   }
   outcome.message += "; stuck: " + stuck();
   if (killed == killer_.end()) return;
-  for (Wakeup* wakeup : launch_.wakeups) {
-    uint32_t none = 0;
-    wakeup->poison.compare_exchange_strong(none, static_cast<uint32_t>(*killed) + 1);
-  }
+  for (Wakeup* wakeup : launch_.wakeups) poison(*wakeup, static_cast<Rank>(*killed));
 }
 
 // Per queue that has not ended: the command it has reached.

@@ -1,0 +1,359 @@
+#include "core/window/rendezvous.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "core/base/error.h"
+#include "core/window/meeting.h"
+#include "core/window/socket.h"
+
+namespace offcore {
+namespace {
+
+constexpr uint64_t kTagBytesMax = 4096;
+constexpr size_t kInboxMax = 4096;           // parcels a peer may be ahead
+constexpr int64_t kGoodbyeNs = 200'000'000;  // a peer that reads nothing gets none
+constexpr int64_t kGreetingNs = 1'000'000'000;
+
+using Status = Connection::Status;
+using Key = std::pair<std::string, uint64_t>;  // tag, sequence
+
+struct Peer {
+  enum class State : uint8_t { here, left, lost };
+  Connection connection;
+  std::mutex sending;
+  State state = State::here;  // from here on guarded by the mesh's mutex
+  bool announced = false;     // its loss, to the callback
+  std::map<Key, Parcel> inbox;
+};
+
+// One connected socket per peer, and a thread that reads them all.
+class Mesh final : public Rendezvous {
+ public:
+  Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& deadline);
+  ~Mesh() override { close(); }
+
+  Rank rank() const override { return rank_; }
+  Rank ranks() const override { return ranks_; }
+  const std::string& store() const override { return store_; }
+  uint64_t key() const override { return key_; }
+  std::vector<Parcel> exchange(std::string_view tag, std::string_view blob, int fd,
+                               const Deadline& deadline) override;
+  void on_peer_loss(std::function<void(Rank)> callback) override;
+  void close() override;
+
+ private:
+  void connect_all(int listener, const Roster& roster, const Deadline& deadline);
+  void greet(Rank peer, const std::string& name, const Deadline& deadline);
+  void welcome(int listener, int64_t wait_ns, const Deadline& deadline);
+  [[noreturn]] void fail_unconnected(int64_t wait_ns) const;
+  void post(Rank peer, const Key& key, std::string_view blob, int fd, const Deadline& deadline);
+  std::vector<Rank> missing(const Key& key) const;
+  void watch();
+  void read(Rank peer, Status received);
+  void take(Rank peer, Frame& frame);
+  void lose(Rank peer, Peer::State state);
+  void announce();
+  void poke() const { eventfd_write(poke_.get(), 1); }
+
+  const std::string store_;
+  const Rank rank_;
+  const Rank ranks_;
+  uint64_t key_ = 0;
+  std::vector<Peer> peers_;  // by rank; this rank's own is unused
+  Descriptor poke_;          // makes the watcher look up
+  std::thread watcher_;
+
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::map<std::string, uint64_t, std::less<>> sequences_;
+  bool closing_ = false;
+
+  std::mutex callback_mutex_;  // held while the callback runs; taken before mutex_
+  std::function<void(Rank)> callback_;
+};
+
+Mesh::Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& deadline)
+    : store_(store), rank_(rank), ranks_(ranks), peers_(ranks) {
+  std::string name;
+  const Descriptor listener = listen_unix(name);
+  const Roster roster = meet(store, rank, ranks, name, deadline);
+  key_ = roster.key;
+  connect_all(listener.get(), roster, deadline);
+  poke_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!poke_) fail_errno(Code::driver, "cannot make an event descriptor");
+  try {
+    watcher_ = std::thread([this] { watch(); });
+  } catch (const std::system_error& error) {
+    fail(Code::driver, "cannot start the thread that watches the peers: ", error.what());
+  }
+}
+
+// A rank connects to the lower ones; that needs nobody to accept, so no order can lock up.
+void Mesh::connect_all(int listener, const Roster& roster, const Deadline& deadline) {
+  const int64_t wait_ns = deadline.left_ns();
+  for (Rank peer = 0; peer < rank_; ++peer) greet(peer, roster.names[peer], deadline);
+  const auto unconnected = [this] {
+    return std::any_of(peers_.begin() + rank_ + 1, peers_.end(),
+                       [](const Peer& peer) { return peer.connection.fd() < 0; });
+  };
+  while (unconnected()) welcome(listener, wait_ns, deadline);
+}
+
+void Mesh::greet(Rank peer, const std::string& name, const Deadline& deadline) {
+  Descriptor socket = connect_unix(name);
+  if (!socket) {
+    fail(Code::peer, "rank ", peer, " met rank ", rank_, " at ", store_, " but cannot be reached (",
+         std::strerror(errno),
+         "): it died, or runs on another host or in another network namespace");
+  }
+  peers_[peer].connection = Connection(std::move(socket), kBlobBytesMax + 2 * kTagBytesMax);
+  const std::string greeting = Packer().number(key_).number(rank_).bytes();
+  if (peers_[peer].connection.send(FrameKind::greeting, greeting, -1, deadline) != Status::ok) {
+    fail(Code::peer, "rank ", peer, " hung up while the ranks met at ", store_);
+  }
+}
+
+void Mesh::welcome(int listener, int64_t wait_ns, const Deadline& deadline) {
+  Descriptor socket = accept_from(listener, deadline);
+  if (!socket) fail_unconnected(wait_ns);
+  Connection connection(std::move(socket), kBlobBytesMax + 2 * kTagBytesMax);
+  Frame frame;
+  // Who does not greet at once is a stranger: a rank greets before it does anything else.
+  const Deadline greeting = Deadline::after_ns(std::min(kGreetingNs, deadline.left_ns()));
+  if (connection.wait_frame(frame, greeting) != Status::ok) return;
+  Unpacker unpacker(frame.payload);
+  const auto key = unpacker.number<uint64_t>();
+  const auto peer = unpacker.number<Rank>();
+  const bool known = frame.kind == FrameKind::greeting && unpacker.ok() && key == key_ &&
+                     peer > rank_ && peer < ranks_ && peers_[peer].connection.fd() < 0;
+  if (known) peers_[peer].connection = std::move(connection);
+}
+
+void Mesh::fail_unconnected(int64_t wait_ns) const {
+  std::vector<Rank> ranks;
+  for (Rank peer = rank_ + 1; peer < ranks_; ++peer) {
+    if (peers_[peer].connection.fd() < 0) ranks.push_back(peer);
+  }
+  fail(Code::timeout, rank_list(ranks), " came to ", store_, " but did not connect within ",
+       shown_s(wait_ns), " s");
+}
+
+std::vector<Rank> Mesh::missing(const Key& key) const {
+  std::vector<Rank> missing;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer != rank_ && !peers_[peer].inbox.contains(key)) missing.push_back(peer);
+  }
+  return missing;
+}
+
+void Mesh::post(Rank peer, const Key& key, std::string_view blob, int fd,
+                const Deadline& deadline) {
+  const std::string payload = Packer().number(key.second).text(key.first).text(blob).bytes();
+  Peer& to = peers_[peer];
+  const std::lock_guard sending(to.sending);
+  {
+    const std::lock_guard lock(mutex_);
+    if (to.state != Peer::State::here) return;  // the wait for its parcel reports it
+  }
+  const Status status = to.connection.send(FrameKind::parcel, payload, fd, deadline);
+  // Half a frame may be under way: nothing more can be said on this stream. The watcher sees it.
+  if (status != Status::ok) shutdown(to.connection.fd(), SHUT_RDWR);
+}
+
+std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, int fd,
+                                   const Deadline& deadline) {
+  if (tag.size() > kTagBytesMax || blob.size() > kBlobBytesMax) {
+    fail(Code::invalid, "a tag of ", tag.size(), " and a blob of ", blob.size(),
+         " bytes exceed the limits of ", kTagBytesMax, " and ", kBlobBytesMax);
+  }
+  const int64_t wait_ns = deadline.left_ns();
+  Key key{tag, 0};
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_) fail(Code::cancelled, "this rank has left the rendezvous at ", store_);
+    key.second = sequences_[key.first]++;
+  }
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer != rank_) post(peer, key, blob, fd, deadline);
+  }
+  std::unique_lock lock(mutex_);
+  std::vector<Rank> absent;
+  while (!(absent = missing(key)).empty()) {
+    for (Rank peer : absent) {
+      if (peers_[peer].state == Peer::State::here) continue;
+      fail(Code::peer, "rank ", peer, peers_[peer].state == Peer::State::lost ? " died" : " left",
+           " before '", tag, "'");
+    }
+    if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
+    if (deadline.passed()) {
+      fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", store_,
+           ") within ", shown_s(wait_ns), " s");
+    }
+    constexpr int64_t kHourNs = 3'600'000'000'000;
+    arrived_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kHourNs)));
+  }
+  std::vector<Parcel> parcels(ranks_);
+  parcels[rank_].blob = blob;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer != rank_) parcels[peer] = std::move(peers_[peer].inbox.extract(key).mapped());
+  }
+  return parcels;
+}
+
+void Mesh::watch() {
+  // What came right behind a greeting has been taken in with it.
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peer != rank_) read(peer, Status::ok);
+  }
+  while (true) {
+    std::vector<pollfd> entries{{.fd = poke_.get(), .events = POLLIN, .revents = 0}};
+    std::vector<Rank> ranks;
+    {
+      const std::lock_guard lock(mutex_);
+      if (closing_) return;
+      for (Rank peer = 0; peer < ranks_; ++peer) {
+        if (peer == rank_ || peers_[peer].state != Peer::State::here) continue;
+        entries.push_back({.fd = peers_[peer].connection.fd(), .events = POLLIN, .revents = 0});
+        ranks.push_back(peer);
+      }
+    }
+    if (poll(entries.data(), entries.size(), -1) < 0) continue;
+    eventfd_t count = 0;
+    if (entries[0].revents != 0) eventfd_read(poke_.get(), &count);
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      if (entries[i + 1].revents == 0) continue;
+      read(ranks[i], peers_[ranks[i]].connection.receive());
+    }
+    announce();
+  }
+}
+
+void Mesh::read(Rank peer, Status received) {
+  Connection& connection = peers_[peer].connection;
+  Status status = Status::ok;
+  while (std::optional<Frame> frame = connection.next(status)) {
+    if (frame->kind == FrameKind::goodbye) return lose(peer, Peer::State::left);
+    take(peer, *frame);
+  }
+  if (received != Status::ok || status != Status::ok) lose(peer, Peer::State::lost);
+}
+
+void Mesh::take(Rank peer, Frame& frame) {
+  Unpacker unpacker(frame.payload);
+  const auto sequence = unpacker.number<uint64_t>();
+  const std::string tag(unpacker.text());
+  Parcel parcel{.blob = std::string(unpacker.text()), .fd = std::move(frame.fd)};
+  if (frame.kind != FrameKind::parcel || !unpacker.ok()) return lose(peer, Peer::State::lost);
+  bool full = false;
+  {
+    const std::lock_guard lock(mutex_);
+    std::map<Key, Parcel>& inbox = peers_[peer].inbox;
+    // What this rank stopped waiting for at a timeout is dropped when the next one comes.
+    while (!inbox.empty()) {
+      const auto stale = inbox.lower_bound({tag, 0});
+      if (stale == inbox.end() || stale->first.first != tag) break;
+      if (stale->first.second + 1 >= sequences_[tag]) break;
+      inbox.erase(stale);
+    }
+    full = inbox.size() >= kInboxMax;
+    if (!full) inbox.insert_or_assign({tag, sequence}, std::move(parcel));
+  }
+  if (full) return lose(peer, Peer::State::lost);
+  arrived_.notify_all();
+}
+
+void Mesh::lose(Rank peer, Peer::State state) {
+  const std::lock_guard lock(mutex_);
+  if (peers_[peer].state != Peer::State::here) return;
+  peers_[peer].state = state;
+  shutdown(peers_[peer].connection.fd(), SHUT_RDWR);
+  arrived_.notify_all();
+}
+
+void Mesh::announce() {
+  const std::lock_guard calling(callback_mutex_);
+  if (callback_ == nullptr) return;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    {
+      const std::lock_guard lock(mutex_);
+      Peer& gone = peers_[peer];
+      if (gone.state != Peer::State::lost || std::exchange(gone.announced, true)) continue;
+    }
+    callback_(peer);
+  }
+}
+
+void Mesh::on_peer_loss(std::function<void(Rank)> callback) {
+  {
+    const std::lock_guard calling(callback_mutex_);
+    callback_ = std::move(callback);
+    const std::lock_guard lock(mutex_);
+    for (Peer& peer : peers_) peer.announced = false;
+  }
+  poke();
+}
+
+void Mesh::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+  }
+  arrived_.notify_all();
+  if (watcher_.joinable()) {
+    poke();
+    watcher_.join();
+  }
+  for (Peer& peer : peers_) {
+    if (peer.connection.fd() < 0) continue;
+    const std::lock_guard sending(peer.sending);
+    const Deadline deadline = Deadline::after_ns(kGoodbyeNs);
+    peer.connection.send(FrameKind::goodbye, "", -1, deadline);
+    shutdown(peer.connection.fd(), SHUT_WR);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Rendezvous> Rendezvous::join(const std::string& store, Rank rank, Rank ranks,
+                                             const Deadline& deadline) {
+  if (ranks < 1 || rank >= ranks) {
+    fail(Code::invalid, "rank ", rank, " does not lie in a world of ", ranks, " ranks");
+  }
+  return std::make_shared<Mesh>(store, rank, ranks, deadline);
+}
+
+std::vector<std::string> Rendezvous::all_gather_bytes(std::string_view tag, std::string_view blob,
+                                                      const Deadline& deadline) {
+  std::vector<std::string> blobs;
+  for (Parcel& parcel : exchange(tag, blob, -1, deadline)) blobs.push_back(std::move(parcel.blob));
+  return blobs;
+}
+
+std::vector<Descriptor> Rendezvous::exchange_fds(std::string_view tag, int fd,
+                                                 const Deadline& deadline) {
+  std::vector<Descriptor> fds;
+  for (Parcel& parcel : exchange(tag, "", fd, deadline)) {
+    if (!parcel.fd && fds.size() != rank()) {
+      fail(Code::mismatch, "rank ", fds.size(), " handed over no descriptor at '", tag, "'");
+    }
+    fds.push_back(std::move(parcel.fd));
+  }
+  return fds;
+}
+
+void Rendezvous::barrier(std::string_view tag, const Deadline& deadline) {
+  exchange(tag, "", -1, deadline);
+}
+
+}  // namespace offcore

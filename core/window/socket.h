@@ -1,0 +1,129 @@
+// Sockets with deadlines, and the frames that ranks send each other over them.
+//
+// A frame is a 16-byte header (magic, kind, whether a descriptor comes along, payload bytes) and
+// its payload. All reads are bounded; nothing raises SIGPIPE; every socket is non-blocking and
+// closed on exec. Both ends are on one host, so numbers travel as they lie in memory.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "core/base/clock.h"
+#include "core/base/descriptor.h"
+
+namespace offcore {
+
+enum class FrameKind : uint16_t {
+  hello,     // rank to store: rank, ranks, name of its Unix socket
+  roster,    // store to rank: key, who has arrived, and once all have, their sockets' names
+  refusal,   // store to rank: error code and message
+  greeting,  // rank to rank, first: key, rank
+  parcel,    // rank to rank: sequence, tag, blob
+  goodbye,   // rank to rank, last
+};
+
+struct Frame {
+  FrameKind kind = FrameKind::hello;
+  std::string payload;
+  Descriptor fd;
+};
+
+// Builds a payload.
+class Packer {
+ public:
+  template <typename Number>
+  Packer& number(Number value) {
+    static_assert(std::is_arithmetic_v<Number>);
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    return *this;
+  }
+  Packer& text(std::string_view text) {
+    number(static_cast<uint32_t>(text.size()));
+    bytes_.append(text);
+    return *this;
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+// Takes a payload apart; a payload that is too short makes it fail for good.
+class Unpacker {
+ public:
+  explicit Unpacker(std::string_view bytes) : bytes_(bytes) {}
+  template <typename Number>
+  Number number() {
+    Number value{};
+    const std::string_view raw = take(sizeof(value));
+    if (raw.size() == sizeof(value)) std::memcpy(&value, raw.data(), sizeof(value));
+    return value;
+  }
+  std::string_view text() { return take(number<uint32_t>()); }
+  bool ok() const { return ok_; }
+
+ private:
+  std::string_view take(size_t count) {
+    ok_ = ok_ && count <= bytes_.size();
+    if (!ok_) return {};
+    const std::string_view taken = bytes_.substr(0, count);
+    bytes_.remove_prefix(count);
+    return taken;
+  }
+
+  std::string_view bytes_;
+  bool ok_ = true;
+};
+
+// A connected stream that frames travel over. Sending and receiving may run on two threads.
+class Connection {
+ public:
+  enum class Status : uint8_t {
+    ok,
+    late,     // the deadline passed; after a send the stream is broken
+    closed,   // by the peer, or broken
+    garbage,  // bytes that are no frame
+  };
+
+  Connection() = default;
+  Connection(Descriptor socket, uint64_t payload_bytes_max)
+      : socket_(std::move(socket)), payload_bytes_max_(payload_bytes_max) {}
+
+  int fd() const { return socket_.get(); }
+  // `fd` -1: none.
+  Status send(FrameKind kind, std::string_view payload, int fd, const Deadline& deadline);
+  // Takes in what has arrived, without waiting. The frames before a close still come out of next().
+  Status receive();
+  // The next whole frame. Status garbage once the stream makes no sense.
+  std::optional<Frame> next(Status& status);
+  // Waits for a frame.
+  Status wait_frame(Frame& frame, const Deadline& deadline);
+
+ private:
+  Descriptor socket_;
+  uint64_t payload_bytes_max_ = 0;
+  std::string received_;
+  size_t used_ = 0;  // of received_
+  std::deque<Descriptor> fds_;
+};
+
+// Waits until the descriptor is readable or writable (POLLIN, POLLOUT); false when it is late.
+bool wait_ready(int fd, short events, const Deadline& deadline);
+
+// TCP at "host:port" or "[v6]:port". All throw invalid for a malformed or unknown address.
+Descriptor listen_at(const std::string& address);  // throws driver
+// One attempt; empty, with errno's text in `reason`, where nobody listens.
+Descriptor connect_to(const std::string& address, const Deadline& deadline, std::string& reason);
+
+// A Unix socket under a name that the kernel picks, outside the file system.
+Descriptor listen_unix(std::string& name);
+Descriptor connect_unix(const std::string& name);  // empty, with errno set, on failure
+// Empty where nobody has connected by the deadline.
+Descriptor accept_from(int listener, const Deadline& deadline);
+
+}  // namespace offcore
