@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+T = TypeVar("T")
 
 
 def noise(nbytes: int, *seed: int) -> Bytes:
@@ -68,9 +70,10 @@ class Case:
         return [np.concatenate([sent[r][q] for r in everyone]) for q in everyone]
 
 
-def given(array: Bytes | None) -> Bytes:
-    assert array is not None
-    return array
+def given(value: T | None) -> T:
+    """What must be there."""
+    assert value is not None
+    return value
 
 
 def equal_case(op: str, ranks: int, part: int, in_place: bool = False, root: int = 0) -> Case:

@@ -1,40 +1,38 @@
 """Lays a case out in memory, runs it, and checks every byte of it and around it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import offcore
-from oracles import Bytes, Case, noise
+from oracles import Bytes, Case, given, noise
 
 GUARD = 96  # bytes on both sides of every buffer, which nothing may touch
 PLACES = ("window", "array")
+PROTOCOLS = ("auto", "barrier", "promise", "eager")
 
 
-@dataclass
 class Padded:
     """A buffer between two guards."""
 
-    whole: Bytes
-    nbytes: int
-    before: Bytes
+    def __init__(self, whole: Bytes, nbytes: int) -> None:
+        self.whole = whole
+        self.nbytes = nbytes
+
+    def fill(self, *seed: int) -> None:
+        self.before = noise(self.whole.size, *seed)
+        self.whole[:] = self.before
 
     @property
     def body(self) -> Bytes:
         return self.whole[GUARD : GUARD + self.nbytes]
 
     def assert_holds(self, expected: Bytes, what: str) -> None:
-        """The body holds these bytes, and the guards what they held."""
-        wrong = np.flatnonzero(self.body != expected)
-        assert wrong.size == 0, f"{what}: {wrong.size} wrong bytes, the first at {wrong[0]}"
-        for side in (slice(0, GUARD), slice(GUARD + self.nbytes, None)):
-            assert np.array_equal(self.whole[side], self.before[side]), f"{what}: outside touched"
-
-
-def padded(whole: Bytes, nbytes: int, *seed: int) -> Padded:
-    whole[:] = noise(whole.size, *seed)
-    return Padded(whole, nbytes, whole.copy())
+        """The body begins with these bytes; all else is as it was."""
+        wanted = self.before.copy()
+        wanted[GUARD : GUARD + expected.size] = expected
+        wrong = np.flatnonzero(self.whole != wanted)
+        assert wrong.size == 0, f"{what}: {wrong.size} wrong bytes, the first at {wrong[0] - GUARD}"
 
 
 class Ground:
@@ -66,32 +64,40 @@ class Exchange:
         self.case = case
         self.what = f"{case} {place}"
         everyone = range(case.ranks)
-        self.inputs = [
-            None if (n := case.in_bytes(r)) is None else noise(n, seed, r, 1) for r in everyone
+        sizes = [case.out_bytes(rank) for rank in everyone]
+        if place == "window":  # all ranks pass the same part of it, whether they need it or not
+            sizes = [max(size for size in sizes if size is not None)] * case.ranks
+        self.outputs = [
+            None if size is None else self.buffer(ground.shares[rank], size, place)
+            for rank, size in enumerate(sizes)
         ]
-        sizes = [case.out_bytes(r) for r in everyone]
-        self.outputs: list[Padded | None] = []
-        for r in everyone:
-            size = sizes[r] if place == "array" else max(s for s in sizes if s is not None)
-            if size is None:
-                self.outputs.append(None)
+        self.sources = [
+            None
+            if case.in_place or (size := case.in_bytes(rank)) is None
+            else self.buffer(None, size, "array")
+            for rank in everyone
+        ]
+        self.refill(seed)
+
+    @staticmethod
+    def buffer(share: Bytes | None, nbytes: int, place: str) -> Padded:
+        room = nbytes + 2 * GUARD
+        whole = np.empty(room, np.uint8) if share is None or place == "array" else share[:room]
+        return Padded(whole, nbytes)
+
+    def refill(self, seed: int) -> None:
+        """Fresh bytes everywhere."""
+        self.inputs: list[Bytes | None] = [None] * self.case.ranks
+        for rank, (out, source) in enumerate(zip(self.outputs, self.sources, strict=True)):
+            nbytes = self.case.in_bytes(rank)
+            for padded in (out, source):
+                if padded is not None:
+                    padded.fill(seed, rank, padded is out)
+            if nbytes is None:
                 continue
-            room = size + 2 * GUARD
-            whole = np.empty(room, np.uint8) if place == "array" else ground.shares[r][:room]
-            self.outputs.append(padded(whole, size, seed, r, 2))
-        self.sources: list[Padded | None] = [None] * case.ranks
-        for r in everyone:
-            data, out = self.inputs[r], self.outputs[r]
-            if data is None:
-                continue
-            if case.in_place:
-                assert out is not None
-                at = case.own_offset(r)
-                out.body[at : at + data.size] = data
-            else:
-                source = padded(np.empty(data.size + 2 * GUARD, np.uint8), data.size, seed, r, 3)
-                source.body[:] = data
-                self.sources[r] = source
+            at = self.case.own_offset(rank) if self.case.in_place else 0
+            body = given(out if self.case.in_place else source).body
+            self.inputs[rank] = body[at : at + nbytes].copy()
 
     def arguments(self) -> tuple[Any, Any]:
         out = [None if o is None else o.body for o in self.outputs]
@@ -123,14 +129,11 @@ class Exchange:
         return result
 
     def check(self) -> None:
+        nothing = np.empty(0, np.uint8)
         for rank, expected in enumerate(self.case.expected(self.inputs)):
             out, source = self.outputs[rank], self.sources[rank]
             if out is not None:
-                wanted = out.before[GUARD : GUARD + out.nbytes].copy()
-                if expected is not None:
-                    wanted[: expected.size] = expected
+                wanted = nothing if expected is None else expected
                 out.assert_holds(wanted, f"{self.what}: output of rank {rank}")
             if source is not None:
-                data = self.inputs[rank]
-                assert data is not None
-                source.assert_holds(data, f"{self.what}: input of rank {rank}")
+                source.assert_holds(nothing, f"{self.what}: input of rank {rank}")

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from exchange import PLACES, Ground
+from exchange import PLACES, PROTOCOLS, Ground
 from targets import Target
 
 import offcore
@@ -17,7 +17,6 @@ RANKS = (1, 2, 3, 4, 8)
 SIZES = (1, 1000, 4096)
 LARGE = (1 << 20) + 3  # of the whole array
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
-PROTOCOLS = ("auto", "barrier", "promise", "eager")
 
 
 def uneven_cases(op: str, ranks: int) -> Iterator[Case]:
