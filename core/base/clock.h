@@ -1,5 +1,6 @@
 // Time: a monotonic clock in nanoseconds, and the deadline that every wait carries.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -20,20 +21,26 @@ class Deadline {
  public:
   static Deadline after_ns(int64_t wait_ns) {
     const int64_t now = now_ns();
-    return Deadline(wait_ns >= INT64_MAX - now ? INT64_MAX : now + wait_ns);
+    return Deadline(wait_ns >= INT64_MAX - now ? INT64_MAX : now + wait_ns, wait_ns);
   }
   static Deadline after_s(double wait_s) {
-    return wait_s >= 9e9 ? Deadline(INT64_MAX) : after_ns(static_cast<int64_t>(wait_s * 1e9));
+    return after_ns(wait_s >= 9e9 ? INT64_MAX : static_cast<int64_t>(wait_s * 1e9));
+  }
+  // An earlier end for a part of the same wait: messages still tell the whole wait.
+  Deadline slice(int64_t part_ns) const {
+    return Deadline(std::min(at_ns_, after_ns(part_ns).at_ns_), wait_ns_);
   }
   bool passed() const { return now_ns() >= at_ns_; }
   int64_t left_ns() const {
     const int64_t left = at_ns_ - now_ns();
     return left > 0 ? left : 0;
   }
+  int64_t wait_ns() const { return wait_ns_; }  // the whole wait, from its beginning
 
  private:
-  explicit Deadline(int64_t at_ns) : at_ns_(at_ns) {}
+  Deadline(int64_t at_ns, int64_t wait_ns) : at_ns_(at_ns), wait_ns_(wait_ns) {}
   int64_t at_ns_;
+  int64_t wait_ns_;
 };
 
 }  // namespace offcore

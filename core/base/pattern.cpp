@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint64_t kWord = sizeof(uint64_t);
 
-// Words of the stream: an odd multiplier makes neighbours differ in every byte, the shift brings the
-// well-mixed upper half down.
+// Words of the stream: an odd multiplier makes neighbours differ in every byte, the shift brings
+// the well-mixed upper half down.
 uint64_t word_at(uint64_t seed, uint64_t index) {
   uint64_t value = (index + 1) * 0x9e3779b97f4a7c15 + seed * 0xd1342543de82ef95;
   value ^= value >> 29;

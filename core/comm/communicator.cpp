@@ -17,7 +17,6 @@ constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its 
 constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 constexpr std::string_view kOutside = "outside";
 
-
 // What makes two calls share a plan, as bytes: cheap to build at every call.
 std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
   std::string key;
@@ -98,8 +97,8 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   return communicator;
 }
 
-Communicator::Communicator(std::unique_ptr<Backend> backend,
-                           std::shared_ptr<Rendezvous> rendezvous, Rank ranks)
+Communicator::Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
+                           Rank ranks)
     : backend_(std::move(backend)), rendezvous_(std::move(rendezvous)), ranks_(ranks) {
   if (rendezvous_) {
     local_ranks_ = {rendezvous_->rank()};
@@ -138,8 +137,8 @@ Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
   const uint64_t words = 2 * ranks_ + uint64_t{ranks_} * backend_->machine().engines_peer;
   made->index = index;
   made->track.flags = Flags::create(*backend_, rendezvous_.get(), ranks_, words, deadline);
-  made->records = ControlMemory::create(*backend_, rendezvous_.get(), ranks_, Journal::kBytes,
-                                        deadline);
+  made->records =
+      ControlMemory::create(*backend_, rendezvous_.get(), ranks_, Journal::kBytes, deadline);
   made->journal = Journal(made->records.bases);
   lane = std::move(made);
   return *lane;
@@ -235,14 +234,15 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
-          " machine=", machine.name, machine.tuned_version.empty() ? "" : " tuned=",
-          machine.tuned_version);
+          " machine=", machine.name,
+          machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
   publish(lane, sequence, undecided, deadline);
   const bool agreed = agree_on_place(lane, sequence, undecided, deadline);
   const bool same_place = agreed && place != kOutside;
   if (request.protocol == "promise" && !same_place) {
-    fail(Code::unsupported, "protocol promise needs the output at the same place of a window of "
+    fail(Code::unsupported,
+         "protocol promise needs the output at the same place of a window of "
          "every rank; allocate it with Communicator.window() or empty()");
   }
   const bool staged = stage_of(request, facts, same_place);
@@ -250,11 +250,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const std::string wanted =
-      request.variant == "auto" ? env("OFFCORE_VARIANT") : request.variant;
-  const Choice choice = wanted == "auto"
-                            ? choose(moves, facts.total_bytes, machine, protocol)
-                            : Choice{.variant = parse_variant(wanted)};
+  const std::string wanted = request.variant == "auto" ? env("OFFCORE_VARIANT") : request.variant;
+  const Choice choice = wanted == "auto" ? choose(moves, facts.total_bytes, machine, protocol)
+                                         : Choice{.variant = parse_variant(wanted)};
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
   plan->loaded = backend_->load(plan->program);
   plan->full_exchange = moves.full_exchange;
@@ -268,8 +266,8 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
     }
     ++armed_plans_;
     plan->own_track = std::make_unique<Track>();
-    plan->own_track->flags = Flags::create(*backend_, rendezvous_.get(), ranks_,
-                                           lane.track.flags.words, deadline);
+    plan->own_track->flags =
+        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
   }
   Track& track = plan->own_track ? *plan->own_track : lane.track;
   for (const Buffer& buffer : plan->program->buffers) {
@@ -282,15 +280,15 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
     }
   }
   Result result{.op = moves.op,
-                  .variant = plan->program->variant,
-                  .protocol = plan->program->protocol,
-                  .mode = plan->program->mode,
-                  .native = plan->program->native,
-                  .staged = staged,
-                  .tuned = choice.tuned,
-                  .in_place = facts.in_place,
-                  .total_bytes = facts.total_bytes,
-                  .counts = count(*plan->program)};
+                .variant = plan->program->variant,
+                .protocol = plan->program->protocol,
+                .mode = plan->program->mode,
+                .native = plan->program->native,
+                .staged = staged,
+                .tuned = choice.tuned,
+                .in_place = facts.in_place,
+                .total_bytes = facts.total_bytes,
+                .counts = count(*plan->program)};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }
@@ -354,8 +352,8 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   const auto& buffers = plan.program->buffers;
   Track& track = plan.own_track ? *plan.own_track : lane.track;
   Flags& flags = track.flags;
-  Launch launch{.binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch,
-                .lane = lane.index};
+  Launch launch{
+      .binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
   flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
   for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -455,7 +453,7 @@ Result Pending::wait(const Deadline& deadline) {
   for (;;) {
     const bool slice = !communicator.alone() && deadline.left_ns() > kSliceNs;
     try {
-      run_->wait(slice ? Deadline::after_ns(kSliceNs) : deadline);
+      run_->wait(slice ? deadline.slice(kSliceNs) : deadline);
       break;
     } catch (const Error& error) {
       // Before a timeout or a peer's abort is believed: have the ranks diverged?

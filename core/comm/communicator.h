@@ -33,7 +33,7 @@ struct Result {
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
   uint64_t total_bytes = 0;
-  Counts counts;             // of all ranks
+  Counts counts;  // of all ranks
   Report report;
 };
 
@@ -100,8 +100,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Lane& lane(uint32_t index, const Deadline& deadline);
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
-                             uint64_t sequence, const std::string& place,
-                             const Deadline& deadline);
+                             uint64_t sequence, const std::string& place, const Deadline& deadline);
   bool agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer, const Entry& mine,
                        const Deadline& deadline);

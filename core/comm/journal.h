@@ -20,9 +20,9 @@ namespace offcore {
 
 // What one rank says of one launch.
 struct Entry {
-  uint64_t key = 0;       // digest of the key's text
-  uint64_t plan = 0;      // digest of key and landing place; 0 while undecided
-  std::string text;       // "all_gather ranks=2 ... out=window 1+0", cut to the record's room
+  uint64_t key = 0;   // digest of the key's text
+  uint64_t plan = 0;  // digest of key and landing place; 0 while undecided
+  std::string text;   // "all_gather ranks=2 ... out=window 1+0", cut to the record's room
 
   bool decided() const { return plan != 0; }
 };

@@ -1,6 +1,5 @@
 #include "core/comm/lane.h"
 
-
 namespace offcore {
 namespace {
 
@@ -33,17 +32,16 @@ ControlMemory ControlMemory::create(Backend& backend, Rendezvous* rendezvous, Ra
 
 Flags Flags::create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                     const Deadline& deadline) {
-  return {.memory = ControlMemory::create(backend, rendezvous, ranks, 2 * words * kWordBytes,
-                                          deadline),
-          .words = words};
+  return {
+      .memory = ControlMemory::create(backend, rendezvous, ranks, 2 * words * kWordBytes, deadline),
+      .words = words};
 }
 
 void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
                  const Deadline& deadline) {
   if (window_ && bytes <= bytes_) return;
-  const uint64_t rounded = bytes <= kSlotBytesMin
-                               ? kSlotBytesMin
-                               : (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
+  const uint64_t rounded =
+      bytes <= kSlotBytesMin ? kSlotBytesMin : (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
   window_ = Window::create(backend, rendezvous, ranks, rounded * kCount, deadline);
   bytes_ = rounded;
   turn_ = 0;

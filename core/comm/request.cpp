@@ -18,8 +18,7 @@ struct Range {
 };
 
 Range range_of(const Operand& operand) {
-  const uint64_t begin =
-      operand.window ? operand.offset : reinterpret_cast<uint64_t>(operand.data);
+  const uint64_t begin = operand.window ? operand.offset : reinterpret_cast<uint64_t>(operand.data);
   return {operand.window.get(), begin, begin + operand.bytes};
 }
 
@@ -53,8 +52,7 @@ class Checker {
            " local ranks");
     }
     if (facts_.root >= facts_.ranks) {
-      fail(Code::invalid, name(), ": root ", facts_.root, " is not below ", facts_.ranks,
-           " ranks");
+      fail(Code::invalid, name(), ": root ", facts_.root, " is not below ", facts_.ranks, " ranks");
     }
     uneven_ = !request_.counts.empty();
     switch (facts_.collective) {
@@ -94,23 +92,23 @@ class Checker {
   void need(const std::vector<Operand>& side, size_t i, const char* what, uint64_t bytes) {
     const uint64_t has = side[i].bytes;
     if (uneven_ ? has >= bytes : has == bytes) return;
-    fail(Code::invalid, name(), ": ", what, " of rank ", local_ranks_[i], " has ", has,
-         " bytes, ", uneven_ ? "at least " : "", bytes, " needed");
+    fail(Code::invalid, name(), ": ", what, " of rank ", local_ranks_[i], " has ", has, " bytes, ",
+         uneven_ ? "at least " : "", bytes, " needed");
   }
 
   uint64_t divided(uint64_t bytes) const {
     if (bytes % facts_.ranks == 0) return bytes / facts_.ranks;
     fail(facts_.in_place && facts_.collective == Collective::all_to_all ? Code::unsupported
                                                                         : Code::invalid,
-         name(), ": ", bytes, " bytes do not divide into ", facts_.ranks,
-         " equal parts; use ", name(), "_v with counts");
+         name(), ": ", bytes, " bytes do not divide into ", facts_.ranks, " equal parts; use ",
+         name(), "_v with counts");
   }
 
   void all_gather() {
     const Rank ranks = facts_.ranks;
     if (!uneven_) {
-      facts_.counts.assign(
-          ranks, facts_.in_place ? divided(request_.out[0].bytes) : request_.in[0].bytes);
+      facts_.counts.assign(ranks,
+                           facts_.in_place ? divided(request_.out[0].bytes) : request_.in[0].bytes);
     }
     need_counts(ranks);
     facts_.total_bytes = sum(0, ranks);
@@ -179,8 +177,8 @@ class Checker {
       const Operand& in = request_.in[i];
       const Operand& out = request_.out[i];
       if (in.bytes == 0 || out.bytes == 0 || !overlap(in, out)) continue;
-      const bool can = facts_.collective != Collective::scatter &&
-                       facts_.collective != Collective::gather;
+      const bool can =
+          facts_.collective != Collective::scatter && facts_.collective != Collective::gather;
       if (!can || !begins_at(in, out, own_offset(local_ranks_[i]))) {
         fail(Code::invalid, name(), ": input and output of rank ", local_ranks_[i],
              " overlap; pass separate buffers, or the input as its own part of the output");

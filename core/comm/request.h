@@ -33,8 +33,8 @@ struct Request {
   std::string variant = "auto";
   std::string protocol = "auto";  // auto, barrier, promise, eager
   uint32_t lane = 0;
-  std::vector<Operand> out;  // one a local rank
-  std::vector<Operand> in;   // likewise, or empty: in place
+  std::vector<Operand> out;    // one a local rank
+  std::vector<Operand> in;     // likewise, or empty: in place
   std::shared_ptr<void> keep;  // keeps the operands' memory alive until the operation has ended
 };
 

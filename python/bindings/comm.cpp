@@ -38,8 +38,7 @@ Region region(const std::shared_ptr<Window>& window, uint64_t offset, uint64_t b
 }
 
 // This process's view of a rank's share.
-nb::object view(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
-                uint64_t bytes) {
+nb::object view(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset, uint64_t bytes) {
   if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
   if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
   const Region checked = region(window, offset, bytes);
@@ -164,30 +163,29 @@ void bind_windows(nb::module_& module) {
       .def_ro("window", &Region::window)
       .def_ro("offset", &Region::offset)
       .def_ro("nbytes", &Region::bytes);
-  module.def("fill",
-             [](Bytes array, uint64_t seed, uint64_t offset) {
-               const nb::gil_scoped_release release;
-               fill_pattern({reinterpret_cast<std::byte*>(array.data()), array.size()}, seed,
-                            offset);
-             },
-             nb::arg("array"), nb::arg("seed"), nb::arg("offset") = 0,
-             "Fills a uint8 array with bytes [offset, offset + len) of the stream `seed`.");
-  module.def("wrong_bytes",
-             [](ConstBytes array, uint64_t offset, uint64_t bytes, uint64_t seed,
-                uint64_t source_offset) {
-               if (offset > array.size() || bytes > array.size() - offset) {
-                 fail(Code::invalid, "wrong_bytes: ", offset, "+", bytes, " lies outside ",
-                      array.size(), " bytes");
-               }
-               const nb::gil_scoped_release release;
-               return count_wrong(
-                   {reinterpret_cast<const std::byte*>(array.data()) + offset, bytes}, seed,
-                   source_offset);
-             },
-             nb::arg("array"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("seed"),
-             nb::arg("source_offset") = 0,
-             "How many of array[offset : offset + nbytes] differ from the stream's bytes from\n"
-             "source_offset on.");
+  module.def(
+      "fill",
+      [](Bytes array, uint64_t seed, uint64_t offset) {
+        const nb::gil_scoped_release release;
+        fill_pattern({reinterpret_cast<std::byte*>(array.data()), array.size()}, seed, offset);
+      },
+      nb::arg("array"), nb::arg("seed"), nb::arg("offset") = 0,
+      "Fills a uint8 array with bytes [offset, offset + len) of the stream `seed`.");
+  module.def(
+      "wrong_bytes",
+      [](ConstBytes array, uint64_t offset, uint64_t bytes, uint64_t seed, uint64_t source_offset) {
+        if (offset > array.size() || bytes > array.size() - offset) {
+          fail(Code::invalid, "wrong_bytes: ", offset, "+", bytes, " lies outside ", array.size(),
+               " bytes");
+        }
+        const nb::gil_scoped_release release;
+        return count_wrong({reinterpret_cast<const std::byte*>(array.data()) + offset, bytes}, seed,
+                           source_offset);
+      },
+      nb::arg("array"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("seed"),
+      nb::arg("source_offset") = 0,
+      "How many of array[offset : offset + nbytes] differ from the stream's bytes from\n"
+      "source_offset on.");
 }
 
 void bind_outcome(nb::module_& module) {
@@ -207,12 +205,13 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
-      .def("wait",
-           [](Pending& self, double timeout_s) {
-             const nb::gil_scoped_release release;
-             return self.wait(Deadline::after_s(timeout_s));
-           },
-           nb::arg("timeout_s"));
+      .def(
+          "wait",
+          [](Pending& self, double timeout_s) {
+            const nb::gil_scoped_release release;
+            return self.wait(Deadline::after_s(timeout_s));
+          },
+          nb::arg("timeout_s"));
 }
 
 }  // namespace
@@ -228,21 +227,23 @@ void bind_comm(nb::module_& module) {
       .def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)
       .def_prop_ro("now_ns", [](Communicator& self) { return self.backend().now_ns(); })
-      .def("window",
-           [](Communicator& self, uint64_t bytes, double timeout_s) {
-             const nb::gil_scoped_release release;
-             return self.window(bytes, Deadline::after_s(timeout_s));
-           },
-           nb::arg("nbytes"), nb::arg("timeout_s"))
-      .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(),
-           nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
-           nb::arg("lane"), nb::arg("keep").none(), nb::arg("timeout_s"))
-      .def("barrier",
-           [](Communicator& self, double timeout_s) {
-             const nb::gil_scoped_release release;
-             self.barrier(Deadline::after_s(timeout_s));
-           },
-           nb::arg("timeout_s"))
+      .def(
+          "window",
+          [](Communicator& self, uint64_t bytes, double timeout_s) {
+            const nb::gil_scoped_release release;
+            return self.window(bytes, Deadline::after_s(timeout_s));
+          },
+          nb::arg("nbytes"), nb::arg("timeout_s"))
+      .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
+           nb::arg("root"), nb::arg("variant"), nb::arg("protocol"), nb::arg("lane"),
+           nb::arg("keep").none(), nb::arg("timeout_s"))
+      .def(
+          "barrier",
+          [](Communicator& self, double timeout_s) {
+            const nb::gil_scoped_release release;
+            self.barrier(Deadline::after_s(timeout_s));
+          },
+          nb::arg("timeout_s"))
       .def("abort", &Communicator::abort)
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -56,31 +56,35 @@ void bind_moves(nb::module_& module) {
       .def_ro("ranks", &Moves::ranks)
       .def_ro("in_place", &Moves::in_place)
       .def_ro("full_exchange", &Moves::full_exchange)
-      .def_prop_ro("moves",
-                   [](const Moves& self) {
-                     std::vector<std::tuple<Place, Place, uint64_t>> list;
-                     for (const Move& move : self.moves) {
-                       list.emplace_back(place_of(move.dst), place_of(move.src), move.bytes);
-                     }
-                     return list;
-                   },
-                   "(dst, src, bytes); a place is (buffer, rank, offset), rank -1 the host.");
-  module.def("moves_all_gather",
-             [](const Counts64& counts, bool in_place) { return moves_all_gather(counts, in_place); },
-             nb::arg("counts"), nb::arg("in_place") = false);
-  module.def("moves_all_to_all",
-             [](Rank ranks, const Counts64& counts, bool in_place) {
-               return moves_all_to_all(ranks, counts, in_place);
-             },
-             nb::arg("ranks"), nb::arg("counts"), nb::arg("in_place") = false);
+      .def_prop_ro(
+          "moves",
+          [](const Moves& self) {
+            std::vector<std::tuple<Place, Place, uint64_t>> list;
+            for (const Move& move : self.moves) {
+              list.emplace_back(place_of(move.dst), place_of(move.src), move.bytes);
+            }
+            return list;
+          },
+          "(dst, src, bytes); a place is (buffer, rank, offset), rank -1 the host.");
+  module.def(
+      "moves_all_gather",
+      [](const Counts64& counts, bool in_place) { return moves_all_gather(counts, in_place); },
+      nb::arg("counts"), nb::arg("in_place") = false);
+  module.def(
+      "moves_all_to_all",
+      [](Rank ranks, const Counts64& counts, bool in_place) {
+        return moves_all_to_all(ranks, counts, in_place);
+      },
+      nb::arg("ranks"), nb::arg("counts"), nb::arg("in_place") = false);
   module.def("moves_broadcast", &moves_broadcast, nb::arg("ranks"), nb::arg("root"),
              nb::arg("nbytes"), nb::arg("in_place") = false);
-  module.def("moves_scatter",
-             [](Rank root, const Counts64& counts) { return moves_scatter(root, counts); },
-             nb::arg("root"), nb::arg("counts"));
-  module.def("moves_gather",
-             [](Rank root, const Counts64& counts) { return moves_gather(root, counts); },
-             nb::arg("root"), nb::arg("counts"));
+  module.def(
+      "moves_scatter",
+      [](Rank root, const Counts64& counts) { return moves_scatter(root, counts); },
+      nb::arg("root"), nb::arg("counts"));
+  module.def(
+      "moves_gather", [](Rank root, const Counts64& counts) { return moves_gather(root, counts); },
+      nb::arg("root"), nb::arg("counts"));
   module.def("moves_batch", &batch, nb::arg("ranks"), nb::arg("buffers"), nb::arg("moves"),
              "buffers: (name, kind, bytes), their ids from 1 on; moves: (dst, src, bytes).");
 }
@@ -90,48 +94,55 @@ void bind_moves(nb::module_& module) {
 void bind_plan(nb::module_& module) {
   bind_moves(module);
   nb::class_<Protocol>(module, "Protocol")
-      .def("__init__",
-           [](Protocol* self, bool entry, bool staged) {
-             new (self) Protocol{.entry = entry, .staged = staged};
-           },
-           nb::arg("entry") = true, nb::arg("staged") = false)
+      .def(
+          "__init__",
+          [](Protocol* self, bool entry, bool staged) {
+            new (self) Protocol{.entry = entry, .staged = staged};
+          },
+          nb::arg("entry") = true, nb::arg("staged") = false)
       .def("__str__", [](const Protocol& self) { return to_string(self); });
   module.def("variants", [] { return names(all_variants()); }, "Every variant's name.");
-  module.def("check_variant", [](const std::string& name) { return to_string(parse_variant(name)); },
-             nb::arg("name"), "The variant's canonical name; raises invalid for an unknown one.");
-  module.def("variants_of",
-             [](const Moves& moves, const Protocol& protocol) {
-               return names(variants_of(moves, protocol));
-             },
-             nb::arg("moves"), nb::arg("protocol"), "The variants that these moves can have.");
-  module.def("why_not",
-             [](const Moves& moves, const std::string& variant, const Protocol& protocol) {
-               return why_not(moves, parse_variant(variant).kind, protocol.staged);
-             },
-             nb::arg("moves"), nb::arg("variant"), nb::arg("protocol"),
-             "Why the moves cannot have the variant; empty when they can.");
-  module.def("lower",
-             [](const Moves& moves, const std::string& variant, const Machine& machine,
-                const Protocol& protocol) {
-               return lower(moves, parse_variant(variant), machine, protocol);
-             },
-             nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"));
+  module.def(
+      "check_variant", [](const std::string& name) { return to_string(parse_variant(name)); },
+      nb::arg("name"), "The variant's canonical name; raises invalid for an unknown one.");
+  module.def(
+      "variants_of",
+      [](const Moves& moves, const Protocol& protocol) {
+        return names(variants_of(moves, protocol));
+      },
+      nb::arg("moves"), nb::arg("protocol"), "The variants that these moves can have.");
+  module.def(
+      "why_not",
+      [](const Moves& moves, const std::string& variant, const Protocol& protocol) {
+        return why_not(moves, parse_variant(variant).kind, protocol.staged);
+      },
+      nb::arg("moves"), nb::arg("variant"), nb::arg("protocol"),
+      "Why the moves cannot have the variant; empty when they can.");
+  module.def(
+      "lower",
+      [](const Moves& moves, const std::string& variant, const Machine& machine,
+         const Protocol& protocol) {
+        return lower(moves, parse_variant(variant), machine, protocol);
+      },
+      nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"));
   module.def("legalize", &legalize, nb::arg("program"), nb::arg("machine"));
-  module.def("plan",
-             [](const Moves& moves, const std::string& variant, const Machine& machine,
-                const Protocol& protocol) {
-               return *plan(moves, parse_variant(variant), machine, protocol);
-             },
-             nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
-             "lower, legalize and verify.");
-  module.def("choose",
-             [](const Moves& moves, uint64_t total_bytes, const Machine& machine,
-                const Protocol& protocol) {
-               const Choice choice = choose(moves, total_bytes, machine, protocol);
-               return nb::make_tuple(to_string(choice.variant), choice.tuned);
-             },
-             nb::arg("moves"), nb::arg("total_bytes"), nb::arg("machine"), nb::arg("protocol"),
-             "(variant, whether the tuned table said so).");
+  module.def(
+      "plan",
+      [](const Moves& moves, const std::string& variant, const Machine& machine,
+         const Protocol& protocol) {
+        return *plan(moves, parse_variant(variant), machine, protocol);
+      },
+      nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
+      "lower, legalize and verify.");
+  module.def(
+      "choose",
+      [](const Moves& moves, uint64_t total_bytes, const Machine& machine,
+         const Protocol& protocol) {
+        const Choice choice = choose(moves, total_bytes, machine, protocol);
+        return nb::make_tuple(to_string(choice.variant), choice.tuned);
+      },
+      nb::arg("moves"), nb::arg("total_bytes"), nb::arg("machine"), nb::arg("protocol"),
+      "(variant, whether the tuned table said so).");
 }
 
 }  // namespace offcore

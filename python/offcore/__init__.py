@@ -7,18 +7,18 @@ virtual time) or `host` (software engines over shared memory). See docs/quicksta
 from importlib.metadata import PackageNotFoundError, version
 
 from offcore import machines
-from offcore._core import Counts, Machine, Program, fill, verify, wrong_bytes
-from offcore.api import (
-    Communicator,
-    Handle,
-    Phases,
-    Result,
-    Window,
+from offcore._core import (
+    Counts,
+    Machine,
+    Program,
+    fill,
     probe_backends,
-    show_program,
-    variants,
+    verify,
+    wrong_bytes,
 )
+from offcore.api import Communicator, Handle, Phases, Result, Window
 from offcore.errors import Error
+from offcore.programs import show_program, variants
 
 try:
     __version__ = version("offcore")

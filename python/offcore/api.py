@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from offcore import _core, machines
 from offcore.errors import error
 from offcore.operands import memories_of
+from offcore.programs import program_of, variants
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
@@ -108,8 +109,9 @@ class Window:
             rank = self._local_ranks[0]
         if rank is None or rank not in self._local_ranks:
             raise error("invalid", f"rank {rank} is not local; local ranks: {self._local_ranks}")
-        view: NDArray[Any] = self._core.view(rank, 0, self.nbytes)
-        return view.view(dtype)
+        view: Any = self._core.view(rank, 0, self.nbytes)
+        array: NDArray[Any] = view.view(dtype)
+        return array
 
     def region(self, offset: int, nbytes: int) -> _core.Region:
         """Bytes [offset, offset + nbytes) of every rank's part, to pass to a collective."""
@@ -208,7 +210,12 @@ class Communicator:
         return arrays[0] if len(arrays) == 1 else arrays
 
     def all_gather(
-        self, out: Any, inp: Any = None, *, variant: str = "auto", protocol: str = "auto",
+        self,
+        out: Any,
+        inp: Any = None,
+        *,
+        variant: str = "auto",
+        protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
         """Every rank gets every rank's input, in rank order (section 2.1.1).
@@ -220,14 +227,25 @@ class Communicator:
         return self._start("all_gather", out, inp, (), 0, variant, protocol, lane)
 
     def all_gather_v(
-        self, out: Any, inp: Any, counts: Counts1, *, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        counts: Counts1,
+        *,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """all_gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
         return self._start("all_gather", out, inp, counts, 0, variant, protocol, lane)
 
     def all_to_all(
-        self, out: Any, inp: Any = None, *, variant: str = "auto", protocol: str = "auto",
+        self,
+        out: Any,
+        inp: Any = None,
+        *,
+        variant: str = "auto",
+        protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
         """Part q of rank r's input becomes part r of rank q's output: a transpose.
@@ -238,44 +256,82 @@ class Communicator:
         return self._start("all_to_all", out, inp, (), 0, variant, protocol, lane)
 
     def all_to_all_v(
-        self, out: Any, inp: Any, counts: Counts2, *, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        counts: Counts2,
+        *,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """all_to_all of uneven parts: counts[r][q] elements (bytes for windows) from r to q."""
         flat = [count for row in counts for count in row]
         return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
 
     def broadcast(
-        self, out: Any, inp: Any = None, *, root: int = 0, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any = None,
+        *,
+        root: int = 0,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """Every rank's `out` becomes the root's; with `inp`, the root's `inp`."""
         return self._start("broadcast", out, inp, (), root, variant, protocol, lane)
 
     def scatter(
-        self, out: Any, inp: Any, *, root: int = 0, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        *,
+        root: int = 0,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """Part q of the root's input becomes rank q's output. inp: None on other ranks."""
         return self._start("scatter", out, inp, (), root, variant, protocol, lane)
 
     def scatter_v(
-        self, out: Any, inp: Any, counts: Counts1, *, root: int = 0, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        counts: Counts1,
+        *,
+        root: int = 0,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """scatter of uneven parts: counts[q] elements (bytes for windows) to rank q."""
         return self._start("scatter", out, inp, counts, root, variant, protocol, lane)
 
     def gather(
-        self, out: Any, inp: Any, *, root: int = 0, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        *,
+        root: int = 0,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """Rank r's input becomes part r of the root's output. out: may be None elsewhere."""
         return self._start("gather", out, inp, (), root, variant, protocol, lane)
 
     def gather_v(
-        self, out: Any, inp: Any, counts: Counts1, *, root: int = 0, variant: str = "auto",
-        protocol: str = "auto", lane: int = 0,
+        self,
+        out: Any,
+        inp: Any,
+        counts: Counts1,
+        *,
+        root: int = 0,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
     ) -> Handle:
         """gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
         return self._start("gather", out, inp, counts, root, variant, protocol, lane)
@@ -289,11 +345,16 @@ class Communicator:
         return variants(op, ranks=self.ranks, in_place=in_place)
 
     def program(
-        self, op: str, nbytes: int, *, variant: str = "auto", in_place: bool = False,
+        self,
+        op: str,
+        nbytes: int,
+        *,
+        variant: str = "auto",
+        in_place: bool = False,
         protocol: str = "auto",
     ) -> _core.Program:
         """The program that would run for S = `nbytes` on this communicator's machine."""
-        return _program(self._loaded, op, self.ranks, nbytes, variant, in_place, protocol)
+        return program_of(self._loaded, op, self.ranks, nbytes, variant, in_place, protocol)
 
     @property
     def now_ns(self) -> int:
@@ -321,8 +382,15 @@ class Communicator:
         self.close()
 
     def _start(
-        self, op: str, out: Any, inp: Any, counts: Sequence[int], root: int, variant: str,
-        protocol: str, lane: int,
+        self,
+        op: str,
+        out: Any,
+        inp: Any,
+        counts: Sequence[int],
+        root: int,
+        variant: str,
+        protocol: str,
+        lane: int,
     ) -> Handle:
         out_side = _Side(out, self.local_ranks, f"{op}: the output", writable=True)
         in_side = _Side(inp, self.local_ranks, f"{op}: the input", writable=False)
@@ -336,7 +404,15 @@ class Communicator:
         if any(count < 0 for count in scaled):
             raise error("invalid", f"{op}_v: counts may not be negative")
         pending = self._core.start(
-            op, out_side.core, in_side.core, scaled, root, variant, protocol, lane, (out, inp),
+            op,
+            out_side.core,
+            in_side.core,
+            scaled,
+            root,
+            variant,
+            protocol,
+            lane,
+            (out, inp),
             self.timeout,
         )
         return Handle(self, pending)
@@ -376,7 +452,7 @@ def _from_env(name: str, given: int | None, variable: str) -> int:
     return int(text)
 
 
-def _result(comm: Communicator, outcome: _core.Outcome) -> Result:
+def _result(comm: Communicator, outcome: _core.Result) -> Result:
     phases = outcome.phases
     counts = outcome.counts
     return Result(
@@ -404,63 +480,3 @@ def _result(comm: Communicator, outcome: _core.Outcome) -> Result:
             sync_us=phases.sync_ns / 1e3,
         ),
     )
-
-
-def probe_backends() -> list[tuple[str, bool, str]]:
-    """(name, whether it can run here, why not and what would make it so) of every backend."""
-    return _core.probe_backends()
-
-
-def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
-    """The variants that an operation of that many ranks can have, its output in a window."""
-    return _core.variants_of(_moves(op, ranks, ranks * 1024, in_place), _core.Protocol())
-
-
-def show_program(
-    op: str, *, machine: str, ranks: int, nbytes: int, variant: str = "auto",
-    in_place: bool = False, protocol: str = "auto",
-) -> _core.Program:
-    """The program for S = `nbytes` on a machine; str() is its text. Root is rank 0.
-
-    Raises `Error`: invalid (unknown operation, machine or variant), unsupported (a variant that
-    the operation cannot have).
-    """
-    return _program(machines.load(machine), op, ranks, nbytes, variant, in_place, protocol)
-
-
-def parts(nbytes: int, ranks: int) -> list[int]:
-    """`nbytes` split into one part a rank, as even as can be: the first ones may be larger."""
-    share, rest = divmod(nbytes, ranks)
-    return [share + (rank < rest) for rank in range(ranks)]
-
-
-def _moves(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
-    if op == "all_gather":
-        return _core.moves_all_gather(parts(nbytes, ranks), in_place)
-    if op == "all_to_all":
-        return _core.moves_all_to_all(ranks, parts(nbytes, ranks) * ranks, in_place)
-    if op == "broadcast":
-        return _core.moves_broadcast(ranks, 0, nbytes, in_place)
-    if op == "scatter":
-        return _core.moves_scatter(0, parts(nbytes, ranks))
-    if op == "gather":
-        return _core.moves_gather(0, parts(nbytes, ranks))
-    known = "all_gather, all_to_all, broadcast, scatter, gather"
-    raise error("invalid", f"unknown operation {op!r}: known are {known}")
-
-
-def _program(
-    machine: _core.Machine, op: str, ranks: int, nbytes: int, variant: str, in_place: bool,
-    protocol: str,
-) -> _core.Program:
-    if not 1 <= ranks <= machine.ranks:
-        raise error("invalid", f"machine {machine.name} has {machine.ranks} ranks, not {ranks}")
-    moves = _moves(op, ranks, nbytes, in_place)
-    if protocol not in ("auto", "barrier", "promise", "eager"):
-        raise error("invalid", f"unknown protocol {protocol!r}: auto, barrier, promise, eager")
-    staged = protocol == "eager"
-    entry = protocol in ("auto", "barrier") or (staged and not moves.full_exchange)
-    entering = _core.Protocol(entry=entry, staged=staged)
-    if variant == "auto":
-        variant, _ = _core.choose(moves, nbytes, machine, entering)
-    return _core.plan(moves, variant, machine, entering)

@@ -34,11 +34,11 @@ std::byte* byte_at(const Launch& launch, const Slice& slice) {
 
 }  // namespace
 
-Context::Context(Flight& flight, uint32_t queue)
+Context::Context(Flight& flight, const LocalQueue& local)
     : flight_(flight),
-      commands_(flight.cargo->program->queues[queue].commands),
-      queue_(queue),
-      rank_(flight.cargo->program->queues[queue].rank) {
+      commands_(flight.cargo->program->queues[local.queue].commands),
+      local_(local),
+      rank_(flight.cargo->program->queues[local.queue].rank) {
   times_.reserve(commands_.size());
 }
 
@@ -136,7 +136,7 @@ Context::Stop Context::run(const Interrupt& interrupt) {
       case Op::fence:  // one thread runs a queue's commands in order
         break;
     }
-    CommandTime time{.queue = queue_,
+    CommandTime time{.queue = local_.queue,
                      .command = reached(),
                      .start_ns = start_ns_ - flight_.launch_ns,
                      .end_ns = now_ns() - flight_.launch_ns,
@@ -154,9 +154,10 @@ Context::Stop Context::run(const Interrupt& interrupt) {
 
 Flight::Flight(std::shared_ptr<const Cargo> cargo_, Launch launch_)
     : cargo(std::move(cargo_)), launch(std::move(launch_)), timestamps_ns(cargo->timestamps, -1) {
-  for (const std::vector<uint32_t>& queues : cargo->queues) {
-    for (uint32_t queue : queues) contexts.push_back(std::make_unique<Context>(*this, queue));
-    left.push_back(static_cast<uint32_t>(queues.size()));
+  left.resize(cargo->local_ranks.size());
+  for (const LocalQueue& local : cargo->queues) {
+    contexts.push_back(std::make_unique<Context>(*this, local));
+    ++left[local.part];
   }
   parts_left = static_cast<uint32_t>(left.size());
 }

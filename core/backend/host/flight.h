@@ -15,6 +15,14 @@ namespace offcore {
 
 struct Flight;
 
+// A queue that runs here.
+struct LocalQueue {
+  uint32_t queue = 0;   // index into program.queues
+  uint32_t part = 0;    // index into the local ranks
+  uint32_t engine = 0;  // of the station
+  bool heavy = false;   // worth an engine's thread of its own
+};
+
 // When a running context must let go of a long copy: checked between its pieces.
 struct Interrupt {
   const std::atomic<bool>& flag;
@@ -25,7 +33,7 @@ struct Interrupt {
 // One queue of one launch.
 class Context {
  public:
-  Context(Flight& flight, uint32_t queue);
+  Context(Flight& flight, const LocalQueue& local);
 
   enum class Stop : uint8_t {
     blocked,   // in a poll
@@ -36,12 +44,12 @@ class Context {
   Stop run(const Interrupt& interrupt);
   bool ready() const;  // a run would get further
 
-  uint32_t queue() const { return queue_; }
+  uint32_t queue() const { return local_.queue; }
   uint32_t reached() const { return command_.load(std::memory_order_relaxed); }
   std::span<const CommandTime> times() const { return times_; }
 
  private:
-  friend class Station;  // the fields below `times_`
+  friend class Station;
 
   struct Timestamp {
     uint32_t number;
@@ -55,7 +63,7 @@ class Context {
 
   Flight& flight_;
   std::span<const Command> commands_;
-  uint32_t queue_;
+  LocalQueue local_;
   Rank rank_;
   std::atomic<uint32_t> command_{0};
   uint32_t row_ = 0;              // of the copy under way
@@ -65,9 +73,6 @@ class Context {
   std::vector<CommandTime> times_;
   std::vector<Timestamp> timestamps_;
 
-  uint32_t part_ = 0;    // index of the local rank
-  uint32_t engine_ = 0;  // of the station
-  bool heavy_ = false;   // worth an engine's thread of its own
   bool running_ = false;
 };
 
@@ -75,7 +80,7 @@ class Context {
 struct Cargo {
   std::shared_ptr<const Program> program;
   std::vector<Rank> local_ranks;
-  std::vector<std::vector<uint32_t>> queues;     // of each local rank
+  std::vector<LocalQueue> queues;                // by part
   std::vector<std::pair<BufferId, Rank>> bases;  // what they address
   uint32_t timestamps = 0;
 };

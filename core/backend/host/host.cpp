@@ -13,6 +13,8 @@
 namespace offcore {
 namespace {
 
+constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
+
 class HostRun final : public Run {
  public:
   HostRun(std::shared_ptr<Station> station, std::shared_ptr<Flight> flight)
@@ -98,34 +100,47 @@ class HostLoaded final : public Loaded {
   std::deque<std::shared_ptr<Flight>> armed_;
 };
 
+// The buffers that a command's slice addresses, by rank.
+void collect(const Program& program, const Slice& slice, int64_t step, uint32_t rows,
+             std::set<std::pair<BufferId, Rank>>& bases) {
+  const bool known = slice.buffer < program.buffers.size() &&
+                     (slice.rank < program.ranks || slice.rank == kHostRank);
+  if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
+  const uint32_t walked = step == kRankStep ? std::min<uint32_t>(rows, program.ranks) : 1;
+  for (uint32_t row = 0; row < walked; ++row) {
+    bases.insert({slice.buffer, row_of(slice, step, row, program.ranks).rank});
+  }
+}
+
 std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
-                                        const std::vector<Rank>& local_ranks) {
+                                        const std::vector<Rank>& local_ranks,
+                                        uint32_t engines_rank) {
   Cargo cargo;
-  cargo.program = program;
-  cargo.local_ranks = local_ranks;
-  cargo.queues.resize(local_ranks.size());
   std::set<std::pair<BufferId, Rank>> bases;
   for (uint32_t index = 0; index < program->queues.size(); ++index) {
     const Queue& queue = program->queues[index];
     const auto local = std::lower_bound(local_ranks.begin(), local_ranks.end(), queue.rank);
     if (local == local_ranks.end() || *local != queue.rank) continue;
-    cargo.queues[local - local_ranks.begin()].push_back(index);
+    uint64_t bytes = 0;
     for (const Command& command : queue.commands) {
       if (command.op == Op::timestamp) {
         cargo.timestamps = std::max(cargo.timestamps, command.value + 1u);
       }
       if (command.op == Op::timestamp || command.op == Op::fence) continue;
-      const auto need = [&](const Slice& slice, int64_t step) {
-        const uint32_t rows =
-            step == kRankStep ? std::min<uint32_t>(command.rows, program->ranks) : 1;
-        for (uint32_t row = 0; row < rows; ++row) {
-          bases.insert({slice.buffer, row_of(slice, step, row, program->ranks).rank});
-        }
-      };
-      need(command.dst, command.dst_step);
-      if (moves_data(command.op)) need(command.src, command.src_step);
+      collect(*program, command.dst, command.dst_step, command.rows, bases);
+      if (!moves_data(command.op)) continue;
+      collect(*program, command.src, command.src_step, command.rows, bases);
+      bytes += command.bytes * command.rows;
     }
+    const auto part = static_cast<uint32_t>(local - local_ranks.begin());
+    const uint32_t engine = queue.index == kCallerQueue ? 0 : queue.index % engines_rank;
+    cargo.queues.push_back({.queue = index,
+                            .part = part,
+                            .engine = part * engines_rank + engine,
+                            .heavy = bytes > kHeavyBytes});
   }
+  cargo.program = std::move(program);
+  cargo.local_ranks = local_ranks;
   cargo.bases.assign(bases.begin(), bases.end());
   return std::make_shared<const Cargo>(std::move(cargo));
 }
@@ -148,7 +163,8 @@ class HostBackend final : public Backend {
       fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
            ranks_);
     }
-    std::shared_ptr<const Cargo> cargo = make_cargo(std::move(program), station_->local_ranks());
+    std::shared_ptr<const Cargo> cargo =
+        make_cargo(std::move(program), station_->local_ranks(), machine_.engines_peer);
     station_->prepare(*cargo);
     return std::make_unique<HostLoaded>(station_, std::move(cargo));
   }

@@ -12,8 +12,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
-constexpr int64_t kSpinNs = 100'000;        // a caller's, before it sleeps
+constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;
@@ -38,14 +37,6 @@ void pause_briefly() {
   }
 }
 
-bool is_heavy(const Queue& queue) {
-  uint64_t bytes = 0;
-  for (const Command& command : queue.commands) {
-    if (moves_data(command.op)) bytes += command.bytes * command.rows;
-  }
-  return bytes > kHeavyBytes;
-}
-
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread).
 class SignalsBlocked {
  public:
@@ -64,21 +55,13 @@ class SignalsBlocked {
 
 Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
     : local_ranks_(std::move(local_ranks)),
-      engines_rank_(machine.engines_peer),
       crowded_(ranks > cores()),
       engines_(local_ranks_.size() * machine.engines_peer) {}
 
-uint32_t Station::engine_of(const Cargo& cargo, uint32_t part, uint32_t queue) const {
-  const uint16_t index = cargo.program->queues[queue].index;
-  return part * engines_rank_ + (index == kCallerQueue ? 0 : index % engines_rank_);
-}
-
 void Station::prepare(const Cargo& cargo) {
   std::vector<uint32_t> wanted = {0};
-  for (uint32_t part = 0; part < cargo.queues.size(); ++part) {
-    for (uint32_t queue : cargo.queues[part]) {
-      if (is_heavy(cargo.program->queues[queue])) wanted.push_back(engine_of(cargo, part, queue));
-    }
+  for (const LocalQueue& local : cargo.queues) {
+    if (local.heavy) wanted.push_back(local.engine);
   }
   const SignalsBlocked blocked;
   const Lock lock(mutex_);
@@ -115,13 +98,8 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
 
 // It is the part's turn in its lane.
 void Station::activate(Flight& flight, uint32_t part) {
-  const std::vector<uint32_t>& queues = flight.cargo->queues[part];
   for (const std::unique_ptr<Context>& context : flight.contexts) {
-    if (std::find(queues.begin(), queues.end(), context->queue()) == queues.end()) continue;
-    context->part_ = part;
-    context->engine_ = engine_of(*flight.cargo, part, context->queue());
-    context->heavy_ = is_heavy(flight.cargo->program->queues[context->queue()]);
-    active_.push_back(context.get());
+    if (context->local_.part == part) active_.push_back(context.get());
   }
 }
 
@@ -134,7 +112,6 @@ void Station::turn(LaneKey key, Ended& ended) {
     flights.pop_front();
     if (--flight->parts_left == 0) {
       flight->end_ns = now_ns();
-      ended.push_back(std::move(flight->launch.owner));
       flight->done.store(true, std::memory_order_release);
       if (callers_asleep_ > 0) callers_.notify_all();
       if (watched_ != nullptr && watcher_own_ == flight.get()) wake(*watched_);
@@ -151,7 +128,8 @@ void Station::finish(Context& context, Ended& ended) {
   for (const Context::Timestamp& timestamp : context.timestamps_) {
     flight.timestamps_ns[timestamp.number] = timestamp.time_ns;
   }
-  if (--flight.left[context.part_] == 0) turn({flight.launch.lane, context.part_}, ended);
+  if (--flight.left[context.local_.part] == 0)
+    turn({flight.launch.lane, context.local_.part}, ended);
 }
 
 void Station::call(Engine& engine) {
@@ -172,7 +150,7 @@ void Station::look_after() {
   for (const Context* context : active_) {
     if (context->running_ || !context->ready()) continue;
     ready = true;
-    if (context->heavy_) call(engines_[context->engine_]);
+    if (context->local_.heavy) call(engines_[context->local_.engine]);
   }
   if (attending_ > 0) {
     if (ready && watched_ != nullptr) wake(*watched_);
@@ -192,10 +170,12 @@ Context* Station::pick(const Worker& worker) {
   for (Context* context : active_) {
     if (context->running_ || !context->ready()) continue;
     const bool caller = worker.own != nullptr;
-    const bool own = caller ? &context->flight_ == worker.own : context->engine_ == worker.engine;
-    const bool better = found == nullptr ? own || caller || !context->heavy_ : own && !found_own;
+    const bool own =
+        caller ? &context->flight_ == worker.own : context->local_.engine == worker.engine;
+    const bool better =
+        found == nullptr ? own || caller || !context->local_.heavy : own && !found_own;
     Context* left_over = better ? found : context;
-    if (left_over != nullptr && left_over->heavy_) call(engines_[left_over->engine_]);
+    if (left_over != nullptr && left_over->local_.heavy) call(engines_[left_over->local_.engine]);
     if (!better) continue;
     found = context;
     found_own = own;
@@ -206,7 +186,7 @@ Context* Station::pick(const Worker& worker) {
 void Station::advance(Lock& lock, Context& context, const Interrupt& interrupt) {
   const std::shared_ptr<Flight> flight = context.flight_.shared_from_this();
   context.running_ = true;
-  if (context.heavy_) {
+  if (context.local_.heavy) {
     --attending_;
     look_after();
   }
@@ -214,13 +194,13 @@ void Station::advance(Lock& lock, Context& context, const Interrupt& interrupt) 
   const Context::Stop stop = context.run(interrupt);
   Ended ended;
   lock.lock();
-  if (context.heavy_) ++attending_;
+  if (context.local_.heavy) ++attending_;
   context.running_ = false;
   if (stopping_) return;
   if (stop == Context::Stop::ended || stop == Context::Stop::poisoned) {
     finish(context, ended);
   } else if (stop == Context::Stop::paused) {
-    call(engines_[context.engine_]);
+    call(engines_[context.local_.engine]);
   }
   if (ended.empty()) return;
   lock.unlock();
@@ -319,7 +299,6 @@ void Station::help(Lock& lock, Flight& flight, const Deadline& deadline) {
 }
 
 void Station::wait(Flight& flight, const Deadline& deadline) {
-  const int64_t wait_ns = deadline.left_ns();
   if (!flight.done.load(std::memory_order_acquire)) {
     Lock lock(mutex_);
     ++attending_;
@@ -328,9 +307,17 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
     if (!stopping_) look_after();
   }
   const std::string& op = flight.cargo->program->op;
+  if (flight.done.load(std::memory_order_acquire)) {
+    // Freed by this thread: an engine's might have to wait for an interpreter's lock.
+    std::shared_ptr<void> owner;
+    const Lock lock(mutex_);
+    owner.swap(flight.launch.owner);
+    // `lock` goes before `owner`.
+  }
   if (!flight.done.load(std::memory_order_acquire)) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
-    fail(Code::timeout, op, " did not end within ", shown_s(wait_ns), " s: ", flight.position());
+    fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
+         " s: ", flight.position());
   }
   if (const uint32_t by = flight.poisoned_by.load(std::memory_order_acquire); by != 0) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", flight.position());

@@ -55,7 +55,6 @@ class Station : public std::enable_shared_from_this<Station> {
     const Flight* own = nullptr;
   };
 
-  uint32_t engine_of(const Cargo& cargo, uint32_t part, uint32_t queue) const;
   void serve(uint32_t engine);
   void rest(Lock& lock, Engine& engine);
   void help(Lock& lock, Flight& flight, const Deadline& deadline);
@@ -71,7 +70,6 @@ class Station : public std::enable_shared_from_this<Station> {
   void call(Engine& engine);
 
   const std::vector<Rank> local_ranks_;
-  const uint32_t engines_rank_;
   const bool crowded_;  // more ranks than cores: spinning keeps others from their work
 
   std::mutex mutex_;

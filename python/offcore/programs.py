@@ -1,0 +1,72 @@
+"""Programs without a communicator: what an operation would run, and which variants it can have."""
+
+from __future__ import annotations
+
+from offcore import _core, machines
+from offcore.errors import error
+
+
+def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
+    """The variants that an operation of that many ranks can have, its output in a window."""
+    return _core.variants_of(_moves(op, ranks, ranks * 1024, in_place), _core.Protocol())
+
+
+def show_program(
+    op: str,
+    *,
+    machine: str,
+    ranks: int,
+    nbytes: int,
+    variant: str = "auto",
+    in_place: bool = False,
+    protocol: str = "auto",
+) -> _core.Program:
+    """The program for S = `nbytes` on a machine; str() is its text. Root is rank 0.
+
+    Raises `Error`: invalid (unknown operation, machine or variant), unsupported (a variant that
+    the operation cannot have).
+    """
+    return program_of(machines.load(machine), op, ranks, nbytes, variant, in_place, protocol)
+
+
+def parts(nbytes: int, ranks: int) -> list[int]:
+    """`nbytes` split into one part a rank, as even as can be: the first ones may be larger."""
+    share, rest = divmod(nbytes, ranks)
+    return [share + (rank < rest) for rank in range(ranks)]
+
+
+def _moves(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
+    if op == "all_gather":
+        return _core.moves_all_gather(parts(nbytes, ranks), in_place)
+    if op == "all_to_all":
+        return _core.moves_all_to_all(ranks, parts(nbytes, ranks) * ranks, in_place)
+    if op == "broadcast":
+        return _core.moves_broadcast(ranks, 0, nbytes, in_place)
+    if op == "scatter":
+        return _core.moves_scatter(0, parts(nbytes, ranks))
+    if op == "gather":
+        return _core.moves_gather(0, parts(nbytes, ranks))
+    known = "all_gather, all_to_all, broadcast, scatter, gather"
+    raise error("invalid", f"unknown operation {op!r}: known are {known}")
+
+
+def program_of(
+    machine: _core.Machine,
+    op: str,
+    ranks: int,
+    nbytes: int,
+    variant: str,
+    in_place: bool,
+    protocol: str,
+) -> _core.Program:
+    if not 1 <= ranks <= machine.ranks:
+        raise error("invalid", f"machine {machine.name} has {machine.ranks} ranks, not {ranks}")
+    moves = _moves(op, ranks, nbytes, in_place)
+    if protocol not in ("auto", "barrier", "promise", "eager"):
+        raise error("invalid", f"unknown protocol {protocol!r}: auto, barrier, promise, eager")
+    staged = protocol == "eager"
+    entry = protocol in ("auto", "barrier") or (staged and not moves.full_exchange)
+    entering = _core.Protocol(entry=entry, staged=staged)
+    if variant == "auto":
+        variant, _ = _core.choose(moves, nbytes, machine, entering)
+    return _core.plan(moves, variant, machine, entering)
