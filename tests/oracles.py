@@ -1,7 +1,7 @@
 """What an operation must leave in memory, written without the core: slices, nothing clever."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -96,18 +96,14 @@ def kinds_of(case: Case, staged: bool) -> set[str]:
     return kinds
 
 
-@dataclass
-class Store:
-    """Memory as plain bytes, for moves between any buffers: the contents before them all."""
+Memory = dict[tuple[str, int], bytes]  # by buffer and rank (-1: the host)
+BatchMove = tuple[tuple[str, int, int], tuple[str, int, int], int]  # dst, src, bytes
 
-    memory: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
-    def after(
-        self, moves: Sequence[tuple[tuple[int, int, int], tuple[int, int, int], int]]
-    ) -> dict[tuple[int, int], bytes]:
-        """The contents after moves that all read what was there before any of them wrote."""
-        result = {place: bytearray(old) for place, old in self.memory.items()}
-        for (dst_buffer, dst_rank, dst_at), (src_buffer, src_rank, src_at), nbytes in moves:
-            data = self.memory[src_buffer, src_rank][src_at : src_at + nbytes]
-            result[dst_buffer, dst_rank][dst_at : dst_at + nbytes] = data
-        return {place: bytes(new) for place, new in result.items()}
+def after_moves(memory: Memory, moves: Sequence[BatchMove]) -> Memory:
+    """The contents after moves that all read what was there before any of them wrote."""
+    result = {place: bytearray(old) for place, old in memory.items()}
+    for (dst_name, dst_rank, dst_at), (src_name, src_rank, src_at), nbytes in moves:
+        data = memory[src_name, src_rank][src_at : src_at + nbytes]
+        result[dst_name, dst_rank][dst_at : dst_at + nbytes] = data
+    return {place: bytes(new) for place, new in result.items()}
