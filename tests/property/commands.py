@@ -92,7 +92,8 @@ def is_native(command: Cmd, machine: _core.Machine) -> bool:
     native, limits = machine.native, machine.limits
     if command.op == "swap":
         aligned = command.dst[2] % limits.swap_align == 0 == command.src[2] % limits.swap_align
-        return native.swap and aligned and command.rows == 1
+        possible = native.swap and limits.swap_align <= limits.copy_bytes_max
+        return possible and aligned and command.rows == 1
     if command.op != "copy" or command.rows == 1:
         return True
     if command.src_step == 0 and command.dst_step is None:

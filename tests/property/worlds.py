@@ -101,15 +101,15 @@ def homes(name: str, ranks: int) -> Sequence[int]:
 
 @st.composite
 def batches(draw: st.DrawFn, apart: bool, ranks_max: int) -> Batch:
-    """Random moves. `apart`: no move's destination touches another's bytes, read or written."""
+    """Random moves that write no byte twice. `apart`: nor one that any of them reads."""
     ranks = draw(st.integers(1, min(ranks_max, 4)))
     rng = draw(st.randoms(use_true_random=False))
     batch = Batch(ranks, [])
     grain = draw(st.sampled_from([1, 4, 16]))
     taken: dict[tuple[str, int], list[tuple[int, int, bool]]] = {p: [] for p in batch.places}
 
-    def clear(place: tuple[str, int], begin: int, end: int, writes: bool) -> bool:
-        return not any(b < end and begin < e and (w or writes) for b, e, w in taken[place])
+    def clear(place: tuple[str, int], begin: int, end: int, of_reads: bool) -> bool:
+        return not any(b < end and begin < e and (w or of_reads) for b, e, w in taken[place])
 
     for _ in range(draw(st.integers(0, 14))):
         nbytes = grain * rng.randint(0, 3)
@@ -128,13 +128,12 @@ def batches(draw: st.DrawFn, apart: bool, ranks_max: int) -> Batch:
         if max(dst_at, src_at) + nbytes > ROOM:
             continue
         to, what = (dst, dst_rank), (src, src_rank)
-        if apart:
-            if not clear(to, dst_at, dst_at + nbytes, True):
-                continue
-            if not clear(what, src_at, src_at + nbytes, False):
-                continue
-            if to == what and dst_at < src_at + nbytes and src_at < dst_at + nbytes:
-                continue
+        if not clear(to, dst_at, dst_at + nbytes, apart):
+            continue
+        if apart and not clear(what, src_at, src_at + nbytes, False):
+            continue
+        if apart and to == what and dst_at < src_at + nbytes and src_at < dst_at + nbytes:
+            continue
         taken[to].append((dst_at, dst_at + nbytes, True))
         taken[what].append((src_at, src_at + nbytes, False))
         batch.moves.append(((*to, dst_at), (*what, src_at), nbytes))
