@@ -36,12 +36,15 @@ std::string cache_key(const Request& request, const Facts& facts, const std::str
   key += '|';
   key.append(reinterpret_cast<const char*>(facts.counts.data()),
              facts.counts.size() * sizeof(uint64_t));
-  if (!request.variant.starts_with("prelaunch_")) return key;
-  // A prelaunched program is bound to its buffers when it is armed.
-  for (const auto* side : {&request.out, &request.in}) {
-    for (const Operand& operand : *side) append(operand.data);
-  }
   return key;
+}
+
+// The side of the request that a buffer stands for, where it is memory that only its rank's own
+// queues see. Its addresses are no collective fact, and every call may bring others.
+const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
+  if (buffer.name == "in") return &request.in;
+  const bool own = buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr;
+  return buffer.name == "out" && own ? &request.out : nullptr;
 }
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
@@ -194,10 +197,15 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->sequence_ = sequence;
   pending->entry_ = plan->entry;
   if (plan->program->mode == Mode::armed) {
-    pending->armed_ahead_ = plan->armed != nullptr;
     if (!plan->armed) {
       plan->armed = std::make_unique<Launch>(bind(*plan, request, lane));
       plan->loaded->arm(*plan->armed);
+    } else {
+      // Armed for the last call's memory; with other memory the backend arms once more.
+      Launch& armed = *plan->armed;
+      pending->armed_ahead_ = !bind_own(*plan->program, request, armed);
+      using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+      armed.owner = std::make_shared<Held>(armed.owner, request.keep);
     }
     pending->run_ = plan->loaded->launch(*plan->armed);
     // Armed again at once: the next call finds its program on the engines.
@@ -362,18 +370,11 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   }
   binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
 
-  const auto bind_local = [&](BufferId id, const std::vector<Operand>& side) {
-    for (size_t i = 0; i < local_ranks_.size(); ++i) {
-      binding.base(id, local_ranks_[i]) = side[i].data;
-    }
-  };
   std::shared_ptr<Window> slots;
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
-    if (buffer.name == "in") {
-      bind_local(id, request.in);
-    } else if (buffer.name == "slot") {
+    if (buffer.name == "slot") {
       slots = track.slots.window();
       const uint32_t slot = track.slots.next(plan.full_exchange);
       for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -381,9 +382,7 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
       }
     } else if (buffer.name == "scratch") {
       for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
-    } else if (buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr) {
-      bind_local(id, request.out);
-    } else {
+    } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
         binding.base(id, rank) = base == nullptr ? nullptr : base + request.out[0].offset;
@@ -394,7 +393,22 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
                           ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
   launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
                                         plan.scratch, request.keep);
+  bind_own(*plan.program, request, launch);
   return launch;
+}
+
+// Binds what the ranks alone see to this call's memory; whether any of it was bound elsewhere.
+bool Communicator::bind_own(const Program& program, const Request& request, Launch& launch) const {
+  bool moved = false;
+  for (size_t id = 1; id < program.buffers.size(); ++id) {
+    const std::vector<Operand>* side = own_side(program.buffers[id], request);
+    for (size_t i = 0; side != nullptr && i < local_ranks_.size(); ++i) {
+      std::byte*& base = launch.binding.base(static_cast<BufferId>(id), local_ranks_[i]);
+      moved |= base != (*side)[i].data;
+      base = (*side)[i].data;
+    }
+  }
+  return moved;
 }
 
 void Communicator::compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine) {

@@ -105,6 +105,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Entry wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer, const Entry& mine,
                        const Deadline& deadline);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, uint64_t sequence, const Entry& entry, const Deadline& deadline);
   void compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine);
   [[noreturn]] void diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
