@@ -43,9 +43,10 @@ class Rank:
 
     def end(self) -> dict[str, Any]:
         """The last line, once the process has ended by itself."""
-        out, _ = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0
-        return json.loads(out.splitlines()[-1])
+        assert self.process.stdout is not None
+        lines = self.process.stdout.read().splitlines()
+        assert self.process.wait(10) == 0
+        return json.loads(lines[-1])
 
 
 Start = Callable[..., list[Rank]]
@@ -86,7 +87,7 @@ Work = Callable[[offcore.Communicator, int], Any]
 
 @pytest.fixture
 def as_threads() -> Callable[..., list[Any]]:
-    """as_threads(ranks, work): what work(comm, rank) returns, each rank a thread of this process."""
+    """as_threads(ranks, work): what work(comm, rank) returns, each rank a thread here."""
 
     def run(ranks: int, work: Work, timeout: float = 10) -> list[Any]:
         store = free_store()

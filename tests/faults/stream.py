@@ -11,6 +11,7 @@ import random
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,10 @@ def say(**event: Any) -> None:
 
 
 def main(store: str, rank: int, ranks: int, seed: int, calls: int, settings: dict[str, str]) -> int:
-    if limit := settings.get("address_space"):
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+    if spare := settings.get("spare_bytes"):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + int(spare)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     time.sleep(float(settings.get("delay", 0)))
     stream = None
     event: dict[str, Any] = {}
@@ -109,6 +112,8 @@ def main(store: str, rank: int, ranks: int, seed: int, calls: int, settings: dic
         comm.close()
     except offcore.Error as error:
         event = {"code": error.code, "message": str(error)}
+    except MemoryError as error:
+        event = {"code": "memory", "message": str(error)}
     say(calls=stream.calls if stream else -1, at=time.time(), **event)
     return 0
 

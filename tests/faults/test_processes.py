@@ -104,17 +104,20 @@ def test_ranks_that_leave_early_are_no_loss(start_ranks: Start) -> None:
 
     store = free_store()
     with ThreadPoolExecutor(2) as pool:
-        code, message = list(pool.map(one, range(2), [store] * 2))[0]
+        (code, message), _ = pool.map(one, range(2), [store] * 2)
     assert code in ("timeout", "peer")
     assert "rank 1" in message or "queue" in message
 
 
-def test_little_address_space(start_ranks: Start) -> None:
-    """Memory that cannot be mapped is an error of that kind, on all ranks, not an end by signal."""
-    group = start_ranks(2, settings=lambda rank: {"address_space": 320 << 20} if rank else {})
+@pytest.mark.parametrize("spare_bytes", [1 << 20, 12 << 20, 40 << 20, 100 << 20])
+def test_little_address_space(start_ranks: Start, spare_bytes: int) -> None:
+    """Memory or threads that cannot be had are an error on all ranks, not an end by signal."""
+    settings = {"spare_bytes": spare_bytes, "timeout": 1}
+    group = start_ranks(2, calls=10, settings=lambda rank: settings if rank else {"timeout": 1})
     ends = [rank.end() for rank in group]
-    for end in ends:
-        assert end.get("code") in (None, "memory", "driver", "peer", "timeout"), end
+    assert ends[1].get("code") in (None, "memory", "driver"), ends
+    assert ends[0].get("code") in (None, "memory", "driver", "peer", "timeout"), ends
+    assert (ends[0].get("code") is None) == (ends[1].get("code") is None), ends
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")

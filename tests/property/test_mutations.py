@@ -169,7 +169,7 @@ def test_mutants_are_found() -> None:
         }[op](counts)
         text = _core.plan(moves, variant, machine, PROTOCOLS[protocol]).text
         seen.update(verdict(mutate(text, rng))[0] for _ in range(400))
-    rules = {"bounds", "shape", "words", "unmatched", "deadlock", "hazard", "entry"}
+    rules = {"bounds", "shape", "words", "unmatched", "deadlock", "hazard", "entry", "exit"}
     assert rules | {"accepted", "invalid"} == set(seen), seen
     assert seen["accepted"] < sum(seen.values()) / 2
 
