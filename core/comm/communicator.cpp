@@ -242,7 +242,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
-          " machine=", machine.name,
+          " lane=", lane.index, " machine=", machine.name,
           machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
   publish(lane, sequence, undecided, deadline);

@@ -57,7 +57,7 @@ def other_number(line: str, other: str, rng: random.Random) -> str:
     if number[0].lstrip("-").isdigit():
         old = int(number[0])
         values += [str(old + d) for d in (-16, -8, -1, 1, 4, 16)] + [str(old * 2), str(old // 2)]
-    return line[: number.start()] + rng.choice(values) + line[number.end() :]
+    return line[: number.start()] + rng.choice(values or ["0"]) + line[number.end() :]
 
 
 def verdict(text: str) -> tuple[str, _core.Program | None]:
