@@ -168,26 +168,39 @@ void Communicator::locate(Operand& operand, Rank rank) const {
   }
 }
 
-std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
-  const std::scoped_lock lock(mutex_);
-  check_alive();
+// What every call begins with.
+Communicator::Lookup Communicator::look_up(Request& request) const {
   for (auto* side : {&request.out, &request.in}) {
     for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
       locate((*side)[i], local_ranks_[i]);
     }
   }
-  const Facts facts = facts_of(request, ranks_, local_ranks_);
+  Lookup lookup{.facts = facts_of(request, ranks_, local_ranks_)};
+  lookup.place = place_of(request, lookup.facts);
+  lookup.key = cache_key(request, lookup.facts, lookup.place);
+  if (const auto found = plans_.find(lookup.key); found != plans_.end()) {
+    lookup.plan = found->second;
+  }
+  return lookup;
+}
+
+bool Communicator::knows(Request request) const {
+  const std::scoped_lock lock(mutex_);
+  return look_up(request).plan != nullptr;
+}
+
+std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
+  const std::scoped_lock lock(mutex_);
+  check_alive();
+  const Lookup lookup = look_up(request);
   Lane& lane = this->lane(request.lane, deadline);
-  const std::string place = place_of(request, facts);
-  const std::string key = cache_key(request, facts, place);
   const uint64_t sequence = lane.sequence++;
-  std::shared_ptr<Plan> plan;
-  if (const auto found = plans_.find(key); found != plans_.end()) {
-    plan = found->second;
+  std::shared_ptr<Plan> plan = lookup.plan;
+  if (plan != nullptr) {
     publish(lane, sequence, plan->entry, deadline);
   } else {
-    plan = meet(request, facts, lane, sequence, place, deadline);
-    plans_.emplace(key, plan);
+    plan = meet(request, lookup.facts, lane, sequence, lookup.place, deadline);
+    plans_.emplace(lookup.key, plan);
   }
 
   auto pending = std::make_unique<Pending>();

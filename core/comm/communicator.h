@@ -79,6 +79,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // first meeting of a key only.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
 
+  // Whether the operation's plan is kept already. Planning's own benchmark times this.
+  bool knows(Request request) const;
+
   // All ranks have called.
   void barrier(const Deadline& deadline);
 
@@ -90,6 +93,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   struct Plan;
+  struct Lookup {
+    Facts facts;
+    std::string place = {};
+    std::string key = {};
+    std::shared_ptr<Plan> plan = nullptr;  // null: the ranks have yet to meet this key
+  };
   friend class Pending;
 
   Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
@@ -98,6 +107,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
   void check_alive() const;
   Lane& lane(uint32_t index, const Deadline& deadline);
+  Lookup look_up(Request& request) const;
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              uint64_t sequence, const std::string& place, const Deadline& deadline);
