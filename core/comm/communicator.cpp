@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "core/backend/wakeup.h"
-#include "core/base/env.h"
 #include "core/base/error.h"
 #include "core/ir/text.h"
 
@@ -53,10 +53,17 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   const std::string& name = request.protocol;
   if (name == "promise") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
-  if (name == "eager" || name == "auto") {
-    return {.entry = !(staged && full_exchange), .staged = staged};
-  }
-  fail(Code::invalid, "unknown protocol '", name, "': known are auto, barrier, promise, eager");
+  return {.entry = !(staged && full_exchange), .staged = staged};
+}
+
+Choice choice_of(const Request& request, const Moves& moves, uint64_t total_bytes,
+                 const Machine& machine, const Protocol& protocol) {
+  if (request.variant != "auto") return {.variant = parse_variant(request.variant)};
+  Choice choice = choose(moves, total_bytes, machine, protocol);
+  // A prelaunched program is bound to its buffers, and a caller who names no variant has not said
+  // that the next call brings the same ones.
+  choice.variant.prelaunch = false;
+  return choice;
 }
 
 }  // namespace
@@ -120,11 +127,22 @@ Wakeup& Communicator::wakeup(Rank rank) const {
 
 void Communicator::check_alive() const {
   if (closed_) fail(Code::invalid, "the communicator is closed");
+  if (aborted_) fail(Code::cancelled, "the communicator was aborted by this rank");
   const uint32_t poisoned = wakeup(local_ranks_[0]).poison.load(std::memory_order_acquire);
   if (poisoned == 0) return;
-  const Rank by = static_cast<Rank>(poisoned - 1);
-  if (by == local_ranks_[0]) fail(Code::cancelled, "the communicator was aborted by this rank");
-  fail(Code::peer, "rank ", by, " died or aborted; make a new communicator");
+  fail(Code::peer, "rank ", poisoned - 1, " died or aborted; make a new communicator");
+}
+
+// What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
+// peers waiting, nor come one call late to everything that follows.
+template <typename Step>
+auto Communicator::all_or_none(const Step& step) {
+  try {
+    return step();
+  } catch (...) {
+    if (!alone()) abort();
+    throw;
+  }
 }
 
 Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
@@ -177,36 +195,38 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   Lane& lane = this->lane(request.lane, deadline);
   const std::string place = place_of(request, facts);
   const std::string key = cache_key(request, facts, place);
-  const uint64_t sequence = lane.sequence++;
   std::shared_ptr<Plan> plan;
   if (const auto found = plans_.find(key); found != plans_.end()) {
     plan = found->second;
-    publish(lane, sequence, plan->entry, deadline);
+    publish(lane, plan->entry, deadline);
+    ++lane.sequence;
   } else {
-    plan = meet(request, facts, lane, sequence, place, deadline);
+    plan = meet(request, facts, lane, place, deadline);
     plans_.emplace(key, plan);
   }
 
   auto pending = std::make_unique<Pending>();
   pending->communicator_ = shared_from_this();
   pending->result_ = plan->result;
+  pending->armed_ahead_ = plan->armed != nullptr;
   pending->lane_ = &lane;
-  pending->sequence_ = sequence;
+  pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
-  if (plan->program->mode == Mode::armed) {
-    pending->armed_ahead_ = plan->armed != nullptr;
-    if (!plan->armed) {
-      plan->armed = std::make_unique<Launch>(bind(*plan, request, lane));
-      plan->loaded->arm(*plan->armed);
-    }
-    pending->run_ = plan->loaded->launch(*plan->armed);
-    // Armed again at once: the next call finds its program on the engines.
-    *plan->armed = bind(*plan, request, lane);
-    plan->loaded->arm(*plan->armed);
-  } else {
-    pending->run_ = plan->loaded->launch(bind(*plan, request, lane));
-  }
+  pending->run_ = all_or_none([&] { return launch(*plan, request, lane); });
   return pending;
+}
+
+std::unique_ptr<Run> Communicator::launch(Plan& plan, const Request& request, Lane& lane) {
+  if (plan.program->mode != Mode::armed) return plan.loaded->launch(bind(plan, request, lane));
+  const auto arm = [&] {
+    auto armed = std::make_unique<Launch>(bind(plan, request, lane));
+    plan.loaded->arm(*armed);
+    return armed;
+  };
+  if (!plan.armed) plan.armed = arm();
+  auto run = plan.loaded->launch(*std::exchange(plan.armed, nullptr));
+  plan.armed = arm();  // at once: the next call finds its program on the engines
+  return run;
 }
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
@@ -226,10 +246,10 @@ std::string Communicator::place_of(const Request& request, const Facts& facts) c
   return cat("window ", index, "+", first.offset);
 }
 
-// A plan key's first call: every rank comes here together.
+// A plan key's first call: every rank comes here together. Until they agree the call has not
+// happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
-                                                       Lane& lane, uint64_t sequence,
-                                                       const std::string& place,
+                                                       Lane& lane, const std::string& place,
                                                        const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
@@ -237,8 +257,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
           " machine=", machine.name,
           machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
-  publish(lane, sequence, undecided, deadline);
-  const bool agreed = agree_on_place(lane, sequence, undecided, deadline);
+  publish(lane, undecided, deadline);
+  const bool agreed = agree_on_place(lane, undecided, deadline);
+  ++lane.sequence;
   const bool same_place = agreed && place != kOutside;
   if (request.protocol == "promise" && !same_place) {
     fail(Code::unsupported,
@@ -250,11 +271,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const std::string wanted = request.variant == "auto" ? env("OFFCORE_VARIANT") : request.variant;
-  const Choice choice = wanted == "auto" ? choose(moves, facts.total_bytes, machine, protocol)
-                                         : Choice{.variant = parse_variant(wanted)};
+  const Choice choice = choice_of(request, moves, facts.total_bytes, machine, protocol);
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
-  plan->loaded = backend_->load(plan->program);
+  plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
   plan->entry = {.key = undecided.key,
                  .plan = digest(cat(text, staged ? " staged" : place)),
@@ -275,7 +294,8 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
       track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
     } else if (buffer.name == "scratch") {
       for (Rank rank : local_ranks_) {
-        plan->scratch.push_back(backend_->allocate(rank, buffer.bytes));
+        plan->scratch.push_back(
+            all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
       }
     }
   }
@@ -295,23 +315,23 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
 
 // Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
 // one already.
-bool Communicator::agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine,
-                                  const Deadline& deadline) {
+bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline) {
   if (alone()) return true;
   bool same = true;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
-    const Entry theirs = wait_for_entry(lane, sequence, peer, mine, deadline);
+    const Entry theirs = wait_for_entry(lane, peer, mine, deadline);
     if (theirs.key != mine.key || theirs.decided()) {
-      diverge(lane, peer, sequence, mine, theirs);
+      diverge(lane, peer, lane.sequence, mine, theirs);
     }
     same = same && digest(theirs.text) == digest(mine.text);
   }
   return same;
 }
 
-Entry Communicator::wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer,
-                                   const Entry& mine, const Deadline& deadline) {
+Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& mine,
+                                   const Deadline& deadline) {
+  const uint64_t sequence = lane.sequence;
   Wakeup& own = wakeup(local_ranks_[0]);
   for (;;) {
     if (auto entry = lane.journal.read(peer, sequence)) return *entry;
@@ -326,9 +346,9 @@ Entry Communicator::wait_for_entry(const Lane& lane, uint64_t sequence, Rank pee
   }
 }
 
-void Communicator::publish(Lane& lane, uint64_t sequence, const Entry& entry,
-                           const Deadline& deadline) {
+void Communicator::publish(Lane& lane, const Entry& entry, const Deadline& deadline) {
   if (alone()) return;
+  const uint64_t sequence = lane.sequence;
   const Rank own = local_ranks_[0];
   // No rank runs so far ahead that it overwrites records which a peer still has to read.
   if (sequence % (kAheadMax / 2) == 0 && sequence >= kAheadMax) {
@@ -431,6 +451,7 @@ void Communicator::barrier(const Deadline& deadline) {
 }
 
 void Communicator::abort() {
+  aborted_ = true;
   for (Rank rank = 0; rank < ranks_; ++rank) poison(wakeup(rank), local_ranks_[0]);
 }
 
@@ -458,6 +479,9 @@ Result Pending::wait(const Deadline& deadline) {
     } catch (const Error& error) {
       // Before a timeout or a peer's abort is believed: have the ranks diverged?
       communicator.compare_with_peers(*lane_, sequence_, entry_);
+      if (error.code() == Code::peer && communicator.aborted_) {
+        fail(Code::cancelled, "aborted by this rank: ", error.message());
+      }
       if (error.code() != Code::timeout || !slice) throw;
     }
   }
