@@ -234,3 +234,14 @@ def test_buffers_of_local_ranks_lie_apart(backend: str) -> None:
         assert (shared[:128] == np.tile(inputs[0], 2)).all()
         comm.broadcast([shared[:64], shared[64:128]], [inputs[1], shared[128:]]).wait()
         assert (shared[64:128] == inputs[1]).all()
+
+
+def test_an_operation_of_a_dead_rank_has_ended_and_a_stuck_one_has_not() -> None:
+    for kind, ended, code in (("dead_rank", True, "peer"), ("lost_signal", False, "timeout")):
+        fault = {"kind": kind, "rank": 0}
+        with offcore.Communicator(backend="sim", machine="h200-2", faults=[fault]) as comm:
+            handle = comm.all_gather(outputs(), [sent(rank, 0) for rank in range(2)])
+            assert handle.done() == ended
+            with pytest.raises(Error) as raised:
+                handle.wait()
+            assert raised.value.code == code
