@@ -17,31 +17,12 @@ constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its 
 constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 constexpr std::string_view kOutside = "outside";
 
-// What makes two calls share a plan, as bytes: cheap to build at every call.
-std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
-  std::string key;
-  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
-  const auto append = [&](const auto& value) {
-    key.append(reinterpret_cast<const char*>(&value), sizeof value);
-  };
-  append(facts.collective);
-  append(facts.in_place);
-  append(facts.root);
-  append(request.lane);
-  key += request.variant;
-  key += '|';
-  key += request.protocol;
-  key += '|';
-  key += place;
-  key += '|';
-  key.append(reinterpret_cast<const char*>(facts.counts.data()),
-             facts.counts.size() * sizeof(uint64_t));
-  if (!request.variant.starts_with("prelaunch_")) return key;
-  // A prelaunched program is bound to its buffers when it is armed.
-  for (const auto* side : {&request.out, &request.in}) {
-    for (const Operand& operand : *side) append(operand.data);
-  }
-  return key;
+// The side of the request that a buffer stands for, where it is memory that only its rank's own
+// queues see. Its addresses are no collective fact, and every call may bring others.
+const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
+  if (buffer.name == "in") return &request.in;
+  const bool own = buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr;
+  return buffer.name == "out" && own ? &request.out : nullptr;
 }
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
@@ -54,16 +35,6 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   if (name == "promise") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
   return {.entry = !(staged && full_exchange), .staged = staged};
-}
-
-Choice choice_of(const Request& request, const Moves& moves, uint64_t total_bytes,
-                 const Machine& machine, const Protocol& protocol) {
-  if (request.variant != "auto") return {.variant = parse_variant(request.variant)};
-  Choice choice = choose(moves, total_bytes, machine, protocol);
-  // A prelaunched program is bound to its buffers, and a caller who names no variant has not said
-  // that the next call brings the same ones.
-  choice.variant.prelaunch = false;
-  return choice;
 }
 
 }  // namespace
@@ -208,25 +179,34 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   auto pending = std::make_unique<Pending>();
   pending->communicator_ = shared_from_this();
   pending->result_ = plan->result;
-  pending->armed_ahead_ = plan->armed != nullptr;
   pending->lane_ = &lane;
   pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
-  pending->run_ = all_or_none([&] { return launch(*plan, request, lane); });
+  all_or_none([&] { launch(*plan, request, lane, *pending); });
   return pending;
 }
 
-std::unique_ptr<Run> Communicator::launch(Plan& plan, const Request& request, Lane& lane) {
-  if (plan.program->mode != Mode::armed) return plan.loaded->launch(bind(plan, request, lane));
+void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.program->mode != Mode::armed) {
+    pending.run_ = plan.loaded->launch(bind(plan, request, lane));
+    return;
+  }
   const auto arm = [&] {
     auto armed = std::make_unique<Launch>(bind(plan, request, lane));
     plan.loaded->arm(*armed);
     return armed;
   };
-  if (!plan.armed) plan.armed = arm();
-  auto run = plan.loaded->launch(*std::exchange(plan.armed, nullptr));
+  std::unique_ptr<Launch> armed = std::exchange(plan.armed, nullptr);
+  if (armed == nullptr) {
+    armed = arm();
+  } else {
+    // Armed for the last call's memory; with other memory the backend arms once more.
+    pending.armed_ahead_ = !bind_own(*plan.program, request, *armed);
+    using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+    armed->owner = std::make_shared<Held>(armed->owner, request.keep);
+  }
+  pending.run_ = plan.loaded->launch(*armed);
   plan.armed = arm();  // at once: the next call finds its program on the engines
-  return run;
 }
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
@@ -271,7 +251,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const Choice choice = choice_of(request, moves, facts.total_bytes, machine, protocol);
+  const Choice choice = request.variant == "auto"
+                            ? choose(moves, facts.total_bytes, machine, protocol)
+                            : Choice{.variant = parse_variant(request.variant)};
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
@@ -382,18 +364,11 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   }
   binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
 
-  const auto bind_local = [&](BufferId id, const std::vector<Operand>& side) {
-    for (size_t i = 0; i < local_ranks_.size(); ++i) {
-      binding.base(id, local_ranks_[i]) = side[i].data;
-    }
-  };
   std::shared_ptr<Window> slots;
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
-    if (buffer.name == "in") {
-      bind_local(id, request.in);
-    } else if (buffer.name == "slot") {
+    if (buffer.name == "slot") {
       slots = track.slots.window();
       const uint32_t slot = track.slots.next(plan.full_exchange);
       for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -401,9 +376,7 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
       }
     } else if (buffer.name == "scratch") {
       for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
-    } else if (buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr) {
-      bind_local(id, request.out);
-    } else {
+    } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
         binding.base(id, rank) = base == nullptr ? nullptr : base + request.out[0].offset;
@@ -414,7 +387,22 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
                           ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
   launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
                                         plan.scratch, request.keep);
+  bind_own(*plan.program, request, launch);
   return launch;
+}
+
+// Binds what the ranks alone see to this call's memory; whether any of it was bound elsewhere.
+bool Communicator::bind_own(const Program& program, const Request& request, Launch& launch) const {
+  bool moved = false;
+  for (size_t id = 1; id < program.buffers.size(); ++id) {
+    const std::vector<Operand>* side = own_side(program.buffers[id], request);
+    for (size_t i = 0; side != nullptr && i < local_ranks_.size(); ++i) {
+      std::byte*& base = launch.binding.base(static_cast<BufferId>(id), local_ranks_[i]);
+      moved |= base != (*side)[i].data;
+      base = (*side)[i].data;
+    }
+  }
+  return moved;
 }
 
 void Communicator::compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine) {

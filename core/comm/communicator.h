@@ -104,8 +104,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                              const std::string& place, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
-  std::unique_ptr<Run> launch(Plan& plan, const Request& request, Lane& lane);
+  void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
   template <typename Step>
   auto all_or_none(const Step& step);

@@ -299,6 +299,27 @@ Moves moves_of(const Facts& facts) {
   fail(Code::invalid, "unknown operation");
 }
 
+std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
+  std::string key;
+  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
+  const auto append = [&](const auto& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  append(facts.collective);
+  append(facts.in_place);
+  append(facts.root);
+  append(request.lane);
+  key += request.variant;
+  key += '|';
+  key += request.protocol;
+  key += '|';
+  key += place;
+  key += '|';
+  key.append(reinterpret_cast<const char*>(facts.counts.data()),
+             facts.counts.size() * sizeof(uint64_t));
+  return key;
+}
+
 std::string describe(const Facts& facts) {
   std::ostringstream text;
   text << to_string(facts.collective) << " ranks=" << facts.ranks

@@ -55,6 +55,10 @@ Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_rank
 
 Moves moves_of(const Facts& facts);
 
+// What makes two calls share a plan, as bytes: cheap to build at every call. `place`: where the
+// output lands.
+std::string cache_key(const Request& request, const Facts& facts, const std::string& place);
+
 // "all_gather ranks=2 counts=4096x2 in_place=no root=0"
 std::string describe(const Facts& facts);
 

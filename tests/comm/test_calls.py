@@ -66,7 +66,7 @@ def test_a_prelaunched_variant_of_the_environment_is_bound_to_its_buffers(
                 assert (array == gathered(call)).all()
 
 
-def test_a_tuned_prelaunch_is_not_taken_unasked(
+def test_a_tuned_prelaunch_is_bound_to_its_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tuned").mkdir()
@@ -89,7 +89,7 @@ def test_a_tuned_prelaunch_is_not_taken_unasked(
         for call in range(3):
             out = outputs()
             result = comm.all_gather(out, [sent(rank, call) for rank in range(2)]).wait()
-            assert (result.variant, result.tuned) == ("pcpy", True)
+            assert (result.variant, result.tuned) == ("prelaunch_pcpy", True)
             assert all((array == gathered(call)).all() for array in out)
 
 

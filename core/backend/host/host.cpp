@@ -72,7 +72,8 @@ class HostLoaded final : public Loaded {
     }
     std::shared_ptr<Flight> flight = std::move(armed_.front());
     armed_.pop_front();
-    return flight;
+    // Nobody has looked at it yet: with other buffers it is built again.
+    return flight->launch.binding == launch.binding ? flight : nullptr;
   }
 
   std::shared_ptr<Flight> build(const Launch& launch) const {
