@@ -77,9 +77,10 @@ class Legalizer {
     }
   }
 
-  // No command moves more than the machine's largest copy (a row of it, where it has rows).
-  void split(const Command& command) {
-    const uint64_t bytes_max = machine_.limits.copy_bytes_max;
+  // No command moves more than the machine's largest copy (a row of it, where it has rows). The
+  // pieces stay aligned.
+  void split(const Command& command, uint64_t align = 1) {
+    const uint64_t bytes_max = machine_.limits.copy_bytes_max / align * align;
     for (uint64_t done = 0; done < command.bytes; done += bytes_max) {
       Command part = command;
       part.dst.offset += done;
@@ -91,14 +92,14 @@ class Legalizer {
 
   bool swap_fits(const Command& command) const {
     const uint64_t align = machine_.limits.swap_align;
-    return machine_.native.swap && command.dst.offset % align == 0 &&
-           command.src.offset % align == 0;
+    return machine_.native.swap && align <= machine_.limits.copy_bytes_max &&
+           command.dst.offset % align == 0 && command.src.offset % align == 0;
   }
 
   // Swaps that the machine lacks go through scratch memory of the executing rank, which its queues
   // share evenly; the fences keep the three copies of a piece, and the pieces, in order.
   void swap(const Command& command, const Queue& queue) {
-    if (swap_fits(command)) return split(command);
+    if (swap_fits(command)) return split(command, machine_.limits.swap_align);
     program_.native = false;
     const Slice scratch{scratch_share_ * queue.index, queue.rank, scratch_};
     const Command fence{.op = Op::fence};
