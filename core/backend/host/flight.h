@@ -19,7 +19,7 @@ struct Flight;
 struct LocalQueue {
   uint32_t queue = 0;   // index into program.queues
   uint32_t part = 0;    // index into the local ranks
-  uint32_t engine = 0;  // of the station
+  uint32_t engine = 0;  // of the station: a thread to start
   bool heavy = false;   // worth waking an engine's thread for
 };
 
