@@ -16,9 +16,10 @@ from offcore._core import (
     verify,
     wrong_bytes,
 )
-from offcore.api import Communicator, Handle, Phases, Result, Window
+from offcore.api import Communicator, Handle, Window
 from offcore.errors import Error
 from offcore.programs import show_program, variants
+from offcore.result import Phases, Result
 
 try:
     __version__ = version("offcore")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,51 +13,10 @@ from offcore import _core, machines
 from offcore.errors import error
 from offcore.operands import NUMBER_MAX, checked, memories_of
 from offcore.programs import program_of, variants
+from offcore.result import Result
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Where the time went along the path that finished last, in microseconds (section 3.2.2)."""
-
-    control_us: float
-    schedule_us: float
-    copy_us: float
-    sync_us: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """What an operation did: the path that really ran, and what it cost.
-
-    `bytes` is S, the whole array; `commands`, `engines` and `syncs` count all ranks. `native` is
-    False where commands had to be expanded for the machine, `staged` is True where data went
-    through the lane's slots because a buffer lay outside the windows (or protocol eager was asked
-    for), `armed_ahead` is True where the engines held a prelaunched program before the call.
-    `kernels` is None: nothing was profiled.
-    """
-
-    op: str
-    backend: str
-    machine: str
-    ranks: int
-    bytes: int
-    in_place: bool
-    variant: str
-    native: bool
-    protocol: str
-    staged: bool
-    mode: str
-    tuned: bool
-    armed_ahead: bool
-    commands: int
-    engines: int
-    syncs: int
-    time_us: float
-    phases: Phases
-    kernels: int | None = None
 
 
 class Handle:
@@ -84,7 +42,8 @@ class Handle:
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout
             outcome = self._pending.wait(seconds)
-            self._result = _result(self._comm, outcome)
+            comm = self._comm
+            self._result = Result(outcome, comm.backend, comm.machine, comm.ranks)
         return self._result
 
 
@@ -451,33 +410,3 @@ def _from_env(name: str, given: int | None, variable: str) -> int:
     if not text.isdigit():
         raise error("invalid", f"{name} is missing: pass {name}=N or set {variable}")
     return int(text)
-
-
-def _result(comm: Communicator, outcome: _core.Result) -> Result:
-    phases = outcome.phases
-    counts = outcome.counts
-    return Result(
-        op=outcome.op,
-        backend=comm.backend,
-        machine=comm.machine,
-        ranks=comm.ranks,
-        bytes=outcome.total_bytes,
-        in_place=outcome.in_place,
-        variant=outcome.variant,
-        native=outcome.native,
-        protocol=outcome.protocol,
-        staged=outcome.staged,
-        mode=outcome.mode,
-        tuned=outcome.tuned,
-        armed_ahead=outcome.armed_ahead,
-        commands=counts.commands,
-        engines=counts.engines,
-        syncs=counts.syncs,
-        time_us=outcome.time_ns / 1e3,
-        phases=Phases(
-            control_us=phases.control_ns / 1e3,
-            schedule_us=phases.schedule_ns / 1e3,
-            copy_us=phases.copy_ns / 1e3,
-            sync_us=phases.sync_ns / 1e3,
-        ),
-    )

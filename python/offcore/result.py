@@ -1,0 +1,126 @@
+"""What an operation did. A result reads its facts when asked, so a wait costs nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from offcore import _core
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time went along the path that finished last, in microseconds (section 3.2.2)."""
+
+    control_us: float
+    schedule_us: float
+    copy_us: float
+    sync_us: float
+
+
+class Result:
+    """What an operation did: the path that really ran, and what it cost."""
+
+    __slots__ = ("_core", "backend", "machine", "ranks")
+
+    def __init__(self, core: _core.Result, backend: str, machine: str, ranks: int) -> None:
+        self._core = core
+        self.backend = backend
+        self.machine = machine
+        self.ranks = ranks
+
+    @property
+    def op(self) -> str:
+        """The operation; a _v form carries the plain one's name."""
+        return self._core.op
+
+    @property
+    def bytes(self) -> int:
+        """S, the whole array, in bytes."""
+        return self._core.total_bytes
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the input was the output."""
+        return self._core.in_place
+
+    @property
+    def variant(self) -> str:
+        """The variant that ran."""
+        return self._core.variant
+
+    @property
+    def native(self) -> bool:
+        """False where commands had to be expanded for the machine."""
+        return self._core.native
+
+    @property
+    def protocol(self) -> str:
+        """How the peers entered: barrier, eager or promise."""
+        return self._core.protocol
+
+    @property
+    def staged(self) -> bool:
+        """Whether data went through slots: a buffer lay outside the windows, or protocol eager."""
+        return self._core.staged
+
+    @property
+    def mode(self) -> str:
+        """eager, or armed for a prelaunched program."""
+        return self._core.mode
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the measured table chose the variant, not the cost model or the caller."""
+        return self._core.tuned
+
+    @property
+    def armed_ahead(self) -> bool:
+        """Whether the engines held a prelaunched program before the call."""
+        return self._core.armed_ahead
+
+    @property
+    def commands(self) -> int:
+        """Commands on the engine queues of all ranks."""
+        return self._core.counts.commands
+
+    @property
+    def engines(self) -> int:
+        """Engine queues in use on all ranks."""
+        return self._core.counts.engines
+
+    @property
+    def syncs(self) -> int:
+        """Signals on the engine queues of all ranks."""
+        return self._core.counts.syncs
+
+    @property
+    def time_us(self) -> float:
+        """From the launch until the last local rank was complete."""
+        return self._core.time_ns / 1e3
+
+    @property
+    def phases(self) -> Phases:
+        """The parts of that time."""
+        phases = self._core.phases
+        return Phases(
+            control_us=phases.control_ns / 1e3,
+            schedule_us=phases.schedule_ns / 1e3,
+            copy_us=phases.copy_ns / 1e3,
+            sync_us=phases.sync_ns / 1e3,
+        )
+
+    @property
+    def kernels(self) -> int | None:
+        """Kernels that ran; None: nothing was profiled."""
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every fact by name."""
+        names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
+        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks")}
+        return own | {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
+        return f"Result({facts})"
