@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from offcore import _core
 from offcore.errors import error
 from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
 
@@ -90,8 +91,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """`git describe` of the source in a checkout of offcore, else the package's version."""
-    fallback = _version("offcore") or "unknown"
+    """`git describe` of the source in a checkout; else OFFCORE_COMMIT, else the version."""
+    fallback = _core.env("OFFCORE_COMMIT") or _version("offcore") or "unknown"
 
     def git(*words: str, folder: Path) -> str:
         done = subprocess.run(
