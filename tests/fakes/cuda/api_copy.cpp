@@ -85,7 +85,7 @@ void push_copy(StreamHandle handle, const Side& dst, const Side& src, size_t byt
 }
 
 void copy_now(const Side& dst, const Side& src, size_t bytes) {
-  const auto stream = current_context()->legacy;
+  const auto stream = current_context()->default_stream();
   refuse_while_capturing();
   if (bytes > 0) push_copies(*stream, {{.dst = dst, .src = src, .width = bytes}});
   stream->synchronize();
@@ -184,8 +184,7 @@ FAKE_API Result cuMemcpyHtoDAsync_v2(DevicePtr dst, const void* src, size_t byte
   });
 }
 
-FAKE_API Result cuMemcpyDtoHAsync_v2(void* dst, DevicePtr src, size_t bytes,
-                                     StreamHandle stream) {
+FAKE_API Result cuMemcpyDtoHAsync_v2(void* dst, DevicePtr src, size_t bytes, StreamHandle stream) {
   return enter("cuMemcpyDtoHAsync", [&] {
     current_context();
     push_copy(stream, host_side(dst), known_side(src), bytes);
@@ -283,8 +282,7 @@ FAKE_API Result cuMemsetD8Async(DevicePtr dst, unsigned char value, size_t count
   return enter("cuMemsetD8Async", [&] { push_fill(stream, dst, count, value, 1); });
 }
 
-FAKE_API Result cuMemsetD32Async(DevicePtr dst, unsigned value, size_t count,
-                                 StreamHandle stream) {
+FAKE_API Result cuMemsetD32Async(DevicePtr dst, unsigned value, size_t count, StreamHandle stream) {
   return enter("cuMemsetD32Async", [&] { push_fill(stream, dst, count, value, 4); });
 }
 

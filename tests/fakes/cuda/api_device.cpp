@@ -46,39 +46,38 @@ struct Attribute {
 
 // What an H200 answers, as far as a user of its copy engines may ask.
 constexpr Attribute kAttributes[] = {
-    {1, 1024},         // threads in a block
-    {10, 32},          // threads in a warp
-    {11, 2147483647},  // pitch
-    {15, 1},           // copies overlap kernels
-    {16, 132},         // multiprocessors
-    {18, 0},           // integrated
-    {19, 1},           // maps host memory
-    {20, 0},           // compute mode
-    {31, 1},           // concurrent kernels
-    {40, 3},           // asynchronous engines
-    {41, 1},           // unified addressing
-    {75, 9},           // compute capability
-    {76, 0},
-    {78, 1},    // stream priorities
-    {83, 1},    // managed memory
-    {86, 0},    // native host atomics
-    {88, 0},    // pageable memory access
-    {89, 1},    // concurrent managed access
-    {91, 1},    // host pointers work for registered memory
-    {92, 0},    // stream memory operations, first version
-    {98, 0},    // can flush remote writes
-    {99, 1},    // host registration
-    {102, 1},   // virtual memory management
-    {103, 1},   // POSIX file descriptors
-    {116, 1},   // GPUDirect RDMA
-    {117, 1},   // its flushing
-    {118, 200}, // its ordering
-    {122, 1},   // 64-bit stream memory operations
-    {123, 1},   // the wait that negates
-    {124, 1},   // dma-buf
-    {128, 0},   // fabric handles
-    {132, 0},   // multicast
-    {134, 0},   // host NUMA node
+    {1, 1024},                  // threads in a block
+    {10, 32},                   // threads in a warp
+    {11, 2147483647},           // pitch
+    {15, 1},                    // copies overlap kernels
+    {16, 132},                  // multiprocessors
+    {18, 0},                    // integrated
+    {19, 1},                    // maps host memory
+    {20, 0},                    // compute mode
+    {31, 1},                    // concurrent kernels
+    {40, 3},                    // asynchronous engines
+    {41, 1},                    // unified addressing
+    {75, 9},                    // compute capability
+    {76, 0},          {78, 1},  // stream priorities
+    {83, 1},                    // managed memory
+    {86, 0},                    // native host atomics
+    {88, 0},                    // pageable memory access
+    {89, 1},                    // concurrent managed access
+    {91, 1},                    // host pointers work for registered memory
+    {92, 0},                    // stream memory operations, first version
+    {98, 0},                    // can flush remote writes
+    {99, 1},                    // host registration
+    {102, 1},                   // virtual memory management
+    {103, 1},                   // POSIX file descriptors
+    {116, 1},                   // GPUDirect RDMA
+    {117, 1},                   // its flushing
+    {118, 200},                 // its ordering
+    {122, 1},                   // 64-bit stream memory operations
+    {123, 1},                   // the wait that negates
+    {124, 1},                   // dma-buf
+    {128, 0},                   // fabric handles
+    {132, 0},                   // multicast
+    {134, 0},                   // host NUMA node
 };
 
 Uuid uuid_of(int device, bool instance) {
@@ -107,15 +106,20 @@ void destroy_context(Context& context) {
     return true;
   });
   events().remove_if([&](const Event& event) { return of_context(event.context); });
-  context.legacy->close();
+  context.default_stream()->close();
+  const std::lock_guard lock(context.mutex);
   context.legacy = nullptr;
 }
 
 }  // namespace
 
+std::shared_ptr<Context> any_current_context() {
+  require(!context_stack().empty(), kInvalidContext);
+  return context_stack().back();
+}
+
 std::shared_ptr<Context> current_context() {
-  require(!context_stack().empty() && context_stack().back(), kInvalidContext);
-  auto context = context_stack().back();
+  auto context = any_current_context();
   check_alive(*context);
   return context;
 }
@@ -126,7 +130,7 @@ FAKE_API Result cuInit(unsigned flags) {
     require(!settings().devices.empty(), kNoDevice);
     set_initialized();
   };
-  return enter("cuInit", body, When::kAlways);
+  return enter("cuInit", body, When::kStart);
 }
 
 FAKE_API Result cuDriverGetVersion(int* version) {
@@ -223,7 +227,7 @@ FAKE_API Result cuCtxGetCurrent(ContextHandle* context) {
   return enter("cuCtxGetCurrent", [&] {
     require(context != nullptr, kInvalidValue);
     const auto& stack = context_stack();
-    *context = stack.empty() || !stack.back() ? nullptr : stack.back()->handle;
+    *context = stack.empty() ? nullptr : stack.back()->handle;
   });
 }
 

@@ -69,11 +69,13 @@ FAKE_API Result cuStreamCreateWithPriority(StreamHandle* out, unsigned flags, in
 
 FAKE_API Result cuStreamDestroy_v2(StreamHandle handle) {
   return enter("cuStreamDestroy", [&] {
+    const auto context = any_current_context();
     require(reinterpret_cast<uint64_t>(handle) > 2, kInvalidHandle);
     const auto stream = streams().find(handle);
     refuse_in_capture(*stream);
     streams().remove(handle);
     stream->close();
+    check_alive(*context);
   });
 }
 
@@ -116,8 +118,9 @@ FAKE_API Result cuStreamIsCapturing(StreamHandle handle, int* status) {
     const auto stream = stream_of(handle);
     const std::lock_guard lock(capture_mutex());
     const auto& capture = stream->capturing.capture;
-    *status = !capture ? kCaptureNone
-                       : capture->invalidated() ? kCaptureStatusInvalidated : kCaptureActive;
+    *status = !capture                 ? kCaptureNone
+              : capture->invalidated() ? kCaptureStatusInvalidated
+                                       : kCaptureActive;
   });
 }
 
@@ -150,16 +153,14 @@ FAKE_API Result cuStreamWaitEvent(StreamHandle handle, EventHandle event_handle,
 
 FAKE_API Result cuStreamWaitValue32_v2(StreamHandle stream, DevicePtr address, uint32_t value,
                                        unsigned flags) {
-  return enter("cuStreamWaitValue32", [&] {
-    push_mem_ops(stream, {{kOpWait32, address, value, flags, 0, 0}});
-  });
+  return enter("cuStreamWaitValue32",
+               [&] { push_mem_ops(stream, {{kOpWait32, address, value, flags, 0, 0}}); });
 }
 
 FAKE_API Result cuStreamWriteValue32_v2(StreamHandle stream, DevicePtr address, uint32_t value,
                                         unsigned flags) {
-  return enter("cuStreamWriteValue32", [&] {
-    push_mem_ops(stream, {{kOpWrite32, address, value, flags, 0, 0}});
-  });
+  return enter("cuStreamWriteValue32",
+               [&] { push_mem_ops(stream, {{kOpWrite32, address, value, flags, 0, 0}}); });
 }
 
 FAKE_API Result cuStreamBatchMemOp_v2(StreamHandle stream, unsigned count, const MemOp* ops,
@@ -182,7 +183,11 @@ FAKE_API Result cuEventCreate(EventHandle* out, unsigned flags) {
 }
 
 FAKE_API Result cuEventDestroy_v2(EventHandle handle) {
-  return enter("cuEventDestroy", [&] { events().remove(handle); });
+  return enter("cuEventDestroy", [&] {
+    const auto context = any_current_context();
+    events().remove(handle);
+    check_alive(*context);
+  });
 }
 
 FAKE_API Result cuEventRecord(EventHandle handle, StreamHandle stream_handle) {
@@ -212,6 +217,7 @@ FAKE_API Result cuEventQuery(EventHandle handle) {
 
 FAKE_API Result cuEventSynchronize(EventHandle handle) {
   return enter("cuEventSynchronize", [&] {
+    current_context();
     const auto event = events().find(handle);
     if (const auto marker = settled_marker(*event)) marker->wait();
     check_alive(*event->context);

@@ -31,14 +31,22 @@ void set_initialized() {
 }
 
 void begin_call(const char* name, When when) {
-  require(!forked, kNotInitialized);  // before any lock, which the fork may have left taken
-  require(when == When::kAlways || initialized, kNotInitialized);
+  if (forked) {  // touch no lock: the fork may have left it taken
+    require(when == When::kAlways, kNotInitialized);
+    return;
+  }
+  require(when != When::kInitialized || initialized, kNotInitialized);
   require(oldest_driver(name) <= settings().driver, kCallRequiresNewerDriver);
+  if (const Result code = planted_fault(name)) throw Failure{code};
+}
+
+Result planted_fault(const char* name) {
   const std::lock_guard lock(calls().mutex);
   const uint64_t call = ++calls().by_name[name];
   for (const Fault& fault : settings().faults) {
-    if (fault.name == name && fault.call == call) throw Failure{fault.code};
+    if (fault.name == name && fault.call == call) return fault.code;
   }
+  return kSuccess;
 }
 
 uint64_t calls_of(const std::string& name) {

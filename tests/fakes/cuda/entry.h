@@ -20,11 +20,13 @@ inline void require(bool holds, Result code) {
   if (!holds) throw Failure{code};
 }
 
-enum class When { kAlways, kInitialized };
+enum class When { kAlways, kStart, kInitialized };
 
 // Counts a call of the entry point. Throws what keeps it from running: a planted fault, no cuInit,
 // a driver too old for it, a process forked from one that had called cuInit.
 void begin_call(const char* name, When when);
+// Counts and fails like a call: for what happens inside engines.
+Result planted_fault(const char* name);
 uint64_t calls_of(const std::string& name);
 void set_initialized();
 

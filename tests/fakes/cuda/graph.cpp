@@ -60,7 +60,7 @@ std::shared_ptr<Graph> Capture::end(Stream& stream) {
 void Capture::add(Stream& stream, Work work) {
   require(!invalidated_, kCaptureInvalidated);
   auto& place = stream.capturing;
-  graph_->nodes.push_back({place.lane, std::move(place.next), std::move(work)});
+  graph_->nodes.push_back({place.lane, std::move(place.next), std::move(work), stream.context()});
   place.next.clear();
   place.last = static_cast<int>(graph_->nodes.size()) - 1;
 }
@@ -109,8 +109,8 @@ void refuse_while_capturing() {
   const std::lock_guard lock(capture_mutex());
   for (Capture* capture : captures()) {
     const bool ours = capture->owner() == std::this_thread::get_id();
-    const bool forbids = capture->mode() == kCaptureGlobal ||
-                         (capture->mode() == kCaptureThreadLocal && ours);
+    const bool forbids =
+        capture->mode() == kCaptureGlobal || (capture->mode() == kCaptureThreadLocal && ours);
     if (!forbids) continue;
     capture->invalidate();
     throw Failure{kCaptureUnsupported};
@@ -120,13 +120,14 @@ void refuse_while_capturing() {
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
   std::vector<Marker> done(graph->nodes.size());
-  const auto run_lane = [&](int lane, Engine& own) {
+  const auto run_lane = [&](int lane, std::mt19937_64& random) {
     for (size_t i = 0; i < graph->nodes.size(); ++i) {
       const Node& node = graph->nodes[i];
       if (node.lane != lane) continue;
       for (const int before : node.after) done[static_cast<size_t>(before)].wait();
-      if (node.work && own.context.error == kSuccess) {
-        if (const Result code = node.work(own)) own.context.fail(code);
+      if (node.context->error == kSuccess) {
+        Engine own{*node.context, random};
+        if (const Result code = node.work(own)) node.context->fail(code);
       }
       done[i].pass();
     }
@@ -135,12 +136,9 @@ Result GraphExec::run(Engine& engine) {
   std::vector<std::thread> others;
   for (int lane = 1; lane < graph->lanes; ++lane) {
     auto& random = randoms.emplace_back(engine.random());
-    others.emplace_back([&, lane] {
-      Engine own{engine.context, random};
-      run_lane(lane, own);
-    });
+    others.emplace_back([&, lane] { run_lane(lane, random); });
   }
-  run_lane(0, engine);
+  run_lane(0, engine.random);
   for (auto& other : others) other.join();
   return kSuccess;
 }

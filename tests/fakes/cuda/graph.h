@@ -13,7 +13,8 @@ namespace fakecuda {
 struct Node {
   int lane = 0;
   std::vector<int> after;  // nodes of other lanes; the lane's own order holds besides
-  Work work;               // null: only order
+  Work work;
+  std::shared_ptr<Context> context;
 };
 
 struct Graph {

@@ -47,8 +47,7 @@ bool is_host_memory(DevicePtr start, uint64_t bytes) {
 
 }  // namespace
 
-Allocation::Allocation(int fd, uint64_t bytes, bool owned)
-    : fd_(fd), bytes_(bytes), owned_(owned) {
+Allocation::Allocation(int fd, uint64_t bytes, bool owned) : fd_(fd), bytes_(bytes), owned_(owned) {
   void* view = mmap(nullptr, bytes + kTrailerBytes, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (view == MAP_FAILED) {
@@ -148,8 +147,8 @@ uint64_t live_allocations() {
 DevicePtr AddressSpace::reserve(uint64_t bytes, uint64_t alignment, DevicePtr hint) {
   const uint64_t align = std::max(alignment, kGranularity);
   void* const wish = reinterpret_cast<void*>(hint / align * align);
-  void* room = mmap(wish, bytes + align, PROT_NONE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* room =
+      mmap(wish, bytes + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   require(room != MAP_FAILED, kOutOfMemory);
   const auto begin = reinterpret_cast<DevicePtr>(room);
   const DevicePtr start = (begin + align - 1) / align * align;

@@ -57,8 +57,7 @@ std::vector<int> visible_devices(int count) {
 Settings read() {
   Settings out;
   out.driver = static_cast<int>(number(variable("OFFCORE_FAKE_CUDA_DRIVER"), out.driver));
-  out.devices =
-      visible_devices(static_cast<int>(number(variable("OFFCORE_FAKE_CUDA_DEVICES"), 4)));
+  out.devices = visible_devices(static_cast<int>(number(variable("OFFCORE_FAKE_CUDA_DEVICES"), 4)));
   out.mig = variable("OFFCORE_FAKE_CUDA_MIG") == "1";
   if (const auto name = variable("OFFCORE_FAKE_CUDA_NAME"); !name.empty()) out.name = name;
   if (out.mig) {  // a process sees one instance, and it has no peers

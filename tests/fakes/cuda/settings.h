@@ -9,7 +9,7 @@
 namespace fakecuda {
 
 struct Fault {
-  std::string name;  // of the entry point
+  std::string name;   // of the entry point
   uint64_t call = 0;  // which call fails, from 1
   int code = 2;
 };
@@ -23,7 +23,7 @@ struct Settings {
   bool all_peers = true;
   std::vector<std::pair<int, int>> no_peers;  // pairs of physical devices
   std::vector<Fault> faults;
-  uint64_t seed = 1;  // 0: no delays, and everything in order
+  uint64_t seed = 1;          // 0: no delays, and everything in order
   size_t queue_depth = 1024;  // operations that a stream holds before its caller has to wait
 
   bool peers(int a, int b) const;  // physical numbers

@@ -57,7 +57,7 @@ void Stream::order_against_default_stream() {
   if (flags_ & kStreamNonBlocking) return;
   std::vector<std::shared_ptr<Stream>> before;
   if (!legacy_) {
-    before.push_back(context_->legacy);
+    before.push_back(context_->default_stream());
   } else {
     const std::lock_guard lock(context_->mutex);
     for (const auto& other : context_->blocking) {
@@ -145,7 +145,7 @@ void check_alive(const Context& context) {
 
 std::shared_ptr<Stream> stream_of(StreamHandle handle) {
   const auto number = reinterpret_cast<uint64_t>(handle);
-  if (number <= 1) return current_context()->legacy;
+  if (number <= 1) return current_context()->default_stream();
   current_context();
   auto stream = streams().find(handle);
   check_alive(*stream->context());

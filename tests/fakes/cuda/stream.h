@@ -32,10 +32,14 @@ struct Context {
   int physical = 0;
   ContextHandle handle = nullptr;
   std::atomic<Result> error{kSuccess};  // sticky: once set, nothing of the context runs
-  std::shared_ptr<Stream> legacy;       // the default stream
   std::mutex mutex;
+  std::shared_ptr<Stream> legacy;               // the default stream
   std::vector<std::weak_ptr<Stream>> blocking;  // streams that the default stream orders
 
+  std::shared_ptr<Stream> default_stream() {
+    const std::lock_guard lock(mutex);
+    return legacy;
+  }
   void fail(Result code) {
     Result none = kSuccess;
     error.compare_exchange_strong(none, code);
@@ -101,9 +105,9 @@ struct Event {
   std::shared_ptr<Context> context;
   unsigned flags = 0;
   std::mutex mutex;
-  std::shared_ptr<Marker> marker;          // of the last record; null: never recorded
-  std::shared_ptr<Capture> capture;        // where the last record was captured
-  std::vector<int> nodes;                  // what it stands for there
+  std::shared_ptr<Marker> marker;    // of the last record; null: never recorded
+  std::shared_ptr<Capture> capture;  // where the last record was captured
+  std::vector<int> nodes;            // what it stands for there
 };
 
 std::mutex& capture_mutex();
@@ -112,7 +116,9 @@ Registry<Context, ContextHandle>& contexts();
 Registry<Stream, StreamHandle>& streams();
 Registry<Event, EventHandle>& events();
 
-// The calling thread's current context. Throws where there is none or it has failed.
+// The calling thread's current context. Throws where there is none; current_context() also where
+// it has failed.
+std::shared_ptr<Context> any_current_context();
 std::shared_ptr<Context> current_context();
 // The stream of a handle, or the current context's default stream.
 std::shared_ptr<Stream> stream_of(StreamHandle handle);

@@ -68,8 +68,8 @@ void add_chunks(const Transfer& transfer, std::vector<Chunk>& out) {
       };
       for (uint64_t done = 0; done < transfer.width; done += kChunkBytes) {
         const uint64_t bytes = std::min(kChunkBytes, transfer.width - done);
-        out.push_back({at(transfer.dst) + done, at(transfer.src) + done, bytes,
-                       transfer.dst.host, transfer.src.host});
+        out.push_back({at(transfer.dst) + done, at(transfer.src) + done, bytes, transfer.dst.host,
+                       transfer.src.host});
       }
     }
   }
@@ -99,8 +99,8 @@ Result wait_for_word(const MemOp& op, Engine& engine) {
   const Piece& piece = found.front();
   const auto* word = reinterpret_cast<const uint32_t*>(piece.data);
   const auto holds = [&] {
-    return condition_holds(__atomic_load_n(word, __ATOMIC_ACQUIRE),
-                           static_cast<uint32_t>(op.value), op.flags);
+    return condition_holds(__atomic_load_n(word, __ATOMIC_ACQUIRE), static_cast<uint32_t>(op.value),
+                           op.flags);
   };
   int64_t nap_ns = 5'000;
   while (engine.context.error == kSuccess) {
@@ -121,8 +121,8 @@ Result write_word(const MemOp& op, Engine& engine) {
     return kIllegalAddress;
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  __atomic_store_n(reinterpret_cast<uint32_t*>(found.front().data),
-                   static_cast<uint32_t>(op.value), __ATOMIC_RELEASE);
+  __atomic_store_n(reinterpret_cast<uint32_t*>(found.front().data), static_cast<uint32_t>(op.value),
+                   __ATOMIC_RELEASE);
   tell_changed(found);
   return kSuccess;
 }
@@ -131,8 +131,7 @@ Result write_word(const MemOp& op, Engine& engine) {
 bool within_one_device(const Transfer& transfer) {
   const auto dst = addresses().facts(transfer.dst.address);
   const auto src = addresses().facts(transfer.src.address);
-  return dst.allocation && src.allocation &&
-         dst.allocation->device() == src.allocation->device();
+  return dst.allocation && src.allocation && dst.allocation->device() == src.allocation->device();
 }
 
 void count_copy(const std::vector<Transfer>& batch) {
@@ -157,6 +156,7 @@ Work copy_work(std::vector<Transfer> batch) {
     for (const Transfer& transfer : batch) add_chunks(transfer, chunks);
     if (settings().seed != 0) std::ranges::shuffle(chunks, engine.random);
     engine.pause();
+    if (const Result code = planted_fault("copy")) return code;
     for (size_t i = 0; i < chunks.size(); ++i) {
       if (i == chunks.size() / 2 && i > 0) engine.pause();
       if (const Result code = copy_chunk(chunks[i], engine.context.physical)) return code;

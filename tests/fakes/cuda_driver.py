@@ -126,7 +126,8 @@ class Driver:
     """A libcuda. Calls by name (the symbol found for a version) raise Refused."""
 
     def __init__(self, path: Path | str, version: int = 13000) -> None:
-        self.library = ctypes.CDLL(str(path))
+        self.path = str(path)
+        self.library = ctypes.CDLL(self.path)
         self.version = version
         self.functions: dict[str, Any] = {}
 
