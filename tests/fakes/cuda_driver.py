@@ -109,7 +109,7 @@ assert (sizeof(Prop), sizeof(Copy2D), sizeof(Copy3D)) == (32, 128, 200)
 assert (sizeof(MemOp), sizeof(Attributes), sizeof(Access)) == (48, 24, 12)
 
 
-class Refused(Exception):
+class DriverError(Exception):
     """A call that did not return success."""
 
     def __init__(self, name: str, code: int) -> None:
@@ -123,7 +123,7 @@ def mem_op(operation: int, address: int, value: int, flags: int = 0) -> MemOp:
 
 
 class Driver:
-    """A libcuda. Calls by name (the symbol found for a version) raise Refused."""
+    """A libcuda. Calls by name (the symbol found for a version) raise DriverError."""
 
     def __init__(self, path: Path | str, version: int = 13000) -> None:
         self.path = str(path)
@@ -151,7 +151,7 @@ class Driver:
 
     def __call__(self, name: str, *arguments: Any) -> None:
         if code := self.code(name, *arguments):
-            raise Refused(name, code)
+            raise DriverError(name, code)
 
     def get(self, kind: Any, name: str, *arguments: Any) -> Any:
         """The value that an entry point stores where its first argument points."""
@@ -187,7 +187,7 @@ class Driver:
         for i, handle in enumerate(handles):
             self("cuMemMap", start + i * stride, stride, 0, handle, 0)
         if code := self.set_access(start, stride * len(handles), devices):
-            raise Refused("cuMemSetAccess", code)
+            raise DriverError("cuMemSetAccess", code)
         return start
 
     def memory(self, bytes_: int = 2 * MIB, devices: Sequence[int] = (0,)) -> int:

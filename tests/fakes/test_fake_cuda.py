@@ -49,7 +49,8 @@ def test_symbols_are_found_by_name_and_version(d: Driver) -> None:
     assert d.look_up("cuNoSuchThing")[1:] == (1, None)
     assert d.look_up("cuMemcpy2DAsync_v2")[2] is None  # by base names only
     old, new = (d.look_up("cuMemcpyBatchAsync", v)[2] for v in (12080, 13000))
-    assert old and new and old != new
+    assert old is not None
+    assert new not in (None, old)
     assert d.look_up("cuStreamGetCtx", 9020)[2] != d.look_up("cuStreamGetCtx", 12050)[2]
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import subprocess
+import threading
 import time
 from ctypes import byref, c_int, c_size_t, c_uint64
 from pathlib import Path
@@ -267,16 +268,24 @@ def test_a_full_stream_holds_its_caller(d: Driver) -> None:
     d.start()
     words, address = pinned_words(d)
     stream, memory = d.stream(), d.memory()
-    started = time.monotonic()
-    opener = subprocess.Popen(["sleep", "0.2"])
+    enqueued: list[int] = []
+
+    def enqueue() -> None:
+        d("cuCtxSetCurrent", context)
+        for i in range(20):
+            d("cuMemsetD8Async", memory, 1, 8, stream)
+            enqueued.append(i)
+
+    context = d.get(c_uint64, "cuCtxGetCurrent")
     d("cuStreamWaitValue32", stream, address, 1, 0)
-    for _ in range(3):
-        d("cuMemsetD8Async", memory, 1, 8, stream)
-    assert time.monotonic() - started < 0.2
-    opener.wait()
+    caller = threading.Thread(target=enqueue)
+    caller.start()
+    caller.join(0.3)
+    assert caller.is_alive()
+    assert len(enqueued) <= 3
     words[0:4] = b"\1\0\0\0"
-    for _ in range(20):
-        d("cuMemsetD8Async", memory, 1, 8, stream)
+    caller.join(20)
+    assert len(enqueued) == 20
     assert settle(d, stream) == 0
 
 
@@ -284,7 +293,7 @@ def test_a_full_stream_holds_its_caller(d: Driver) -> None:
 def test_nothing_is_left_behind(d: Driver) -> None:
     d.start()
     s, graph = 2 * MIB, []
-    words, address = pinned_words(d)
+    _, address = pinned_words(d)
     handle = d.create(s)
     memory, stream, event = d.map([handle], s), d.stream(), d.event()
     with d.capture(stream, graph):
