@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import time
 from ctypes import byref, c_uint64
+from typing import Any
 
 import cuda_driver as cu
 from cuda_case import isolated, run_case
@@ -20,10 +21,10 @@ def settle(d: Driver, stream: int, limit_s: float = 20) -> int:
     return code
 
 
-def pinned_words(d: Driver, bytes_: int = 4096) -> tuple[mmap.mmap, int]:
-    """Registered host memory and its address."""
-    words = mmap.mmap(-1, bytes_)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+def pinned_words(d: Driver, bytes_: int = 4096) -> tuple[Any, int]:
+    """Registered host memory as 32-bit words, and its address."""
+    words = (ctypes.c_uint32 * (bytes_ // 4)).from_buffer(mmap.mmap(-1, bytes_))
+    address = ctypes.addressof(words)
     d("cuMemHostRegister", address, bytes_, 0)
     assert d.get(c_uint64, "cuMemHostGetDevicePointer", address, 0) == address
     return words, address
@@ -157,11 +158,11 @@ def test_waits_compare_cyclically_and_streams_wait_for_the_host(d: Driver) -> No
         (cu.AND, 4, 3, 12),
     ]
     for step, (condition, awaited, before, after) in enumerate(script):
-        words[0:4] = before.to_bytes(4, "little")
+        words[0] = before
         d("cuStreamWaitValue32", stream, address, awaited, condition)
         d("cuStreamWriteValue32", stream, out, step + 1, 0)
         assert settle(d, stream, 0.03) == cu.NOT_READY
-        words[0:4] = after.to_bytes(4, "little")
+        words[0] = after
         assert settle(d, stream) == 0
         assert d.word(out) == step + 1
 
@@ -235,7 +236,7 @@ def test_events(d: Driver) -> None:
     assert d.code("cuEventQuery", end) == cu.NOT_READY
     assert d.code("cuEventElapsedTime", byref(ms), start, end) == cu.NOT_READY
     assert settle(d, other, 0.05) == cu.NOT_READY
-    words[0:4] = b"\1\0\0\0"
+    words[0] = 1
     d("cuEventSynchronize", end)
     assert settle(d, other) == 0
     assert d.word(flag) == 9
@@ -255,10 +256,10 @@ def test_the_default_stream_waits_for_blocking_streams_only(d: Driver) -> None:
     d("cuStreamWriteValue32", blocking, memory, 5, 0)
     d("cuMemsetD32Async", memory + 64, 3, 1, 0)
     assert settle(d, 0, 0.05) == cu.NOT_READY
-    words[0:4] = b"\1\0\0\0"
+    words[0] = 1
     assert d.read(memory, 4) == (5).to_bytes(4, "little")
     assert settle(d, free, 0.02) == cu.NOT_READY
-    words[0:4] = b"\2\0\0\0"
+    words[0] = 2
     assert settle(d, free) == 0
 
 
@@ -275,11 +276,11 @@ def test_registered_memory(d: Driver) -> None:
         d("cuPointerGetAttribute", byref(kind), 2, pointer)
         assert kind.value == expected
     assert d.code("cuPointerGetAttribute", byref(kind), 2, d.reserve(2 * MIB)) != 0
-    words[:8] = b"from cpu"
+    words[0], words[1] = 0x1234, 0x5678
     d("cuMemcpyAsync", device, address, 8, stream)
     d("cuMemcpyAsync", address + 8, device, 8, stream)
     assert settle(d, stream) == 0
-    assert words[8:16] == b"from cpu"
+    assert list(words[2:4]) == [0x1234, 0x5678]
     d("cuMemHostUnregister", address)
     assert d.code("cuMemHostUnregister", address) == 713
 

@@ -23,8 +23,8 @@ void Marker::pass() {
 void Engine::pause() {
   if (settings().seed == 0) return;
   const uint64_t draw = random();
-  if (draw % 4 != 0) return;
-  const uint64_t most_us = draw % 64 == 0 ? 800 : 40;
+  if (draw % 8 != 0) return;
+  const uint64_t most_us = draw % 64 == 0 ? 1000 : 200;  // longer than a thread takes to wake
   std::this_thread::sleep_for(std::chrono::microseconds((draw >> 8) % most_us));
 }
 
