@@ -54,6 +54,8 @@ class Binding {
   }
   Rank ranks() const { return ranks_; }
 
+  friend bool operator==(const Binding&, const Binding&) = default;
+
  private:
   Rank ranks_;
   std::vector<std::byte*> bases_;
@@ -100,7 +102,8 @@ class Loaded {
  public:
   virtual ~Loaded() = default;
   // Enqueues the program's engine queues ahead of the call (mode armed only): the next launch,
-  // which must carry the same binding, epoch and lane, then starts them by its caller's start word.
+  // which must carry the same epoch and lane, then starts them by its caller's start word. Where it
+  // carries another binding the backend arms anew, or throws unsupported if it cannot take back.
   virtual void arm(const Launch& launch) = 0;
   virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
 };

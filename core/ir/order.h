@@ -34,6 +34,12 @@ class Order {
   // Whether `place` happens after some signal of another queue.
   bool after_signal_of(uint32_t queue, Place place) const { return clock(place)[queue] > 0; }
 
+  // Whether `place`, of another queue, is complete once `queue` has ended.
+  bool before_end_of(uint32_t queue, Place place) const {
+    const auto commands = static_cast<uint32_t>(program_.queues[queue].commands.size());
+    return commands > 0 && before(place, {queue, commands - 1});
+  }
+
  private:
   struct Signal {
     uint64_t word = 0;

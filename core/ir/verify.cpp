@@ -184,7 +184,12 @@ struct Access {
 
 class Accesses {
  public:
-  Accesses(const Program& program, const Order& order) : program_(program), order_(order) {}
+  Accesses(const Program& program, const Order& order) : program_(program), order_(order) {
+    for (uint32_t q = 0; q < program.queues.size(); ++q) {
+      first_queue_.resize(program.queues[q].rank + size_t{1}, q);
+    }
+    first_queue_.resize(program.ranks + size_t{1}, static_cast<uint32_t>(program.queues.size()));
+  }
 
   void check() {
     collect();
@@ -200,6 +205,7 @@ class Accesses {
       if (access.writes) meet(access, reads);
       (access.writes ? writes : reads).push_back(&access);
     }
+    for (const Access& access : all_) check_exit(access);
   }
 
  private:
@@ -221,7 +227,7 @@ class Accesses {
     const uint32_t rows = step == 0 && !writes ? 1 : command.rows;
     for (uint32_t k = 0; k < rows; ++k) {
       const Slice row = row_of(slice, step, k, program_.ranks);
-      if (writes) check_entry(place, row);
+      check_entry(place, row, writes);
       all_.push_back({.memory = uint32_t{row.buffer} << 16 | row.rank,
                       .writes = writes,
                       .begin = row.offset,
@@ -230,20 +236,34 @@ class Accesses {
     }
   }
 
-  void check_entry(Place place, const Slice& row) const {
-    if (program_.protocol != "barrier") return;
-    if (program_.buffers[row.buffer].kind != Buffer::Kind::window) return;
-    if (row.rank == program_.queues[place.queue].rank) return;
-    const auto caller = std::lower_bound(program_.queues.begin(), program_.queues.end(),
-                                         std::pair(row.rank, kCallerQueue),
-                                         [](const Queue& queue, const auto& wanted) {
-                                           return std::pair(queue.rank, queue.index) < wanted;
-                                         });
-    const bool exists = caller != program_.queues.end() && caller->rank == row.rank;
-    const auto index = static_cast<uint32_t>(caller - program_.queues.begin());
-    if (exists && order_.after_signal_of(index, place)) return;
-    reject("entry", program_, place, "writes ", program_.buffers[row.buffer].name, '[', row.rank,
-           "] before the caller of rank ", row.rank, " has signalled that it entered");
+  bool is_remote(Place place, BufferId buffer, Rank rank) const {
+    return program_.buffers[buffer].kind == Buffer::Kind::window &&
+           program_.queues[place.queue].rank != rank;
+  }
+
+  void check_entry(Place place, const Slice& row, bool writes) const {
+    if (program_.protocol != "barrier" || !is_remote(place, row.buffer, row.rank)) return;
+    const uint32_t end = first_queue_[row.rank + size_t{1}];  // a rank's caller queue is its last
+    if (end > first_queue_[row.rank] && program_.queues[end - 1].index == kCallerQueue &&
+        order_.after_signal_of(end - 1, place)) {
+      return;
+    }
+    reject("entry", program_, place, writes ? "writes " : "reads ",
+           program_.buffers[row.buffer].name, '[', row.rank, "] before the caller of rank ",
+           row.rank, " has signalled that it entered");
+  }
+
+  // The owner of a window reads and reuses it once all of its queues have ended.
+  void check_exit(const Access& access) const {
+    const auto buffer = static_cast<BufferId>(access.memory >> 16);
+    const auto rank = static_cast<Rank>(access.memory);
+    if (!is_remote(access.place, buffer, rank)) return;
+    for (uint32_t q = first_queue_[rank + size_t{1}]; q-- > first_queue_[rank];) {
+      if (order_.before_end_of(q, access.place)) return;
+    }
+    reject("exit", program_, access.place, access.writes ? "writes " : "reads ",
+           program_.buffers[buffer].name, '[', rank, "], and no queue of rank ", rank,
+           " waits until it has: rank ", rank, " would be done too early");
   }
 
   // Checks an access against the open ones and closes those that end before it.
@@ -279,6 +299,7 @@ class Accesses {
 
   const Program& program_;
   const Order& order_;
+  std::vector<uint32_t> first_queue_;  // of each rank, and one past the last rank's
   std::vector<Access> all_;
 };
 

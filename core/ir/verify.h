@@ -11,8 +11,10 @@
 //             released by its own rank's caller
 //   hazard    two unordered data commands, in one group or on two queues, that touch the same
 //             bytes, one of them writing (happens-before through signals and polls, over all ranks)
-//   entry     protocol barrier: a remote write into a window that its owner's caller has not
-//             released by a signal
+//   entry     protocol barrier: a remote write into a window, or read of one, that its owner's
+//             caller has not released by a signal
+//   exit      a remote write into a window, or read of one, that may still go on when all queues
+//             of the window's owner have ended
 #pragma once
 #include "core/ir/program.h"
 

@@ -9,6 +9,7 @@
 // A word has the same writing rank in every program of a machine. Launches of different programs
 // share a lane's words, and a rank that is one launch ahead must not pass for another.
 #include <algorithm>
+#include <optional>
 
 #include "core/base/error.h"
 #include "core/ir/verify.h"
@@ -59,17 +60,22 @@ class Lowering {
     drains_.resize(moves_.ranks);
     if (!protocol_.staged) return;
     const auto slot = static_cast<BufferId>(moves_.buffers.size());
+    // Every window has a part of the slot as large as itself.
+    std::vector<std::optional<uint64_t>> part(moves_.buffers.size());
     uint64_t slot_bytes = 0;
-    for (Buffer& buffer : moves_.buffers) {
-      if (buffer.kind != Buffer::Kind::window || buffer.name == "flag") continue;
-      slot_bytes = std::max(slot_bytes, buffer.bytes);
+    for (size_t id = kFlagBuffer + 1; id < moves_.buffers.size(); ++id) {
+      Buffer& buffer = moves_.buffers[id];
+      if (buffer.kind != Buffer::Kind::window) continue;
+      part[id] = slot_bytes;
+      slot_bytes += buffer.bytes;
       buffer.kind = Buffer::Kind::local;
     }
     moves_.buffers.push_back({.name = "slot", .kind = Buffer::Kind::window, .bytes = slot_bytes});
     for (Move& move : moves_.moves) {
-      if (move.dst.rank == move.src.rank) continue;
-      Slice landing = move.dst;
-      landing.buffer = slot;
+      // Only what a peer pushes; bytes from the host are fetched by the destination itself.
+      const bool own = move.src.rank == move.dst.rank || move.src.rank == kHostRank;
+      if (own || !part[move.dst.buffer]) continue;
+      const Slice landing{*part[move.dst.buffer] + move.dst.offset, move.dst.rank, slot};
       drains_[move.dst.rank].push_back({.dst = move.dst, .src = landing, .bytes = move.bytes});
       move.dst = landing;
     }

@@ -9,6 +9,7 @@ namespace offcore {
 namespace {
 
 constexpr Rank kRanksMax = 1024;
+constexpr size_t kBuffersMax = 250;                // ids are bytes, and a plan adds some
 constexpr uint64_t kBytesMax = uint64_t{1} << 48;  // keeps every sum of offsets inside 64 bits
 
 struct Sides {
@@ -55,6 +56,25 @@ std::vector<uint64_t> offsets_of(std::span<const uint64_t> counts) {
 
 uint64_t largest(std::span<const uint64_t> counts) {
   return *std::max_element(counts.begin(), counts.end());
+}
+
+// What the caller of a batch gives is indexed by, long before a program is verified.
+void check_slice(const Moves& moves, size_t index, const char* side, const Slice& slice,
+                 uint64_t bytes) {
+  const auto reject = [&](const auto&... reason) {
+    fail(Code::invalid, "move ", index, ": ", side, " ", reason...);
+  };
+  if (slice.buffer == kFlagBuffer || slice.buffer >= moves.buffers.size()) {
+    reject("is in buffer ", int{slice.buffer}, "; the buffers are 1 to ", moves.buffers.size() - 1);
+  }
+  const Buffer& buffer = moves.buffers[slice.buffer];
+  if (buffer.kind == Buffer::Kind::host ? slice.rank != kHostRank : slice.rank >= moves.ranks) {
+    reject("is on rank ", slice.rank, "; ", buffer.name, " is a ", to_string(buffer.kind),
+           " buffer of ", moves.ranks, " ranks");
+  }
+  if (bytes > buffer.bytes || slice.offset > buffer.bytes - bytes) {
+    reject("leaves ", buffer.name, " of ", buffer.bytes, " bytes");
+  }
 }
 
 // Ranks in the order in which rank `first` serves them: itself, then round the ring, so that no
@@ -152,9 +172,14 @@ Moves moves_gather(Rank root, std::span<const uint64_t> counts) {
 
 Moves moves_batch(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> moves) {
   check_ranks(ranks);
+  if (buffers.size() > kBuffersMax) fail(Code::invalid, "more than ", kBuffersMax, " buffers");
   Moves result{.op = "batch", .ranks = ranks};
   result.buffers.push_back({.name = "flag"});
   result.buffers.insert(result.buffers.end(), buffers.begin(), buffers.end());
+  for (size_t i = 0; i < moves.size(); ++i) {
+    check_slice(result, i, "dst", moves[i].dst, moves[i].bytes);
+    check_slice(result, i, "src", moves[i].src, moves[i].bytes);
+  }
   result.moves = merge(std::move(moves));
   return result;
 }

@@ -134,20 +134,27 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
   return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
 }
 
+Request request_of(Communicator& self, const std::string& op, nb::handle out, nb::handle in,
+                   std::vector<uint64_t> counts, Rank root, std::string variant,
+                   std::string protocol, uint32_t lane) {
+  return {.collective = parse_collective(op),
+          .counts = std::move(counts),
+          .root = root,
+          .variant = std::move(variant),
+          .protocol = std::move(protocol),
+          .lane = lane,
+          .out = operands(out, self.local_ranks()),
+          .in = operands(in, self.local_ranks())};
+}
+
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
                                nb::object keep, double timeout_s) {
   Released::drop();
-  Request request{.collective = parse_collective(op),
-                  .counts = std::move(counts),
-                  .root = root,
-                  .variant = std::move(variant),
-                  .protocol = std::move(protocol),
-                  .lane = lane,
-                  .out = operands(out, self.local_ranks()),
-                  .in = operands(in, self.local_ranks()),
-                  .keep = keep_alive(std::move(keep))};
+  Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
+                               std::move(protocol), lane);
+  request.keep = keep_alive(std::move(keep));
   const nb::gil_scoped_release release;
   return self.start(std::move(request), Deadline::after_s(timeout_s));
 }
@@ -234,6 +241,15 @@ void bind_comm(nb::module_& module) {
             return self.window(bytes, Deadline::after_s(timeout_s));
           },
           nb::arg("nbytes"), nb::arg("timeout_s"))
+      .def(
+          "knows",
+          [](Communicator& self, const std::string& op, nb::handle out, nb::handle in,
+             std::vector<uint64_t> counts, const std::string& variant) {
+            return self.knows(
+                request_of(self, op, out, in, std::move(counts), 0, variant, "auto", 0));
+          },
+          nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
+          nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
       .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
            nb::arg("root"), nb::arg("variant"), nb::arg("protocol"), nb::arg("lane"),
            nb::arg("keep").none(), nb::arg("timeout_s"))

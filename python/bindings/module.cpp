@@ -1,6 +1,8 @@
 #include "module.h"
 
 NB_MODULE(_core, module) {
+  // Objects that a script still holds when Python ends are no news to its user.
+  nb::set_leak_warnings(false);
   offcore::bind_base(module);
   offcore::bind_ir(module);
   offcore::bind_machine(module);

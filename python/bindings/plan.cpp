@@ -17,6 +17,9 @@ using Place = std::tuple<uint32_t, int32_t, uint64_t>;
 
 Slice slice_of(const Place& place) {
   const auto& [buffer, rank, offset] = place;
+  if (buffer > UINT8_MAX || rank < -1 || rank >= kHostRank) {
+    fail(Code::invalid, "there is no buffer ", buffer, " of rank ", rank);
+  }
   return {offset, rank < 0 ? kHostRank : static_cast<Rank>(rank), static_cast<BufferId>(buffer)};
 }
 

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from offcore import _core, machines
 from offcore.errors import error
-from offcore.operands import memories_of
+from offcore.operands import NUMBER_MAX, checked, memories_of
 from offcore.programs import program_of, variants
 
 Counts1 = Sequence[int]
@@ -77,8 +77,9 @@ class Handle:
         """Waits until this rank's output is complete and its input may be written again.
 
         timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
-        under way and can be waited for again), peer (a rank died or aborted), mismatch (ranks made
-        different calls). All three name the commands that were reached.
+        under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
+        aborted), mismatch (ranks made different calls). The first three name the commands that
+        were reached.
         """
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout
@@ -180,10 +181,10 @@ class Communicator:
         self._core = _core.open_communicator(
             wanted,
             loaded,
-            ranks=ranks or 0,
+            ranks=checked("ranks", ranks or 0, NUMBER_MAX),
             store=store or "",
-            rank=rank or 0,
-            world_size=world_size or 0,
+            rank=checked("rank", rank or 0, NUMBER_MAX),
+            world_size=checked("world_size", world_size or 0, NUMBER_MAX),
             phantom=phantom,
             seed=seed,
             faults=[_core.Fault(**fault) for fault in faults],
@@ -195,7 +196,7 @@ class Communicator:
 
     def window(self, nbytes: int) -> Window:
         """Allocates window memory, `nbytes` on every rank. Collective. Raises `Error`: memory."""
-        return Window(self, self._core.window(nbytes, self.timeout))
+        return Window(self, self._core.window(checked("nbytes", nbytes), self.timeout))
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> Any:
         """Window memory as arrays of that shape and dtype, zeroed. Collective.
@@ -224,7 +225,7 @@ class Communicator:
         Raises `Error`: invalid (sizes, overlap, dtypes), unsupported (a variant that this
         operation cannot have), timeout and mismatch (at the first call with these sizes).
         """
-        return self._start("all_gather", out, inp, (), 0, variant, protocol, lane)
+        return self._start("all_gather", out, inp, None, 0, variant, protocol, lane)
 
     def all_gather_v(
         self,
@@ -253,7 +254,7 @@ class Communicator:
         out, inp: as many bytes as each other, a multiple of the ranks. inp left out, or `out`
         itself: in place, by swap (section 4.3). Raises as all_gather does.
         """
-        return self._start("all_to_all", out, inp, (), 0, variant, protocol, lane)
+        return self._start("all_to_all", out, inp, None, 0, variant, protocol, lane)
 
     def all_to_all_v(
         self,
@@ -280,7 +281,7 @@ class Communicator:
         lane: int = 0,
     ) -> Handle:
         """Every rank's `out` becomes the root's; with `inp`, the root's `inp`."""
-        return self._start("broadcast", out, inp, (), root, variant, protocol, lane)
+        return self._start("broadcast", out, inp, None, root, variant, protocol, lane)
 
     def scatter(
         self,
@@ -293,7 +294,7 @@ class Communicator:
         lane: int = 0,
     ) -> Handle:
         """Part q of the root's input becomes rank q's output. inp: None on other ranks."""
-        return self._start("scatter", out, inp, (), root, variant, protocol, lane)
+        return self._start("scatter", out, inp, None, root, variant, protocol, lane)
 
     def scatter_v(
         self,
@@ -320,7 +321,7 @@ class Communicator:
         lane: int = 0,
     ) -> Handle:
         """Rank r's input becomes part r of the root's output. out: may be None elsewhere."""
-        return self._start("gather", out, inp, (), root, variant, protocol, lane)
+        return self._start("gather", out, inp, None, root, variant, protocol, lane)
 
     def gather_v(
         self,
@@ -386,7 +387,7 @@ class Communicator:
         op: str,
         out: Any,
         inp: Any,
-        counts: Sequence[int],
+        counts: Sequence[int] | None,
         root: int,
         variant: str,
         protocol: str,
@@ -400,18 +401,18 @@ class Communicator:
                 f"{op}: the output's dtype is {out_side.dtype}, the input's {in_side.dtype}",
             )
         itemsize = out_side.itemsize or in_side.itemsize or 1
-        scaled = [int(count) * itemsize for count in counts]
-        if any(count < 0 for count in scaled):
-            raise error("invalid", f"{op}_v: counts may not be negative")
+        if counts is not None and not counts:
+            raise error("invalid", f"{op}_v: counts are missing")
+        scaled = [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts or ()]
         pending = self._core.start(
             op,
             out_side.core,
             in_side.core,
             scaled,
-            root,
+            checked(f"{op}: root", root, NUMBER_MAX),
             variant,
             protocol,
-            lane,
+            checked(f"{op}: lane", lane, NUMBER_MAX),
             (out, inp),
             self.timeout,
         )

@@ -6,6 +6,7 @@ whatever speaks the buffer protocol or DLPack.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 from offcore.errors import error
 
 _DLPACK_CPU = 1
+BYTES_MAX = 1 << 62  # what a size or a count may be, so that their product fits the core
+NUMBER_MAX = (1 << 16) - 1  # what a rank or a lane may be
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,14 @@ def memories_of(
         None if array is None else memory_of(array, f"{what} of rank {rank}", writable)
         for rank, array in zip(local_ranks, arrays, strict=True)
     ]
+
+
+def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:
+    """A whole number from 0 to `last`. Raises `Error`: invalid, naming what it is."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise error("invalid", f"{name} must be a whole number, not {value!r}") from None
+    if not 0 <= number <= last:
+        raise error("invalid", f"{name} is {number}; it must lie in 0..{last}")
+    return number

@@ -108,6 +108,7 @@ class Oracle:
         }
         self.rule = self.in_bounds() or self.words() or self.match() or self.armed() or self.order()
         self.rule = self.rule or self.rising() or self.entry() or self.hazard()
+        self.rule = self.rule or self.exit()
 
     def words_of(self, command: Cmd) -> list[tuple[str, int | str, int]]:
         return rows_of(command.dst, command.dst_step, command.rows, self.program.ranks)
@@ -217,14 +218,14 @@ class Oracle:
         if self.program.protocol != "barrier":
             return ""
         for place, command in self.commands.items():
-            for row, writes in self.touched(command):
+            for row, _ in self.touched(command):
                 owners = {rank for name, rank, _ in row if name == "out"} - {place[0][0]}
                 heard = {
                     p[0][0]
                     for p in self.before[place]
                     if self.commands[p].op == "signal" and p[0][1] == CALLER
                 }
-                if writes and owners - heard:
+                if owners - heard:
                     return "entry"
         return ""
 
@@ -244,6 +245,14 @@ class Oracle:
             unordered = a not in self.before[b] and b not in self.before[a]
             if unordered and meet(self.commands[a], self.commands[b]):
                 return "hazard"
+        return ""
+
+    def exit(self) -> str:
+        for place, command in self.commands.items():
+            for row, _ in self.touched(command):
+                owners = {rank for name, rank, _ in row if name == "out"} - {place[0][0]}
+                if owners - {p[0][0] for p in self.commands if place in self.before[p]}:
+                    return "exit"
         return ""
 
 
@@ -366,6 +375,12 @@ def correct_program(rng: random.Random, protocol: str = "eager") -> Prog:
     for _, copy in written[:20]:
         last.append(replace(copy, dst=("in", queues[0][0], 4032), src=copy.dst))
         last.append(Cmd("fence"))
+    # Every rank's caller waits until all queues have ended.
+    for number, queue in enumerate(queues):
+        program.queues[queue].append(Cmd("signal", ("flag", "host", number), value=9))
+    for caller in callers:
+        ended = Cmd("poll", ("flag", "host", 0), rows=len(queues), dst_step=1, value=9)
+        program.queues[caller].append(ended)
     return program
 
 
@@ -459,3 +474,19 @@ def test_a_missing_entry_is_found(seed: int) -> None:
     program.queues[rank, index].insert(0, intruder)
     message = verdict(program)
     assert message.startswith(f"entry: queue {rank}.{index}, command 0 ({intruder.text()})")
+
+
+@given(seeds)
+def test_a_missing_exit_is_found(seed: int) -> None:
+    rng = random.Random(seed)
+    program = correct_program(rng, rng.choice(["barrier", "eager"]))
+    rank, index = rng.choice([queue for queue in program.queues if queue[1] != CALLER])
+    owner = (rank + rng.randrange(1, program.ranks)) % program.ranks
+    commands = program.queues[rank, index]
+    late = Cmd("copy", ("out", owner, 4000), ("in", rank, 0), 8)
+    reads = replace(late, dst=("in", rank, 4064), src=late.dst)
+    commands.append(rng.choice([late, reads]))
+    message = verdict(program)
+    where = f"queue {rank}.{index}, command {len(commands) - 1} ({commands[-1].text()})"
+    assert message.startswith(f"exit: {where}")
+    assert f"no queue of rank {owner} waits" in message

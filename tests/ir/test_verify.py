@@ -2,7 +2,7 @@
 
 import pytest
 
-from offcore import _core
+from offcore import _core, machines
 
 
 def program(
@@ -29,8 +29,12 @@ def program(
     return "\n".join(lines) + "\n"
 
 
-def verdict(text: str) -> str:
-    """What verify says: nothing when the program is correct."""
+def verdict(text: str, exits: bool = False) -> str:
+    """What verify says: nothing when the program is correct.
+
+    exit is the last rule, and most of these programs are too short to keep it: without `exits`
+    its breach counts as correct.
+    """
     parsed = _core.Program.parse(text)
     try:
         _core.verify(parsed)
@@ -39,7 +43,7 @@ def verdict(text: str) -> str:
     else:
         return ""
     assert code == "verify"
-    return message
+    return message if exits or not message.startswith("exit: ") else ""
 
 
 def put(command: str, queue: str = "0.0") -> str:
@@ -383,6 +387,7 @@ REMOTE = [
     "swap out[0]+0 <-> out[1]+0 bytes=16",
     "swap out[1]+0 <-> out[0]+0 bytes=16",
     "copy out[0]+0 <- in[0]+0 bytes=16 rows=2 dst_step=rank src_step=0",
+    "copy in[0]+0 <- out[1]+0 bytes=16",
 ]
 
 
@@ -403,13 +408,75 @@ def test_entry_needs_the_owners_caller() -> None:
     assert verdict(late).startswith("entry: queue 0.0, command 0 ")
 
 
-def test_entry_is_only_for_remote_writes_into_windows() -> None:
-    for command in (
-        "copy out[0]+0 <- in[0]+0 bytes=1",
-        "copy pool[host]+0 <- in[0]+0 bytes=1",
-        "copy in[0]+0 <- out[1]+0 bytes=1",
+LOCAL = [
+    "copy out[0]+0 <- in[0]+0 bytes=1",
+    "copy pool[host]+0 <- in[0]+0 bytes=1",
+    "copy in[0]+0 <- pool[host]+0 bytes=1",
+]
+
+
+@pytest.mark.parametrize("command", LOCAL)
+def test_entry_and_exit_are_only_for_remote_windows(command: str) -> None:
+    assert verdict(entry("", command), exits=True) == ""
+
+
+DONE = "signal flag[1]:1 = 1"
+AWAIT = "poll flag[1]:1 >= 1"
+
+
+@pytest.mark.parametrize("command", REMOTE)
+@pytest.mark.parametrize("waiter", ["1.caller", "1.0"])
+def test_exit(command: str, waiter: str) -> None:
+    """The window's owner may wait by any of its queues, and only after the access."""
+    assert verdict(program(f"0.0: {command}; {DONE}", f"{waiter}: {AWAIT}"), exits=True) == ""
+    verb = "reads" if command.startswith("copy in") else "writes"
+    for broken in (
+        program(f"0.0: {command}"),
+        program(f"0.0: {command}", f"{waiter}: fence"),
+        program(f"0.0: {command}; {DONE}", f"{waiter}: fence"),
+        program(f"0.0: {DONE}; {command}", f"{waiter}: {AWAIT}"),
+        program(f"0.0: {command}; {DONE}", f"0.caller: {AWAIT}"),
     ):
-        assert verdict(entry("", command)) == ""
+        message = verdict(broken, exits=True)
+        assert message.startswith("exit: queue 0.0, command ")
+        assert f"({command}): {verb} out[1], and no queue of rank 1 waits" in message
+
+
+def test_exit_may_go_through_a_third_rank() -> None:
+    queues = (
+        f"0.0: {WRITE}; signal flag[2]:0 = 1",
+        "2.0: poll flag[2]:0 >= 1; signal flag[1]:0 = 1",
+    )
+    waits = program(*queues[:1], "1.caller: poll flag[1]:0 >= 1", *queues[1:], ranks=3)
+    assert verdict(waits, exits=True) == ""
+    assert verdict(program(*queues, ranks=3), exits=True).startswith("exit: queue 0.0, command 0 ")
+
+
+OPS = {
+    "all_gather": lambda ranks, in_place: _core.moves_all_gather([96] * ranks, in_place),
+    "all_to_all": lambda ranks, in_place: _core.moves_all_to_all(
+        ranks, [96] * ranks * ranks, in_place
+    ),
+    "broadcast": lambda ranks, in_place: _core.moves_broadcast(ranks, 1, 96, in_place),
+    "scatter": lambda ranks, _: _core.moves_scatter(1, [96, 0, *[7] * (ranks - 2)]),
+    "gather": lambda ranks, _: _core.moves_gather(1, [96, 0, *[7] * (ranks - 2)]),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("machine", ["mi300x-8", "h200-4", "host-5"])
+def test_planned_programs_keep_every_rule(op: str, machine: str) -> None:
+    loaded = machines.load(machine)
+    planned = 0
+    for ranks in (2, 3, 4):
+        for entry_, staged in ((True, False), (True, True), (False, True), (False, False)):
+            protocol = _core.Protocol(entry=entry_, staged=staged)
+            for in_place in (False, True):
+                moves = OPS[op](ranks, in_place)
+                for variant in _core.variants_of(moves, protocol):
+                    _core.verify(_core.plan(moves, variant, loaded, protocol))
+                    planned += 1
+    assert planned >= 50
 
 
 def test_an_empty_program_is_correct() -> None:

@@ -11,7 +11,7 @@ BARRIER = _core.Protocol(entry=True)
 
 
 def text(*queues: str, ranks: int = 2, mode: str = "eager", bytes_each: int = 1 << 20) -> str:
-    """Each queue is "0.1: command; command"."""
+    """Each queue is "0.1: command; command". Most lack the polls of an exit: run them unchecked."""
     lines = [
         f"program test machine=m ranks={ranks} variant=v mode={mode} protocol=promise "
         "native=yes flags=8 span=4",
@@ -26,7 +26,7 @@ def text(*queues: str, ranks: int = 2, mode: str = "eager", bytes_each: int = 1 
 
 def run(program: str, machine: str = "mi300x-8", ranks: int = 2, **options: object) -> object:
     session = _core.Session("sim", machines.load(machine), ranks, phantom=True)
-    return session.run(_core.Program.parse(program), **options)
+    return session.run(_core.Program.parse(program), checked=False, **options)
 
 
 def collective(op: str, variant: str, ranks: int, total: int, machine: object) -> _core.Program:
@@ -99,9 +99,9 @@ def test_same_seed_same_run() -> None:
 def test_clock_goes_on_from_launch_to_launch() -> None:
     session = _core.Session("sim", machines.load("mi300x-8"), 2, phantom=True)
     program = _core.Program.parse(text("0.0: copy out[1]+0 <- out[0]+0 bytes=64"))
-    first = session.run(program).time_ns
+    first = session.run(program, checked=False).time_ns
     assert session.now_ns == first
-    session.run(program, repeat=4)
+    session.run(program, repeat=4, checked=False)
     assert session.now_ns == 5 * first
 
 
@@ -198,7 +198,7 @@ def test_poll_waits_for_every_row_and_flags_stay_between_launches() -> None:
     )
     session = _core.Session("sim", machines.load("h200-2"), 2)
     for epoch in (0, 2**31 - 6, 2**32 - 6):
-        report = session.run(program, repeat=3, epoch=epoch)
+        report = session.run(program, repeat=3, epoch=epoch, checked=False)
         commands = {(c.queue, c.command): c for c in report.commands}
         assert commands[0, 1].start_ns > commands[1, 2].end_ns
         assert len(set(report.times_ns)) == 1
@@ -286,7 +286,7 @@ def test_best_variants_are_the_papers(op: str, bytes_total: int, variant: str) -
 
 def test_bad_arguments() -> None:
     machine = machines.load("h200-2")
-    program = _core.Program.parse(text("0.0: copy out[1]+0 <- out[0]+0 bytes=64", bytes_each=64))
+    program = _core.Program.parse(text("0.0: copy out[0]+0 <- out[0]+32 bytes=32", bytes_each=64))
     session = _core.Session("sim", machine, 2)
     cases = [
         (lambda: _core.Session("sim", machine, 3), "has 1 to 2 ranks"),

@@ -13,7 +13,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
+constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more is worth waking a thread for
 
 class HostRun final : public Run {
  public:
@@ -72,7 +72,8 @@ class HostLoaded final : public Loaded {
     }
     std::shared_ptr<Flight> flight = std::move(armed_.front());
     armed_.pop_front();
-    return flight;
+    // Nobody has looked at it yet: with other buffers it is built again.
+    return flight->launch.binding == launch.binding ? flight : nullptr;
   }
 
   std::shared_ptr<Flight> build(const Launch& launch) const {

@@ -1,0 +1,77 @@
+"""The pinned programs: `python tests/golden/cases.py` writes them anew (read the diff!)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import offcore
+
+FOLDER = Path(__file__).parent
+
+
+class Case(NamedTuple):
+    """One program: what `offcore show` takes."""
+
+    op: str
+    machine: str
+    ranks: int
+    nbytes: int
+    variant: str
+    in_place: bool = False
+    protocol: str = "promise"
+
+    @property
+    def path(self) -> Path:
+        place = "in_place" if self.in_place else "out_of_place"
+        return FOLDER / (
+            f"{self.op}.{self.machine}.{self.ranks}x{self.nbytes}.{self.variant}.{place}."
+            f"{self.protocol}.dma"
+        )
+
+    def program(self) -> offcore.Program:
+        return offcore.show_program(
+            self.op,
+            machine=self.machine,
+            ranks=self.ranks,
+            nbytes=self.nbytes,
+            variant=self.variant,
+            in_place=self.in_place,
+            protocol=self.protocol,
+        )
+
+
+CASES = [
+    # The paper's variants on its machine (sections 4.1 to 4.5).
+    Case("all_gather", "mi300x-8", 4, 4096, "pcpy", in_place=True),
+    Case("all_gather", "mi300x-8", 8, 8192, "bcst", in_place=True),
+    Case("all_gather", "mi300x-8", 4, 4096, "b2b", in_place=True),
+    Case("all_gather", "mi300x-8", 4, 4096, "prelaunch_b2b", in_place=True),
+    Case("all_gather", "mi300x-8", 4, 4096, "fan", in_place=True),
+    Case("all_to_all", "mi300x-8", 4, 4096, "pcpy"),
+    Case("all_to_all", "mi300x-8", 4, 4096, "swap", in_place=True),
+    Case("all_to_all", "mi300x-8", 4, 4000, "swap", in_place=True),  # not aligned: expanded
+    # One strided command for all peers, on a machine that has it.
+    Case("all_gather", "h200-4", 4, 4096, "fan", in_place=True),
+    Case("all_to_all", "h200-4", 4, 4096, "fan"),
+    Case("all_to_all", "h200-4", 4, 4096, "swap", in_place=True),  # expanded through scratch
+    # Uneven parts, and roots.
+    Case("all_gather", "h200-4", 3, 1000, "fan"),
+    Case("all_to_all", "h200-2", 2, 7, "pcpy"),
+    Case("broadcast", "mi300x-8", 4, 4096, "bcst", in_place=True, protocol="barrier"),
+    Case("scatter", "h200-4", 4, 4096, "fan", protocol="barrier"),
+    Case("gather", "h200-4", 4, 4096, "pcpy", protocol="barrier"),
+    # Every way to enter.
+    Case("all_gather", "host-2", 2, 4096, "pcpy", protocol="barrier"),
+    Case("all_gather", "host-2", 2, 4096, "pcpy", protocol="eager"),
+    Case("broadcast", "host-2", 2, 4096, "pcpy", in_place=True, protocol="eager"),
+    Case("all_gather", "host-4", 4, 4096, "prelaunch_pcpy", protocol="barrier"),
+    # Nothing to move: the signals alone.
+    Case("all_gather", "h200-2", 2, 0, "b2b", in_place=True),
+]
+
+if __name__ == "__main__":
+    for old in FOLDER.glob("*.dma"):
+        old.unlink()
+    for case in CASES:
+        case.path.write_text(str(case.program()), encoding="utf-8")
