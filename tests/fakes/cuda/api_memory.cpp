@@ -1,0 +1,224 @@
+// Entry points for memory: virtual memory management, registered host memory, facts on pointers.
+#include <bit>
+#include <cstring>
+
+#include "tests/fakes/cuda/memory.h"
+#include "tests/fakes/cuda/settings.h"
+#include "tests/fakes/cuda/stream.h"
+
+namespace fakecuda {
+namespace {
+
+Registry<Allocation, MemoryHandle>& allocations() {
+  static auto* const value = new Registry<Allocation, MemoryHandle>(4, kInvalidValue);
+  return *value;
+}
+
+// What memory can be made of: pinned memory of a visible device, private or shared by descriptor.
+int checked_device(const AllocationProp* prop) {
+  require(prop != nullptr && prop->type == 1, kInvalidValue);
+  require(prop->location.type == kLocationDevice, kNotSupported);
+  const auto& devices = settings().devices;
+  const int id = prop->location.id;
+  require(id >= 0 && static_cast<size_t>(id) < devices.size(), kInvalidDevice);
+  const int types = prop->requested_handle_types;
+  require(types == kHandleNone || types == kHandleFd, kNotSupported);
+  return devices[static_cast<size_t>(id)];
+}
+
+bool is_multiple(uint64_t value) { return value % kGranularity == 0; }
+
+}  // namespace
+
+FAKE_API Result cuMemGetAllocationGranularity(size_t* bytes, const AllocationProp* prop,
+                                              int option) {
+  return enter("cuMemGetAllocationGranularity", [&] {
+    require(bytes != nullptr && (option == 0 || option == 1), kInvalidValue);
+    checked_device(prop);
+    *bytes = kGranularity;
+  });
+}
+
+FAKE_API Result cuMemCreate(MemoryHandle* handle, size_t bytes, const AllocationProp* prop,
+                            unsigned long long flags) {
+  return enter("cuMemCreate", [&] {
+    require(handle != nullptr && flags == 0, kInvalidValue);
+    const int device = checked_device(prop);
+    require(bytes > 0 && is_multiple(bytes), kInvalidValue);
+    *handle = allocations().add(Allocation::create(device, bytes, prop->requested_handle_types));
+  });
+}
+
+FAKE_API Result cuMemRelease(MemoryHandle handle) {
+  return enter("cuMemRelease", [&] { allocations().remove(handle); });
+}
+
+FAKE_API Result cuMemAddressReserve(DevicePtr* start, size_t bytes, size_t alignment,
+                                    DevicePtr hint, unsigned long long flags) {
+  return enter("cuMemAddressReserve", [&] {
+    require(start != nullptr && flags == 0, kInvalidValue);
+    require(bytes > 0 && is_multiple(bytes), kInvalidValue);
+    require(alignment == 0 || std::has_single_bit(alignment), kInvalidValue);
+    *start = addresses().reserve(bytes, alignment, hint);
+  });
+}
+
+FAKE_API Result cuMemAddressFree(DevicePtr start, size_t bytes) {
+  return enter("cuMemAddressFree", [&] { addresses().free(start, bytes); });
+}
+
+FAKE_API Result cuMemMap(DevicePtr start, size_t bytes, size_t offset, MemoryHandle handle,
+                         unsigned long long flags) {
+  return enter("cuMemMap", [&] {
+    require(flags == 0 && offset == 0 && bytes > 0, kInvalidValue);
+    require(is_multiple(start) && is_multiple(bytes), kInvalidValue);
+    auto allocation = allocations().find(handle);
+    require(bytes <= allocation->bytes(), kInvalidValue);
+    addresses().map(start, bytes, std::move(allocation));
+  });
+}
+
+FAKE_API Result cuMemUnmap(DevicePtr start, size_t bytes) {
+  return enter("cuMemUnmap", [&] { addresses().unmap(start, bytes); });
+}
+
+FAKE_API Result cuMemSetAccess(DevicePtr start, size_t bytes, const AccessDesc* rights,
+                               size_t count) {
+  return enter("cuMemSetAccess", [&] {
+    require(rights != nullptr && count > 0, kInvalidValue);
+    for (size_t i = 0; i < count; ++i) {
+      const auto& [location, flags] = rights[i];
+      require(location.type == kLocationDevice, kInvalidValue);
+      const auto visible = static_cast<int>(settings().devices.size());
+      require(location.id >= 0 && location.id < visible, kInvalidDevice);
+      require(flags == kAccessNone || flags == kAccessRead || flags == kAccessReadWrite,
+              kInvalidValue);
+    }
+    addresses().set_access(start, bytes, rights, count);
+  });
+}
+
+FAKE_API Result cuMemExportToShareableHandle(void* shared, MemoryHandle handle, int type,
+                                             unsigned long long flags) {
+  return enter("cuMemExportToShareableHandle", [&] {
+    require(shared != nullptr && flags == 0, kInvalidValue);
+    const auto allocation = allocations().find(handle);
+    require(type == kHandleFd && (allocation->handle_types() & kHandleFd), kInvalidValue);
+    *static_cast<int*>(shared) = allocation->duplicate_fd();
+  });
+}
+
+FAKE_API Result cuMemImportFromShareableHandle(MemoryHandle* handle, void* shared, int type) {
+  return enter("cuMemImportFromShareableHandle", [&] {
+    require(handle != nullptr && type == kHandleFd, kInvalidValue);
+    const auto fd = static_cast<int>(reinterpret_cast<uintptr_t>(shared));
+    *handle = allocations().add(Allocation::import(fd));
+  });
+}
+
+FAKE_API Result cuMemHostRegister_v2(void* start, size_t bytes, unsigned flags) {
+  return enter("cuMemHostRegister", [&] {
+    current_context();
+    require(start != nullptr && bytes > 0 && flags < 16, kInvalidValue);
+    addresses().register_host(reinterpret_cast<DevicePtr>(start), bytes);
+  });
+}
+
+FAKE_API Result cuMemHostUnregister(void* start) {
+  return enter("cuMemHostUnregister", [&] {
+    current_context();
+    require(start != nullptr, kInvalidValue);
+    addresses().unregister_host(reinterpret_cast<DevicePtr>(start));
+  });
+}
+
+FAKE_API Result cuMemHostGetDevicePointer_v2(DevicePtr* device, void* host, unsigned flags) {
+  return enter("cuMemHostGetDevicePointer", [&] {
+    current_context();
+    require(device != nullptr && flags == 0, kInvalidValue);
+    const auto address = reinterpret_cast<DevicePtr>(host);
+    require(addresses().facts(address).kind == Kind::kRegistered, kInvalidValue);
+    *device = address;
+  });
+}
+
+FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr address) {
+  return enter("cuPointerGetAttribute", [&] {
+    current_context();
+    require(value != nullptr, kInvalidValue);
+    const auto facts = addresses().facts(address);
+    const bool device = facts.kind == Kind::kMapped;
+    require(device || facts.kind == Kind::kRegistered, kInvalidValue);
+    const auto& devices = settings().devices;
+    const auto ordinal = [&] {
+      if (!device) return 0;
+      for (size_t i = 0; i < devices.size(); ++i) {
+        if (devices[i] == facts.allocation->device()) return static_cast<int>(i);
+      }
+      return -1;
+    };
+    switch (attribute) {
+      case 2:  // memory type
+        *static_cast<int*>(value) = device ? kMemoryDevice : kMemoryHost;
+        return;
+      case 3:  // device pointer
+        *static_cast<DevicePtr*>(value) = address;
+        return;
+      case 4:  // host pointer
+        require(!device, kInvalidValue);
+        *static_cast<DevicePtr*>(value) = address;
+        return;
+      case 8:  // managed
+        *static_cast<unsigned*>(value) = 0;
+        return;
+      case 9:  // device ordinal
+        *static_cast<int*>(value) = ordinal();
+        return;
+      case 11:  // start of the range
+        *static_cast<DevicePtr*>(value) = facts.start;
+        return;
+      case 12:  // its size
+        *static_cast<size_t*>(value) = facts.bytes;
+        return;
+      case 13:  // mapped
+        *static_cast<unsigned*>(value) = 1;
+        return;
+      case 14:  // kinds of handles that can be exported
+        *static_cast<uint64_t*>(value) =
+            device ? static_cast<uint64_t>(facts.allocation->handle_types()) : 0;
+        return;
+      default:
+        throw Failure{kNotSupported};
+    }
+  });
+}
+
+namespace {
+
+// Device memory as a kernel of a test sees it: through the table of mappings.
+std::byte* seen_by_kernel(DevicePtr address, uint64_t bytes) {
+  const auto facts = addresses().facts(address);
+  if (facts.kind != Kind::kMapped) return nullptr;
+  const uint64_t offset = address - facts.start;
+  return offset + bytes <= facts.bytes ? facts.allocation->data() + offset : nullptr;
+}
+
+}  // namespace
+
+// What a running kernel would do to a word of device memory.
+FAKE_API int fakecuda_store32(DevicePtr address, uint32_t value) {
+  std::byte* const word = seen_by_kernel(address, 4);
+  if (!word) return -1;
+  __atomic_store_n(reinterpret_cast<uint32_t*>(word), value, __ATOMIC_RELEASE);
+  addresses().facts(address).allocation->changed();
+  return 0;
+}
+
+FAKE_API int fakecuda_load32(DevicePtr address, uint32_t* value) {
+  std::byte* const word = seen_by_kernel(address, 4);
+  if (!word) return -1;
+  *value = __atomic_load_n(reinterpret_cast<uint32_t*>(word), __ATOMIC_ACQUIRE);
+  return 0;
+}
+
+}  // namespace fakecuda

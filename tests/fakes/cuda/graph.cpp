@@ -1,0 +1,146 @@
+#include "tests/fakes/cuda/graph.h"
+
+#include <algorithm>
+#include <list>
+#include <set>
+
+namespace fakecuda {
+namespace {
+
+// The captures under way; guarded by capture_mutex().
+std::set<Capture*>& captures() {
+  static auto* const value = new std::set<Capture*>;
+  return *value;
+}
+
+}  // namespace
+
+void Capture::begin(Stream& stream, int mode) {
+  require(!stream.is_legacy(), kCaptureUnsupported);
+  require(!stream.capturing.capture, kIllegalState);
+  auto capture = std::make_shared<Capture>();
+  capture->mode_ = mode;
+  capture->owner_ = std::this_thread::get_id();
+  capture->streams_.push_back(stream.weak_from_this());
+  captures().insert(capture.get());
+  stream.capturing = {std::move(capture), 0, -1, {}};
+}
+
+std::shared_ptr<Graph> Capture::end(Stream& stream) {
+  const auto capture = stream.capturing.capture;
+  require(capture != nullptr, kIllegalState);
+  require(stream.capturing.lane == 0, kCaptureUnmatched);
+  require(capture->mode_ == kCaptureRelaxed || capture->owner_ == std::this_thread::get_id(),
+          kCaptureWrongThread);
+  // Everything must have come back to the first stream: its place has to follow every lane's end.
+  const auto& nodes = capture->graph_->nodes;
+  std::vector<bool> joined(nodes.size(), false);
+  for (const int node : stream.capturing.next) joined[static_cast<size_t>(node)] = true;
+  if (stream.capturing.last >= 0) joined[static_cast<size_t>(stream.capturing.last)] = true;
+  std::vector<bool> lane_joined(static_cast<size_t>(capture->graph_->lanes), false);
+  bool all = true;
+  for (size_t i = nodes.size(); i-- > 0;) {
+    const auto lane = static_cast<size_t>(nodes[i].lane);
+    joined[i] = joined[i] || lane_joined[lane];
+    all = all && joined[i];
+    if (!joined[i]) continue;
+    lane_joined[lane] = true;
+    for (const int before : nodes[i].after) joined[static_cast<size_t>(before)] = true;
+  }
+  for (const auto& member : capture->streams_) {
+    if (const auto other = member.lock()) other->capturing = {};
+  }
+  capture->active_ = false;
+  captures().erase(capture.get());
+  require(!capture->invalidated_, kCaptureInvalidated);
+  require(all, kCaptureUnjoined);
+  return capture->graph_;
+}
+
+void Capture::add(Stream& stream, Work work) {
+  require(!invalidated_, kCaptureInvalidated);
+  auto& place = stream.capturing;
+  graph_->nodes.push_back({place.lane, std::move(place.next), std::move(work), stream.context()});
+  place.next.clear();
+  place.last = static_cast<int>(graph_->nodes.size()) - 1;
+}
+
+void Capture::record(Stream& stream, Event& event) {
+  require(!invalidated_, kCaptureInvalidated);
+  const std::lock_guard lock(event.mutex);
+  event.capture = stream.capturing.capture;
+  event.marker = nullptr;
+  event.nodes = stream.capturing.next;
+  if (stream.capturing.last >= 0) event.nodes.push_back(stream.capturing.last);
+}
+
+void Capture::join(Stream& stream, const Event& event) {
+  require(!invalidated_, kCaptureInvalidated);
+  auto& place = stream.capturing;
+  if (!place.capture) {
+    place = {event.capture, graph_->lanes++, -1, {}};
+    streams_.push_back(stream.weak_from_this());
+  } else if (place.capture.get() != this) {
+    invalidate();
+    place.capture->invalidate();
+    throw Failure{kCaptureMerge};
+  }
+  place.next.insert(place.next.end(), event.nodes.begin(), event.nodes.end());
+}
+
+void refuse_in_capture(Stream& stream, Result code) {
+  const std::lock_guard lock(capture_mutex());
+  if (stream.capturing.capture) {
+    stream.capturing.capture->invalidate();
+    throw Failure{code};
+  }
+  if (!stream.is_legacy()) return;
+  // The default stream would have to order itself against blocking streams in a capture.
+  const std::lock_guard context_lock(stream.context()->mutex);
+  for (const auto& other : stream.context()->blocking) {
+    const auto blocking = other.lock();
+    if (!blocking || !blocking->capturing.capture) continue;
+    blocking->capturing.capture->invalidate();
+    throw Failure{kCaptureImplicit};
+  }
+}
+
+void refuse_while_capturing() {
+  const std::lock_guard lock(capture_mutex());
+  for (Capture* capture : captures()) {
+    const bool ours = capture->owner() == std::this_thread::get_id();
+    const bool forbids =
+        capture->mode() == kCaptureGlobal || (capture->mode() == kCaptureThreadLocal && ours);
+    if (!forbids) continue;
+    capture->invalidate();
+    throw Failure{kCaptureUnsupported};
+  }
+}
+
+Result GraphExec::run(Engine& engine) {
+  const std::lock_guard alone(running);
+  std::vector<Marker> done(graph->nodes.size());
+  const auto run_lane = [&](int lane, std::mt19937_64& random) {
+    for (size_t i = 0; i < graph->nodes.size(); ++i) {
+      const Node& node = graph->nodes[i];
+      if (node.lane != lane) continue;
+      for (const int before : node.after) done[static_cast<size_t>(before)].wait();
+      if (node.context->error == kSuccess) {
+        Engine own{*node.context, random};
+        if (const Result code = node.work(own)) node.context->fail(code);
+      }
+      done[i].pass();
+    }
+  };
+  std::list<std::mt19937_64> randoms;
+  std::vector<std::thread> others;
+  for (int lane = 1; lane < graph->lanes; ++lane) {
+    auto& random = randoms.emplace_back(engine.random());
+    others.emplace_back([&, lane] { run_lane(lane, random); });
+  }
+  run_lane(0, engine.random);
+  for (auto& other : others) other.join();
+  return kSuccess;
+}
+
+}  // namespace fakecuda

@@ -1,0 +1,64 @@
+// Stream capture and graphs. A captured graph keeps the work of each captured stream as a lane:
+// lanes run at once, each in order, and wait for one another where events crossed them.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "tests/fakes/cuda/stream.h"
+
+namespace fakecuda {
+
+struct Node {
+  int lane = 0;
+  std::vector<int> after;  // nodes of other lanes; the lane's own order holds besides
+  Work work;
+  std::shared_ptr<Context> context;
+};
+
+struct Graph {
+  std::vector<Node> nodes;  // each after what it waits for
+  int lanes = 1;
+};
+
+struct GraphExec {
+  std::shared_ptr<const Graph> graph;
+  std::mutex running;  // a graph does not overlap itself
+  Result run(Engine& engine);
+};
+
+// All functions expect capture_mutex() to be held.
+class Capture {
+ public:
+  static void begin(Stream& stream, int mode);
+  // The graph, or a failure; either way the streams are out of the capture.
+  static std::shared_ptr<Graph> end(Stream& stream);
+
+  void add(Stream& stream, Work work);
+  void record(Stream& stream, Event& event);  // the event stands for the stream's place
+  void join(Stream& stream, const Event& event);
+  void invalidate() { invalidated_ = true; }
+  bool invalidated() const { return invalidated_; }
+  bool active() const { return active_; }
+  int mode() const { return mode_; }
+  std::thread::id owner() const { return owner_; }
+
+ private:
+  std::shared_ptr<Graph> graph_ = std::make_shared<Graph>();
+  std::vector<std::weak_ptr<Stream>> streams_;  // by lane
+  std::thread::id owner_;
+  int mode_ = kCaptureGlobal;
+  bool invalidated_ = false;
+  bool active_ = true;
+};
+
+uint64_t live_graphs();
+
+// Fails with `code`, and spoils the capture, if the stream is being captured.
+void refuse_in_capture(Stream& stream, Result code = kCaptureUnsupported);
+// The same for what synchronises with every stream: a global capture of any thread, or a
+// thread-local one of this thread, forbids it.
+void refuse_while_capturing();
+
+}  // namespace fakecuda

@@ -1,0 +1,128 @@
+// Memory as the driver manages it: physical allocations in memory files, addresses that they are
+// mapped at, and host memory that was registered.
+//
+// An address of the stand-in is reserved but never readable by the CPU, as on a machine whose GPU
+// has memory of its own: engines reach the bytes through the table of mappings and a view of the
+// file of their own. So a wild copy is an error code and no crash, and a CPU access is a crash.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <vector>
+
+#include "tests/fakes/cuda/abi.h"
+
+namespace fakecuda {
+
+inline constexpr uint64_t kGranularity = uint64_t{2} << 20;
+
+// At the end of each memory file, seen by every process that imported it.
+struct Trailer {
+  uint64_t magic;
+  uint64_t bytes;
+  int32_t device;  // its physical number
+  int32_t handle_types;
+  std::atomic<uint32_t> changes;   // counts writes, while there are sleepers
+  std::atomic<uint32_t> sleepers;  // waits for a change
+};
+
+class Allocation {
+ public:
+  static std::shared_ptr<Allocation> create(int device, uint64_t bytes, int handle_types);
+  static std::shared_ptr<Allocation> import(int fd);
+  ~Allocation();
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  int duplicate_fd() const;  // the caller's to close
+  uint64_t bytes() const { return bytes_; }
+  int device() const { return trailer_->device; }
+  int handle_types() const { return trailer_->handle_types; }
+  std::byte* data() const { return data_; }
+  void changed();  // wakes who waits for a change, in all processes
+  // Sleeps until something was written, unless `holds` already; tells whether it holds.
+  template <typename Condition>
+  bool wait_for_change(Condition&& holds, int64_t timeout_ns) {
+    trailer_->sleepers.fetch_add(1);
+    const uint32_t seen = trailer_->changes;
+    const bool held = holds();
+    if (!held) sleep(seen, timeout_ns);
+    trailer_->sleepers.fetch_sub(1);
+    return held || holds();
+  }
+
+ private:
+  Allocation(int fd, uint64_t bytes, bool owned);
+  void sleep(uint32_t seen, int64_t timeout_ns);
+  int fd_;
+  uint64_t bytes_;
+  bool owned_;  // counted against the memory of its device
+  std::byte* data_ = nullptr;
+  Trailer* trailer_ = nullptr;
+};
+
+uint64_t device_bytes_used(int physical_device);
+uint64_t live_allocations();
+
+// A contiguous piece of what a range of addresses means.
+struct Piece {
+  std::shared_ptr<Allocation> allocation;  // null: host memory
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+};
+
+enum class Kind { kUnknown, kReserved, kMapped, kRegistered };
+
+struct PointerFacts {
+  Kind kind = Kind::kUnknown;
+  DevicePtr start = 0;
+  uint64_t bytes = 0;
+  std::shared_ptr<Allocation> allocation;
+};
+
+class AddressSpace {
+ public:
+  DevicePtr reserve(uint64_t bytes, uint64_t alignment, DevicePtr hint);
+  void free(DevicePtr start, uint64_t bytes);
+  void map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocation> allocation);
+  void unmap(DevicePtr start, uint64_t bytes);
+  void set_access(DevicePtr start, uint64_t bytes, const AccessDesc* rights, size_t count);
+  void register_host(DevicePtr start, uint64_t bytes);
+  void unregister_host(DevicePtr start);
+
+  PointerFacts facts(DevicePtr address) const;
+  // Whether `device` may touch the bytes, all of one mapping or registration.
+  bool reachable(DevicePtr address, uint64_t bytes, int device, bool write) const;
+  // The pieces that `device` reaches at the addresses; pageable host memory counts where `host`.
+  // False: some byte is out of its reach.
+  bool pieces(DevicePtr address, uint64_t bytes, int device, bool write, bool host,
+              std::vector<Piece>& out) const;
+  uint64_t mappings() const;
+  uint64_t reservations() const;
+  uint64_t registrations() const;
+
+ private:
+  struct Mapping {
+    uint64_t bytes;
+    std::shared_ptr<Allocation> allocation;
+    std::map<int, int> access;  // by physical device
+  };
+  using Mappings = std::map<DevicePtr, Mapping>;
+  Mappings::const_iterator mapping_at(DevicePtr address) const;
+  std::vector<Mappings::iterator> whole_mappings(DevicePtr start, uint64_t bytes);
+  std::optional<std::pair<DevicePtr, uint64_t>> range_at(
+      const std::map<DevicePtr, uint64_t>& ranges, DevicePtr address) const;
+
+  mutable std::shared_mutex mutex_;
+  std::map<DevicePtr, uint64_t> reservations_;
+  std::map<DevicePtr, uint64_t> registrations_;
+  Mappings mappings_;
+};
+
+AddressSpace& addresses();
+
+}  // namespace fakecuda

@@ -1,0 +1,155 @@
+#include "tests/fakes/cuda/stream.h"
+
+#include <sys/prctl.h>
+
+#include <chrono>
+#include <thread>
+
+#include "tests/fakes/cuda/graph.h"
+#include "tests/fakes/cuda/settings.h"
+
+namespace fakecuda {
+
+int64_t now_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void Marker::pass() {
+  time_ns = now_ns();
+  passed = 1;
+  passed.notify_all();
+}
+
+void Engine::pause() {
+  if (settings().seed == 0) return;
+  const uint64_t draw = random();
+  if (draw % 8 != 0) return;
+  const uint64_t most_us = draw % 64 == 0 ? 1000 : 200;  // longer than a thread takes to wake
+  std::this_thread::sleep_for(std::chrono::microseconds((draw >> 8) % most_us));
+}
+
+Stream::Stream(std::shared_ptr<Context> context, unsigned flags, bool legacy)
+    : context_(std::move(context)), flags_(flags), legacy_(legacy) {
+  static std::atomic<uint64_t> made{0};
+  random_.seed(settings().seed * 0x9e37'79b9'7f4a'7c15 + made++);
+}
+
+void Stream::push(Work work) {
+  if (legacy_) refuse_in_capture(*this);
+  {
+    const std::lock_guard lock(capture_mutex());
+    if (capturing.capture) return capturing.capture->add(*this, std::move(work));
+  }
+  order_against_default_stream();
+  enqueue({std::move(work), nullptr});
+}
+
+std::shared_ptr<Marker> Stream::mark() {
+  auto marker = std::make_shared<Marker>();
+  order_against_default_stream();
+  enqueue({nullptr, marker});
+  return marker;
+}
+
+// Work of the default stream waits for all earlier work of the context's blocking streams, and
+// theirs for its.
+void Stream::order_against_default_stream() {
+  if (flags_ & kStreamNonBlocking) return;
+  std::vector<std::shared_ptr<Stream>> before;
+  if (!legacy_) {
+    before.push_back(context_->default_stream());
+  } else {
+    const std::lock_guard lock(context_->mutex);
+    for (const auto& other : context_->blocking) {
+      if (auto stream = other.lock()) before.push_back(std::move(stream));
+    }
+  }
+  for (const auto& stream : before) {
+    if (!stream || stream->idle()) continue;
+    auto marker = std::make_shared<Marker>();
+    stream->enqueue({nullptr, marker});
+    enqueue({[marker](Engine&) {
+               marker->wait();
+               return kSuccess;
+             },
+             nullptr});
+  }
+}
+
+void Stream::enqueue(Entry entry) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return queue_.size() < settings().queue_depth; });
+  require(!closed_, kContextIsDestroyed);
+  queue_.push_back(std::move(entry));
+  if (!started_) {
+    started_ = true;
+    std::thread([self = shared_from_this()] { self->serve(); }).detach();
+  }
+  changed_.notify_all();
+}
+
+bool Stream::idle() {
+  const std::lock_guard lock(mutex_);
+  return queue_.empty();
+}
+
+void Stream::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+}
+
+void Stream::serve() {
+  prctl(PR_SET_TIMERSLACK, 1000);
+  Engine engine{*context_, random_};
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return closed_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    Entry entry = std::move(queue_.front());
+    lock.unlock();
+    if (entry.work && context_->error == kSuccess) {
+      if (const Result code = entry.work(engine)) context_->fail(code);
+    }
+    entry.work = nullptr;
+    lock.lock();
+    queue_.pop_front();
+    if (entry.marker) entry.marker->pass();
+    changed_.notify_all();
+  }
+}
+
+std::mutex& capture_mutex() {
+  static std::mutex* const value = new std::mutex;
+  return *value;
+}
+
+Registry<Context, ContextHandle>& contexts() {
+  static auto* const value = new Registry<Context, ContextHandle>(1, kInvalidContext);
+  return *value;
+}
+
+Registry<Stream, StreamHandle>& streams() {
+  static auto* const value = new Registry<Stream, StreamHandle>(2, kInvalidHandle);
+  return *value;
+}
+
+Registry<Event, EventHandle>& events() {
+  static auto* const value = new Registry<Event, EventHandle>(3, kInvalidHandle);
+  return *value;
+}
+
+void check_alive(const Context& context) {
+  if (const Result error = context.error) throw Failure{error};
+}
+
+std::shared_ptr<Stream> stream_of(StreamHandle handle) {
+  const auto number = reinterpret_cast<uint64_t>(handle);
+  if (number <= 1) return current_context()->default_stream();
+  current_context();
+  auto stream = streams().find(handle);
+  check_alive(*stream->context());
+  return stream;
+}
+
+}  // namespace fakecuda

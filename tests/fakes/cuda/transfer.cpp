@@ -1,0 +1,216 @@
+#include "tests/fakes/cuda/transfer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "tests/fakes/cuda/settings.h"
+
+namespace fakecuda {
+namespace {
+
+constexpr uint64_t kChunkBytes = 64 << 10;
+
+struct Chunk {
+  DevicePtr dst, src;
+  uint64_t bytes;
+  bool dst_host, src_host;
+};
+
+template <typename Word>
+bool copy_word(std::byte* dst, const std::byte* src, uint64_t bytes) {
+  const auto aligned = [](const void* at) {
+    return reinterpret_cast<uintptr_t>(at) % sizeof(Word) == 0;
+  };
+  if (bytes != sizeof(Word) || !aligned(dst) || !aligned(src)) return false;
+  const Word value = __atomic_load_n(reinterpret_cast<const Word*>(src), __ATOMIC_ACQUIRE);
+  __atomic_store_n(reinterpret_cast<Word*>(dst), value, __ATOMIC_RELEASE);
+  return true;
+}
+
+// Words are flags: they move in one piece.
+void copy_bytes(std::byte* dst, const std::byte* src, uint64_t bytes) {
+  if (copy_word<uint32_t>(dst, src, bytes) || copy_word<uint64_t>(dst, src, bytes)) return;
+  std::memmove(dst, src, bytes);
+}
+
+void tell_changed(const std::vector<Piece>& pieces) {
+  for (const Piece& piece : pieces) {
+    if (piece.allocation) piece.allocation->changed();
+  }
+}
+
+Result copy_chunk(const Chunk& chunk, int device) {
+  std::vector<Piece> dst, src;
+  const auto& space = addresses();
+  if (!space.pieces(chunk.dst, chunk.bytes, device, true, chunk.dst_host, dst) ||
+      !space.pieces(chunk.src, chunk.bytes, device, false, chunk.src_host, src)) {
+    return kIllegalAddress;
+  }
+  uint64_t at_dst = 0, at_src = 0;
+  for (size_t i = 0, j = 0; i < dst.size() && j < src.size();) {
+    const uint64_t bytes = std::min(dst[i].bytes - at_dst, src[j].bytes - at_src);
+    copy_bytes(dst[i].data + at_dst, src[j].data + at_src, bytes);
+    at_dst += bytes;
+    at_src += bytes;
+    if (at_dst == dst[i].bytes) ++i, at_dst = 0;
+    if (at_src == src[j].bytes) ++j, at_src = 0;
+  }
+  tell_changed(dst);
+  return kSuccess;
+}
+
+void add_chunks(const Transfer& transfer, std::vector<Chunk>& out) {
+  for (uint64_t slice = 0; slice < transfer.slices; ++slice) {
+    for (uint64_t row = 0; row < transfer.rows; ++row) {
+      const auto at = [&](const Side& side) {
+        return side.address + slice * side.slice_pitch + row * side.pitch;
+      };
+      for (uint64_t done = 0; done < transfer.width; done += kChunkBytes) {
+        const uint64_t bytes = std::min(kChunkBytes, transfer.width - done);
+        out.push_back({at(transfer.dst) + done, at(transfer.src) + done, bytes, transfer.dst.host,
+                       transfer.src.host});
+      }
+    }
+  }
+}
+
+bool condition_holds(uint32_t word, uint32_t value, unsigned flags) {
+  switch (flags & 3) {
+    case kWaitGeq:
+      return static_cast<int32_t>(word - value) >= 0;
+    case kWaitEq:
+      return word == value;
+    case kWaitAnd:
+      return (word & value) != 0;
+    default:
+      return ~(word | value) != 0;
+  }
+}
+
+// Looks the word up once: what is unmapped under a waiting stream stays readable to it, as the
+// mapping is, on a GPU, until the stream is through.
+Result wait_for_word(const MemOp& op, Engine& engine) {
+  std::vector<Piece> found;
+  const auto& space = addresses();
+  if (!space.pieces(op.address, 4, engine.context.physical, false, false, found)) {
+    return kIllegalAddress;
+  }
+  const Piece& piece = found.front();
+  const auto* word = reinterpret_cast<const uint32_t*>(piece.data);
+  const auto holds = [&] {
+    return condition_holds(__atomic_load_n(word, __ATOMIC_ACQUIRE), static_cast<uint32_t>(op.value),
+                           op.flags);
+  };
+  int64_t nap_ns = 5'000;
+  while (engine.context.error == kSuccess) {
+    if (holds()) return kSuccess;
+    if (piece.allocation) {  // the engines of all processes tell of their writes
+      if (piece.allocation->wait_for_change(holds, 20'000'000)) return kSuccess;
+    } else {  // the CPU tells nobody
+      std::this_thread::sleep_for(std::chrono::nanoseconds(nap_ns));
+      nap_ns = std::min<int64_t>(nap_ns * 2, 500'000);
+    }
+  }
+  return kSuccess;
+}
+
+Result write_word(const MemOp& op, Engine& engine) {
+  std::vector<Piece> found;
+  if (!addresses().pieces(op.address, 4, engine.context.physical, true, false, found)) {
+    return kIllegalAddress;
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  __atomic_store_n(reinterpret_cast<uint32_t*>(found.front().data), static_cast<uint32_t>(op.value),
+                   __ATOMIC_RELEASE);
+  tell_changed(found);
+  return kSuccess;
+}
+
+// A copy within one GPU that is alone in its command runs as a kernel there.
+bool within_one_device(const Transfer& transfer) {
+  const auto dst = addresses().facts(transfer.dst.address);
+  const auto src = addresses().facts(transfer.src.address);
+  return dst.allocation && src.allocation && dst.allocation->device() == src.allocation->device();
+}
+
+void count_copy(const std::vector<Transfer>& batch) {
+  const bool strided = batch.size() == 1 && batch[0].rows * batch[0].slices > 1;
+  if (batch.size() != 1) {
+    ++tally().batched;
+  } else {
+    ++(strided ? tally().strided : tally().plain);
+    if (!strided && within_one_device(batch[0])) ++tally().same_device;
+  }
+  for (const Transfer& transfer : batch) {
+    tally().rows += transfer.rows * transfer.slices;
+    tally().bytes += transfer.rows * transfer.slices * transfer.width;
+  }
+}
+
+}  // namespace
+
+Work copy_work(std::vector<Transfer> batch) {
+  return [batch = std::move(batch)](Engine& engine) -> Result {
+    std::vector<Chunk> chunks;
+    for (const Transfer& transfer : batch) add_chunks(transfer, chunks);
+    if (settings().seed != 0) std::ranges::shuffle(chunks, engine.random);
+    engine.pause();
+    if (const Result code = planted_fault("copy")) return code;
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      if (i == chunks.size() / 2 && i > 0) engine.pause();
+      if (const Result code = copy_chunk(chunks[i], engine.context.physical)) return code;
+    }
+    count_copy(batch);
+    return kSuccess;
+  };
+}
+
+Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_bytes) {
+  return [=](Engine& engine) -> Result {
+    engine.pause();
+    std::vector<Piece> found;
+    const uint64_t bytes = count * value_bytes;
+    if (!addresses().pieces(dst, bytes, engine.context.physical, true, false, found)) {
+      return kIllegalAddress;
+    }
+    for (const Piece& piece : found) {
+      if (value_bytes == 1) {
+        std::memset(piece.data, static_cast<int>(value), piece.bytes);
+      } else {
+        auto* words = reinterpret_cast<uint32_t*>(piece.data);
+        for (uint64_t i = 0; i < piece.bytes / 4; ++i) {
+          __atomic_store_n(words + i, value, __ATOMIC_RELEASE);
+        }
+      }
+    }
+    tell_changed(found);
+    ++tally().fills;
+    tally().bytes += bytes;
+    return kSuccess;
+  };
+}
+
+Work mem_op_work(std::vector<MemOp> ops) {
+  return [ops = std::move(ops)](Engine& engine) -> Result {
+    for (const MemOp& op : ops) {
+      Result code = kSuccess;
+      if (op.operation == kOpWait32) {
+        ++tally().waits;
+        code = wait_for_word(op, engine);
+      } else if (op.operation == kOpWrite32) {
+        ++tally().writes;
+        code = write_word(op, engine);
+      }
+      if (code != kSuccess) return code;
+    }
+    return kSuccess;
+  };
+}
+
+Tally& tally() {
+  static Tally* const value = new Tally;
+  return *value;
+}
+
+}  // namespace fakecuda

@@ -1,0 +1,44 @@
+// What engines do to memory: copies and fills of rows in no particular order, waits for words and
+// writes of words. All of it reaches memory through the table of mappings when it runs, so that a
+// range unmapped meanwhile is an illegal address, as on a GPU.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "tests/fakes/cuda/abi.h"
+#include "tests/fakes/cuda/memory.h"
+#include "tests/fakes/cuda/stream.h"
+
+namespace fakecuda {
+
+// One side of a copy. `host`: memory the driver was told nothing about is allowed.
+struct Side {
+  DevicePtr address = 0;
+  uint64_t pitch = 0;        // from row to row
+  uint64_t slice_pitch = 0;  // from slice to slice
+  bool host = false;
+};
+
+struct Transfer {
+  Side dst, src;
+  uint64_t width = 0;
+  uint64_t rows = 1;
+  uint64_t slices = 1;
+};
+
+// Copies of one batch are in no order among each other.
+Work copy_work(std::vector<Transfer> batch);
+Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_bytes);
+// The operations of one call, in order; waits give up when the context fails.
+Work mem_op_work(std::vector<MemOp> ops);
+
+// What the stand-in has done, for tests.
+struct Tally {
+  std::atomic<uint64_t> plain{0}, strided{0}, batched{0}, fills{0};  // commands run
+  std::atomic<uint64_t> same_device{0};  // plain copies that a GPU would do with a kernel
+  std::atomic<uint64_t> rows{0}, bytes{0}, waits{0}, writes{0};
+};
+Tally& tally();
+
+}  // namespace fakecuda

@@ -1,0 +1,36 @@
+"""Where the stand-in libcuda is, built first if need be. As a program: prints its path."""
+
+import fcntl
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+@functools.cache
+def fake_cuda_library(preset: str | None = None) -> Path:
+    """The library of a sanitizer's build, or the plain one, brought up to date."""
+    if preset:
+        return ROOT / "build" / preset / "fakes" / "libcuda.so.1"
+    build = ROOT / "build" / "fakes"
+    build.mkdir(parents=True, exist_ok=True)
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    steps = [
+        ["cmake", "-S", str(FOLDER), "-B", str(build), *generator],
+        ["cmake", "--build", str(build), "--parallel", "2"],
+    ]
+    with (build / "lock").open("w") as lock:  # tests may run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(step)}:\n{done.stdout}{done.stderr}")
+    return build / "libcuda.so.1"
+
+
+if __name__ == "__main__":
+    print(fake_cuda_library(*sys.argv[1:2]))

@@ -1,0 +1,136 @@
+"""Capture and graphs: what is captured, what is refused, what a replay repeats."""
+
+import ctypes
+from ctypes import byref, c_int, c_uint64
+
+import cuda_driver as cu
+from cuda_case import isolated, run_case
+from cuda_driver import MIB, WAIT, WRITE, Driver, mem_op
+from test_fake_cuda import PATTERN, pinned_words, settle
+
+UNSUPPORTED, INVALIDATED = 900, 901
+
+
+def status(d: Driver, stream: int) -> int:
+    """Not capturing, capturing, or in a capture that is spoilt."""
+    value = c_int(-1)
+    d("cuStreamIsCapturing", stream, byref(value))
+    return value.value
+
+
+def end(d: Driver, stream: int) -> int:
+    """The result of ending a capture."""
+    return d.code("cuStreamEndCapture", stream, byref(c_uint64()))
+
+
+@isolated()
+def test_a_replay_repeats_copies_and_baked_in_values(d: Driver) -> None:
+    d.start()
+    s, stream, graph = 2 * MIB, d.stream(), []
+    a, b, go = d.memory(s), d.memory(s), d.memory(s)
+    with d.capture(stream, graph):
+        assert d.mem_ops(stream, mem_op(WAIT, go, 1, cu.EQ), mem_op(WRITE, go, 0)) == 0
+        assert d.copy_2d(stream, b, 4096, a, 1000, 1000, 3) == 0
+        d("cuStreamWriteValue32", stream, go + 64, 7, 0)
+    assert status(d, stream) == 0
+    assert d.read(b, 64) == bytes(64)  # captured, not done
+    host = d.stream()
+    for turn in range(3):
+        data = bytes([turn + 1]) * 3000
+        d.put(a, data)
+        d("cuStreamWriteValue32", stream, go + 64, 0, 0)
+        d("cuGraphLaunch", graph[0], stream)
+        assert settle(d, stream, 0.03) == cu.NOT_READY
+        d("cuStreamWriteValue32", host, go, 1, 0)
+        assert settle(d, stream) == 0
+        assert (d.word(go), d.word(go + 64)) == (0, 7)
+        assert d.read(b + 8192, 1000) == data[:1000]
+    d("cuGraphExecDestroy", graph[0])
+
+
+@isolated()
+def test_branches_of_a_graph_run_at_once(d: Driver) -> None:
+    d.start()
+    first, second, graph = d.stream(), d.stream(), []
+    forked, joined, flags = d.event(), d.event(), d.memory()
+    with d.capture(first, graph):
+        d("cuEventRecord", forked, first)
+        d("cuStreamWaitEvent", second, forked, 0)
+        assert status(d, second) == 1
+        # Each branch waits for the other.
+        assert d.mem_ops(first, mem_op(WRITE, flags, 1), mem_op(WAIT, flags + 64, 1)) == 0
+        assert d.mem_ops(second, mem_op(WAIT, flags, 1), mem_op(WRITE, flags + 64, 1)) == 0
+        d("cuEventRecord", joined, second)
+        d("cuStreamWaitEvent", first, joined, 0)
+        d("cuStreamWriteValue32", first, flags + 128, 1, 0)
+    d("cuGraphLaunch", graph[0], first)
+    assert settle(d, first) == 0
+    assert d.word(flags + 128) == 1
+
+
+@isolated()
+def test_a_batch_copy_is_refused_and_the_capture_goes_on(d: Driver) -> None:
+    d.start()
+    stream, memory = d.stream(), d.memory()
+    d("cuStreamBeginCapture", stream, 1)
+    assert d.batch(stream, [(memory, memory + 4096, 64)]) == UNSUPPORTED
+    assert status(d, stream) == 1
+    d("cuStreamWriteValue32", stream, memory, 1, 0)
+    assert end(d, stream) == 0
+
+
+@isolated()
+def test_what_looks_at_a_captured_stream_spoils_the_capture(d: Driver) -> None:
+    d.start()
+    stream, memory, buffer = d.stream(), d.memory(), ctypes.create_string_buffer(8)
+    for call in (("cuStreamSynchronize", stream), ("cuStreamQuery", stream),
+                 ("cuMemcpyDtoH", buffer, memory, 8)):  # fmt: skip
+        d("cuStreamBeginCapture", stream, 1)
+        assert d.code(*call) == UNSUPPORTED, call
+        assert status(d, stream) == 2
+        assert d.code("cuStreamWriteValue32", stream, memory, 1, 0) == INVALIDATED
+        assert end(d, stream) == INVALIDATED
+        assert status(d, stream) == 0
+    assert settle(d, stream) == 0
+
+
+@isolated()
+def test_what_a_capture_may_not_depend_on(d: Driver) -> None:
+    d.start()
+    words, address = pinned_words(d)
+    stream, other, memory = d.stream(), d.stream(), d.memory()
+    inside, outside = d.event(), d.event()
+    d("cuStreamWaitValue32", other, address, 1, 0)
+    d("cuEventRecord", outside, other)
+    d("cuStreamBeginCapture", stream, 1)
+    assert d.code("cuStreamWaitEvent", stream, outside, 0) == 905
+    assert end(d, stream) == INVALIDATED
+    words[0] = 1
+    assert settle(d, other) == 0
+    d("cuStreamBeginCapture", stream, 1)
+    d("cuStreamWriteValue32", stream, memory, 1, 0)
+    d("cuEventRecord", inside, stream)
+    assert d.code("cuEventQuery", inside) == 907
+    d("cuStreamWaitEvent", other, inside, 0)
+    d("cuStreamWriteValue32", other, memory, 1, 0)
+    assert d.code("cuStreamEndCapture", other, byref(c_uint64())) == 903
+    assert end(d, stream) == 904  # the other stream's work never came back
+    assert status(d, other) == 0
+    assert d.code("cuStreamBeginCapture", 0, 1) == UNSUPPORTED
+
+
+@isolated(only_fake=True)
+def test_a_replay_on_unmapped_memory_is_an_illegal_address(d: Driver) -> None:
+    d.start()
+    s, stream, graph = 2 * MIB, d.stream(), []
+    a, b = d.memory(s), d.memory(s)
+    d.put(a, PATTERN)
+    with d.capture(stream, graph):
+        d("cuMemcpyAsync", b, a, 64, stream)
+    d("cuMemUnmap", b, s)
+    d("cuGraphLaunch", graph[0], stream)
+    assert settle(d, stream) == cu.ILLEGAL_ADDRESS
+
+
+if __name__ == "__main__":
+    run_case(globals())
