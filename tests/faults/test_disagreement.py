@@ -240,12 +240,15 @@ def test_the_far_ahead(as_threads: Any) -> None:
             time.sleep(0.3)
         handles = []
         for turn in range(500):
-            if rank == 0:
-                desk.one[:] = turn % 251
+            if turn % 97 == 0:  # the others are under way, and read or write the buffer
+                if handles:
+                    handles[-1].wait()
+                desk.one[:] = turn % 251 if rank == 0 else 255
+                comm.barrier()
             handles.append(CALLS["broadcast"](desk))
-            if turn % 97 == 0:
+            if turn % 97 == 60:
                 handles[-1].wait()
-                assert (desk.one == turn % 251).all()
+                assert (desk.one == (turn - 60) % 251).all()
         return sum(handle.wait().bytes > 0 for handle in handles)
 
     assert as_threads(2, work) == [500] * 2

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from groups import Start, free_store
 from stream import Stream
 
 import offcore
-from conftest import Start, free_store
 
 TIMEOUT_S = 5
 
