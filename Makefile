@@ -76,6 +76,7 @@ clean:  ## remove .venv and everything that was built
 	touch $@
 
 .venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt
+	@echo "building offcore into .venv: a minute or two the first time"
 	$(BIN)/pip install -q --no-build-isolation '.[test,lint]'
 	touch $@
 

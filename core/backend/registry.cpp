@@ -32,6 +32,8 @@ std::vector<Row> rows() {
   return {
       {{.name = "sim", .available = true, .reason = "runs anywhere"}, open_sim},
       {{.name = "host", .available = true, .reason = "runs on any Linux"}, open_host},
+      {{.name = "cuda", .reason = "not in this version: NVIDIA's copy engines come next"}, nullptr},
+      {{.name = "sdma", .reason = "not in this version: AMD's SDMA engines come later"}, nullptr},
   };
 }
 

@@ -24,6 +24,7 @@ class Deadline {
     return Deadline(wait_ns >= INT64_MAX - now ? INT64_MAX : now + wait_ns, wait_ns);
   }
   static Deadline after_s(double wait_s) {
+    if (!(wait_s > 0)) return after_ns(0);  // nor is NaN a time to wait
     return after_ns(wait_s >= 9e9 ? INT64_MAX : static_cast<int64_t>(wait_s * 1e9));
   }
   // An earlier end for a part of the same wait: messages still tell the whole wait.

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "core/backend/wakeup.h"
-#include "core/base/env.h"
 #include "core/base/error.h"
 #include "core/ir/text.h"
 
@@ -16,28 +16,6 @@ constexpr uint32_t kArmedPlansMax = 64;
 constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its peers' records
 constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 constexpr std::string_view kOutside = "outside";
-
-// What makes two calls share a plan, as bytes: cheap to build at every call.
-std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
-  std::string key;
-  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
-  const auto append = [&](const auto& value) {
-    key.append(reinterpret_cast<const char*>(&value), sizeof value);
-  };
-  append(facts.collective);
-  append(facts.in_place);
-  append(facts.root);
-  append(request.lane);
-  key += request.variant;
-  key += '|';
-  key += request.protocol;
-  key += '|';
-  key += place;
-  key += '|';
-  key.append(reinterpret_cast<const char*>(facts.counts.data()),
-             facts.counts.size() * sizeof(uint64_t));
-  return key;
-}
 
 // The side of the request that a buffer stands for, where it is memory that only its rank's own
 // queues see. Its addresses are no collective fact, and every call may bring others.
@@ -56,10 +34,7 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   const std::string& name = request.protocol;
   if (name == "promise") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
-  if (name == "eager" || name == "auto") {
-    return {.entry = !(staged && full_exchange), .staged = staged};
-  }
-  fail(Code::invalid, "unknown protocol '", name, "': known are auto, barrier, promise, eager");
+  return {.entry = !(staged && full_exchange), .staged = staged};
 }
 
 }  // namespace
@@ -123,11 +98,22 @@ Wakeup& Communicator::wakeup(Rank rank) const {
 
 void Communicator::check_alive() const {
   if (closed_) fail(Code::invalid, "the communicator is closed");
+  if (aborted_) fail(Code::cancelled, "the communicator was aborted by this rank");
   const uint32_t poisoned = wakeup(local_ranks_[0]).poison.load(std::memory_order_acquire);
   if (poisoned == 0) return;
-  const Rank by = static_cast<Rank>(poisoned - 1);
-  if (by == local_ranks_[0]) fail(Code::cancelled, "the communicator was aborted by this rank");
-  fail(Code::peer, "rank ", by, " died or aborted; make a new communicator");
+  fail(Code::peer, "rank ", poisoned - 1, " died or aborted; make a new communicator");
+}
+
+// What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
+// peers waiting, nor come one call late to everything that follows.
+template <typename Step>
+auto Communicator::all_or_none(const Step& step) {
+  try {
+    return step();
+  } catch (...) {
+    if (!alone()) abort();
+    throw;
+  }
 }
 
 Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
@@ -194,12 +180,12 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   check_alive();
   const Lookup lookup = look_up(request);
   Lane& lane = this->lane(request.lane, deadline);
-  const uint64_t sequence = lane.sequence++;
   std::shared_ptr<Plan> plan = lookup.plan;
   if (plan != nullptr) {
-    publish(lane, sequence, plan->entry, deadline);
+    publish(lane, plan->entry, deadline);
+    ++lane.sequence;
   } else {
-    plan = meet(request, lookup.facts, lane, sequence, lookup.place, deadline);
+    plan = meet(request, lookup.facts, lane, lookup.place, deadline);
     plans_.emplace(lookup.key, plan);
   }
 
@@ -207,27 +193,33 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->communicator_ = shared_from_this();
   pending->result_ = plan->result;
   pending->lane_ = &lane;
-  pending->sequence_ = sequence;
+  pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
-  if (plan->program->mode == Mode::armed) {
-    if (!plan->armed) {
-      plan->armed = std::make_unique<Launch>(bind(*plan, request, lane));
-      plan->loaded->arm(*plan->armed);
-    } else {
-      // Armed for the last call's memory; with other memory the backend arms once more.
-      Launch& armed = *plan->armed;
-      pending->armed_ahead_ = !bind_own(*plan->program, request, armed);
-      using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
-      armed.owner = std::make_shared<Held>(armed.owner, request.keep);
-    }
-    pending->run_ = plan->loaded->launch(*plan->armed);
-    // Armed again at once: the next call finds its program on the engines.
-    *plan->armed = bind(*plan, request, lane);
-    plan->loaded->arm(*plan->armed);
-  } else {
-    pending->run_ = plan->loaded->launch(bind(*plan, request, lane));
-  }
+  all_or_none([&] { launch(*plan, request, lane, *pending); });
   return pending;
+}
+
+void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.program->mode != Mode::armed) {
+    pending.run_ = plan.loaded->launch(bind(plan, request, lane));
+    return;
+  }
+  const auto arm = [&] {
+    auto armed = std::make_unique<Launch>(bind(plan, request, lane));
+    plan.loaded->arm(*armed);
+    return armed;
+  };
+  std::unique_ptr<Launch> armed = std::exchange(plan.armed, nullptr);
+  if (armed == nullptr) {
+    armed = arm();
+  } else {
+    // Armed for the last call's memory; with other memory the backend arms once more.
+    pending.armed_ahead_ = !bind_own(*plan.program, request, *armed);
+    using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+    armed->owner = std::make_shared<Held>(armed->owner, request.keep);
+  }
+  pending.run_ = plan.loaded->launch(*armed);
+  plan.armed = arm();  // at once: the next call finds its program on the engines
 }
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
@@ -247,10 +239,10 @@ std::string Communicator::place_of(const Request& request, const Facts& facts) c
   return cat("window ", index, "+", first.offset);
 }
 
-// A plan key's first call: every rank comes here together.
+// A plan key's first call: every rank comes here together. Until they agree the call has not
+// happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
-                                                       Lane& lane, uint64_t sequence,
-                                                       const std::string& place,
+                                                       Lane& lane, const std::string& place,
                                                        const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
@@ -258,8 +250,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
           " lane=", lane.index, " machine=", machine.name,
           machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
-  publish(lane, sequence, undecided, deadline);
-  const bool agreed = agree_on_place(lane, sequence, undecided, deadline);
+  publish(lane, undecided, deadline);
+  const bool agreed = agree_on_place(lane, undecided, deadline);
+  ++lane.sequence;
   const bool same_place = agreed && place != kOutside;
   if (request.protocol == "promise" && !same_place) {
     fail(Code::unsupported,
@@ -271,11 +264,11 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const std::string wanted = request.variant == "auto" ? env("OFFCORE_VARIANT") : request.variant;
-  const Choice choice = wanted == "auto" ? choose(moves, facts.total_bytes, machine, protocol)
-                                         : Choice{.variant = parse_variant(wanted)};
+  const Choice choice = request.variant == "auto"
+                            ? choose(moves, facts.total_bytes, machine, protocol)
+                            : Choice{.variant = parse_variant(request.variant)};
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
-  plan->loaded = backend_->load(plan->program);
+  plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
   plan->entry = {.key = undecided.key,
                  .plan = digest(cat(text, staged ? " staged" : place)),
@@ -296,7 +289,8 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
       track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
     } else if (buffer.name == "scratch") {
       for (Rank rank : local_ranks_) {
-        plan->scratch.push_back(backend_->allocate(rank, buffer.bytes));
+        plan->scratch.push_back(
+            all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
       }
     }
   }
@@ -316,23 +310,23 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
 
 // Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
 // one already.
-bool Communicator::agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine,
-                                  const Deadline& deadline) {
+bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline) {
   if (alone()) return true;
   bool same = true;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
-    const Entry theirs = wait_for_entry(lane, sequence, peer, mine, deadline);
+    const Entry theirs = wait_for_entry(lane, peer, mine, deadline);
     if (theirs.key != mine.key || theirs.decided()) {
-      diverge(lane, peer, sequence, mine, theirs);
+      diverge(lane, peer, lane.sequence, mine, theirs);
     }
     same = same && digest(theirs.text) == digest(mine.text);
   }
   return same;
 }
 
-Entry Communicator::wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer,
-                                   const Entry& mine, const Deadline& deadline) {
+Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& mine,
+                                   const Deadline& deadline) {
+  const uint64_t sequence = lane.sequence;
   Wakeup& own = wakeup(local_ranks_[0]);
   for (;;) {
     if (auto entry = lane.journal.read(peer, sequence)) return *entry;
@@ -347,9 +341,9 @@ Entry Communicator::wait_for_entry(const Lane& lane, uint64_t sequence, Rank pee
   }
 }
 
-void Communicator::publish(Lane& lane, uint64_t sequence, const Entry& entry,
-                           const Deadline& deadline) {
+void Communicator::publish(Lane& lane, const Entry& entry, const Deadline& deadline) {
   if (alone()) return;
+  const uint64_t sequence = lane.sequence;
   const Rank own = local_ranks_[0];
   // No rank runs so far ahead that it overwrites records which a peer still has to read.
   if (sequence % (kAheadMax / 2) == 0 && sequence >= kAheadMax) {
@@ -458,6 +452,7 @@ void Communicator::barrier(const Deadline& deadline) {
 }
 
 void Communicator::abort() {
+  aborted_ = true;
   for (Rank rank = 0; rank < ranks_; ++rank) poison(wakeup(rank), local_ranks_[0]);
 }
 
@@ -485,6 +480,9 @@ Result Pending::wait(const Deadline& deadline) {
     } catch (const Error& error) {
       // Before a timeout or a peer's abort is believed: have the ranks diverged?
       communicator.compare_with_peers(*lane_, sequence_, entry_);
+      if (error.code() == Code::peer && communicator.aborted_) {
+        fail(Code::cancelled, "aborted by this rank: ", error.message());
+      }
       if (error.code() != Code::timeout || !slice) throw;
     }
   }

@@ -6,6 +6,7 @@
 // the caller's buffers (the same place of the same window on every rank) or in slots. Afterwards
 // nothing goes over the wire but the operation itself; the journal still tells when ranks diverge.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -44,7 +45,7 @@ class Pending {
  public:
   ~Pending();
   bool done();
-  // Throws timeout (and can be waited for again), peer, mismatch.
+  // Throws timeout (and can be waited for again), peer, cancelled, mismatch.
   Result wait(const Deadline& deadline);
 
  private:
@@ -72,11 +73,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Collective: `bytes` of window memory on every rank.
   std::shared_ptr<Window> window(uint64_t bytes, const Deadline& deadline);
-  // The window and offset that hold this local rank's memory, if one does.
-  void locate(Operand& operand, Rank rank) const;
-
   // Starts an operation; every rank of the group calls with the same facts. The deadline bounds the
-  // first meeting of a key only.
+  // first meeting of a key only; a call that fails by it has not happened and may be repeated. The
+  // first meetings of several lanes must come in one order on all ranks: they exclude each other.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
 
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
@@ -107,16 +106,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
   void check_alive() const;
   Lane& lane(uint32_t index, const Deadline& deadline);
+  // The window and offset that hold this local rank's memory, if one does.
+  void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
-                             uint64_t sequence, const std::string& place, const Deadline& deadline);
-  bool agree_on_place(Lane& lane, uint64_t sequence, const Entry& mine, const Deadline& deadline);
-  Entry wait_for_entry(const Lane& lane, uint64_t sequence, Rank peer, const Entry& mine,
-                       const Deadline& deadline);
+                             const std::string& place, const Deadline& deadline);
+  bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
+  Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
+  void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
-  void publish(Lane& lane, uint64_t sequence, const Entry& entry, const Deadline& deadline);
+  void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
+  template <typename Step>
+  auto all_or_none(const Step& step);
   void compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine);
   [[noreturn]] void diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
                             const Entry& theirs);
@@ -131,6 +134,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
   uint32_t armed_plans_ = 0;
   bool closed_ = false;
+  std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;
 };
 

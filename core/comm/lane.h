@@ -85,7 +85,7 @@ struct Lane {
   Track track;
   ControlMemory records;
   Journal journal{{}};
-  uint64_t sequence = 0;  // launches so far
+  uint64_t sequence = 0;  // launches so far: the next one's number
 };
 
 }  // namespace offcore

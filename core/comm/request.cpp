@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/base/env.h"
 #include "core/base/error.h"
+#include "core/plan/variant.h"
 
 namespace offcore {
 namespace {
@@ -46,6 +48,7 @@ class Checker {
   }
 
   Facts run() {
+    settle_names();
     if (request_.out.size() != local_ranks_.size() ||
         (!request_.in.empty() && request_.in.size() != local_ranks_.size())) {
       fail(Code::invalid, name(), ": pass one buffer for each of the ", local_ranks_.size(),
@@ -71,6 +74,7 @@ class Checker {
         break;
     }
     settle_overlap();
+    check_apart();
     return facts_;
   }
 
@@ -79,6 +83,18 @@ class Checker {
   uint64_t sum(size_t first, size_t count) const {
     const auto begin = facts_.counts.begin() + static_cast<std::ptrdiff_t>(first);
     return std::accumulate(begin, begin + static_cast<std::ptrdiff_t>(count), uint64_t{0});
+  }
+
+  // The variant is part of the plan key: the one that the environment names, spelled the one way.
+  void settle_names() {
+    std::string& variant = request_.variant;
+    if (variant == "auto") variant = env("OFFCORE_VARIANT");
+    if (variant != "auto") variant = to_string(parse_variant(variant));
+    for (const std::string_view known : {"auto", "barrier", "promise", "eager"}) {
+      if (request_.protocol == known) return;
+    }
+    fail(Code::invalid, "unknown protocol '", request_.protocol,
+         "': known are auto, barrier, promise, eager");
   }
 
   void need_counts(size_t expected) {
@@ -193,6 +209,56 @@ class Checker {
     request_.in.clear();
   }
 
+  // Whether the operation touches that side of the rank.
+  bool uses(bool output, Rank rank) const {
+    switch (facts_.collective) {
+      case Collective::broadcast:
+      case Collective::scatter:
+        return output || rank == facts_.root;
+      case Collective::gather:
+        return !output || rank == facts_.root;
+      default:
+        return true;
+    }
+  }
+
+  // What one local rank's operation writes, no other local rank's may touch.
+  void check_apart() const {
+    if (local_ranks_.size() < 2) return;
+    struct Part {
+      uint64_t begin, end;
+      size_t i;
+      bool output;
+    };
+    std::vector<Part> parts;
+    for (const bool output : {true, false}) {
+      const auto& side = output ? request_.out : request_.in;
+      for (size_t i = 0; i < side.size(); ++i) {
+        const auto begin = reinterpret_cast<uint64_t>(side[i].data);
+        if (begin == 0 || side[i].bytes == 0 || !uses(output, local_ranks_[i])) continue;
+        parts.push_back({begin, begin + side[i].bytes, i, output});
+      }
+    }
+    std::sort(parts.begin(), parts.end(),
+              [](const Part& a, const Part& b) { return a.begin < b.begin; });
+    const Part* written = nullptr;  // of those so far, the one that reaches farthest
+    const Part* touched = nullptr;
+    for (const Part& part : parts) {
+      const Part* before = part.output ? touched : written;
+      if (before != nullptr && before->end > part.begin && before->i != part.i) {
+        fail(Code::invalid, name(), ": buffers of ranks ",
+             local_ranks_[std::min(before->i, part.i)], " and ",
+             local_ranks_[std::max(before->i, part.i)],
+             " overlap, and one of them is written; give each rank its own");
+      }
+      const auto farthest = [&](const Part* other) {
+        return other == nullptr || part.end > other->end ? &part : other;
+      };
+      touched = farthest(touched);
+      if (part.output) written = farthest(written);
+    }
+  }
+
   Request& request_;
   const std::vector<Rank>& local_ranks_;
   Facts facts_;
@@ -231,6 +297,27 @@ Moves moves_of(const Facts& facts) {
       return moves_gather(facts.root, facts.counts);
   }
   fail(Code::invalid, "unknown operation");
+}
+
+std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
+  std::string key;
+  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
+  const auto append = [&](const auto& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  append(facts.collective);
+  append(facts.in_place);
+  append(facts.root);
+  append(request.lane);
+  key += request.variant;
+  key += '|';
+  key += request.protocol;
+  key += '|';
+  key += place;
+  key += '|';
+  key.append(reinterpret_cast<const char*>(facts.counts.data()),
+             facts.counts.size() * sizeof(uint64_t));
+  return key;
 }
 
 std::string describe(const Facts& facts) {

@@ -48,11 +48,16 @@ struct Facts {
   uint64_t total_bytes = 0;  // S of nccl-tests: the whole array
 };
 
-// Checks sizes and overlap, and turns a request whose input is the right part of its output into an
-// in-place one. Throws invalid, naming the rank and both sizes, or unsupported.
+// Checks names, sizes and overlap, settles the variant that the environment names, and turns a
+// request whose input is the right part of its output into an in-place one. Throws invalid, naming
+// the rank and both sizes, or unsupported.
 Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_ranks);
 
 Moves moves_of(const Facts& facts);
+
+// What makes two calls share a plan, as bytes: cheap to build at every call. `place`: where the
+// output lands.
+std::string cache_key(const Request& request, const Facts& facts, const std::string& place);
 
 // "all_gather ranks=2 counts=4096x2 in_place=no root=0"
 std::string describe(const Facts& facts);

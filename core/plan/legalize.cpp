@@ -44,7 +44,7 @@ class Legalizer {
     if (command.rows == 1) return split(command);
     const bool bcst = command.src_step == 0 && command.dst_step == kRankStep;
     uint32_t rows_max = machine_.native.strided ? machine_.limits.rows_max : 1;
-    if (bcst) {
+    if (bcst) {  // its destinations have one offset, so they agree modulo any bcst_align
       rows_max = machine_.native.bcst_rows;
     } else if (!pitch_fits(command.dst_step) || !pitch_fits(command.src_step)) {
       rows_max = 1;
@@ -96,9 +96,21 @@ class Legalizer {
            command.dst.offset % align == 0 && command.src.offset % align == 0;
   }
 
+  bool all_fit(const Command& command) const {
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      if (!swap_fits(rows_of(command, row, 1))) return false;
+    }
+    return true;
+  }
+
   // Swaps that the machine lacks go through scratch memory of the executing rank, which its queues
   // share evenly; the fences keep the three copies of a piece, and the pieces, in order.
   void swap(const Command& command, const Queue& queue) {
+    if (command.rows > 1) {  // no machine has a strided swap
+      program_.native = false;
+      for (uint32_t row = 0; row < command.rows; ++row) swap(rows_of(command, row, 1), queue);
+      return;
+    }
     if (swap_fits(command)) return split(command, machine_.limits.swap_align);
     program_.native = false;
     const Slice scratch{scratch_share_ * queue.index, queue.rank, scratch_};
@@ -122,7 +134,7 @@ class Legalizer {
     uint16_t queues = 0;
     for (const Queue& queue : program_.queues) {
       for (const Command& command : queue.commands) {
-        if (command.op != Op::swap || swap_fits(command)) continue;
+        if (command.op != Op::swap || all_fit(command)) continue;
         bytes = std::max(bytes, command.bytes);
         queues = std::max<uint16_t>(queues, queue.index + 1);
       }

@@ -77,8 +77,9 @@ class Handle:
         """Waits until this rank's output is complete and its input may be written again.
 
         timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
-        under way and can be waited for again), peer (a rank died or aborted), mismatch (ranks made
-        different calls). All three name the commands that were reached.
+        under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
+        aborted), mismatch (ranks made different calls). The first three name the commands that
+        were reached.
         """
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
+from offcore.baselines import check_baseline
 from offcore.crew import Crew, free_port
 from offcore.errors import error
 from offcore.exercise import Exercise, facts_of
@@ -67,6 +68,7 @@ Progress = Callable[[float], None]  # told the steps done since the last time
 def resolve_backend(backend: str, machine: str | None) -> str:
     """`auto` is the simulator for a machine that is named and not this one, else the best here."""
     if backend != "auto":
+        check_backend(backend)
         return backend
     if machine is not None and not machine.startswith("host"):
         return "sim"
@@ -74,16 +76,29 @@ def resolve_backend(backend: str, machine: str | None) -> str:
     return next((name for name in ("cuda", "sdma") if name in available), "host")
 
 
+def check_backend(name: str) -> None:
+    """Raises unavailable, and says why."""
+    for known, usable, reason in offcore.probe_backends():
+        if known == name and not usable:
+            raise error("unavailable", f"backend {name}: {reason}; see: offcore doctor")
+
+
 def run(request: Request, progress: Progress = lambda steps: None) -> Iterator[Outcome]:
     """Rows and skips, sizes in the order asked for, each as soon as it is known."""
     if request.backend == "sim":
-        if request.baselines:
-            raise error(
-                "unsupported",
-                f"--baseline {','.join(request.baselines)} needs real time: use --backend host",
-            )
         return _run_sim(request, progress)
     return _run_processes(request, progress)
+
+
+def check_baselines(request: Request) -> None:
+    """Raises where a baseline cannot run here: before anything has been started."""
+    if request.baselines and request.backend == "sim":
+        raise error(
+            "unsupported",
+            f"--baseline {','.join(request.baselines)} needs real time: use --backend host",
+        )
+    for name in request.baselines:
+        check_baseline(name)
 
 
 def skip_or_raise(request_named: bool, failure: offcore.Error) -> str:

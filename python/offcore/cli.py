@@ -6,7 +6,6 @@ and exit status 1; a wrong call is status 2; wrong bytes are a failure.
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +16,38 @@ import typer
 
 import offcore
 from offcore import bench, breakdown, demo, doctor, plot, report
-from offcore.baselines import check_baseline
 from offcore.errors import error
+from offcore.options import (
+    REAL_SIZES,
+    SIM_SIZES,
+    SIZES_METAVAR,
+    VARIANT_HELP,
+    BackendName,
+    BackendOption,
+    BaselineOption,
+    CallsOption,
+    CheckOption,
+    InPlaceOption,
+    ItersOption,
+    JsonOption,
+    MachineOption,
+    Metric,
+    MetricOption,
+    OpArgument,
+    PlotOption,
+    ProtocolName,
+    ProtocolOption,
+    RanksOption,
+    SimMachineOption,
+    SizesOption,
+    TimeoutOption,
+    VariantsOption,
+    WarmupOption,
+)
 from offcore.report import JsonLines, Row, Skip, Stamp
 from offcore.sizes import parse_bytes, parse_sizes
 
 SIM_MACHINE = "mi300x-8"
-SIM_SIZES = "1K:4G"
-REAL_SIZES = "1K:64M"
 REAL_RANKS = 2
 
 app = typer.Typer(
@@ -34,34 +57,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-class Op(str, enum.Enum):
-    all_gather = "all_gather"
-    all_to_all = "all_to_all"
-    broadcast = "broadcast"
-    scatter = "scatter"
-    gather = "gather"
-
-
-class BackendName(str, enum.Enum):
-    auto = "auto"
-    sim = "sim"
-    host = "host"
-    cuda = "cuda"
-    sdma = "sdma"
-
-
-class ProtocolName(str, enum.Enum):
-    auto = "auto"
-    barrier = "barrier"
-    promise = "promise"
-    eager = "eager"
-
-
-class Metric(str, enum.Enum):
-    time = "time"
-    busbw = "busbw"
 
 
 def _parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
@@ -76,19 +71,6 @@ def _names(text: str, option: str) -> list[str]:
     if not names:
         raise typer.BadParameter("name at least one", param_hint=option)
     return names
-
-
-JsonOption = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write JSON, one object a line (- is stdout)."),
-]
-OpArgument = Annotated[Op, typer.Argument(metavar="OP", help=", ".join(Op.__members__))]
-MachineOption = Annotated[str | None, typer.Option(help="A machine (see: offcore doctor).")]
-RanksOption = Annotated[int | None, typer.Option(min=1, help="The machine's first ranks only.")]
-InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Input and output share a buffer.")]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot (.png, .svg, .pdf).")
-]
 
 
 def _request(
@@ -128,44 +110,31 @@ def _request(
 @app.command("bench")
 def bench_command(
     op: OpArgument,
-    backend: Annotated[BackendName, typer.Option(help="Where to run.")] = BackendName.auto,
+    backend: BackendOption = BackendName.auto,
     machine: MachineOption = None,
     ranks: RanksOption = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST:LAST[:FACTOR]|LIST",
-            help="Total bytes: 1K:4G, 1K:1G:4 or 4096,1000003 (K = 1024). "
-            f"Default {SIM_SIZES} on sim, {REAL_SIZES} elsewhere.",
-        ),
-    ] = None,
-    variants: Annotated[
-        str,
-        typer.Option(metavar="all|auto|LIST", help="All there are, the chosen one, or these."),
-    ] = "all",
+    sizes: SizesOption = None,
+    variants: VariantsOption = "all",
     in_place: InPlaceOption = False,
-    protocol: Annotated[
-        ProtocolName, typer.Option(help="How ranks enter; auto is promise on sim.")
-    ] = ProtocolName.auto,
-    iters: Annotated[int, typer.Option(min=1, help="Batches; time is their median.")] = (
-        bench.BATCHES
-    ),
-    calls: Annotated[int, typer.Option(min=1, help="Calls a batch, enqueued ahead.")] = bench.CALLS,
-    warmup: Annotated[int, typer.Option(min=0, help="Calls before the first batch.")] = (
-        bench.WARMUP_CALLS
-    ),
-    check: Annotated[bool, typer.Option(help="Check every byte (up to 64M on sim).")] = True,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Measure beside: gloo, memcpy.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds a wait may take.")] = 30.0,
+    protocol: ProtocolOption = ProtocolName.auto,
+    iters: ItersOption = bench.BATCHES,
+    calls: CallsOption = bench.CALLS,
+    warmup: WarmupOption = bench.WARMUP_CALLS,
+    check: CheckOption = True,
+    baseline: BaselineOption = None,
+    timeout: TimeoutOption = 30.0,
     json: JsonOption = None,
     plot_to: PlotOption = None,
-    metric: Annotated[Metric, typer.Option(help="What the plot shows.")] = Metric.time,
+    metric: MetricOption = Metric.time,
 ) -> None:
     """Time a collective by size and variant, and check every byte it moved.
 
     The columns are those of nccl-tests; GB/s are 1e9 bytes a second; a size is the total array.
+
+    \b
+    offcore bench all_gather --machine mi300x-8 --sizes 1K:4G:4
+    offcore bench all_to_all --machine mi300x-8 --in-place
+    offcore bench all_gather --backend host --ranks 2 --baseline gloo,memcpy
     """
     request = _request(
         op.value,
@@ -183,8 +152,7 @@ def bench_command(
         baselines=_names(baseline, "--baseline") if baseline else [],
         timeout_s=timeout,
     )
-    for name in request.baselines:
-        check_baseline(name)
+    bench.check_baselines(request)
     if plot_to is not None:
         plot.check_plot(plot_to)
     rows = _measure(request, json)
@@ -202,10 +170,15 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
         with JsonLines(json) as lines:
             measure = partial(bench.run, request)
             report.collect(measure, request.steps, request.op, lines, Stamp(), rows, skips)
-    finally:
+    except BrokenPipeError:  # the reader of the rows has had enough
+        raise
+    except BaseException:
         # What is known is shown, also when a later size failed.
         if rows:
             report.print_rows(rows, skips, report.console(stderr=json == "-"))
+        raise
+    if rows:
+        report.print_rows(rows, skips, report.console(stderr=json == "-"))
     if not rows:
         raise error("unsupported", "; ".join(dict.fromkeys(skip.reason for skip in skips)))
     return rows
@@ -214,12 +187,16 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
 @app.command()
 def show(
     op: OpArgument,
-    machine: Annotated[str, typer.Option(help="A machine (see: offcore doctor).")] = SIM_MACHINE,
+    machine: SimMachineOption = SIM_MACHINE,
     ranks: RanksOption = None,
-    nbytes: Annotated[str, typer.Option("--bytes", help="Total bytes (K = 1024).")] = "1M",
-    variant: Annotated[str, typer.Option(help="pcpy, prelaunch_b2b, ..., or auto.")] = ("auto"),
+    nbytes: Annotated[
+        str, typer.Option("--bytes", metavar="SIZE", help="Total bytes (K = 1024).")
+    ] = "1M",
+    variant: Annotated[
+        str, typer.Option(metavar="NAME", help=f"auto, or one of {VARIANT_HELP}.")
+    ] = "auto",
     in_place: InPlaceOption = False,
-    protocol: Annotated[ProtocolName, typer.Option(help="How ranks enter.")] = ProtocolName.auto,
+    protocol: ProtocolOption = ProtocolName.auto,
     json: JsonOption = None,
 ) -> None:
     """Print the program of DMA commands that a collective runs as."""
@@ -263,8 +240,10 @@ def verify(
     """Check a program's text: form, bounds, hazards, unmatched polls, deadlock."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise error("invalid", f"cannot read '{file}': {failure}") from None
+    except OSError as failure:
+        raise error("invalid", f"cannot read '{file}': {failure.strerror}") from None
+    except UnicodeDecodeError:
+        raise error("invalid", f"cannot read '{file}': it is not text") from None
     with JsonLines(json) as lines:
         try:
             program = offcore.Program.parse(text)
@@ -283,9 +262,9 @@ def verify(
 
 @app.command("breakdown")
 def breakdown_command(
-    machine: Annotated[str, typer.Option(help="A machine (see: offcore doctor).")] = SIM_MACHINE,
+    machine: SimMachineOption = SIM_MACHINE,
     sizes: Annotated[
-        str, typer.Option(metavar="FIRST:LAST[:FACTOR]|LIST", help="Bytes of the copy (K = 1024).")
+        str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
     ] = breakdown.SIZES,
     json: JsonOption = None,
     plot_to: PlotOption = None,
@@ -319,24 +298,29 @@ def doctor_command(json: JsonOption = None) -> None:
 
 @app.command("demo")
 def demo_command(
-    folder: Annotated[Path, typer.Option("--out", help="Where plots and rows go.")] = Path(
-        "demo-out"
-    ),
+    folder: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Where plots and rows go.")
+    ] = Path("demo-out"),
     host_sizes: Annotated[
-        str, typer.Option(metavar="FIRST:LAST[:FACTOR]|LIST", help="Sizes between processes.")
+        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes between processes.")
     ] = demo.HOST_SIZES,
     json: JsonOption = None,
 ) -> None:
     """Run collectives on the simulated MI300X machine, then between processes of this one."""
     sizes = _parsed(parse_sizes, host_sizes, "--host-sizes")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise error("invalid", f"cannot write to '{folder}': {failure.strerror}") from None
     with JsonLines(json or str(folder / "results.jsonl")) as lines:
         demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
 
 
 @app.callback(invoke_without_command=True)
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version.")
+    ] = False,
 ) -> None:
     if version:
         typer.echo(f"offcore {report.versions().get('offcore', 'unknown')} ({report.commit()})")

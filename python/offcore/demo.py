@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import offcore
-from offcore import bench, plot, report
+from offcore import bench, claims, plot, report
 from offcore.baselines import check_baseline
 from offcore.errors import error
 from offcore.report import JsonLines, Row, Skip, Stamp
-from offcore.sizes import parse_sizes
+from offcore.sizes import format_bytes, parse_sizes
 
 OPS = ("all_gather", "all_to_all")
 MACHINE = "mi300x-8"
@@ -23,6 +25,9 @@ MACHINE_RANKS = 8
 SIM_SIZES = "1K:4G"
 HOST_SIZES = "1K:64M:4"
 HOST_RANKS = 2
+LARGE_BYTES = 1 << 20
+_BUSY_FACTOR = 1.5  # times the cores: the build before a first demo alone does not count
+NOT_MEASURED = "a model's times: no GPU was measured"
 
 
 def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console) -> None:
@@ -31,16 +36,18 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
     start_s = time.monotonic()
     simulated: list[Row] = []
     for op in OPS:
-        requests = [_simulation(op, list(bench.VARIANTS), in_place=False)]
+        # The paper's set-ups: seven copies a GPU, and a series of swaps (sections 4.1 and 4.3).
+        requests = [_simulation(op, list(bench.VARIANTS), in_place=op == "all_gather")]
         if op == "all_to_all":
-            # Only in place can it be a series of swaps (section 4.3).
             requests.append(_simulation(op, ["swap", "prelaunch_swap"], in_place=True))
         label = f"{op} on simulated {MACHINE}"
         simulated += _measure(requests, label, lines, stamp, console, report.matrix)
-    console.print(f"simulated in {time.monotonic() - start_s:.1f} s\n")
+    console.print(claims.table(simulated))
+    took_s = time.monotonic() - start_s
 
     real: list[Row] = []
-    baselines = _baselines(console)
+    baselines, advice = _baselines()
+    notes = [note for note in (advice, _busy()) if note]
     for op in OPS:
         request = bench.Request(
             op=op,
@@ -49,14 +56,52 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
             ranks=HOST_RANKS,
             sizes=host_sizes,
             variants=["auto"],
+            in_place=op == "all_gather",
             baselines=baselines,
         )
         label = f"{op} between {HOST_RANKS} processes"
         real += _measure([request], label, lines, stamp, console, report.table)
 
-    _plot(simulated, folder / f"{MACHINE}.png", "time", console)
-    _plot(real, folder / "host.png", "time", console)
+    plots = {folder / f"{MACHINE}.png": (simulated, "speedup"), folder / "host.png": (real, "time")}
+    for path, (rows, metric) in plots.items():
+        plot.plot_rows(rows, path, metric)
+    _say(console, f"{MACHINE_RANKS} x MI300X, simulated in {took_s:.0f} s ({NOT_MEASURED})")
+    for op in OPS:
+        _say(console, *_best(op, [row for row in simulated if row.op == op]))
+    _say(console, f"\nthis machine, {HOST_RANKS} processes, real time")
+    for op in OPS:
+        _say(console, f"  {op}  " + _beside_baselines([row for row in real if row.op == op]))
+    _say(console, *(f"  {note}" for note in notes))
+    _say(console, "", f"plots: {', '.join(map(str, plots))}")
     _conclude(simulated + real, console)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _best(op: str, rows: list[Row]) -> list[str]:
+    """Which variant is best where, with and without the one that is not the paper's."""
+    papers = [row for row in rows if "fan" not in row.name]
+    lines = [f"  {op}  best: " + ", ".join(report.best_ranges(rows))]
+    if (ranges := report.best_ranges(papers)) != report.best_ranges(rows):
+        lines.append(f"  {'':{len(op)}}  among the paper's variants: " + ", ".join(ranges))
+    return lines
+
+
+def _beside_baselines(rows: list[Row]) -> str:
+    """Geometric means of the ratios to the baselines, over the sizes where bandwidth counts."""
+    times = {(row.impl, row.bytes): row.time_us for row in rows}
+    small, large = min(row.bytes for row in rows), [r.bytes for r in rows if r.bytes >= LARGE_BYTES]
+    parts = [f"{report.format_us(times['offcore', small])} us at {format_bytes(small)}"]
+    for impl, text in (("gloo", "{:.1f} x as fast as gloo"), ("memcpy", "{:.0%} of plain memcpy")):
+        ratios = [times[impl, n] / times["offcore", n] for n in large if (impl, n) in times]
+        # Out of place, offcore also copies each rank's own part, which memcpy leaves out.
+        if ratios and (rows[0].in_place or impl != "memcpy"):
+            parts.append(text.format(statistics.geometric_mean(ratios)))
+    where = f" ({format_bytes(LARGE_BYTES)} and above)" if len(parts) > 1 else ""
+    return "; ".join(parts) + where
 
 
 def _simulation(op: str, variants: list[str], in_place: bool) -> bench.Request:
@@ -92,18 +137,21 @@ def _measure(
     return rows
 
 
-def _baselines(console: Console) -> list[str]:
+def _baselines() -> tuple[list[str], str]:
+    """What to measure beside, and how to get more."""
     try:
         check_baseline("gloo")
     except offcore.Error as failure:
-        console.print(f"shown without gloo: {failure}\n", highlight=False, markup=False)
-        return ["memcpy"]
-    return ["gloo", "memcpy"]
+        return ["memcpy"], f"without gloo: {failure}"
+    return ["gloo", "memcpy"], ""
 
 
-def _plot(rows: list[Row], path: Path, metric: str, console: Console) -> None:
-    plot.plot_rows(rows, path, metric)
-    console.print(f"plot: {path}", highlight=False)
+def _busy() -> str:
+    """Said where others use this machine so much that real times tell little."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= _BUSY_FACTOR * cores:
+        return ""
+    return f"these times are not the machine's best: it was busy (load {load:.1f}, {cores} cores)"
 
 
 def _conclude(rows: list[Row], console: Console) -> None:
@@ -111,4 +159,4 @@ def _conclude(rows: list[Row], console: Console) -> None:
     if wrong:
         raise error("driver", f"{wrong} bytes are wrong: this is a bug, please report it")
     checked = sum(row.wrong is not None for row in rows)
-    console.print(f"{len(rows)} rows, {checked} of them checked byte by byte: no byte is wrong")
+    _say(console, f"{len(rows)} rows, {checked} of them checked byte by byte: no byte is wrong")

@@ -59,6 +59,8 @@ def load(name_or_path: str | Path) -> _core.Machine:
     host = re.fullmatch(r"host-([1-9][0-9]?)", name)
     if host and int(host[1]) <= _HOST_RANKS_MAX:
         return _load_file(_find("host", name), rename=name, ranks=int(host[1]))
+    if re.fullmatch(r"host-[0-9]+", name):
+        raise error("invalid", f"{name}: this host can be 1 to {_HOST_RANKS_MAX} ranks")
     if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise _unknown(name)
     return _load_file(_find(name, name))

@@ -1,4 +1,4 @@
-"""Plots of results: time or bandwidth over size with a line a variant, and a copy's phases."""
+"""Plots of results: time, bandwidth or speedup over size, a line a variant; a copy's phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from offcore.baselines import BASELINES
 from offcore.errors import error
-from offcore.report import Row, has_choice
+from offcore.report import Row, has_choice, title_of
 from offcore.sizes import format_bytes
 
 _TICKS_MAX = 12
@@ -21,6 +21,12 @@ _COLOURS = {
     "fan": "#E69F00",
     "gloo": "#000000",
     "memcpy": "#7F7F7F",
+}
+_REFERENCE = "pcpy"  # what a speedup is over: the paper's baseline
+_METRIC_LABELS = {
+    "time": "time (us)",
+    "busbw": "busbw (1e9 bytes/s)",
+    "speedup": f"times as fast as {_REFERENCE}",
 }
 _PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
@@ -72,26 +78,37 @@ def _style_of(name: str) -> dict[str, Any]:
 def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
     # One variant a size, chosen by size, is one line; else each variant is one.
     chosen = not has_choice(rows)
+    reference = {row.bytes: row.time_us for row in rows if row.name == _REFERENCE}
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.bytes):
-        if row.bytes > 0:
+        if row.bytes > 0 and (metric != "speedup" or row.bytes in reference):
             lines.setdefault(row.impl if chosen else row.name, []).append(row)
     for name, line in lines.items():
-        values = [row.time_us if metric == "time" else row.busbw_gbps for row in line]
-        axes.plot([row.bytes for row in line], values, label=name, **_style_of(name))
+        values = {
+            "time": [row.time_us for row in line],
+            "busbw": [row.busbw_gbps for row in line],
+            "speedup": [reference.get(row.bytes, 0.0) / row.time_us for row in line],
+        }
+        axes.plot([row.bytes for row in line], values[metric], label=name, **_style_of(name))
     _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
+    axes.set_ylabel(_METRIC_LABELS[metric])
     if metric == "time":
         axes.set_yscale("log")
-        axes.set_ylabel("time (us)")
-    else:
-        axes.set_ylabel("busbw (1e9 bytes/s)")
+    elif metric == "speedup":
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}x")
     axes.grid(alpha=0.25, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
 def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
-    """One panel an operation, one line a variant."""
+    """One panel an operation, one line a variant.
+
+    metric: time, busbw or speedup (over pcpy; raises invalid where pcpy was not run).
+    """
+    if metric == "speedup" and not any(row.name == _REFERENCE for row in rows):
+        raise error("invalid", f"a speedup is over {_REFERENCE}, which was not run: no plot")
     plt = _pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(
@@ -101,8 +118,7 @@ def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
     for axes, op in zip(panels[0], ops, strict=True):
         of_op = [row for row in rows if row.op == op]
         _draw_lines(axes, of_op, metric)
-        row = of_op[0]
-        axes.set_title(f"{op}, {row.ranks} ranks, {row.machine} ({row.backend})", fontsize=10)
+        axes.set_title(title_of(of_op), fontsize=10)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -212,6 +212,21 @@ def has_choice(rows: list[Row]) -> bool:
     return len(sizes) > len(set(sizes))
 
 
+def size_ranges(sizes: Iterable[int], known: Sequence[int]) -> str:
+    """`1K-64K, 4M`: sizes that follow each other among the known ones, drawn together."""
+    order = sorted(set(known))
+    runs: list[tuple[int, int]] = []
+    for position in sorted(order.index(size) for size in set(sizes)):
+        if runs and runs[-1][1] == position - 1:
+            runs[-1] = (runs[-1][0], position)
+        else:
+            runs.append((position, position))
+    return ", ".join(
+        format_bytes(order[first]) + (f"-{format_bytes(order[last])}" if last != first else "")
+        for first, last in runs
+    )
+
+
 def best_ranges(rows: Iterable[Row]) -> list[str]:
     """`prelaunch_b2b 1K-64K`, ...: which variant is best where."""
     ranges: list[tuple[str, int, int]] = []
@@ -230,7 +245,7 @@ def format_us(time_us: float) -> str:
     return f"{time_us:,.2f}" if time_us < 1000 else f"{time_us:,.0f}"
 
 
-def _title(rows: list[Row]) -> str:
+def title_of(rows: list[Row]) -> str:
     row = rows[0]
     places = {row.in_place for row in rows}
     place = ", in place" if places == {True} and row.op != "broadcast" else ""
@@ -245,7 +260,7 @@ def _optional(value: object) -> str:
 def table(rows: list[Row]) -> Table:
     """nccl-tests' columns, and what offcore adds to them: variant, commands, engines, syncs."""
     result = Table(
-        title=_title(rows), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0)
+        title=title_of(rows), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0)
     )
     several = len({row.impl for row in rows}) > 1
     result.add_column("size", justify="right")
@@ -275,14 +290,16 @@ def matrix(rows: list[Row]) -> Table:
     names = list(dict.fromkeys(row.name for row in rows))
     best = best_of(rows)
     result = Table(
-        title=_title(rows) + ": time in us",
+        title=title_of(rows) + ": time in us",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         padding=0,
     )
     result.add_column("size", justify="right")
+    expanded = {row.name for row in rows if row.native is False}
     for name in names:
-        result.add_column(name.replace("_", "_\n"), justify="right", vertical="bottom")
+        head = name.replace("_", "_\n") + (" +" if name in expanded else "")
+        result.add_column(head, justify="right", vertical="bottom")
     for size in dict.fromkeys(row.bytes for row in rows):
         cells = [format_bytes(size)]
         of_size = {row.name: row for row in rows if row.bytes == size}
@@ -302,22 +319,33 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
         notes.append("* best of its size: " + ", ".join(best_ranges(rows)))
     if any(row.native is False for row in rows):
         notes.append("+ has commands that this machine lacks: they were expanded")
-    unchecked = [row.bytes for row in rows if row.wrong is None and row.impl == "offcore"]
-    if unchecked:
-        first = format_bytes(min(unchecked))
-        notes.append(f"#wrong is - where bytes were not checked (from {first} on)")
+    offcore_rows = [row for row in rows if row.impl == "offcore"]
+    unchecked = [row.bytes for row in offcore_rows if row.wrong is None]
+    if len(unchecked) == len(offcore_rows):
+        notes.append("bytes were not checked")
+    elif unchecked:
+        notes.append(f"bytes were checked below {format_bytes(min(unchecked))}")
     wrong = sum(row.wrong or 0 for row in rows)
     if wrong:
         notes.append(f"WRONG: {wrong} bytes differ from what they must be")
-    by_reason: dict[tuple[str, str], list[int]] = {}
+    return notes + _skip_notes(rows, skips)
+
+
+def _skip_notes(rows: list[Row], skips: list[Skip]) -> list[str]:
+    """One line a reason, with the variants it holds for."""
+    sizes_by_case: dict[tuple[str, str], list[int]] = {}
     for skip in skips:
         reason = skip.reason.removeprefix(f"variant {skip.name}: ")
-        by_reason.setdefault((skip.name, reason), []).append(skip.bytes)
-    all_sizes = len({row.bytes for row in rows} | {skip.bytes for skip in skips})
-    for (name, reason), sizes in by_reason.items():
-        where = "" if len(sizes) == all_sizes else " at " + ", ".join(map(format_bytes, sizes))
-        notes.append(f"skipped {name}{where}: {reason}")
-    return notes
+        sizes_by_case.setdefault((skip.name, reason), []).append(skip.bytes)
+    known = sorted({row.bytes for row in rows} | {skip.bytes for skip in skips})
+    names_by_note: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), sizes in sizes_by_case.items():
+        where = "" if len(sizes) == len(known) else " at " + size_ranges(sizes, known)
+        names_by_note.setdefault((where, reason), []).append(name)
+    return [
+        f"skipped {', '.join(names)}{where}: {reason}"
+        for (where, reason), names in names_by_note.items()
+    ]
 
 
 def print_rows(
@@ -328,4 +356,4 @@ def print_rows(
 ) -> None:
     to.print(form(rows))
     for note in footnotes(rows, skips):
-        to.print(note, highlight=False, markup=False)
+        to.print(note, highlight=False, markup=False, soft_wrap=True)

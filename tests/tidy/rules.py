@@ -278,16 +278,18 @@ def under(*folders: str, suffixes: tuple[str, ...]) -> Callable[[str], bool]:
 
 
 CPP = (".h", ".cpp")
+SOURCES = ("core/", "python/", "tests/", "benchmarks/", "examples/")
+
 RULES: list[tuple[Callable[[str, str], Findings], Callable[[str], bool]]] = [
     (check_layers, under("core/", suffixes=CPP)),
     (check_include_form, under("core/", suffixes=CPP)),
     (check_header, under("core/", "python/bindings/", suffixes=(".h",))),
     (check_text, lambda path: True),
-    (check_size, under("core/", "python/", "tests/", "benchmarks/", suffixes=(*CPP, ".py"))),
-    (check_names, under("core/", "python/", "tests/", "benchmarks/", suffixes=(*CPP, ".py"))),
+    (check_size, under(*SOURCES, suffixes=(*CPP, ".py"))),
+    (check_names, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_environment, under("core/", "python/", suffixes=(*CPP, ".py"))),
     (check_cpp_functions, under("core/", "python/", suffixes=CPP)),
-    (check_python_functions, under("python/", "tests/", "benchmarks/", suffixes=(".py",))),
+    (check_python_functions, under(*SOURCES, suffixes=(".py",))),
     (check_documented, under("python/offcore/", suffixes=(".py",))),
     (check_asserts, under("tests/", suffixes=(".py",))),
 ]

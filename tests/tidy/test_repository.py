@@ -8,7 +8,7 @@ import pytest
 import rules
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".ci", "benchmarks", "core", "docs", "machines", "python", "tests")
+FOLDERS = (".ci", "benchmarks", "core", "docs", "examples", "machines", "python", "tests")
 PLANTS_VIOLATIONS = Path(__file__).with_name("test_rules.py")
 SUFFIXES = {".cpp", ".dma", ".h", ".json", ".jsonl", ".md", ".py", ".pyi", ".toml", ".txt"}
 

@@ -10,7 +10,7 @@
 namespace offcore {
 namespace {
 
-// A copy notices poison and deadlines between pieces.
+// A copy pauses between pieces: for poison, deadlines, and whatever else has become ready.
 constexpr uint64_t kPieceBytes = 1 << 20;
 constexpr uint64_t kRowBytes = 256;  // a row's own cost, in bytes
 
@@ -65,15 +65,15 @@ bool Context::ready() const {
   return command.op != Op::poll || polled(command);
 }
 
-bool Context::move(const Command& command, const Interrupt& interrupt) {
+bool Context::move(const Command& command) {
   const Rank ranks = flight_.cargo->program->ranks;
   for (; row_ < command.rows; ++row_, offset_ = 0) {
     std::byte* dst = byte_at(flight_.launch, row_of(command.dst, command.dst_step, row_, ranks));
     std::byte* src = byte_at(flight_.launch, row_of(command.src, command.src_step, row_, ranks));
     while (offset_ < command.bytes) {
-      if (unchecked_bytes_ >= kPieceBytes) {
-        if (poisoned() || interrupt.raised()) return false;
-        unchecked_bytes_ = 0;
+      if (run_bytes_ >= kPieceBytes) {
+        run_bytes_ = 0;
+        return false;
       }
       const uint64_t bytes = std::min(kPieceBytes, command.bytes - offset_);
       if (command.op == Op::swap) {
@@ -82,7 +82,7 @@ bool Context::move(const Command& command, const Interrupt& interrupt) {
         std::memcpy(dst + offset_, src + offset_, bytes);
       }
       offset_ += bytes;
-      unchecked_bytes_ += std::max(bytes, kRowBytes);
+      run_bytes_ += std::max(bytes, kRowBytes);
     }
   }
   return true;
@@ -114,7 +114,7 @@ void Context::signal(const Command& command) const {
   if (forward) wake(*launch.wakeups[watched]);
 }
 
-Context::Stop Context::run(const Interrupt& interrupt) {
+Context::Stop Context::run() {
   while (reached() < commands_.size()) {
     if (poisoned()) return Stop::poisoned;
     const Command& command = commands_[reached()];
@@ -122,7 +122,7 @@ Context::Stop Context::run(const Interrupt& interrupt) {
     switch (command.op) {
       case Op::copy:
       case Op::swap:
-        if (!move(command, interrupt)) return poisoned() ? Stop::poisoned : Stop::paused;
+        if (!move(command)) return Stop::paused;
         break;
       case Op::poll:
         if (!polled(command)) return Stop::blocked;

@@ -19,15 +19,8 @@ struct Flight;
 struct LocalQueue {
   uint32_t queue = 0;   // index into program.queues
   uint32_t part = 0;    // index into the local ranks
-  uint32_t engine = 0;  // of the station
-  bool heavy = false;   // worth an engine's thread of its own
-};
-
-// When a running context must let go of a long copy: checked between its pieces.
-struct Interrupt {
-  const std::atomic<bool>& flag;
-  Deadline deadline;
-  bool raised() const { return flag.load(std::memory_order_acquire) || deadline.passed(); }
+  uint32_t engine = 0;  // of the station: a thread to start
+  bool heavy = false;   // worth waking an engine's thread for
 };
 
 // One queue of one launch.
@@ -37,11 +30,11 @@ class Context {
 
   enum class Stop : uint8_t {
     blocked,   // in a poll
-    paused,    // interrupted in a copy
+    paused,    // in a copy, for its thread to look around
     ended,     // no command is left
     poisoned,  // its run is dead; it never touches memory again
   };
-  Stop run(const Interrupt& interrupt);
+  Stop run();
   bool ready() const;  // a run would get further
 
   uint32_t queue() const { return local_.queue; }
@@ -58,7 +51,7 @@ class Context {
 
   bool poisoned() const;
   bool polled(const Command& command) const;
-  bool move(const Command& command, const Interrupt& interrupt);
+  bool move(const Command& command);
   void signal(const Command& command) const;
 
   Flight& flight_;
@@ -66,10 +59,10 @@ class Context {
   LocalQueue local_;
   Rank rank_;
   std::atomic<uint32_t> command_{0};
-  uint32_t row_ = 0;              // of the copy under way
-  uint64_t offset_ = 0;           // in its row
-  uint64_t unchecked_bytes_ = 0;  // moved since poison and interrupt were looked at
-  int64_t start_ns_ = -1;         // of the command under way; -1: not begun
+  uint32_t row_ = 0;        // of the copy under way
+  uint64_t offset_ = 0;     // in its row
+  uint64_t run_bytes_ = 0;  // moved since the last pause
+  int64_t start_ns_ = -1;   // of the command under way; -1: not begun
   std::vector<CommandTime> times_;
   std::vector<Timestamp> timestamps_;
 

@@ -13,7 +13,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more deserves its own thread
+constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more is worth waking a thread for
 
 class HostRun final : public Run {
  public:

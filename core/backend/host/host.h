@@ -1,9 +1,9 @@
 // The host backend: software DMA engines over shared memory, in real time, across processes.
 //
-// An engine is a thread that serves the queues mapped to it (queue index modulo engines). A queue
-// of a launch is resumable: where a poll blocks, its engine goes on with other queues. A thread in
-// Run::wait helps: it runs the caller queue and whatever else is ready, so that a small collective
-// needs no thread switch.
+// An engine is a thread, started by the first program with a large copy for it (queue index modulo
+// engines); whichever thread is awake runs whatever is ready. A queue of a launch is resumable:
+// where a poll blocks or a copy pauses, its thread goes on with other queues. A thread in Run::wait
+// works like an engine, and comes before them, so that a collective needs no thread switch.
 //
 // - A run that is destroyed before it is done goes on by itself; Launch::owner keeps its memory.
 // - A poisoned rank's queues stop before their next command (a copy before its next piece).

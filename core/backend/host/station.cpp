@@ -56,6 +56,7 @@ class SignalsBlocked {
 Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
     : local_ranks_(std::move(local_ranks)),
       crowded_(ranks > cores()),
+      share_(std::max<uint32_t>(1, cores() * local_ranks_.size() / ranks)),
       engines_(local_ranks_.size() * machine.engines_peer) {}
 
 void Station::prepare(const Cargo& cargo) {
@@ -71,7 +72,7 @@ void Station::prepare(const Cargo& cargo) {
     if (engine.thread.joinable()) continue;
     try {
       engine.thread = std::thread([self = shared_from_this(), index] { self->serve(index); });
-      ++attending_;
+      ++awake_;
     } catch (const std::system_error& error) {
       fail(Code::driver, "cannot start a thread for an engine: ", error.what());
     }
@@ -84,6 +85,7 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
   if (stopping_) fail(Code::cancelled, "the host backend is closed");
   enqueued_ns_ = now_ns();
   bool turned = false;
+  ++awake_;
   for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
     const LaneKey key{flight->launch.lane, part};
     lanes_[key].push_back(flight);
@@ -92,7 +94,9 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
     activate(*flight, part);
     turn(key, ended);
   }
-  if (turned) look_after();
+  if (turned && awake_ < share_ && ready(true)) call_engine();
+  --awake_;
+  if (turned) leave();
   // `lock` goes before `ended`: see Ended.
 }
 
@@ -132,98 +136,95 @@ void Station::finish(Context& context, Ended& ended) {
     turn({flight.launch.lane, context.local_.part}, ended);
 }
 
-void Station::call(Engine& engine) {
-  if (engine.state == Engine::State::awake) return;
-  if (engine.state == Engine::State::asleep) ++attending_;
-  engine.state = Engine::State::awake;
-  engine.call.notify_one();
-}
-
 bool Station::waiting() const {
   return std::any_of(active_.begin(), active_.end(),
                      [](const Context* context) { return !context->running_; });
 }
 
-// After a change that the caller of this will not follow up itself: sees to it that somebody does.
-void Station::look_after() {
-  bool ready = false;
-  for (const Context* context : active_) {
-    if (context->running_ || !context->ready()) continue;
-    ready = true;
-    if (context->local_.heavy) call(engines_[context->local_.engine]);
+bool Station::ready(bool heavy) const {
+  return std::any_of(active_.begin(), active_.end(), [heavy](const Context* context) {
+    return context->local_.heavy >= heavy && !context->running_ && context->ready();
+  });
+}
+
+// Wakes an engine, if one is left: rather the one that stands by.
+void Station::call_engine() {
+  Engine* called = nullptr;
+  for (Engine& engine : engines_) {
+    if (!engine.thread.joinable() || engine.state == Engine::State::awake) continue;
+    if (called == nullptr || engine.state == Engine::State::standby) called = &engine;
   }
-  if (attending_ > 0) {
-    if (ready && watched_ != nullptr) wake(*watched_);
-  } else if (waiting()) {
-    if (callers_asleep_ > 0) callers_.notify_one();
-    const auto idle = std::find_if(engines_.begin(), engines_.end(), [](const Engine& engine) {
-      return engine.state == Engine::State::asleep;
-    });
-    if (callers_asleep_ == 0 && idle != engines_.end()) call(*idle);
+  if (called == nullptr) return;
+  if (called->state == Engine::State::standby) standby_ = false;
+  called->state = Engine::State::awake;
+  ++awake_;
+  called->call.notify_one();
+}
+
+// What a thread does when it goes back to its own business: sees to it that somebody attends.
+void Station::leave() {
+  if (awake_ > 0 || standby_ || !waiting()) return;
+  if (watched_ != nullptr) {
+    if (ready(false)) wake(*watched_);
+  } else if (callers_asleep_ > 0) {
+    callers_.notify_one();
+  } else {
+    call_engine();
   }
 }
 
-// A ready context for the worker: its own first. Calls the engines of heavy ones left over.
-Context* Station::pick(const Worker& worker) {
+// A ready context: light ones first, for peers wait for their signals, then the caller's own. Calls
+// an engine for a heavy one left over, if its core is free.
+Context* Station::pick(const Flight* own) {
+  const auto rank = [own](const Context& context) {
+    return (context.local_.heavy ? 0 : 2) + (&context.flight_ == own ? 1 : 0);
+  };
   Context* found = nullptr;
-  bool found_own = false;
+  bool heavy_left = false;
   for (Context* context : active_) {
     if (context->running_ || !context->ready()) continue;
-    const bool caller = worker.own != nullptr;
-    const bool own =
-        caller ? &context->flight_ == worker.own : context->local_.engine == worker.engine;
-    const bool better =
-        found == nullptr ? own || caller || !context->local_.heavy : own && !found_own;
-    Context* left_over = better ? found : context;
-    if (left_over != nullptr && left_over->local_.heavy) call(engines_[left_over->local_.engine]);
-    if (!better) continue;
-    found = context;
-    found_own = own;
+    Context* left = context;
+    if (found == nullptr || rank(*context) > rank(*found)) std::swap(left, found);
+    heavy_left |= left != nullptr && left->local_.heavy;
   }
+  if (heavy_left && awake_ < share_) call_engine();
   return found;
 }
 
-void Station::advance(Lock& lock, Context& context, const Interrupt& interrupt) {
+void Station::advance(Lock& lock, Context& context) {
   const std::shared_ptr<Flight> flight = context.flight_.shared_from_this();
   context.running_ = true;
-  if (context.local_.heavy) {
-    --attending_;
-    look_after();
-  }
   lock.unlock();
-  const Context::Stop stop = context.run(interrupt);
+  const Context::Stop stop = context.run();
   Ended ended;
   lock.lock();
-  if (context.local_.heavy) ++attending_;
   context.running_ = false;
   if (stopping_) return;
-  if (stop == Context::Stop::ended || stop == Context::Stop::poisoned) {
-    finish(context, ended);
-  } else if (stop == Context::Stop::paused) {
-    call(engines_[context.local_.engine]);
-  }
+  if (stop == Context::Stop::ended || stop == Context::Stop::poisoned) finish(context, ended);
   if (ended.empty()) return;
   lock.unlock();
   ended.clear();
   lock.lock();
 }
 
-// Sleeps on the local ranks' wakeup unless the worker has something to do.
-void Station::watch(Lock& lock, const Worker& worker, int64_t wait_ns) {
-  const Launch& launch = (worker.own != nullptr ? *worker.own : active_.front()->flight_).launch;
+// Sleeps on the local ranks' wakeup unless there is something to do.
+void Station::watch(Lock& lock, const Flight* own, int64_t wait_ns) {
+  const Launch& launch = (own != nullptr ? *own : active_.front()->flight_).launch;
   const bool mixed = std::any_of(active_.begin(), active_.end(), [&](const Context* context) {
     return context->flight_.launch.wakeups != launch.wakeups;
   });
   if (mixed) wait_ns = std::min(wait_ns, kMixedNs);  // one futex cannot tell of all
   std::shared_ptr<void> owner = launch.owner;        // the wakeup outlives its flight
   watched_ = launch.wakeups[local_ranks_.front()];
-  watcher_own_ = worker.own;
+  watcher_own_ = own;
   {
     Sleeper sleeper(*watched_);
-    if (pick(worker) == nullptr) {
+    if (pick(own) == nullptr) {
+      --awake_;
       lock.unlock();
       sleeper.sleep(wait_ns);
       lock.lock();
+      ++awake_;
     }
   }
   watched_ = nullptr;
@@ -233,28 +234,29 @@ void Station::watch(Lock& lock, const Worker& worker, int64_t wait_ns) {
 }
 
 void Station::rest(Lock& lock, Engine& engine) {
+  --awake_;
   if (!standby_ && now_ns() - enqueued_ns_ < kRecentNs) {
     standby_ = true;
     engine.state = Engine::State::standby;
     engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
-    engine.state = Engine::State::awake;
+    if (engine.state == Engine::State::awake) return;  // called
     standby_ = false;
+    engine.state = Engine::State::awake;
+    ++awake_;
     return;
   }
   engine.state = Engine::State::asleep;
-  --attending_;
   engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
 }
 
 void Station::serve(uint32_t index) {
-  const Worker worker{.engine = index, .own = nullptr};
-  const Interrupt interrupt{stopping_, Deadline::after_ns(INT64_MAX)};
   Lock lock(mutex_);
   while (!stopping_) {
-    if (Context* context = pick(worker)) {
-      advance(lock, *context, interrupt);
-    } else if (attending_ == 1 && waiting()) {
-      watch(lock, worker, kWatchNs);
+    Context* context = awake_ > share_ ? nullptr : pick(nullptr);
+    if (context != nullptr) {
+      advance(lock, *context);
+    } else if (awake_ == 1 && watched_ == nullptr && !standby_ && waiting()) {
+      watch(lock, nullptr, kWatchNs);
     } else {
       rest(lock, engines_[index]);
     }
@@ -263,35 +265,35 @@ void Station::serve(uint32_t index) {
 
 // A caller sleeps while somebody else watches.
 void Station::doze(Lock& lock, int64_t wait_ns) {
-  --attending_;
+  --awake_;
   ++callers_asleep_;
   callers_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
   --callers_asleep_;
-  ++attending_;
+  ++awake_;
 }
 
-void Station::help(Lock& lock, Flight& flight, const Deadline& deadline) {
-  const Worker worker{.engine = 0, .own = &flight};
-  const Interrupt interrupt{flight.done, deadline};
+void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
+  const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
   int64_t idle_since_ns = -1;
-  while (!flight.done && !stopping_ && !deadline.passed()) {
-    if (Context* context = pick(worker)) {
+  while (!own.done && !stopping_ && !deadline.passed()) {
+    if (Context* context = pick(&own)) {
       idle_since_ns = -1;
-      advance(lock, *context, interrupt);
+      advance(lock, *context);
       continue;
     }
     if (idle_since_ns < 0) idle_since_ns = now_ns();
-    if (now_ns() - idle_since_ns < spin_ns) {
+    const int64_t idle_ns = now_ns() - idle_since_ns;
+    if (idle_ns < spin_ns) {
       lock.unlock();
-      if (crowded_ || now_ns() - idle_since_ns > kPureSpinNs) {
-        sched_yield();
-      } else {
+      if (idle_ns < pure_spin_ns) {
         pause_briefly();
+      } else {
+        sched_yield();
       }
       lock.lock();
     } else if (watched_ == nullptr) {
-      watch(lock, worker, std::min(kWatchNs, deadline.left_ns()));
+      watch(lock, &own, std::min(kWatchNs, deadline.left_ns()));
     } else {
       doze(lock, std::min(kDozeNs, deadline.left_ns()));
     }
@@ -301,10 +303,10 @@ void Station::help(Lock& lock, Flight& flight, const Deadline& deadline) {
 void Station::wait(Flight& flight, const Deadline& deadline) {
   if (!flight.done.load(std::memory_order_acquire)) {
     Lock lock(mutex_);
-    ++attending_;
+    ++awake_;
     help(lock, flight, deadline);
-    --attending_;
-    if (!stopping_) look_after();
+    --awake_;
+    if (!stopping_) leave();
   }
   const std::string& op = flight.cargo->program->op;
   if (flight.done.load(std::memory_order_acquire)) {

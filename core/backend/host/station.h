@@ -1,14 +1,15 @@
 // Where a backend's engine threads and waiting callers share the work of its local ranks.
 //
 // One mutex guards everything but the commands themselves. A lane's launches take their turns at
-// each local rank; the contexts whose turn it is are `active`. Whoever is awake looks for active
-// contexts that are ready: light ones are run by whoever sees them, heavy ones by their engine's
-// thread or by a waiting caller.
+// each local rank; the contexts whose turn it is are `active`. Whoever is awake runs the active
+// contexts that are ready, a piece of a copy at a time, and looks around after each. No more
+// threads are called than the ranks' share of the cores, and an engine makes way for a caller: a
+// second thread on a core, or a copy that moves to another one, costs more than it brings.
 //
 // Attention [invariant]: while active contexts wait for something, at least one thread attends: it
-// spins, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by (an
-// engine that looks again within kStandbyNs, so that a caller who launches and waits at once, over
-// and over, need not wake anybody). Every other thread runs a heavy context or sleeps until called.
+// is awake, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by
+// (an engine that looks again within kStandbyNs, so that a caller who launches and waits at once,
+// over and over, need not wake anybody). Every other thread sleeps until called.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -49,28 +50,25 @@ class Station : public std::enable_shared_from_this<Station> {
     std::condition_variable call;
     State state = State::awake;
   };
-  // Who looks for work: an engine, or a caller who waits for a flight of his own.
-  struct Worker {
-    uint32_t engine = 0;
-    const Flight* own = nullptr;
-  };
-
+  // `own` is the flight that a caller waits for; null for an engine.
   void serve(uint32_t engine);
   void rest(Lock& lock, Engine& engine);
-  void help(Lock& lock, Flight& flight, const Deadline& deadline);
-  void watch(Lock& lock, const Worker& worker, int64_t wait_ns);
+  void help(Lock& lock, Flight& own, const Deadline& deadline);
+  void watch(Lock& lock, const Flight* own, int64_t wait_ns);
   void doze(Lock& lock, int64_t wait_ns);
-  Context* pick(const Worker& worker);
-  void advance(Lock& lock, Context& context, const Interrupt& interrupt);
+  Context* pick(const Flight* own);
+  void advance(Lock& lock, Context& context);
   void finish(Context& context, Ended& ended);
   void activate(Flight& flight, uint32_t part);
   void turn(LaneKey key, Ended& ended);
-  void look_after();
+  void call_engine();
+  void leave();
   bool waiting() const;
-  void call(Engine& engine);
+  bool ready(bool heavy) const;
 
   const std::vector<Rank> local_ranks_;
-  const bool crowded_;  // more ranks than cores: spinning keeps others from their work
+  const bool crowded_;    // more ranks than cores: spinning keeps others from their work
+  const uint32_t share_;  // the local ranks' share of the cores: threads worth keeping awake
 
   std::mutex mutex_;
   std::vector<Engine> engines_;
@@ -79,7 +77,7 @@ class Station : public std::enable_shared_from_this<Station> {
   std::vector<Context*> active_;
   Wakeup* watched_ = nullptr;
   const Flight* watcher_own_ = nullptr;
-  uint32_t attending_ = 0;
+  uint32_t awake_ = 0;  // threads that run contexts or look for them
   uint32_t callers_asleep_ = 0;
   bool standby_ = false;
   int64_t enqueued_ns_ = 0;

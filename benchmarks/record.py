@@ -1,0 +1,105 @@
+"""Records what the simulator says: `python benchmarks/record.py [FOLDER]` (benchmarks/results).
+
+Runs the commands below, as a user would, and writes their rows, one file a command. Into
+`sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
+beside those of the rows; the README's plot is drawn from the rows too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from offcore import claims, plot
+from offcore.report import Row, Stamp
+
+MACHINE = "mi300x-8"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+SWEEPS = {
+    "all_gather": ("bench", "all_gather"),
+    "all_gather-in_place": ("bench", "all_gather", "--in-place"),
+    "all_to_all": ("bench", "all_to_all"),
+    "all_to_all-in_place": ("bench", "all_to_all", "--in-place"),
+}
+# One sweep of both collectives, every variant of each (swap has to be in place).
+FULL = ("all_gather-in_place", "all_to_all", "all_to_all-in_place")
+
+
+def run(words: tuple[str, ...], path: Path) -> float:
+    """The seconds that a command took, its start-up included."""
+    command = (*words, "--machine", MACHINE, "--json", str(path))
+    print("offcore", *command[:-2], flush=True)
+    start_s = time.monotonic()
+    subprocess.run(
+        (sys.executable, "-m", "offcore.cli", *command), check=True, stdout=subprocess.DEVNULL
+    )
+    return time.monotonic() - start_s
+
+
+def rows_of(path: Path) -> list[Row]:
+    names = [field.name for field in fields(Row)]
+    records = map(json.loads, path.read_text("utf-8").splitlines())
+    return [Row(**{name: record[name] for name in names}) for record in records]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Moved into place at the end: results being written would make the commit of the next dirty.
+    with tempfile.TemporaryDirectory() as name:
+        measure(Path(name))
+        for path in sorted(Path(name).iterdir()):
+            target = IMAGES if path.suffix == ".png" else folder
+            shutil.move(path, target / path.name)
+            print(target / path.name)
+
+
+def measure(folder: Path) -> None:
+    paths = {name: folder / f"sim-{MACHINE}-{name}.jsonl" for name in SWEEPS}
+    stamp = vars(Stamp())
+    load = os.getloadavg()[0]
+    seconds = {name: run(words, paths[name]) for name, words in SWEEPS.items()}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(("breakdown",), folder / f"sim-{MACHINE}-breakdown.jsonl")
+
+    rows = [row for name in FULL for row in rows_of(paths[name])]
+    measures: list[dict[str, Any]] = [
+        {
+            "measure": "sweep_seconds",
+            "value": round(sum(seconds[name] for name in FULL), 2),
+            "limit": 20,
+            "cores": len(os.sched_getaffinity(0)),
+            "load_before": round(load, 1),
+            "cpu_seconds_of_all_files": round(used.ru_utime + used.ru_stime, 2),
+            "sizes": "1K:4G",
+            "files": [paths[name].name for name in FULL],
+            "rows": len(rows),
+        }
+    ]
+    measures += [{"measure": "ratio"} | claim for claim in claims.to_json(rows)]
+    lines = [json.dumps(one | stamp) + "\n" for one in measures]
+    (folder / f"sim-{MACHINE}-measures.jsonl").write_text("".join(lines), "utf-8")
+    draw(rows, folder / f"sim-{MACHINE}.png")
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The plot that the README shows, in few colours: it lies in the repository."""
+    plot.plot_rows(rows, path, "speedup")
+    with Image.open(path) as image:
+        small = image.convert("RGB").resize((1440, 460), Image.Resampling.LANCZOS)
+    small.quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The options that commands share, and the names they take."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SIM_SIZES = "1K:4G"
+REAL_SIZES = "1K:64M"
+
+
+class Op(str, enum.Enum):
+    all_gather = "all_gather"
+    all_to_all = "all_to_all"
+    broadcast = "broadcast"
+    scatter = "scatter"
+    gather = "gather"
+
+
+class BackendName(str, enum.Enum):
+    auto = "auto"
+    sim = "sim"
+    host = "host"
+    cuda = "cuda"
+    sdma = "sdma"
+
+
+class ProtocolName(str, enum.Enum):
+    auto = "auto"
+    barrier = "barrier"
+    promise = "promise"
+    eager = "eager"
+
+
+class Metric(str, enum.Enum):
+    time = "time"
+    busbw = "busbw"
+    speedup = "speedup"
+
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write JSON, one object a line (- is stdout)."),
+]
+OpArgument = Annotated[
+    Op, typer.Argument(metavar="OP", show_choices=False, help=", ".join(Op.__members__))
+]
+MACHINE_HELP = "A machine's name (see: offcore doctor) or .json file."
+VARIANT_HELP = "pcpy, bcst, swap, b2b, fan, prelaunch_ of each"
+SIZES_METAVAR = "FIRST:LAST[:FACTOR]|LIST"
+MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_HELP)]
+SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]
+RanksOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="The machine's first ranks only.")
+]
+InPlaceOption = Annotated[
+    bool, typer.Option("--in-place", metavar="", help="Input and output share a buffer.")
+]
+ProtocolOption = Annotated[
+    ProtocolName,
+    typer.Option(
+        metavar="NAME",
+        help="How ranks enter: barrier, eager (through slots), promise (buffers known to be free) "
+        "or auto: in bench on sim promise, else barrier.",
+    ),
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot (.png, .svg, .pdf).")
+]
+BackendOption = Annotated[
+    BackendName,
+    typer.Option(
+        metavar="NAME",
+        help="sim, host, cuda, sdma, or auto: sim for a machine that is named, else this one.",
+    ),
+]
+SizesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar=SIZES_METAVAR,
+        help="Total bytes: 1K:4G, 1K:1G:4 or 4096,1000003 (K = 1024). "
+        f"Default {SIM_SIZES} on sim, {REAL_SIZES} elsewhere.",
+    ),
+]
+VariantsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="all|auto|LIST",
+        help=f"All that can be had, the one that fits best, or these: {VARIANT_HELP}.",
+    ),
+]
+ItersOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Batches; time is their median.")
+]
+CallsOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Calls a batch, enqueued ahead.")
+]
+WarmupOption = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Calls before the first batch.")
+]
+CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
+BaselineOption = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Measure beside: gloo, memcpy.")
+]
+TimeoutOption = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
+]
+MetricOption = Annotated[
+    Metric,
+    typer.Option(metavar="NAME", help="What the plot shows: time, busbw or speedup over pcpy."),
+]

@@ -1,0 +1,83 @@
+"""The examples, and the Python that the documents show, run as they stand."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offcore.report import format_us
+from offcore.sizes import parse_bytes
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*words, env=None):
+    done = subprocess.run(
+        (sys.executable, *map(str, words)), capture_output=True, text=True, timeout=100, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks_of(name):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text("utf-8"), re.S | re.M)
+
+
+def test_all_gather_tells_every_variant():
+    lines = run(EXAMPLES / "all_gather.py").splitlines()
+    names = [line.split()[0] for line in lines[1:]]
+    assert names[0] == "pcpy"
+    assert {"bcst", "b2b", "prelaunch_pcpy", "prelaunch_bcst", "prelaunch_b2b"} <= set(names)
+    assert "swap" not in names
+
+
+def test_ranks_start_themselves():
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    lines = sorted(run(EXAMPLES / "ranks.py", env=env).splitlines())
+    assert [line.partition(";")[0] for line in lines] == [
+        "rank 0 of 2: correct",
+        "rank 1 of 2: correct",
+    ]
+
+
+def run_two_ranks(text):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    text = text.replace("127.0.0.1:29400", f"127.0.0.1:{port}")
+    both = [subprocess.Popen((sys.executable, "-c", f"rank = {rank}\n{text}")) for rank in range(2)]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_documents_show_python_that_runs(name):
+    blocks = blocks_of(name)
+    assert blocks
+    for block in blocks:
+        if "rank=rank" in block:
+            run_two_ranks(block)
+        else:
+            assert run("-c", block)
+
+
+def test_the_readme_shows_recorded_times():
+    path = ROOT / "benchmarks/results/sim-mi300x-8-all_gather-in_place.jsonl"
+    records = map(json.loads, path.read_text("utf-8").splitlines())
+    recorded = {(row["bytes"], row["variant"]): row["time_us"] for row in records}
+    text = (ROOT / "README.md").read_text("utf-8")
+    head = re.search(r"^ +size +(pcpy .*)$", text, re.M)
+    assert head is not None
+    names = head[1].replace(" +", "").split()
+    rows = re.findall(r"^ +(\d+[KMG])((?: +[\d.,]+\*?)+)$", text, re.M)
+    assert len(rows) >= 4
+    for size, cells in rows:
+        times = {name: recorded[parse_bytes(size), name] for name in names}
+        best = min(times, key=times.get)
+        shown = [format_us(times[name]) + "*" * (name == best) for name in names]
+        assert cells.split() == shown
