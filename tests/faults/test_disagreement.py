@@ -166,7 +166,9 @@ def test_a_window_against_a_call(as_threads: Any) -> None:
         desk = Desk(comm, rank)
         return failure_of(lambda: comm.window(64) if rank else in_order(desk, "all_gather")).code
 
-    assert as_threads(2, work, TIMEOUT_S) == ["timeout", "timeout"]
+    codes = as_threads(2, work, TIMEOUT_S)  # the second hears that the first has left
+    assert "timeout" in codes
+    assert set(codes) <= {"timeout", "peer"}
 
 
 PLACES: dict[str, Callable[[Desk], Any]] = {
