@@ -89,7 +89,7 @@ class Walk:
             handle.wait()
         self.handles.clear()
 
-    def check_bytes(self) -> None:
+    def assert_right(self) -> None:
         self.settle()
         for buffer in self.names:
             for rank in range(self.ranks):
@@ -105,7 +105,7 @@ def test_random_walk(target: Target, ranks: int, seed: int) -> None:
         for _ in range(5):
             for _ in range(12):
                 walk.step()
-            walk.check_bytes()
+            walk.assert_right()
 
 
 @pytest.mark.long
@@ -117,7 +117,7 @@ def test_random_walks(target: Target, ranks: int) -> None:
             for _ in range(10):
                 for _ in range(20):
                     walk.step()
-                walk.check_bytes()
+                walk.assert_right()
 
 
 @pytest.mark.parametrize("protocol", ["auto", "eager"])

@@ -166,7 +166,9 @@ def test_a_window_against_a_call(as_threads: Any) -> None:
         desk = Desk(comm, rank)
         return failure_of(lambda: comm.window(64) if rank else in_order(desk, "all_gather")).code
 
-    assert as_threads(2, work, TIMEOUT_S) == ["timeout", "timeout"]
+    codes = as_threads(2, work, TIMEOUT_S)  # the second hears that the first has left
+    assert "timeout" in codes
+    assert set(codes) <= {"timeout", "peer"}
 
 
 PLACES: dict[str, Callable[[Desk], Any]] = {
@@ -240,12 +242,15 @@ def test_the_far_ahead(as_threads: Any) -> None:
             time.sleep(0.3)
         handles = []
         for turn in range(500):
-            if rank == 0:
-                desk.one[:] = turn % 251
+            if turn % 97 == 0:  # the others are under way, and read or write the buffer
+                if handles:
+                    handles[-1].wait()
+                desk.one[:] = turn % 251 if rank == 0 else 255
+                comm.barrier()
             handles.append(CALLS["broadcast"](desk))
-            if turn % 97 == 0:
+            if turn % 97 == 60:
                 handles[-1].wait()
-                assert (desk.one == turn % 251).all()
+                assert (desk.one == (turn - 60) % 251).all()
         return sum(handle.wait().bytes > 0 for handle in handles)
 
     assert as_threads(2, work) == [500] * 2

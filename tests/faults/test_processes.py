@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from groups import Start, free_store
 from stream import Stream
 
 import offcore
-from conftest import Start, free_store
 
 TIMEOUT_S = 5
 
@@ -110,8 +110,12 @@ def test_ranks_that_leave_early_are_no_loss(start_ranks: Start) -> None:
 
 
 @pytest.mark.parametrize("spare_bytes", [1 << 20, 12 << 20, 40 << 20, 100 << 20])
-def test_little_address_space(start_ranks: Start, spare_bytes: int) -> None:
+def test_little_address_space(
+    start_ranks: Start, spare_bytes: int, request: pytest.FixtureRequest
+) -> None:
     """Memory or threads that cannot be had are an error on all ranks, not an end by signal."""
+    if request.config.getoption("--sanitized"):
+        pytest.skip("a sanitizer needs all the address space it can get")
     settings = {"spare_bytes": spare_bytes, "timeout": 1}
     group = start_ranks(2, calls=10, settings=lambda rank: settings if rank else {"timeout": 1})
     ends = [rank.end() for rank in group]

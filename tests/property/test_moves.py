@@ -134,3 +134,30 @@ def test_merged_moves_are_the_same_bytes(batch: Batch) -> None:
     assert bytes_of(merged) == bytes_of(batch.moves)
     assert all(nbytes > 0 for *_, nbytes in merged)
     assert len(merged) <= len(batch.moves)
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "nbytes", "names"),
+    [
+        ((3, 0, 0), (1, 0, 0), 4, ("move 1", "dst", "buffer 3", "1 to 2")),
+        ((0, 0, 0), (1, 0, 0), 4, ("move 1", "dst", "buffer 0")),
+        ((1, 2, 0), (1, 0, 0), 4, ("move 1", "dst", "rank 2", "2 ranks")),
+        ((1, 0, 0), (2, 0, 0), 4, ("move 1", "src", "pool is a host buffer")),
+        ((1, 0, 0), (1, -1, 0), 4, ("move 1", "src", "w is a window buffer")),
+        ((1, 0, 61), (1, 1, 0), 4, ("move 1", "dst", "leaves w of 64 bytes")),
+        ((1, 0, 0), (1, 1, (1 << 64) - 4), 4, ("move 1", "src", "leaves w of 64 bytes")),
+        ((1, 0, 0), (1, 1, 0), 1 << 63, ("move 1", "leaves w of 64 bytes")),
+        ((300, 0, 0), (1, 1, 0), 4, ("buffer 300",)),
+        ((1, 1 << 20, 0), (1, 1, 0), 4, ("rank 1048576",)),
+    ],
+)
+def test_moves_outside_their_buffers(
+    dst: Any, src: Any, nbytes: int, names: tuple[str, ...]
+) -> None:
+    good = ((2, -1, 0), (1, 1, 0), 8)
+    buffers = [("w", "window", 64), ("pool", "host", 64)]
+    with pytest.raises(_core.Error) as refused:
+        _core.moves_batch(2, buffers, [good, (dst, src, nbytes)])
+    assert refused.value.code == "invalid"
+    for name in names:
+        assert name in str(refused.value)
