@@ -53,6 +53,7 @@ class Window:
     def __init__(self, comm: Communicator, core: _core.Window) -> None:
         self._core = core
         self._local_ranks = comm.local_ranks
+        self.whole = core.region(0, core.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -389,7 +390,7 @@ class _Side:
             if writable:
                 self.core = [None] * len(local_ranks)
         elif isinstance(given, Window):
-            self.core = given.region(0, given.nbytes)
+            self.core = given.whole
         elif isinstance(given, _core.Region):
             self.core = given
         else:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
+import re
 import subprocess
 import sys
 import uuid
@@ -83,10 +85,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _processor() -> str:
+    """This machine's processor as its kernel names it, and how many cores there are."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
+
+
 def versions() -> dict[str, str]:
-    """The versions a result depends on."""
+    """What a result depends on: versions, the kernel and the processor."""
     found = {"offcore": _version("offcore"), "python": platform.python_version()}
     found |= {name: _version(name) for name in ("numpy", "torch")}
+    found |= {"linux": platform.release(), "processor": _processor()}
     return {name: version for name, version in found.items() if version}
 
 
