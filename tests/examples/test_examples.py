@@ -66,18 +66,36 @@ def test_documents_show_python_that_runs(name):
             assert run("-c", block)
 
 
-def test_the_readme_shows_recorded_times():
-    path = ROOT / "benchmarks/results/sim-mi300x-8-all_gather-in_place.jsonl"
-    records = map(json.loads, path.read_text("utf-8").splitlines())
-    recorded = {(row["bytes"], row["variant"]): row["time_us"] for row in records}
+def table_of(head: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The README's table whose first column after the size is `head`: its columns and its rows."""
     text = (ROOT / "README.md").read_text("utf-8")
-    head = re.search(r"^ +size +(pcpy .*)$", text, re.M)
-    assert head is not None
-    names = head[1].replace(" +", "").split()
-    rows = re.findall(r"^ +(\d+[KMG])((?: +[\d.,]+\*?)+)$", text, re.M)
-    assert len(rows) >= 4
-    for size, cells in rows:
-        times = {name: recorded[parse_bytes(size), name] for name in names}
+    row = r"^ +\d+[KMG](?: +[\d.,]+\*?)+\n"
+    found = re.search(rf"^ +size +({head} .*)\n((?:{row})+)", text, re.M)
+    assert found is not None
+    rows = [line.split() for line in found[2].splitlines()]
+    return found[1].replace(" +", "").split(), [(parse_bytes(r[0]), r[1:]) for r in rows]
+
+
+def records_of(name: str) -> list[dict]:
+    path = ROOT / "benchmarks" / "results" / name
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_the_readme_shows_recorded_times():
+    rows = records_of("sim-mi300x-8-all_gather-in_place.jsonl")
+    recorded = {(row["bytes"], row["variant"]): row["time_us"] for row in rows}
+    names, shown = table_of("pcpy")
+    assert len(shown) >= 4
+    for size, cells in shown:
+        times = {name: recorded[size, name] for name in names}
         best = min(times, key=times.get)
-        shown = [format_us(times[name]) + "*" * (name == best) for name in names]
-        assert cells.split() == shown
+        assert cells == [format_us(times[name]) + "*" * (name == best) for name in names]
+
+
+def test_the_readme_shows_recorded_times_of_host():
+    rows = records_of("host-2-all_gather.jsonl")
+    recorded = {(r["bytes"], r["impl"]): r["time_us"] for r in rows if r["run"] == rows[0]["run"]}
+    names, shown = table_of("offcore")
+    assert len(shown) >= 4
+    for size, cells in shown:
+        assert cells == [format_us(recorded[size, name]) for name in names]
