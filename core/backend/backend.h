@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,6 +17,15 @@
 
 namespace offcore {
 
+// How this process reaches memory that its CPUs cannot read and write in place.
+class Port {
+ public:
+  virtual ~Port() = default;
+  // Between the port's memory and this process's; done on return. Throws driver.
+  virtual void copy(void* dst, const void* src, uint64_t bytes) const = 0;
+  virtual int device() const = 0;  // the GPU, as the driver counts
+};
+
 // One rank's memory that other ranks can map. Owns the descriptor; data is this process's mapping,
 // null for phantom memory (sizes without bytes, for simulating gigabytes).
 struct Share {
@@ -23,7 +33,17 @@ struct Share {
   uint64_t bytes = 0;
   int fd = -1;  // what another process imports; -1 where ranks share a process
   std::byte* data = nullptr;
-  std::shared_ptr<void> owner;  // keeps fd and data alive
+  std::shared_ptr<void> owner;                 // keeps fd and data alive
+  std::shared_ptr<const Port> port = nullptr;  // to a local rank's memory; null: in place
+
+  // Between this memory and the process's; done on return.
+  void copy(void* dst, const void* src, uint64_t count) const {
+    if (port != nullptr) {
+      port->copy(dst, src, count);
+    } else {
+      std::memcpy(dst, src, count);
+    }
+  }
 };
 
 // Flag words are spread so that no two share a cache line.
@@ -66,6 +86,8 @@ struct Launch {
   uint32_t epoch = 0;            // flag values of this launch are epoch + the program's
   uint32_t lane = 0;             // launches of one lane run in order, rank by rank
   std::vector<Wakeup*> wakeups;  // one a rank
+  // GPUs: the callers' streams (the driver's handles), a local rank each; 0 or none: the backend's.
+  std::vector<uintptr_t> streams = {};
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
   // Null: they outlive the backend.
   std::shared_ptr<void> owner = nullptr;
@@ -104,18 +126,33 @@ class Loaded {
   // Enqueues the program's engine queues ahead of the call (mode armed only): the next launch,
   // which must carry the same epoch and lane, then starts them by its caller's start word. Where it
   // carries another binding the backend arms anew, or throws unsupported if it cannot take back.
-  virtual void arm(const Launch& launch) = 0;
+  // False where the engines cannot hold them: the next launch enqueues them then.
+  virtual bool arm(const Launch& launch) = 0;
   virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
 };
 
-class Backend {
+// Where windows come from.
+class Memory {
  public:
-  virtual ~Backend() = default;
-  virtual const Machine& machine() const = 0;
+  virtual ~Memory() = default;
   // Zeroed memory of one local rank. Throws memory.
   virtual Share allocate(Rank rank, uint64_t bytes) = 0;
   // Maps a peer's memory, given its descriptor (which the result owns).
   virtual Share import(Rank rank, uint64_t bytes, int fd) = 0;
+  // Makes a window of all ranks' shares, in the order of ranks. May lay them out anew: their data
+  // is what it is after this call only.
+  virtual void map(std::span<Share>) {}
+  // Whether this process's CPUs can read and write it in place.
+  virtual bool host_visible() const { return true; }
+};
+
+class Backend : public Memory {
+ public:
+  virtual const Machine& machine() const = 0;
+  // Zeroed memory of this host that the local ranks' engines reach.
+  virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
+  // The GPU that a local rank drives, as the driver counts; -1: none.
+  virtual int device(Rank) const { return -1; }
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
 };

@@ -6,54 +6,78 @@
 namespace offcore {
 namespace {
 
+void refuse_sim(const SimOptions& options) {
+  if (options.phantom || options.seed != 0 || !options.faults.empty()) {
+    fail(Code::unsupported, "phantom memory, seeds and faults are the simulator's");
+  }
+}
+
+void refuse_cuda(const CudaOptions& options) {
+  if (!(options == CudaOptions{})) {
+    fail(Code::unsupported, "devices, signal forms and own_copy are the cuda backend's");
+  }
+}
+
 std::unique_ptr<Backend> open_sim(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks,
-                                  SimOptions options) {
+                                  BackendOptions options) {
+  refuse_cuda(options.cuda);
   if (local_ranks.size() != ranks) {
     fail(Code::unsupported, "the simulator runs all ", ranks, " ranks in one process, not ",
          local_ranks.size());
   }
-  return make_sim(machine, ranks, std::move(options));
+  return make_sim(machine, ranks, std::move(options.sim));
 }
 
 std::unique_ptr<Backend> open_host(const Machine& machine, Rank ranks,
-                                   std::vector<Rank> local_ranks, SimOptions options) {
-  if (options.phantom || options.seed != 0 || !options.faults.empty()) {
-    fail(Code::unsupported, "phantom memory, seeds and faults are the simulator's");
-  }
+                                   std::vector<Rank> local_ranks, BackendOptions options) {
+  refuse_sim(options.sim);
+  refuse_cuda(options.cuda);
   return make_host(machine, ranks, std::move(local_ranks));
 }
 
+std::unique_ptr<Backend> open_cuda(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks, BackendOptions options) {
+  refuse_sim(options.sim);
+  return make_cuda(machine, ranks, std::move(local_ranks), options.cuda);
+}
+
 struct Row {
-  Probe probe;
-  std::unique_ptr<Backend> (*open)(const Machine&, Rank, std::vector<Rank>, SimOptions);
+  const char* name;
+  Probe (*probe)();
+  std::unique_ptr<Backend> (*open)(const Machine&, Rank, std::vector<Rank>, BackendOptions);
 };
 
-std::vector<Row> rows() {
-  return {
-      {{.name = "sim", .available = true, .reason = "runs anywhere"}, open_sim},
-      {{.name = "host", .available = true, .reason = "runs on any Linux"}, open_host},
-      {{.name = "cuda", .reason = "not in this version: NVIDIA's copy engines come next"}, nullptr},
-      {{.name = "sdma", .reason = "not in this version: AMD's SDMA engines come later"}, nullptr},
-  };
+Probe probe_sim() { return {.name = "sim", .available = true, .reason = "runs anywhere"}; }
+Probe probe_sdma() {
+  return {.name = "sdma", .reason = "not in this version: AMD's SDMA engines come later"};
 }
+Probe probe_host() { return {.name = "host", .available = true, .reason = "runs on any Linux"}; }
+
+constexpr Row kRows[] = {
+    {"sim", probe_sim, open_sim},
+    {"host", probe_host, open_host},
+    {"cuda", probe_cuda, open_cuda},
+    {"sdma", probe_sdma, nullptr},
+};
 
 }  // namespace
 
 std::vector<Probe> probe_backends() {
   std::vector<Probe> probes;
-  for (const Row& row : rows()) probes.push_back(row.probe);
+  for (const Row& row : kRows) probes.push_back(row.probe());
   return probes;
 }
 
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
-                                      std::vector<Rank> local_ranks, SimOptions options) {
+                                      std::vector<Rank> local_ranks, BackendOptions options) {
   std::string known;
-  for (const Row& row : rows()) {
-    if (row.probe.name == name) {
-      if (!row.probe.available) fail(Code::unavailable, "backend ", name, ": ", row.probe.reason);
+  for (const Row& row : kRows) {
+    if (name == row.name) {
+      const Probe probe = row.probe();
+      if (!probe.available) fail(Code::unavailable, "backend ", name, ": ", probe.reason);
       return row.open(machine, ranks, std::move(local_ranks), std::move(options));
     }
-    known += (known.empty() ? "" : ", ") + row.probe.name;
+    known += cat(known.empty() ? "" : ", ", row.name);
   }
   fail(Code::invalid, "unknown backend '", name, "'; known: ", known);
 }

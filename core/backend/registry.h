@@ -5,16 +5,23 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/backend/cuda/cuda.h"
 #include "core/backend/sim/sim.h"
 
 namespace offcore {
 
+struct BackendOptions {
+  SimOptions sim;
+  CudaOptions cuda;
+};
+
+// Looks for drivers and devices: the first call of a process may take long.
 std::vector<Probe> probe_backends();
 
 // A backend that drives the given local ranks of a group of `ranks` on this machine.
 // Throws unavailable with the probe's reason, invalid for an unknown name, and unsupported for
-// options of the simulator given to another backend.
+// options of one backend given to another.
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
-                                      std::vector<Rank> local_ranks, SimOptions options = {});
+                                      std::vector<Rank> local_ranks, BackendOptions options = {});
 
 }  // namespace offcore

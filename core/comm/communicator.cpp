@@ -49,7 +49,8 @@ struct Communicator::Plan {
   std::shared_ptr<Window> out_window;  // null: the program writes no window of the caller's
   std::vector<Share> scratch;          // one a local rank, where the program has scratch
   std::unique_ptr<Track> own_track;    // prelaunch: words and slots that no other launch touches
-  std::unique_ptr<Launch> armed;       // the launch that the engines hold already
+  std::unique_ptr<Launch> armed;       // prelaunch: the next launch
+  bool held = false;                   // by the engines already
 };
 
 std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> backend,
@@ -62,8 +63,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   std::shared_ptr<Communicator> communicator(
       new Communicator(std::move(backend), std::move(rendezvous), ranks));
   Communicator& self = *communicator;
-  self.control_ = ControlMemory::create(*self.backend_, self.rendezvous_.get(), ranks,
-                                        sizeof(Wakeup), deadline);
+  self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks, sizeof(Wakeup), deadline);
   if (self.rendezvous_) {
     const ControlMemory control = self.control_;
     const Rank own = self.rendezvous_->rank();
@@ -126,8 +126,7 @@ Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
   const uint64_t words = 2 * ranks_ + uint64_t{ranks_} * backend_->machine().engines_peer;
   made->index = index;
   made->track.flags = Flags::create(*backend_, rendezvous_.get(), ranks_, words, deadline);
-  made->records =
-      ControlMemory::create(*backend_, rendezvous_.get(), ranks_, Journal::kBytes, deadline);
+  made->records = ControlMemory::create(rendezvous_.get(), ranks_, Journal::kBytes, deadline);
   made->journal = Journal(made->records.bases);
   lane = std::move(made);
   return *lane;
@@ -206,7 +205,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   }
   const auto arm = [&] {
     auto armed = std::make_unique<Launch>(bind(plan, request, lane));
-    plan.loaded->arm(*armed);
+    plan.held = plan.loaded->arm(*armed);
     return armed;
   };
   std::unique_ptr<Launch> armed = std::exchange(plan.armed, nullptr);
@@ -214,10 +213,11 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
     armed = arm();
   } else {
     // Armed for the last call's memory; with other memory the backend arms once more.
-    pending.armed_ahead_ = !bind_own(*plan.program, request, *armed);
+    pending.armed_ahead_ = !bind_own(*plan.program, request, *armed) && plan.held;
     using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
     armed->owner = std::make_shared<Held>(armed->owner, request.keep);
   }
+  armed->streams = request.streams;
   pending.run_ = plan.loaded->launch(*armed);
   plan.armed = arm();  // at once: the next call finds its program on the engines
 }
@@ -369,6 +369,7 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   Flags& flags = track.flags;
   Launch launch{
       .binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
+  launch.streams = request.streams;
   flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
   for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -460,6 +461,7 @@ void Communicator::close() {
   const std::scoped_lock lock(mutex_);
   if (closed_) return;
   closed_ = true;
+  plans_.clear();  // engines let go of what was armed
   if (rendezvous_) {
     rendezvous_->on_peer_loss(nullptr);
     rendezvous_->close();

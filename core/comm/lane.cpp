@@ -1,23 +1,30 @@
 #include "core/comm/lane.h"
 
+#include "core/backend/shared_memory.h"
+
 namespace offcore {
 namespace {
 
 constexpr uint64_t kSlotBytesMin = 64 << 10;
 constexpr uint64_t kSlotAlign = 4096;
 
+ControlMemory of_window(const std::shared_ptr<Window>& window) {
+  ControlMemory memory;
+  for (Rank rank = 0; rank < window->ranks(); ++rank) memory.bases.push_back(window->base(rank));
+  memory.owner = window;
+  return memory;
+}
+
 }  // namespace
 
-ControlMemory ControlMemory::create(Backend& backend, Rendezvous* rendezvous, Rank ranks,
-                                    uint64_t bytes, const Deadline& deadline) {
-  ControlMemory memory;
+ControlMemory ControlMemory::create(Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
+                                    const Deadline& deadline) {
   if (rendezvous != nullptr) {
-    auto window = Window::create(backend, rendezvous, ranks, bytes, deadline);
-    for (Rank rank = 0; rank < ranks; ++rank) memory.bases.push_back(window->base(rank));
-    memory.owner = window;
-    return memory;
+    SharedMemory shared;
+    return of_window(Window::create(shared, rendezvous, ranks, bytes, deadline));
   }
   // One process: ordinary memory, also where the backend's own memory is phantom.
+  ControlMemory memory;
   const uint64_t share = (bytes + kWordBytes - 1) / kWordBytes * kWordBytes;
   struct alignas(kWordBytes) Line {
     std::byte bytes[kWordBytes];
@@ -32,9 +39,12 @@ ControlMemory ControlMemory::create(Backend& backend, Rendezvous* rendezvous, Ra
 
 Flags Flags::create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                     const Deadline& deadline) {
-  return {
-      .memory = ControlMemory::create(backend, rendezvous, ranks, 2 * words * kWordBytes, deadline),
-      .words = words};
+  const uint64_t bytes = 2 * words * kWordBytes;
+  if (backend.host_visible()) {
+    return {.memory = ControlMemory::create(rendezvous, ranks, bytes, deadline), .words = words};
+  }
+  return {.memory = of_window(Window::create(backend, rendezvous, ranks, bytes, deadline)),
+          .words = words};
 }
 
 void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,

@@ -24,17 +24,18 @@
 
 namespace offcore {
 
-// Zeroed control memory of every rank, visible to all of them, never phantom.
+// Zeroed host memory of every rank, visible to all of them, never phantom.
 struct ControlMemory {
   std::vector<std::byte*> bases;
   std::shared_ptr<void> owner;
 
   // Collective where ranks are processes.
-  static ControlMemory create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
+  static ControlMemory create(Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
                               const Deadline& deadline);
 };
 
-// Flag words for one sequence of launches.
+// Flag words for one sequence of launches: control memory, or a window where engines cannot wait
+// for that.
 struct Flags {
   ControlMemory memory;
   uint64_t words = 0;

@@ -33,9 +33,10 @@ struct Request {
   std::string variant = "auto";
   std::string protocol = "auto";  // auto, barrier, promise, eager
   uint32_t lane = 0;
-  std::vector<Operand> out;    // one a local rank
-  std::vector<Operand> in;     // likewise, or empty: in place
-  std::shared_ptr<void> keep;  // keeps the operands' memory alive until the operation has ended
+  std::vector<Operand> out;        // one a local rank
+  std::vector<Operand> in;         // likewise, or empty: in place
+  std::vector<uintptr_t> streams;  // GPUs: see Launch
+  std::shared_ptr<void> keep;      // keeps the operands' memory alive until the operation has ended
 };
 
 // The collective facts: a function of these alone is what every rank plans.

@@ -45,13 +45,13 @@ void check_sizes(const std::vector<uint64_t>& sizes) {
   }
 }
 
-std::vector<Share> share_all(Backend& backend, Rendezvous& rendezvous, uint64_t bytes,
+std::vector<Share> share_all(Memory& memory, Rendezvous& rendezvous, uint64_t bytes,
                              const Deadline& deadline) {
   const Rank self = rendezvous.rank();
   const Rank ranks = rendezvous.ranks();
   std::vector<Share> shares(ranks);
   std::optional<Error> error = attempt([&] {
-    shares[self] = backend.allocate(self, bytes);
+    shares[self] = memory.allocate(self, bytes);
     if (shares[self].fd >= 0 || ranks == 1) return;
     shares[self] = {};
     fail(Code::unsupported, "this backend's memory cannot be mapped by another process: ",
@@ -70,8 +70,9 @@ std::vector<Share> share_all(Backend& backend, Rendezvous& rendezvous, uint64_t 
   agree(reports);
   error = attempt([&] {
     for (Rank rank = 0; rank < ranks; ++rank) {
-      if (rank != self) shares[rank] = backend.import(rank, bytes, parcels[rank].fd.release());
+      if (rank != self) shares[rank] = memory.import(rank, bytes, parcels[rank].fd.release());
     }
+    memory.map(shares);
   });
   const std::vector<std::string> imported =
       rendezvous.all_gather_bytes("window imported", report(error), deadline);
@@ -81,7 +82,7 @@ std::vector<Share> share_all(Backend& backend, Rendezvous& rendezvous, uint64_t 
 
 }  // namespace
 
-std::shared_ptr<Window> Window::create(Backend& backend, Rendezvous* rendezvous, Rank ranks,
+std::shared_ptr<Window> Window::create(Memory& memory, Rendezvous* rendezvous, Rank ranks,
                                        uint64_t bytes, const Deadline& deadline) {
   std::vector<Share> shares;
   if (rendezvous != nullptr) {
@@ -89,11 +90,37 @@ std::shared_ptr<Window> Window::create(Backend& backend, Rendezvous* rendezvous,
       fail(Code::invalid, "a window of ", ranks, " ranks needs a rendezvous of as many, not of ",
            rendezvous->ranks());
     }
-    shares = share_all(backend, *rendezvous, bytes, deadline);
+    shares = share_all(memory, *rendezvous, bytes, deadline);
   } else {
-    for (Rank rank = 0; rank < ranks; ++rank) shares.push_back(backend.allocate(rank, bytes));
+    for (Rank rank = 0; rank < ranks; ++rank) shares.push_back(memory.allocate(rank, bytes));
+    memory.map(shares);
   }
-  return std::shared_ptr<Window>(new Window(bytes, std::move(shares)));
+  return std::shared_ptr<Window>(new Window(bytes, std::move(shares), memory.host_visible()));
+}
+
+void Window::read(void* dst, Rank rank, uint64_t offset, uint64_t bytes) const {
+  const Share& share = reachable(rank, offset, bytes);
+  if (bytes > 0) share.copy(dst, share.data + offset, bytes);
+}
+
+void Window::write(Rank rank, uint64_t offset, const void* src, uint64_t bytes) const {
+  const Share& share = reachable(rank, offset, bytes);
+  if (bytes > 0) share.copy(share.data + offset, src, bytes);
+}
+
+const Share& Window::reachable(Rank rank, uint64_t offset, uint64_t bytes) const {
+  if (rank >= ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  const Share& share = shares_[rank];
+  if (offset > bytes_ || bytes > bytes_ - offset) {
+    fail(Code::invalid, "bytes ", offset, "+", bytes, " lie outside a window of ", bytes_);
+  }
+  if (share.data == nullptr) {
+    fail(Code::unsupported, "phantom memory has sizes but no bytes");
+  }
+  if (!host_visible_ && share.port == nullptr) {
+    fail(Code::invalid, "rank ", rank, " is not local: only its own process looks at its memory");
+  }
+  return share;
 }
 
 std::optional<uint64_t> Window::contains(Rank rank, const void* pointer, uint64_t bytes) const {

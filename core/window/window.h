@@ -16,23 +16,32 @@ namespace offcore {
 class Window {
  public:
   // Collective. With a rendezvous this process holds its rank's share and maps the others'; without
-  // one (null) all ranks are local to the backend. Throws memory, mismatch (naming the sizes),
+  // one (null) all ranks are local to the memory. Throws memory, mismatch (naming the sizes),
   // unsupported (memory that other processes cannot map), or what the rendezvous throws.
-  static std::shared_ptr<Window> create(Backend& backend, Rendezvous* rendezvous, Rank ranks,
+  static std::shared_ptr<Window> create(Memory& memory, Rendezvous* rendezvous, Rank ranks,
                                         uint64_t bytes, const Deadline& deadline);
 
   Rank ranks() const { return static_cast<Rank>(shares_.size()); }
   uint64_t bytes() const { return bytes_; }
   // This process's mapping of the rank's share; null for phantom memory.
   std::byte* base(Rank rank) const { return shares_[rank].data; }
+  // Copies between a local rank's bytes from `offset` on and this process's memory; done on return.
+  void read(void* dst, Rank rank, uint64_t offset, uint64_t bytes) const;
+  void write(Rank rank, uint64_t offset, const void* src, uint64_t bytes) const;
+  // The local rank's GPU, as the driver counts; -1: the memory is the host's.
+  int device(Rank rank) const { return shares_[rank].port ? shares_[rank].port->device() : -1; }
+  bool host_visible() const { return host_visible_; }  // to this process's CPUs
   bool phantom() const { return bytes_ > 0 && shares_[0].data == nullptr; }
   // Where [pointer, pointer + bytes) lies in the rank's share, if all of it does.
   std::optional<uint64_t> contains(Rank rank, const void* pointer, uint64_t bytes) const;
 
  private:
-  Window(uint64_t bytes, std::vector<Share> shares) : bytes_(bytes), shares_(std::move(shares)) {}
+  const Share& reachable(Rank rank, uint64_t offset, uint64_t bytes) const;
+  Window(uint64_t bytes, std::vector<Share> shares, bool host_visible)
+      : bytes_(bytes), host_visible_(host_visible), shares_(std::move(shares)) {}
 
   uint64_t bytes_;
+  bool host_visible_;
   std::vector<Share> shares_;
 };
 

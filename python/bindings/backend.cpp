@@ -30,7 +30,7 @@ struct RunReport {
 // Owns a backend. A run that failed may still touch its memory, so its launch owns that.
 class Session {
  public:
-  Session(const std::string& backend, const Machine& machine, Rank ranks, SimOptions options) {
+  Session(const std::string& backend, const Machine& machine, Rank ranks, BackendOptions options) {
     std::vector<Rank> all(ranks);
     for (Rank rank = 0; rank < ranks; ++rank) all[rank] = rank;
     backend_ = open_backend(backend, machine, ranks, std::move(all), std::move(options));
@@ -56,7 +56,7 @@ class Session {
       launch_all(program, launch, timeout_s, repeat, result);
     }
     for (const Copy& copy : copies) {
-      std::memcpy(copy.array.data(), copy.bytes, copy.array.size());
+      copy.share.copy(copy.array.data(), copy.share.data, copy.array.size());
     }
     return result;
   }
@@ -66,31 +66,42 @@ class Session {
  private:
   struct Copy {
     Bytes array;
-    std::byte* bytes;
+    Share share;
   };
   struct Memory {
     std::vector<Share> shares;
     std::deque<Wakeup> wakeups;
   };
 
-  std::byte* allocate(Memory& memory, Rank rank, uint64_t bytes) {
-    memory.shares.push_back(backend_->allocate(rank, bytes));
-    return memory.shares.back().data;
+  Share allocate_host(Memory& memory, uint64_t bytes) {
+    return memory.shares.emplace_back(backend_->allocate_host(bytes));
+  }
+
+  // The same bytes of every rank, mapped by all where it is a window.
+  std::vector<Share> allocate(Memory& memory, Rank ranks, uint64_t bytes, bool window) {
+    std::vector<Share> shares;
+    for (Rank rank = 0; rank < ranks; ++rank) shares.push_back(backend_->allocate(rank, bytes));
+    if (window) backend_->map(shares);
+    memory.shares.insert(memory.shares.end(), shares.begin(), shares.end());
+    return shares;
   }
 
   void bind_flags(Memory& memory, Launch& launch, const Program& program) {
-    for (Rank rank = 0; rank <= program.ranks; ++rank) {
-      const Rank home = rank == program.ranks ? kHostRank : rank;
-      std::byte*& base = launch.binding.base(kFlagBuffer, home);
-      if (program.flag_words > 0) {
-        base =
-            allocate(memory, home == kHostRank ? Rank{0} : rank, program.flag_words * kWordBytes);
-      }
-      for (uint32_t word = 0; base != nullptr && word < program.flag_words; ++word) {
-        std::memcpy(base + word * kWordBytes, &launch.epoch, sizeof launch.epoch);
-      }
-      if (home == kHostRank) continue;
+    for (Rank rank = 0; rank < program.ranks; ++rank) {
       launch.wakeups.push_back(&memory.wakeups.emplace_back());
+    }
+    if (program.flag_words == 0) return;
+    const uint64_t bytes = program.flag_words * kWordBytes;
+    std::vector<std::byte> words(bytes);
+    for (uint32_t word = 0; word < program.flag_words; ++word) {
+      std::memcpy(&words[word * kWordBytes], &launch.epoch, sizeof launch.epoch);
+    }
+    std::vector<Share> shares = allocate(memory, program.ranks, bytes, true);
+    shares.push_back(allocate_host(memory, bytes));
+    for (Rank rank = 0; rank <= program.ranks; ++rank) {
+      const Share& share = shares[rank];
+      launch.binding.base(kFlagBuffer, rank == program.ranks ? kHostRank : rank) = share.data;
+      if (share.data != nullptr) share.copy(share.data, words.data(), bytes);
     }
   }
 
@@ -98,24 +109,26 @@ class Session {
                    const Program& program, BufferId id, const Arrays& arrays) {
     const Buffer& buffer = program.buffers[id];
     const bool host = buffer.kind == Buffer::Kind::host;
-    const size_t places = host ? 1 : program.ranks;
+    const Rank places = host ? Rank{1} : program.ranks;
     const auto found = arrays.find(buffer.name);
     if (found != arrays.end() && found->second.size() != places) {
       fail(Code::invalid, "buffer ", buffer.name, " needs ", places, " arrays, not ",
            found->second.size());
     }
-    for (size_t i = 0; i < places; ++i) {
-      std::byte* base = allocate(memory, static_cast<Rank>(i), buffer.bytes);
-      launch.binding.base(id, host ? kHostRank : static_cast<Rank>(i)) = base;
+    const bool window = buffer.kind == Buffer::Kind::window;
+    const std::vector<Share> shares = host ? std::vector<Share>{allocate_host(memory, buffer.bytes)}
+                                           : allocate(memory, places, buffer.bytes, window);
+    for (Rank i = 0; i < places; ++i) {
+      launch.binding.base(id, host ? kHostRank : i) = shares[i].data;
       if (found == arrays.end() || !found->second[i].has_value()) continue;
       const Bytes& array = *found->second[i];
       if (array.size() > buffer.bytes) {
         fail(Code::invalid, "buffer ", buffer.name, " has ", buffer.bytes, " bytes, the array of ",
              i, " has ", array.size());
       }
-      if (base == nullptr || array.size() == 0) continue;
-      std::memcpy(base, array.data(), array.size());
-      copies.push_back({array, base});
+      if (shares[i].data == nullptr || array.size() == 0) continue;
+      shares[i].copy(shares[i].data, array.data(), array.size());
+      copies.push_back({array, shares[i]});
     }
   }
 
@@ -222,15 +235,26 @@ void bind_backend(nb::module_& module) {
 
   bind_faults(module);
   bind_report(module);
+  nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
+      .def(
+          "__init__",
+          [](CudaOptions* place, std::vector<int> devices, std::string signals,
+             std::string own_copy) {
+            new (place) CudaOptions{std::move(devices), std::move(signals), std::move(own_copy)};
+          },
+          nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "fenced",
+          nb::arg("own_copy") = "engine");
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(
           "__init__",
           [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
-             bool phantom, uint64_t seed, std::vector<Fault> faults) {
-            new (place) Session(backend, machine, ranks, {phantom, seed, std::move(faults)});
+             bool phantom, uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda) {
+            new (place) Session(backend, machine, ranks,
+                                {.sim = {phantom, seed, std::move(faults)}, .cuda = cuda});
           },
           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
-          nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{})
+          nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{},
+          nb::arg("cuda") = CudaOptions{})
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,

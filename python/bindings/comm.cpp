@@ -41,6 +41,11 @@ Region region(const std::shared_ptr<Window>& window, uint64_t offset, uint64_t b
 nb::object view(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset, uint64_t bytes) {
   if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
   if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
+  if (!window->host_visible()) {
+    fail(Code::unsupported,
+         "a window in GPU memory is no numpy array: use its tensor(), or read() "
+         "and write()");
+  }
   const Region checked = region(window, offset, bytes);
   auto* owner = new std::shared_ptr<Window>(window);
   nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<decltype(owner)>(p); });
@@ -118,10 +123,12 @@ std::shared_ptr<void> keep_alive(nb::object object) {
 std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
                                                 Rank ranks, const std::string& store, Rank rank,
                                                 Rank world_size, bool phantom, uint64_t seed,
-                                                std::vector<Fault> faults, double timeout_s) {
+                                                std::vector<Fault> faults, const CudaOptions& cuda,
+                                                double timeout_s) {
   const nb::gil_scoped_release release;
   const Deadline deadline = Deadline::after_s(timeout_s);
-  SimOptions options{.phantom = phantom, .seed = seed, .faults = std::move(faults)};
+  BackendOptions options{.sim = {.phantom = phantom, .seed = seed, .faults = std::move(faults)},
+                         .cuda = cuda};
   if (store.empty()) {
     std::vector<Rank> all(ranks);
     std::iota(all.begin(), all.end(), Rank{0});
@@ -150,13 +157,37 @@ Request request_of(Communicator& self, const std::string& op, nb::handle out, nb
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
-                               nb::object keep, double timeout_s) {
+                               std::vector<uintptr_t> streams, nb::object keep, double timeout_s) {
   Released::drop();
   Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
                                std::move(protocol), lane);
+  request.streams = std::move(streams);
   request.keep = keep_alive(std::move(keep));
   const nb::gil_scoped_release release;
   return self.start(std::move(request), Deadline::after_s(timeout_s));
+}
+
+nb::object host_array(Communicator& self, uint64_t bytes) {
+  auto* share = new Share(self.backend().allocate_host(bytes));
+  nb::capsule capsule(share, [](void* p) noexcept { delete static_cast<Share*>(p); });
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(share->data),
+                                                      {bytes}, capsule)
+      .cast();
+}
+
+// A local rank's part of a window in GPU memory, as a torch tensor.
+nb::object tensor(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
+                  uint64_t bytes) {
+  if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  const int device = window->device(rank);
+  if (device < 0) fail(Code::unsupported, "this window is no memory of a local GPU: use array()");
+  const Region checked = region(window, offset, bytes);
+  auto* owner = new std::shared_ptr<Window>(window);
+  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<decltype(owner)>(p); });
+  return nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::device::cuda>(
+             reinterpret_cast<uint8_t*>(window->base(rank) + checked.offset), {bytes}, capsule, {},
+             nb::dtype<uint8_t>(), nb::device::cuda::value, device)
+      .cast();
 }
 
 void bind_windows(nb::module_& module) {
@@ -164,7 +195,30 @@ void bind_windows(nb::module_& module) {
       .def_prop_ro("ranks", &Window::ranks)
       .def_prop_ro("nbytes", &Window::bytes)
       .def_prop_ro("phantom", &Window::phantom)
+      .def_prop_ro("host_visible", &Window::host_visible)
       .def("view", &view, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
+      .def("tensor", &tensor, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "address",
+          [](const Window& self, Rank rank) {
+            if (rank >= self.ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+            return reinterpret_cast<uintptr_t>(self.base(rank));
+          },
+          nb::arg("rank"))
+      .def(
+          "read",
+          [](const Window& self, uintptr_t dst, Rank rank, uint64_t offset, uint64_t bytes) {
+            const nb::gil_scoped_release release;
+            self.read(reinterpret_cast<void*>(dst), rank, offset, bytes);
+          },
+          nb::arg("dst"), nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "write",
+          [](const Window& self, Rank rank, uint64_t offset, uintptr_t src, uint64_t bytes) {
+            const nb::gil_scoped_release release;
+            self.write(rank, offset, reinterpret_cast<const void*>(src), bytes);
+          },
+          nb::arg("rank"), nb::arg("offset"), nb::arg("src"), nb::arg("nbytes"))
       .def("region", &region, nb::arg("offset"), nb::arg("nbytes"));
   nb::class_<Region>(module, "Region", "The same bytes of a window on every rank.")
       .def_ro("window", &Region::window)
@@ -229,7 +283,7 @@ void bind_comm(nb::module_& module) {
   module.def("open_communicator", &open_communicator, nb::arg("backend"), nb::arg("machine"),
              nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
              nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
-             nb::arg("timeout_s"));
+             nb::arg("cuda"), nb::arg("timeout_s"));
   nb::class_<Communicator>(module, "Communicator")
       .def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)
@@ -252,7 +306,7 @@ void bind_comm(nb::module_& module) {
           nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
       .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
            nb::arg("root"), nb::arg("variant"), nb::arg("protocol"), nb::arg("lane"),
-           nb::arg("keep").none(), nb::arg("timeout_s"))
+           nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
       .def(
           "barrier",
           [](Communicator& self, double timeout_s) {
@@ -260,6 +314,12 @@ void bind_comm(nb::module_& module) {
             self.barrier(Deadline::after_s(timeout_s));
           },
           nb::arg("timeout_s"))
+      .def_prop_ro("host_visible", [](Communicator& self) { return self.backend().host_visible(); })
+      .def("host_array", &host_array, nb::arg("nbytes"),
+           "Zeroed host memory that the engines reach, as a uint8 array.")
+      .def(
+          "device", [](Communicator& self, Rank rank) { return self.backend().device(rank); },
+          nb::arg("rank"))
       .def("abort", &Communicator::abort)
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 }

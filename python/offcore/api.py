@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from offcore import _core, machines
 from offcore.errors import error
-from offcore.operands import NUMBER_MAX, checked, memories_of
+from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
 from offcore.programs import program_of, variants
 from offcore.result import Result
 
@@ -60,19 +61,45 @@ class Window:
         """Bytes of each rank's part."""
         return self._core.nbytes
 
+    @property
+    def host_visible(self) -> bool:
+        """Whether `array` gives its memory; that of GPUs is a `tensor`, or read and written."""
+        return self._core.host_visible
+
     def array(self, rank: int | None = None, dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """A local rank's part as a one-dimensional numpy array, without a copy.
 
         rank: may be left out where one rank is local. Raises `Error`: invalid for a rank that is
-        not local, unsupported for phantom memory.
+        not local, unsupported for phantom memory and for the memory of GPUs.
         """
+        view: Any = self._core.view(self._local(rank), 0, self.nbytes)
+        array: NDArray[Any] = view.view(dtype)
+        return array
+
+    def tensor(self, rank: int | None = None) -> Any:
+        """cuda: a local rank's part as a one-dimensional torch tensor of uint8, without a copy."""
+        return self._core.tensor(self._local(rank), 0, self.nbytes)
+
+    def address(self, rank: int | None = None) -> int:
+        """Where a local rank's part begins, in this process."""
+        return self._core.address(self._local(rank))
+
+    def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
+        """Copies a local rank's bytes from `offset` on into a contiguous array; waits for it."""
+        memory = memory_of(array, "the array", writable=True)
+        self._core.read(memory.address, self._local(rank), offset, memory.nbytes)
+
+    def write(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
+        """Copies a contiguous array into a local rank's bytes from `offset` on; waits for it."""
+        memory = memory_of(array, "the array", writable=False)
+        self._core.write(self._local(rank), offset, memory.address, memory.nbytes)
+
+    def _local(self, rank: int | None) -> int:
         if rank is None and len(self._local_ranks) == 1:
             rank = self._local_ranks[0]
         if rank is None or rank not in self._local_ranks:
             raise error("invalid", f"rank {rank} is not local; local ranks: {self._local_ranks}")
-        view: Any = self._core.view(rank, 0, self.nbytes)
-        array: NDArray[Any] = view.view(dtype)
-        return array
+        return rank
 
     def region(self, offset: int, nbytes: int) -> _core.Region:
         """Bytes [offset, offset + nbytes) of every rank's part, to pass to a collective."""
@@ -86,8 +113,13 @@ class Communicator:
     several that meet at a store (`store="127.0.0.1:29400", rank=r, world_size=n`; left out, the
     environment's OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE are taken).
 
-    backend: "sim", "host" or "auto" (sim for a machine that is named and no host, else host).
+    backend: "sim", "host", "cuda" or "auto": sim for a machine that is named and not this one,
+        else cuda where it is available, else host.
     machine: a machine's name or file; by default this host, or mi300x-8 on sim.
+    device: cuda only: the GPU of this process's rank, or a list with one for each local rank; by
+        default rank r drives GPU r (counted among the visible ones, modulo their number).
+    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced" or
+        "copy_order"; what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
         kind, rank, queue, nth, factor, ns).
@@ -113,6 +145,9 @@ class Communicator:
         store: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device: int | Sequence[int] | None = None,
+        signals: str = "fenced",
+        own_copy: str = "engine",
         phantom: bool = False,
         seed: int = 0,
         faults: Sequence[dict[str, Any]] = (),
@@ -128,10 +163,13 @@ class Communicator:
             world_size = _from_env("world_size", world_size, "OFFCORE_WORLD_SIZE")
         wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
         if wanted == "auto":
-            simulated = machine is not None and not machine.startswith("host")
-            wanted = "sim" if simulated else "host"
+            wanted = best_backend(machine)
         if machine is None:
-            machine = "mi300x-8" if wanted == "sim" else f"host-{world_size or ranks or 2}"
+            count = world_size or ranks or 2
+            machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
+                wanted, f"host-{count}"
+            )
+        devices = [] if device is None else [device] if isinstance(device, int) else list(device)
         loaded = machines.load(machine)
         if store is None and ranks is None:
             ranks = loaded.ranks
@@ -148,10 +186,12 @@ class Communicator:
             phantom=phantom,
             seed=seed,
             faults=[_core.Fault(**fault) for fault in faults],
+            cuda=_core.CudaOptions(devices=devices, signals=signals, own_copy=own_copy),
             timeout_s=self.timeout,
         )
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
+        self._gpus = [self._core.device(rank) for rank in self.local_ranks]
         self.phantom = phantom
 
     def window(self, nbytes: int) -> Window:
@@ -161,14 +201,37 @@ class Communicator:
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> Any:
         """Window memory as arrays of that shape and dtype, zeroed. Collective.
 
-        One array where one rank is local, else a list with one for each local rank.
+        One array where one rank is local, else a list with one for each local rank. Numpy arrays;
+        on cuda torch tensors, whose dtype may be one of torch's.
         """
         shape = (shape,) if isinstance(shape, int) else shape
+        if not self._core.host_visible:
+            return self._empty_tensors(shape, dtype)
         kind = np.dtype(dtype)
         window = self.window(max(1, int(np.prod(shape))) * kind.itemsize)
         count = int(np.prod(shape))
         arrays = [window.array(r, kind)[:count].reshape(shape) for r in self.local_ranks]
         return arrays[0] if len(arrays) == 1 else arrays
+
+    def _empty_tensors(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        torch: Any = importlib.import_module("torch")
+        kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(np.dtype(dtype)))
+        nbytes = int(np.prod(shape)) * torch.empty((), dtype=kind).element_size()
+        window = self.window(max(1, nbytes))
+        tensors = [window.tensor(r)[:nbytes].view(kind).view(shape) for r in self.local_ranks]
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
+        """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host
+        memory may be passed to an operation."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        kind = np.dtype(dtype)
+        if self._core.host_visible:
+            return np.zeros(shape, kind)
+        nbytes = int(np.prod(shape)) * kind.itemsize
+        view: Any = self._core.host_array(max(1, nbytes))
+        array: NDArray[Any] = view[:nbytes].view(kind).reshape(shape)
+        return array
 
     def all_gather(
         self,
@@ -342,6 +405,10 @@ class Communicator:
     ) -> None:
         self.close()
 
+    def _streams(self) -> list[int]:
+        """The caller's streams, one a local rank; empty: the backend's own."""
+        return []
+
     def _start(
         self,
         op: str,
@@ -353,8 +420,8 @@ class Communicator:
         protocol: str,
         lane: int,
     ) -> Handle:
-        out_side = _Side(out, self.local_ranks, f"{op}: the output", writable=True)
-        in_side = _Side(inp, self.local_ranks, f"{op}: the input", writable=False)
+        out_side = _Side(out, self, f"{op}: the output", writable=True)
+        in_side = _Side(inp, self, f"{op}: the input", writable=False)
         if inp is not None and out_side.dtype != in_side.dtype and out_side.dtype and in_side.dtype:
             raise error(
                 "invalid",
@@ -373,6 +440,7 @@ class Communicator:
             variant,
             protocol,
             checked(f"{op}: lane", lane, NUMBER_MAX),
+            self._streams(),
             (out, inp),
             self.timeout,
         )
@@ -382,19 +450,19 @@ class Communicator:
 class _Side:
     """One side of an operation as the core takes it."""
 
-    def __init__(self, given: Any, local_ranks: Sequence[int], what: str, writable: bool) -> None:
+    def __init__(self, given: Any, comm: Communicator, what: str, writable: bool) -> None:
         self.dtype = ""
         self.itemsize = 0
         self.core: Any = None
         if given is None:
             if writable:
-                self.core = [None] * len(local_ranks)
+                self.core = [None] * len(comm.local_ranks)
         elif isinstance(given, Window):
             self.core = given.whole
         elif isinstance(given, _core.Region):
             self.core = given
         else:
-            memories = memories_of(given, local_ranks, what, writable)
+            memories = memories_of(given, comm.local_ranks, what, writable, comm._gpus)
             present = [memory for memory in memories if memory is not None]
             if len({memory.dtype for memory in present}) > 1:
                 raise error("invalid", f"{what}: the arrays' dtypes differ")
@@ -402,6 +470,16 @@ class _Side:
                 self.dtype = present[0].dtype
                 self.itemsize = present[0].itemsize
             self.core = [None if m is None else (m.address, m.nbytes) for m in memories]
+
+
+def best_backend(machine: str | None) -> str:
+    """What `auto` stands for: the simulator for a machine that is named and not this one."""
+    if machine is not None and not machine.startswith("host"):
+        return "sim"
+    if machine is not None:
+        return "host"
+    available = {name for name, usable, _ in _core.probe_backends() if usable}
+    return "cuda" if "cuda" in available else "host"
 
 
 def _from_env(name: str, given: int | None, variable: str) -> int:

@@ -54,7 +54,7 @@ class Exercise:
 
     def fill(self, layout: Layout, seed: int) -> None:
         for rank in self.comm.local_ranks:
-            layout.fill(rank, self._array(self._inp or self._out, rank), seed)
+            self._fill(layout, rank, seed)
 
     def wrong(self, layout: Layout, seed: int) -> int:
         return sum(
@@ -80,9 +80,23 @@ class Exercise:
         result = self.launch_of(layout)(variant).wait()
         return result, self.wrong(layout, seed)
 
+    def _fill(self, layout: Layout, rank: int, seed: int) -> None:
+        window = self._inp or self._out
+        if window.host_visible:
+            layout.fill(rank, window.array(rank, np.uint8), seed)
+            return
+        host = np.zeros(window.nbytes, np.uint8)
+        layout.fill(rank, host, seed)
+        offset, nbytes = layout.input_of(rank)
+        window.write(host[offset : offset + nbytes], offset, rank)
+
     def _array(self, window: Any, rank: int) -> Bytes:
-        array: Bytes = window.array(rank, np.uint8)
-        return array
+        if window.host_visible:
+            seen: Bytes = window.array(rank, np.uint8)
+            return seen
+        copied = np.empty(window.nbytes, np.uint8)
+        window.read(copied, rank=rank)
+        return copied
 
 
 def facts_of(result: Any) -> dict[str, Any]:

@@ -65,16 +65,17 @@ class Layout:
         """The largest output of any rank."""
         return max(self.counts) if self.op == "scatter" else self.nbytes
 
-    def fill(self, rank: int, array: Bytes, seed: int) -> None:
-        """Writes rank's input; `array` is its input buffer, in place its only buffer."""
-        counts = self.counts
+    def input_of(self, rank: int) -> tuple[int, int]:
+        """Offset and bytes of rank's input in its input buffer, in place its only buffer."""
         if self.op in ("broadcast", "scatter"):
-            offset, nbytes = 0, self.nbytes if rank == ROOT else 0
-        elif self.op == "all_to_all":
-            offset, nbytes = 0, self.nbytes
-        else:
-            offset = sum(counts[:rank]) if self.in_place else 0
-            nbytes = counts[rank]
+            return 0, self.nbytes if rank == ROOT else 0
+        if self.op == "all_to_all":
+            return 0, self.nbytes
+        return sum(self.counts[:rank]) if self.in_place else 0, self.counts[rank]
+
+    def fill(self, rank: int, array: Bytes, seed: int) -> None:
+        """Writes rank's input into its input buffer."""
+        offset, nbytes = self.input_of(rank)
         if nbytes:
             offcore.fill(array[offset : offset + nbytes], seed + rank)
 

@@ -39,6 +39,14 @@ _SECTIONS = (
 )
 
 
+def for_gpus(ranks: int) -> str:
+    """The profile of a host of NVIDIA GPUs behind a switch: the least that has as many ranks.
+
+    A function of the number of ranks alone, so that all ranks choose alike.
+    """
+    return next((f"h200-{count}" for count in (2, 4, 8) if ranks <= count), f"h200-{ranks}")
+
+
 def names() -> list[str]:
     """The machines that `load` knows by name. `host-N` stands for 1 to 64 ranks of this host."""
     found: set[str] = set()

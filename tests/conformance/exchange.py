@@ -79,10 +79,10 @@ class Exchange:
         ]
         self.refill(seed)
 
-    @staticmethod
-    def buffer(share: Bytes | None, nbytes: int, place: str) -> Padded:
+    def buffer(self, share: Bytes | None, nbytes: int, place: str) -> Padded:
         room = nbytes + 2 * GUARD
-        whole = np.empty(room, np.uint8) if share is None or place == "array" else share[:room]
+        own = share is None or place == "array"
+        whole = self.ground.comm.host_array(room) if own else share[:room]
         return Padded(whole, nbytes)
 
     def refill(self, seed: int) -> None:

@@ -1,9 +1,13 @@
 """The backends that the conformance suite runs on. A backend joins by one line in TARGETS."""
 
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from gpu import GpuCommunicator, stand_in
 
 import offcore
 from offcore import _core
@@ -15,6 +19,8 @@ class Target:
 
     backend: str
     machine: str
+    swaps: bool = True  # runs swap commands that were not legalized for a machine
+    watched: bool = True  # shows when each command ran, on one clock
 
     def name(self, ranks: int) -> str:
         return self.machine.format(ranks)
@@ -45,9 +51,47 @@ class Target:
                 pytest.skip(reason)
 
 
+class Gpus(Target):
+    """As many GPUs as the case has ranks: stood in for, or with OFFCORE_TEST_REAL_CUDA=1 real."""
+
+    def name(self, ranks: int) -> str:
+        return offcore.machines.for_gpus(ranks)
+
+    def communicator(self, ranks: int, **options: Any) -> offcore.Communicator:
+        self.need(ranks)
+        with self.driver():
+            return self.opened(ranks, **options)
+
+    def opened(self, ranks: int, **options: Any) -> offcore.Communicator:
+        given = {"machine": self.name(ranks), "timeout": 30.0, **options}
+        return GpuCommunicator(backend=self.backend, ranks=ranks, **given)
+
+    def session(self, ranks: int) -> _core.Session:
+        with self.driver():
+            return super().session(ranks)
+
+    def need(self, ranks: int) -> None:
+        with self.driver():
+            self.count(ranks)
+
+    @staticmethod
+    def driver() -> Any:
+        """Only these tests see the stand-in: for others `auto` is to stay what it is."""
+        if os.environ.get("OFFCORE_TEST_REAL_CUDA") == "1":
+            return nullcontext()
+        return patch.dict(os.environ, stand_in())
+
+    def count(self, ranks: int) -> None:
+        super().need(ranks)
+        found = next(told for name, _, told in offcore.probe_backends() if name == self.backend)
+        if int(found.split()[0]) < ranks:
+            pytest.skip(f"{ranks} ranks need as many GPUs; there are {found}")
+
+
 TARGETS = {
     "sim-mi300x-8": Target("sim", "mi300x-8"),
     "sim-h200-8": Target("sim", "h200-8"),
     "sim-h200-4": Target("sim", "h200-4"),
     "host": Target("host", "host-{}"),
+    "cuda": Gpus("cuda", "h200", swaps=False, watched=False),
 }

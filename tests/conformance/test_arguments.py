@@ -22,10 +22,9 @@ class Site:
         self.out = [self.window.array(r) for r in range(RANKS)]
         self.inp = self.arrays(100)
 
-    @staticmethod
-    def arrays(*sizes: int, dtype: str = "uint8") -> list[np.ndarray]:
+    def arrays(self, *sizes: int, dtype: str = "uint8") -> list[np.ndarray]:
         sizes = sizes * RANKS if len(sizes) == 1 else sizes
-        return [np.zeros(size, dtype) for size in sizes]
+        return [self.comm.host_array(size, dtype) for size in sizes]
 
     def closed(self) -> offcore.Communicator:
         other = self.target.communicator(RANKS)

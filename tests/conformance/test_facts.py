@@ -1,6 +1,5 @@
 """What a result says of the path that ran: commands, engines and syncs as DMA-Latte counts them."""
 
-import numpy as np
 import pytest
 from targets import Target
 
@@ -67,8 +66,12 @@ def test_results(target: Target) -> None:
         phases = result.phases
         parts = (phases.control_us, phases.schedule_us, phases.copy_us, phases.sync_us)
         assert min(parts) >= 0
-        assert sum(parts) == pytest.approx(result.time_us, rel=0.01, abs=0.01)
-        arrays = [np.empty(4000, np.uint8) for _ in range(ranks)]
+        if not target.watched:  # only the host's own part of the time is known
+            assert 0 < phases.control_us <= result.time_us
+            assert parts[1:] == (0, 0, 0)
+        else:
+            assert sum(parts) == pytest.approx(result.time_us, rel=0.01, abs=0.01)
+        arrays = [comm.host_array(4000) for _ in range(ranks)]
         outside = comm.all_gather(arrays, inp).wait()
         assert (outside.protocol, outside.staged) == ("eager", True)
 

@@ -12,6 +12,12 @@ from targets import Target
 import offcore
 from oracles import Bytes, Case, equal_case, kinds_of, noise
 
+
+def filled(array: Bytes, *seed: int) -> Bytes:
+    array[:] = noise(array.size, *seed)
+    return array
+
+
 BYTES = 480  # a rank's buffer: divides by 1, 2, 3, 4, 5, 8 ranks
 
 
@@ -29,7 +35,7 @@ class Walk:
         self.names = range(4)
         windows = [comm.window(BYTES) for _ in self.names[:2]]
         self.real: list[list[Bytes]] = [[w.array(r) for r in comm.local_ranks] for w in windows]
-        self.real += [[np.empty(BYTES, np.uint8) for _ in comm.local_ranks] for _ in self.names[2:]]
+        self.real += [[comm.host_array(BYTES) for _ in comm.local_ranks] for _ in self.names[2:]]
         self.model = [[noise(BYTES, seed, b, r) for r in range(self.ranks)] for b in self.names]
         for buffer in self.names:
             for rank in range(self.ranks):
@@ -133,7 +139,7 @@ def test_a_long_chain(target: Target, place: str, protocol: str) -> None:
         if place == "window":
             sides = [comm.empty(nbytes) for _ in range(2)]
         else:
-            sides = [[np.empty(nbytes, np.uint8) for _ in range(ranks)] for _ in range(2)]
+            sides = [[comm.host_array(nbytes) for _ in range(ranks)] for _ in range(2)]
         model: list[Any] = [noise(nbytes, 5, rank) for rank in range(ranks)]
         for rank in range(ranks):
             sides[0][rank][:] = model[rank]
@@ -207,7 +213,7 @@ def test_dropped_handles(target: Target) -> None:
         ground = Ground(comm, 4096)
         for turn in range(50):
             comm.all_gather(
-                [np.empty(3000, np.uint8) for _ in range(ranks)],
-                [noise(1000, turn, rank) for rank in range(ranks)],
+                [comm.host_array(3000) for _ in range(ranks)],
+                [filled(comm.host_array(1000), turn, rank) for rank in range(ranks)],
             )
         assert ground.run(equal_case("all_to_all", ranks, 100), "window").bytes == 300

@@ -6,8 +6,8 @@
 #include <set>
 
 #include "core/backend/host/flight.h"
-#include "core/backend/host/memory.h"
 #include "core/backend/host/station.h"
+#include "core/backend/shared_memory.h"
 #include "core/base/error.h"
 
 namespace offcore {
@@ -41,7 +41,7 @@ class HostLoaded final : public Loaded {
 
   // The engine queues of an armed program do nothing before the caller's start word, so they are
   // built here, and looked at from the launch on.
-  void arm(const Launch& launch) override {
+  bool arm(const Launch& launch) override {
     if (cargo_->program->mode != Mode::armed) {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
            to_string(cargo_->program->mode));
@@ -49,6 +49,7 @@ class HostLoaded final : public Loaded {
     std::shared_ptr<Flight> flight = build(launch);
     const std::lock_guard lock(mutex_);
     armed_.push_back(std::move(flight));
+    return true;
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {

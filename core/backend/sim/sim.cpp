@@ -38,13 +38,14 @@ class SimLoaded : public Loaded {
   SimLoaded(std::shared_ptr<SimShared> shared, std::shared_ptr<const Program> program)
       : shared_(std::move(shared)), program_(std::move(program)) {}
 
-  void arm(const Launch& launch) override {
+  bool arm(const Launch& launch) override {
     if (program_->mode != Mode::armed) {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
            to_string(program_->mode));
     }
     const std::lock_guard lock(shared_->mutex);
     armed_.push_back({launch.lane, launch.epoch});
+    return true;
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {

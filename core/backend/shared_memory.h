@@ -12,4 +12,12 @@ Share allocate_shared(Rank rank, uint64_t bytes);
 // descriptor holds fewer bytes.
 Share import_shared(Rank rank, uint64_t bytes, int fd);
 
+class SharedMemory final : public Memory {
+ public:
+  Share allocate(Rank rank, uint64_t bytes) override { return allocate_shared(rank, bytes); }
+  Share import(Rank rank, uint64_t bytes, int fd) override {
+    return import_shared(rank, bytes, fd);
+  }
+};
+
 }  // namespace offcore

@@ -1,4 +1,4 @@
-#include "core/backend/host/memory.h"
+#include "core/backend/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

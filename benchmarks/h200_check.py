@@ -1,0 +1,167 @@
+"""Checks and measures the cuda backend on the GPUs of this machine, in one go.
+
+    python benchmarks/h200_check.py                # everything
+    python benchmarks/h200_check.py --only check   # build, probe, basics, check, armed | measure
+
+Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
+process a GPU, and every byte is checked. Then all-gather in place and all-to-all out of place are
+measured: 20 calls are enqueued behind a stream wait and timed by events, the slowest rank counts,
+and the median of several such batches is kept. NCCL's kernels run beside them in the same
+processes, enqueued the same way and replayed as a graph; NVLink multicast is off. Every step has a
+time limit. A table ends the output; rows go to $OUT/h200_check.jsonl where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from gpu_measure import measure
+from gpu_random import armed, basics, check
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "gpu"
+SITE = BUILD / "site"
+
+
+# The steps: each a process of its own, with a time limit.
+
+
+def step(name: str, command: list[str], limit_s: float, env: dict[str, str] | None = None) -> bool:
+    print(f"== {name}", flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        code: int | str = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = f"no end within {limit_s:.0f} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    print(
+        f"== {name}: {'ok' if code == 0 else code} in {time.monotonic() - began:.1f} s", flush=True
+    )
+    return code == 0
+
+
+def build() -> bool:
+    configure = ["cmake", "-S", ".", "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure.append(f"-DPython_EXECUTABLE={sys.executable}")
+    if not step("configure", configure, 120):
+        return False
+    if not step("build", ["cmake", "--build", str(BUILD)], 600):
+        return False
+    shutil.rmtree(SITE, ignore_errors=True)
+    if not step("install", ["cmake", "--install", str(BUILD), "--prefix", str(SITE)], 60):
+        return False
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(
+        ROOT / "python" / "offcore", SITE / "offcore", ignore=ignored, dirs_exist_ok=True
+    )
+    return True
+
+
+def run_ranks(role: str, ranks: int, limit_s: float, extra: list[str]) -> bool:
+    """One process a rank; all are ended when one fails or the time is over."""
+    with socket.socket() as probe, socket.socket() as other:
+        for one in (probe, other):
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in (probe, other)]
+    began = time.monotonic()
+    print(f"== {role}: {ranks} processes", flush=True)
+    command = [sys.executable, __file__, "--role", role, "--ranks", str(ranks)]
+    command += ["--ports", ",".join(map(str, ports)), *extra]
+    processes = [
+        subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=environment())
+        for rank in range(ranks)
+    ]
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                time.sleep(2)  # the others tell what they saw
+                break
+            if time.monotonic() - began > limit_s:
+                print(f"== {role}: no end within {limit_s:.0f} s", flush=True)
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        codes = [process.wait() for process in processes]
+    print(f"== {role}: exit codes {codes} in {time.monotonic() - began:.1f} s", flush=True)
+    return not any(codes)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(p for p in (str(SITE), os.environ.get("PYTHONPATH", "")) if p)
+    given = {"PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", "CUDA_MODULE_LOADING": "EAGER"}
+    return os.environ | given
+
+
+ROLES = {"basics": basics, "check": check, "armed": armed, "measure": measure}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("build", "probe", "basics", "check", "armed", "measure"))
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all by default")
+    parser.add_argument("--calls", type=int, default=150, help="random operations a turn")
+    parser.add_argument("--turns", type=int, default=2, help="communicators in a row")
+    parser.add_argument("--largest", type=int, default=1 << 30, help="bytes, of the measurement")
+    parser.add_argument("--limit", type=float, default=100, help="seconds, of each check")
+    parser.add_argument("--role", choices=tuple(ROLES), help=argparse.SUPPRESS)
+    parser.add_argument("--armed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--ports", type=lambda text: [int(p) for p in text.split(",")], help=argparse.SUPPRESS
+    )
+    args = parser.parse_args()
+    if args.role:
+        return ROLES[args.role](args)
+
+    if args.only in (None, "build") and not build():
+        return 1
+    if args.only == "build":
+        return 0
+    probe = "import offcore; print(*offcore.probe_backends(), sep='\\n')"
+    if not step("probe", [sys.executable, "-c", probe], 120, environment()):
+        return 1
+    count = "import offcore; print(next(r for n, ok, r in offcore.probe_backends() if n == 'cuda'))"
+    told = subprocess.check_output([sys.executable, "-c", count], env=environment(), text=True)
+    if not told[0].isdigit():
+        print(told)
+        return 1
+    ranks = args.ranks or int(told.split()[0])
+    good = True
+    extra = ["--calls", str(args.calls), "--turns", str(args.turns)]
+
+    def alone(role: str, name: str, limit_s: float, *more: str) -> bool:
+        command = [sys.executable, __file__, "--role", role, "--ranks", str(ranks), *more]
+        return step(name, command, limit_s, environment())
+
+    if args.only in (None, "basics"):
+        good &= alone("basics", "basics", 90)
+    if args.only in (None, "check"):
+        good &= alone("check", "check: one process", args.limit, *extra)
+        good &= run_ranks("check", ranks, args.limit, extra)
+    if args.only in (None, "measure"):
+        good &= run_ranks("measure", ranks, 400, ["--largest", str(args.largest)])
+    if args.only in (None, "armed"):
+        good &= alone("armed", "armed", 60)
+        good &= alone("check", "check: one process, armed", args.limit, *extra, "--armed")
+        good &= run_ranks("check", ranks, args.limit, [*extra, "--armed"])
+    print("ALL GOOD" if good else "SOMETHING FAILED", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+#include "core/backend/cuda/cuda.h"
+
+#include <algorithm>
+
+#include "core/backend/cuda/fleet.h"
+
+namespace offcore {
+namespace cuda {
+namespace {
+
+// What owns a share that is not in a window: its memory, and a local rank's mapping of it.
+struct Single {
+  std::shared_ptr<const Part> part;
+  std::unique_ptr<Range> range;
+};
+
+// What owns the shares of a window.
+struct Mapped {
+  Mapped(std::vector<std::shared_ptr<const Part>> parts,
+         std::span<const std::shared_ptr<Device>> devices, std::shared_ptr<Rings> rings)
+      : ring(std::move(parts), devices), registry(std::move(rings)) {
+    registry->add(ring);
+  }
+  ~Mapped() { registry->remove(ring); }
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+
+  Ring ring;
+  std::shared_ptr<Rings> registry;
+};
+
+class CudaRun final : public Run {
+ public:
+  CudaRun(std::shared_ptr<Fleet> fleet, std::shared_ptr<Flight> flight)
+      : fleet_(std::move(fleet)), flight_(std::move(flight)) {}
+
+  bool done() override { return flight_->ended(); }
+  void wait(const Deadline& deadline) override { fleet_->wait(*flight_, deadline); }
+  Report report() const override {
+    if (!flight_->ended()) {
+      fail(Code::invalid, "a report exists only once the run is done: wait() first");
+    }
+    return flight_->report();
+  }
+
+ private:
+  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<Flight> flight_;
+};
+
+class CudaLoaded final : public Loaded {
+ public:
+  CudaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Cargo> cargo)
+      : fleet_(std::move(fleet)), cargo_(std::move(cargo)) {}
+
+  ~CudaLoaded() override {
+    try {
+      fleet_->dismiss(cargo_, *hangar_);
+    } catch (const Error&) {
+      new std::unique_ptr<Hangar>(std::move(hangar_));  // engines still hold it: kept for good
+    }
+  }
+
+  bool arm(const Launch& launch) override {
+    if (cargo_->program->mode != Mode::armed) {
+      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
+           to_string(cargo_->program->mode));
+    }
+    return fleet_->park(cargo_, launch, *hangar_);
+  }
+
+  std::unique_ptr<Run> launch(const Launch& launch) override {
+    return std::make_unique<CudaRun>(fleet_, fleet_->launch(cargo_, launch, *hangar_));
+  }
+
+ private:
+  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<const Cargo> cargo_;
+  std::unique_ptr<Hangar> hangar_ = std::make_unique<Hangar>();
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<Device>> devices,
+              Habits habits)
+      : machine_(machine), fleet_(std::make_shared<Fleet>(ranks, std::move(devices), habits)) {}
+  ~CudaBackend() override {
+    try {
+      fleet_->close();
+    } catch (const Error&) {
+      new std::shared_ptr<Fleet>(std::move(fleet_));  // a GPU still holds it: kept for good
+    }
+  }
+
+  const Machine& machine() const override { return machine_; }
+  bool host_visible() const override { return false; }
+
+  Share allocate(Rank rank, uint64_t bytes) override {
+    const Device& device = *local(rank);
+    const bool exported = fleet_->devices().size() < fleet_->ranks();
+    auto single = std::make_shared<Single>();
+    single->part = Part::create(device, bytes, exported);
+    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
+    single->range->map(0, single->part);
+    const int ordinal = device.ordinal();
+    single->range->open({&ordinal, 1});
+    device.zero(single->range->base(), single->part->bytes());
+    return {.rank = rank,
+            .bytes = bytes,
+            .fd = single->part->fd(),
+            .data = reinterpret_cast<std::byte*>(single->range->base()),
+            .owner = single,
+            .port = local(rank)};
+  }
+
+  int device(Rank rank) const override { return local(rank)->ordinal(); }
+
+  Share import(Rank rank, uint64_t bytes, int fd) override {
+    auto single = std::make_shared<Single>();
+    single->part = Part::import(fleet_->devices().front()->context(), bytes, fd);
+    return {.rank = rank, .bytes = bytes, .owner = single};
+  }
+
+  void map(std::span<Share> shares) override {
+    std::vector<std::shared_ptr<const Part>> parts;
+    for (Share& share : shares) {
+      const auto single = std::static_pointer_cast<Single>(share.owner);
+      parts.push_back(single->part);
+      single->range.reset();
+    }
+    const auto mapped =
+        std::make_shared<Mapped>(std::move(parts), fleet_->devices(), fleet_->rings());
+    for (Share& share : shares) {
+      share.data = reinterpret_cast<std::byte*>(mapped->ring.part(share.rank));
+      share.owner = mapped;
+    }
+  }
+
+  Share allocate_host(uint64_t bytes) override {
+    std::shared_ptr<void> pinned = allocate_pinned(fleet_->devices().front()->context(), bytes);
+    return {.rank = kHostRank,
+            .bytes = bytes,
+            .data = static_cast<std::byte*>(pinned.get()),
+            .owner = pinned};
+  }
+
+  std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
+    if (program->ranks != fleet_->ranks()) {
+      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
+           fleet_->ranks());
+    }
+    return std::make_unique<CudaLoaded>(fleet_, make_cargo(std::move(program), fleet_->devices()));
+  }
+
+  int64_t now_ns() const override { return offcore::now_ns(); }
+
+ private:
+  std::shared_ptr<const Device> local(Rank rank) const {
+    for (const auto& device : fleet_->devices()) {
+      if (device->rank() == rank) return device;
+    }
+    fail(Code::invalid, "rank ", rank, " is not local");
+  }
+
+  Machine machine_;
+  std::shared_ptr<Fleet> fleet_;
+};
+
+std::vector<int> devices_of(const std::vector<Rank>& local_ranks, Rank ranks,
+                            const CudaOptions& options) {
+  const int visible = Driver::get().devices();
+  std::vector<int> devices = options.devices;
+  if (devices.empty()) {
+    const bool alone = local_ranks.size() == ranks;
+    for (Rank rank : local_ranks) devices.push_back(alone ? rank : rank % visible);
+  }
+  if (devices.size() != local_ranks.size()) {
+    fail(Code::invalid, "devices: ", devices.size(), " given for ", local_ranks.size(),
+         " local ranks");
+  }
+  for (int device : devices) {
+    if (device >= 0 && device < visible) continue;
+    fail(Code::invalid, "there is no GPU ", device, ": ", visible,
+         " are visible (CUDA_VISIBLE_DEVICES); use fewer ranks, or devices=[...] to put ranks "
+         "together");
+  }
+  return devices;
+}
+
+// Why a visible device cannot take part, or nothing.
+std::string why_not(int ordinal) {
+  if (attribute(ordinal, Attribute::virtual_memory) == 0) {
+    return cat("device ", ordinal, " (", device_name(ordinal),
+               ") has no virtual memory management");
+  }
+  if (attribute(ordinal, Attribute::posix_descriptors) == 0) {
+    return cat("device ", ordinal, " (", device_name(ordinal),
+               ") cannot share memory by file descriptors");
+  }
+  const Driver& driver = Driver::get();
+  for (int peer = 0; peer < driver.devices(); ++peer) {
+    CUdevice device = 0;
+    CUdevice other = 0;
+    int can = 0;
+    if (peer == ordinal) continue;
+    check(driver.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+    check(driver.cuDeviceGet(&other, peer), "cuDeviceGet");
+    check(driver.cuDeviceCanAccessPeer(&can, device, other), "cuDeviceCanAccessPeer");
+    if (can == 0) {
+      return cat("devices ", ordinal, " and ", peer, " have no peer access to each other (",
+                 device_name(ordinal),
+                 "; a partitioned GPU, or no NVLink or PCIe path); hide one "
+                 "with CUDA_VISIBLE_DEVICES");
+    }
+  }
+  return "";
+}
+
+}  // namespace
+}  // namespace cuda
+
+Probe probe_cuda() {
+  Probe probe{.name = "cuda"};
+  try {
+    const cuda::Driver& driver = cuda::Driver::open();
+    for (int device = 0; device < driver.devices() && probe.reason.empty(); ++device) {
+      probe.reason = cuda::why_not(device);
+    }
+    probe.available = probe.reason.empty();
+    if (probe.available) {
+      probe.reason = cat(driver.devices(), " x ", cuda::device_name(0), ", driver for CUDA ",
+                         driver.version() / 1000, ".", driver.version() % 1000 / 10);
+    }
+  } catch (const Error& error) {
+    probe.reason = error.message();
+  }
+  return probe;
+}
+
+std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks, const CudaOptions& options) {
+  std::sort(local_ranks.begin(), local_ranks.end());
+  const bool twice =
+      std::adjacent_find(local_ranks.begin(), local_ranks.end()) != local_ranks.end();
+  if (local_ranks.empty() || twice || local_ranks.back() >= ranks) {
+    fail(Code::invalid, "local ranks must be distinct, at least one, and below ", ranks);
+  }
+  check(machine);
+  if (machine.flags != FlagHome::peer) {
+    fail(Code::unsupported, "machine ", machine.name, " keeps flags in host memory; the cuda ",
+         "backend waits for words in the GPUs' own: use a machine such as h200-4");
+  }
+  cuda::Habits habits;
+  if (options.signals == "copy_order") {
+    habits.signals = cuda::SignalForm::copy_order;
+  } else if (options.signals != "fenced") {
+    fail(Code::invalid, "unknown signal form '", options.signals, "': fenced or copy_order");
+  }
+  if (options.own_copy != "engine" && options.own_copy != "sm") {
+    fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
+  }
+  habits.own_copy_on_sm = options.own_copy == "sm";
+  const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
+  std::vector<std::shared_ptr<cuda::Device>> devices;
+  for (size_t i = 0; i < local_ranks.size(); ++i) {
+    devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
+  }
+  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), habits);
+}
+
+}  // namespace offcore

@@ -1,0 +1,30 @@
+// The cuda backend: NVIDIA's copy engines by the driver API, opened at run time. No kernel runs.
+//
+// All ranks in one process, rank r on device r, or one process a GPU. Windows are physical
+// allocations that every rank maps (memory.h); commands become asynchronous copies and stream
+// memory operations (feed.h) on the caller's stream or on the backend's own (fleet.h). The driver
+// does not show when a command runs: a report tells the time until the host saw the end and the
+// host's share of it, and nothing by command. NVLink multicast is never used.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore {
+
+struct CudaOptions {
+  std::vector<int> devices;         // one a local rank; none: rank r on device r
+  std::string signals = "fenced";   // or "copy_order": see cuda/feed.h
+  std::string own_copy = "engine";  // copies within a GPU; or "sm"
+
+  friend bool operator==(const CudaOptions&, const CudaOptions&) = default;
+};
+
+Probe probe_cuda();
+
+std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks, const CudaOptions& options);
+
+}  // namespace offcore

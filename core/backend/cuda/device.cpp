@@ -1,0 +1,125 @@
+#include "core/backend/cuda/device.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "core/base/clock.h"
+
+namespace offcore::cuda {
+namespace {
+
+constexpr double kServiceWaitS = 5;
+
+}  // namespace
+
+Context::Context(int ordinal) : ordinal_(ordinal) {
+  const Driver& driver = Driver::get();
+  check(driver.cuDeviceGet(&device_, ordinal), cat("cuDeviceGet of device ", ordinal));
+  check(driver.cuDevicePrimaryCtxRetain(&handle_, device_),
+        cat("cuDevicePrimaryCtxRetain of device ", ordinal));
+}
+
+Context::~Context() { Driver::get().cuDevicePrimaryCtxRelease(device_); }
+
+Stream::Stream(std::shared_ptr<const Context> context) : context_(std::move(context)) {
+  const Current current(context_->handle());
+  check(Driver::get().cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, 0),
+        "cuStreamCreateWithPriority");
+}
+
+Stream::~Stream() {
+  const Current current(context_->handle());
+  Driver::get().cuStreamDestroy(handle_);
+}
+
+Events::~Events() {
+  const Current current(context_->handle());
+  for (const auto& events : free_) {
+    for (CUevent event : events) Driver::get().cuEventDestroy(event);
+  }
+}
+
+CUevent Events::take(bool timed) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!free_[timed].empty()) {
+      const CUevent event = free_[timed].back();
+      free_[timed].pop_back();
+      return event;
+    }
+  }
+  const Current current(context_->handle());
+  CUevent event = nullptr;
+  check(Driver::get().cuEventCreate(&event, timed ? kEventDefault : kEventDisableTiming),
+        "cuEventCreate");
+  return event;
+}
+
+void Events::give(CUevent event, bool timed) {
+  const std::scoped_lock lock(mutex_);
+  free_[timed].push_back(event);
+}
+
+bool Event::passed() const {
+  const Current current = pool_->current();
+  const CUresult result = Driver::get().cuEventQuery(handle_);
+  if (result == kNotReady) return false;
+  check(result, "a GPU failed: cuEventQuery");
+  return true;
+}
+
+Device::Device(Rank rank, int ordinal)
+    : rank_(rank),
+      context_(std::make_shared<const Context>(ordinal)),
+      events_(std::make_shared<Events>(context_)),
+      service_(std::make_unique<Stream>(context_)) {}
+
+void Device::settle() const {
+  const Deadline deadline = Deadline::after_s(kServiceWaitS);
+  for (uint32_t looks = 0;; ++looks) {
+    const CUresult result = Driver::get().cuStreamQuery(service_->handle());
+    if (result == kSuccess) return;
+    if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
+    if (deadline.passed()) {
+      fail(Code::driver, "device ", ordinal(), " did not do a small service within ",
+           shown_s(deadline.wait_ns()), " s: is something else holding it?");
+    }
+    if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+void Device::zero(CUdeviceptr dst, uint64_t bytes) const {
+  const std::scoped_lock lock(mutex_);
+  const Current here = current();
+  check(Driver::get().cuMemsetD8Async(dst, 0, bytes, service_->handle()), "cuMemsetD8Async");
+  settle();
+}
+
+void Device::copy(void* dst, const void* src, uint64_t bytes) const {
+  if (bytes == 0) return;
+  const std::scoped_lock lock(mutex_);
+  const Current here = current();
+  check(Driver::get().cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(dst),
+                                    reinterpret_cast<CUdeviceptr>(src), bytes, service_->handle()),
+        "cuMemcpyAsync");
+  settle();
+}
+
+void Device::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const {
+  std::vector<CUstreamMemOp> ops;
+  for (CUdeviceptr word : words) {
+    ops.push_back({.operation = kOpWrite32, .address = word, .value = value});
+  }
+  const std::scoped_lock lock(mutex_);
+  const Current here = current();
+  for (size_t at = 0; at < ops.size(); at += kMemOpsMax) {
+    const size_t count = std::min<size_t>(kMemOpsMax, ops.size() - at);
+    check(Driver::get().cuStreamBatchMemOp(service_->handle(), static_cast<unsigned>(count),
+                                           &ops[at], 0),
+          "cuStreamBatchMemOp");
+  }
+  settle();
+}
+
+}  // namespace offcore::cuda

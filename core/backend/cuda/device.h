@@ -1,0 +1,113 @@
+// One GPU as a local rank uses it: its primary context, a service stream for what is no part of a
+// program, a pool of events, and words of its own that signals are copied from.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/cuda/driver.h"
+
+namespace offcore::cuda {
+
+// A retained primary context, which CUDA's runtime and torch use too.
+class Context {
+ public:
+  explicit Context(int ordinal);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+  CUcontext handle() const { return handle_; }
+  int ordinal() const { return ordinal_; }
+
+ private:
+  int ordinal_;
+  CUdevice device_ = 0;
+  CUcontext handle_ = nullptr;
+};
+
+// A non-blocking stream.
+class Stream {
+ public:
+  explicit Stream(std::shared_ptr<const Context> context);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  CUstream handle() const { return handle_; }
+
+ private:
+  std::shared_ptr<const Context> context_;
+  CUstream handle_ = nullptr;
+};
+
+// Events that are used again and again. Without timing, unless a program has timestamps.
+class Events {
+ public:
+  explicit Events(std::shared_ptr<const Context> context) : context_(std::move(context)) {}
+  ~Events();
+  CUevent take(bool timed);
+  void give(CUevent event, bool timed);
+  Current current() const { return Current(context_->handle()); }
+
+ private:
+  std::shared_ptr<const Context> context_;
+  std::mutex mutex_;
+  std::vector<CUevent> free_[2];  // [timed]
+};
+
+// An event of the pool, given back at the end.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<Events> pool, bool timed = false)
+      : pool_(std::move(pool)), timed_(timed), handle_(pool_->take(timed)) {}
+  ~Event() {
+    if (pool_) pool_->give(handle_, timed_);
+  }
+  Event(Event&&) = default;
+  Event& operator=(Event&&) = delete;
+  CUevent handle() const { return handle_; }
+  void record(CUstream stream) const {
+    check(Driver::get().cuEventRecord(handle_, stream), "cuEventRecord");
+  }
+  // Makes the stream wait for what was recorded last.
+  void hold(CUstream stream) const {
+    check(Driver::get().cuStreamWaitEvent(stream, handle_, 0), "cuStreamWaitEvent");
+  }
+  bool passed() const;  // throws driver when the device has failed
+
+ private:
+  std::shared_ptr<Events> pool_;
+  bool timed_;
+  CUevent handle_;
+};
+
+class Device final : public Port {
+ public:
+  Device(Rank rank, int ordinal);
+
+  Rank rank() const { return rank_; }
+  int ordinal() const { return context_->ordinal(); }
+  int device() const override { return ordinal(); }
+  const std::shared_ptr<const Context>& context() const { return context_; }
+  Current current() const { return Current(context_->handle()); }
+  Event event(bool timed = false) const { return Event(events_, timed); }
+  std::unique_ptr<Stream> stream() const { return std::make_unique<Stream>(context_); }
+
+  // These return when it is done; they use the service stream alone. Throw driver.
+  void copy(void* dst, const void* src, uint64_t bytes) const override;
+  void zero(CUdeviceptr dst, uint64_t bytes) const;
+  void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
+
+ private:
+  void settle() const;
+
+  Rank rank_;
+  std::shared_ptr<const Context> context_;
+  std::shared_ptr<Events> events_;
+  std::unique_ptr<Stream> service_;
+  mutable std::mutex mutex_;  // one user of the service stream at a time
+};
+
+inline constexpr unsigned kMemOpsMax = 240;  // the driver takes fewer than 256 in a batch
+
+}  // namespace offcore::cuda

@@ -1,0 +1,248 @@
+// NVIDIA's driver API, opened at run time: the one place that knows its names and layouts.
+//
+// The table below is the whole surface. Types are declared here by hand, as the driver's ABI of
+// version 13 lays them out, so that nothing needs CUDA's headers. Every call goes through
+// Driver::get() and check().
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/base/error.h"
+
+namespace offcore::cuda {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUmemHandle = unsigned long long;
+using CUcontext = struct ContextTag*;
+using CUstream = struct StreamTag*;
+using CUevent = struct EventTag*;
+
+inline constexpr CUresult kSuccess = 0;
+inline constexpr CUresult kInvalidValue = 1;
+inline constexpr CUresult kOutOfMemory = 2;
+inline constexpr CUresult kNotReady = 600;
+
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventDefault = 0;
+inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kWaitGeq = 0;  // cyclic: (int32_t)(*word - value) >= 0
+inline constexpr unsigned kHostPortable = 1;
+inline constexpr unsigned kHostDeviceMap = 2;
+
+// Streams that are names rather than handles: 0 and 1 are the legacy default stream, 2 is the
+// calling thread's.
+inline constexpr uintptr_t kNamedStreams = 2;
+
+enum class Attribute : int {
+  max_pitch = 11,
+  unified_addressing = 41,
+  can_use_host_pointer = 91,
+  virtual_memory = 102,
+  posix_descriptors = 103,
+};
+
+inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
+inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
+inline constexpr int kLocationDevice = 1;   // CUmemLocationType
+inline constexpr int kAccessReadWrite = 3;
+inline constexpr int kUnifiedMemory = 4;       // CUmemorytype
+inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute
+inline constexpr int kSrcOrderStream = 1;      // CUmemcpySrcAccessOrder
+inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
+inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
+inline constexpr uint32_t kOpWrite32 = 2;
+
+struct CUmemLocation {
+  int type = 0;
+  int id = 0;
+};
+
+struct CUmemAllocationProp {
+  int type = 0;
+  int handle_types = 0;
+  CUmemLocation location;
+  void* win32_metadata = nullptr;
+  struct {
+    unsigned char compression = 0;
+    unsigned char rdma = 0;
+    unsigned short usage = 0;
+    unsigned char reserved[4] = {0, 0, 0, 0};
+  } flags;
+};
+static_assert(sizeof(CUmemAllocationProp) == 32);
+
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags = 0;
+};
+
+struct CUmemcpyAttributes {
+  int src_order = 0;
+  CUmemLocation src_hint;
+  CUmemLocation dst_hint;
+  unsigned flags = 0;
+};
+static_assert(sizeof(CUmemcpyAttributes) == 24);
+
+// One wait or write of a batch.
+struct CUstreamMemOp {
+  uint32_t operation = 0;
+  CUdeviceptr address = 0;
+  uint64_t value = 0;  // the low half, for 32 bits
+  unsigned flags = 0;
+  CUdeviceptr alias = 0;
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(CUstreamMemOp) == 48);
+
+struct CUmemcpy2D {
+  size_t src_x = 0;
+  size_t src_y = 0;
+  int src_type = kUnifiedMemory;
+  const void* src_host = nullptr;
+  CUdeviceptr src = 0;
+  void* src_array = nullptr;
+  size_t src_pitch = 0;
+  size_t dst_x = 0;
+  size_t dst_y = 0;
+  int dst_type = kUnifiedMemory;
+  void* dst_host = nullptr;
+  CUdeviceptr dst = 0;
+  void* dst_array = nullptr;
+  size_t dst_pitch = 0;
+  size_t width = 0;
+  size_t height = 0;
+};
+static_assert(sizeof(CUmemcpy2D) == 128);
+
+struct CUmemcpy3D {
+  size_t src_x = 0;
+  size_t src_y = 0;
+  size_t src_z = 0;
+  size_t src_lod = 0;
+  int src_type = kUnifiedMemory;
+  const void* src_host = nullptr;
+  CUdeviceptr src = 0;
+  void* src_array = nullptr;
+  void* reserved0 = nullptr;
+  size_t src_pitch = 0;
+  size_t src_height = 0;
+  size_t dst_x = 0;
+  size_t dst_y = 0;
+  size_t dst_z = 0;
+  size_t dst_lod = 0;
+  int dst_type = kUnifiedMemory;
+  void* dst_host = nullptr;
+  CUdeviceptr dst = 0;
+  void* dst_array = nullptr;
+  void* reserved1 = nullptr;
+  size_t dst_pitch = 0;
+  size_t dst_height = 0;
+  size_t width = 0;
+  size_t height = 0;
+  size_t depth = 0;
+};
+static_assert(sizeof(CUmemcpy3D) == 200);
+
+// name, the version whose form of it is meant, parameters
+#define OFFCORE_CUDA_TABLE(X)                                                                    \
+  X(cuInit, 2000, (unsigned))                                                                    \
+  X(cuDeviceGetCount, 2000, (int*))                                                              \
+  X(cuDeviceGet, 2000, (CUdevice*, int))                                                         \
+  X(cuDeviceGetName, 2000, (char*, int, CUdevice))                                               \
+  X(cuDeviceGetAttribute, 2000, (int*, Attribute, CUdevice))                                     \
+  X(cuDeviceCanAccessPeer, 4000, (int*, CUdevice, CUdevice))                                     \
+  X(cuDevicePrimaryCtxRetain, 7000, (CUcontext*, CUdevice))                                      \
+  X(cuDevicePrimaryCtxRelease, 11000, (CUdevice))                                                \
+  X(cuCtxPushCurrent, 4000, (CUcontext))                                                         \
+  X(cuCtxPopCurrent, 4000, (CUcontext*))                                                         \
+  X(cuMemGetAllocationGranularity, 10020, (size_t*, const CUmemAllocationProp*, int))            \
+  X(cuMemCreate, 10020, (CUmemHandle*, size_t, const CUmemAllocationProp*, unsigned long long))  \
+  X(cuMemRelease, 10020, (CUmemHandle))                                                          \
+  X(cuMemAddressReserve, 10020, (CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long)) \
+  X(cuMemAddressFree, 10020, (CUdeviceptr, size_t))                                              \
+  X(cuMemMap, 10020, (CUdeviceptr, size_t, size_t, CUmemHandle, unsigned long long))             \
+  X(cuMemUnmap, 10020, (CUdeviceptr, size_t))                                                    \
+  X(cuMemSetAccess, 10020, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t))                \
+  X(cuMemExportToShareableHandle, 10020, (void*, CUmemHandle, int, unsigned long long))          \
+  X(cuMemImportFromShareableHandle, 10020, (CUmemHandle*, void*, int))                           \
+  X(cuMemGetInfo, 3020, (size_t*, size_t*))                                                      \
+  X(cuPointerGetAttribute, 4000, (void*, int, CUdeviceptr))                                      \
+  X(cuStreamCreateWithPriority, 5050, (CUstream*, unsigned, int))                                \
+  X(cuStreamDestroy, 4000, (CUstream))                                                           \
+  X(cuStreamQuery, 2000, (CUstream))                                                             \
+  X(cuStreamWaitEvent, 3020, (CUstream, CUevent, unsigned))                                      \
+  X(cuStreamBatchMemOp, 11070, (CUstream, unsigned, CUstreamMemOp*, unsigned))                   \
+  X(cuEventCreate, 2000, (CUevent*, unsigned))                                                   \
+  X(cuEventRecord, 2000, (CUevent, CUstream))                                                    \
+  X(cuEventQuery, 2000, (CUevent))                                                               \
+  X(cuEventElapsedTime, 2000, (float*, CUevent, CUevent))                                        \
+  X(cuEventDestroy, 4000, (CUevent))                                                             \
+  X(cuMemcpyAsync, 4000, (CUdeviceptr, CUdeviceptr, size_t, CUstream))                           \
+  X(cuMemcpy2DAsync, 3020, (const CUmemcpy2D*, CUstream))                                        \
+  X(cuMemcpy3DAsync, 3020, (const CUmemcpy3D*, CUstream))                                        \
+  X(cuMemsetD8Async, 3020, (CUdeviceptr, unsigned char, size_t, CUstream))                       \
+  X(cuMemHostRegister, 6050, (void*, size_t, unsigned))                                          \
+  X(cuMemHostUnregister, 4000, (void*))                                                          \
+  X(cuMemHostGetDevicePointer, 3020, (CUdeviceptr*, void*, unsigned))                            \
+  X(cuGetErrorName, 6000, (CUresult, const char**))                                              \
+  X(cuGetErrorString, 6000, (CUresult, const char**))
+
+// What the project does without where the driver lacks it (null then).
+#define OFFCORE_CUDA_OPTIONAL_TABLE(X) \
+  X(cuMemcpyBatchAsync, 13000,         \
+    (CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, CUstream))
+
+class Driver {
+ public:
+  // Opens and initialises the driver, once in a process. Throws unavailable, saying what is
+  // missing (and is tried again when OFFCORE_LIBCUDA names another library).
+  static const Driver& open();
+  // The driver, once open. A child of a process that had opened it gets an error of code driver,
+  // since CUDA does not survive fork.
+  static const Driver& get();
+
+  int version() const { return version_; }  // 13000 for 13.0
+  int devices() const { return devices_; }
+
+#define OFFCORE_CUDA_MEMBER(name, version, parameters) CUresult(*name) parameters = nullptr;
+  OFFCORE_CUDA_TABLE(OFFCORE_CUDA_MEMBER)
+  OFFCORE_CUDA_OPTIONAL_TABLE(OFFCORE_CUDA_MEMBER)
+#undef OFFCORE_CUDA_MEMBER
+
+ private:
+  Driver();
+  void resolve(void* library);
+
+  int version_ = 0;
+  int devices_ = 0;
+};
+
+// Throws memory or driver, with the driver's own name and words for the result.
+[[noreturn]] void fail_result(CUresult result, std::string_view what);
+inline void check(CUresult result, std::string_view what) {
+  if (result != kSuccess) fail_result(result, what);
+}
+
+// Makes a context current and puts the caller's back.
+class Current {
+ public:
+  explicit Current(CUcontext context) {
+    check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
+  }
+  ~Current() {
+    CUcontext popped = nullptr;
+    Driver::get().cuCtxPopCurrent(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+};
+
+std::string device_name(int ordinal);
+int attribute(int ordinal, Attribute which);
+
+}  // namespace offcore::cuda

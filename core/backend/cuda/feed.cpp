@@ -1,0 +1,262 @@
+#include "core/backend/cuda/feed.h"
+
+#include <algorithm>
+
+#include "core/ir/text.h"
+
+namespace offcore::cuda {
+namespace {
+
+constexpr uint64_t kSlice = uint64_t{1} << 30;  // of a stride too wide for a 2-D copy: whole ones
+constexpr size_t kCopiesMax = 1024;             // in a batch
+
+CUdeviceptr device_pointer(std::byte* host) {
+  CUdeviceptr pointer = 0;
+  check(Driver::get().cuMemHostGetDevicePointer(&pointer, host, 0), "cuMemHostGetDevicePointer");
+  return pointer;
+}
+
+}  // namespace
+
+Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
+           const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
+           const Doubles* doubles, std::vector<Stamp>* stamps)
+    : device_(device),
+      stream_(stream),
+      word_(word),
+      words_(words),
+      program_(program),
+      launch_(launch),
+      rings_(rings),
+      habits_(habits),
+      doubles_(doubles),
+      stamps_(stamps) {}
+
+void Feed::run(std::span<const Command> commands) {
+  bool in_group = false;
+  for (size_t i = 0; i < commands.size(); ++i) {
+    const bool data = moves_data(commands[i].op);
+    if (data && !in_group && habits_.signals == SignalForm::copy_order) {
+      announce(commands.subspan(i));
+    }
+    in_group = data;
+    run(commands[i]);
+  }
+  flush();
+}
+
+void Feed::run(const Command& command) {
+  switch (command.op) {
+    case Op::copy:
+      return copy(command);
+    case Op::poll:
+      return poll(command);
+    case Op::signal:
+      return signal(command);
+    case Op::timestamp:
+      flush();
+      stamps_->push_back({command.value, device_.event(true)});
+      return stamps_->back().event.record(stream_);
+    case Op::fence:
+      return flush_copies();
+    case Op::swap:
+      fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
+  }
+}
+
+void Feed::flush() {
+  flush_copies();
+  flush_ops();
+}
+
+Feed::Place Feed::place(const Slice& slice) const {
+  std::byte* base = launch_.binding.base(slice.buffer, slice.rank);
+  if (slice.buffer == kFlagBuffer) {
+    if (slice.rank == kHostRank && rings_.find(base) == nullptr) {
+      return {device_pointer(base) + slice.offset * kWordBytes, nullptr};
+    }
+    base += slice.offset * kWordBytes;
+  } else {
+    base += slice.offset;
+  }
+  const auto address = reinterpret_cast<CUdeviceptr>(base);
+  const Ring* ring = rings_.find(base);
+  if (ring == nullptr || doubles_ == nullptr) return {address, ring};
+  const auto twin = doubles_->find(ring);
+  if (twin == doubles_->end()) return {address, ring};
+  return {address - ring->base() + twin->second->base(), twin->second.get()};
+}
+
+// Whether the ranks' parts of the buffer lie in the ring as they follow each other.
+bool Feed::walks(const Slice& slice, uint32_t rows, const Ring* ring) const {
+  if (ring == nullptr || ring->ranks() != program_.ranks || rows > program_.ranks) return false;
+  const auto at = [&](Rank rank) {
+    return reinterpret_cast<CUdeviceptr>(launch_.binding.base(slice.buffer, rank));
+  };
+  for (uint32_t row = 1; row < rows; ++row) {
+    const Rank rank = row_of(slice, kRankStep, row, program_.ranks).rank;
+    // Unsigned, so a rank before the first wraps, on both sides alike.
+    if (at(rank) - at(slice.rank) != (uint64_t{rank} - slice.rank) * ring->stride()) return false;
+  }
+  return true;
+}
+
+void Feed::add(uint32_t operation, CUdeviceptr address, uint32_t value) {
+  flush_copies();
+  if (ops_.size() == kMemOpsMax) flush_ops();
+  ops_.push_back({.operation = operation, .address = address, .value = value});
+}
+
+void Feed::poll(const Command& command) {
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+    std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
+    const bool device = rings_.find(base) != nullptr;
+    // The word itself, never a double: whoever releases the poll writes there.
+    const CUdeviceptr address =
+        (device ? reinterpret_cast<CUdeviceptr>(base) : device_pointer(base)) +
+        word.offset * kWordBytes;
+    add(kOpWait32, address, launch_.epoch + command.value);
+  }
+}
+
+bool Feed::one_command(const Command& signal) const {
+  return signal.rows > 1 && signal.dst_step == kRankStep && signal.dst.rank != kHostRank &&
+         walks(signal.dst, signal.rows, place(signal.dst).ring) &&
+         place(signal.dst).ring->stride() <= kPitchMax;
+}
+
+// copy_order: the word of the signal that ends this group is written before the group's data.
+void Feed::announce(std::span<const Command> rest) {
+  const auto end = std::find_if(rest.begin(), rest.end(),
+                                [](const Command& command) { return !moves_data(command.op); });
+  if (end == rest.end() || end->op != Op::signal || !one_command(*end)) return;
+  add(kOpWrite32, word_, launch_.epoch + end->value);
+  announced_ = true;
+}
+
+void Feed::signal(const Command& command) {
+  const uint32_t value = launch_.epoch + command.value;
+  if (one_command(command)) {
+    if (!announced_) add(kOpWrite32, word_, value);
+    announced_ = false;
+    flush();
+    const Place dst = place(command.dst);
+    const CUdeviceptr repeated =
+        words_.repeated(device_.rank()) + (word_ - words_.part(device_.rank()));
+    return strided(dst.address, dst.ring->stride(), repeated, words_.stride(), sizeof value,
+                   command.rows);
+  }
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    add(kOpWrite32, place(row_of(command.dst, command.dst_step, row, program_.ranks)).address,
+        value);
+  }
+}
+
+void Feed::copy(const Command& command) {
+  const Rank own = device_.rank();
+  const auto here = [&](const Slice& slice, int64_t step) {
+    return slice.rank == own && (command.rows == 1 || step != kRankStep);
+  };
+  const bool within = here(command.dst, command.dst_step) && here(command.src, command.src_step);
+  if (command.rows > 1 && !within) {
+    Place dst = place(command.dst);
+    Place src = place(command.src);
+    uint64_t dst_pitch = 0;
+    uint64_t src_pitch = 0;
+    if (pitches(command, dst, src, dst_pitch, src_pitch)) {
+      flush();
+      return strided(dst.address, dst_pitch, src.address, src_pitch, command.bytes, command.rows);
+    }
+  }
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
+    const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
+    plain(place(dst).address, place(src).address, command.bytes,
+          dst.rank == own && src.rank == own);
+  }
+}
+
+// The pitches by which one strided copy does the command, if one can.
+bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
+                   uint64_t& src_pitch) const {
+  const auto pitch = [&](const Slice& slice, int64_t step, Place& at, uint64_t& result) {
+    if (step == kRankStep) {
+      if (slice.rank == kHostRank || !walks(slice, command.rows, at.ring)) return false;
+      result = at.ring->stride();
+    } else if (step == 0) {  // one source, read through its repeated mappings
+      if (at.ring == nullptr || slice.rank != device_.rank()) return false;
+      const CUdeviceptr repeated = at.ring->repeated(slice.rank);
+      if (repeated == 0 || command.rows > at.ring->ranks()) return false;
+      at.address = repeated + (at.address - at.ring->part(slice.rank));
+      result = at.ring->stride();
+    } else {
+      if (step < 0) return false;
+      result = static_cast<uint64_t>(step);
+    }
+    return result >= command.bytes;
+  };
+  if (command.dst_step == 0) return false;
+  if (!pitch(command.dst, command.dst_step, dst, dst_pitch)) return false;
+  if (!pitch(command.src, command.src_step, src, src_pitch)) return false;
+  const uint64_t widest = std::max(dst_pitch, src_pitch);
+  if (widest <= kPitchMax) return true;
+  return command.bytes <= kSlice && dst_pitch % kSlice == 0 && src_pitch % kSlice == 0;
+}
+
+void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own) {
+  flush_ops();
+  if (!own || habits_.own_copy_on_sm || Driver::get().cuMemcpyBatchAsync == nullptr) {
+    flush_copies();
+    return check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+  }
+  if (sizes_.size() == kCopiesMax) flush_copies();
+  dsts_.push_back(dst);
+  srcs_.push_back(src);
+  sizes_.push_back(bytes);
+}
+
+void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
+                   uint64_t bytes, uint32_t rows) {
+  if (std::max(dst_pitch, src_pitch) <= kPitchMax) {
+    const CUmemcpy2D rectangle{.src = src,
+                               .src_pitch = src_pitch,
+                               .dst = dst,
+                               .dst_pitch = dst_pitch,
+                               .width = bytes,
+                               .height = rows};
+    return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream_), "cuMemcpy2DAsync");
+  }
+  const CUmemcpy3D box{.src = src,
+                       .src_pitch = kSlice,
+                       .src_height = src_pitch / kSlice,
+                       .dst = dst,
+                       .dst_pitch = kSlice,
+                       .dst_height = dst_pitch / kSlice,
+                       .width = bytes,
+                       .height = 1,
+                       .depth = rows};
+  check(Driver::get().cuMemcpy3DAsync(&box, stream_), "cuMemcpy3DAsync");
+}
+
+void Feed::flush_copies() {
+  if (sizes_.empty()) return;
+  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = kPreferOverlap};
+  size_t first = 0;
+  check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),
+                                         &attributes, &first, 1, stream_),
+        "cuMemcpyBatchAsync");
+  dsts_.clear();
+  srcs_.clear();
+  sizes_.clear();
+}
+
+void Feed::flush_ops() {
+  if (ops_.empty()) return;
+  check(
+      Driver::get().cuStreamBatchMemOp(stream_, static_cast<unsigned>(ops_.size()), ops_.data(), 0),
+      "cuStreamBatchMemOp");
+  ops_.clear();
+}
+
+}  // namespace offcore::cuda

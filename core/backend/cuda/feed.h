@@ -1,0 +1,91 @@
+// Feeds the commands of a program's queues into a stream, as few driver calls as can be.
+//
+//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
+//              asks for a copy engine, because a plain one would take SMs
+//   poll       waits, consecutive ones as one batch
+//   signal     a write-value, which the driver documents to fence all that came before it in its
+//              stream. To several ranks: one write-value into a word of this GPU and one strided
+//              copy of that word to all of them
+//   fence      nothing: a stream is in order
+//
+// The signal form `copy_order` writes the word before the data and relies on copies of one stream
+// not to overtake each other; it saves a step, and nobody promises it (see docs/cuda.md).
+#pragma once
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/backend/cuda/memory.h"
+
+namespace offcore::cuda {
+
+enum class SignalForm : uint8_t { fenced, copy_order };
+
+// Rings that stand in for others (see Ring::blank), by the ring that they stand in for.
+using Doubles = std::map<const Ring*, std::unique_ptr<Ring>>;
+
+struct Habits {
+  SignalForm signals = SignalForm::fenced;
+  bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
+};
+
+// A timestamp command's event.
+struct Stamp {
+  uint16_t number;
+  Event event;
+};
+
+class Feed {
+ public:
+  // `word`: of the device's own words, for this queue alone. `doubles` may be null.
+  Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
+       const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
+       const Doubles* doubles, std::vector<Stamp>* stamps);
+
+  void run(std::span<const Command> commands);  // and flushes
+  void run(const Command& command);
+  void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
+  void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
+  void flush();  // what was collected goes to the driver
+
+ private:
+  struct Place {
+    CUdeviceptr address = 0;
+    const Ring* ring = nullptr;  // null: not in a window
+  };
+
+  Place place(const Slice& slice) const;
+  bool walks(const Slice& slice, uint32_t rows, const Ring* ring) const;
+  void add(uint32_t operation, CUdeviceptr address, uint32_t value);
+  void poll(const Command& command);
+  void signal(const Command& command);
+  bool one_command(const Command& signal) const;
+  void announce(std::span<const Command> rest);
+  void copy(const Command& command);
+  bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
+               uint64_t& src_pitch) const;
+  void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own);
+  void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
+               uint64_t bytes, uint32_t rows);
+  void flush_copies();
+  void flush_ops();
+
+  const Device& device_;
+  CUstream stream_;
+  CUdeviceptr word_;
+  const Ring& words_;
+  const Program& program_;
+  const Launch& launch_;
+  const Rings& rings_;
+  const Habits& habits_;
+  const Doubles* doubles_;
+  std::vector<Stamp>* stamps_;
+  bool announced_ = false;  // copy_order: the next signal's word holds its value already
+  std::vector<CUstreamMemOp> ops_;
+  std::vector<CUdeviceptr> dsts_;
+  std::vector<CUdeviceptr> srcs_;
+  std::vector<size_t> sizes_;
+};
+
+}  // namespace offcore::cuda

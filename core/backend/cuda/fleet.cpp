@@ -1,0 +1,369 @@
+#include "core/backend/cuda/fleet.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "core/backend/wakeup.h"
+
+namespace offcore::cuda {
+namespace {
+
+constexpr size_t kFlyingMax = 8;  // launches not waited for, before their events are asked
+constexpr int64_t kSpinNs = 200'000;
+constexpr double kGraceS = 2.0;  // what is under way may still end by itself
+constexpr double kReleaseS = 10.0;
+constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the lane waits for
+
+// A GPU that does not let go of memory: it stays mapped for good.
+void leak(std::shared_ptr<void> memory) { new std::shared_ptr<void>(std::move(memory)); }
+
+Ring own_words(Rank ranks, std::span<const std::shared_ptr<Device>> devices) {
+  std::vector<std::shared_ptr<const Part>> parts(ranks);
+  for (const auto& device : devices) parts[device->rank()] = Part::create(*device, 1, false);
+  const std::shared_ptr<const Part> first = parts[devices.front()->rank()];
+  for (auto& part : parts) part = part == nullptr ? first : part;
+  return Ring(std::move(parts), devices);
+}
+
+}  // namespace
+
+void nap(int64_t waited_ns) {
+  if (waited_ns < kSpinNs) return std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(waited_ns < 20 * kSpinNs ? 20 : 200));
+}
+
+Words::Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices)
+    : ring_(own_words(ranks, devices)) {}
+
+CUdeviceptr Words::take(const Device& device) {
+  const std::scoped_lock lock(mutex_);
+  Free& free = free_[device.rank()];
+  if (!free.returned.empty()) {
+    const CUdeviceptr word = free.returned.back();
+    free.returned.pop_back();
+    return word;
+  }
+  if ((free.next + 1) * kWordBytes > ring_.stride()) {
+    fail(Code::unsupported, "more than ", free.next, " queues on one GPU");
+  }
+  return ring_.part(device.rank()) + kWordBytes * free.next++;
+}
+
+void Words::give(const Device& device, CUdeviceptr word) {
+  const std::scoped_lock lock(mutex_);
+  free_[device.rank()].returned.push_back(word);
+}
+
+Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits)
+    : ranks_(ranks),
+      devices_(std::move(devices)),
+      habits_(habits),
+      rings_(std::make_shared<Rings>()),
+      words_(std::make_shared<Words>(ranks, devices_)) {}
+
+Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
+  Lane& lane = lanes_[{index, device}];
+  if (!lane.caller) lane.caller = std::make_unique<Line>(devices_[device], words_);
+  return lane;
+}
+
+Line& Fleet::engine(Lane& lane, uint32_t device, size_t index) {
+  while (lane.engines.size() <= index) {
+    lane.engines.push_back(std::make_unique<Line>(devices_[device], words_));
+  }
+  return *lane.engines[index];
+}
+
+void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
+  const Program& program = *cargo.program;
+  if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
+      launch.binding.buffers() != program.buffers.size() ||
+      std::find(launch.wakeups.begin(), launch.wakeups.end(), nullptr) != launch.wakeups.end() ||
+      (!launch.streams.empty() && launch.streams.size() != devices_.size())) {
+    fail(Code::invalid, program.op, " needs bases of ", program.buffers.size(), " buffers at ",
+         program.ranks, " ranks, a wakeup for each rank, and no streams or one for each of the ",
+         devices_.size(), " local ranks");
+  }
+  for (const auto& [buffer, rank] : cargo.bases) {
+    const std::byte* base = launch.binding.base(buffer, rank);
+    if (base == nullptr) {
+      fail(Code::invalid, "buffer ", program.buffers[buffer].name, " of ",
+           rank == kHostRank ? "the host" : cat("rank ", rank), " is not mapped here");
+    }
+    if (program.buffers[buffer].kind != Buffer::Kind::local || rings_->find(base) != nullptr) {
+      continue;
+    }
+    const Current current = devices_.front()->current();
+    int type = 0;
+    const CUresult result = Driver::get().cuPointerGetAttribute(
+        &type, kPointerMemoryType, reinterpret_cast<CUdeviceptr>(base));
+    if (result != kInvalidValue) check(result, "cuPointerGetAttribute");
+    if (result == kInvalidValue || type == 0) {
+      fail(Code::invalid, "buffer ", program.buffers[buffer].name, " of rank ", rank,
+           " is ordinary host memory, which GPUs' copy engines cannot reach; pass a tensor on the "
+           "GPU, a window, or host memory of Communicator.host_array()");
+    }
+  }
+}
+
+Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const {
+  return Feed(*turn.device, stream, word, words_->ring(), *flight.cargo->program, flight.launch,
+              *rings_, habits_, nullptr, &turn.part->stamps);
+}
+
+// Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
+Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
+  Lane& own = lane(flight.launch.lane, local.device);
+  Turn turn{.local = &local,
+            .device = devices_[local.device].get(),
+            .lane = &own,
+            .stream = own.caller->stream(),
+            .named = nullptr,
+            .part = &flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())],
+            .joins = {}};
+  const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
+  if (given > kNamedStreams) turn.stream = reinterpret_cast<CUstream>(given);
+  if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
+  if (given != 0 && given <= kNamedStreams) {
+    turn.named = reinterpret_cast<CUstream>(given);
+    const Event fork = turn.device->event();
+    fork.record(turn.named);
+    fork.hold(turn.stream);
+  }
+  if (flight.cargo->timed) {
+    turn.part->start.emplace(turn.device->event(true));
+    turn.part->start->record(turn.stream);
+    turn.part->start_ns = now_ns() - flight.launch_ns;
+  }
+  return turn;
+}
+
+// Further engine queues start where the caller's stream stands now.
+void Fleet::fork(Turn& turn) {
+  const LocalProgram& local = *turn.local;
+  const size_t inside = local.joined ? 1 : 0;
+  if (local.engines.size() <= inside) return;
+  const Event here = turn.device->event();
+  here.record(turn.stream);
+  for (size_t i = inside; i < local.engines.size(); ++i) {
+    here.hold(engine(*turn.lane, local.device, i).stream());
+  }
+}
+
+// Engine queues that were not parked: one with the caller where that can be, the others forked.
+void Fleet::engines(Flight& flight, Turn& turn) {
+  const auto& queues = flight.cargo->program->queues;
+  const LocalProgram& local = *turn.local;
+  const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
+  for (size_t i = inside; i < local.engines.size(); ++i) {
+    Line& line = engine(*turn.lane, local.device, i);
+    feed(flight, turn, line.stream(), line.word()).run(queues[local.engines[i]].commands);
+    turn.joins.push_back(turn.device->event());
+    turn.joins.back().record(line.stream());
+  }
+  if (inside == 0) return;
+  const Line& line = engine(*turn.lane, local.device, 0);
+  feed(flight, turn, turn.stream, line.word()).run(queues[local.engines[0]].commands);
+}
+
+void Fleet::end(Flight& flight, Turn& turn) {
+  const LocalProgram& local = *turn.local;
+  if (local.caller) {
+    const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
+    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.subspan(local.leading));
+  }
+  for (const Event& join : turn.joins) join.hold(turn.stream);
+  auto done = std::make_shared<Event>(turn.device->event());
+  done->record(turn.stream);
+  if (turn.named != nullptr) done->hold(turn.named);
+  turn.lane->last_stream = turn.stream;
+  turn.lane->last_done = done;
+  turn.part->done = std::move(done);
+}
+
+// Rank by rank, but never all of one rank first: a queue too long for its stream would wait for
+// ranks that have not begun.
+void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hangar,
+                    const Parked* parked) {
+  const auto& queues = flight.cargo->program->queues;
+  for (const LocalProgram& local : flight.cargo->locals) {
+    const Current current = devices_[local.device]->current();
+    Turn& turn = turns.emplace_back(begin(flight, local));
+    if (parked == nullptr) fork(turn);
+    if (!local.caller) continue;
+    const std::span<const Command> commands = queues[*local.caller].commands;
+    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.first(local.leading));
+  }
+  for (size_t i = 0; i < turns.size(); ++i) {
+    const Current current = turns[i].device->current();
+    if (parked != nullptr) {
+      resume(flight, turns[i], hangar, *parked, i);
+    } else {
+      engines(flight, turns[i]);
+    }
+  }
+  for (Turn& turn : turns) {
+    const Current current = turn.device->current();
+    end(flight, turn);
+  }
+}
+
+// Half of a launch is enqueued: nobody may take what it leaves for a result. It is poisoned, and
+// released like any other once its streams' ends are known.
+void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
+  flight.poison(devices_.front()->rank());
+  try {
+    for (Turn& turn : turns) {
+      const Current current = turn.device->current();
+      for (const auto& line : turn.lane->engines) {
+        turn.joins.push_back(turn.device->event());
+        turn.joins.back().record(line->stream());
+      }
+      for (const Event& join : turn.joins) join.hold(turn.stream);
+      auto done = std::make_shared<Event>(turn.device->event());
+      done->record(turn.stream);
+      turn.part->done = std::move(done);
+    }
+  } catch (const Error&) {
+    leak(std::move(flight.launch.owner));  // the driver is beyond telling
+  }
+}
+
+std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
+                                      Hangar& hangar) {
+  const int64_t launch_ns = now_ns();
+  check_launch(*cargo, launch);
+  if (!hangar.parked.empty() && !(hangar.parked.front().launch.binding == launch.binding)) {
+    recall(cargo, hangar);
+  }
+  const std::scoped_lock lock(mutex_);
+  if (closed_) fail(Code::cancelled, "the cuda backend is closed");
+  reap();
+  auto flight = std::make_shared<Flight>(cargo, launch);
+  flight->launch_ns = launch_ns;
+  std::optional<Parked> parked;
+  if (!hangar.parked.empty()) {
+    const Launch& ahead = hangar.parked.front().launch;
+    if (ahead.epoch != launch.epoch || ahead.lane != launch.lane) {
+      fail(Code::invalid, "armed for epoch ", ahead.epoch, " of lane ", ahead.lane,
+           " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
+    }
+    parked.emplace(std::move(hangar.parked.front()));
+    hangar.parked.pop_front();
+  }
+  flying_.push_back(flight);
+  std::vector<Turn> turns;
+  try {
+    enqueue(*flight, turns, hangar, parked ? &*parked : nullptr);
+  } catch (...) {
+    abandon(*flight, turns);
+    throw;
+  }
+  flight->control_ns = now_ns() - launch_ns;
+  return flight;
+}
+
+// Lets go of launches that have ended and that nobody waits for.
+void Fleet::reap() {
+  while (flying_.size() > kFlyingMax && flying_.front()->ended()) {
+    flying_.front()->launch.owner.reset();
+    flying_.pop_front();
+  }
+  const bool poisoned = std::any_of(flying_.begin(), flying_.end(),
+                                    [](const auto& flight) { return flight->poisoned() != 0; });
+  if (!poisoned) return;
+  std::vector<std::shared_ptr<Flight>> flights;
+  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
+               [](const auto& flight) { return flight->poisoned() != 0; });
+  release(flights);
+}
+
+void Fleet::retire(Flight& flight) {
+  std::shared_ptr<void> owner;  // freed without the mutex
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(flying_, [&](const auto& candidate) { return candidate.get() == &flight; });
+  owner.swap(flight.launch.owner);
+}
+
+void Fleet::release_poisoned() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::shared_ptr<Flight>> flights;
+  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
+               [](const auto& flight) { return flight->poisoned() != 0; });
+  release(flights);
+}
+
+// Writes the awaited words until all these launches are through. Signals that run out meanwhile
+// may lower a word again, so it is written again.
+void Fleet::release(const std::vector<std::shared_ptr<Flight>>& flights) {
+  const Deadline deadline = Deadline::after_s(kReleaseS);
+  for (const auto& flight : flights) flight->dead = flight->poisoned();
+  for (uint32_t round = 0;; ++round) {
+    bool through = true;
+    for (const auto& flight : flights) {
+      if (flight->ended()) continue;
+      through = false;
+      for (size_t i = 0; i < flight->cargo->locals.size(); ++i) {
+        const Device& device = *devices_[flight->cargo->locals[i].device];
+        const Current current = device.current();
+        device.write_words(flight->awaited(static_cast<uint32_t>(i), *rings_),
+                           flight->launch.epoch + kBeyond);
+      }
+    }
+    if (through) break;
+    if (deadline.passed()) {
+      for (const auto& flight : flights) leak(flight);
+      fail(Code::driver, "a GPU does not let go of an aborted operation within ",
+           shown_s(deadline.wait_ns()), " s; its memory stays mapped: end this process");
+    }
+    nap(round * kSpinNs);
+  }
+  for (const auto& flight : flights) {
+    std::erase(flying_, flight);
+    flight->launch.owner.reset();
+  }
+}
+
+void Fleet::wait(Flight& flight, const Deadline& deadline) {
+  const std::string& op = flight.cargo->program->op;
+  const int64_t began_ns = now_ns();
+  const auto fail_poisoned = [&](uint32_t by) {
+    fail(Code::peer, "rank ", by - 1, " died or aborted during ", op);
+  };
+  while (!flight.ended()) {
+    if (const uint32_t by = flight.poisoned(); by != 0) {
+      release_poisoned();
+      fail_poisoned(by);
+    }
+    if (deadline.passed()) {
+      fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
+           " s: ", flight.position(devices_));
+    }
+    nap(now_ns() - began_ns);
+  }
+  retire(flight);
+  if (const uint32_t by = flight.dead.load(); by != 0) fail_poisoned(by);
+}
+
+void Fleet::close() {
+  const Deadline grace = Deadline::after_s(kGraceS);
+  std::vector<std::shared_ptr<Flight>> flights;
+  {
+    const std::scoped_lock lock(mutex_);
+    closed_ = true;
+    flights.assign(flying_.begin(), flying_.end());
+  }
+  for (const auto& flight : flights) {
+    while (!flight->ended() && flight->poisoned() == 0 && !grace.passed()) nap(kSpinNs);
+    if (!flight->ended()) flight->poison(devices_.front()->rank());
+  }
+  release_poisoned();
+  const std::scoped_lock lock(mutex_);
+  for (const auto& flight : flying_) flight->launch.owner.reset();
+  flying_.clear();
+  lanes_.clear();
+}
+
+}  // namespace offcore::cuda

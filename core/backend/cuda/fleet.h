@@ -1,0 +1,165 @@
+// The local GPUs at work: the streams of every lane, and what is under way on them.
+//
+// Everything that a caller queue does goes into the caller's stream, and one engine queue with it;
+// further engine queues have streams of their own, forked from the caller's and joined to it by
+// events. Launches of a lane are in order whatever streams they come in.
+//
+// A GPU waits for a word for ever, whoever has died. So a launch that is poisoned is released: its
+// awaited words are written, from a stream of its own, until all its streams are through. What was
+// queued behind the waits runs then; the memory stays mapped until it has.
+#pragma once
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend/cuda/flight.h"
+
+namespace offcore::cuda {
+
+// Between two looks at a GPU: short at first.
+void nap(int64_t waited_ns);
+
+// A device's own words, which signals are copied from; each lies 64 bytes from the next.
+class Words {
+ public:
+  Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices);
+  const Ring& ring() const { return ring_; }
+  CUdeviceptr take(const Device& device);
+  void give(const Device& device, CUdeviceptr word);
+
+ private:
+  struct Free {
+    uint64_t next = 0;
+    std::vector<CUdeviceptr> returned;
+  };
+  Ring ring_;
+  std::mutex mutex_;
+  std::map<Rank, Free> free_;
+};
+
+class Word {
+ public:
+  Word(std::shared_ptr<const Device> device, std::shared_ptr<Words> words)
+      : device_(std::move(device)), words_(std::move(words)), address_(words_->take(*device_)) {}
+  ~Word() { words_->give(*device_, address_); }
+  Word(const Word&) = delete;
+  Word& operator=(const Word&) = delete;
+  CUdeviceptr address() const { return address_; }
+
+ private:
+  std::shared_ptr<const Device> device_;
+  std::shared_ptr<Words> words_;
+  CUdeviceptr address_;
+};
+
+// A stream and a word of its own.
+class Line {
+ public:
+  Line(const std::shared_ptr<const Device>& device, const std::shared_ptr<Words>& words)
+      : word_(device, words), stream_(device->stream()) {}
+  CUstream stream() const { return stream_->handle(); }
+  CUdeviceptr word() const { return word_.address(); }
+
+ private:
+  Word word_;
+  std::unique_ptr<Stream> stream_;
+};
+
+// Engine queues of one armed program, enqueued ahead of their launch behind their gates.
+struct Parked {
+  Launch launch;
+  uint32_t turn = 0;                      // the gates' value that lets them go
+  std::vector<std::vector<Event>> joins;  // by local program, then engine queue
+};
+
+// An armed program's own streams, and rings that its parked commands go through.
+struct Hangar {
+  struct Bay {
+    std::unique_ptr<Line> line;
+    std::unique_ptr<Word> gate;
+  };
+  std::vector<std::vector<Bay>> bays;  // as Parked::joins
+  uint32_t turn = 0;
+  Doubles doubles;
+  std::vector<std::unique_ptr<Ring>> retired;  // doubles of windows that were replaced
+  std::deque<Parked> parked;
+  uint32_t recalls = 0;
+  size_t lines = 0;  // of a device, that it takes from the room for parked ones
+};
+
+class Fleet {
+ public:
+  Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits);
+
+  const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
+  const std::shared_ptr<Rings>& rings() const { return rings_; }
+  Rank ranks() const { return ranks_; }
+
+  std::shared_ptr<Flight> launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
+                                 Hangar& hangar);
+  // False where the program cannot be enqueued ahead, or enough of them are parked already.
+  bool park(const std::shared_ptr<const Cargo>& cargo, const Launch& launch, Hangar& hangar);
+  // Lets what is parked run out without effect.
+  void dismiss(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
+  // As dismiss, while the communicator lives on: waits for launches of the program before.
+  void recall(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
+  // Throws timeout, peer, driver, or cancelled after close().
+  void wait(Flight& flight, const Deadline& deadline);
+  // Ends what is under way; nothing can be launched afterwards.
+  void close();
+
+ private:
+  struct Lane {
+    std::unique_ptr<Line> caller;
+    std::vector<std::unique_ptr<Line>> engines;  // made when needed
+    CUstream last_stream = nullptr;
+    std::shared_ptr<const Event> last_done;
+  };
+  // One local rank's part of a launch that is being enqueued.
+  struct Turn {
+    const LocalProgram* local;
+    const Device* device;
+    Lane* lane;
+    CUstream stream;  // where the caller queue goes
+    CUstream named;   // the caller's, where that is a default stream; else null
+    Flight::Part* part;
+    std::vector<Event> joins;
+  };
+
+  Lane& lane(uint32_t index, uint32_t device);
+  Line& engine(Lane& lane, uint32_t device, size_t index);
+  void check_launch(const Cargo& cargo, const Launch& launch) const;
+  void enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hangar,
+               const Parked* parked);
+  void abandon(Flight& flight, std::vector<Turn>& turns);
+  Turn begin(Flight& flight, const LocalProgram& local);
+  void fork(Turn& turn);
+  void engines(Flight& flight, Turn& turn);
+  void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
+  void end(Flight& flight, Turn& turn);
+  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const;
+  void reap();
+  void retire(Flight& flight);
+  void release(const std::vector<std::shared_ptr<Flight>>& flights);
+  void release_poisoned();
+  std::vector<std::shared_ptr<Flight>> flying(const std::shared_ptr<const Cargo>& cargo);
+  void run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
+  bool make_bays(const Cargo& cargo, Hangar& hangar);
+  void double_rings(const Cargo& cargo, const Launch& launch, Hangar& hangar);
+
+  const Rank ranks_;
+  const std::vector<std::shared_ptr<Device>> devices_;
+  const Habits habits_;
+  const std::shared_ptr<Rings> rings_;
+  const std::shared_ptr<Words> words_;
+  std::mutex mutex_;                                     // of all below
+  std::map<std::pair<uint32_t, uint32_t>, Lane> lanes_;  // by lane, device
+  std::list<std::shared_ptr<Flight>> flying_;
+  size_t parked_lines_ = 0;
+  bool closed_ = false;
+};
+
+}  // namespace offcore::cuda

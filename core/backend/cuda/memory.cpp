@@ -1,0 +1,199 @@
+#include "core/backend/cuda/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace offcore::cuda {
+namespace {
+
+constexpr uint64_t kWideStride = uint64_t{1} << 30;  // strides above the pitch limit: whole ones
+
+uint64_t rounded(uint64_t bytes, uint64_t unit) {
+  return std::max<uint64_t>(1, (bytes + unit - 1) / unit) * unit;
+}
+
+CUmemAllocationProp properties(int ordinal) {
+  return {.type = kMemoryPinned,
+          .handle_types = kPosixDescriptor,
+          .location = {.type = kLocationDevice, .id = ordinal}};
+}
+
+uint64_t granule(int ordinal) {
+  size_t bytes = 0;
+  const CUmemAllocationProp wanted = properties(ordinal);
+  check(Driver::get().cuMemGetAllocationGranularity(&bytes, &wanted, 0),
+        "cuMemGetAllocationGranularity");
+  return bytes;
+}
+
+uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
+  uint64_t bytes = 0;
+  for (const auto& part : parts) bytes = std::max(bytes, part->bytes());
+  return bytes <= kPitchMax ? bytes : rounded(bytes, kWideStride);
+}
+
+}  // namespace
+
+std::shared_ptr<Part> Part::create(const Device& device, uint64_t bytes, bool exported) {
+  const Driver& driver = Driver::get();
+  const Current current = device.current();
+  const CUmemAllocationProp wanted = properties(device.ordinal());
+  if (bytes > uint64_t{1} << 46) fail(Code::memory, bytes, " bytes are more than any GPU has");
+  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(device.ordinal()))));
+  const CUresult result = driver.cuMemCreate(&part->handle_, part->bytes_, &wanted, 0);
+  if (result == kOutOfMemory) {
+    size_t free = 0;
+    size_t total = 0;
+    driver.cuMemGetInfo(&free, &total);
+    fail(Code::memory, "cannot allocate ", part->bytes_, " bytes on device ", device.ordinal(),
+         ": ", free, " of ", total, " bytes are free; use smaller windows or free other memory");
+  }
+  check(result, "cuMemCreate");
+  if (!exported) return part;
+  int fd = -1;
+  check(driver.cuMemExportToShareableHandle(&fd, part->handle_, kPosixDescriptor, 0),
+        "cuMemExportToShareableHandle");
+  part->fd_ = Descriptor(fd);
+  return part;
+}
+
+std::shared_ptr<Part> Part::import(std::shared_ptr<const Context> context, uint64_t bytes, int fd) {
+  Descriptor owned(fd);
+  const Current current(context->handle());
+  const uint64_t whole = rounded(bytes, granule(context->ordinal()));
+  std::shared_ptr<Part> part(new Part(std::move(context), whole));
+  check(Driver::get().cuMemImportFromShareableHandle(
+            &part->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), kPosixDescriptor),
+        "cuMemImportFromShareableHandle");
+  return part;
+}
+
+Part::~Part() {
+  if (handle_ != 0) Driver::get().cuMemRelease(handle_);
+}
+
+Range::Range(std::shared_ptr<const Context> context, uint64_t bytes)
+    : context_(std::move(context)), bytes_(bytes) {
+  const Current current(context_->handle());
+  check(Driver::get().cuMemAddressReserve(&base_, bytes_, 0, 0, 0),
+        cat("cuMemAddressReserve of ", bytes_, " bytes"));
+}
+
+Range::~Range() {
+  const Current current(context_->handle());
+  for (const auto& [offset, part] : mapped_) {
+    Driver::get().cuMemUnmap(base_ + offset, part->bytes());
+  }
+  Driver::get().cuMemAddressFree(base_, bytes_);
+}
+
+void Range::map(uint64_t offset, std::shared_ptr<const Part> part) {
+  const Current current(context_->handle());
+  check(Driver::get().cuMemMap(base_ + offset, part->bytes(), 0, part->handle(), 0), "cuMemMap");
+  mapped_.emplace(offset, std::move(part));
+}
+
+void Range::open(std::span<const int> ordinals) {
+  std::vector<CUmemAccessDesc> access;
+  for (int ordinal : ordinals) {
+    access.push_back(
+        {.location = {.type = kLocationDevice, .id = ordinal}, .flags = kAccessReadWrite});
+  }
+  const Current current(context_->handle());
+  for (const auto& [offset, part] : mapped_) {
+    check(Driver::get().cuMemSetAccess(base_ + offset, part->bytes(), access.data(), access.size()),
+          "cuMemSetAccess (have the GPUs peer access to each other?)");
+  }
+}
+
+void Range::unmap() {
+  const Current current(context_->handle());
+  for (const auto& [offset, part] : mapped_) {
+    check(Driver::get().cuMemUnmap(base_ + offset, part->bytes()), "cuMemUnmap");
+  }
+  mapped_.clear();
+}
+
+Ring::Ring(std::vector<std::shared_ptr<const Part>> parts,
+           std::span<const std::shared_ptr<Device>> local)
+    : parts_(std::move(parts)),
+      stride_(stride_of(parts_)),
+      laps_(local.front()->context(), 2 * parts_.size() * stride_) {
+  for (const auto& device : local) {
+    repeated_[device->rank()] = std::make_unique<Range>(device->context(), parts_.size() * stride_);
+  }
+  map(local);
+}
+
+void Ring::map(std::span<const std::shared_ptr<Device>> local) {
+  std::vector<int> ordinals;
+  for (const auto& device : local) {
+    if (std::find(ordinals.begin(), ordinals.end(), device->ordinal()) == ordinals.end()) {
+      ordinals.push_back(device->ordinal());
+    }
+  }
+  for (uint32_t k = 0; k < 2u * ranks(); ++k) laps_.map(k * stride_, parts_[k % ranks()]);
+  laps_.open(ordinals);
+  for (const auto& device : local) {
+    Range& range = *repeated_[device->rank()];
+    for (Rank k = 0; k < ranks(); ++k) range.map(k * stride_, parts_[device->rank()]);
+    const int ordinal = device->ordinal();
+    range.open({&ordinal, 1});
+  }
+}
+
+CUdeviceptr Ring::repeated(Rank rank) const {
+  const auto found = repeated_.find(rank);
+  return found == repeated_.end() ? 0 : found->second->base();
+}
+
+void Ring::blank(std::span<const std::shared_ptr<Device>> local) {
+  // One allocation stands in for all parts.
+  const std::shared_ptr<const Part> blank = Part::create(*local.front(), parts_[0]->bytes(), false);
+  laps_.unmap();
+  for (auto& [rank, range] : repeated_) range->unmap();
+  std::fill(parts_.begin(), parts_.end(), blank);
+  map(local);
+}
+
+void Rings::add(const Ring& ring) {
+  const std::unique_lock lock(mutex_);
+  rings_[ring.base()] = &ring;
+}
+
+void Rings::remove(const Ring& ring) {
+  const std::unique_lock lock(mutex_);
+  rings_.erase(ring.base());
+}
+
+const Ring* Rings::find(const void* address) const {
+  const auto at = reinterpret_cast<CUdeviceptr>(address);
+  const std::shared_lock lock(mutex_);
+  auto found = rings_.upper_bound(at);
+  if (found == rings_.begin()) return nullptr;
+  const Ring* ring = (--found)->second;
+  return at - ring->base() < ring->bytes() ? ring : nullptr;
+}
+
+std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes) {
+  const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
+  const Current current(context->handle());
+  const CUresult result =
+      Driver::get().cuMemHostRegister(data, whole, kHostPortable | kHostDeviceMap);
+  if (result != kSuccess) {
+    munmap(data, whole);
+    check(result, cat("cuMemHostRegister of ", whole, " bytes"));
+  }
+  return {data, [context = std::move(context), whole](void* pinned) {
+            const Current here(context->handle());
+            Driver::get().cuMemHostUnregister(pinned);
+            munmap(pinned, whole);
+          }};
+}
+
+}  // namespace offcore::cuda

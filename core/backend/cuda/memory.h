@@ -1,0 +1,109 @@
+// Window memory: physical allocations of VMM, mapped by every rank at a constant stride.
+//
+// A ring is one range of addresses in which the ranks' parts lie at a constant stride, twice in a
+// row: from every rank the following ranks are an arithmetic progression, so that one strided copy
+// reaches them all. Each local rank's own part is mapped once more, `ranks` times at the same
+// stride: the source of a one-command broadcast. What programs read and write by themselves lies
+// in the first lap; the other mappings are only sources and destinations of strided copies.
+#pragma once
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <span>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/cuda/device.h"
+#include "core/base/descriptor.h"
+
+namespace offcore::cuda {
+
+inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
+
+// One rank's physical memory.
+class Part {
+ public:
+  // Allocates on the device. Throws memory, naming the free bytes.
+  static std::shared_ptr<Part> create(const Device& device, uint64_t bytes, bool exported);
+  // Owns fd from here on, also when it throws.
+  static std::shared_ptr<Part> import(std::shared_ptr<const Context> context, uint64_t bytes,
+                                      int fd);
+  ~Part();
+
+  CUmemHandle handle() const { return handle_; }
+  uint64_t bytes() const { return bytes_; }  // whole granules
+  int fd() const { return fd_.get(); }       // -1 unless exported or imported
+
+ private:
+  Part(std::shared_ptr<const Context> context, uint64_t bytes)
+      : context_(std::move(context)), bytes_(bytes) {}
+
+  std::shared_ptr<const Context> context_;
+  CUmemHandle handle_ = 0;
+  uint64_t bytes_;
+  Descriptor fd_;
+};
+
+// A reserved range of addresses and what is mapped in it.
+class Range {
+ public:
+  Range(std::shared_ptr<const Context> context, uint64_t bytes);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  CUdeviceptr base() const { return base_; }
+  void map(uint64_t offset, std::shared_ptr<const Part> part);
+  // All that is mapped may be read and written by these devices.
+  void open(std::span<const int> ordinals);
+  void unmap();
+
+ private:
+  std::shared_ptr<const Context> context_;
+  CUdeviceptr base_ = 0;
+  uint64_t bytes_;
+  std::map<uint64_t, std::shared_ptr<const Part>> mapped_;  // by offset
+};
+
+class Ring {
+ public:
+  // `parts`: one a rank. `local`: the devices of this process's ranks.
+  Ring(std::vector<std::shared_ptr<const Part>> parts,
+       std::span<const std::shared_ptr<Device>> local);
+
+  Rank ranks() const { return static_cast<Rank>(parts_.size()); }
+  uint64_t stride() const { return stride_; }
+  uint64_t bytes() const { return 2 * ranks() * stride_; }
+  CUdeviceptr base() const { return laps_.base(); }
+  CUdeviceptr part(Rank rank) const { return laps_.base() + rank * stride_; }
+  // The first of the repeated mappings of a local rank's part; 0 for other ranks.
+  CUdeviceptr repeated(Rank rank) const;
+  const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
+  // Puts other memory behind all addresses: what still writes there changes nothing any more.
+  void blank(std::span<const std::shared_ptr<Device>> local);
+
+ private:
+  void map(std::span<const std::shared_ptr<Device>> local);
+
+  std::vector<std::shared_ptr<const Part>> parts_;
+  uint64_t stride_;
+  Range laps_;
+  std::map<Rank, std::unique_ptr<Range>> repeated_;
+};
+
+// Finds the ring that an address belongs to.
+class Rings {
+ public:
+  void add(const Ring& ring);
+  void remove(const Ring& ring);
+  const Ring* find(const void* address) const;  // null: not window memory
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::map<CUdeviceptr, const Ring*> rings_;  // by base
+};
+
+// Host memory that every local device reaches.
+std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
+
+}  // namespace offcore::cuda

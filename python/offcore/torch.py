@@ -1,0 +1,48 @@
+"""Collectives of torch tensors on the current CUDA stream, without a kernel.
+
+    comm = offcore.torch.Communicator()            # of torch.distributed's default group
+    out = comm.empty((8, 1024), torch.bfloat16)    # window memory: peers write it directly
+    comm.all_gather(out, inp)                      # ordered like any other work of the stream
+
+The process group only makes the ranks meet; it carries no data. All ranks are processes on one
+host, a GPU each. An operation is enqueued on torch.cuda.current_stream() of its device, and the
+tensors passed stay alive until it has ended. `wait` makes the host wait, which is needed only to
+look at a result from the host or to see errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offcore import api
+from offcore.crew import free_port
+
+_LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
+
+
+class Communicator(api.Communicator):
+    """The ranks of a torch.distributed group, as offcore.Communicator.
+
+    group: None is the default group, which must be initialised. device: this rank's GPU; by
+    default torch.cuda.current_device(). Options are offcore.Communicator's. Collective.
+    """
+
+    def __init__(self, group: Any = None, *, device: int | None = None, **options: Any) -> None:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        store = [f"127.0.0.1:{free_port()}" if rank == 0 else ""]
+        dist.broadcast_object_list(store, group=group, group_src=0)
+        self._device = torch.cuda.current_device() if device is None else device
+        super().__init__(
+            backend="cuda",
+            store=store[0],
+            rank=rank,
+            world_size=world_size,
+            device=self._device,
+            **options,
+        )
+
+    def _streams(self) -> list[int]:
+        return [torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM]

@@ -1,0 +1,107 @@
+"""GPU memory as the tests handle arrays: every look and every change is a copy."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import offcore
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from cuda_library import fake_cuda_library
+
+
+def stand_in() -> dict[str, str]:
+    """The environment in which the stand-in libcuda is the driver, with eight GPUs."""
+    spec = importlib.util.find_spec("offcore")
+    origin = "" if spec is None else str(spec.origin)
+    preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
+    library = fake_cuda_library(preset)
+    return {"OFFCORE_LIBCUDA": str(library), "OFFCORE_FAKE_CUDA_DEVICES": "8"}
+
+
+class GpuArray:
+    """A contiguous part of a window in GPU memory, shaped like a numpy array."""
+
+    def __init__(
+        self, window: offcore.Window, rank: int, offset: int, shape: tuple[int, ...], dtype: Any
+    ) -> None:
+        self._window = window
+        self._rank = rank
+        self._offset = offset
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.size = int(np.prod(shape))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self._window.address(self._rank) + self._offset, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        host = np.empty(self.shape, self.dtype)
+        self._window.read(host, self._offset, self._rank)
+        return host if dtype is None else host.astype(dtype)
+
+    def copy(self) -> np.ndarray:
+        return np.asarray(self)
+
+    def sum(self) -> int:
+        return int(np.asarray(self).sum())
+
+    def tolist(self) -> list[Any]:
+        values: list[Any] = np.asarray(self).tolist()
+        return values
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: slice) -> GpuArray:
+        start, stop, step = key.indices(self.shape[0])
+        assert step == 1
+        row = self.dtype.itemsize * int(np.prod(self.shape[1:]))
+        shape = (max(0, stop - start), *self.shape[1:])
+        return GpuArray(self._window, self._rank, self._offset + start * row, shape, self.dtype)
+
+    def __setitem__(self, key: slice, value: Any) -> None:
+        part = self[key]
+        host = np.ascontiguousarray(np.broadcast_to(np.asarray(value, self.dtype), part.shape))
+        self._window.write(host, part._offset, self._rank)
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == np.asarray(other)
+
+    def __ne__(self, other: object) -> Any:
+        return np.asarray(self) != np.asarray(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class GpuWindow(offcore.Window):
+    def array(self, rank: int | None = None, dtype: Any = "uint8") -> Any:
+        kind = np.dtype(dtype)
+        shape = (self.nbytes // kind.itemsize,)
+        return GpuArray(self, self._local(rank), 0, shape, kind)
+
+
+class GpuCommunicator(offcore.Communicator):
+    """Hands out windows as arrays that a test can look at."""
+
+    def window(self, nbytes: int) -> offcore.Window:
+        return GpuWindow(self, super().window(nbytes)._core)
+
+    def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
+        shape = (shape,) if isinstance(shape, int) else shape
+        kind = np.dtype(dtype)
+        window = self.window(max(1, int(np.prod(shape)) * kind.itemsize))
+        arrays = [GpuArray(window, rank, 0, shape, kind) for rank in self.local_ranks]
+        return arrays[0] if len(arrays) == 1 else arrays
