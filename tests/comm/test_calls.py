@@ -151,7 +151,9 @@ except offcore.Error as error:
 """
 
 
-def test_a_rank_that_fails_alone_tells_its_peers() -> None:
+def test_a_rank_that_fails_alone_tells_its_peers(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--sanitized"):
+        pytest.skip("a sanitizer's runtime cannot do without file descriptors")
     store = free_store()
     ranks = [
         subprocess.Popen(
