@@ -24,7 +24,7 @@ test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
 
 test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
 	$(PYTEST) --long
-	$(MAKE) asan tsan SANITIZED="--long"
+	$(MAKE) asan tsan SANITIZED="--long -n 2"
 
 lint: build  ## clang-format, ruff and mypy
 	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
@@ -40,7 +40,7 @@ format:  ## rewrite the sources as lint wants them
 # The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
 # comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
 # address randomisation of some kernels; setarch turns it off where it may.
-SANITIZED := --hypothesis-profile=quick
+SANITIZED := --hypothesis-profile=quick -n 2
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 TESTS = Path(__file__).parent
 
 # What a sanitizer's build need not run, by the first folder of a test's path: what does not touch
-# the core, what loads the stand-in driver (which is built without a sanitizer), and under the thread
-# sanitizer also what starts no thread.
+# the core, what loads the stand-in driver (which is built without a sanitizer), and under the
+# thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
     "asan": {"cli", "tidy", "examples", "cuda", "fakes"},
     "tsan": {"cli", "tidy", "examples", "cuda", "fakes", "golden", "ir", "plan", "property", "sim"},
