@@ -46,7 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if sanitizer := config.getoption("--sanitized"):
         folders = NOT_SANITIZED[sanitizer]
-        skipped = [item for item in items if item.path.relative_to(TESTS).parts[0] in folders]
+        if sanitizer == "tsan" and not config.getoption("--long"):
+            folders = folders | {"conformance", "faults"}  # minutes, under that sanitizer
+        skipped = [
+            item
+            for item in items
+            if item.path.relative_to(TESTS).parts[0] in folders or "cuda" in item.nodeid
+        ]
         config.hook.pytest_deselected(items=skipped)
         items[:] = [item for item in items if item not in set(skipped)]
     no_torch = importlib.util.find_spec("torch") is None
