@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ROOT = str(Path(str(offcore.__file__)).parents[1])
 
 PRELUDE = """
-import ctypes, os, sys, threading, time
+import atexit, ctypes, os, sys, threading, time, weakref
 import numpy as np
 import offcore
 from offcore import Error
@@ -40,7 +40,9 @@ def calls(name):
     return lib.fakecuda_calls(name.encode())
 
 def opened(ranks=2, **options):
-    return offcore.Communicator(backend="cuda", ranks=ranks, **{"timeout": 5, **options})
+    comm = offcore.Communicator(backend="cuda", ranks=ranks, **{"timeout": 5, **options})
+    atexit.register(lambda kept=weakref.ref(comm): kept() and kept().close())
+    return comm
 
 def look(window, rank=0):
     array = np.empty(window.nbytes, np.uint8)

@@ -146,16 +146,16 @@ void Fleet::recall(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar) {
 // its gates can be opened.
 void Fleet::run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar) {
   for (auto& [ring, twin] : hangar.doubles) twin->blank(devices_);
-  for (Parked& parked : hangar.parked) {
-    for (size_t i = 0; i < cargo->locals.size(); ++i) {
-      std::vector<CUdeviceptr> gates;
-      for (const Hangar::Bay& bay : hangar.bays[i]) gates.push_back(bay.gate->address());
-      devices_[cargo->locals[i].device]->write_words(gates, parked.turn);
-      const Deadline deadline = Deadline::after_s(kRunOutS);
-      for (const Event& join : parked.joins[i]) {
-        while (!join.passed()) {
+  // One queue after the other: they all write to the same memory now.
+  for (const Parked& parked : hangar.parked) {
+    for (size_t i = 0; i < hangar.bays.size(); ++i) {
+      const Device& device = *devices_[cargo->locals[i].device];
+      for (size_t queue = 0; queue < hangar.bays[i].size(); ++queue) {
+        device.write_words({hangar.bays[i][queue].gate->address()}, parked.turn);
+        const Deadline deadline = Deadline::after_s(kRunOutS);
+        while (!parked.joins[i][queue].passed()) {
           if (deadline.passed()) fail(Code::driver, "a GPU does not let go of a parked queue");
-          nap(kPauseNs);
+          nap(0);
         }
       }
     }
