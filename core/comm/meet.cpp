@@ -9,7 +9,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint32_t kArmedPlansMax = 64;
+constexpr uint32_t kTracksMax = 64;  // of plans that have their own
 constexpr std::string_view kOutside = "outside";
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
@@ -45,9 +45,8 @@ std::string Communicator::place_of(const Request& request, const Facts& facts) c
 
 // A plan key's first call: every rank comes here together. Until they agree the call has not
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
-std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
-                                                       Lane& lane, const std::string& place,
-                                                       const Deadline& deadline) {
+std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& facts, Lane& lane,
+                                         const std::string& place, const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
@@ -72,17 +71,27 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
                             ? choose(moves, facts.total_bytes, machine, protocol)
                             : Choice{.variant = parse_variant(request.variant)};
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
+  const Counts counts = count(*plan->program);
+  const bool armed = plan->program->mode == Mode::armed;
+  const bool credits = request.protocol == "credits" && protocol.entry && !staged;
+  if (credits) {
+    if (armed) fail(Code::unsupported, "prelaunched operations have no protocol credits: barrier");
+    Credited halves = split_credits(*plan->program);
+    plan->program = std::move(halves.rest);
+    plan->credits = all_or_none([&] { return backend_->load(std::move(halves.credits)); });
+  }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
   plan->entry = {.key = undecided.key,
                  .plan = digest(cat(text, staged ? " staged" : place)),
                  .text = undecided.text};
-  if (plan->program->mode == Mode::armed) {
-    if (armed_plans_ >= kArmedPlansMax) {
-      fail(Code::unsupported, "more than ", kArmedPlansMax,
-           " prelaunched operations in a communicator; each binds its own buffers");
+  if (armed || credits) {
+    if (own_tracks_ >= kTracksMax) {
+      fail(Code::unsupported, "more than ", kTracksMax,
+           " operations that are prelaunched or take credits in a communicator; each has flag "
+           "words of its own");
     }
-    ++armed_plans_;
+    ++own_tracks_;
     plan->own_track = std::make_unique<Track>();
     plan->own_track->flags =
         Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
@@ -107,7 +116,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
                 .total_bytes = facts.total_bytes,
-                .counts = count(*plan->program)};
+                .counts = counts};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }

@@ -266,6 +266,8 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
+      .def("release", &Pending::release, nb::arg("streams"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {
