@@ -90,7 +90,8 @@ class Checker {
     std::string& variant = request_.variant;
     if (variant == "auto") variant = env("OFFCORE_VARIANT");
     if (variant != "auto") variant = to_string(parse_variant(variant));
-    for (const std::string_view known : {"auto", "barrier", "credits", "promise", "eager"}) {
+    for (const std::string_view known :
+         {"auto", "barrier", "credits", "promise", "eager", "view"}) {
       if (request_.protocol == known) return;
     }
     fail(Code::invalid, "unknown protocol '", request_.protocol,
@@ -193,6 +194,10 @@ class Checker {
       const Operand& in = request_.in[i];
       const Operand& out = request_.out[i];
       if (in.bytes == 0 || out.bytes == 0 || !overlap(in, out)) continue;
+      if (request_.view() && facts_.collective != Collective::all_gather) {
+        fail(Code::invalid, name(), "_view: the input of rank ", local_ranks_[i],
+             " lies in the slot that this call writes: it is a view that has expired");
+      }
       const bool can =
           facts_.collective != Collective::scatter && facts_.collective != Collective::gather;
       if (!can || !begins_at(in, out, own_offset(local_ranks_[i]))) {
