@@ -85,28 +85,7 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   plan->entry = {.key = undecided.key,
                  .plan = digest(cat(text, staged ? " staged" : place)),
                  .text = undecided.text};
-  if (armed || credits) {
-    if (own_tracks_ >= kTracksMax) {
-      fail(Code::unsupported, "more than ", kTracksMax,
-           " operations that are prelaunched or take credits in a communicator; each has flag "
-           "words of its own");
-    }
-    ++own_tracks_;
-    plan->own_track = std::make_unique<Track>();
-    plan->own_track->flags =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
-  }
-  Track& track = plan->own_track ? *plan->own_track : lane.track;
-  for (const Buffer& buffer : plan->program->buffers) {
-    if (buffer.name == "slot") {
-      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
-    } else if (buffer.name == "scratch") {
-      for (Rank rank : local_ranks_) {
-        plan->scratch.push_back(
-            all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
-      }
-    }
-  }
+  equip(*plan, lane, armed || credits, deadline);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
@@ -119,6 +98,31 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
                 .counts = counts};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
+}
+
+// The words, slots and scratch that a plan's launches need.
+void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline) {
+  if (own_words) {
+    if (own_tracks_ >= kTracksMax) {
+      fail(Code::unsupported, "more than ", kTracksMax,
+           " operations that are prelaunched or take credits in a communicator; each has flag "
+           "words of its own");
+    }
+    ++own_tracks_;
+    plan.own_track = std::make_unique<Track>();
+    plan.own_track->flags =
+        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
+  }
+  Track& track = plan.own_track ? *plan.own_track : lane.track;
+  for (const Buffer& buffer : plan.program->buffers) {
+    if (buffer.name == "slot") {
+      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+    } else if (buffer.name == "scratch") {
+      for (Rank rank : local_ranks_) {
+        plan.scratch.push_back(all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
+      }
+    }
+  }
 }
 
 // Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
