@@ -101,6 +101,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
+                .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
                 .native = plan->program->native,
                 .staged = staged,
