@@ -27,6 +27,7 @@ struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
+  std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots, because a buffer lay outside the windows

@@ -89,6 +89,7 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
+                .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
                 .native = plan->program->native,
                 .staged = staged,
