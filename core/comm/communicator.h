@@ -27,6 +27,7 @@ struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
+  std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots, because a buffer lay outside the windows
@@ -126,7 +127,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const std::string& place, const Deadline& deadline);
-  void make_room(Plan& plan, Lane& lane, const Deadline& deadline);
+  void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);

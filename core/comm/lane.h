@@ -73,7 +73,7 @@ class Slots {
     std::vector<std::shared_ptr<Window>> former = {};
 
     std::byte* base(Rank rank) const {
-      std::byte* base = window->base(rank);
+      std::byte* base = window ? window->base(rank) : nullptr;
       return base == nullptr ? nullptr : base + offset;
     }
   };

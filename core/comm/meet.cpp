@@ -100,22 +100,12 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   plan->entry = {.key = undecided.key,
                  .plan = digest(cat(text, staged ? " staged" : place)),
                  .text = undecided.text};
-  if (armed || credits) {
-    if (own_tracks_ >= kTracksMax) {
-      fail(Code::unsupported, "more than ", kTracksMax,
-           " operations that are prelaunched or take credits in a communicator; each has flag "
-           "words of its own");
-    }
-    ++own_tracks_;
-    plan->own_track = std::make_unique<Track>();
-    plan->own_track->flags =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
-  }
   plan->views = request.view();
-  make_room(*plan, lane, deadline);
+  equip(*plan, lane, armed || credits, deadline);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->views ? request.protocol : plan->program->protocol,
+                .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
                 .native = plan->program->native,
                 .staged = staged,
@@ -127,8 +117,19 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   return plan;
 }
 
-// What the program needs beside the caller's buffers. Collective where slots grow.
-void Communicator::make_room(Plan& plan, Lane& lane, const Deadline& deadline) {
+// The words, slots and scratch that a plan's launches need.
+void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline) {
+  if (own_words) {
+    if (own_tracks_ >= kTracksMax) {
+      fail(Code::unsupported, "more than ", kTracksMax,
+           " operations that are prelaunched or take credits in a communicator; each has flag "
+           "words of its own");
+    }
+    ++own_tracks_;
+    plan.own_track = std::make_unique<Track>();
+    plan.own_track->flags =
+        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
+  }
   Track& track = plan.own_track ? *plan.own_track : lane.track;
   for (const Buffer& buffer : plan.program->buffers) {
     if (buffer.name == "slot") {

@@ -255,6 +255,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("op", &Result::op)
       .def_ro("variant", &Result::variant)
       .def_ro("protocol", &Result::protocol)
+      .def_ro("signals", &Result::signals)
       .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
       .def_ro("native", &Result::native)
       .def_ro("staged", &Result::staged)

@@ -49,8 +49,7 @@ def test_many_ahead_and_released_late(target: Target) -> None:
             handles[-1].release()
             handles[-1].release()
             handles[0].release()
-        for handle in handles:
-            handle.wait()
+        assert {handle.wait().protocol for handle in handles} == {"credits"}
         exchange.check()
 
 
