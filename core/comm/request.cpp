@@ -194,13 +194,17 @@ class Checker {
       const Operand& in = request_.in[i];
       const Operand& out = request_.out[i];
       if (in.bytes == 0 || out.bytes == 0 || !overlap(in, out)) continue;
-      if (request_.view() && facts_.collective != Collective::all_gather) {
+      const bool gathers = facts_.collective == Collective::all_gather;
+      const bool can = request_.view() ? gathers
+                                       : facts_.collective != Collective::scatter &&
+                                             facts_.collective != Collective::gather;
+      const bool fits = can && begins_at(in, out, own_offset(local_ranks_[i]));
+      if (!fits && request_.view()) {
         fail(Code::invalid, name(), "_view: the input of rank ", local_ranks_[i],
-             " lies in the slot that this call writes: it is a view that has expired");
+             " lies in the slot that this call writes: it is part of a view that has expired",
+             gathers ? ", or not all of what next_input() gave" : "");
       }
-      const bool can =
-          facts_.collective != Collective::scatter && facts_.collective != Collective::gather;
-      if (!can || !begins_at(in, out, own_offset(local_ranks_[i]))) {
+      if (!fits) {
         fail(Code::invalid, name(), ": input and output of rank ", local_ranks_[i],
              " overlap; pass separate buffers, or the input as its own part of the output");
       }

@@ -311,9 +311,9 @@ void bind_comm(nb::module_& module) {
           },
           nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
           nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
-      .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
-           nb::arg("root"), nb::arg("variant"), nb::arg("protocol"), nb::arg("lane"),
-           nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
+      .def("start", &start, nb::arg("op"), nb::arg("out").none(), nb::arg("inp").none(),
+           nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
+           nb::arg("lane"), nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
       .def(
           "next_input",
           [](Communicator& self, uint32_t lane, uint64_t bytes, double timeout_s) {
