@@ -14,11 +14,11 @@
 //            launch of its plan, and for no other one of the lane.
 //   promise  the caller says that q's buffer is free.
 //   view     p writes into slot j of a ring of S that nothing but views uses. Views are full
-//            exchanges and take the slots in turn, so before p writes slot j for view call k + S it
-//            has finished view call k + S - 1 and has heard from q in that one. q sent that after
-//            all that came before call k + S - 1 on its side: also after its reads of view k, if
-//            they are done (on a GPU: ordered) before it makes that call. So q may read view k while
-//            it makes S - 2 further view calls (kViewCalls), and p needs no entry signal.
+//            exchanges and take the slots in turn, so before p writes slot j for view call k + S
+//            it has finished view call k + S - 1 and has heard from q in that one. q sent that
+//            after all that came before call k + S - 1 on its side: also after its reads of view k,
+//            if they are done (on a GPU: ordered) before it makes that call. So q may read view k
+//            while it makes S - 2 further view calls (kViewCalls), and p needs no entry signal.
 //            Calls of other kinds in between only add order. When the ring grows the next calls
 //            take new slots, and nothing is written into the old ones any more.
 //

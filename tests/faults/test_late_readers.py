@@ -80,33 +80,6 @@ def test_one_call_too_late(as_threads: Any, further: int, intact: bool) -> None:
     assert as_threads(2, work) == [True, intact]
 
 
-@pytest.mark.parametrize(("further", "intact"), [(0, True), (FURTHER, True), (FURTHER + 1, False)])
-@pytest.mark.parametrize("machine", ["mi300x-8", "h200-4"])
-def test_a_slow_engine(machine: str, further: int, intact: bool) -> None:
-    """Rank 1's engine copies its view out, a thousand times slower than the others go on: as the
-    root of a gather, for which nobody else waits."""
-    ranks, slow = 3, 1
-    faults = [{"kind": "slow_engine", "rank": slow, "queue": 0, "factor": 1000.0}]
-    with Comm(backend="sim", machine=machine, ranks=ranks, faults=faults) as comm:
-        views = []
-
-        def view(turn: int) -> None:
-            views.append(comm.all_gather_view([sent(turn, rank) for rank in range(ranks)]))
-
-        for turn in range(1 + further):
-            view(turn)
-        out = np.zeros((ranks, ranks * PART), np.uint8)
-        comm.gather(
-            [out if rank == slow else None for rank in range(ranks)], views[0].out, root=slow
-        )
-        for turn in range(1 + further, 8):
-            view(turn)
-        views[-1].wait()
-        wanted = gathered(0, ranks).reshape(-1)
-        assert np.array_equal(out[slow], wanted) == intact
-        assert np.array_equal(views[-1].out[slow], gathered(7, ranks))
-
-
 @pytest.mark.parametrize("call", ["all_gather", "all_gather_view"])
 def test_operands_outlive_their_owners(as_threads: Any, call: str) -> None:
     """Rank 0 drops its buffers and its handle before rank 1 has come: they live until the end."""
@@ -121,13 +94,8 @@ def test_operands_outlive_their_owners(as_threads: Any, call: str) -> None:
         start(0)[0].wait()
         if rank == 1:
             assert dropped.wait(10)
-            out = np.empty((2, PART), np.uint8)
-            for turn in (1, 2):
-                handle = start(turn)[0]
-                handle.wait()
-            if call == "all_gather_view":
-                out = handle.out
-                assert np.array_equal(out, gathered(2, 2))
+            for turn in (1, 2, 3):
+                start(turn)[0].wait()
             return True
         handle, alive = start(1)
         del handle
@@ -136,10 +104,7 @@ def test_operands_outlive_their_owners(as_threads: Any, call: str) -> None:
         assert alive() is not None
         dropped.set()
         start(2)[0].wait()
-        for _ in range(1000):
-            if alive() is None:
-                break
-            time.sleep(0.005)
+        start(3)[0].wait()  # what has ended by now is let go of
         return alive() is None and len(scribble) == 50
 
     assert as_threads(2, work) == [True, True]
