@@ -26,7 +26,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   ++plan.launches;
   if (plan.program->mode != Mode::armed) {
     const Launch launch = bind(plan, request, lane);
-    pending.view_ = plan.view;
+    pending.view_ = std::exchange(plan.view, {});
     pending.run_ = plan.loaded->launch(launch);
     return;
   }
@@ -44,7 +44,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
     using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
     armed->owner = std::make_shared<Held>(armed->owner, request.keep);
   }
-  pending.view_ = plan.view;
+  pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
   pending.run_ = plan.loaded->launch(*armed);
   plan.armed = arm();  // at once: the next call finds its program on the engines

@@ -92,7 +92,8 @@ def test_a_ring_that_grows_keeps_what_streams_may_read() -> None:
     before = live()["allocations"]
     del view  # only the ring holds the slots now
     handles = [comm.all_gather_view(large) for _ in range(3)]
-    assert live()["allocations"] == before + 2, (before, live())  # a new ring of two parts beside the old one
+    # A new ring of two parts beside the old one.
+    assert live()["allocations"] == before + 2, (before, live())
     word[0] = 1
     handles[-1].wait()
     assert np.array_equal(copied, gathered(0, 2))
@@ -126,7 +127,7 @@ def test_operands_outlive_their_owners(call: str) -> None:
     assert live()["registrations"] == before + 2, (before, live())
     time.sleep(0.1)
     word[0] = 1
-    for _ in range(10):  # an operation that ended is let go of at later calls
+    for _ in range(2):  # who waits for a later operation lets go of those before it
         comm.all_gather_view([out[:10], out[10:20]]).wait()
     if call == "all_gather":
         assert np.array_equal(look(window, 1), gathered(7, 2))
