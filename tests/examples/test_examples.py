@@ -46,6 +46,10 @@ def test_ranks_start_themselves():
     ]
 
 
+def test_views_stay_while_the_next_layer_comes():
+    assert run(EXAMPLES / "views.py").endswith("protocol view: correct\n")
+
+
 def run_two_ranks(text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
