@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 
+#include "core/backend/cuda/stopwatch.h"
 #include "core/backend/registry.h"
 #include "core/backend/sim/sim.h"
 #include "core/backend/wakeup.h"
@@ -25,6 +26,7 @@ using Arrays = std::map<std::string, std::vector<std::optional<Bytes>>>;
 struct RunReport {
   Report report;                  // of the last launch
   std::vector<int64_t> times_ns;  // of every launch
+  std::vector<double> controls_ns;
 };
 
 // Owns a backend. A run that failed may still touch its memory, so its launch owns that.
@@ -147,6 +149,7 @@ class Session {
       }
       result.report = run->report();
       result.times_ns.push_back(result.report.time_ns);
+      result.controls_ns.push_back(result.report.phases.control_ns);
     }
   }
 
@@ -216,7 +219,27 @@ void bind_report(nb::module_& module) {
       .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
       .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
       .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
-      .def_ro("times_ns", &RunReport::times_ns);
+      .def_ro("times_ns", &RunReport::times_ns)
+      .def_ro("controls_ns", &RunReport::controls_ns, "The host's share of each launch.");
+}
+
+void bind_stopwatch(nb::module_& module) {
+  using cuda::Stopwatch;
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Stopwatch>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/stopwatch.h.")
+      .def(nb::init<int>(), nb::arg("device"))
+      .def_prop_ro("stream",
+                   [](const Stopwatch& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
+      .def("shut", &Stopwatch::shut, Unlocked())
+      .def("open", &Stopwatch::open)
+      .def("start", &Stopwatch::start, Unlocked())
+      .def("stop", &Stopwatch::stop, Unlocked())
+      .def(
+          "elapsed_us",
+          [](const Stopwatch& self, double timeout_s) {
+            return self.elapsed_us(Deadline::after_s(timeout_s));
+          },
+          nb::arg("timeout_s"), Unlocked());
 }
 
 }  // namespace
@@ -235,6 +258,10 @@ void bind_backend(nb::module_& module) {
 
   bind_faults(module);
   bind_report(module);
+  bind_stopwatch(module);
+  module.def(
+      "gpus", [] { return cuda::Driver::open().devices(); },
+      "How many GPUs the driver shows. Raises unavailable.");
   nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
       .def(
           "__init__",

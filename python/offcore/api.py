@@ -44,7 +44,7 @@ class Handle:
             seconds = self._comm.timeout if timeout is None else timeout
             outcome = self._pending.wait(seconds)
             comm = self._comm
-            self._result = Result(outcome, comm.backend, comm.machine, comm.ranks)
+            self._result = Result(outcome, comm.backend, comm.machine, comm.ranks, comm.signals)
         return self._result
 
 
@@ -170,11 +170,12 @@ class Communicator:
                 wanted, f"host-{count}"
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
-        loaded = machines.load(machine)
+        loaded = machines.load(machine, signals if wanted == "cuda" else None)
         if store is None and ranks is None:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
+        self.signals = signals if wanted == "cuda" else None
         self._loaded = loaded
         self._core = _core.open_communicator(
             wanted,

@@ -7,7 +7,7 @@ and exit status 1; a wrong call is status 2; wrong bytes are a failure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,10 +37,13 @@ from offcore.options import (
     PlotOption,
     ProtocolName,
     ProtocolOption,
+    ProtocolsOption,
     RanksOption,
+    SignalsOption,
     SimMachineOption,
     SizesOption,
     TimeoutOption,
+    TimingOption,
     VariantsOption,
     WarmupOption,
 )
@@ -73,6 +76,21 @@ def _names(text: str, option: str) -> list[str]:
     return names
 
 
+def _known(text: str, option: str, known: Sequence[str]) -> list[str]:
+    names = _names(text, option)
+    if strange := [name for name in names if name not in known]:
+        raise typer.BadParameter(
+            f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option
+        )
+    return names
+
+
+def _default_ranks(backend: str, machine: str | None) -> int:
+    if machine:
+        return offcore.machines.load(machine).ranks
+    return offcore._core.gpus() if backend == "cuda" else REAL_RANKS
+
+
 def _request(
     op: str,
     backend: str,
@@ -81,16 +99,21 @@ def _request(
     sizes: str | None,
     variants: str,
     protocol: str,
+    signals: str | None,
+    timing: str,
     **rest: Any,
 ) -> bench.Request:
-    """Fills in what depends on the backend: machine, ranks, sizes, protocol."""
+    """Fills in what depends on the backend: machine, ranks, sizes, protocols, signal forms."""
     backend = bench.resolve_backend(backend, machine)
+    protocols = _known(protocol, "--protocol", [one.value for one in ProtocolName])
     if backend == "sim":
         machine = machine or SIM_MACHINE
         # The paper's set-up: an operation may write at once, its buffers are known to be free.
-        protocol = "promise" if protocol == "auto" else protocol
-    if ranks is None:
-        ranks = offcore.machines.load(machine).ranks if machine else REAL_RANKS
+        protocols = ["promise" if one == "auto" else one for one in protocols]
+    ranks = ranks or _default_ranks(backend, machine)
+    forms = _known(signals, "--signals", bench.SIGNALS) if signals else None
+    if forms and backend != "cuda":
+        raise error("unsupported", f"--signals is about GPUs: {backend} has one form only")
     named = variants not in ("all", "auto")
     names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
@@ -102,7 +125,9 @@ def _request(
         sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
         variants=names,
         named=named,
-        protocol=protocol,
+        protocols=list(dict.fromkeys(protocols)),
+        signals=[*forms] if forms else ["fenced"] if backend == "cuda" else [None],
+        timings=_known(timing, "--timing", bench.TIMINGS),
         **rest,
     )
 
@@ -116,7 +141,9 @@ def bench_command(
     sizes: SizesOption = None,
     variants: VariantsOption = "all",
     in_place: InPlaceOption = False,
-    protocol: ProtocolOption = ProtocolName.auto,
+    protocol: ProtocolsOption = "auto",
+    signals: SignalsOption = None,
+    timing: TimingOption = "chain",
     iters: ItersOption = bench.BATCHES,
     calls: CallsOption = bench.CALLS,
     warmup: WarmupOption = bench.WARMUP_CALLS,
@@ -135,6 +162,7 @@ def bench_command(
     offcore bench all_gather --machine mi300x-8 --sizes 1K:4G:4
     offcore bench all_to_all --machine mi300x-8 --in-place
     offcore bench all_gather --backend host --ranks 2 --baseline gloo,memcpy
+    offcore bench all_gather --backend cuda --in-place --baseline nccl,nccl-ce
     """
     request = _request(
         op.value,
@@ -143,7 +171,9 @@ def bench_command(
         ranks,
         sizes,
         variants,
-        protocol.value,
+        protocol,
+        signals,
+        timing,
         in_place=in_place,
         batches=iters,
         calls=calls,

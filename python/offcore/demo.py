@@ -113,7 +113,7 @@ def _simulation(op: str, variants: list[str], in_place: bool) -> bench.Request:
         sizes=parse_sizes(SIM_SIZES),
         variants=variants,
         in_place=in_place,
-        protocol="promise",
+        protocols=["promise"],
     )
 
 

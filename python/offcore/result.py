@@ -21,13 +21,16 @@ class Phases:
 class Result:
     """What an operation did: the path that really ran, and what it cost."""
 
-    __slots__ = ("_core", "backend", "machine", "ranks")
+    __slots__ = ("_core", "backend", "machine", "ranks", "signals")
 
-    def __init__(self, core: _core.Result, backend: str, machine: str, ranks: int) -> None:
+    def __init__(
+        self, core: _core.Result, backend: str, machine: str, ranks: int, signals: str | None = None
+    ) -> None:
         self._core = core
         self.backend = backend
         self.machine = machine
         self.ranks = ranks
+        self.signals = signals  # how data and the word that tells of it are ordered; None: no GPU
 
     @property
     def op(self) -> str:
@@ -118,7 +121,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """Every fact by name."""
         names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
-        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks")}
+        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks", "signals")}
         return own | {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
