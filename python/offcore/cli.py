@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | show | verify | breakdown | doctor | demo`.
+"""The command line: `offcore bench | tune | plot | breakdown | show | verify | doctor | demo`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report
+from offcore import bench, breakdown, demo, doctor, plot, report, tune
 from offcore.errors import error
 from offcore.options import (
     REAL_SIZES,
@@ -196,6 +197,12 @@ def bench_command(
 def _measure(request: bench.Request, json: str | None) -> list[Row]:
     rows: list[Row] = []
     skips: list[Skip] = []
+
+    def show() -> None:
+        if rows:
+            rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
+            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+
     try:
         with JsonLines(json) as lines:
             measure = partial(bench.run, request)
@@ -203,15 +210,83 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
     except BrokenPipeError:  # the reader of the rows has had enough
         raise
     except BaseException:
-        # What is known is shown, also when a later size failed.
-        if rows:
-            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+        show()  # what is known, also when a later size failed
         raise
-    if rows:
-        report.print_rows(rows, skips, report.console(stderr=json == "-"))
+    show()
     if not rows:
         raise error("unsupported", "; ".join(dict.fromkeys(skip.reason for skip in skips)))
     return rows
+
+
+@app.command("tune")
+def tune_command(
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
+    ranks: RanksOption = None,
+    ops: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"Operations: {', '.join(tune.OPS)}.")
+    ] = "all_gather,all_to_all",
+    sizes: SizesOption = None,
+    signals: SignalsOption = None,
+    prelaunch: Annotated[
+        bool, typer.Option("--prelaunch", metavar="", help="Prelaunched variants may win too.")
+    ] = False,
+    iters: ItersOption = bench.BATCHES,
+    calls: CallsOption = bench.CALLS,
+    timeout: TimeoutOption = 30.0,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Recorded rows (--json), not a measurement."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The table; by default where it is looked up first."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure every variant and write the table that auto chooses by.
+
+    A table is looked up as tuned/MACHINE.json in the folder OFFCORE_MACHINES, then in offcore's own
+    machines. --json keeps the rows that it was picked from.
+
+    \b
+    offcore tune --backend cuda --signals fenced,copy_order
+    offcore tune --from rows.jsonl --out machines/tuned/h200-4.json
+    """
+    if source is not None:
+        records = report.read_records(source)
+    else:
+        kinds = bench.VARIANTS if prelaunch else bench.KINDS
+        names = _known(ops, "--ops", tune.OPS)
+        resolved = bench.resolve_backend(backend.value, machine)
+        if resolved == "sim":
+            raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
+        sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
+        template = _request(
+            names[0], resolved, machine, ranks, sizes, ",".join(kinds), "auto", signals, "chain",
+            batches=iters, calls=calls, timeout_s=timeout,
+        )  # fmt: skip
+        template = replace(template, named=False)
+        records = _tuning_rows(tune.requests(template, names), json)
+    name = tune.machine_of(records)
+    table = tune.pick(records, prelaunch)
+    path = out or offcore.machines.tuned_path(name)
+    tune.write(table, path)
+    console = report.console(stderr=json == "-")
+    console.print(tune.shown(table, name))
+    console.print(f"table: {path}", highlight=False, soft_wrap=True)
+
+
+def _tuning_rows(requests: list[bench.Request], json: str | None) -> list[dict[str, Any]]:
+    rows: list[Row] = []
+    stamp = Stamp()
+    steps = sum(request.steps for request in requests)
+    with JsonLines(json) as lines:
+        measure = partial(bench.run_processes, requests)
+        report.collect(measure, steps, "tune", lines, stamp, rows, [])
+    if wrong := next((row for row in rows if row.wrong), None):
+        raise error("verify", f"{wrong.variant} at {wrong.bytes} bytes: {wrong.wrong} wrong bytes")
+    return [report.to_json(row, stamp) for row in rows]
 
 
 @app.command()

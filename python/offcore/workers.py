@@ -68,7 +68,7 @@ class Worker:
         self._comms: dict[str | None, Communicator] = {}
         for form in dict.fromkeys(form for request in self._requests for form in request.signals):
             self._comms[form] = self._communicator(form)
-        self._comm = next(iter(self._comms.values()))
+        self._comm = self._meeting = next(iter(self._comms.values()))
         if self._first.backend == "cuda":
             self._watch = _core.Stopwatch(self._comm._gpus[0])
             for comm in self._comms.values():
@@ -80,12 +80,12 @@ class Worker:
         self._unproven: list[tuple[int, Entry]] = []
         self._case = 0
 
-    def _communicator(self, form: str | None) -> Communicator:
+    def _communicator(self, form: str | None, backend: str | None = None) -> Communicator:
         """Collective. One after the other can meet at the same store."""
         first = self._first
         return Communicator(
-            backend=first.backend,
-            machine=first.machine,
+            backend=backend or first.backend,
+            machine=None if backend else first.machine,
             store=self._store,
             rank=self._rank,
             world_size=first.ranks,
@@ -105,11 +105,18 @@ class Worker:
         return out, comm.window(max(1, *inputs)) if inputs else None
 
     def _make_timer(self) -> Timer:
+        # Ranks meet in an exchange of a few bytes: none leaves before every one has come. Not on
+        # the GPUs, where it would stand behind what waits to be timed.
         if self._watch is not None:
-            return StreamTimer(self._watch, self._comm.barrier, self._first.timeout_s)
-        word = self._comm.window(8 * self._first.ranks)
-        # An exchange of a few bytes: no rank leaves before every rank has come.
-        return HostTimer(lambda: self._comm.all_gather(word).wait())
+            self._meeting = self._communicator(None, "host")
+        word = self._meeting.window(8 * self._first.ranks)
+
+        def barrier() -> None:
+            self._meeting.all_gather(word).wait()
+
+        if self._watch is None:
+            return HostTimer(barrier)
+        return StreamTimer(self._watch, barrier, self._first.timeout_s)
 
     def _open_baselines(self, folder: str) -> dict[str, Baseline]:
         names = dict.fromkeys(name for request in self._requests for name in request.baselines)
