@@ -367,26 +367,42 @@ def verify(
 
 @app.command("breakdown")
 def breakdown_command(
-    machine: SimMachineOption = SIM_MACHINE,
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
     sizes: Annotated[
         str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
     ] = breakdown.SIZES,
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
-    """Print the phases of a single copy by size, simulated (DMA-Latte section 3.2)."""
+    """Print the phases of a single copy by size (DMA-Latte section 3.2).
+
+    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
+    """
     if plot_to is not None:
         plot.check_plot(plot_to)
     wanted = _parsed(parse_sizes, sizes, "--sizes")
-    found = breakdown.copies(machine, wanted)
+    where = "sim" if backend is BackendName.auto else backend.value
+    bench.check_backend(where)
+    if where == "sim":
+        machine = machine or SIM_MACHINE
+        found = breakdown.copies(machine, wanted)
+    elif where == "cuda":
+        machine = machine or offcore.machines.for_gpus(2)
+        found = breakdown.measured(machine, wanted)
+    else:
+        raise error("unsupported", f"there is no breakdown of {where}: sim and cuda have engines")
     stamp = vars(Stamp())
     with JsonLines(json) as lines:
         for copy in found:
-            lines.write({"op": "copy", "machine": machine} | copy.to_json() | stamp)
+            place = {"op": "copy", "backend": where, "machine": machine}
+            lines.write(place | copy.to_json() | stamp)
     console = report.console(stderr=json == "-")
-    console.print(breakdown.table(machine, found))
+    console.print(breakdown.table(machine, where, found))
+    for note in breakdown.NOTES if where == "cuda" else ():
+        console.print(note, highlight=False, soft_wrap=True)
     if plot_to is not None:
-        title = f"Phases of one copy between two ranks of {machine} (sim)"
+        title = f"Phases of one copy between two ranks of {machine} ({where})"
         plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
         typer.echo(f"plot: {plot_to}", err=json == "-")
 

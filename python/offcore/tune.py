@@ -56,7 +56,7 @@ def winner(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     best = min(records, key=lambda one: float(one["time_us"]))
     limit_us = best["time_us"] + noise(best)
     tied = [one for one in records if one["time_us"] <= limit_us]
-    return min(tied, key=lambda one: (one["commands"] or 0, one["time_us"]))
+    return min(tied, key=lambda one: (one.get("commands") or 0, one["time_us"]))
 
 
 def _counts(record: dict[str, Any]) -> bool:
@@ -65,7 +65,7 @@ def _counts(record: dict[str, Any]) -> bool:
         record.get("impl") == "offcore"
         and not record.get("wrong")
         and record.get("timing", "chain") == "chain"
-        and record.get("asked", "auto") == "auto"
+        and record.get("asked", record.get("protocol")) == "auto"
     )
 
 
