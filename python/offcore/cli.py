@@ -289,6 +289,37 @@ def _tuning_rows(requests: list[bench.Request], json: str | None) -> list[dict[s
     return [report.to_json(row, stamp) for row in rows]
 
 
+@app.command("plot")
+def plot_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows (--json).")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")
+    ] = Path("plot.png"),
+    figure: Annotated[
+        int | None,
+        typer.Option(
+            metavar="13|14",
+            help="DMA-Latte's: times as fast as nccl, of all-gather (13) or all-to-all (14).",
+        ),
+    ] = None,
+    metric: MetricOption = Metric.time,
+) -> None:
+    """Draw recorded rows: a panel an operation, or a figure of the paper.
+
+    \b
+    offcore plot rows.jsonl --figure 13 --out figure13.png
+    """
+    plot.check_plot(out)
+    records = [record for path in files for record in report.read_records(path)]
+    if figure is None:
+        plot.plot_rows(report.rows_of(records), out, metric.value)
+    elif figure in plot.FIGURES:
+        plot.plot_figure(records, figure, out)
+    else:
+        raise typer.BadParameter("13 or 14", param_hint="--figure")
+    typer.echo(f"plot: {out}")
+
+
 @app.command()
 def show(
     op: OpArgument,
