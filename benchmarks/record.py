@@ -15,14 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from offcore import claims, plot
-from offcore.report import Row, Stamp
+from offcore.report import Row, Stamp, read_records, rows_of
 
 MACHINE = "mi300x-8"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -47,12 +46,6 @@ def run(words: tuple[str, ...], path: Path) -> float:
     return time.monotonic() - start_s
 
 
-def rows_of(path: Path) -> list[Row]:
-    names = [field.name for field in fields(Row)]
-    records = map(json.loads, path.read_text("utf-8").splitlines())
-    return [Row(**{name: record[name] for name in names}) for record in records]
-
-
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +66,7 @@ def measure(folder: Path) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(("breakdown",), folder / f"sim-{MACHINE}-breakdown.jsonl")
 
-    rows = [row for name in FULL for row in rows_of(paths[name])]
+    rows = [row for name in FULL for row in rows_of(read_records(paths[name]))]
     measures: list[dict[str, Any]] = [
         {
             "measure": "sweep_seconds",

@@ -58,9 +58,7 @@ class Done:
 
 
 class Baseline(Protocol):
-    def subjects(
-        self, layout: Layout, machine: str, calls: int, check: bool
-    ) -> Sequence[Subject]:
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         """What to measure at this size; collective. Raises unsupported on all ranks alike."""
 
     def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
@@ -183,9 +181,7 @@ class Memcpy:
         self._dst: Bytes = np.zeros(place.nbytes_max, np.uint8)
         self._src: Bytes = np.ones(place.nbytes_max, np.uint8)
 
-    def subjects(
-        self, layout: Layout, machine: str, calls: int, check: bool
-    ) -> Sequence[Subject]:
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         foreign = sum(p.nbytes for p in layout.pieces(self._rank) if p.source != self._rank)
         dst, src, done = self._dst[:foreign], self._src[:foreign], Done()
 
@@ -210,9 +206,7 @@ class Gloo:
         self._out: Bytes = np.zeros(place.nbytes_max, np.uint8)
         self._inp: Bytes = np.zeros(place.nbytes_max, np.uint8)
 
-    def subjects(
-        self, layout: Layout, machine: str, calls: int, check: bool
-    ) -> Sequence[Subject]:
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         refuse("gloo", layout)
         inp = self._out if layout.in_place else self._inp
         tensors = (self._torch.from_numpy(self._out), self._torch.from_numpy(inp))

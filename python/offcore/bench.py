@@ -168,7 +168,8 @@ def _sim_size(
             reason = skip_or_raise(request.named, failure)
             outcomes.append(Skip(variant, nbytes, reason))
         else:
-            facts = {"timing": "call", "asked": asked} | facts_of(result)
+            facts = {"timing": "call", "asked": asked, "named": variant != "auto"}
+            facts |= facts_of(result)
             outcomes.append(_row(request, "offcore", nbytes, [result.time_us], wrong, facts))
         progress(1)
     return outcomes

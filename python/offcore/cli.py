@@ -80,9 +80,7 @@ def _names(text: str, option: str) -> list[str]:
 def _known(text: str, option: str, known: Sequence[str]) -> list[str]:
     names = _names(text, option)
     if strange := [name for name in names if name not in known]:
-        raise typer.BadParameter(
-            f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option
-        )
+        raise typer.BadParameter(f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option)
     return names
 
 
@@ -262,12 +260,12 @@ def tune_command(
         if resolved == "sim":
             raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
         sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
+        kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
         template = _request(
-            names[0], resolved, machine, ranks, sizes, ",".join(kinds), "auto", signals, "chain",
-            batches=iters, calls=calls, timeout_s=timeout,
-        )  # fmt: skip
-        template = replace(template, named=False)
-        records = _tuning_rows(tune.requests(template, names), json)
+            names[0], resolved, machine, ranks, sizes, "all", "auto", signals, "chain", **kept
+        )
+        template = replace(template, variants=list(kinds))
+        records = tune.measure(tune.requests(template, names), json)
     name = tune.machine_of(records)
     table = tune.pick(records, prelaunch)
     path = out or offcore.machines.tuned_path(name)
@@ -277,24 +275,12 @@ def tune_command(
     console.print(f"table: {path}", highlight=False, soft_wrap=True)
 
 
-def _tuning_rows(requests: list[bench.Request], json: str | None) -> list[dict[str, Any]]:
-    rows: list[Row] = []
-    stamp = Stamp()
-    steps = sum(request.steps for request in requests)
-    with JsonLines(json) as lines:
-        measure = partial(bench.run_processes, requests)
-        report.collect(measure, steps, "tune", lines, stamp, rows, [])
-    if wrong := next((row for row in rows if row.wrong), None):
-        raise error("verify", f"{wrong.variant} at {wrong.bytes} bytes: {wrong.wrong} wrong bytes")
-    return [report.to_json(row, stamp) for row in rows]
-
-
 @app.command("plot")
 def plot_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows (--json).")],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")
-    ] = Path("plot.png"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
+        "plot.png"
+    ),
     figure: Annotated[
         int | None,
         typer.Option(

@@ -267,9 +267,7 @@ _TUNED_KEYS = (
 _SIGNALS = ("fenced", "copy_order")
 
 
-def _with_tuned(
-    machine: _core.Machine, folders: list[Path], signals: str | None
-) -> _core.Machine:
+def _with_tuned(machine: _core.Machine, folders: list[Path], signals: str | None) -> _core.Machine:
     """The first table found counts."""
     for folder in folders:
         if (path := folder / "tuned" / f"{machine.name}.json").is_file():

@@ -126,9 +126,7 @@ class Nccl:
         self._torch.distributed.all_gather_object(told, reason)
         return next((one for one in told if one), "")
 
-    def subjects(
-        self, layout: Layout, machine: str, calls: int, check: bool
-    ) -> Sequence[Subject]:
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         refuse(self._name, layout)
         if self._engines and layout.op not in _COPY_ENGINES:
             raise error("unsupported", f"NCCL has no {layout.op} by copy engines")

@@ -78,7 +78,9 @@ ProtocolsOption = Annotated[
 ]
 SignalsOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="cuda: the signal forms, fenced (the default), copy_order."),
+    typer.Option(
+        metavar="NAME,...", help="cuda: the signal forms, fenced (the default), copy_order."
+    ),
 ]
 TimingOption = Annotated[
     str,
@@ -125,7 +127,8 @@ WarmupOption = Annotated[
 ]
 CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
 BaselineOption = Annotated[
-    str | None, typer.Option(metavar="NAME,...", help="Beside host: gloo, memcpy; cuda: nccl, nccl-ce.")
+    str | None,
+    typer.Option(metavar="NAME,...", help="Beside host: gloo, memcpy; cuda: nccl, nccl-ce."),
 ]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")

@@ -91,8 +91,8 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by the line that they belong to, which is called by its name and by the settings in
-    which lines differ. One variant a size, chosen by size, is one line; else each variant is one."""
-    chosen = not has_choice([*rows])
+    which lines differ. What auto chose is one line, whatever it chose; else each variant is one."""
+    chosen = not has_choice([*rows]) and not any(row.named for row in rows)
     modes = {row.mode for row in rows if row.impl == "offcore"}
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.bytes):
@@ -150,6 +150,8 @@ def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
     metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run).
     """
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
+    if any(row.named for row in rows):  # then what auto chose is one of them
+        rows = [row for row in rows if row.named is not False]
     plt = _pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(

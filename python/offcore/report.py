@@ -56,6 +56,7 @@ class Row:
     phases: dict[str, float] | None
     timing: str = "chain"  # or call: one alone, as the host sees it (see timers.py)
     asked: str | None = None  # the protocol that was asked for
+    named: bool | None = None  # whether the caller named the variant; False: auto chose it
     signals: str | None = None  # GPUs: fenced or copy_order
     staged: bool | None = None
     tuned: bool | None = None  # whether a measured table chose the variant
@@ -172,6 +173,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise error("invalid", f"'{path}' holds no rows, an object a line: {failure}") from None
 
 
+def dumps(record: dict[str, Any]) -> str:
+    """A line of a file of rows."""
+    return json.dumps(record) + "\n"
+
+
 class JsonLines:
     """Where `--json FILE|-` goes: an object a line, written as soon as it is known."""
 
@@ -187,7 +193,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(dumps(record))
             self._file.flush()
 
     def close(self) -> None:

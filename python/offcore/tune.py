@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from offcore import bench
 from offcore.errors import error
-from offcore.report import format_us
+from offcore.report import JsonLines, Row, Stamp, collect, format_us, to_json
 from offcore.sizes import format_bytes
 
 OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
@@ -38,10 +39,25 @@ def requests(template: bench.Request, ops: Sequence[str]) -> list[bench.Request]
         (op, in_place)
         for op in ops
         for in_place in (False, True)
-        if not (op in ("scatter", "gather") and in_place) and not (op == "broadcast" and not in_place)
+        if not (op in ("scatter", "gather") and in_place)
+        and not (op == "broadcast" and not in_place)
     ]
-    fields = {name: value for name, value in vars(template).items() if name not in ("op", "in_place")}
+    fields = {
+        name: value for name, value in vars(template).items() if name not in ("op", "in_place")
+    }
     return [bench.Request(op=op, in_place=in_place, **fields) for op, in_place in places]
+
+
+def measure(asked: Sequence[bench.Request], json_to: str | None) -> list[dict[str, Any]]:
+    """The rows, as JSON would have them. Raises verify for wrong bytes."""
+    rows: list[Row] = []
+    stamp = Stamp()
+    steps = sum(request.steps for request in asked)
+    with JsonLines(json_to) as lines:
+        collect(partial(bench.run_processes, asked), steps, "tune", lines, stamp, rows, [])
+    if wrong := next((row for row in rows if row.wrong), None):
+        raise error("verify", f"{wrong.variant} at {wrong.bytes} bytes: {wrong.wrong} wrong bytes")
+    return [to_json(row, stamp) for row in rows]
 
 
 def noise(record: dict[str, Any]) -> float:

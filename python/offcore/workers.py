@@ -55,6 +55,11 @@ class Entry:
     asked: str | None = None  # the protocol
     baseline: Baseline | None = None
     times_us: list[float] = field(default_factory=list)
+    failure: str = ""  # a library's: it is left out from then on
+
+    @property
+    def way(self) -> tuple[str, str]:
+        return self.impl, self.subject.facts["mode"]
 
 
 class Worker:
@@ -77,6 +82,7 @@ class Worker:
         self._exercises: dict[tuple[Any, ...], Exercise] = {}
         self._timer = self._make_timer()
         self._baselines = self._open_baselines(job["folder"])
+        self._broken: dict[tuple[str, str], str] = {}  # by Entry.way
         self._unproven: list[tuple[int, Entry]] = []
         self._case = 0
 
@@ -140,7 +146,9 @@ class Worker:
                 entries = list(self._entries(request, nbytes))
                 self._rounds(request, entries)
                 for entry in entries:
-                    if entry.impl == "nccl-ce":
+                    if entry.failure:
+                        self._skip(entry.impl, nbytes, entry.failure)
+                    elif entry.impl == "nccl-ce":
                         self._unproven.append((number, entry))
                     else:
                         self._row(number, entry, entry.subject.facts)
@@ -194,7 +202,8 @@ class Worker:
         def enqueue(calls: int) -> list[Any]:
             return [launch(variant) for _ in range(calls)]
 
-        subject = Subject(facts_of(result), enqueue, wrong=wrong)
+        facts = facts_of(result) | {"named": variant != "auto"}
+        subject = Subject(facts, enqueue, wrong=wrong)
         for timing in request.timings:
             yield Entry("offcore", layout, timing, subject, exercise.protocol)
 
@@ -215,13 +224,25 @@ class Worker:
     def _rounds(self, request: Request, entries: list[Entry]) -> None:
         """Batches take turns."""
         for entry in entries:
-            for _ in range(request.warmup):
+            entry.failure = self._broken.get(entry.way, "")
+            for _ in range(0 if entry.failure else request.warmup):
                 for handle in entry.subject.enqueue(1):
                     handle.wait()
         for _ in range(request.batches):
             for entry in entries:
-                entry.times_us.append(self._time(request, entry))
+                if not entry.failure:
+                    self._batch(request, entry)
                 self._emit({"event": "progress", "steps": 1 / request.batches})
+
+    def _batch(self, request: Request, entry: Entry) -> None:
+        try:
+            entry.times_us.append(self._time(request, entry))
+        except Exception as failure:
+            if entry.baseline is None:
+                raise
+            # What a library cannot do once it is not asked again: each try may take a timeout.
+            entry.failure = f"{' '.join(entry.way)}: {failure}"
+            self._broken[entry.way] = entry.failure
 
     def _time(self, request: Request, entry: Entry) -> float:
         if entry.timing == "call":

@@ -58,7 +58,8 @@ void Stopwatch::shut() {
 }
 
 void Stopwatch::open() {
-  std::atomic_ref(*static_cast<uint32_t*>(word_.get())).store(turn_.load(), std::memory_order_release);
+  std::atomic_ref(*static_cast<uint32_t*>(word_.get()))
+      .store(turn_.load(), std::memory_order_release);
 }
 
 void Stopwatch::start() {
