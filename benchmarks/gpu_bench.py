@@ -1,4 +1,6 @@
-"""Measures collectives on this machine's GPUs next to NCCL, quickly: `python benchmarks/gpu_bench.py`.
+"""Measures collectives on this machine's GPUs next to NCCL, quickly.
+
+    python benchmarks/gpu_bench.py
 
 All-gather in place and all-to-all out of place: every variant and what auto chooses, both ways to
 enter, both signal forms; NCCL's kernels and copy engines, called and replayed; and single calls of

@@ -4,8 +4,8 @@
     python benchmarks/h200_check.py --only check   # build, probe, basics, check, armed | measure
 
 Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
-process a GPU, and every byte is checked. Then gpu_bench.py measures all-gather and all-to-all next to
-NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
+process a GPU, and every byte is checked. Then gpu_bench.py measures all-gather and all-to-all next
+to NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Records what the simulator says: `python benchmarks/record.py [FOLDER]` (benchmarks/results).
 
-Runs the commands below, as a user would, and writes their rows, one file a command. Into
+`python benchmarks/record.py --gpus` makes the README's tables of GPUs from the recorded rows, which
+gpu_bench.py measures. Otherwise it runs the commands below, as a user would, and writes their rows, one file a command. Into
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
 beside those of the rows; the README's plot is drawn from the rows too.
 """
@@ -20,11 +21,14 @@ from typing import Any
 
 from PIL import Image
 
-from offcore import claims, plot
+from offcore import claims, plot, versus
 from offcore.report import Row, Stamp, read_records, rows_of
 
 MACHINE = "mi300x-8"
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 SWEEPS = {
     "all_gather": ("bench", "all_gather"),
     "all_gather-in_place": ("bench", "all_gather", "--in-place"),
@@ -47,7 +51,11 @@ def run(words: tuple[str, ...], path: Path) -> float:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
+    if sys.argv[1:] == ["--gpus"]:
+        text = README.read_text("utf-8")
+        README.write_text(versus.filled(text, RESULTS), "utf-8")
+        return
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     # Moved into place at the end: results being written would make the commit of the next dirty.
     with tempfile.TemporaryDirectory() as name:

@@ -26,10 +26,10 @@ SIZES = "4K:2M"
 
 NOTES = (
     "control: the host's calls into the driver, for the copy and the signal",
-    "copy, sync: what the copy adds to an empty queue and the signal to the copy, all of them enqueued "
-    "ahead behind a word that the host then writes",
-    "schedule: what remains of the whole. Doorbell, the engine's waking and fetching, and the host's "
-    "noticing the end are in it: the driver shows no line between them",
+    "copy, sync: what the copy adds to an empty queue and the signal to the copy, all of them "
+    "enqueued ahead behind a word that the host then writes",
+    "schedule: what remains of the whole. Doorbell, the engine's waking and fetching, and the "
+    "host's noticing the end are in it: the driver shows no line between them",
     "armed: copy and signal enqueued ahead, from the host's word until it sees the end",
 )
 

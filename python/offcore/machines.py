@@ -7,8 +7,9 @@ A limit of null means that there is none. `host-N`, for N of 1 to 64, comes from
 
 tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
 measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
-`bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is the
-signal form of GPUs that it was measured with, else null; `date` and `commit` say when and of what.
+`bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is
+the signal form of GPUs that it was measured with, else null; `date` and `commit` say when and of
+what.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ collectives (`nccl-ce`); each called eagerly and replayed as a graph.
 
 NVLink multicast is off: ENVIRONMENT stands in the workers' before torch is imported. NCCL's copy
 engines want both buffers in symmetric windows and a communicator that may use no CTA, and NCCL
-takes its kernels silently where they do not fit. So a row of `nccl-ce` is shown only when a profiled
-call has run no kernel.
+takes its kernels silently where they do not fit. So a row of `nccl-ce` is shown only when a
+profiled call has run no kernel.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Nccl:
         return verdict(self._name, counts) or facts | {"kernels": 0}
 
     def _profiled(self, layout: Layout) -> int | None:
-        """The kernels of one call. A kernel of our own in the same trace shows that they are seen."""
+        """The kernels of one call. One of our own in the same trace shows that they are seen."""
         torch, call = self._torch, self._calls[layout]
         word = self._zeros(1)
         word.add_(1)  # loads that kernel

@@ -172,8 +172,9 @@ def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
 
 
 def figure_rows(records: Iterable[dict[str, Any]], number: int) -> list[Row]:
-    """The rows of DMA-Latte's Figure 13 or 14: chains of one machine, with the library's in the same
-    run and place. Several runs become one: times are scaled by the library's. Raises invalid."""
+    """The rows of DMA-Latte's Figure 13 or 14: chains of one machine, with the library's in the
+    same run and place. Several runs become one: times are scaled by the library's. Raises
+    invalid."""
     op = FIGURES[number]
     cases: dict[tuple[str, bool], list[Row]] = {}
     for one in records:

@@ -68,7 +68,12 @@ class StreamTimer:
         watch = self._watch
         # A full stream makes the enqueuing wait for a gate that only this thread would open.
         late = threading.Event()
-        alarm = threading.Timer(self._timeout_s, lambda: (late.set(), watch.open()))
+
+        def release() -> None:
+            late.set()
+            watch.open()
+
+        alarm = threading.Timer(self._timeout_s, release)
         alarm.daemon = True
         watch.shut()
         alarm.start()

@@ -8,6 +8,7 @@ it, and the one with fewer commands is taken. All variants are timed in the way 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -103,7 +104,7 @@ def pick(records: Iterable[dict[str, Any]], prelaunch: bool = False) -> list[dic
 
 def _ranges(winners: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     sizes = sorted(winners)
-    ends = [math.isqrt(one * more) for one, more in zip(sizes, sizes[1:], strict=False)]
+    ends = [math.isqrt(one * more) for one, more in itertools.pairwise(sizes)]
     table = []
     for size, first, last in zip(
         sizes, [0, *(end + 1 for end in ends)], [*ends, _BYTES_MAX], strict=True

@@ -6,11 +6,13 @@ Times are microseconds a call, enqueued ahead. Where rows of several variants ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from offcore.report import format_us
-from offcore.sizes import format_bytes
+from offcore.report import format_us, read_records
+from offcore.sizes import format_bytes, parse_sizes
 
 Record = dict[str, Any]
 
@@ -78,3 +80,27 @@ def lines(
         ]
         table.append(f"{format_bytes(size):>9}" + "".join(cells))
     return table
+
+
+# <!-- versus FILE OPERATION RANKS in_place|out_of_place SIZES -->, and the table that follows it.
+_ANNOUNCED = re.compile(
+    r"(?P<head><!-- versus (?P<file>\S+) (?P<op>\w+) (?P<ranks>\d+) (?P<place>in_place|out_of_place)"
+    r" (?P<sizes>\S+) -->\n\n)(?: {5,}.*\n)*"
+)
+
+
+def filled(text: str, folder: Path) -> str:
+    """A document with each table that a comment announces made from the rows of its file in that
+    folder. Raises invalid for a file that is not there or holds other things."""
+
+    def table(found: re.Match[str]) -> str:
+        made = lines(
+            read_records(folder / found["file"]),
+            found["op"],
+            int(found["ranks"]),
+            found["place"] == "in_place",
+            sizes=parse_sizes(found["sizes"]),
+        )
+        return found["head"] + "".join(line + "\n" for line in made)
+
+    return _ANNOUNCED.sub(table, text)

@@ -1,4 +1,4 @@
-"""What surrounds a measurement: timers, NCCL's proof, figures, tables; on planted clocks and rows."""
+"""What surrounds a measurement: timers, NCCL's proof, figures, tables; on planted rows."""
 
 import threading
 
@@ -74,9 +74,9 @@ def test_the_gate_opens_also_when_enqueuing_fails():
     watch = Watch([])
 
     def enqueue(calls):
-        raise ValueError
+        raise ValueError("no such call")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="no such call"):
         StreamTimer(watch, lambda: None, timeout_s=5).chain(enqueue, 2)
     assert watch.opened.is_set()
 

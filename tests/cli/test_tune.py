@@ -1,5 +1,6 @@
 """How `offcore tune` picks: from planted rows."""
 
+import itertools
 import json
 
 import pytest
@@ -33,7 +34,7 @@ def test_the_fastest_of_each_size_wins_its_range():
     ]
     assert table[0]["bytes_min"] == 0
     assert table[-1]["bytes_max"] == 2**63 - 1
-    for one, more in zip(table, table[1:], strict=False):
+    for one, more in itertools.pairwise(table):
         assert one["bytes"] <= one["bytes_max"] == more["bytes_min"] - 1
     assert table[0]["bytes_max"] == 8192  # half way by ratio: 1K x 8 x 8 = 64K
 
