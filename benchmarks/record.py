@@ -1,9 +1,11 @@
 """Records what the simulator says: `python benchmarks/record.py [FOLDER]` (benchmarks/results).
 
-`python benchmarks/record.py --gpus` makes the README's tables of GPUs from the recorded rows, which
-gpu_bench.py measures. Otherwise it runs the commands below, as a user would, and writes their rows, one file a command. Into
+Runs the commands below, as a user would, and writes their rows, one file a command. Into
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
 beside those of the rows; the README's plot is drawn from the rows too.
+
+`python benchmarks/record.py --gpus` runs nothing: it makes the README's tables of GPUs anew from
+the recorded rows, which gpu_bench.py measures.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def lines(
 
 # <!-- versus FILE OPERATION RANKS in_place|out_of_place SIZES -->, and the table that follows it.
 _ANNOUNCED = re.compile(
-    r"(?P<head><!-- versus (?P<file>\S+) (?P<op>\w+) (?P<ranks>\d+) (?P<place>in_place|out_of_place)"
-    r" (?P<sizes>\S+) -->\n\n)(?: {5,}.*\n)*"
+    r"(?P<head><!-- versus (?P<file>\S+) (?P<op>\w+) (?P<ranks>\d+) "
+    r"(?P<place>in_place|out_of_place) (?P<sizes>\S+) -->\n\n)(?: {5,}.*\n)*"
 )
 
 
