@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("impl", "op", "backend", "machine", "ranks", "bytes", "in_place", "variant", "protocol")
+# What rows of older versions do not tell: they ran eagerly, a chain, and so on.
+MORE = {"mode": "eager", "timing": "chain", "asked": None, "named": None, "signals": None}
 
 
 def read_rows(path: Path) -> dict[tuple[Any, ...], float]:
@@ -24,6 +26,7 @@ def read_rows(path: Path) -> dict[tuple[Any, ...], float]:
         try:
             row = json.loads(line)
             key, time_us = tuple(row[name] for name in KEY), float(row["time_us"])
+            key += tuple(row.get(name, value) for name, value in MORE.items())
         except (ValueError, KeyError, TypeError) as failure:
             raise SystemExit(f"{path}, line {number}: no benchmark row: {failure!r}") from None
         times_us[key] = min(time_us, times_us.get(key, time_us))
@@ -42,7 +45,7 @@ def main() -> int:
     heads = ("impl", "op", "bytes", "variant", "old us", "new us", "ratio")
     print("{:8} {:12} {:>12} {:16} {:>12} {:>12} {:>7}".format(*heads))
     for key in common:
-        named = dict(zip(KEY, key, strict=True))
+        named = dict(zip((*KEY, *MORE), key, strict=True))
         ratio = new[key] / old[key] if old[key] else 1.0
         worse = ratio > 1 + options.threshold
         slower += worse

@@ -4,11 +4,8 @@
     python benchmarks/h200_check.py --only check   # build, probe, basics, check, armed | measure
 
 Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
-process a GPU, and every byte is checked. Then all-gather in place and all-to-all out of place are
-measured: 20 calls are enqueued behind a stream wait and timed by events, the slowest rank counts,
-and the median of several such batches is kept. NCCL's kernels run beside them in the same
-processes, enqueued the same way and replayed as a graph; NVLink multicast is off. Every step has a
-time limit. A table ends the output; rows go to $OUT/h200_check.jsonl where OUT is set.
+process a GPU, and every byte is checked. Then gpu_bench.py measures all-gather and all-to-all next
+to NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_measure import measure
 from gpu_random import armed, basics, check
 from gpu_torch import torch_users
 
@@ -108,7 +104,7 @@ def environment() -> dict[str, str]:
     return os.environ | given
 
 
-ROLES = {"basics": basics, "check": check, "armed": armed, "measure": measure, "torch": torch_users}
+ROLES = {"basics": basics, "check": check, "armed": armed, "torch": torch_users}
 
 
 def main() -> int:
@@ -157,7 +153,9 @@ def main() -> int:
     if args.only in (None, "torch"):
         good &= run_ranks("torch", ranks, 60, [])
     if args.only in (None, "measure"):
-        good &= run_ranks("measure", ranks, 400, ["--largest", str(args.largest)])
+        bench = [sys.executable, str(Path(__file__).with_name("gpu_bench.py"))]
+        bench += ["--ranks", str(ranks), "--largest", str(args.largest)]
+        good &= step("measure", bench, 120, environment())
     if args.only in (None, "armed"):
         good &= alone("armed", "armed", 60)
         good &= alone("check", "check: one process, armed", args.limit, *extra, "--armed")

@@ -3,6 +3,9 @@
 Runs the commands below, as a user would, and writes their rows, one file a command. Into
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
 beside those of the rows; the README's plot is drawn from the rows too.
+
+`python benchmarks/record.py --gpus` runs nothing: it makes the README's tables of GPUs anew from
+the recorded rows, which gpu_bench.py measures.
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from offcore import claims, plot
-from offcore.report import Row, Stamp
+from offcore import claims, plot, versus
+from offcore.report import Row, Stamp, read_records, rows_of
 
 MACHINE = "mi300x-8"
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 SWEEPS = {
     "all_gather": ("bench", "all_gather"),
     "all_gather-in_place": ("bench", "all_gather", "--in-place"),
@@ -47,14 +52,12 @@ def run(words: tuple[str, ...], path: Path) -> float:
     return time.monotonic() - start_s
 
 
-def rows_of(path: Path) -> list[Row]:
-    names = [field.name for field in fields(Row)]
-    records = map(json.loads, path.read_text("utf-8").splitlines())
-    return [Row(**{name: record[name] for name in names}) for record in records]
-
-
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
+    if sys.argv[1:] == ["--gpus"]:
+        text = README.read_text("utf-8")
+        README.write_text(versus.filled(text, RESULTS), "utf-8")
+        return
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     # Moved into place at the end: results being written would make the commit of the next dirty.
     with tempfile.TemporaryDirectory() as name:
@@ -73,7 +76,7 @@ def measure(folder: Path) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(("breakdown",), folder / f"sim-{MACHINE}-breakdown.jsonl")
 
-    rows = [row for name in FULL for row in rows_of(paths[name])]
+    rows = [row for name in FULL for row in rows_of(read_records(paths[name]))]
     measures: list[dict[str, Any]] = [
         {
             "measure": "sweep_seconds",

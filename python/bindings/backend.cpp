@@ -4,11 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <optional>
+#include <thread>
 
+#include "core/backend/cuda/stopwatch.h"
 #include "core/backend/registry.h"
 #include "core/backend/sim/sim.h"
 #include "core/backend/wakeup.h"
@@ -22,10 +25,16 @@ namespace {
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Arrays = std::map<std::string, std::vector<std::optional<Bytes>>>;
 
+using cuda::Stopwatch;
+
 struct RunReport {
   Report report;                  // of the last launch
-  std::vector<int64_t> times_ns;  // of every launch
+  std::vector<int64_t> times_ns;  // of every launch; behind a gate from its opening on
+  std::vector<double> controls_ns;
 };
+
+// What is enqueued behind a gate has reached the GPU.
+constexpr std::chrono::microseconds kSettled{200};
 
 // Owns a backend. A run that failed may still touch its memory, so its launch owns that.
 class Session {
@@ -37,7 +46,7 @@ class Session {
   }
 
   RunReport run(const Program& program, const Arrays& arrays, double timeout_s, uint32_t repeat,
-                uint32_t epoch, bool checked) {
+                uint32_t epoch, bool checked, Stopwatch* gate) {
     if (checked) verify(program);
     const auto memory = std::make_shared<Memory>();
     Launch launch{.binding = Binding(program.buffers.size(), program.ranks),
@@ -45,6 +54,10 @@ class Session {
                   .lane = 0,
                   .wakeups = {},
                   .owner = memory};
+    if (gate != nullptr) {
+      launch.streams.assign(program.ranks, 0);
+      launch.streams[0] = reinterpret_cast<uintptr_t>(gate->stream());
+    }
     std::vector<Copy> copies;
     bind_flags(*memory, launch, program);
     for (size_t id = kFlagBuffer + 1; id < program.buffers.size(); ++id) {
@@ -53,7 +66,7 @@ class Session {
     RunReport result;
     {
       const nb::gil_scoped_release unlocked;
-      launch_all(program, launch, timeout_s, repeat, result);
+      launch_all(program, launch, timeout_s, repeat, gate, result);
     }
     for (const Copy& copy : copies) {
       copy.share.copy(copy.array.data(), copy.share.data, copy.array.size());
@@ -133,11 +146,15 @@ class Session {
   }
 
   void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
-                  RunReport& result) {
+                  Stopwatch* gate, RunReport& result) {
     const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
+      if (gate != nullptr) gate->shut();
       const std::unique_ptr<Run> run = loaded->launch(launch);
+      if (gate != nullptr) std::this_thread::sleep_for(kSettled);
+      const int64_t opened_ns = offcore::now_ns();
+      if (gate != nullptr) gate->open();
       try {
         run->wait(Deadline::after_s(timeout_s));
       } catch (const Error&) {
@@ -146,7 +163,9 @@ class Session {
         throw;
       }
       result.report = run->report();
-      result.times_ns.push_back(result.report.time_ns);
+      result.times_ns.push_back(gate == nullptr ? result.report.time_ns
+                                                : offcore::now_ns() - opened_ns);
+      result.controls_ns.push_back(result.report.phases.control_ns);
     }
   }
 
@@ -216,7 +235,26 @@ void bind_report(nb::module_& module) {
       .def_prop_ro("phases", [](const RunReport& run) { return run.report.phases; })
       .def_prop_ro("commands", [](const RunReport& run) { return run.report.commands; })
       .def_prop_ro("timestamps_ns", [](const RunReport& run) { return run.report.timestamps_ns; })
-      .def_ro("times_ns", &RunReport::times_ns);
+      .def_ro("times_ns", &RunReport::times_ns)
+      .def_ro("controls_ns", &RunReport::controls_ns, "The host's share of each launch.");
+}
+
+void bind_stopwatch(nb::module_& module) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Stopwatch>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/stopwatch.h.")
+      .def(nb::init<int>(), nb::arg("device"))
+      .def_prop_ro("stream",
+                   [](const Stopwatch& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
+      .def("shut", &Stopwatch::shut, Unlocked())
+      .def("open", &Stopwatch::open)
+      .def("start", &Stopwatch::start, Unlocked())
+      .def("stop", &Stopwatch::stop, Unlocked())
+      .def(
+          "elapsed_us",
+          [](const Stopwatch& self, double timeout_s) {
+            return self.elapsed_us(Deadline::after_s(timeout_s));
+          },
+          nb::arg("timeout_s"), Unlocked());
 }
 
 }  // namespace
@@ -235,6 +273,10 @@ void bind_backend(nb::module_& module) {
 
   bind_faults(module);
   bind_report(module);
+  bind_stopwatch(module);
+  module.def(
+      "gpus", [] { return cuda::Driver::open().devices(); },
+      "How many GPUs the driver shows. Raises unavailable.");
   nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
       .def(
           "__init__",
@@ -258,14 +300,17 @@ void bind_backend(nb::module_& module) {
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
-             uint32_t repeat, uint32_t epoch, bool checked) {
-            return session.run(program, arrays_of(buffers), timeout_s, repeat, epoch, checked);
+             uint32_t repeat, uint32_t epoch, bool checked, Stopwatch* gate) {
+            return session.run(program, arrays_of(buffers), timeout_s, repeat, epoch, checked,
+                               gate);
           },
           nb::arg("program"), nb::arg("buffers") = nb::dict(), nb::arg("timeout_s") = 10.0,
           nb::arg("repeat") = 1, nb::arg("epoch") = 0, nb::arg("checked") = true,
+          nb::arg("gate").none() = nullptr,
           "Runs the program `repeat` times on copies of the arrays (uint8, one a rank, one for a\n"
           "host buffer; None or an absent name: zeros) and copies back what it left in them.\n"
-          "Unless `checked` is false the program is verified first.")
+          "Unless `checked` is false the program is verified first. gate: of rank 0's GPU; each\n"
+          "launch of rank 0 is enqueued behind it, and its time runs from its opening on.")
       .def_prop_ro("now_ns", &Session::now_ns);
 }
 

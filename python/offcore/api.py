@@ -144,7 +144,7 @@ class Communicator(ViewCalls):
                 wanted, f"host-{count}"
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
-        loaded = machines.load(machine)
+        loaded = machines.load(machine, signals if wanted == "cuda" else None)
         if store is None and ranks is None:
             ranks = loaded.ranks
         self.backend = wanted

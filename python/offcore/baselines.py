@@ -2,23 +2,52 @@
 
 `memcpy`: every rank copies, with one thread, as many bytes as the operation has to bring to it:
 the bandwidth that no exchange through shared memory on these cores can pass.
-`gloo`: torch.distributed on tensors in host memory. torch is optional.
+`gloo`: torch.distributed on tensors in host memory.
+`nccl`, `nccl-ce`: NCCL's kernels and its copy-engine collectives, on GPUs (see nccl.py).
+torch is optional.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from offcore.errors import error
 from offcore.layout import ROOT, Bytes, Layout
+from offcore.timers import Enqueue
 
-BASELINES = ("gloo", "memcpy")
+# The backend that each is measured beside.
+BACKENDS = {"gloo": "host", "memcpy": "host", "nccl": "cuda", "nccl-ce": "cuda"}
+BASELINES = tuple(BACKENDS)
 
-_GLOO_SEED = 1 << 48  # far from the seeds of offcore's own calls
+_SEED = 1 << 48  # far from the seeds of offcore's own calls
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker process stands."""
+
+    rank: int
+    ranks: int
+    folder: str  # empty at first, and the same for all ranks
+    nbytes_max: int
+    gpu: int = -1
+    stream: int = 0  # the driver's handle of the stream that is timed
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to measure: its row's fields, and what enqueues calls of it."""
+
+    facts: dict[str, Any]
+    enqueue: Enqueue
+    alone: bool = True  # whether it can be timed as one call too
+    wrong: int | None = None
 
 
 class Done:
@@ -29,43 +58,130 @@ class Done:
 
 
 class Baseline(Protocol):
-    def prepare(self, layout: Layout, machine: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """The call to measure, and its row's fields. Raises unsupported."""
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
+        """What to measure at this size; collective. Raises unsupported on all ranks alike."""
 
-    def wrong(self, layout: Layout) -> int | None: ...
+    def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
+        """After all has been timed: the row's fields, or why it must not be shown; collective."""
 
     def close(self) -> None: ...
 
 
-def open_baseline(name: str, rank: int, ranks: int, nbytes_max: int, folder: str) -> Baseline:
+def open_baseline(name: str, place: Place) -> Baseline:
     if name == "memcpy":
-        return Memcpy(rank, nbytes_max)
+        return Memcpy(place)
     if name == "gloo":
-        return Gloo(rank, ranks, nbytes_max, folder)
-    raise error("invalid", f"no baseline is called '{name}': there are gloo and memcpy")
+        return Gloo(place)
+    check_baseline(name, BACKENDS.get(name, ""))
+    from offcore.nccl import Nccl
+
+    return Nccl(name, place)
 
 
-def check_baseline(name: str) -> None:
-    """Raises where the baseline cannot run here: before anything has been started."""
+def check_baseline(name: str, backend: str) -> None:
+    """Raises where the baseline cannot run there: before anything has been started."""
+    if name not in BACKENDS:
+        known = ", ".join(BASELINES)
+        raise error("invalid", f"no baseline is called '{name}': there are {known}")
+    if backend != BACKENDS[name]:
+        raise error(
+            "unsupported",
+            f"--baseline {name} is measured beside --backend {BACKENDS[name]}, not {backend}",
+        )
     if name == "gloo":
-        _torch()
-    elif name != "memcpy":
-        raise error("invalid", f"no baseline is called '{name}': there are gloo and memcpy")
+        torch_for("gloo")
+    elif name != "memcpy" and importlib.util.find_spec("torch") is None:
+        raise _no_torch(name)
 
 
-def _facts(layout: Layout, machine: str) -> dict[str, Any]:
+def facts_of(layout: Layout, machine: str, mode: str = "eager", **more: Any) -> dict[str, Any]:
     unknown = ("variant", "native", "protocol", "commands", "engines", "syncs", "phases")
-    known = {"machine": machine, "in_place": layout.in_place, "mode": "eager"}
-    return known | dict.fromkeys(unknown)
+    known = {"machine": machine, "in_place": layout.in_place, "mode": mode}
+    return known | dict.fromkeys(unknown) | more
+
+
+def one_after_the_other(call: Callable[[], Any]) -> Enqueue:
+    return lambda calls: [call() for _ in range(calls)]
+
+
+def _no_torch(name: str) -> Exception:
+    where = "/cpu" if name == "gloo" else ""
+    return error(
+        "unavailable",
+        f"the baseline {name} needs torch: pip install torch "
+        f"--index-url https://download.pytorch.org/whl{where}",
+    )
+
+
+def torch_for(name: str) -> Any:
+    """torch, built with what the baseline needs. Raises unavailable."""
+    try:
+        torch = importlib.import_module("torch")
+        distributed = importlib.import_module("torch.distributed")
+    except ImportError:
+        raise _no_torch(name) from None
+    library = name.partition("-")[0]
+    if not distributed.is_available() or not getattr(distributed, f"is_{library}_available")():
+        raise error(
+            "unavailable", f"the baseline {name} needs a torch that was built with {library}"
+        )
+    return torch
+
+
+def join_world(torch: Any, place: Place) -> None:
+    """torch.distributed's default group, of gloo: once a process."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{place.folder}/world",
+            rank=place.rank,
+            world_size=place.ranks,
+        )
+
+
+def leave_world(torch: Any) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def collective(
+    torch: Any, layout: Layout, rank: int, out: Any, inp: Any, **options: Any
+) -> Callable[[], Any]:
+    """torch.distributed's call for this layout. out, inp: whole buffers; the same one in place."""
+    group, root = torch.distributed, rank == ROOT
+    own = layout.counts[rank]
+    at = sum(layout.counts[:rank]) if layout.in_place else 0
+    out, inp = out[: layout.out_bytes], inp[at : at + layout.in_bytes]
+    if layout.op == "all_gather":
+        return lambda: group.all_gather_into_tensor(out, inp[:own], **options)
+    if layout.op == "all_to_all":
+        return lambda: group.all_to_all_single(out, inp, **options)
+    if layout.op == "broadcast":
+        return lambda: group.broadcast(out, ROOT, **options)
+    if layout.op == "scatter":
+        parts = list(inp.split(own)) if root else None
+        return lambda: group.scatter(out, parts, ROOT, **options)
+    places = list(out.split(own)) if root else None
+    return lambda: group.gather(inp, places, ROOT, **options)
+
+
+def refuse(name: str, layout: Layout) -> None:
+    """Raises unsupported for what no library of torch.distributed has."""
+    if not layout.even:
+        raise error("unsupported", f"{name} has no exact form of a size the ranks do not divide")
+    if layout.in_place and layout.op == "all_to_all":
+        raise error("unsupported", f"{name} has no all-to-all in place")
+    if layout.nbytes == 0:
+        raise error("unsupported", f"{name} cannot run a size of 0")
 
 
 class Memcpy:
-    def __init__(self, rank: int, nbytes_max: int) -> None:
-        self._rank = rank
-        self._dst: Bytes = np.zeros(nbytes_max, np.uint8)
-        self._src: Bytes = np.ones(nbytes_max, np.uint8)
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+        self._dst: Bytes = np.zeros(place.nbytes_max, np.uint8)
+        self._src: Bytes = np.ones(place.nbytes_max, np.uint8)
 
-    def prepare(self, layout: Layout, machine: str) -> tuple[Callable[[], Any], dict[str, Any]]:
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         foreign = sum(p.nbytes for p in layout.pieces(self._rank) if p.source != self._rank)
         dst, src, done = self._dst[:foreign], self._src[:foreign], Done()
 
@@ -73,79 +189,37 @@ class Memcpy:
             np.copyto(dst, src)
             return done
 
-        return call, _facts(layout, machine)
+        return [Subject(facts_of(layout, machine), one_after_the_other(call))]
 
-    def wrong(self, layout: Layout) -> int | None:
-        return None
+    def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
+        return facts
 
     def close(self) -> None:
         pass
 
 
-def _torch() -> Any:
-    try:
-        torch = importlib.import_module("torch")
-        distributed = importlib.import_module("torch.distributed")
-    except ImportError:
-        raise error(
-            "unavailable",
-            "the baseline gloo needs torch: pip install torch "
-            "--index-url https://download.pytorch.org/whl/cpu",
-        ) from None
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        raise error("unavailable", "the baseline gloo needs a torch that was built with gloo")
-    return torch
-
-
 class Gloo:
-    def __init__(self, rank: int, ranks: int, nbytes_max: int, folder: str) -> None:
-        self._torch = _torch()
-        self._rank = rank
-        self._group = self._torch.distributed
-        self._group.init_process_group(
-            "gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=ranks
-        )
-        self._out: Bytes = np.zeros(nbytes_max, np.uint8)
-        self._inp: Bytes = np.zeros(nbytes_max, np.uint8)
-        self._call: Callable[[], Any] = Done
+    def __init__(self, place: Place) -> None:
+        self._torch = torch_for("gloo")
+        self._rank = place.rank
+        join_world(self._torch, place)
+        self._out: Bytes = np.zeros(place.nbytes_max, np.uint8)
+        self._inp: Bytes = np.zeros(place.nbytes_max, np.uint8)
 
-    def prepare(self, layout: Layout, machine: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-        if not layout.even:
-            raise error("unsupported", "gloo has no exact form of a size the ranks do not divide")
-        if layout.in_place and layout.op == "all_to_all":
-            raise error("unsupported", "gloo has no all-to-all in place")
-        if layout.nbytes == 0:
-            raise error("unsupported", "gloo cannot run a size of 0")
-        self._call = self._call_of(layout)
-        return self._call, _facts(layout, machine)
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
+        refuse("gloo", layout)
+        inp = self._out if layout.in_place else self._inp
+        tensors = (self._torch.from_numpy(self._out), self._torch.from_numpy(inp))
+        call = collective(self._torch, layout, self._rank, *tensors, async_op=True)
+        wrong = None
+        if check:  # a call of its own, on fresh inputs, checked as offcore's are
+            layout.fill(self._rank, inp, _SEED + layout.nbytes)
+            call().wait()
+            wrong = layout.wrong(self._rank, self._out, _SEED + layout.nbytes)
+        return [Subject(facts_of(layout, machine), one_after_the_other(call), wrong=wrong)]
 
-    def _call_of(self, layout: Layout) -> Callable[[], Any]:
-        tensor = self._torch.from_numpy
-        own = layout.counts[self._rank]
-        at = sum(layout.counts[: self._rank]) if layout.in_place else 0
-        inp_at = self._buffer(layout)
-        group, root = self._group, self._rank == ROOT
-        out, inp = tensor(self._out[: layout.out_bytes]), tensor(inp_at[at : at + layout.in_bytes])
-        if layout.op == "all_gather":
-            return lambda: group.all_gather_into_tensor(out, inp[:own], async_op=True)
-        if layout.op == "all_to_all":
-            return lambda: group.all_to_all_single(out, inp, async_op=True)
-        if layout.op == "broadcast":
-            return lambda: group.broadcast(out, ROOT, async_op=True)
-        if layout.op == "scatter":
-            parts = list(inp.split(own)) if root else None
-            return lambda: group.scatter(out, parts, ROOT, async_op=True)
-        places = list(out.split(own)) if root else None
-        return lambda: group.gather(inp, places, ROOT, async_op=True)
-
-    def _buffer(self, layout: Layout) -> Bytes:
-        return self._out if layout.in_place else self._inp
-
-    def wrong(self, layout: Layout) -> int | None:
-        """One more call, on fresh inputs, checked as offcore's are."""
-        layout.fill(self._rank, self._buffer(layout), _GLOO_SEED + layout.nbytes)
-        self._call().wait()
-        return layout.wrong(self._rank, self._out, _GLOO_SEED + layout.nbytes)
+    def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
+        return facts
 
     def close(self) -> None:
-        self._group.destroy_process_group()
+        leave_world(self._torch)

@@ -3,7 +3,8 @@
 On `sim` a time is virtual, hence exact: one call is enough, and sizes are spread over threads. On a
 real machine every rank is a process (workers.py); a batch is at least 20 calls enqueued ahead, its
 time is that of the slowest rank, and a row holds the median, least and largest of at least 15
-batches, in microseconds a call.
+batches, in microseconds a call. Batches of all that is measured at a size take turns, so that what
+disturbs the machine disturbs all alike.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
+from offcore import nccl
 from offcore.baselines import check_baseline
 from offcore.crew import Crew, free_port
 from offcore.errors import error
@@ -27,12 +29,17 @@ from offcore.report import Outcome, Row, Skip
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 VARIANTS = (*KINDS, *(f"prelaunch_{kind}" for kind in KINDS))
 
+SIGNALS = ("fenced", "copy_order")
+TIMINGS = ("chain", "call")
+
 PHANTOM_ABOVE_BYTES = 64 << 20
 BATCHES = 15
 CALLS = 20
 WARMUP_CALLS = 5
 
 _SIM_THREADS_MAX = 4
+_GPU_BATCH_BYTES = 4 << 30  # GPUs keep time by events: large sizes need no long batches
+_GPU_CALLS_MIN = 2
 _SEED_STRIDE = 1 << 16  # above every number of ranks: streams of two calls never meet
 
 
@@ -48,7 +55,9 @@ class Request:
     variants: list[str]
     named: bool = False  # the user named these variants: one that cannot be had is an error
     in_place: bool = False
-    protocol: str = "auto"
+    protocols: list[str] = field(default_factory=lambda: ["auto"])
+    signals: list[str | None] = field(default_factory=lambda: [None])  # cuda: its signal forms
+    timings: list[str] = field(default_factory=lambda: ["chain"])
     batches: int = BATCHES
     calls: int = CALLS
     warmup: int = WARMUP_CALLS
@@ -59,7 +68,16 @@ class Request:
     @property
     def steps(self) -> int:
         """How many rows are asked for."""
-        return len(self.sizes) * (len(self.variants) + len(self.baselines))
+        rows = len(self.variants) * len(self.protocols) * len(self.signals) * len(self.timings)
+        for name in self.baselines:
+            rows += len(self.timings) + (name.startswith("nccl") and "chain" in self.timings)
+        return len(self.sizes) * rows
+
+    def calls_of(self, nbytes: int) -> int:
+        """Calls a batch."""
+        if self.backend != "cuda" or nbytes == 0:
+            return self.calls
+        return min(self.calls, max(_GPU_CALLS_MIN, _GPU_BATCH_BYTES // nbytes))
 
 
 Progress = Callable[[float], None]  # told the steps done since the last time
@@ -84,21 +102,16 @@ def check_backend(name: str) -> None:
 
 
 def run(request: Request, progress: Progress = lambda steps: None) -> Iterator[Outcome]:
-    """Rows and skips, sizes in the order asked for, each as soon as it is known."""
+    """Rows and skips, each as soon as it is known."""
     if request.backend == "sim":
         return _run_sim(request, progress)
-    return _run_processes(request, progress)
+    return run_processes([request], progress)
 
 
 def check_baselines(request: Request) -> None:
     """Raises where a baseline cannot run here: before anything has been started."""
-    if request.baselines and request.backend == "sim":
-        raise error(
-            "unsupported",
-            f"--baseline {','.join(request.baselines)} needs real time: use --backend host",
-        )
     for name in request.baselines:
-        check_baseline(name)
+        check_baseline(name, request.backend)
 
 
 def skip_or_raise(request_named: bool, failure: offcore.Error) -> str:
@@ -113,13 +126,13 @@ class _SimRig:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._exercises: dict[bool, Exercise] = {}
+        self._exercises: dict[tuple[bool, str], Exercise] = {}
         self._real_max = max((s for s in request.sizes if s <= PHANTOM_ABOVE_BYTES), default=0)
 
-    def exercise(self, nbytes: int) -> Exercise:
+    def exercise(self, nbytes: int, protocol: str) -> Exercise:
         request = self._request
         phantom = nbytes > PHANTOM_ABOVE_BYTES or not request.check
-        if phantom not in self._exercises:
+        if (phantom, protocol) not in self._exercises:
             comm = offcore.Communicator(
                 backend="sim",
                 machine=request.machine,
@@ -128,10 +141,10 @@ class _SimRig:
                 timeout=request.timeout_s,
             )
             nbytes_max = max(request.sizes) if phantom else self._real_max
-            self._exercises[phantom] = Exercise(
-                comm, request.op, request.in_place, nbytes_max, request.protocol, phantom
+            self._exercises[phantom, protocol] = Exercise(
+                comm, request.op, request.in_place, nbytes_max, protocol, phantom
             )
-        return self._exercises[phantom]
+        return self._exercises[phantom, protocol]
 
     def close(self) -> None:
         for exercise in self._exercises.values():
@@ -141,21 +154,23 @@ class _SimRig:
 def _sim_size(
     request: Request, rig: _SimRig, position: int, stop: threading.Event, progress: Progress
 ) -> list[Outcome]:
-    exercise = rig.exercise(request.sizes[position])
-    layout = exercise.layout(request.sizes[position])
+    nbytes = request.sizes[position]
     outcomes: list[Outcome] = []
-    for number, variant in enumerate(request.variants):
+    cases = [(variant, asked) for asked in request.protocols for variant in request.variants]
+    for number, (variant, asked) in enumerate(cases):
         if stop.is_set():
             break
-        seed = (position * len(request.variants) + number + 1) * _SEED_STRIDE
+        exercise = rig.exercise(nbytes, asked)
+        seed = (position * len(cases) + number + 1) * _SEED_STRIDE
         try:
-            result, wrong = exercise.checked_call(layout, variant, seed)
+            result, wrong = exercise.checked_call(exercise.layout(nbytes), variant, seed)
         except offcore.Error as failure:
             reason = skip_or_raise(request.named, failure)
-            outcomes.append(Skip(variant, layout.nbytes, reason))
+            outcomes.append(Skip(variant, nbytes, reason))
         else:
-            facts = facts_of(result)
-            outcomes.append(_row(request, "offcore", layout.nbytes, [result.time_us], wrong, facts))
+            facts = {"timing": "call", "asked": asked, "named": variant != "auto"}
+            facts |= facts_of(result)
+            outcomes.append(_row(request, "offcore", nbytes, [result.time_us], wrong, facts))
         progress(1)
     return outcomes
 
@@ -210,22 +225,31 @@ def _row(
     )
 
 
-def _run_processes(request: Request, progress: Progress) -> Iterator[Outcome]:
-    job = asdict(request) | {"store": f"127.0.0.1:{free_port()}"}
-    with Crew(request.ranks, job, request.timeout_s) as crew:
+def run_processes(
+    requests: Sequence[Request], progress: Progress = lambda steps: None
+) -> Iterator[Outcome]:
+    """Several requests in the same processes, one a rank. They share backend, machine, ranks and
+    timeout. Prelaunched variants of GPUs come last, what has to be proven first at the end."""
+    first = requests[0]
+    job = {
+        "requests": [asdict(request) for request in requests],
+        "store": f"127.0.0.1:{free_port()}",
+    }
+    environment = nccl.ENVIRONMENT if first.backend == "cuda" else {}
+    with Crew(first.ranks, job, first.timeout_s, environment) as crew:
         for parts in crew.outcomes(progress):
-            first = parts[0]
-            if first["event"] == "skip":
-                yield Skip(first["name"], first["bytes"], first["reason"])
+            if skips := [part for part in parts if part["event"] == "skip"]:
+                yield Skip(skips[0]["name"], skips[0]["bytes"], skips[0]["reason"])
                 continue
+            told = parts[0]
             # A batch ends when its slowest rank has ended.
             batches = zip(*(part["times_us"] for part in parts), strict=True)
             checked = [part["wrong"] for part in parts if part["wrong"] is not None]
             yield _row(
-                request,
-                first["impl"],
-                first["bytes"],
+                requests[told["request"]],
+                told["impl"],
+                told["bytes"],
                 [max(batch) for batch in batches],
                 sum(checked) if len(checked) == len(parts) else None,
-                first["facts"],
+                told["facts"],
             )

@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | show | verify | breakdown | doctor | demo`.
+"""The command line: `offcore bench | tune | plot | breakdown | show | verify | doctor | demo`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -7,7 +7,8 @@ and exit status 1; a wrong call is status 2; wrong bytes are a failure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report
+from offcore import bench, breakdown, demo, doctor, plot, report, tune
 from offcore.errors import error
 from offcore.options import (
     REAL_SIZES,
@@ -37,10 +38,13 @@ from offcore.options import (
     PlotOption,
     ProtocolName,
     ProtocolOption,
+    ProtocolsOption,
     RanksOption,
+    SignalsOption,
     SimMachineOption,
     SizesOption,
     TimeoutOption,
+    TimingOption,
     VariantsOption,
     WarmupOption,
 )
@@ -73,6 +77,19 @@ def _names(text: str, option: str) -> list[str]:
     return names
 
 
+def _known(text: str, option: str, known: Sequence[str]) -> list[str]:
+    names = _names(text, option)
+    if strange := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option)
+    return names
+
+
+def _default_ranks(backend: str, machine: str | None) -> int:
+    if machine:
+        return offcore.machines.load(machine).ranks
+    return offcore._core.gpus() if backend == "cuda" else REAL_RANKS
+
+
 def _request(
     op: str,
     backend: str,
@@ -81,16 +98,21 @@ def _request(
     sizes: str | None,
     variants: str,
     protocol: str,
+    signals: str | None,
+    timing: str,
     **rest: Any,
 ) -> bench.Request:
-    """Fills in what depends on the backend: machine, ranks, sizes, protocol."""
+    """Fills in what depends on the backend: machine, ranks, sizes, protocols, signal forms."""
     backend = bench.resolve_backend(backend, machine)
+    protocols = _known(protocol, "--protocol", [one.value for one in ProtocolName])
     if backend == "sim":
         machine = machine or SIM_MACHINE
         # The paper's set-up: an operation may write at once, its buffers are known to be free.
-        protocol = "promise" if protocol == "auto" else protocol
-    if ranks is None:
-        ranks = offcore.machines.load(machine).ranks if machine else REAL_RANKS
+        protocols = ["promise" if one == "auto" else one for one in protocols]
+    ranks = ranks or _default_ranks(backend, machine)
+    forms = _known(signals, "--signals", bench.SIGNALS) if signals else None
+    if forms and backend != "cuda":
+        raise error("unsupported", f"--signals is about GPUs: {backend} has one form only")
     named = variants not in ("all", "auto")
     names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
@@ -102,7 +124,9 @@ def _request(
         sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
         variants=names,
         named=named,
-        protocol=protocol,
+        protocols=list(dict.fromkeys(protocols)),
+        signals=[*forms] if forms else ["fenced"] if backend == "cuda" else [None],
+        timings=_known(timing, "--timing", bench.TIMINGS),
         **rest,
     )
 
@@ -116,7 +140,9 @@ def bench_command(
     sizes: SizesOption = None,
     variants: VariantsOption = "all",
     in_place: InPlaceOption = False,
-    protocol: ProtocolOption = ProtocolName.auto,
+    protocol: ProtocolsOption = "auto",
+    signals: SignalsOption = None,
+    timing: TimingOption = "chain",
     iters: ItersOption = bench.BATCHES,
     calls: CallsOption = bench.CALLS,
     warmup: WarmupOption = bench.WARMUP_CALLS,
@@ -135,6 +161,7 @@ def bench_command(
     offcore bench all_gather --machine mi300x-8 --sizes 1K:4G:4
     offcore bench all_to_all --machine mi300x-8 --in-place
     offcore bench all_gather --backend host --ranks 2 --baseline gloo,memcpy
+    offcore bench all_gather --backend cuda --in-place --baseline nccl,nccl-ce
     """
     request = _request(
         op.value,
@@ -143,7 +170,9 @@ def bench_command(
         ranks,
         sizes,
         variants,
-        protocol.value,
+        protocol,
+        signals,
+        timing,
         in_place=in_place,
         batches=iters,
         calls=calls,
@@ -166,6 +195,12 @@ def bench_command(
 def _measure(request: bench.Request, json: str | None) -> list[Row]:
     rows: list[Row] = []
     skips: list[Skip] = []
+
+    def show() -> None:
+        if rows:
+            rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
+            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+
     try:
         with JsonLines(json) as lines:
             measure = partial(bench.run, request)
@@ -173,15 +208,102 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
     except BrokenPipeError:  # the reader of the rows has had enough
         raise
     except BaseException:
-        # What is known is shown, also when a later size failed.
-        if rows:
-            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+        show()  # what is known, also when a later size failed
         raise
-    if rows:
-        report.print_rows(rows, skips, report.console(stderr=json == "-"))
+    show()
     if not rows:
         raise error("unsupported", "; ".join(dict.fromkeys(skip.reason for skip in skips)))
     return rows
+
+
+@app.command("tune")
+def tune_command(
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
+    ranks: RanksOption = None,
+    ops: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"Operations: {', '.join(tune.OPS)}.")
+    ] = "all_gather,all_to_all",
+    sizes: SizesOption = None,
+    signals: SignalsOption = None,
+    prelaunch: Annotated[
+        bool, typer.Option("--prelaunch", metavar="", help="Prelaunched variants may win too.")
+    ] = False,
+    iters: ItersOption = bench.BATCHES,
+    calls: CallsOption = bench.CALLS,
+    timeout: TimeoutOption = 30.0,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Recorded rows (--json), not a measurement."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The table; by default where it is looked up first."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure every variant and write the table that auto chooses by.
+
+    A table is looked up as tuned/MACHINE.json in the folder OFFCORE_MACHINES, then in offcore's own
+    machines. --json keeps the rows that it was picked from.
+
+    \b
+    offcore tune --backend cuda --signals fenced,copy_order
+    offcore tune --from rows.jsonl --out machines/tuned/h200-4.json
+    """
+    if source is not None:
+        records = report.read_records(source)
+    else:
+        kinds = bench.VARIANTS if prelaunch else bench.KINDS
+        names = _known(ops, "--ops", tune.OPS)
+        resolved = bench.resolve_backend(backend.value, machine)
+        if resolved == "sim":
+            raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
+        sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
+        kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
+        template = _request(
+            names[0], resolved, machine, ranks, sizes, "all", "auto", signals, "chain", **kept
+        )
+        template = replace(template, variants=list(kinds))
+        records = tune.measure(tune.requests(template, names), json)
+    name = tune.machine_of(records)
+    table = tune.pick(records, prelaunch)
+    path = out or offcore.machines.tuned_path(name)
+    tune.write(table, path)
+    console = report.console(stderr=json == "-")
+    console.print(tune.shown(table, name))
+    console.print(f"table: {path}", highlight=False, soft_wrap=True)
+
+
+@app.command("plot")
+def plot_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows (--json).")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
+        "plot.png"
+    ),
+    figure: Annotated[
+        int | None,
+        typer.Option(
+            metavar="13|14",
+            help="DMA-Latte's: times as fast as nccl, of all-gather (13) or all-to-all (14).",
+        ),
+    ] = None,
+    metric: MetricOption = Metric.time,
+) -> None:
+    """Draw recorded rows: a panel an operation, or a figure of the paper.
+
+    \b
+    offcore plot rows.jsonl --figure 13 --out figure13.png
+    """
+    plot.check_plot(out)
+    records = [record for path in files for record in report.read_records(path)]
+    if figure is None:
+        plot.plot_rows(report.rows_of(records), out, metric.value)
+    elif figure in plot.FIGURES:
+        plot.plot_figure(records, figure, out)
+    else:
+        raise typer.BadParameter("13 or 14", param_hint="--figure")
+    typer.echo(f"plot: {out}")
 
 
 @app.command()
@@ -262,26 +384,42 @@ def verify(
 
 @app.command("breakdown")
 def breakdown_command(
-    machine: SimMachineOption = SIM_MACHINE,
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
     sizes: Annotated[
         str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
     ] = breakdown.SIZES,
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
-    """Print the phases of a single copy by size, simulated (DMA-Latte section 3.2)."""
+    """Print the phases of a single copy by size (DMA-Latte section 3.2).
+
+    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
+    """
     if plot_to is not None:
         plot.check_plot(plot_to)
     wanted = _parsed(parse_sizes, sizes, "--sizes")
-    found = breakdown.copies(machine, wanted)
+    where = "sim" if backend is BackendName.auto else backend.value
+    bench.check_backend(where)
+    if where == "sim":
+        machine = machine or SIM_MACHINE
+        found = breakdown.copies(machine, wanted)
+    elif where == "cuda":
+        machine = machine or offcore.machines.for_gpus(2)
+        found = breakdown.measured(machine, wanted)
+    else:
+        raise error("unsupported", f"there is no breakdown of {where}: sim and cuda have engines")
     stamp = vars(Stamp())
     with JsonLines(json) as lines:
         for copy in found:
-            lines.write({"op": "copy", "machine": machine} | copy.to_json() | stamp)
+            place = {"op": "copy", "backend": where, "machine": machine}
+            lines.write(place | copy.to_json() | stamp)
     console = report.console(stderr=json == "-")
-    console.print(breakdown.table(machine, found))
+    console.print(breakdown.table(machine, where, found))
+    for note in breakdown.NOTES if where == "cuda" else ():
+        console.print(note, highlight=False, soft_wrap=True)
     if plot_to is not None:
-        title = f"Phases of one copy between two ranks of {machine} (sim)"
+        title = f"Phases of one copy between two ranks of {machine} ({where})"
         plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
         typer.echo(f"plot: {plot_to}", err=json == "-")
 

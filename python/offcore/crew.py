@@ -2,7 +2,7 @@
 
 Workers speak JSON, an object a line. Nothing outlives the parent: workers are killed in a finally,
 and by the kernel should the parent be killed itself (see workers.py). A worker that dies or falls
-silent is an error that shows what it last wrote.
+silent in a step (a library may hang, and never tell) is an error that shows what it last wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ Event = dict[str, Any]
 
 _START_S = 60.0  # imports (torch takes seconds) and the rendezvous
 _SILENCE_FACTOR = 4  # a worker's own waits time out first, and tell more
+_LOOK_S = 0.5
 _TAIL_LINES = 8
 
 
@@ -40,10 +42,18 @@ def free_port() -> int:
 
 
 class Crew:
-    def __init__(self, ranks: int, job: dict[str, Any], timeout_s: float) -> None:
+    """timeout_s: of a worker's own waits. environment: what workers get besides this process's."""
+
+    def __init__(
+        self, ranks: int, job: dict[str, Any], timeout_s: float, environment: dict[str, str]
+    ) -> None:
         self._ranks = ranks
         self._job = job
-        self._silence_s = _START_S + _SILENCE_FACTOR * timeout_s
+        self._environment = environment
+        self._silence_s = _SILENCE_FACTOR * timeout_s
+        # When each rank has to have said something, and what it said last that names a step.
+        self._due_s = [time.monotonic() + _START_S + self._silence_s] * ranks
+        self._steps = ["starting"] * ranks
         self._processes: list[subprocess.Popen[str]] = []
         self._threads: list[threading.Thread] = []
         self._stderr: list[IO[bytes]] = []
@@ -75,7 +85,7 @@ class Crew:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | self._environment | {"PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its workers
         )
         self._processes.append(process)
@@ -92,7 +102,11 @@ class Crew:
         assert process.stdout is not None
         with contextlib.suppress(ValueError):  # closed while being read
             for line in process.stdout:
-                self._events.put((rank, json.loads(line)))
+                event = json.loads(line)
+                more_s = self._silence_s + event.get("more_s", 0)
+                self._due_s[rank] = time.monotonic() + more_s
+                self._events.put((rank, event))
+        self._due_s[rank] = float("inf")
         self._events.put((rank, {"event": "exit"}))
 
     def outcomes(self, progress: Callable[[float], None]) -> Iterator[list[Event]]:
@@ -105,6 +119,8 @@ class Crew:
             if kind == "progress":
                 if rank == 0:
                     progress(event["steps"])
+            elif kind == "step":
+                self._steps[rank] = event["name"]
             elif kind == "error":
                 raise error(event["code"], event["message"])
             elif kind == "end":
@@ -118,12 +134,19 @@ class Crew:
                 yield [own.popleft() for own in waiting]
 
     def _next(self) -> tuple[int, Event]:
-        try:
-            return self._events.get(timeout=self._silence_s)
-        except queue.Empty:
+        while True:
+            self._check_silence()
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=_LOOK_S)
+
+    def _check_silence(self) -> None:
+        rank = min(range(self._ranks), key=self._due_s.__getitem__)
+        if time.monotonic() > self._due_s[rank]:
             raise error(
-                "timeout", f"no worker process said anything for {self._silence_s:.0f} s"
-            ) from None
+                "timeout",
+                f"the process of rank {rank} has said nothing for {self._silence_s:.0f} s, in step "
+                f"'{self._steps[rank]}': it was ended",
+            )
 
     def _obituary(self, rank: int) -> str:
         code = self._processes[rank].wait()

@@ -113,7 +113,7 @@ def _simulation(op: str, variants: list[str], in_place: bool) -> bench.Request:
         sizes=parse_sizes(SIM_SIZES),
         variants=variants,
         in_place=in_place,
-        protocol="promise",
+        protocols=["promise"],
     )
 
 
@@ -140,7 +140,7 @@ def _measure(
 def _baselines() -> tuple[list[str], str]:
     """What to measure beside, and how to get more."""
     try:
-        check_baseline("gloo")
+        check_baseline("gloo", "host")
     except offcore.Error as failure:
         return ["memcpy"], f"without gloo: {failure}"
     return ["gloo", "memcpy"], ""

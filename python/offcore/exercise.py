@@ -18,8 +18,17 @@ Launch = Callable[[str], Any]
 
 
 class Exercise:
+    """windows: an output and an input that are large enough; by default they are allocated."""
+
     def __init__(
-        self, comm: Any, op: str, in_place: bool, nbytes_max: int, protocol: str, phantom: bool
+        self,
+        comm: Any,
+        op: str,
+        in_place: bool,
+        nbytes_max: int,
+        protocol: str,
+        phantom: bool,
+        windows: tuple[Any, Any] | None = None,
     ) -> None:
         if in_place and op in ("scatter", "gather"):
             raise error("unsupported", f"{op} has no in-place form: leave --in-place out")
@@ -29,8 +38,11 @@ class Exercise:
         self.protocol = protocol
         self.phantom = phantom
         largest = Layout(op, comm.ranks, nbytes_max, in_place)
-        self._out = comm.window(max(1, largest.out_bytes))
-        self._inp = None if self.in_place else comm.window(max(1, largest.in_bytes))
+        if windows is None:
+            out = comm.window(max(1, largest.out_bytes))
+            windows = out, None if self.in_place else comm.window(max(1, largest.in_bytes))
+        self._out = windows[0]
+        self._inp = None if self.in_place else windows[1]
 
     def layout(self, nbytes: int) -> Layout:
         return Layout(self.op, self.comm.ranks, nbytes, self.in_place)
@@ -58,7 +70,8 @@ class Exercise:
 
     def wrong(self, layout: Layout, seed: int) -> int:
         return sum(
-            layout.wrong(rank, self._array(self._out, rank), seed) for rank in self.comm.local_ranks
+            layout.wrong(rank, self._outcome(rank, layout.out_bytes), seed)
+            for rank in self.comm.local_ranks
         )
 
     def checked_call(self, layout: Layout, variant: str, seed: int) -> tuple[Any, int | None]:
@@ -77,6 +90,8 @@ class Exercise:
         if self.phantom:
             return self.launch_of(layout)(variant).wait(), None
         self.fill(layout, seed)
+        if len(self.comm.local_ranks) < self.comm.ranks:
+            self.comm.barrier()  # no peer writes before the last outcome has been looked at
         result = self.launch_of(layout)(variant).wait()
         return result, self.wrong(layout, seed)
 
@@ -85,17 +100,17 @@ class Exercise:
         if window.host_visible:
             layout.fill(rank, window.array(rank, np.uint8), seed)
             return
-        host = np.zeros(window.nbytes, np.uint8)
-        layout.fill(rank, host, seed)
         offset, nbytes = layout.input_of(rank)
-        window.write(host[offset : offset + nbytes], offset, rank)
+        host = np.zeros(offset + nbytes, np.uint8)
+        layout.fill(rank, host, seed)
+        window.write(host[offset:], offset, rank)
 
-    def _array(self, window: Any, rank: int) -> Bytes:
-        if window.host_visible:
-            seen: Bytes = window.array(rank, np.uint8)
+    def _outcome(self, rank: int, nbytes: int) -> Bytes:
+        if self._out.host_visible:
+            seen: Bytes = self._out.array(rank, np.uint8)
             return seen
-        copied = np.empty(window.nbytes, np.uint8)
-        window.read(copied, rank=rank)
+        copied = np.empty(nbytes, np.uint8)
+        self._out.read(copied, rank=rank)
         return copied
 
 
@@ -107,6 +122,10 @@ def facts_of(result: Any) -> dict[str, Any]:
         "variant": result.variant,
         "native": result.native,
         "protocol": result.protocol,
+        "signals": result.signals,
+        "staged": result.staged,
+        "tuned": result.tuned,
+        "armed_ahead": result.armed_ahead,
         # The modes of a plan are finer; a reader of results asks only whether a graph ran it.
         "mode": "graph" if result.mode == "capture" else "eager",
         "commands": result.commands,

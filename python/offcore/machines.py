@@ -5,7 +5,11 @@ A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `fla
 the fields of the struct of that name in core/machine/machine.h: none may be missing, none unknown.
 A limit of null means that there is none. `host-N`, for N of 1 to 64, comes from host.json.
 
-machines/tuned/NAME.json, where it exists, is a list of measured choices (see TunedRow).
+tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
+measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
+`bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is
+the signal form of GPUs that it was measured with, else null; `date` and `commit` say when and of
+what.
 """
 
 from __future__ import annotations
@@ -56,22 +60,29 @@ def names() -> list[str]:
     return sorted(found)
 
 
-def load(name_or_path: str | Path) -> _core.Machine:
-    """The machine of that name, or of that file (a path that ends in .json), with its tuned table.
+def load(name_or_path: str | Path, signals: str | None = None) -> _core.Machine:
+    """The machine of that name, or of that file (a path that ends in .json), with its tuned table:
+    first the rows of that signal form.
 
     Raises `Error`: invalid for an unknown name, or for a file with a wrong, missing or unknown key.
     """
     name = str(name_or_path)
     if name.endswith(".json"):
-        return _load_file(Path(name))
+        return _with_tuned(_load_file(Path(name)), [Path(name).parent], signals)
     host = re.fullmatch(r"host-([1-9][0-9]?)", name)
     if host and int(host[1]) <= _HOST_RANKS_MAX:
-        return _load_file(_find("host", name), rename=name, ranks=int(host[1]))
+        loaded = _load_file(_find("host", name), rename=name, ranks=int(host[1]))
+        return _with_tuned(loaded, _folders(), signals)
     if re.fullmatch(r"host-[0-9]+", name):
         raise error("invalid", f"{name}: this host can be 1 to {_HOST_RANKS_MAX} ranks")
     if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise _unknown(name)
-    return _load_file(_find(name, name))
+    return _with_tuned(_load_file(_find(name, name)), _folders(), signals)
+
+
+def tuned_path(name: str) -> Path:
+    """Where a tuned table of that machine is looked up first."""
+    return next(iter(_folders()), Path()) / "tuned" / f"{name}.json"
 
 
 def _folders() -> list[Path]:
@@ -215,7 +226,6 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
         machine.check()
     except _core.Error as cause:
         raise error("invalid", f"{path}: {cause}") from cause
-    _load_tuned(machine, path.parent / "tuned" / f"{machine.name}.json")
     return machine
 
 
@@ -242,36 +252,52 @@ def _check_sources(path: Path, value: dict[str, Any]) -> None:
         section.text(key)
 
 
-def _load_tuned(machine: _core.Machine, path: Path) -> None:
-    if not path.is_file():
-        return
+_TUNED_KEYS = (
+    "op",
+    "ranks",
+    "in_place",
+    "bytes_min",
+    "bytes_max",
+    "bytes",
+    "variant",
+    "time_us",
+    "signals",
+    "date",
+    "commit",
+)
+_SIGNALS = ("fenced", "copy_order")
+
+
+def _with_tuned(machine: _core.Machine, folders: list[Path], signals: str | None) -> _core.Machine:
+    """The first table found counts."""
+    for folder in folders:
+        if (path := folder / "tuned" / f"{machine.name}.json").is_file():
+            _load_tuned(machine, path, signals)
+            break
+    return machine
+
+
+def _load_tuned(machine: _core.Machine, path: Path, signals: str | None) -> None:
     rows, raw = _read(path)
     if not isinstance(rows, list):
         raise error("invalid", f"{path}: must be a list of rows")
-    keys = (
-        "op",
-        "ranks",
-        "in_place",
-        "bytes_min",
-        "bytes_max",
-        "variant",
-        "time_us",
-        "date",
-        "commit",
-    )
-    table = []
+    table: list[tuple[bool, _core.TunedRow]] = []
     for index, value in enumerate(rows):
-        row = _Section(path, f"[{index}].", value, keys)
+        row = _Section(path, f"[{index}].", value, _TUNED_KEYS)
         tuned = _core.TunedRow()
         tuned.op = row.text("op")
         tuned.ranks = row.integer("ranks", 1, machine.ranks)
         tuned.in_place = row.boolean("in_place")
         tuned.bytes_min = row.integer("bytes_min", 0, 2**63 - 1)
         tuned.bytes_max = row.integer("bytes_max", tuned.bytes_min, 2**63 - 1)
+        row.integer("bytes", tuned.bytes_min, tuned.bytes_max)
         tuned.variant = row.text("variant")
         row.number("time_us")
+        if (form := row.take("signals")) is not None and form not in _SIGNALS:
+            raise error("invalid", f"{path}: [{index}].signals: must be null, fenced or copy_order")
         row.text("date")
         row.text("commit")
-        table.append(tuned)
-    machine.tuned = table
+        table.append((form != signals, tuned))
+    # The core takes the first row that fits. Another form's is a better guess than the model's.
+    machine.tuned = [row for _, row in sorted(table, key=lambda pair: pair[0])]
     machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]

@@ -64,7 +64,31 @@ ProtocolOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="How ranks enter: barrier, eager (through slots), promise (buffers known to be free) "
-        "or auto: in bench on sim promise, else barrier.",
+        "or auto.",
+    ),
+]
+ProtocolsOption = Annotated[
+    str,
+    typer.Option(
+        "--protocol",
+        metavar="NAME,...",
+        help="How ranks enter: barrier, eager (through slots), promise (buffers known to be free) "
+        "or auto: on sim promise, else what is always safe.",
+    ),
+]
+SignalsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...", help="cuda: the signal forms, fenced (the default), copy_order."
+    ),
+]
+TimingOption = Annotated[
+    str,
+    typer.Option(
+        "--timing",
+        metavar="NAME,...",
+        help="What is timed: chain (a call of many that are enqueued ahead), call (one alone, seen "
+        "by the host). On sim always one call.",
     ),
 ]
 PlotOption = Annotated[
@@ -103,12 +127,17 @@ WarmupOption = Annotated[
 ]
 CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
 BaselineOption = Annotated[
-    str | None, typer.Option(metavar="NAME,...", help="Measure beside: gloo, memcpy.")
+    str | None,
+    typer.Option(metavar="NAME,...", help="Beside host: gloo, memcpy; cuda: nccl, nccl-ce."),
 ]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
 ]
 MetricOption = Annotated[
     Metric,
-    typer.Option(metavar="NAME", help="What the plot shows: time, busbw or speedup over pcpy."),
+    typer.Option(
+        metavar="NAME",
+        help="What the plot shows: time, busbw or speedup (over nccl where it was measured, else "
+        "over pcpy).",
+    ),
 ]

@@ -1,14 +1,21 @@
-"""Plots of results: time, bandwidth or speedup over size, a line a variant; a copy's phases."""
+"""Plots of results: time, bandwidth or speedup over size, a line a variant; a copy's phases.
+
+DMA-Latte's Figures 13 (all-gather) and 14 (all-to-all) show how many times as fast as the library
+each variant is. The library is the fastest way that its kernels were run at that size, in the same
+invocation: ratios of different runs are not drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offcore.baselines import BASELINES
 from offcore.errors import error
-from offcore.report import Row, has_choice, title_of
+from offcore.report import Row, differing, has_choice, rows_of, title_of
 from offcore.sizes import format_bytes
 
 _TICKS_MAX = 12
@@ -21,13 +28,16 @@ _COLOURS = {
     "fan": "#E69F00",
     "gloo": "#000000",
     "memcpy": "#7F7F7F",
+    "nccl": "#000000",
+    "nccl-ce": "#7F7F7F",
 }
-_REFERENCE = "pcpy"  # what a speedup is over: the paper's baseline
-_METRIC_LABELS = {
-    "time": "time (us)",
-    "busbw": "busbw (1e9 bytes/s)",
-    "speedup": f"times as fast as {_REFERENCE}",
-}
+_LIBRARY = "nccl"
+_REFERENCES = (_LIBRARY, "pcpy")  # what a speedup is over: the first that was run
+FIGURES = {13: "all_gather", 14: "all_to_all"}
+_METRIC_LABELS = {"time": "time (us)", "busbw": "busbw (1e9 bytes/s)"}
+_WAYS = {"auto": "safe", "promise": "promised"}
+_KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
+_DASHES = (":", "-.", "-")
 _PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
 
@@ -60,7 +70,7 @@ def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xlabel("total size (bytes, K = 1024)")
 
 
-def _style_of(name: str) -> dict[str, Any]:
+def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     kind = name.removeprefix("prelaunch_").split(":")[0]
     offcore = name not in BASELINES
     style: dict[str, Any] = {
@@ -70,33 +80,65 @@ def _style_of(name: str) -> dict[str, Any]:
         "markersize": 3.5,
         "linewidth": 1.4,
     }
-    if kind == "fan":  # where it has to be expanded it runs as b2b does: both are to be seen
+    if kind == "fan" and expanded:  # it runs as b2b does then: both are to be seen
         style |= {"linewidth": 4, "alpha": 0.45, "zorder": 1.5}
+    if way > 0:  # the same in another setting
+        style |= {"linestyle": _DASHES[(way - 1) % len(_DASHES)], "markerfacecolor": "white"}
+        if name == "offcore":
+            style["color"] = list(_COLOURS.values())[way % len(_KINDS)]
     return style
 
 
-def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
-    # One variant a size, chosen by size, is one line; else each variant is one.
-    chosen = not has_choice(rows)
-    reference = {row.bytes: row.time_us for row in rows if row.name == _REFERENCE}
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the line that they belong to, which is called by its name and by the settings in
+    which lines differ. What auto chose is one line, whatever it chose; else each variant is one."""
+    chosen = not has_choice([*rows]) and not any(row.named for row in rows)
+    modes = {row.mode for row in rows if row.impl == "offcore"}
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.bytes):
-        if row.bytes > 0 and (metric != "speedup" or row.bytes in reference):
-            lines.setdefault(row.impl if chosen else row.name, []).append(row)
-    for name, line in lines.items():
+        told = [row.impl if chosen else row.name]
+        for name in differing(rows):
+            value = getattr(row, name)
+            if value and not (row.impl == "offcore" and name == "mode" and len(modes) == 1):
+                told.append(_WAYS.get(value, value))
+        lines.setdefault(", ".join(told), []).append(row)
+    return lines
+
+
+def _reference(rows: Sequence[Row]) -> tuple[str, dict[int, float]]:
+    """What a speedup is over, and its time by size. Raises invalid where none was run."""
+    for name in _REFERENCES:
+        found: dict[int, float] = {}
+        for row in rows:
+            if row.name == name:
+                found[row.bytes] = min(row.time_us, found.get(row.bytes, row.time_us))
+        if found:
+            return name, found
+    raise error("invalid", f"a speedup is over {' or '.join(_REFERENCES)}, not run here: no plot")
+
+
+def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
+    over, reference = _reference(rows) if metric == "speedup" else ("", {})
+    drawn = [r for r in rows if r.bytes > 0 and (metric != "speedup" or r.bytes in reference)]
+    ways: dict[str, int] = {}
+    for label, line in _lines(drawn).items():
         values = {
             "time": [row.time_us for row in line],
             "busbw": [row.busbw_gbps for row in line],
             "speedup": [reference.get(row.bytes, 0.0) / row.time_us for row in line],
         }
-        axes.plot([row.bytes for row in line], values[metric], label=name, **_style_of(name))
+        name = label.split(",")[0]
+        style = _style_of(name, ways.get(name, 0), any(row.native is False for row in line))
+        ways[name] = ways.get(name, 0) + 1
+        axes.plot([row.bytes for row in line], values[metric], label=label, **style)
     _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
-    axes.set_ylabel(_METRIC_LABELS[metric])
+    axes.set_ylabel(_METRIC_LABELS.get(metric, f"times as fast as {over}"))
     if metric == "time":
         axes.set_yscale("log")
     elif metric == "speedup":
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}x")
+        axes.axhline(1, color="#000000", linewidth=0.8, alpha=0.6)
     axes.grid(alpha=0.25, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -105,10 +147,11 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
 def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
     """One panel an operation, one line a variant.
 
-    metric: time, busbw or speedup (over pcpy; raises invalid where pcpy was not run).
+    metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run).
     """
-    if metric == "speedup" and not any(row.name == _REFERENCE for row in rows):
-        raise error("invalid", f"a speedup is over {_REFERENCE}, which was not run: no plot")
+    rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
+    if any(row.named for row in rows):  # then what auto chose is one of them
+        rows = [row for row in rows if row.named is not False]
     plt = _pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(
@@ -128,6 +171,53 @@ def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
     plt.close(figure)
 
 
+def figure_rows(records: Iterable[dict[str, Any]], number: int) -> list[Row]:
+    """The rows of DMA-Latte's Figure 13 or 14: chains of one machine, with the library's in the
+    same run and place. Several runs become one: times are scaled by the library's. Raises
+    invalid."""
+    op = FIGURES[number]
+    cases: dict[tuple[str, bool], list[Row]] = {}
+    for one in records:
+        if one.get("op") == op and one.get("timing") == "chain":
+            cases.setdefault((one["run"], one["in_place"]), []).extend(rows_of([one]))
+    cases = {case: rows for case, rows in cases.items() if any(r.impl == _LIBRARY for r in rows)}
+    # As the paper has them, where there is a choice: an all-gather in place.
+    place = any(in_place for _, in_place in cases)
+    runs = {run: rows for (run, in_place), rows in cases.items() if in_place == place}
+    machines = sorted({row.machine for rows in runs.values() for row in rows})
+    if len(machines) != 1:
+        raise error(
+            "invalid",
+            f"figure {number} needs rows of {op} on one machine, and {_LIBRARY}'s of the same run; "
+            f"there are {', '.join(machines) or 'none'}",
+        )
+    return _merged(list(runs.values()))
+
+
+def _merged(runs: list[list[Row]]) -> list[Row]:
+    """The median ratio to the library over runs, as rows whose library takes its median time."""
+    if len(runs) == 1:
+        return runs[0]
+    known = [_reference(rows)[1] for rows in runs]
+    sizes = {size for times in known for size in times}
+    library = {size: statistics.median([t[size] for t in known if size in t]) for size in sizes}
+    cases: dict[tuple[Any, ...], list[tuple[Row, float]]] = {}
+    for rows, times in zip(runs, known, strict=True):
+        for row in rows:
+            if row.bytes in times:
+                key = (row.bytes, row.in_place, row.impl, row.variant, row.mode, *row.setting)
+                cases.setdefault(key, []).append((row, row.time_us / times[row.bytes]))
+    return [
+        replace(found[0][0], time_us=library[key[0]] * statistics.median(r for _, r in found))
+        for key, found in cases.items()
+    ]
+
+
+def plot_figure(records: Iterable[dict[str, Any]], number: int, path: Path) -> None:
+    """Draws it. Raises invalid where the rows are not there."""
+    plot_rows(figure_rows(records, number), path, "speedup")
+
+
 def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
@@ -138,10 +228,12 @@ def plot_phases(
     )
     bottoms = [0.0] * len(sizes)
     totals = [sum(one.values()) for one in phases]
+    # A phase that is a difference of measurements may come out below 0: it has no bar.
+    wholes = [sum(max(0.0, value) for value in one.values()) for one in phases]
     for name, colour in _PHASE_COLOURS.items():
         shares = [
-            100 * one[f"{name}_us"] / total if total else 0.0
-            for one, total in zip(phases, totals, strict=True)
+            100 * max(0.0, one[f"{name}_us"]) / whole if whole > 0 else 0.0
+            for one, whole in zip(phases, wholes, strict=True)
         ]
         axes.bar(range(len(sizes)), shares, bottom=bottoms, color=colour, label=name, width=0.72)
         bottoms = [low + share for low, share in zip(bottoms, shares, strict=True)]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,6 +54,15 @@ class Row:
     engines: int | None
     syncs: int | None
     phases: dict[str, float] | None
+    timing: str = "chain"  # or call: one alone, as the host sees it (see timers.py)
+    asked: str | None = None  # the protocol that was asked for
+    named: bool | None = None  # whether the caller named the variant; False: auto chose it
+    signals: str | None = None  # GPUs: fenced or copy_order
+    staged: bool | None = None
+    tuned: bool | None = None  # whether a measured table chose the variant
+    armed_ahead: bool | None = None
+    kernels: int | None = None  # how many ran; None: nothing was profiled
+    nvls: str | None = None  # "off" for libraries that could use NVLink multicast
 
     @property
     def algbw_gbps(self) -> float:
@@ -67,6 +76,11 @@ class Row:
     def name(self) -> str:
         """What a line of a table or of a plot is called."""
         return self.variant if self.impl == "offcore" and self.variant else self.impl
+
+    @property
+    def setting(self) -> tuple[str, str | None, str | None]:
+        """What makes times of offcore comparable beside the size."""
+        return self.timing, self.asked, self.signals
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,27 @@ def to_json(row: Row, stamp: Stamp) -> dict[str, Any]:
     return record | asdict(stamp)
 
 
+def rows_of(records: Iterable[dict[str, Any]]) -> list[Row]:
+    """Rows from their JSON; those that an older version wrote lack some fields."""
+    names = [one.name for one in fields(Row)]
+    return [Row(**{name: one[name] for name in names if name in one}) for one in records]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of rows. Raises invalid."""
+    try:
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except OSError as failure:
+        raise error("invalid", f"cannot read '{path}': {failure.strerror}") from None
+    except ValueError as failure:
+        raise error("invalid", f"'{path}' holds no rows, an object a line: {failure}") from None
+
+
+def dumps(record: dict[str, Any]) -> str:
+    """A line of a file of rows."""
+    return json.dumps(record) + "\n"
+
+
 class JsonLines:
     """Where `--json FILE|-` goes: an object a line, written as soon as it is known."""
 
@@ -158,7 +193,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(dumps(record))
             self._file.flush()
 
     def close(self) -> None:
@@ -205,21 +240,36 @@ def collect(
                 skips.append(outcome)
 
 
-def best_of(rows: Iterable[Row]) -> dict[int, Row]:
-    """The fastest row of offcore's for each size."""
-    best: dict[int, Row] = {}
+Key = tuple[Any, ...]
+
+
+def best_key(row: Row) -> Key:
+    return (row.bytes, *row.setting)
+
+
+def best_of(rows: Iterable[Row]) -> dict[Key, Row]:
+    """The fastest row of offcore's for each size, among those that are comparable."""
+    best: dict[Key, Row] = {}
     for row in rows:
-        if row.impl == "offcore" and (
-            row.bytes not in best or row.time_us < best[row.bytes].time_us
-        ):
-            best[row.bytes] = row
+        key = best_key(row)
+        if row.impl == "offcore" and (key not in best or row.time_us < best[key].time_us):
+            best[key] = row
     return best
 
 
 def has_choice(rows: list[Row]) -> bool:
     """Whether some size was run in several variants, so that a best one means something."""
-    sizes = [row.bytes for row in rows if row.impl == "offcore"]
-    return len(sizes) > len(set(sizes))
+    keys = [best_key(row) for row in rows if row.impl == "offcore"]
+    return len(keys) > len(set(keys))
+
+
+def differing(rows: Sequence[Row]) -> list[str]:
+    """The fields, of those that a table need not show, in which offcore's rows differ."""
+    own = [row for row in rows if row.impl == "offcore"]
+    names = [name for name in ("asked", "signals") if len({getattr(r, name) for r in own}) > 1]
+    return names + [
+        name for name in ("mode", "timing") if len({getattr(row, name) for row in rows}) > 1
+    ]
 
 
 def size_ranges(sizes: Iterable[int], known: Sequence[int]) -> str:
@@ -237,17 +287,23 @@ def size_ranges(sizes: Iterable[int], known: Sequence[int]) -> str:
     )
 
 
-def best_ranges(rows: Iterable[Row]) -> list[str]:
-    """`prelaunch_b2b 1K-64K`, ...: which variant is best where."""
-    ranges: list[tuple[str, int, int]] = []
-    for size, row in sorted(best_of(rows).items()):
-        if ranges and ranges[-1][0] == row.name:
-            ranges[-1] = (row.name, ranges[-1][1], size)
+def best_ranges(rows: list[Row]) -> list[str]:
+    """`prelaunch_b2b 1K-64K`, ...: which variant is best where, setting by setting."""
+    ranges: list[tuple[str, int, int, Key]] = []
+    shown = [name for name in differing(rows) if name != "mode"]
+    for row in sorted(best_of(rows).values(), key=lambda row: (str(row.setting), row.bytes)):
+        if ranges and (ranges[-1][0], ranges[-1][3]) == (row.name, row.setting):
+            ranges[-1] = (row.name, ranges[-1][1], row.bytes, row.setting)
         else:
-            ranges.append((row.name, size, size))
+            ranges.append((row.name, row.bytes, row.bytes, row.setting))
+    names = ("timing", "asked", "signals")
     return [
-        f"{name} {format_bytes(first)}" + (f"-{format_bytes(last)}" if last != first else "")
-        for name, first, last in ranges
+        f"{name} {format_bytes(first)}"
+        + (f"-{format_bytes(last)}" if last != first else "")
+        + "".join(
+            f" {value}" for key, value in zip(names, setting, strict=True) if key in shown and value
+        )
+        for name, first, last, setting in ranges
     ]
 
 
@@ -277,16 +333,20 @@ def table(rows: list[Row]) -> Table:
     if several:
         result.add_column("impl")
     result.add_column("variant")
+    more = differing(rows)
+    for name in more:
+        result.add_column("protocol" if name == "asked" else name)
     for name in ("time us", "algbw GB/s", "busbw GB/s", "#wrong", "commands", "engines", "syncs"):
         result.add_column(name, justify="right")
     best = best_of(rows)
     choice = has_choice(rows)
     for position, row in enumerate(rows):
-        is_best = choice and best.get(row.bytes) is row
+        is_best = choice and best.get(best_key(row)) is row
         expanded = " +" if row.native is False else ""
         cells = [format_bytes(row.bytes)]
         cells += [row.impl] if several else []
         cells += [_optional(row.variant) + expanded + (" *" if is_best else "")]
+        cells += [_optional(getattr(row, name)) for name in more]
         cells += [format_us(row.time_us), f"{row.algbw_gbps:.2f}", f"{row.busbw_gbps:.2f}"]
         cells += [_optional(v) for v in (row.wrong, row.commands, row.engines, row.syncs)]
         last = position + 1 == len(rows) or rows[position + 1].bytes != row.bytes
@@ -316,7 +376,7 @@ def matrix(rows: list[Row]) -> Table:
         for name in names:
             row = of_size.get(name)
             text = "- " if row is None else format_us(row.time_us)
-            is_best = row is not None and best.get(size) is row
+            is_best = row is not None and best.get(best_key(row)) is row
             cells.append(f"[bold green]{text}*[/]" if is_best else text + " ")
         result.add_row(*cells)
     return result
@@ -330,6 +390,11 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
     if any(row.native is False for row in rows):
         notes.append("+ has commands that this machine lacks: they were expanded")
     offcore_rows = [row for row in rows if row.impl == "offcore"]
+    if any(row.nvls == "off" for row in rows):
+        notes.append("NVLink multicast (NVLS) is off")
+    proven = sorted({row.impl for row in rows if row.kernels == 0})
+    if proven:
+        notes.append(f"{', '.join(proven)}: profiled, no kernel ran")
     unchecked = [row.bytes for row in offcore_rows if row.wrong is None]
     if len(unchecked) == len(offcore_rows):
         notes.append("bytes were not checked")

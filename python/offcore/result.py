@@ -56,13 +56,14 @@ class Result:
 
     @property
     def protocol(self) -> str:
-        """How the peers entered: barrier, eager or promise."""
+        """How the peers entered: barrier, credits, eager, promise or view."""
         return self._core.protocol
 
     @property
-    def signals(self) -> str:
-        """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md)."""
-        return self._core.signals
+    def signals(self) -> str | None:
+        """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md). None
+        where there is only one way: not on GPUs."""
+        return self._core.signals if self.backend == "cuda" else None
 
     @property
     def staged(self) -> bool:

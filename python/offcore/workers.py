@@ -12,20 +12,20 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 import offcore
-from offcore.baselines import open_baseline
+from offcore import _core
+from offcore.baselines import Baseline, Place, Subject, open_baseline
 from offcore.bench import Request, skip_or_raise
 from offcore.exercise import Exercise, facts_of
+from offcore.layout import Layout
+from offcore.timers import HostTimer, StreamTimer, Timer
 
 _PR_SET_PDEATHSIG = 1
-
-
-class Waits(Protocol):
-    def wait(self) -> Any: ...
+_OPEN_S = 60  # what a library may take to start, besides a step's usual time
 
 
 def die_with(parent: int) -> None:
@@ -35,105 +35,278 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+class Communicator(offcore.Communicator):
+    """Enqueues into the stream that is timed, where there is one."""
+
+    watch: _core.Stopwatch | None = None
+
+    def _streams(self) -> list[int]:
+        return [] if self.watch is None else [self.watch.stream]
+
+
+@dataclass
+class Entry:
+    """One row in the making."""
+
+    impl: str
+    layout: Layout
+    timing: str
+    subject: Subject
+    asked: str | None = None  # the protocol
+    baseline: Baseline | None = None
+    times_us: list[float] = field(default_factory=list)
+    failure: str = ""  # a library's: it is left out from then on
+
+    @property
+    def way(self) -> tuple[str, str]:
+        return self.impl, self.subject.facts["mode"]
+
+
 class Worker:
     def __init__(self, job: dict[str, Any], say: TextIO) -> None:
         self._say = say
-        self._rank: int = job.pop("rank")
-        self._folder: str = job.pop("folder")
-        store: str = job.pop("store")
-        self._request = Request(**job)
-        request = self._request
-        self._comm = offcore.Communicator(
-            backend=request.backend,
-            machine=request.machine,
-            store=store,
+        self._rank: int = job["rank"]
+        self._store: str = job["store"]
+        self._requests = [Request(**request) for request in job["requests"]]
+        self._first = self._requests[0]
+        self._watch: _core.Stopwatch | None = None
+        self._comms: dict[str | None, Communicator] = {}
+        for form in dict.fromkeys(form for request in self._requests for form in request.signals):
+            self._comms[form] = self._communicator(form)
+        self._comm = self._meeting = next(iter(self._comms.values()))
+        if self._first.backend == "cuda":
+            self._watch = _core.Stopwatch(self._comm._gpus[0])
+            for comm in self._comms.values():
+                comm.watch = self._watch
+        self._windows = {form: self._window_pair(form) for form in self._comms}
+        self._exercises: dict[tuple[Any, ...], Exercise] = {}
+        self._timer = self._make_timer()
+        self._baselines = self._open_baselines(job["folder"])
+        self._broken: dict[tuple[str, str], str] = {}  # by Entry.way
+        self._unproven: list[tuple[int, Entry]] = []
+        self._case = 0
+
+    def _communicator(self, form: str | None, backend: str | None = None) -> Communicator:
+        """Collective. One after the other can meet at the same store."""
+        first = self._first
+        return Communicator(
+            backend=backend or first.backend,
+            machine=None if backend else first.machine,
+            store=self._store,
             rank=self._rank,
-            world_size=request.ranks,
-            timeout=request.timeout_s,
+            world_size=first.ranks,
+            timeout=first.timeout_s,
+            signals=form or "fenced",
         )
-        self._exercise = Exercise(
-            self._comm, request.op, request.in_place, max(request.sizes), request.protocol, False
+
+    def _window_pair(self, form: str | None) -> tuple[Any, Any]:
+        layouts = [
+            Layout(r.op, r.ranks, max(r.sizes), r.in_place)
+            for r in self._requests
+            if form in r.signals
+        ]
+        comm = self._comms[form]
+        inputs = [one.in_bytes for one in layouts if not one.in_place]
+        out = comm.window(max(1, *(one.out_bytes for one in layouts)))
+        return out, comm.window(max(1, *inputs)) if inputs else None
+
+    def _make_timer(self) -> Timer:
+        # Ranks meet in an exchange of a few bytes: none leaves before every one has come. Not on
+        # the GPUs, where it would stand behind what waits to be timed.
+        if self._watch is not None:
+            self._meeting = self._communicator(None, "host")
+        word = self._meeting.window(8 * self._first.ranks)
+
+        def barrier() -> None:
+            self._meeting.all_gather(word).wait()
+
+        if self._watch is None:
+            return HostTimer(barrier)
+        return StreamTimer(self._watch, barrier, self._first.timeout_s)
+
+    def _open_baselines(self, folder: str) -> dict[str, Baseline]:
+        names = dict.fromkeys(name for request in self._requests for name in request.baselines)
+        place = Place(
+            rank=self._rank,
+            ranks=self._first.ranks,
+            folder=folder,
+            nbytes_max=max(max(request.sizes) for request in self._requests),
+            gpu=self._comm._gpus[0],
+            stream=self._watch.stream if self._watch else 0,
         )
-        self._barrier_word = self._comm.window(8 * request.ranks)
+        opened = {}
+        for name in names:
+            self._step(f"opening {name}", _OPEN_S)
+            opened[name] = open_baseline(name, place)
+        return opened
 
     def run(self) -> None:
-        request = self._request
-        baselines = {
-            name: open_baseline(name, self._rank, request.ranks, max(request.sizes), self._folder)
-            for name in request.baselines
-        }
-        for position, nbytes in enumerate(request.sizes):
-            layout = self._exercise.layout(nbytes)
-            for number, variant in enumerate(request.variants):
-                self._measure_variant(variant, nbytes, position * request.steps + number + 1)
-            for name, baseline in baselines.items():
-                try:
-                    launch, facts = baseline.prepare(layout, self._comm.machine)
-                except offcore.Error as failure:
-                    self._skip(name, nbytes, skip_or_raise(False, failure))
-                    continue
-                times_us = self._batches(launch)
-                wrong = baseline.wrong(layout) if request.check else None
-                self._row(name, nbytes, times_us, wrong, facts)
-        for baseline in baselines.values():
-            baseline.close()
-        self._comm.close()
+        for number, request in enumerate(self._requests):
+            for nbytes in request.sizes:
+                entries = list(self._entries(request, nbytes))
+                self._rounds(request, entries)
+                for entry in entries:
+                    if entry.failure:
+                        self._skip(entry.impl, nbytes, entry.failure)
+                    elif entry.impl == "nccl-ce":
+                        self._unproven.append((number, entry))
+                    else:
+                        self._row(number, entry, entry.subject.facts)
+        self._prove()
+        # Last, because a library may wait for the whole device, which is to wait for no parked one.
+        for number, request in enumerate(self._requests):
+            if request.backend == "cuda":
+                self._prelaunched(number, request)
 
-    def _measure_variant(self, variant: str, nbytes: int, case: int) -> None:
-        exercise, request = self._exercise, self._request
+    def close(self) -> None:
+        for baseline in self._baselines.values():
+            baseline.close()
+        for comm in self._comms.values():
+            comm.close()
+
+    def _entries(self, request: Request, nbytes: int) -> Iterator[Entry]:
+        """What can be had of what was asked for, each called and checked once."""
+        for form in request.signals:
+            for asked in request.protocols:
+                exercise = self._exercise(request, form, asked)
+                for variant in request.variants:
+                    if request.backend == "cuda" and variant.startswith("prelaunch_"):
+                        continue
+                    yield from self._own(request, exercise, variant, nbytes)
+        layout = Layout(request.op, request.ranks, nbytes, request.in_place)
+        for name in request.baselines:
+            yield from self._library(request, name, layout)
+
+    def _exercise(self, request: Request, form: str | None, asked: str) -> Exercise:
+        key = (request.op, request.in_place, form, asked, request.check)
+        if key not in self._exercises:
+            comm, windows, phantom = self._comms[form], self._windows[form], not request.check
+            self._exercises[key] = Exercise(
+                comm, request.op, request.in_place, 0, asked, phantom, windows
+            )
+        return self._exercises[key]
+
+    def _own(
+        self, request: Request, exercise: Exercise, variant: str, nbytes: int
+    ) -> Iterator[Entry]:
         layout = exercise.layout(nbytes)
-        seed = case << 16
+        self._case += 1
+        self._step(f"{variant} at {nbytes} bytes")
         try:
-            result, wrong = exercise.checked_call(layout, variant, seed)
+            result, wrong = exercise.checked_call(layout, variant, self._case << 16)
         except offcore.Error as failure:
             self._skip(variant, nbytes, skip_or_raise(request.named, failure))
             return
         launch = exercise.launch_of(layout)
-        times_us = self._batches(lambda: launch(variant))
-        self._row("offcore", nbytes, times_us, wrong if request.check else None, facts_of(result))
 
-    def _batches(self, launch: Callable[[], Waits]) -> list[float]:
-        """Microseconds a call of each batch: all of its calls are enqueued, then all awaited."""
-        request = self._request
-        for _ in range(request.warmup):
-            launch().wait()
-        times_us = []
+        def enqueue(calls: int) -> list[Any]:
+            return [launch(variant) for _ in range(calls)]
+
+        facts = facts_of(result) | {"named": variant != "auto"}
+        subject = Subject(facts, enqueue, wrong=wrong)
+        for timing in request.timings:
+            yield Entry("offcore", layout, timing, subject, exercise.protocol)
+
+    def _library(self, request: Request, name: str, layout: Layout) -> Iterator[Entry]:
+        baseline = self._baselines[name]
+        calls = request.calls_of(layout.nbytes)
+        self._step(f"{name} at {layout.nbytes} bytes")
+        try:
+            subjects = baseline.subjects(layout, self._comm.machine, calls, request.check)
+        except offcore.Error as failure:
+            self._skip(name, layout.nbytes, skip_or_raise(False, failure))
+            return
+        for subject in subjects:
+            for timing in request.timings:
+                if subject.alone or timing == "chain":
+                    yield Entry(name, layout, timing, subject, None, baseline)
+
+    def _rounds(self, request: Request, entries: list[Entry]) -> None:
+        """Batches take turns."""
+        for entry in entries:
+            entry.failure = self._broken.get(entry.way, "")
+            for _ in range(0 if entry.failure else request.warmup):
+                for handle in entry.subject.enqueue(1):
+                    handle.wait()
         for _ in range(request.batches):
-            self._barrier()
-            start_ns = time.perf_counter_ns()
-            handles = [launch() for _ in range(request.calls)]
-            for handle in handles:
-                handle.wait()
-            times_us.append((time.perf_counter_ns() - start_ns) / request.calls / 1e3)
-            self._emit({"event": "progress", "steps": 1 / request.batches})
-        return times_us
+            for entry in entries:
+                if not entry.failure:
+                    self._batch(request, entry)
+                self._emit({"event": "progress", "steps": 1 / request.batches})
 
-    def _barrier(self) -> None:
-        """No rank leaves before every rank has come: an exchange of a few bytes."""
-        self._comm.all_gather(self._barrier_word).wait()
+    def _batch(self, request: Request, entry: Entry) -> None:
+        try:
+            entry.times_us.append(self._time(request, entry))
+        except Exception as failure:
+            if entry.baseline is None:
+                raise
+            # What a library cannot do once it is not asked again: each try may take a timeout.
+            entry.failure = f"{' '.join(entry.way)}: {failure}"
+            self._broken[entry.way] = entry.failure
 
-    def _row(
-        self,
-        impl: str,
-        nbytes: int,
-        times_us: list[float],
-        wrong: int | None,
-        facts: dict[str, Any],
-    ) -> None:
+    def _time(self, request: Request, entry: Entry) -> float:
+        if entry.timing == "call":
+            return self._timer.call(entry.subject.enqueue)
+        return self._timer.chain(entry.subject.enqueue, request.calls_of(entry.layout.nbytes))
+
+    def _prove(self) -> None:
+        """What has to be proven is profiled once all has been timed: that may slow a process."""
+        proofs: dict[tuple[str, Layout], dict[str, Any] | str] = {}
+        for number, entry in self._unproven:
+            key = (entry.impl, entry.layout)
+            assert entry.baseline is not None
+            if key not in proofs:
+                self._step(f"profiling {entry.impl} at {entry.layout.nbytes} bytes", _OPEN_S)
+                proofs[key] = entry.baseline.proven(entry.layout, {})
+            proof = proofs[key]
+            if isinstance(proof, str):
+                self._skip(entry.impl, entry.layout.nbytes, proof)
+            else:
+                self._row(number, entry, entry.subject.facts | proof)
+
+    def _prelaunched(self, number: int, request: Request) -> None:
+        """Each on a communicator of its own: few programs can be parked on a GPU at once, and
+        closing takes them back."""
+        names = [name for name in request.variants if name.startswith("prelaunch_")]
+        cases = [
+            (nbytes, form, asked, name)
+            for nbytes in request.sizes
+            for form in request.signals
+            for asked in request.protocols
+            for name in names
+        ]
+        for nbytes, form, asked, name in cases:
+            comm = self._communicator(form)
+            comm.watch = self._watch
+            exercise = Exercise(
+                comm, request.op, request.in_place, nbytes, asked, not request.check
+            )
+            entries = list(self._own(request, exercise, name, nbytes))
+            self._rounds(request, entries)
+            for entry in entries:
+                self._row(number, entry, entry.subject.facts)
+            comm.barrier()
+            comm.close()
+
+    def _row(self, number: int, entry: Entry, facts: dict[str, Any]) -> None:
         self._emit(
             {
                 "event": "row",
-                "impl": impl,
-                "bytes": nbytes,
-                "times_us": times_us,
-                "wrong": wrong,
-                "facts": facts,
+                "request": number,
+                "impl": entry.impl,
+                "bytes": entry.layout.nbytes,
+                "times_us": entry.times_us,
+                "wrong": entry.subject.wrong,
+                "facts": {"timing": entry.timing, "asked": entry.asked} | facts,
             }
         )
 
     def _skip(self, name: str, nbytes: int, reason: str) -> None:
         self._emit({"event": "skip", "name": name, "bytes": nbytes, "reason": reason})
         self._emit({"event": "progress", "steps": 1})
+
+    def _step(self, name: str, more_s: float = 0) -> None:
+        self._emit({"event": "step", "name": name, "more_s": more_s})
 
     def _emit(self, event: dict[str, Any]) -> None:
         self._say.write(json.dumps(event) + "\n")
@@ -147,8 +320,11 @@ def main() -> int:
     say = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        Worker(job, say).run()
+        worker = Worker(job, say)
+        worker.run()
         say.write('{"event": "end"}\n')
+        say.flush()
+        worker.close()
     except offcore.Error as failure:
         say.write(
             json.dumps({"event": "error", "code": failure.code, "message": str(failure)}) + "\n"

@@ -1,11 +1,16 @@
 """Runs the command line as a user does: in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from cuda_library import fake_cuda_library
 
 COMMAND = (sys.executable, "-m", "offcore.cli")
 
@@ -23,16 +28,28 @@ class Ran:
 
 @pytest.fixture
 def offcore_cli():
-    def run(*words, stdin=None, timeout=100):
+    def run(*words, stdin=None, timeout=100, env=None):
         done = subprocess.run(
             (*COMMAND, *map(str, words)),
             input=stdin,
+            env=os.environ | (env or {}),
             capture_output=True,
             text=True,
             timeout=timeout,
         )
         assert "Traceback" not in done.stderr, done.stderr
         return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def gpu_cli(offcore_cli):
+    """The command line on a machine of two GPUs, which the stand-in driver pretends to be."""
+    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
+
+    def run(*words, env=None):
+        return offcore_cli(*words, env=given | (env or {}))
 
     return run
 

@@ -11,6 +11,7 @@ FIELDS = {
     "impl", "op", "backend", "machine", "ranks", "bytes", "in_place", "variant", "native",
     "protocol", "mode", "time_us", "time_us_min", "time_us_max", "algbw_gbps", "busbw_gbps",
     "wrong", "commands", "engines", "syncs", "phases", "run", "versions", "commit", "date",
+    "timing", "asked", "named", "signals", "staged", "tuned", "armed_ahead", "kernels", "nvls",
 }  # fmt: skip
 SIM = ("--backend", "sim", "--machine", "mi300x-8")
 HOST = ("--backend", "host", "--ranks", "2", "--iters", "2", "--calls", "3", "--warmup", "1")
@@ -104,6 +105,8 @@ def test_indivisible_all_to_all_in_place_is_refused(offcore_cli):
         (("gather", *SIM, "--in-place", "--sizes", "4K"), "unsupported"),
         (("all_gather", *SIM, "--baseline", "memcpy", "--sizes", "4K"), "unsupported"),
         (("all_gather", *HOST, "--baseline", "mpi", "--sizes", "4K"), "invalid"),
+        (("all_gather", *HOST, "--baseline", "nccl", "--sizes", "4K"), "unsupported"),
+        (("all_gather", *HOST, "--signals", "fenced", "--sizes", "4K"), "unsupported"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "no-such-folder/p.png"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "plot.txt"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--json", "no-such-folder/r.jsonl"), "invalid"),
@@ -125,6 +128,9 @@ def test_failures_are_one_line_with_a_code(offcore_cli, words, code):
         ("all_gather", "--iters", "0"),
         ("all_gather", "--backend", "tpu"),
         ("all_gather", "--variants", ","),
+        ("all_gather", "--protocol", "auto,polite"),
+        ("all_gather", "--timing", "chain,never"),
+        ("all_gather", "--signals", "smoke"),
         ("all_gather", "--no-such-option"),
     ],
 )
@@ -151,6 +157,22 @@ def test_host_beside_memcpy(offcore_cli):
     assert [row["impl"] for row in ran.records] == ["offcore", "memcpy"]
     assert ran.records[1]["variant"] is None
     assert ran.records[1]["time_us"] > 0
+
+
+def test_each_protocol_and_timing_has_its_rows(offcore_cli):
+    words = ("--sizes", "4K", "--variants", "pcpy,b2b", "--protocol", "auto,eager")
+    ran = offcore_cli("bench", "all_gather", *HOST, *words, "--timing", "chain,call", "--json", "-")
+    assert ran.status == 0, ran.err
+    told = sorted((row["variant"], row["asked"], row["timing"]) for row in ran.records)
+    assert told == sorted(
+        (variant, asked, timing)
+        for variant in ("pcpy", "b2b")
+        for asked in ("auto", "eager")
+        for timing in ("chain", "call")
+    )
+    assert {row["protocol"] for row in ran.records if row["asked"] == "eager"} == {"eager"}
+    assert {row["wrong"] for row in ran.records} == {0}
+    assert {row["named"] for row in ran.records} == {True}
 
 
 @pytest.mark.torch

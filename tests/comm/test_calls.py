@@ -76,8 +76,10 @@ def test_a_tuned_prelaunch_is_bound_to_its_buffers(
         "in_place": False,
         "bytes_min": 0,
         "bytes_max": 1 << 20,
+        "bytes": 1024,
         "variant": "prelaunch_pcpy",
         "time_us": 1.0,
+        "signals": None,
         "date": "2026-01-01",
         "commit": "abc",
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offcore import versus
 from offcore.report import format_us
 from offcore.sizes import parse_bytes
 
@@ -94,6 +95,17 @@ def test_the_readme_shows_recorded_times():
         times = {name: recorded[size, name] for name in names}
         best = min(times, key=times.get)
         assert cells == [format_us(times[name]) + "*" * (name == best) for name in names]
+
+
+def test_the_readme_shows_recorded_times_of_gpus():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert versus.filled(text, ROOT / "benchmarks" / "results") == text
+    announced = re.findall(r"<!-- versus (\S+) .*-->\n\n +size  promised.*\n(?: +\d.*\n){4,}", text)
+    assert len(announced) >= 2
+    # A number that no row has is not kept.
+    changed = re.sub(r"(-->\n\n.*\n +4K +)\d", r"\g<1>9", text)
+    assert changed != text
+    assert versus.filled(changed, ROOT / "benchmarks" / "results") == text
 
 
 def test_the_readme_shows_recorded_times_of_host():

@@ -141,8 +141,10 @@ ROW = {
     "in_place": False,
     "bytes_min": 0,
     "bytes_max": 4096,
+    "bytes": 1024,
     "variant": "b2b",
     "time_us": 3.5,
+    "signals": None,
     "date": "2026-01-01",
     "commit": "abc",
 }
@@ -170,6 +172,8 @@ def test_tuned_table(tmp_path: Path) -> None:
         ({"bytes_min": 5000}, "[0].bytes_max: must be an integer from 5000"),
         ({"time_us": "fast"}, "[0].time_us: must be a finite number"),
         ({"speed": 1}, "[0].speed: unknown key"),
+        ({"bytes": 5000}, "[0].bytes: must be an integer from 0 to 4096"),
+        ({"signals": "smoke"}, "[0].signals: must be null, fenced or copy_order"),
     ],
 )
 def test_tuned_mistakes(tmp_path: Path, change: dict, message: str) -> None:

@@ -1,0 +1,87 @@
+#include "core/backend/cuda/stopwatch.h"
+
+#include <chrono>
+#include <thread>
+
+#include "core/backend/cuda/memory.h"
+
+namespace offcore::cuda {
+namespace {
+
+constexpr double kLeaveS = 1;  // what is left in the stream at the end
+
+std::shared_ptr<const Context> context_of(int ordinal) {
+  const int devices = Driver::open().devices();
+  if (ordinal < 0 || ordinal >= devices) {
+    fail(Code::invalid, "GPU ", ordinal, " does not exist: there are ", devices);
+  }
+  return std::make_shared<const Context>(ordinal);
+}
+
+// Whether the event passed before the deadline.
+bool passes(const Event& event, const Deadline& deadline) {
+  for (uint32_t looks = 0; !event.passed(); ++looks) {
+    if (deadline.passed()) return false;
+    if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+}  // namespace
+
+Stopwatch::Stopwatch(int ordinal)
+    : context_(context_of(ordinal)),
+      events_(std::make_shared<Events>(context_)),
+      stream_(context_),
+      first_(events_, true),
+      last_(events_, true),
+      word_(allocate_pinned(context_, sizeof(uint32_t))) {}
+
+Stopwatch::~Stopwatch() {
+  open();
+  try {
+    // The word is not taken away from a wait that looks at it.
+    const Current current(context_->handle());
+    last_.record(stream_.handle());
+    passes(last_, Deadline::after_s(kLeaveS));
+  } catch (const Error&) {  // a failed GPU runs nothing any more
+  }
+}
+
+void Stopwatch::shut() {
+  const Current current(context_->handle());
+  CUdeviceptr word = 0;
+  check(Driver::get().cuMemHostGetDevicePointer(&word, word_.get(), 0),
+        "cuMemHostGetDevicePointer");
+  CUstreamMemOp wait{.operation = kOpWait32, .address = word, .value = ++turn_, .flags = kWaitGeq};
+  check(Driver::get().cuStreamBatchMemOp(stream_.handle(), 1, &wait, 0), "cuStreamBatchMemOp");
+}
+
+void Stopwatch::open() {
+  std::atomic_ref(*static_cast<uint32_t*>(word_.get()))
+      .store(turn_.load(), std::memory_order_release);
+}
+
+void Stopwatch::start() {
+  const Current current(context_->handle());
+  first_.record(stream_.handle());
+}
+
+void Stopwatch::stop() {
+  const Current current(context_->handle());
+  last_.record(stream_.handle());
+}
+
+double Stopwatch::elapsed_us(const Deadline& deadline) const {
+  if (!passes(last_, deadline)) {
+    fail(Code::timeout, "the timed work on GPU ", context_->ordinal(), " did not end within ",
+         shown_s(deadline.wait_ns()), " s: a rank did not take part, or a library hangs");
+  }
+  const Current current(context_->handle());
+  float ms = 0;
+  check(Driver::get().cuEventElapsedTime(&ms, first_.handle(), last_.handle()),
+        "cuEventElapsedTime");
+  return double{ms} * 1e3;
+}
+
+}  // namespace offcore::cuda

@@ -1,0 +1,216 @@
+"""What surrounds a measurement: timers, NCCL's proof, figures, tables; on planted rows."""
+
+import threading
+
+import pytest
+
+import offcore
+from offcore import plot, report, versus
+from offcore.baselines import check_baseline
+from offcore.nccl import kernels_of, verdict
+from offcore.timers import HostTimer, StreamTimer
+
+
+class Watch:
+    """Keeps what a stopwatch is told; its gate is an event that an enqueuing may wait for."""
+
+    def __init__(self, log, elapsed_us=100.0):
+        self.log = log
+        self.opened = threading.Event()
+        self._elapsed_us = elapsed_us
+
+    def shut(self):
+        self.opened.clear()
+        self.log.append("shut")
+
+    def open(self):
+        self.opened.set()
+        self.log.append("open")
+
+    def start(self):
+        self.log.append("start")
+
+    def stop(self):
+        self.log.append("stop")
+
+    def elapsed_us(self, timeout_s):
+        return self._elapsed_us
+
+
+class Handle:
+    def __init__(self, log):
+        self._log = log
+
+    def wait(self):
+        self._log.append("wait")
+
+
+def test_a_chain_is_enqueued_behind_the_gate_and_meets_first():
+    log = []
+
+    def enqueue(calls):
+        log.append(calls)
+        return [Handle(log)]
+
+    timer = StreamTimer(Watch(log), lambda: log.append("barrier"), timeout_s=5)
+    assert timer.chain(enqueue, 20) == 5.0
+    assert log == ["shut", 1, "start", 20, "stop", "barrier", "open", "wait", "wait"]
+
+
+def test_an_enqueuing_that_waits_for_the_gate_is_released_and_told():
+    log = []
+    watch = Watch(log)
+
+    def enqueue(calls):
+        assert watch.opened.wait(20)  # the stream is full
+        return []
+
+    with pytest.raises(offcore.Error, match="take fewer --calls") as failed:
+        StreamTimer(watch, lambda: None, timeout_s=0.1).chain(enqueue, 20)
+    assert failed.value.code == "timeout"
+
+
+def test_the_gate_opens_also_when_enqueuing_fails():
+    watch = Watch([])
+
+    def enqueue(calls):
+        raise ValueError("no such call")
+
+    with pytest.raises(ValueError, match="no such call"):
+        StreamTimer(watch, lambda: None, timeout_s=5).chain(enqueue, 2)
+    assert watch.opened.is_set()
+
+
+def test_the_host_meets_before_its_clock_starts():
+    log = []
+    timer = HostTimer(lambda: log.append("barrier"))
+    assert timer.chain(lambda calls: [log.append(calls) or Handle(log)], 20) > 0
+    assert timer.call(lambda calls: [log.append(calls) or Handle(log)]) > 0
+    assert log == ["barrier", 20, "wait", "barrier", 1, "wait"]
+
+
+def test_kernels_are_counted_beside_one_that_ran_for_sure():
+    copies = [{"cat": "gpu_memcpy"}, {"cat": "cuda_runtime"}, {}]
+    kernel = {"cat": "kernel", "name": "add"}
+    assert kernels_of({"traceEvents": [*copies, kernel]}, 1) == 0
+    assert kernels_of({"traceEvents": [kernel, *copies, kernel, kernel]}, 1) == 2
+    assert kernels_of({"traceEvents": copies}, 1) is None
+    assert kernels_of({}, 1) is None
+
+
+def test_what_ran_kernels_or_is_not_proven_is_not_called_a_copy_engine():
+    assert verdict("nccl-ce", [0, 0]) == ""
+    assert "ran kernels instead of copy engines (kernels by rank: 0, 1)" in verdict("x", [0, 1])
+    assert "not proven" in verdict("nccl-ce", [0, None])
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "code"),
+    [
+        ("mpi", "host", "invalid"),
+        ("gloo", "cuda", "unsupported"),
+        ("nccl", "host", "unsupported"),
+        ("nccl-ce", "sim", "unsupported"),
+        ("memcpy", "sim", "unsupported"),
+    ],
+)
+def test_a_baseline_is_refused_before_anything_starts(name, backend, code):
+    with pytest.raises(offcore.Error) as refused:
+        check_baseline(name, backend)
+    assert refused.value.code == code
+
+
+def record(impl, nbytes, time_us, run="a", op="all_gather", in_place=True, **more):
+    return {
+        "impl": impl, "op": op, "backend": "cuda", "machine": "h200-2", "ranks": 2,
+        "bytes": nbytes, "in_place": in_place, "variant": more.pop("variant", None),
+        "native": True, "protocol": more.get("asked"), "mode": more.pop("mode", "eager"),
+        "time_us": time_us, "time_us_min": time_us, "time_us_max": time_us, "wrong": 0,
+        "commands": 4, "engines": 2, "syncs": 2, "phases": None, "timing": "chain", "run": run,
+        "date": "2026-11-22", "commit": "abc",
+    } | more  # fmt: skip
+
+
+def run_of(name, factor=1.0, **more):
+    own = {"variant": "fan", "asked": "auto", "signals": "fenced", "named": True}
+    return [
+        one
+        for size in (1024, 4096)
+        for one in (
+            record("nccl", size, 8.0 * factor, name, mode="graph", **more),
+            record("nccl", size, 10.0 * factor, name, mode="eager", **more),
+            record("offcore", size, 4.0 * factor, name, **own, **more),
+            record("offcore", size, 2.0 * factor, name, **own | {"asked": "promise"}, **more),
+        )
+    ]
+
+
+def test_a_figure_scales_runs_by_the_library_of_each():
+    rows = plot.figure_rows([*run_of("a"), *run_of("b", 2.0), *run_of("c", 3.0)], 13)
+    own = {(r.bytes, r.asked): r.time_us for r in rows if r.impl == "offcore"}
+    library = {r.bytes: r.time_us for r in rows if r.mode == "graph"}
+    assert {size: library[size] / own[size, "auto"] for size in library} == {1024: 2.0, 4096: 2.0}
+    assert library[1024] / own[1024, "promise"] == 4.0
+
+
+def test_a_figure_leaves_out_what_has_no_library_in_its_run():
+    alone = [one for one in run_of("b", 0.5) if one["impl"] == "offcore"]
+    rows = plot.figure_rows([*run_of("a"), *alone], 13)
+    assert {r.time_us for r in rows if r.impl == "offcore"} == {2.0, 4.0}
+    with pytest.raises(offcore.Error, match="figure 14 needs rows of all_to_all on one machine"):
+        plot.figure_rows(run_of("a"), 14)
+
+
+@pytest.mark.parametrize(("number", "op"), [(13, "all_gather"), (14, "all_to_all")])
+def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
+    picture = tmp_path / "figure.svg"
+    plot.plot_figure(run_of("a", op=op, in_place=op == "all_gather"), number, picture)
+    text = picture.read_text()
+    for label in ("nccl, graph", "nccl, eager", "fan, safe", "fan, promised", "as fast as nccl"):
+        assert f"<!-- {label} -->" in text or label in text
+
+
+def test_plot_reads_files_of_rows(offcore_cli, tmp_path):
+    file, picture = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    file.write_text("".join(map(report.dumps, run_of("a"))))
+    ran = offcore_cli("plot", file, "--figure", "13", "--out", picture)
+    assert ran.status == 0, ran.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    ran = offcore_cli("plot", file, "--out", picture, "--metric", "busbw")
+    assert ran.status == 0, ran.err
+    assert offcore_cli("plot", file, "--figure", "12").status == 2
+    ran = offcore_cli("plot", file, "--figure", "14", "--out", picture)
+    assert (ran.status, ran.err[:17]) == (1, "offcore: invalid:")
+    ran = offcore_cli("plot", tmp_path / "none.jsonl", "--out", picture)
+    assert (ran.status, ran.err[:17]) == (1, "offcore: invalid:")
+
+
+def test_the_table_beside_the_library():
+    records = run_of("a")
+    assert versus.lines(records, "all_gather", 2, True) == [
+        "     size  promised    safe    nccl  nccl,eager",
+        "       1K      2.00    4.00    8.00       10.00",
+        "       4K      2.00    4.00    8.00       10.00",
+    ]
+    # What auto chose counts where it was asked, though something else is faster.
+    records.append(record("offcore", 1024, 5.0, asked="auto", signals="fenced", named=False))
+    records.append(record("nccl-ce", 4096, 40.0, mode="graph", kernels=0))
+    assert versus.lines(records, "all_gather", 2, True, sizes=[1024, 4096])[1:] == [
+        "       1K      2.00    5.00    8.00       10.00        -",
+        "       4K      2.00    4.00    8.00       10.00    40.00",
+    ]
+    assert len(versus.lines(records, "all_gather", 4, True)) == 1
+
+
+def test_best_is_told_among_what_is_comparable():
+    rows = report.rows_of(run_of("a"))
+    own = {"variant": "pcpy", "asked": "auto", "signals": "fenced", "named": True}
+    rows += report.rows_of([record("offcore", 1024, 3.0, **own)])
+    best = report.best_of(rows)
+    assert {(row.bytes, row.asked): row.variant for row in best.values()} == {
+        (1024, "auto"): "pcpy",
+        (4096, "auto"): "fan",
+        (1024, "promise"): "fan",
+        (4096, "promise"): "fan",
+    }
+    assert report.best_ranges(rows) == ["pcpy 1K auto", "fan 4K auto", "fan 1K-4K promise"]

@@ -1,0 +1,135 @@
+"""How `offcore tune` picks: from planted rows."""
+
+import itertools
+import json
+
+import pytest
+
+import offcore
+from offcore import machines, tune
+
+FIELDS = {
+    "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",
+    "asked": "auto", "timing": "chain", "signals": "fenced", "wrong": 0, "date": "2026-11-22",
+    "commit": "abc",
+}  # fmt: skip
+
+
+def row(variant, nbytes, time_us, commands=4, spread=0.1, **more):
+    times = {"time_us": time_us, "time_us_min": time_us - spread, "time_us_max": time_us + spread}
+    return FIELDS | {"variant": variant, "bytes": nbytes, "commands": commands} | times | more
+
+
+def test_the_fastest_of_each_size_wins_its_range():
+    rows = [
+        row("fan", 1024, 7.0), row("pcpy", 1024, 9.0),
+        row("fan", 65536, 8.0), row("pcpy", 65536, 9.5),
+        row("fan", 1 << 20, 20.0), row("pcpy", 1 << 20, 14.0),
+    ]  # fmt: skip
+    table = tune.pick(rows)
+    assert [(r["variant"], r["bytes"], r["time_us"]) for r in table] == [
+        ("fan", 1024, 7.0),
+        ("fan", 65536, 8.0),
+        ("pcpy", 1 << 20, 14.0),
+    ]
+    assert table[0]["bytes_min"] == 0
+    assert table[-1]["bytes_max"] == 2**63 - 1
+    for one, more in itertools.pairwise(table):
+        assert one["bytes"] <= one["bytes_max"] == more["bytes_min"] - 1
+    assert table[0]["bytes_max"] == 8192  # half way by ratio: 1K x 8 x 8 = 64K
+
+
+def test_what_is_within_noise_goes_to_fewer_commands():
+    near = [row("pcpy", 1024, 7.00, commands=12), row("fan", 1024, 7.10, commands=4)]
+    assert tune.pick(near)[0]["variant"] == "fan"
+    apart = [row("pcpy", 1024, 7.00, commands=12), row("fan", 1024, 7.50, commands=4)]
+    assert tune.pick(apart)[0]["variant"] == "pcpy"
+    noisy = [row("pcpy", 1024, 7.0, 12, spread=0.6), row("fan", 1024, 7.50, commands=4)]
+    assert tune.pick(noisy)[0]["variant"] == "fan"
+    # Noise never counts for more than a tenth.
+    wild = [row("pcpy", 1024, 7.0, 12, spread=5.0), row("fan", 1024, 8.0, commands=4)]
+    assert tune.pick(wild)[0]["variant"] == "pcpy"
+
+
+def test_signal_forms_and_places_have_rows_of_their_own():
+    rows = [
+        row("fan", 1024, 7.0),
+        row("pcpy", 1024, 6.0, signals="copy_order"),
+        row("b2b", 1024, 5.0, in_place=False),
+    ]
+    told = {(r["in_place"], r["signals"]): r["variant"] for r in tune.pick(rows)}
+    assert told == {(True, "fenced"): "fan", (True, "copy_order"): "pcpy", (False, "fenced"): "b2b"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"wrong": 3},
+        {"impl": "nccl"},
+        {"asked": "promise"},
+        {"timing": "call"},
+        {"variant": "prelaunch_fan"},
+    ],
+)
+def test_rows_that_no_table_may_use(change):
+    rows = [row("pcpy", 1024, 9.0), row("fan", 1024, 1.0) | change]
+    assert [r["variant"] for r in tune.pick(rows)] == ["pcpy"]
+    with pytest.raises(offcore.Error, match="no row to tune from"):
+        tune.pick(rows[1:])
+
+
+def test_prelaunched_variants_win_where_asked():
+    rows = [row("pcpy", 1024, 9.0), row("prelaunch_fan", 1024, 1.0)]
+    assert tune.pick(rows, prelaunch=True)[0]["variant"] == "prelaunch_fan"
+
+
+def test_rows_of_one_machine_are_needed():
+    with pytest.raises(offcore.Error, match="not of h200-2, h200-4"):
+        tune.machine_of([row("fan", 1, 1.0), row("fan", 1, 1.0, machine="h200-4")])
+
+
+def test_from_recorded_rows_to_a_table_that_machines_read(offcore_cli, tmp_path, monkeypatch):
+    source = tmp_path / "rows.jsonl"
+    rows = [row("fan", 1024, 7.0), row("pcpy", 1024, 6.0, signals="copy_order")]
+    source.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    env = {"OFFCORE_MACHINES": str(tmp_path)}
+    ran = offcore_cli("tune", "--from", source, env=env)
+    assert ran.status == 0, ran.err
+    path = tmp_path / "tuned" / "h200-2.json"
+    assert str(path) in ran.out.replace("\n", "")
+    assert "7.00 at 1K" in ran.out
+    for found in json.loads(path.read_text()):
+        assert found["time_us"] > 0
+        assert (found["date"], found["commit"]) == ("2026-11-22", "abc")
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    # The rows of the form that is used come first.
+    assert [r.variant for r in machines.load("h200-2", "fenced").tuned] == ["fan", "pcpy"]
+    assert [r.variant for r in machines.load("h200-2", "copy_order").tuned] == ["pcpy", "fan"]
+    assert machines.load("h200-2").tuned_version == machines.load("h200-2", "fenced").tuned_version
+
+
+def test_host_is_tuned_by_measuring(offcore_cli, tmp_path):
+    out = tmp_path / "tuned" / "host-2.json"
+    words = ("--sizes", "4K,64K", "--iters", "2", "--calls", "3", "--ops", "broadcast")
+    ran = offcore_cli("tune", "--backend", "host", "--ranks", "2", *words, "--out", out)
+    assert ran.status == 0, ran.err
+    rows = json.loads(out.read_text())
+    assert [(r["op"], r["in_place"], r["bytes"]) for r in rows] == [
+        ("broadcast", True, 4096),
+        ("broadcast", True, 65536),
+    ]
+    assert {r["signals"] for r in rows} == {None}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--backend", "sim"), "unsupported: times on sim are a model's"),
+        (("--from", "no-such.jsonl"), "invalid: cannot read 'no-such.jsonl'"),
+        (("--from", __file__), "invalid: "),
+    ],
+)
+def test_refusals(offcore_cli, words, message):
+    ran = offcore_cli("tune", *words)
+    assert ran.status == 1
+    assert ran.err.startswith(f"offcore: {message}")
