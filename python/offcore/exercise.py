@@ -47,8 +47,47 @@ class Exercise:
     def layout(self, nbytes: int) -> Layout:
         return Layout(self.op, self.comm.ranks, nbytes, self.in_place)
 
-    def launch_of(self, layout: Layout) -> Launch:
-        """The call that runs this layout; what varies between calls is bound once, here."""
+    def launch_of(self, layout: Layout, released: bool = True) -> Launch:
+        """The call that runs this layout; what varies between calls is bound once, here.
+
+        released: with protocol credits, whether the output is released as soon as it is there.
+        """
+        if self.protocol == "view":
+            return self._view_of(layout)
+        call = self._call_of(layout)
+        if self.protocol != "credits" or not released:
+            return call
+
+        def released_at_once(variant: str) -> Any:
+            handle = call(variant)
+            handle.release()
+            return handle
+
+        return released_at_once
+
+    def _view_of(self, layout: Layout) -> Launch:
+        if layout.op not in ("all_gather", "all_to_all") or not layout.even:
+            raise error("unsupported", "only even all-gathers and all-to-alls have views")
+        comm, part = self.comm, layout.in_bytes
+        if layout.op == "all_to_all":
+            if layout.in_place:
+                raise error("unsupported", "an all-to-all has no view in place")
+            whole = self._inp.region(0, part)
+            return lambda variant: comm.all_to_all_view(whole, variant=variant)
+        if layout.in_place:
+            return lambda variant: comm.all_gather_view(self._next_input(part), variant=variant)
+        own = self._inp.region(0, part)
+        return lambda variant: comm.all_gather_view(own, variant=variant)
+
+    def _next_input(self, part: int) -> Any:
+        """Where the next view's input goes, as an operation takes it; no torch is needed."""
+        window, offset = self.comm._core.next_input(0, part, self.comm.timeout)
+        first = self.comm.local_ranks[0]
+        if len(self.comm.local_ranks) == 1:
+            return window.region(offset + first * part, part)
+        return [window.view(r, offset + r * part, part) for r in self.comm.local_ranks]
+
+    def _call_of(self, layout: Layout) -> Launch:
         out = self._out.region(0, layout.out_bytes)
         inp = None if self._inp is None else self._inp.region(0, layout.in_bytes)
         name = layout.op if layout.even else layout.op + "_v"
@@ -87,13 +126,36 @@ class Exercise:
         return result, wrong
 
     def _call(self, layout: Layout, variant: str, seed: int) -> tuple[Any, int | None]:
+        launch = self.launch_of(layout, released=False)
         if self.phantom:
-            return self.launch_of(layout)(variant).wait(), None
+            return launch(variant).wait(), None
         self.fill(layout, seed)
+        if self.protocol == "view":
+            return self._call_view(layout, launch, variant, seed)
         if len(self.comm.local_ranks) < self.comm.ranks:
             self.comm.barrier()  # no peer writes before the last outcome has been looked at
-        result = self.launch_of(layout)(variant).wait()
+        result = launch(variant).wait()
         return result, self.wrong(layout, seed)
+
+    def _call_view(
+        self, layout: Layout, launch: Launch, variant: str, seed: int
+    ) -> tuple[Any, int]:
+        """The output is lent: it is looked at where it lies."""
+        if layout.in_place:
+            window, at = self.comm._core.next_input(0, layout.in_bytes, self.comm.timeout)
+            for rank in self.comm.local_ranks:
+                offset, nbytes = layout.input_of(rank)
+                own = self._outcome(rank, offset + nbytes)[offset:].copy()
+                window.write(rank, at + offset, own.ctypes.data, nbytes)
+        handle = launch(variant)
+        result = handle.wait()
+        window, at = handle._pending.view
+        wrong = 0
+        for rank in self.comm.local_ranks:
+            seen = np.empty(layout.out_bytes, np.uint8)
+            window.read(seen.ctypes.data, rank, at, seen.nbytes)
+            wrong += layout.wrong(rank, seen, seed)
+        return result, wrong
 
     def _fill(self, layout: Layout, rank: int, seed: int) -> None:
         window = self._inp or self._out

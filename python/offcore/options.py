@@ -31,8 +31,10 @@ class BackendName(str, enum.Enum):
 class ProtocolName(str, enum.Enum):
     auto = "auto"
     barrier = "barrier"
+    credits = "credits"
     promise = "promise"
     eager = "eager"
+    view = "view"
 
 
 class Metric(str, enum.Enum):

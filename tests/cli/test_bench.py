@@ -159,6 +159,17 @@ def test_host_beside_memcpy(offcore_cli):
     assert ran.records[1]["time_us"] > 0
 
 
+@pytest.mark.parametrize("backend", ["sim", "host"])
+@pytest.mark.parametrize(
+    "words", [("all_gather",), ("all_gather", "--in-place"), ("all_to_all",)], ids=" ".join
+)
+def test_credits_and_views(offcore_cli, words, backend):
+    rest = ("--sizes", "4K", "--variants", "pcpy", "--protocol", "credits,view", "--ranks", "2")
+    ran = offcore_cli("bench", *words, "--backend", backend, *rest, "--json", "-")
+    assert ran.status == 0, ran.stderr
+    assert [(row["protocol"], row["wrong"]) for row in ran.records] == [("credits", 0), ("view", 0)]
+
+
 def test_each_protocol_and_timing_has_its_rows(offcore_cli):
     words = ("--sizes", "4K", "--variants", "pcpy,b2b", "--protocol", "auto,eager")
     ran = offcore_cli("bench", "all_gather", *HOST, *words, "--timing", "chain,call", "--json", "-")

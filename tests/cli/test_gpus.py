@@ -66,8 +66,9 @@ def test_nccl_needs_torch(gpu_cli, tmp_path):
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
     )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     words = ("--sizes", "4K", "--baseline", "nccl,nccl-ce")
-    ran = gpu_cli("bench", "all_gather", *QUICK, *words, env={"PYTHONPATH": str(tmp_path)})
+    ran = gpu_cli("bench", "all_gather", *QUICK, *words, env={"PYTHONPATH": path})
     assert ran.status == 1
     assert ran.err.startswith("offcore: unavailable: the baseline nccl needs torch: pip install")
     assert len(ran.err.splitlines()) == 1
