@@ -50,6 +50,7 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   launch.streams = request.streams;
   flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
+  launch.wakeups.reserve(ranks_);
   for (Rank rank = 0; rank < ranks_; ++rank) {
     launch.wakeups.push_back(&wakeup(rank));
     binding.base(kFlagBuffer, rank) = flags.base(rank);
@@ -75,10 +76,10 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
       }
     }
   }
-  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, ControlMemory,
-                          ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
-  launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
-                                        plan.scratch, request.keep);
+  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, std::shared_ptr<void>,
+                          std::shared_ptr<void>>;
+  launch.owner =
+      std::make_shared<Held>(std::move(slots), request.out[0].window, plan.memory, request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

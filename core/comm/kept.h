@@ -9,11 +9,12 @@
 namespace offcore {
 
 struct Communicator::Plan {
-  Entry entry;
+  std::shared_ptr<const Entry> entry;
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;
   bool full_exchange = false;
+  std::shared_ptr<void> memory;      // keeps the flag words, the wakeups and the scratch mapped
   std::vector<Share> scratch;        // one a local rank, where the program has scratch
   std::unique_ptr<Track> own_track;  // prelaunch: words and slots that no other launch touches
   std::unique_ptr<Launch> armed;     // prelaunch: the next launch

@@ -1,5 +1,6 @@
 // The first call of a plan key, which all ranks make together: they compare keys, settle where the
 // data lands, and plan. And how ranks that make different calls find out.
+#include <tuple>
 #include <utility>
 
 #include "core/backend/wakeup.h"
@@ -10,7 +11,6 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kArmedPlansMax = 64;
-constexpr std::string_view kOutside = "outside";
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || facts.total_bytes == 0) return false;
@@ -27,37 +27,37 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
 }  // namespace
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
-std::string Communicator::place_of(const Request& request, const Facts& facts) const {
-  if (facts.total_bytes == 0) return "none";
+Place Communicator::place_of(const Request& request, const Facts& facts) const {
+  if (facts.total_bytes == 0) return {.window = Place::kNone};
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
     if (!operand.window || operand.window != first.window || operand.offset != first.offset) {
-      return std::string(kOutside);
+      return {.window = Place::kOutside};
     }
   }
-  size_t index = 0;
+  uint32_t index = 0;
   while (index < windows_.size() && windows_[index].lock() != first.window) ++index;
   if (index == windows_.size()) {
     fail(Code::invalid, "the window belongs to another communicator");
   }
-  return cat("window ", index, "+", first.offset);
+  return {.window = index, .offset = first.offset};
 }
 
 // A plan key's first call: every rank comes here together. Until they agree the call has not
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
-                                                       Lane& lane, const std::string& place,
+                                                       Lane& lane, const Place& place,
                                                        const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
           " lane=", lane.index, " machine=", machine.name,
           machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
-  const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
+  const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
   publish(lane, undecided, deadline);
   const bool agreed = agree_on_place(lane, undecided, deadline);
   ++lane.sequence;
-  const bool same_place = agreed && place != kOutside;
+  const bool same_place = agreed && place.window != Place::kOutside;
   if (request.protocol == "promise" && !same_place) {
     fail(Code::unsupported,
          "protocol promise needs the output at the same place of a window of "
@@ -74,9 +74,10 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
-  plan->entry = {.key = undecided.key,
-                 .plan = digest(cat(text, staged ? " staged" : place)),
-                 .text = undecided.text};
+  plan->entry = std::make_shared<const Entry>(
+      Entry{.key = undecided.key,
+            .plan = digest(cat(text, staged ? " staged" : to_string(place))),
+            .text = undecided.text});
   if (plan->program->mode == Mode::armed) {
     if (armed_plans_ >= kArmedPlansMax) {
       fail(Code::unsupported, "more than ", kArmedPlansMax,
@@ -98,6 +99,9 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
       }
     }
   }
+  using Memory = std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::vector<Share>>;
+  plan->memory =
+      std::make_shared<Memory>(track.flags.memory.owner, control_.owner, plan->scratch);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
@@ -149,10 +153,8 @@ void Communicator::compare_with_peers(const Lane& lane, uint64_t sequence, const
   if (alone()) return;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
-    const auto theirs = lane.journal.read(peer, sequence);
-    if (!theirs) continue;
-    const bool both_decided = theirs->decided() && mine.decided();
-    if (theirs->key != mine.key || (both_decided && theirs->plan != mine.plan)) {
+    if (!lane.journal.contradicts(peer, sequence, mine)) continue;
+    if (const auto theirs = lane.journal.read(peer, sequence)) {
       diverge(lane, peer, sequence, mine, *theirs);
     }
   }
