@@ -99,9 +99,8 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
       }
     }
   }
-  using Memory = std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::vector<Share>>;
-  plan->memory =
-      std::make_shared<Memory>(track.flags.memory.owner, control_.owner, plan->scratch);
+  using Kept = std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::vector<Share>>;
+  plan->memory = std::make_shared<Kept>(track.flags.memory.owner, control_.owner, plan->scratch);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
