@@ -368,7 +368,7 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
 }
 
 void Station::wait(Flight& flight, const Deadline& deadline) {
-  if (!flight.done.load(std::memory_order_acquire)) {
+  if (!flight.ended()) {
     Lock lock = enter();
     ++awake_;
     ++callers_idle_;
@@ -378,14 +378,14 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
     if (!stopping_) leave();
   }
   const std::string& op = flight.cargo->program->op;
-  if (flight.done.load(std::memory_order_acquire)) {
+  if (flight.ended()) {
     // Freed by this thread: an engine's might have to wait for an interpreter's lock.
     std::shared_ptr<void> owner;
     const Lock lock = enter();
     owner.swap(flight.launch.owner);
     // `lock` goes before `owner`.
   }
-  if (!flight.done.load(std::memory_order_acquire)) {
+  if (!flight.ended()) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
     fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
          " s: ", flight.position());
