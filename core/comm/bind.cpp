@@ -18,6 +18,11 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
 }  // namespace
 
 void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.credits) {
+    if (!plan.credited) grant(plan, lane, request.streams);  // the caller enters now
+    plan.credited = false;
+  }
+  ++plan.launches;
   if (plan.program->mode != Mode::armed) {
     pending.run_ = plan.loaded->launch(bind(plan, request, lane));
     return;
@@ -41,21 +46,39 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   plan.armed = arm();  // at once: the next call finds its program on the engines
 }
 
+// Tells the peers that write into this rank that they may, for the plan's next launch.
+void Communicator::grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams) {
+  Launch launch = bind_words(plan, lane);
+  launch.streams = streams;
+  using Held = std::pair<ControlMemory, ControlMemory>;
+  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory, control_);
+  plan.credits->launch(launch);
+  plan.credited = true;
+}
+
+// A launch with its flag words, and nothing else yet.
+Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
+  const Flags& flags = plan.own_track ? plan.own_track->flags : lane.track.flags;
+  Launch launch{.binding = Binding(plan.program->buffers.size(), ranks_),
+                .epoch = flags.epoch,
+                .lane = lane.index};
+  launch.wakeups.reserve(ranks_);
+  for (Rank rank = 0; rank < ranks_; ++rank) {
+    launch.wakeups.push_back(&wakeup(rank));
+    launch.binding.base(kFlagBuffer, rank) = flags.base(rank);
+  }
+  launch.binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+  return launch;
+}
+
 Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
   Track& track = plan.own_track ? *plan.own_track : lane.track;
   Flags& flags = track.flags;
-  Launch launch{
-      .binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
+  Launch launch = bind_words(plan, lane);
   launch.streams = request.streams;
   flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
-  launch.wakeups.reserve(ranks_);
-  for (Rank rank = 0; rank < ranks_; ++rank) {
-    launch.wakeups.push_back(&wakeup(rank));
-    binding.base(kFlagBuffer, rank) = flags.base(rank);
-  }
-  binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
 
   std::shared_ptr<Window> slots;
   for (size_t i = 1; i < buffers.size(); ++i) {
@@ -77,9 +100,9 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
     }
   }
   using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, std::shared_ptr<void>,
-                          std::shared_ptr<void>>;
-  launch.owner =
-      std::make_shared<Held>(std::move(slots), request.out[0].window, plan.memory, request.keep);
+                          std::shared_ptr<void>, std::vector<Share>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory.owner,
+                                        control_.owner, plan.scratch, request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

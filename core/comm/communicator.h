@@ -27,6 +27,7 @@ struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
+  std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots, because a buffer lay outside the windows
@@ -39,6 +40,7 @@ struct Result {
 };
 
 class Communicator;
+struct Plan;  // what a communicator keeps for a plan key
 
 // One operation under way.
 class Pending {
@@ -47,11 +49,17 @@ class Pending {
   bool done();
   // Throws timeout (and can be waited for again), peer, cancelled, mismatch.
   Result wait(const Deadline& deadline);
+  // Protocol credits: this rank has done with the output, so peers may write it for the next call
+  // of the same operation into it. In those streams' order, where there are any. Nothing happens if
+  // that call has been made. Throws invalid for another protocol.
+  void release(const std::vector<uintptr_t>& streams);
 
  private:
   friend class Communicator;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Result> result_;  // all but the report
+  std::shared_ptr<Plan> plan_;            // protocol credits
+  uint64_t launch_ = 0;                   // of the plan's
   std::unique_ptr<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
@@ -91,7 +99,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void close();
 
  private:
-  struct Plan;
   struct Lookup {
     Facts facts;
     Place place = {};
@@ -112,9 +119,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Place place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const Place& place, const Deadline& deadline);
+  void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
+  Launch bind_words(const Plan& plan, const Lane& lane) const;
+  void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
@@ -141,7 +151,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
-  uint32_t armed_plans_ = 0;
+  uint32_t own_tracks_ = 0;
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;

@@ -9,6 +9,9 @@
 //            so it has heard from q in that one, and q sent that only after it had emptied slot j.
 //            Operations that are no full exchange never use these two: they use a third slot, and
 //            an entry signal guards it.
+//   credits  as barrier, but q's signal for the next call may go out as soon as q's caller has
+//            released the buffer. Each plan has words of its own for that: a credit is for the next
+//            launch of its plan, and for no other one of the lane.
 //   promise  the caller says that q's buffer is free.
 //
 // Flag values are the lane's epoch + the program's values, compared cyclically; the epoch moves on

@@ -1,6 +1,5 @@
 // The first call of a plan key, which all ranks make together: they compare keys, settle where the
 // data lands, and plan. And how ranks that make different calls find out.
-#include <tuple>
 #include <utility>
 
 #include "core/backend/wakeup.h"
@@ -10,7 +9,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint32_t kArmedPlansMax = 64;
+constexpr uint32_t kTracksMax = 64;  // of plans that have their own
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || facts.total_bytes == 0) return false;
@@ -45,9 +44,8 @@ Place Communicator::place_of(const Request& request, const Facts& facts) const {
 
 // A plan key's first call: every rank comes here together. Until they agree the call has not
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
-std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, const Facts& facts,
-                                                       Lane& lane, const Place& place,
-                                                       const Deadline& deadline) {
+std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& facts, Lane& lane,
+                                         const Place& place, const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
@@ -72,47 +70,60 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
                             ? choose(moves, facts.total_bytes, machine, protocol)
                             : Choice{.variant = parse_variant(request.variant)};
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
+  const Counts counts = count(*plan->program);
+  const bool armed = plan->program->mode == Mode::armed;
+  const bool credits = request.protocol == "credits" && protocol.entry && !staged;
+  if (credits) {
+    if (armed) fail(Code::unsupported, "prelaunched operations have no protocol credits: barrier");
+    Credited halves = split_credits(*plan->program);
+    plan->program = std::move(halves.rest);
+    plan->credits = all_or_none([&] { return backend_->load(std::move(halves.credits)); });
+  }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
   plan->entry = std::make_shared<const Entry>(
       Entry{.key = undecided.key,
             .plan = digest(cat(text, staged ? " staged" : to_string(place))),
             .text = undecided.text});
-  if (plan->program->mode == Mode::armed) {
-    if (armed_plans_ >= kArmedPlansMax) {
-      fail(Code::unsupported, "more than ", kArmedPlansMax,
-           " prelaunched operations in a communicator; each binds its own buffers");
-    }
-    ++armed_plans_;
-    plan->own_track = std::make_unique<Track>();
-    plan->own_track->flags =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
-  }
-  Track& track = plan->own_track ? *plan->own_track : lane.track;
-  for (const Buffer& buffer : plan->program->buffers) {
-    if (buffer.name == "slot") {
-      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
-    } else if (buffer.name == "scratch") {
-      for (Rank rank : local_ranks_) {
-        plan->scratch.push_back(
-            all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
-      }
-    }
-  }
-  using Kept = std::tuple<std::shared_ptr<void>, std::shared_ptr<void>, std::vector<Share>>;
-  plan->memory = std::make_shared<Kept>(track.flags.memory.owner, control_.owner, plan->scratch);
+  equip(*plan, lane, armed || credits, deadline);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
                 .protocol = plan->program->protocol,
+                .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
                 .native = plan->program->native,
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
                 .total_bytes = facts.total_bytes,
-                .counts = count(*plan->program)};
+                .counts = counts};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
+}
+
+// The words, slots and scratch that a plan's launches need.
+void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline) {
+  if (own_words) {
+    if (own_tracks_ >= kTracksMax) {
+      fail(Code::unsupported, "more than ", kTracksMax,
+           " operations that are prelaunched or take credits in a communicator; each has flag "
+           "words of its own");
+    }
+    ++own_tracks_;
+    plan.own_track = std::make_unique<Track>();
+    plan.own_track->flags =
+        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
+  }
+  Track& track = plan.own_track ? *plan.own_track : lane.track;
+  for (const Buffer& buffer : plan.program->buffers) {
+    if (buffer.name == "slot") {
+      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+    } else if (buffer.name == "scratch") {
+      for (Rank rank : local_ranks_) {
+        plan.scratch.push_back(all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
+      }
+    }
+  }
 }
 
 // Whether all ranks gave the same place; throws mismatch when one has another key, or has met this

@@ -31,7 +31,7 @@ struct Request {
   std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
   Rank root = 0;
   std::string variant = "auto";
-  std::string protocol = "auto";  // auto, barrier, promise, eager
+  std::string protocol = "auto";  // auto, barrier, credits, promise, eager
   uint32_t lane = 0;
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place

@@ -272,6 +272,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("op", &Result::op)
       .def_ro("variant", &Result::variant)
       .def_ro("protocol", &Result::protocol)
+      .def_ro("signals", &Result::signals)
       .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
       .def_ro("native", &Result::native)
       .def_ro("staged", &Result::staged)
@@ -284,6 +285,8 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
+      .def("release", &Pending::release, nb::arg("streams"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {

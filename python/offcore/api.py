@@ -57,6 +57,14 @@ class Handle:
             self._result = Result(outcome, comm.backend, comm.machine, comm.ranks)
         return self._result
 
+    def release(self) -> None:
+        """Protocol "credits" only: this rank has done with the output. Peers may write into it for
+        the next call of the same operation on the same buffers, which then need not wait for this
+        rank; from now until that call has ended nobody here may use the output. In the order of the
+        current stream, where there is one. Raises `Error`: invalid for another protocol.
+        """
+        self._pending.release(self._comm._streams())
+
 
 class Window:
     """Memory of the same size on every rank, which all ranks can write: `nbytes` a rank."""
@@ -141,8 +149,9 @@ class Communicator:
     any other output works too, by way of a staging slot, and the result says so.
 
     variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
-    protocol: how peers may enter: "auto"; "barrier" (always safe); "eager" (through slots, always
-        safe); "promise" (the caller promises that every peer's output is free).
+    protocol: how peers may enter: "auto"; "barrier" (always safe); "credits" (as barrier, but a
+        rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
+        slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
     """
 

@@ -60,6 +60,11 @@ class Result:
         return self._core.protocol
 
     @property
+    def signals(self) -> str:
+        """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md)."""
+        return self._core.signals
+
+    @property
     def staged(self) -> bool:
         """Whether data went through slots: a buffer lay outside the windows, or protocol eager."""
         return self._core.staged
