@@ -1,5 +1,5 @@
-// A launch under way as its caller sees it, where one object (a station, a fleet) drives all flights
-// of a backend. Dropping it leaves the flight to go on by itself.
+// A launch under way as its caller sees it, where one object (a station, a fleet) drives all
+// flights of a backend. Dropping it leaves the flight to go on by itself.
 #pragma once
 #include <memory>
 #include <utility>

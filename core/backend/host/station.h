@@ -11,9 +11,9 @@
 // (an engine that looks again within kStandbyNs, so that a caller who launches and waits at once,
 // over and over, need not wake anybody). Every other thread sleeps until called.
 //
-// Where the ranks have cores to spare, the engine that stands by does not sleep meanwhile, and takes
-// up what its caller has left alone for kGraceNs: a caller that launches many operations ahead need
-// not wake an engine, and one that waits at once keeps the copy on its own core.
+// Where the ranks have cores to spare, the engine that stands by does not sleep meanwhile, and
+// takes up what its caller has left alone for kGraceNs: a caller that launches many operations
+// ahead need not wake an engine, and one that waits at once keeps the copy on its own core.
 #pragma once
 #include <condition_variable>
 #include <deque>
