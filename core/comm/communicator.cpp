@@ -26,6 +26,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   std::shared_ptr<Communicator> communicator(
       new Communicator(std::move(backend), std::move(rendezvous), ranks));
   Communicator& self = *communicator;
+  if (self.rendezvous_) self.compare_machines(deadline);
   self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks, sizeof(Wakeup), deadline);
   if (self.rendezvous_) {
     const ControlMemory control = self.control_;

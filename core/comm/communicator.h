@@ -120,6 +120,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const Place& place, const Deadline& deadline);
   void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
+  void compare_machines(const Deadline& deadline) const;
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);

@@ -19,12 +19,6 @@ uint64_t record_at(uint64_t sequence) {
 
 }  // namespace
 
-uint64_t digest(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3;
-  return hash == 0 ? 1 : hash;
-}
-
 void Journal::publish(Rank rank, uint64_t sequence, const Entry& entry) {
   const uint64_t at = record_at(sequence);
   // A reader that sees any word of the new record also sees that its stamp has gone.

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "core/ir/command.h"
@@ -26,8 +25,6 @@ struct Entry {
 
   bool decided() const { return plan != 0; }
 };
-
-uint64_t digest(std::string_view text);
 
 class Journal {
  public:

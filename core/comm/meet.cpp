@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/backend/wakeup.h"
+#include "core/base/digest.h"
 #include "core/base/error.h"
 #include "core/comm/kept.h"
 
@@ -24,6 +25,21 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
 }
 
 }  // namespace
+
+// Ranks that plan for other costs or limits would plan other programs.
+void Communicator::compare_machines(const Deadline& deadline) const {
+  const Machine& machine = backend_->machine();
+  const auto said = rendezvous_->all_gather_bytes(
+      "machine", cat(machine.name, ", content ", std::hex, digest(machine)), deadline);
+  const Rank own = local_ranks_[0];
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (said[peer] == said[own]) continue;
+    fail(Code::mismatch, "rank ", own, " loaded machine ", said[own], "; rank ", peer,
+         " loaded machine ", said[peer],
+         ". All ranks need the same machine file and tuned table: name one by its path, or let "
+         "OFFCORE_MACHINES name one folder on all of them");
+  }
+}
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
 Place Communicator::place_of(const Request& request, const Facts& facts) const {
