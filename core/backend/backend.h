@@ -51,8 +51,8 @@ struct Share {
 inline constexpr uint64_t kWordBytes = 64;
 
 // What a rank sleeps on: in memory shared by all ranks, one for each rank. A signal to a word of
-// the rank raises `count` and wakes the sleepers; `poison` other than 0 makes every wait of the
-// rank fail (rank + 1 of the one that died or aborted).
+// the rank raises `count` where anybody sleeps, and wakes them; `poison` other than 0 makes every
+// wait of the rank fail (rank + 1 of the one that died or aborted).
 struct Wakeup {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;

@@ -1,8 +1,10 @@
 // The eventcount behind Wakeup: signal a word and wake, look and sleep, poison.
 //
-// No wake-up is lost: a waker raises `count` and then reads `sleepers`; a sleeper raises `sleepers`
-// and then reads `count`, all sequentially consistent, so at least one of them sees the other. A
-// sleeper therefore constructs its Sleeper, looks at the words it waits for, and only then sleeps.
+// No wake-up is lost: a waker stores its word and then reads `sleepers`; a sleeper constructs its
+// Sleeper, which raises `sleepers`, then looks at the words it waits for, and only then sleeps. A
+// fence stands between the two steps of each, so at least one of them sees the other. A waker that
+// sees a sleeper raises `count`, on which the sleeper sleeps only while it has not changed. Where
+// nobody sleeps the wakeup is only read: its cache line stays with everyone who looks at it.
 // The words are futexes shared between processes. Sleeps are bounded all the same: a peer may be
 // killed between its store and its wake-up.
 #pragma once

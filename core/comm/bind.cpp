@@ -66,6 +66,7 @@ Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
   Launch launch{.binding = Binding(plan.program->buffers.size(), ranks_),
                 .epoch = flags.epoch,
                 .lane = lane.index};
+  launch.wakeups.reserve(ranks_);
   for (Rank rank = 0; rank < ranks_; ++rank) {
     launch.wakeups.push_back(&wakeup(rank));
     launch.binding.base(kFlagBuffer, rank) = flags.base(rank);
@@ -103,10 +104,10 @@ Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
       }
     }
   }
-  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, ControlMemory, ControlMemory,
-                          std::vector<Share>, std::shared_ptr<void>>;
-  launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory,
-                                        control_, plan.scratch, request.keep);
+  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, std::shared_ptr<void>,
+                          std::shared_ptr<void>, std::vector<Share>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory.owner,
+                                        control_.owner, plan.scratch, request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

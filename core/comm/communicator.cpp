@@ -26,6 +26,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   std::shared_ptr<Communicator> communicator(
       new Communicator(std::move(backend), std::move(rendezvous), ranks));
   Communicator& self = *communicator;
+  if (self.rendezvous_) self.compare_machines(deadline);
   self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks, sizeof(Wakeup), deadline);
   if (self.rendezvous_) {
     const ControlMemory control = self.control_;
@@ -133,7 +134,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   Lane& lane = this->lane(request.lane, deadline);
   std::shared_ptr<Plan> plan = lookup.plan;
   if (plan != nullptr) {
-    publish(lane, plan->entry, deadline);
+    publish(lane, *plan->entry, deadline);
     ++lane.sequence;
   } else {
     plan = meet(request, lookup.facts, lane, lookup.place, deadline);
@@ -227,14 +228,14 @@ Result Pending::wait(const Deadline& deadline) {
       break;
     } catch (const Error& error) {
       // Before a timeout or a peer's abort is believed: have the ranks diverged?
-      communicator.compare_with_peers(*lane_, sequence_, entry_);
+      communicator.compare_with_peers(*lane_, sequence_, *entry_);
       if (error.code() == Code::peer && communicator.aborted_) {
         fail(Code::cancelled, "aborted by this rank: ", error.message());
       }
       if (error.code() != Code::timeout || !slice) throw;
     }
   }
-  communicator.compare_with_peers(*lane_, sequence_, entry_);
+  communicator.compare_with_peers(*lane_, sequence_, *entry_);
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();

@@ -67,7 +67,7 @@ class Pending {
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
   uint64_t sequence_ = 0;
-  Entry entry_;
+  std::shared_ptr<const Entry> entry_;
 };
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
@@ -108,7 +108,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   struct Lookup {
     Facts facts;
-    std::string place = {};
+    Place place = {};
     std::string key = {};
     std::shared_ptr<Plan> plan = nullptr;  // null: the ranks have yet to meet this key
   };
@@ -124,10 +124,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
   void lay_view(Request& request) const;
-  std::string place_of(const Request& request, const Facts& facts) const;
+  Place place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
-                             const std::string& place, const Deadline& deadline);
+                             const Place& place, const Deadline& deadline);
   void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
+  void compare_machines(const Deadline& deadline) const;
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);

@@ -19,12 +19,6 @@ uint64_t record_at(uint64_t sequence) {
 
 }  // namespace
 
-uint64_t digest(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  for (unsigned char byte : text) hash = (hash ^ byte) * 0x100000001b3;
-  return hash == 0 ? 1 : hash;
-}
-
 void Journal::publish(Rank rank, uint64_t sequence, const Entry& entry) {
   const uint64_t at = record_at(sequence);
   // A reader that sees any word of the new record also sees that its stamp has gone.
@@ -33,8 +27,11 @@ void Journal::publish(Rank rank, uint64_t sequence, const Entry& entry) {
   word(rank, at + 2).store(entry.plan, std::memory_order_release);
   std::array<uint64_t, kTextBytes / sizeof(uint64_t)> text{};
   std::memcpy(text.data(), entry.text.data(), std::min<size_t>(entry.text.size(), kTextBytes));
+  // The same few calls come again and again: what stands there already is not written again.
   for (uint64_t i = 0; i < text.size(); ++i) {
-    word(rank, at + kTextAt + i).store(text[i], std::memory_order_release);
+    const auto there = word(rank, at + kTextAt + i);
+    if (there.load(std::memory_order_relaxed) == text[i]) continue;
+    there.store(text[i], std::memory_order_release);
   }
   word(rank, at).store(sequence + 1, std::memory_order_release);
   word(rank, 0).store(sequence + 1, std::memory_order_release);
@@ -53,6 +50,15 @@ std::optional<Entry> Journal::read(Rank rank, uint64_t sequence) const {
   const char* chars = reinterpret_cast<const char*>(text.data());
   entry.text.assign(chars, strnlen(chars, kTextBytes));
   return entry;
+}
+
+bool Journal::contradicts(Rank rank, uint64_t sequence, const Entry& mine) const {
+  const uint64_t at = record_at(sequence);
+  if (word(rank, at).load(std::memory_order_acquire) != sequence + 1) return false;
+  const uint64_t key = word(rank, at + 1).load(std::memory_order_acquire);
+  const uint64_t plan = word(rank, at + 2).load(std::memory_order_acquire);
+  if (word(rank, at).load(std::memory_order_relaxed) != sequence + 1) return false;
+  return key != mine.key || (plan != 0 && mine.decided() && plan != mine.plan);
 }
 
 uint64_t Journal::published(Rank rank) const {

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "core/ir/command.h"
@@ -27,8 +26,6 @@ struct Entry {
   bool decided() const { return plan != 0; }
 };
 
-uint64_t digest(std::string_view text);
-
 class Journal {
  public:
   static constexpr uint64_t kRecords = 64;
@@ -41,6 +38,9 @@ class Journal {
   void publish(Rank rank, uint64_t sequence, const Entry& entry);
   // The rank's record of this launch; nothing when it has not come there, or is far ahead of it.
   std::optional<Entry> read(Rank rank, uint64_t sequence) const;
+  // Whether the rank has left a record of this launch that says something else. Looks at one cache
+  // line of the rank's: every wait asks this.
+  bool contradicts(Rank rank, uint64_t sequence, const Entry& mine) const;
   // How many launches the rank has published.
   uint64_t published(Rank rank) const;
 

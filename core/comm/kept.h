@@ -9,7 +9,7 @@
 namespace offcore {
 
 struct Plan {
-  Entry entry;
+  std::shared_ptr<const Entry> entry;
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/backend/wakeup.h"
+#include "core/base/digest.h"
 #include "core/base/error.h"
 #include "core/comm/kept.h"
 
@@ -10,8 +11,6 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
-constexpr std::string_view kOutside = "outside";
-constexpr std::string_view kRing = "view ring";
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
@@ -42,38 +41,53 @@ Choice variant_of(const Request& request, const Moves& moves, const Facts& facts
 
 }  // namespace
 
+// Ranks that plan for other costs or limits would plan other programs.
+void Communicator::compare_machines(const Deadline& deadline) const {
+  const Machine& machine = backend_->machine();
+  const auto said = rendezvous_->all_gather_bytes(
+      "machine", cat(machine.name, ", content ", std::hex, digest(machine)), deadline);
+  const Rank own = local_ranks_[0];
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (said[peer] == said[own]) continue;
+    fail(Code::mismatch, "rank ", own, " loaded machine ", said[own], "; rank ", peer,
+         " loaded machine ", said[peer],
+         ". All ranks need the same machine file and tuned table: name one by its path, or let "
+         "OFFCORE_MACHINES name one folder on all of them");
+  }
+}
+
 // Where peers would write: the same part of the same window on every local rank, or outside.
-std::string Communicator::place_of(const Request& request, const Facts& facts) const {
-  if (request.view()) return std::string(kRing);
-  if (facts.total_bytes == 0) return "none";
+Place Communicator::place_of(const Request& request, const Facts& facts) const {
+  if (request.view()) return {.window = Place::kRing};
+  if (facts.total_bytes == 0) return {.window = Place::kNone};
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
     if (!operand.window || operand.window != first.window || operand.offset != first.offset) {
-      return std::string(kOutside);
+      return {.window = Place::kOutside};
     }
   }
-  size_t index = 0;
+  uint32_t index = 0;
   while (index < windows_.size() && windows_[index].lock() != first.window) ++index;
   if (index == windows_.size()) {
     fail(Code::invalid, "the window belongs to another communicator");
   }
-  return cat("window ", index, "+", first.offset);
+  return {.window = index, .offset = first.offset};
 }
 
 // A plan key's first call: every rank comes here together. Until they agree the call has not
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& facts, Lane& lane,
-                                         const std::string& place, const Deadline& deadline) {
+                                         const Place& place, const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   const std::string text =
       cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
           " lane=", lane.index, " machine=", machine.name,
           machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
-  const Entry undecided{.key = digest(text), .text = cat(text, " out=", place)};
+  const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
   publish(lane, undecided, deadline);
   const bool agreed = agree_on_place(lane, undecided, deadline);
   ++lane.sequence;
-  const bool same_place = agreed && place != kOutside;
+  const bool same_place = agreed && place.window != Place::kOutside;
   if (request.protocol == "promise" && !same_place) {
     fail(Code::unsupported,
          "protocol promise needs the output at the same place of a window of "
@@ -97,9 +111,10 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
-  plan->entry = {.key = undecided.key,
-                 .plan = digest(cat(text, staged ? " staged" : place)),
-                 .text = undecided.text};
+  plan->entry = std::make_shared<const Entry>(
+      Entry{.key = undecided.key,
+            .plan = digest(cat(text, staged ? " staged" : to_string(place))),
+            .text = undecided.text});
   plan->views = request.view();
   equip(*plan, lane, armed || credits, deadline);
   Result result{.op = moves.op,
@@ -181,10 +196,8 @@ void Communicator::compare_with_peers(const Lane& lane, uint64_t sequence, const
   if (alone()) return;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
-    const auto theirs = lane.journal.read(peer, sequence);
-    if (!theirs) continue;
-    const bool both_decided = theirs->decided() && mine.decided();
-    if (theirs->key != mine.key || (both_decided && theirs->plan != mine.plan)) {
+    if (!lane.journal.contradicts(peer, sequence, mine)) continue;
+    if (const auto theirs = lane.journal.read(peer, sequence)) {
       diverge(lane, peer, sequence, mine, *theirs);
     }
   }

@@ -308,9 +308,16 @@ Moves moves_of(const Facts& facts) {
   fail(Code::invalid, "unknown operation");
 }
 
-std::string cache_key(const Request& request, const Facts& facts, const std::string& place) {
+std::string to_string(const Place& place) {
+  if (place.window == Place::kNone) return "none";
+  if (place.window == Place::kOutside) return "outside";
+  if (place.window == Place::kRing) return "view ring";
+  return cat("window ", place.window, "+", place.offset);
+}
+
+std::string cache_key(const Request& request, const Facts& facts, const Place& place) {
   std::string key;
-  key.reserve(64 + facts.counts.size() * sizeof(uint64_t));
+  key.reserve(96 + facts.counts.size() * sizeof(uint64_t));
   const auto append = [&](const auto& value) {
     key.append(reinterpret_cast<const char*>(&value), sizeof value);
   };
@@ -318,11 +325,11 @@ std::string cache_key(const Request& request, const Facts& facts, const std::str
   append(facts.in_place);
   append(facts.root);
   append(request.lane);
+  append(place.window);
+  append(place.offset);
   key += request.variant;
   key += '|';
   key += request.protocol;
-  key += '|';
-  key += place;
   key += '|';
   key.append(reinterpret_cast<const char*>(facts.counts.data()),
              facts.counts.size() * sizeof(uint64_t));

@@ -59,9 +59,19 @@ Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_rank
 
 Moves moves_of(const Facts& facts);
 
-// What makes two calls share a plan, as bytes: cheap to build at every call. `place`: where the
-// output lands.
-std::string cache_key(const Request& request, const Facts& facts, const std::string& place);
+// Where peers would write.
+struct Place {
+  static constexpr uint32_t kNone = UINT32_MAX;         // nowhere: there are no bytes
+  static constexpr uint32_t kOutside = UINT32_MAX - 1;  // not one place of one window
+  static constexpr uint32_t kRing = UINT32_MAX - 2;     // in the next slot of the ring of views
+  uint32_t window = kNone;                              // its number, by creation
+  uint64_t offset = 0;                                  // in it
+};
+
+std::string to_string(const Place& place);  // "window 1+4096", "outside", "none", "view ring"
+
+// What makes two calls share a plan, as bytes: cheap to build at every call.
+std::string cache_key(const Request& request, const Facts& facts, const Place& place);
 
 // "all_gather ranks=2 counts=4096x2 in_place=no root=0"
 std::string describe(const Facts& facts);

@@ -1,5 +1,6 @@
 // Views: full exchanges whose output is the next slot of a ring that belongs to the lane, so that
 // they need neither an entry round nor a copy into a buffer of the caller's (see lane.h).
+#include "core/base/digest.h"
 #include "core/base/error.h"
 #include "core/comm/kept.h"
 

@@ -1,5 +1,7 @@
 #include "core/ir/program.h"
 
+#include <algorithm>
+
 #include "core/base/error.h"
 
 namespace offcore {
@@ -22,6 +24,22 @@ std::string_view to_string(Buffer::Kind kind) {
 std::string queue_name(const Queue& queue) {
   if (queue.index == kCallerQueue) return cat(queue.rank, ".caller");
   return cat(queue.rank, ".", queue.index);
+}
+
+void collect_bases(const Program& program, const Command& command,
+                   std::set<std::pair<BufferId, Rank>>& bases) {
+  const auto collect = [&](const Slice& slice, int64_t step) {
+    const bool known = slice.buffer < program.buffers.size() &&
+                       (slice.rank < program.ranks || slice.rank == kHostRank);
+    if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
+    const uint32_t walked = step == kRankStep ? std::min<uint32_t>(command.rows, program.ranks) : 1;
+    for (uint32_t row = 0; row < walked; ++row) {
+      bases.insert({slice.buffer, row_of(slice, step, row, program.ranks).rank});
+    }
+  };
+  if (command.op == Op::timestamp || command.op == Op::fence) return;
+  collect(command.dst, command.dst_step);
+  if (moves_data(command.op)) collect(command.src, command.src_step);
 }
 
 Counts count(const Program& program) {

@@ -1,5 +1,6 @@
 #include "core/machine/machine.h"
 
+#include "core/base/digest.h"
 #include "core/base/error.h"
 
 namespace offcore {
@@ -29,6 +30,30 @@ void check(const Machine& machine) {
                     cost.host_poll_ns, cost.trigger_ns}) {
     require(ns >= 0, "no cost may be negative");
   }
+}
+
+uint64_t digest(const Machine& machine) {
+  Digest result;
+  const auto add = [&](const auto&... values) { (result.add(values), ...); };
+  // Bound by number: a field more does not compile before it is added here.
+  const auto& [name, vendor, ranks, engines_peer, engines_host, topology, flags, native, limits,
+               links, cost, tuned, tuned_version] = machine;
+  add(std::string_view(vendor), ranks, engines_peer, engines_host, topology, flags,
+      std::string_view(tuned_version));
+  const auto& [strided, bcst_rows, swap, strided_flags] = native;
+  add(strided, bcst_rows, swap, strided_flags);
+  const auto& [copy_max, pitch_max, rows_max, swap_align, bcst_align, swap_scratch] = limits;
+  add(copy_max, pitch_max, rows_max, swap_align, bcst_align, swap_scratch);
+  const auto& [link, egress, ingress, host, local, engine, strided_rate, bcst, swap_rate] = links;
+  add(link, egress, ingress, host, local, engine, strided_rate, bcst, swap_rate);
+  const auto& [control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
+               trigger] = cost;
+  add(control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
+      trigger);
+  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant] : tuned) {
+    add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant));
+  }
+  return result.value();
 }
 
 Resources::Resources(const Machine& machine, Rank ranks)

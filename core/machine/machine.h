@@ -96,6 +96,9 @@ struct Machine {
 // Throws invalid when a field makes no sense (no ranks, a bandwidth of zero, ...).
 void check(const Machine& machine);
 
+// A digest of all of it but the name: ranks must plan for the same machine.
+uint64_t digest(const Machine& machine);
+
 // The rates a copy is bound by: every resource it occupies, as an index into capacities_gbps().
 // Both the cost model and the simulator share links by these.
 //

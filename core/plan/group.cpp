@@ -165,22 +165,24 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
 }
 
 std::string why_not(const Moves& moves, Variant::Kind kind, bool staged) {
-  const bool exchange_in_place = moves.op == "all_to_all" && moves.in_place && moves.ranks > 1;
+  const bool none = moves.moves.empty();
+  const bool exchange_in_place = moves.exchange && moves.ranks > 1;
   if (kind == Variant::Kind::swap) {
     if (staged) return "swap needs the buffer itself in a window of every rank";
-    if (!moves.in_place || !all_mirrored(moves)) {
+    if (!moves.in_place || !(none ? moves.exchange : all_mirrored(moves))) {
       return cat("swap exchanges two ranges in place; ", moves.op,
                  moves.in_place ? " in place" : " out of place", " is not such an exchange");
     }
     return "";
   }
-  if (exchange_in_place && !staged) {
+  if (exchange_in_place && !staged && !none) {
     return "in place, peers would overwrite chunks not yet sent; use swap or separate buffers";
   }
   if (exchange_in_place && (kind == Variant::Kind::pcpy || kind == Variant::Kind::bcst)) {
     return "in place, only one engine's order keeps a chunk until it is sent; use b2b or fan";
   }
   if (kind == Variant::Kind::bcst) {
+    if (none && moves.one_to_many) return "";
     const auto& list = moves.moves;
     const auto shared = [&](size_t i) {
       return same_source(list[i - 1], list[i]) && list[i - 1].dst.rank != list[i - 1].src.rank &&

@@ -89,7 +89,11 @@ Moves moves_all_gather(std::span<const uint64_t> counts, bool in_place) {
   check_ranks(counts.size());
   const auto ranks = static_cast<Rank>(counts.size());
   const auto offsets = offsets_of(counts);
-  Moves moves{.op = "all_gather", .ranks = ranks, .in_place = in_place, .full_exchange = true};
+  Moves moves{.op = "all_gather",
+              .ranks = ranks,
+              .in_place = in_place,
+              .full_exchange = true,
+              .one_to_many = ranks > 2};
   const Sides sides = declare(moves, largest(counts), offsets.back());
   for (Rank rank = 0; rank < ranks; ++rank) {
     const Slice src{in_place ? offsets[rank] : 0, rank, sides.in};
@@ -109,7 +113,11 @@ Moves moves_all_to_all(Rank ranks, std::span<const uint64_t> counts, bool in_pla
                               [&](uint64_t count) { return count != counts[0]; })) {
     fail(Code::unsupported, "an in-place all_to_all needs equal counts; use separate buffers");
   }
-  Moves moves{.op = "all_to_all", .ranks = ranks, .in_place = in_place, .full_exchange = true};
+  Moves moves{.op = "all_to_all",
+              .ranks = ranks,
+              .in_place = in_place,
+              .full_exchange = true,
+              .exchange = in_place};
   std::vector<std::vector<uint64_t>> sent(ranks), received(ranks);  // offsets, by rank
   uint64_t in_bytes = 0, out_bytes = 0;
   for (Rank rank = 0; rank < ranks; ++rank) {
@@ -135,7 +143,7 @@ Moves moves_broadcast(Rank ranks, Rank root, uint64_t bytes, bool in_place) {
   check_ranks(ranks);
   check_root(root, ranks);
   offsets_of({&bytes, 1});
-  Moves moves{.op = "broadcast", .ranks = ranks, .in_place = in_place};
+  Moves moves{.op = "broadcast", .ranks = ranks, .in_place = in_place, .one_to_many = ranks > 2};
   const Sides sides = declare(moves, bytes, bytes);
   for (Rank distance = 0; distance < ranks; ++distance) {
     add(moves, {0, ring(root, distance, ranks), sides.out}, {0, root, sides.in}, bytes);

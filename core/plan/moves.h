@@ -22,7 +22,10 @@ struct Moves {
   std::string op;
   Rank ranks = 0;
   bool in_place = false;
-  bool full_exchange = false;   // every rank hears from every rank, so finishing proves all entered
+  bool full_exchange = false;  // every rank hears from every rank, so finishing proves all entered
+  // What the operation does at any size: calls of no bytes may name the variants that others may.
+  bool one_to_many = false;     // the same bytes go to several peers
+  bool exchange = false;        // two ranks swap ranges in place
   std::vector<Buffer> buffers;  // [kFlagBuffer] = flags; then `in` (unless in place), then `out`
   std::vector<Move> moves;      // no empty ones
 };

@@ -85,6 +85,21 @@ std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_r
   return result;
 }
 
+// An array's (address, bytes) by the buffer protocol; None where it has no such buffer: it is not
+// contiguous, not writable, or of a type that the protocol cannot tell.
+nb::object buffer_of(nb::handle array, bool writable) {
+  Py_buffer view;
+  const int wanted = PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(array.ptr(), &view, wanted) != 0) {
+    PyErr_Clear();
+    return nb::none();
+  }
+  nb::object place =
+      nb::make_tuple(reinterpret_cast<uintptr_t>(view.buf), static_cast<uint64_t>(view.len));
+  PyBuffer_Release(&view);
+  return place;
+}
+
 // Python objects that operations have let go of. An engine thread may be the last to hold one, and
 // must not wait for the interpreter's lock: whoever holds that lock may be joining the thread. It
 // leaves the object here; the interpreter drops it soon after.
@@ -225,6 +240,9 @@ void bind_windows(nb::module_& module) {
       .def_ro("window", &Region::window)
       .def_ro("offset", &Region::offset)
       .def_ro("nbytes", &Region::bytes);
+  module.def("buffer_of", &buffer_of, nb::arg("array"), nb::arg("writable"),
+             nb::sig("def buffer_of(array: object, writable: bool) -> tuple[int, int] | None"),
+             "An array's (address, bytes); None: it is not contiguous, or not writable.");
   module.def(
       "fill",
       [](Bytes array, uint64_t seed, uint64_t offset) {

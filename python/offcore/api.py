@@ -13,7 +13,15 @@ from numpy.typing import DTypeLike, NDArray
 from offcore import _core, machines
 from offcore.errors import error
 from offcore.handle import Handle, View
-from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
+from offcore.operands import (
+    NUMBER_MAX,
+    OperandError,
+    checked,
+    dtype_name,
+    memory_of,
+    places_of,
+    same_dtype,
+)
 from offcore.programs import program_of, variants
 from offcore.views import ViewCalls, kind_of, looks_of
 
@@ -59,13 +67,13 @@ class Window:
 
     def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a local rank's bytes from `offset` on into a contiguous array; waits for it."""
-        memory = memory_of(array, "the array", writable=True)
-        self._core.read(memory.address, self._local(rank), offset, memory.nbytes)
+        address, nbytes = _place_of(array, writable=True)
+        self._core.read(address, self._local(rank), offset, nbytes)
 
     def write(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a contiguous array into a local rank's bytes from `offset` on; waits for it."""
-        memory = memory_of(array, "the array", writable=False)
-        self._core.write(self._local(rank), offset, memory.address, memory.nbytes)
+        address, nbytes = _place_of(array, writable=False)
+        self._core.write(self._local(rank), offset, address, nbytes)
 
     def _local(self, rank: int | None) -> int:
         if rank is None and len(self._local_ranks) == 1:
@@ -137,7 +145,7 @@ class Communicator(ViewCalls):
             world_size = _from_env("world_size", world_size, "OFFCORE_WORLD_SIZE")
         wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
         if wanted == "auto":
-            wanted = best_backend(machine)
+            wanted = machines.best_backend(machine)
         if machine is None:
             count = world_size or ranks or 2
             machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
@@ -383,26 +391,24 @@ class Communicator(ViewCalls):
         protocol: str,
         lane: int,
     ) -> Handle:
-        out_side = _Side(out, self, f"{op}: the output", writable=True)
-        in_side = _Side(inp, self, f"{op}: the input", writable=False)
-        if inp is not None and out_side.dtype != in_side.dtype and out_side.dtype and in_side.dtype:
+        out_core, out_dtype, itemsize = self._side(out, op, writable=True)
+        in_core, in_dtype, in_itemsize = self._side(inp, op, writable=False)
+        both = out_dtype is not None and in_dtype is not None
+        if both and not same_dtype(out_dtype, in_dtype):
             raise error(
                 "invalid",
-                f"{op}: the output's dtype is {out_side.dtype}, the input's {in_side.dtype}",
+                f"{op}: the output's dtype is {dtype_name(out_dtype)}, "
+                f"the input's {dtype_name(in_dtype)}",
             )
-        itemsize = out_side.itemsize or in_side.itemsize or 1
-        if counts is not None and not counts:
-            raise error("invalid", f"{op}_v: counts are missing")
-        scaled = [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts or ()]
         pending = self._core.start(
             op,
-            out_side.core,
-            in_side.core,
-            scaled,
-            checked(f"{op}: root", root, NUMBER_MAX),
+            out_core,
+            in_core,
+            () if counts is None else _in_bytes(op, counts, itemsize or in_itemsize or 1),
+            checked("root", root, NUMBER_MAX),
             variant,
             protocol,
-            checked(f"{op}: lane", lane, NUMBER_MAX),
+            checked("lane", lane, NUMBER_MAX),
             self._streams(),
             (out, inp),
             self.timeout,
@@ -412,12 +418,12 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side = _Side(inp, self, f"{op}_view: the input", writable=False)
+        places, _, _ = self._side(inp, f"{op}_view", writable=False)
         looks = looks_of(inp, len(self.local_ranks))
         pending = self._core.start(
             op,
             None,
-            side.core,
+            places,
             [],
             0,
             variant,
@@ -429,40 +435,32 @@ class Communicator(ViewCalls):
         )
         return View(self, pending, [((*rows, *shape), kind) for shape, kind in looks])
 
-
-class _Side:
-    """One side of an operation as the core takes it."""
-
-    def __init__(self, given: Any, comm: Communicator, what: str, writable: bool) -> None:
-        self.dtype = ""
-        self.itemsize = 0
-        self.core: Any = None
+    def _side(self, given: Any, op: str, writable: bool) -> tuple[Any, Any, int]:
+        """One side of an operation as the core takes it, and its arrays' dtype and item size."""
+        if isinstance(given, _core.Region):
+            return given, None, 0
+        if isinstance(given, Window):
+            return given.whole, None, 0
         if given is None:
-            if writable:
-                self.core = [None] * len(comm.local_ranks)
-        elif isinstance(given, Window):
-            self.core = given.whole
-        elif isinstance(given, _core.Region):
-            self.core = given
-        else:
-            memories = memories_of(given, comm.local_ranks, what, writable, comm._gpus)
-            present = [memory for memory in memories if memory is not None]
-            if len({memory.dtype for memory in present}) > 1:
-                raise error("invalid", f"{what}: the arrays' dtypes differ")
-            if present:
-                self.dtype = present[0].dtype
-                self.itemsize = present[0].itemsize
-            self.core = [None if m is None else (m.address, m.nbytes) for m in memories]
+            return [None] * len(self.local_ranks) if writable else None, None, 0
+        try:
+            return places_of(given, self.local_ranks, self._gpus, writable)
+        except OperandError as refusal:
+            role = "output" if writable else "input"
+            raise error("invalid", f"{op}: the {role}{refusal}") from None
 
 
-def best_backend(machine: str | None) -> str:
-    """What `auto` stands for: the simulator for a machine that is named and not this one."""
-    if machine is not None and not machine.startswith("host"):
-        return "sim"
-    if machine is not None:
-        return "host"
-    available = {name for name, usable, _ in _core.probe_backends() if usable}
-    return "cuda" if "cuda" in available else "host"
+def _place_of(array: Any, writable: bool) -> tuple[int, int]:
+    try:
+        return memory_of(array, writable).place
+    except OperandError as refusal:
+        raise error("invalid", f"the array{refusal}") from None
+
+
+def _in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
+    if not counts:
+        raise error("invalid", f"{op}_v: counts are missing")
+    return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
 
 
 def _from_env(name: str, given: int | None, variable: str) -> int:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
-from offcore import nccl
+from offcore import machines, nccl
 from offcore.baselines import check_baseline
 from offcore.crew import Crew, free_port
 from offcore.errors import error
@@ -84,14 +84,11 @@ Progress = Callable[[float], None]  # told the steps done since the last time
 
 
 def resolve_backend(backend: str, machine: str | None) -> str:
-    """`auto` is the simulator for a machine that is named and not this one, else the best here."""
-    if backend != "auto":
-        check_backend(backend)
-        return backend
-    if machine is not None and not machine.startswith("host"):
-        return "sim"
-    available = {name for name, usable, _ in offcore.probe_backends() if usable}
-    return next((name for name in ("cuda", "sdma") if name in available), "host")
+    """The backend of that name, which must be available, or what `auto` stands for."""
+    if backend == "auto":
+        return machines.best_backend(machine)
+    check_backend(backend)
+    return backend
 
 
 def check_backend(name: str) -> None:

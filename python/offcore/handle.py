@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Handle:
     """An operation under way. It goes on whether or not anybody waits for it."""
 
+    __slots__ = ("_comm", "_pending", "_result")
+
     def __init__(self, comm: Communicator, pending: _core.Pending) -> None:
         self._comm = comm
         self._pending = pending

@@ -15,95 +15,123 @@ from typing import Any
 
 import numpy as np
 
+from offcore import _core
 from offcore.errors import error
 
 _DLPACK_CPU = 1
 _HOST = -1  # in the place of a GPU's number
+_READ_ONLY = " is read-only; the operation writes into it"
 BYTES_MAX = 1 << 62  # what a size or a count may be, so that their product fits the core
 NUMBER_MAX = (1 << 16) - 1  # what a rank or a lane may be
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What the core needs of one array."""
+class OperandError(Exception):
+    """An operand that cannot be used. The text goes on where its name ends: " is read-only"."""
 
-    address: int
-    nbytes: int
-    dtype: str
+
+@dataclass(slots=True)
+class Memory:
+    """What the core needs of one array: its address and bytes. And what its other sides must be
+    alike in: the dtype, numpy's or torch's."""
+
+    place: tuple[int, int]
+    dtype: Any
     itemsize: int
 
 
-def memory_of(array: Any, what: str, writable: bool, gpu: int = _HOST) -> Memory:
-    """The memory of an array, for a rank on that GPU or on none. Raises `Error`: invalid for what
-    is not contiguous or lies elsewhere."""
+def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
+    """The memory of an array, for a rank on that GPU or on none. Raises OperandError for what is
+    not contiguous or lies elsewhere."""
+    if isinstance(array, np.ndarray):
+        place = _core.buffer_of(array, writable) or _place_of(array, writable)
+        return Memory(place, array.dtype, array.itemsize)
     if hasattr(array, "data_ptr"):  # a torch tensor, whose dtypes numpy may not know
-        wanted = "host memory" if gpu == _HOST else f"memory of cuda:{gpu}"
         here = array.device.type == "cuda" and array.device.index == gpu
         if array.device.type != "cpu" and not here:
-            raise error("invalid", f"{what} lies on {array.device}; this rank needs {wanted}")
+            wanted = "host memory" if gpu == _HOST else f"memory of cuda:{gpu}"
+            raise OperandError(f" lies on {array.device}; this rank needs {wanted}")
         if not array.is_contiguous():
-            raise error("invalid", f"{what} is not contiguous; pass array.contiguous()")
+            raise OperandError(" is not contiguous; pass array.contiguous()")
         itemsize = array.element_size()
-        dtype = str(array.dtype).removeprefix("torch.")
-        return Memory(array.data_ptr(), array.numel() * itemsize, dtype, itemsize)
+        return Memory((array.data_ptr(), array.numel() * itemsize), array.dtype, itemsize)
     if gpu != _HOST and hasattr(array, "__cuda_array_interface__"):
-        return _by_interface(array.__cuda_array_interface__, what, writable)
-    if not isinstance(array, np.ndarray):
-        array = _as_numpy(array, what)
+        return _by_interface(array.__cuda_array_interface__, writable)
+    return memory_of(_as_numpy(array), writable)
+
+
+def _place_of(array: np.ndarray[Any, Any], writable: bool) -> tuple[int, int]:
+    """Where the buffer protocol fails: for the reason, or for a dtype that it cannot tell."""
     if not array.flags.c_contiguous:
-        raise error("invalid", f"{what} is not contiguous; pass numpy.ascontiguousarray(array)")
+        raise OperandError(" is not contiguous; pass numpy.ascontiguousarray(array)")
     if writable and not array.flags.writeable:
-        raise error("invalid", f"{what} is read-only; the operation writes into it")
-    address = array.__array_interface__["data"][0]
-    return Memory(address, array.nbytes, str(array.dtype), array.itemsize)
+        raise OperandError(_READ_ONLY)
+    return array.__array_interface__["data"][0], array.nbytes
 
 
-def _by_interface(facts: dict[str, Any], what: str, writable: bool) -> Memory:
+def _by_interface(facts: dict[str, Any], writable: bool) -> Memory:
     kind = np.dtype(facts["typestr"])
     shape = tuple(facts["shape"])
     steps = [kind.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if facts.get("strides") not in (None, tuple(steps)):
-        raise error("invalid", f"{what} is not contiguous; pass a contiguous copy")
+        raise OperandError(" is not contiguous; pass a contiguous copy")
     address, read_only = facts["data"]
     if writable and read_only:
-        raise error("invalid", f"{what} is read-only; the operation writes into it")
-    return Memory(address or 0, kind.itemsize * math.prod(shape), str(kind), kind.itemsize)
+        raise OperandError(_READ_ONLY)
+    return Memory((address or 0, kind.itemsize * math.prod(shape)), kind, kind.itemsize)
 
 
-def _as_numpy(array: Any, what: str) -> np.ndarray[Any, Any]:
+def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
     if hasattr(array, "__dlpack_device__"):
         device = array.__dlpack_device__()
         if device[0] != _DLPACK_CPU:
-            raise error("invalid", f"{what} lies on DLPack device {device}; host memory is needed")
+            raise OperandError(f" lies on DLPack device {device}; host memory is needed")
         return np.from_dlpack(array)
     try:
         return np.asarray(memoryview(array))
     except TypeError:
         kind = type(array).__name__
-        raise error("invalid", f"{what} is a {kind}; pass an array, a Window or a region") from None
+        raise OperandError(f" is a {kind}; pass an array, a Window or a region") from None
 
 
-def memories_of(
-    given: Any,
-    local_ranks: Sequence[int],
-    what: str,
-    writable: bool,
-    gpus: Sequence[int],
-) -> list[Memory | None]:
-    """One memory for each local rank (on that GPU, or -1): of one array where one rank is local,
-    else of a sequence."""
+def places_of(
+    given: Any, local_ranks: Sequence[int], gpus: Sequence[int], writable: bool
+) -> tuple[list[tuple[int, int] | None], Any, int]:
+    """Each local rank's (address, bytes), and the arrays' dtype and item size (None and 0: there is
+    no array). Of one array where one rank is local, else of a sequence; a rank's GPU may be -1.
+    Raises OperandError, also where the dtypes differ."""
     alone = len(local_ranks) == 1 and not isinstance(given, (list, tuple))
     arrays = [given] if alone else given
     if not isinstance(arrays, (list, tuple)) or len(arrays) != len(local_ranks):
-        raise error(
-            "invalid",
-            f"{what}: this communicator drives {len(local_ranks)} ranks; pass a Window, a region, "
-            f"or a list of {len(local_ranks)} arrays",
+        raise OperandError(
+            f": this communicator drives {len(local_ranks)} ranks; pass a Window, a region, "
+            f"or a list of {len(local_ranks)} arrays"
         )
-    return [
-        None if array is None else memory_of(array, f"{what} of rank {rank}", writable, gpu)
-        for rank, array, gpu in zip(local_ranks, arrays, gpus, strict=True)
-    ]
+    places: list[tuple[int, int] | None] = []
+    dtype: Any = None
+    itemsize = 0
+    for index, array in enumerate(arrays):
+        if array is None:
+            places.append(None)
+            continue
+        try:
+            memory = memory_of(array, writable, gpus[index])
+        except OperandError as refusal:
+            raise OperandError(f" of rank {local_ranks[index]}{refusal}") from None
+        if dtype is not None and not same_dtype(memory.dtype, dtype):
+            raise OperandError(": the arrays' dtypes differ")
+        dtype, itemsize = memory.dtype, memory.itemsize
+        places.append(memory.place)
+    return places, dtype, itemsize
+
+
+def dtype_name(dtype: Any) -> str:
+    """A dtype's name, the same for numpy's and torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def same_dtype(one: Any, other: Any) -> bool:
+    """Most dtypes exist once: names, which are slow to make, are for the others."""
+    return one is other or dtype_name(one) == dtype_name(other)
 
 
 def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:

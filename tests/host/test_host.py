@@ -46,6 +46,12 @@ def gathered(ranks: int, call: int, count: int) -> np.ndarray[Any, Any]:
     return np.concatenate([part(rank, call, count) for rank in range(ranks)])
 
 
+@pytest.fixture(params=["0", "64"], ids=["own-cores", "cores-to-spare"])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines sleep where cores are few and spin where there are many: both are to be tested."""
+    monkeypatch.setenv("OFFCORE_HOST_CORES", request.param)
+
+
 PING_PONG = """\
 program pingpong machine=host-2 ranks=2 variant=pcpy mode=eager protocol=eager native=yes {sizes}
 buffer out window 64
@@ -85,6 +91,7 @@ def test_ranks_may_outnumber_cores(ranks: int, count: int) -> None:
     assert as_ranks(ranks, work) == [True] * ranks
 
 
+@pytest.mark.usefixtures("cores")
 def test_hundreds_of_launches_ahead() -> None:
     calls = 400
 
@@ -104,16 +111,18 @@ def test_hundreds_of_launches_ahead() -> None:
     assert as_ranks(2, work) == [True, True]
 
 
-def test_progress_without_a_wait() -> None:
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("count", [64, 100_000])
+def test_progress_without_a_wait(count: int) -> None:
     def work(comm: offcore.Communicator, rank: int) -> bool:
-        out = comm.empty(2 * 100_000, "uint32")
+        out = comm.empty(2 * count, "uint32")
         for call in range(5):
-            handle = comm.all_gather(out, part(rank, call, 100_000), variant="pcpy")
+            handle = comm.all_gather(out, part(rank, call, count), variant="pcpy")
             deadline = time.monotonic() + 20
             while not handle.done():
                 assert time.monotonic() < deadline
                 time.sleep(0.0005)
-            if not np.array_equal(out, gathered(2, call, 100_000)):
+            if not np.array_equal(out, gathered(2, call, count)):
                 return False
             handle.wait()
             comm.barrier()
@@ -122,6 +131,7 @@ def test_progress_without_a_wait() -> None:
     assert as_ranks(2, work) == [True, True]
 
 
+@pytest.mark.usefixtures("cores")
 def test_an_operation_goes_on_when_its_handle_is_dropped() -> None:
     def work(comm: offcore.Communicator, rank: int) -> bool:
         out = comm.empty(2 * 1024, "uint32")
@@ -133,6 +143,7 @@ def test_an_operation_goes_on_when_its_handle_is_dropped() -> None:
     assert as_ranks(2, work) == [True, True]
 
 
+@pytest.mark.usefixtures("cores")
 def test_lanes_run_side_by_side() -> None:
     lanes = 4
 
@@ -156,6 +167,7 @@ def test_lanes_run_side_by_side() -> None:
     assert as_ranks(2, work) == [True, True]
 
 
+@pytest.mark.usefixtures("cores")
 def test_armed_programs_stay_parked_while_others_run() -> None:
     def work(comm: offcore.Communicator, rank: int) -> bool:
         out = comm.empty(2 * 5000, "uint32")
@@ -169,6 +181,7 @@ def test_armed_programs_stay_parked_while_others_run() -> None:
     assert as_ranks(2, work) == [True, True]
 
 
+@pytest.mark.usefixtures("cores")
 def test_a_timeout_names_queue_and_command_and_the_wait_may_be_repeated() -> None:
     entered = threading.Event()
 
@@ -193,6 +206,14 @@ def test_a_timeout_names_queue_and_command_and_the_wait_may_be_repeated() -> Non
     assert "all_gather did not end within" in message
     assert "queue 0.0 at command" in message
     assert "poll flag[0]:" in message
+
+
+def test_a_number_of_cores_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("many", "-1", "2.5", "99999999999"):
+        monkeypatch.setenv("OFFCORE_HOST_CORES", text)
+        with pytest.raises(Error, match="OFFCORE_HOST_CORES is") as caught:
+            offcore.Communicator(backend="host", ranks=2)
+        assert caught.value.code == "invalid"
 
 
 def test_memory_that_is_not_there() -> None:
@@ -290,6 +311,7 @@ def test_a_killed_process_is_noticed_within_a_second(count: int) -> None:
             process.communicate()
 
 
+@pytest.mark.usefixtures("cores")
 def test_an_abort_in_the_middle_of_a_large_copy() -> None:
     count = 64 << 20
     with offcore.Communicator(backend="host", ranks=2, timeout=30) as comm:

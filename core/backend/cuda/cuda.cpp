@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/backend/cuda/fleet.h"
+#include "core/backend/flight_run.h"
 
 namespace offcore {
 namespace cuda {
@@ -29,25 +30,6 @@ struct Mapped {
   std::shared_ptr<Rings> registry;
 };
 
-class CudaRun final : public Run {
- public:
-  CudaRun(std::shared_ptr<Fleet> fleet, std::shared_ptr<Flight> flight)
-      : fleet_(std::move(fleet)), flight_(std::move(flight)) {}
-
-  bool done() override { return flight_->ended(); }
-  void wait(const Deadline& deadline) override { fleet_->wait(*flight_, deadline); }
-  Report report() const override {
-    if (!flight_->ended()) {
-      fail(Code::invalid, "a report exists only once the run is done: wait() first");
-    }
-    return flight_->report();
-  }
-
- private:
-  std::shared_ptr<Fleet> fleet_;
-  std::shared_ptr<Flight> flight_;
-};
-
 class CudaLoaded final : public Loaded {
  public:
   CudaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Cargo> cargo)
@@ -70,7 +52,8 @@ class CudaLoaded final : public Loaded {
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
-    return std::make_unique<CudaRun>(fleet_, fleet_->launch(cargo_, launch, *hangar_));
+    return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
+                                                      fleet_->launch(cargo_, launch, *hangar_));
   }
 
  private:

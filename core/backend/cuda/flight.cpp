@@ -10,18 +10,6 @@
 namespace offcore::cuda {
 namespace {
 
-// The buffers that a command's slice addresses, by rank.
-void collect(const Program& program, const Slice& slice, int64_t step, uint32_t rows,
-             std::set<std::pair<BufferId, Rank>>& bases) {
-  const bool known = slice.buffer < program.buffers.size() &&
-                     (slice.rank < program.ranks || slice.rank == kHostRank);
-  if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
-  const uint32_t walked = step == kRankStep ? std::min<uint32_t>(rows, program.ranks) : 1;
-  for (uint32_t row = 0; row < walked; ++row) {
-    bases.insert({slice.buffer, row_of(slice, step, row, program.ranks).rank});
-  }
-}
-
 bool is_private(const Program& program, const Slice& slice) {
   const Buffer& buffer = program.buffers[slice.buffer];
   return buffer.kind == Buffer::Kind::local && buffer.name == "scratch";
@@ -87,11 +75,7 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       if (command.op == Op::swap) {
         fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
       }
-      if (command.op == Op::timestamp || command.op == Op::fence) continue;
-      collect(*program, command.dst, command.dst_step, command.rows, bases);
-      if (moves_data(command.op)) {
-        collect(*program, command.src, command.src_step, command.rows, bases);
-      }
+      collect_bases(*program, command, bases);
     }
     if (queue.index == kCallerQueue) {
       local->caller = index;

@@ -144,7 +144,7 @@ Context::Stop Context::run() {
     (moves_data(command.op) ? time.phases.copy_ns : time.phases.sync_ns) =
         static_cast<double>(time.end_ns - time.start_ns);
     times_.push_back(time);
-    start_ns_ = -1;
+    start_ns_ += time.end_ns - time.start_ns;  // the next one begins where this one ends
     row_ = 0;
     offset_ = 0;
     command_.store(reached() + 1, std::memory_order_relaxed);

@@ -93,6 +93,7 @@ struct Flight : std::enable_shared_from_this<Flight> {
   std::atomic<uint32_t> poisoned_by{0};  // rank + 1; stops the contexts of every local rank
   std::atomic<bool> done{false};
 
+  bool ended() const { return done.load(std::memory_order_acquire); }
   // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...": where the unfinished queues stand.
   std::string position() const;
   Report report() const;

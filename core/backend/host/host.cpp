@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 
+#include "core/backend/flight_run.h"
 #include "core/backend/host/flight.h"
 #include "core/backend/host/station.h"
 #include "core/backend/shared_memory.h"
@@ -14,25 +15,6 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kHeavyBytes = 64 << 10;  // a queue that copies more is worth waking a thread for
-
-class HostRun final : public Run {
- public:
-  HostRun(std::shared_ptr<Station> station, std::shared_ptr<Flight> flight)
-      : station_(std::move(station)), flight_(std::move(flight)) {}
-
-  bool done() override { return flight_->done.load(std::memory_order_acquire); }
-  void wait(const Deadline& deadline) override { station_->wait(*flight_, deadline); }
-  Report report() const override {
-    if (!flight_->done.load(std::memory_order_acquire)) {
-      fail(Code::invalid, "a report exists only once the run is done: wait() first");
-    }
-    return flight_->report();
-  }
-
- private:
-  std::shared_ptr<Station> station_;
-  std::shared_ptr<Flight> flight_;
-};
 
 class HostLoaded final : public Loaded {
  public:
@@ -59,7 +41,7 @@ class HostLoaded final : public Loaded {
     flight->launch_ns = launch_ns;
     flight->control_ns = now_ns() - launch_ns;
     station_->enqueue(flight);
-    return std::make_unique<HostRun>(station_, std::move(flight));
+    return std::make_unique<FlightRun<Station, Flight>>(station_, std::move(flight));
   }
 
  private:
@@ -102,18 +84,6 @@ class HostLoaded final : public Loaded {
   std::deque<std::shared_ptr<Flight>> armed_;
 };
 
-// The buffers that a command's slice addresses, by rank.
-void collect(const Program& program, const Slice& slice, int64_t step, uint32_t rows,
-             std::set<std::pair<BufferId, Rank>>& bases) {
-  const bool known = slice.buffer < program.buffers.size() &&
-                     (slice.rank < program.ranks || slice.rank == kHostRank);
-  if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
-  const uint32_t walked = step == kRankStep ? std::min<uint32_t>(rows, program.ranks) : 1;
-  for (uint32_t row = 0; row < walked; ++row) {
-    bases.insert({slice.buffer, row_of(slice, step, row, program.ranks).rank});
-  }
-}
-
 std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
                                         const std::vector<Rank>& local_ranks,
                                         uint32_t engines_rank) {
@@ -128,11 +98,8 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       if (command.op == Op::timestamp) {
         cargo.timestamps = std::max(cargo.timestamps, command.value + 1u);
       }
-      if (command.op == Op::timestamp || command.op == Op::fence) continue;
-      collect(*program, command.dst, command.dst_step, command.rows, bases);
-      if (!moves_data(command.op)) continue;
-      collect(*program, command.src, command.src_step, command.rows, bases);
-      bytes += command.bytes * command.rows;
+      collect_bases(*program, command, bases);
+      if (moves_data(command.op)) bytes += command.bytes * command.rows;
     }
     const auto part = static_cast<uint32_t>(local - local_ranks.begin());
     const uint32_t engine = queue.index == kCallerQueue ? 0 : queue.index % engines_rank;

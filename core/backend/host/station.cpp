@@ -4,9 +4,11 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <charconv>
 #include <system_error>
 
 #include "core/backend/wakeup.h"
+#include "core/base/env.h"
 #include "core/base/error.h"
 
 namespace offcore {
@@ -14,21 +16,34 @@ namespace {
 
 constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
+constexpr int64_t kSparePureSpinNs = 20'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;
+constexpr int64_t kGraceNs = 5'000;    // a caller that will wait at once does so within this
+constexpr uint32_t kSpareShare = 4;    // cores a process has, where an engine may spin
+constexpr uint32_t kLockTries = 100;   // the mutex is held for less than a thread's switch takes
+constexpr uint32_t kCallerPauses = 2;  // between two looks of a thread that spins
+constexpr uint32_t kEnginePauses = 8;
 constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after a launch
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
 constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
 constexpr int64_t kDozeNs = 5'000'000;
 
 uint32_t cores() {
+  const std::string given = env("OFFCORE_HOST_CORES");
+  uint32_t count = 0;
+  const auto [end, bad] = std::from_chars(given.data(), given.data() + given.size(), count);
+  if (bad != std::errc() || end != given.data() + given.size()) {
+    fail(Code::invalid, "OFFCORE_HOST_CORES is '", given, "': it must be a number of cores");
+  }
+  if (count > 0) return count;
   cpu_set_t set;
   CPU_ZERO(&set);
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-void pause_briefly() {
-  for (int i = 0; i < 8; ++i) {
+void pause_briefly(uint32_t times = 1) {
+  for (uint32_t i = 0; i < times; ++i) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -57,6 +72,7 @@ Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ran
     : local_ranks_(std::move(local_ranks)),
       crowded_(ranks > cores()),
       share_(std::max<uint32_t>(1, cores() * local_ranks_.size() / ranks)),
+      spare_(share_ >= kSpareShare * local_ranks_.size()),
       engines_(local_ranks_.size() * machine.engines_peer) {}
 
 void Station::prepare(const Cargo& cargo) {
@@ -79,22 +95,35 @@ void Station::prepare(const Cargo& cargo) {
   }
 }
 
+// Waiting for the mutex by sleeping would cost more than what it guards.
+Station::Lock Station::enter() {
+  Lock lock(mutex_, std::try_to_lock);
+  for (uint32_t i = 0; i < kLockTries && !lock.owns_lock(); ++i) {
+    pause_briefly();
+    lock.try_lock();
+  }
+  if (!lock.owns_lock()) lock.lock();
+  return lock;
+}
+
 void Station::enqueue(std::shared_ptr<Flight> flight) {
   Ended ended;
-  const Lock lock(mutex_);
+  const Lock lock = enter();
   if (stopping_) fail(Code::cancelled, "the host backend is closed");
   enqueued_ns_ = now_ns();
   bool turned = false;
   ++awake_;
   for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
     const LaneKey key{flight->launch.lane, part};
-    lanes_[key].push_back(flight);
-    if (lanes_[key].size() > 1) continue;
+    LaneFlights& flights = lanes_[key];
+    flights.push_back(flight);
+    if (flights.size() > 1) continue;
     turned = true;
     activate(*flight, part);
-    turn(key, ended);
+    turn(key, flights, ended);
   }
-  if (turned && awake_ < share_ && ready(true)) call_engine();
+  const bool watched_over = spare_ && standby_;  // its grace spares a caller that waits at once
+  if (turned && awake_ < share_ && !watched_over && ready(true)) call_engine();
   --awake_;
   if (turned) leave();
   // `lock` goes before `ended`: see Ended.
@@ -105,12 +134,11 @@ void Station::activate(Flight& flight, uint32_t part) {
   for (const std::unique_ptr<Context>& context : flight.contexts) {
     if (context->local_.part == part) active_.push_back(context.get());
   }
+  active_count_.store(active_.size(), std::memory_order_relaxed);
 }
 
 // Retires the lane's flights whose part is complete, and gives the next its turn.
-void Station::turn(LaneKey key, Ended& ended) {
-  const auto lane = lanes_.find(key);
-  std::deque<std::shared_ptr<Flight>>& flights = lane->second;
+void Station::turn(LaneKey key, LaneFlights& flights, Ended& ended) {
   while (!flights.empty() && flights.front()->left[key.second] == 0) {
     std::shared_ptr<Flight> flight = std::move(flights.front());
     flights.pop_front();
@@ -123,17 +151,17 @@ void Station::turn(LaneKey key, Ended& ended) {
     ended.push_back(std::move(flight));
     if (!flights.empty()) activate(*flights.front(), key.second);
   }
-  if (flights.empty()) lanes_.erase(lane);
 }
 
 void Station::finish(Context& context, Ended& ended) {
   active_.erase(std::find(active_.begin(), active_.end(), &context));
+  active_count_.store(active_.size(), std::memory_order_relaxed);
   Flight& flight = context.flight_;
   for (const Context::Timestamp& timestamp : context.timestamps_) {
     flight.timestamps_ns[timestamp.number] = timestamp.time_ns;
   }
-  if (--flight.left[context.local_.part] == 0)
-    turn({flight.launch.lane, context.local_.part}, ended);
+  const LaneKey key{flight.launch.lane, context.local_.part};
+  if (--flight.left[context.local_.part] == 0) turn(key, lanes_[key], ended);
 }
 
 bool Station::waiting() const {
@@ -173,16 +201,31 @@ void Station::leave() {
   }
 }
 
-// A ready context: light ones first, for peers wait for their signals, then the caller's own. Calls
-// an engine for a heavy one left over, if its core is free.
+// Whether there is more to do than idle callers take up by themselves, and for long enough.
+bool Station::left_alone() const {
+  const int64_t since_ns = now_ns() - kGraceNs;
+  const auto count = std::count_if(active_.begin(), active_.end(), [&](const Context* context) {
+    return !context->running_ && context->flight_.launch_ns < since_ns && context->ready();
+  });
+  return count > callers_idle_;
+}
+
+// A ready context: light ones first, for peers wait for their signals, then the caller's own; none
+// for an engine where idle callers take them all. Calls an engine for a heavy one left over, if its
+// core is free.
 Context* Station::pick(const Flight* own) {
   const auto rank = [own](const Context& context) {
     return (context.local_.heavy ? 0 : 2) + (&context.flight_ == own ? 1 : 0);
   };
   Context* found = nullptr;
   bool heavy_left = false;
+  uint32_t left_to_callers = own == nullptr ? callers_idle_ : 0;
   for (Context* context : active_) {
     if (context->running_ || !context->ready()) continue;
+    if (left_to_callers > 0) {
+      --left_to_callers;
+      continue;
+    }
     Context* left = context;
     if (found == nullptr || rank(*context) > rank(*found)) std::swap(left, found);
     heavy_left |= left != nullptr && left->local_.heavy;
@@ -197,7 +240,7 @@ void Station::advance(Lock& lock, Context& context) {
   lock.unlock();
   const Context::Stop stop = context.run();
   Ended ended;
-  lock.lock();
+  lock = enter();
   context.running_ = false;
   if (stopping_) return;
   if (stop == Context::Stop::ended || stop == Context::Stop::poisoned) finish(context, ended);
@@ -233,18 +276,39 @@ void Station::watch(Lock& lock, const Flight* own, int64_t wait_ns) {
   lock.lock();
 }
 
-void Station::rest(Lock& lock, Engine& engine) {
+// Until called, or kStandbyNs are over; with cores to spare until something is left alone.
+void Station::stand_by(Lock& lock, Engine& engine) {
   --awake_;
-  if (!standby_ && now_ns() - enqueued_ns_ < kRecentNs) {
-    standby_ = true;
-    engine.state = Engine::State::standby;
+  standby_ = true;
+  engine.state = Engine::State::standby;
+  if (spare_) {
+    const int64_t until_ns = now_ns() + kStandbyNs;
+    while (engine.state == Engine::State::standby && !stopping_ && !left_alone()) {
+      lock.unlock();
+      do {
+        pause_briefly(kEnginePauses);
+      } while (active_count_.load(std::memory_order_relaxed) == 0 && !stopping_ &&
+               now_ns() < until_ns);
+      lock = enter();
+      if (now_ns() >= until_ns) break;
+    }
+  } else {
     engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
-    if (engine.state == Engine::State::awake) return;  // called
-    standby_ = false;
-    engine.state = Engine::State::awake;
-    ++awake_;
-    return;
   }
+  if (engine.state == Engine::State::awake) return;  // called
+  standby_ = false;
+  engine.state = Engine::State::awake;
+  ++awake_;
+}
+
+void Station::rest(Lock& lock, Engine& engine) {
+  const bool attends = awake_ == 1 && watched_ == nullptr && !standby_ && waiting();
+  const int64_t quiet_ns = now_ns() - enqueued_ns_;
+  if (!standby_ && quiet_ns < (spare_ ? kStandbyNs : kRecentNs) && (spare_ || !attends)) {
+    return stand_by(lock, engine);
+  }
+  if (attends) return watch(lock, nullptr, kWatchNs);
+  --awake_;
   engine.state = Engine::State::asleep;
   engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
 }
@@ -252,11 +316,8 @@ void Station::rest(Lock& lock, Engine& engine) {
 void Station::serve(uint32_t index) {
   Lock lock(mutex_);
   while (!stopping_) {
-    Context* context = awake_ > share_ ? nullptr : pick(nullptr);
-    if (context != nullptr) {
+    if (Context* context = awake_ > share_ ? nullptr : pick(nullptr)) {
       advance(lock, *context);
-    } else if (awake_ == 1 && watched_ == nullptr && !standby_ && waiting()) {
-      watch(lock, nullptr, kWatchNs);
     } else {
       rest(lock, engines_[index]);
     }
@@ -274,12 +335,14 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
-  const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
+  const int64_t pure_spin_ns = crowded_ ? 0 : (spare_ ? kSparePureSpinNs : kPureSpinNs);
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
       idle_since_ns = -1;
+      --callers_idle_;
       advance(lock, *context);
+      ++callers_idle_;
       continue;
     }
     if (idle_since_ns < 0) idle_since_ns = now_ns();
@@ -287,36 +350,42 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
     if (idle_ns < spin_ns) {
       lock.unlock();
       if (idle_ns < pure_spin_ns) {
-        pause_briefly();
+        pause_briefly(kCallerPauses);
       } else {
         sched_yield();
       }
-      lock.lock();
-    } else if (watched_ == nullptr) {
+      lock = enter();
+      continue;
+    }
+    --callers_idle_;
+    if (watched_ == nullptr) {
       watch(lock, &own, std::min(kWatchNs, deadline.left_ns()));
     } else {
       doze(lock, std::min(kDozeNs, deadline.left_ns()));
     }
+    ++callers_idle_;
   }
 }
 
 void Station::wait(Flight& flight, const Deadline& deadline) {
-  if (!flight.done.load(std::memory_order_acquire)) {
-    Lock lock(mutex_);
+  if (!flight.ended()) {
+    Lock lock = enter();
     ++awake_;
+    ++callers_idle_;
     help(lock, flight, deadline);
+    --callers_idle_;
     --awake_;
     if (!stopping_) leave();
   }
   const std::string& op = flight.cargo->program->op;
-  if (flight.done.load(std::memory_order_acquire)) {
+  if (flight.ended()) {
     // Freed by this thread: an engine's might have to wait for an interpreter's lock.
     std::shared_ptr<void> owner;
-    const Lock lock(mutex_);
+    const Lock lock = enter();
     owner.swap(flight.launch.owner);
     // `lock` goes before `owner`.
   }
-  if (!flight.done.load(std::memory_order_acquire)) {
+  if (!flight.ended()) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
     fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
          " s: ", flight.position());

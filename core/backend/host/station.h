@@ -10,6 +10,10 @@
 // is awake, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by
 // (an engine that looks again within kStandbyNs, so that a caller who launches and waits at once,
 // over and over, need not wake anybody). Every other thread sleeps until called.
+//
+// Where the ranks have cores to spare, the engine that stands by does not sleep meanwhile, and
+// takes up what its caller has left alone for kGraceNs: a caller that launches many operations
+// ahead need not wake an engine, and one that waits at once keeps the copy on its own core.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -40,6 +44,7 @@ class Station : public std::enable_shared_from_this<Station> {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  using LaneFlights = std::deque<std::shared_ptr<Flight>>;
   using LaneKey = std::pair<uint32_t, uint32_t>;  // lane, local rank's index
   // What ended while the mutex was held; freed after it is released, for owners run foreign code.
   using Ended = std::vector<std::shared_ptr<void>>;
@@ -51,16 +56,19 @@ class Station : public std::enable_shared_from_this<Station> {
     State state = State::awake;
   };
   // `own` is the flight that a caller waits for; null for an engine.
+  Lock enter();
   void serve(uint32_t engine);
   void rest(Lock& lock, Engine& engine);
+  void stand_by(Lock& lock, Engine& engine);
   void help(Lock& lock, Flight& own, const Deadline& deadline);
   void watch(Lock& lock, const Flight* own, int64_t wait_ns);
   void doze(Lock& lock, int64_t wait_ns);
   Context* pick(const Flight* own);
+  bool left_alone() const;
   void advance(Lock& lock, Context& context);
   void finish(Context& context, Ended& ended);
   void activate(Flight& flight, uint32_t part);
-  void turn(LaneKey key, Ended& ended);
+  void turn(LaneKey key, LaneFlights& flights, Ended& ended);
   void call_engine();
   void leave();
   bool waiting() const;
@@ -69,15 +77,18 @@ class Station : public std::enable_shared_from_this<Station> {
   const std::vector<Rank> local_ranks_;
   const bool crowded_;    // more ranks than cores: spinning keeps others from their work
   const uint32_t share_;  // the local ranks' share of the cores: threads worth keeping awake
+  const bool spare_;      // cores that nobody misses: an engine may spin
 
   std::mutex mutex_;
   std::vector<Engine> engines_;
-  std::condition_variable callers_;  // those who wait while somebody else watches
-  std::map<LaneKey, std::deque<std::shared_ptr<Flight>>> lanes_;
+  std::condition_variable callers_;       // those who wait while somebody else watches
+  std::map<LaneKey, LaneFlights> lanes_;  // a lane that was used once stays
   std::vector<Context*> active_;
+  std::atomic<size_t> active_count_{0};  // its size, to look at without the mutex
   Wakeup* watched_ = nullptr;
   const Flight* watcher_own_ = nullptr;
-  uint32_t awake_ = 0;  // threads that run contexts or look for them
+  uint32_t awake_ = 0;         // threads that run contexts or look for them
+  uint32_t callers_idle_ = 0;  // awake, and looking for a context
   uint32_t callers_asleep_ = 0;
   bool standby_ = false;
   int64_t enqueued_ns_ = 0;
