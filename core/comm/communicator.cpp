@@ -107,6 +107,7 @@ void Communicator::locate(Operand& operand, Rank rank) const {
 
 // What every call begins with.
 Communicator::Lookup Communicator::look_up(Request& request) const {
+  if (request.view()) lay_view(request);
   for (auto* side : {&request.out, &request.in}) {
     for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
       locate((*side)[i], local_ranks_[i]);

@@ -13,15 +13,30 @@ namespace {
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
-  if (request.protocol == "promise" || facts.total_bytes == 0) return false;
+  if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
   return request.protocol == "eager" || !same_place;
 }
 
 Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   const std::string& name = request.protocol;
-  if (name == "promise") return {.entry = false, .staged = false};
+  if (name == "promise" || name == "view") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
   return {.entry = !(staged && full_exchange), .staged = staged};
+}
+
+Choice variant_of(const Request& request, const Moves& moves, const Facts& facts,
+                  const Machine& machine, const Protocol& protocol) {
+  const bool chosen = request.variant == "auto";
+  Choice choice = chosen ? choose(moves, facts.total_bytes, machine, protocol)
+                         : Choice{.variant = parse_variant(request.variant)};
+  if (!request.view() || !facts.in_place || !choice.variant.prelaunch) return choice;
+  if (!chosen) {
+    fail(Code::unsupported,
+         "a prelaunched view has its slot before next_input() could hand it out;"
+         " pass an input of your own");
+  }
+  choice.variant.prelaunch = false;
+  return choice;
 }
 
 }  // namespace
@@ -43,6 +58,7 @@ void Communicator::compare_machines(const Deadline& deadline) const {
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
 Place Communicator::place_of(const Request& request, const Facts& facts) const {
+  if (request.view()) return {.window = Place::kRing};
   if (facts.total_bytes == 0) return {.window = Place::kNone};
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
@@ -82,9 +98,7 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const Choice choice = request.variant == "auto"
-                            ? choose(moves, facts.total_bytes, machine, protocol)
-                            : Choice{.variant = parse_variant(request.variant)};
+  const Choice choice = variant_of(request, moves, facts, machine, protocol);
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
   const Counts counts = count(*plan->program);
   const bool armed = plan->program->mode == Mode::armed;
@@ -101,10 +115,11 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
       Entry{.key = undecided.key,
             .plan = digest(cat(text, staged ? " staged" : to_string(place))),
             .text = undecided.text});
+  plan->views = request.view();
   equip(*plan, lane, armed || credits, deadline);
   Result result{.op = moves.op,
                 .variant = plan->program->variant,
-                .protocol = plan->program->protocol,
+                .protocol = plan->views ? request.protocol : plan->program->protocol,
                 .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
                 .native = plan->program->native,
@@ -134,6 +149,8 @@ void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline&
   for (const Buffer& buffer : plan.program->buffers) {
     if (buffer.name == "slot") {
       track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+    } else if (buffer.name == "out" && plan.views) {
+      track.views.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
     } else if (buffer.name == "scratch") {
       for (Rank rank : local_ranks_) {
         plan.scratch.push_back(all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));

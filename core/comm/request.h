@@ -31,12 +31,15 @@ struct Request {
   std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
   Rank root = 0;
   std::string variant = "auto";
-  std::string protocol = "auto";  // auto, barrier, credits, promise, eager
+  std::string protocol = "auto";  // auto, barrier, credits, promise, eager; view
   uint32_t lane = 0;
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
   std::vector<uintptr_t> streams;  // GPUs: see Launch
   std::shared_ptr<void> keep;      // keeps the operands' memory alive until the operation has ended
+
+  // The output is the next slot of the lane's ring of views, not one of the caller's.
+  bool view() const { return protocol == "view"; }
 };
 
 // The collective facts: a function of these alone is what every rank plans.
@@ -60,11 +63,12 @@ Moves moves_of(const Facts& facts);
 struct Place {
   static constexpr uint32_t kNone = UINT32_MAX;         // nowhere: there are no bytes
   static constexpr uint32_t kOutside = UINT32_MAX - 1;  // not one place of one window
+  static constexpr uint32_t kRing = UINT32_MAX - 2;     // into the slots that views show
   uint32_t window = kNone;                              // its number, by creation
   uint64_t offset = 0;                                  // in it
 };
 
-std::string to_string(const Place& place);  // "window 1+4096", "outside", "none"
+std::string to_string(const Place& place);  // "window 1+4096", "outside", "view ring", "none"
 
 // What makes two calls share a plan, as bytes: cheap to build at every call.
 std::string cache_key(const Request& request, const Facts& facts, const Place& place);
