@@ -63,12 +63,12 @@ Moves moves_of(const Facts& facts);
 struct Place {
   static constexpr uint32_t kNone = UINT32_MAX;         // nowhere: there are no bytes
   static constexpr uint32_t kOutside = UINT32_MAX - 1;  // not one place of one window
-  static constexpr uint32_t kRing = UINT32_MAX - 2;     // in the next slot of the ring of views
+  static constexpr uint32_t kRing = UINT32_MAX - 2;     // into the slots that views show
   uint32_t window = kNone;                              // its number, by creation
   uint64_t offset = 0;                                  // in it
 };
 
-std::string to_string(const Place& place);  // "window 1+4096", "outside", "none", "view ring"
+std::string to_string(const Place& place);  // "window 1+4096", "outside", "view ring", "none"
 
 // What makes two calls share a plan, as bytes: cheap to build at every call.
 std::string cache_key(const Request& request, const Facts& facts, const Place& place);

@@ -116,6 +116,8 @@ class Communicator(ViewCalls):
         rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
         slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
+        The first calls of any operation and sizes make all ranks meet, one lane after the other:
+        where several threads make them, they have to come in one order on all ranks.
     """
 
     def __init__(
@@ -314,7 +316,11 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Rank r's input becomes part r of the root's output. out: may be None elsewhere."""
+        """Rank r's input becomes part r of the root's output.
+
+        out: may be None on other ranks; the data then goes by way of a slot, because only ranks
+        that name the root's window, and its place there, can write into it directly.
+        """
         return self._start("gather", out, inp, None, root, variant, protocol, lane)
 
     def gather_v(
@@ -418,17 +424,17 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        places, _, _ = self._side(inp, f"{op}_view", writable=False)
+        side, _, _ = self._side(inp, op + "_view", writable=False)
         looks = looks_of(inp, len(self.local_ranks))
         pending = self._core.start(
             op,
             None,
-            places,
-            [],
+            side,
+            (),
             0,
             variant,
             "view",
-            checked(f"{op}_view: lane", lane, NUMBER_MAX),
+            checked("lane", lane, NUMBER_MAX),
             self._streams(),
             inp,
             self.timeout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offcore import _core, machines
 from offcore.errors import error
+from offcore.sizes import split_evenly
 
 
 def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
@@ -29,23 +30,17 @@ def show_program(
     return program_of(machines.load(machine), op, ranks, nbytes, variant, in_place, protocol)
 
 
-def parts(nbytes: int, ranks: int) -> list[int]:
-    """`nbytes` split into one part a rank, as even as can be: the first ones may be larger."""
-    share, rest = divmod(nbytes, ranks)
-    return [share + (rank < rest) for rank in range(ranks)]
-
-
 def _moves(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
     if op == "all_gather":
-        return _core.moves_all_gather(parts(nbytes, ranks), in_place)
+        return _core.moves_all_gather(split_evenly(nbytes, ranks), in_place)
     if op == "all_to_all":
-        return _core.moves_all_to_all(ranks, parts(nbytes, ranks) * ranks, in_place)
+        return _core.moves_all_to_all(ranks, split_evenly(nbytes, ranks) * ranks, in_place)
     if op == "broadcast":
         return _core.moves_broadcast(ranks, 0, nbytes, in_place)
     if op == "scatter":
-        return _core.moves_scatter(0, parts(nbytes, ranks))
+        return _core.moves_scatter(0, split_evenly(nbytes, ranks))
     if op == "gather":
-        return _core.moves_gather(0, parts(nbytes, ranks))
+        return _core.moves_gather(0, split_evenly(nbytes, ranks))
     known = "all_gather, all_to_all, broadcast, scatter, gather"
     raise error("invalid", f"unknown operation {op!r}: known are {known}")
 

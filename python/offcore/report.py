@@ -185,7 +185,8 @@ class JsonLines:
         self.to_stdout = target == "-"
         self._file: TextIO | None = sys.stdout if self.to_stdout else None
         if target is not None and not self.to_stdout:
-            # Opened at once: a path that cannot be written is told before hours of work.
+            # Opened at once: a path that cannot be written is told before hours of work. close()
+            # closes it, which the linter does not see.
             try:
                 self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
             except OSError as failure:

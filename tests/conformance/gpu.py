@@ -83,7 +83,7 @@ class GpuArray:
     def __ne__(self, other: object) -> Any:
         return np.asarray(self) != np.asarray(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # it is equal by elements
 
 
 class GpuWindow(offcore.Window):

@@ -50,7 +50,7 @@ def isolated(
             assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
 
         del wrapper.__wrapped__  # pytest would read the test's own signature
-        wrapper.body = test  # type: ignore[attr-defined]
+        wrapper.body = test
         return wrapper
 
     return decorate

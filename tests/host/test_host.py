@@ -48,7 +48,7 @@ def gathered(ranks: int, call: int, count: int) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(params=["0", "64"], ids=["own-cores", "cores-to-spare"])
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines sleep where cores are few and spin where there are many: both are to be tested."""
+    """Callers work alone where cores are few; engines come to help them where there are many."""
     monkeypatch.setenv("OFFCORE_HOST_CORES", request.param)
 
 

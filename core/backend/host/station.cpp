@@ -16,14 +16,10 @@ namespace {
 
 constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
-constexpr int64_t kSparePureSpinNs = 20'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;
-constexpr int64_t kGraceNs = 5'000;    // a caller that will wait at once does so within this
-constexpr uint32_t kSpareShare = 4;    // cores a process has, where an engine may spin
-constexpr uint32_t kLockTries = 100;   // the mutex is held for less than a thread's switch takes
-constexpr uint32_t kCallerPauses = 2;  // between two looks of a thread that spins
-constexpr uint32_t kEnginePauses = 8;
+constexpr uint32_t kLockTries = 100;      // the mutex is held for less than a thread's switch takes
+constexpr uint32_t kCallerPauses = 2;     // between two looks of a thread that spins
 constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after a launch
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
 constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
@@ -72,7 +68,6 @@ Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ran
     : local_ranks_(std::move(local_ranks)),
       crowded_(ranks > cores()),
       share_(std::max<uint32_t>(1, cores() * local_ranks_.size() / ranks)),
-      spare_(share_ >= kSpareShare * local_ranks_.size()),
       engines_(local_ranks_.size() * machine.engines_peer) {}
 
 void Station::prepare(const Cargo& cargo) {
@@ -122,8 +117,8 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
     activate(*flight, part);
     turn(key, flights, ended);
   }
-  const bool watched_over = spare_ && standby_;  // its grace spares a caller that waits at once
-  if (turned && awake_ < share_ && !watched_over && ready(true)) call_engine();
+  // The engine that stands by will see it: a caller that waits at once need not call anybody.
+  if (turned && awake_ < share_ && !standby_ && ready(true)) call_engine();
   --awake_;
   if (turned) leave();
   // `lock` goes before `ended`: see Ended.
@@ -134,7 +129,6 @@ void Station::activate(Flight& flight, uint32_t part) {
   for (const std::unique_ptr<Context>& context : flight.contexts) {
     if (context->local_.part == part) active_.push_back(context.get());
   }
-  active_count_.store(active_.size(), std::memory_order_relaxed);
 }
 
 // Retires the lane's flights whose part is complete, and gives the next its turn.
@@ -155,7 +149,6 @@ void Station::turn(LaneKey key, LaneFlights& flights, Ended& ended) {
 
 void Station::finish(Context& context, Ended& ended) {
   active_.erase(std::find(active_.begin(), active_.end(), &context));
-  active_count_.store(active_.size(), std::memory_order_relaxed);
   Flight& flight = context.flight_;
   for (const Context::Timestamp& timestamp : context.timestamps_) {
     flight.timestamps_ns[timestamp.number] = timestamp.time_ns;
@@ -199,15 +192,6 @@ void Station::leave() {
   } else {
     call_engine();
   }
-}
-
-// Whether there is more to do than idle callers take up by themselves, and for long enough.
-bool Station::left_alone() const {
-  const int64_t since_ns = now_ns() - kGraceNs;
-  const auto count = std::count_if(active_.begin(), active_.end(), [&](const Context* context) {
-    return !context->running_ && context->flight_.launch_ns < since_ns && context->ready();
-  });
-  return count > callers_idle_;
 }
 
 // A ready context: light ones first, for peers wait for their signals, then the caller's own; none
@@ -276,41 +260,24 @@ void Station::watch(Lock& lock, const Flight* own, int64_t wait_ns) {
   lock.lock();
 }
 
-// Until called, or kStandbyNs are over; with cores to spare until something is left alone.
-void Station::stand_by(Lock& lock, Engine& engine) {
+// An engine that found nothing to run: watches, stands by, or sleeps until it is called.
+void Station::rest(Lock& lock, Engine& engine) {
+  if (awake_ == 1 && watched_ == nullptr && !standby_ && waiting()) {
+    return watch(lock, nullptr, kWatchNs);
+  }
   --awake_;
+  if (standby_ || now_ns() - enqueued_ns_ >= kRecentNs) {
+    engine.state = Engine::State::asleep;
+    engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
+    return;
+  }
   standby_ = true;
   engine.state = Engine::State::standby;
-  if (spare_) {
-    const int64_t until_ns = now_ns() + kStandbyNs;
-    while (engine.state == Engine::State::standby && !stopping_ && !left_alone()) {
-      lock.unlock();
-      do {
-        pause_briefly(kEnginePauses);
-      } while (active_count_.load(std::memory_order_relaxed) == 0 && !stopping_ &&
-               now_ns() < until_ns);
-      lock = enter();
-      if (now_ns() >= until_ns) break;
-    }
-  } else {
-    engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
-  }
+  engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
   if (engine.state == Engine::State::awake) return;  // called
   standby_ = false;
   engine.state = Engine::State::awake;
   ++awake_;
-}
-
-void Station::rest(Lock& lock, Engine& engine) {
-  const bool attends = awake_ == 1 && watched_ == nullptr && !standby_ && waiting();
-  const int64_t quiet_ns = now_ns() - enqueued_ns_;
-  if (!standby_ && quiet_ns < (spare_ ? kStandbyNs : kRecentNs) && (spare_ || !attends)) {
-    return stand_by(lock, engine);
-  }
-  if (attends) return watch(lock, nullptr, kWatchNs);
-  --awake_;
-  engine.state = Engine::State::asleep;
-  engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
 }
 
 void Station::serve(uint32_t index) {
@@ -335,7 +302,7 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
-  const int64_t pure_spin_ns = crowded_ ? 0 : (spare_ ? kSparePureSpinNs : kPureSpinNs);
+  const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {

@@ -10,10 +10,6 @@
 // is awake, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by
 // (an engine that looks again within kStandbyNs, so that a caller who launches and waits at once,
 // over and over, need not wake anybody). Every other thread sleeps until called.
-//
-// Where the ranks have cores to spare, the engine that stands by does not sleep meanwhile, and
-// takes up what its caller has left alone for kGraceNs: a caller that launches many operations
-// ahead need not wake an engine, and one that waits at once keeps the copy on its own core.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -59,12 +55,10 @@ class Station : public std::enable_shared_from_this<Station> {
   Lock enter();
   void serve(uint32_t engine);
   void rest(Lock& lock, Engine& engine);
-  void stand_by(Lock& lock, Engine& engine);
   void help(Lock& lock, Flight& own, const Deadline& deadline);
   void watch(Lock& lock, const Flight* own, int64_t wait_ns);
   void doze(Lock& lock, int64_t wait_ns);
   Context* pick(const Flight* own);
-  bool left_alone() const;
   void advance(Lock& lock, Context& context);
   void finish(Context& context, Ended& ended);
   void activate(Flight& flight, uint32_t part);
@@ -77,14 +71,12 @@ class Station : public std::enable_shared_from_this<Station> {
   const std::vector<Rank> local_ranks_;
   const bool crowded_;    // more ranks than cores: spinning keeps others from their work
   const uint32_t share_;  // the local ranks' share of the cores: threads worth keeping awake
-  const bool spare_;      // cores that nobody misses: an engine may spin
 
   std::mutex mutex_;
   std::vector<Engine> engines_;
   std::condition_variable callers_;       // those who wait while somebody else watches
   std::map<LaneKey, LaneFlights> lanes_;  // a lane that was used once stays
   std::vector<Context*> active_;
-  std::atomic<size_t> active_count_{0};  // its size, to look at without the mutex
   Wakeup* watched_ = nullptr;
   const Flight* watcher_own_ = nullptr;
   uint32_t awake_ = 0;         // threads that run contexts or look for them

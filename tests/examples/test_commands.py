@@ -1,0 +1,88 @@
+"""Every `offcore` command that a document shows runs as it is written, but for the sizes: few and
+small ones here, with those of the document only read."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offcore import cli
+from offcore.sizes import parse_sizes
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/*.md")
+BARE = ("bench", "show", "verify")  # want arguments: where they stand alone they are only named
+# What a document shows to fail, and how.
+FAILING = {
+    "grep -v poll": "offcore: verify: ",
+    "--variants swap": "offcore: unsupported: ",
+}
+PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma"}
+
+
+def commands_of(text: str) -> set[str]:
+    text = text.replace("\\\n", " ")
+    lines = re.findall(r"^    (offcore .*)$", text, re.M)
+    spans = [span.replace(r"\|", "|") for span in re.findall(r"`(offcore [^`]+)`", text)]
+    found = set()
+    for command in (*lines, *spans):
+        command = re.sub(r"\s+(#.*)?$", "", re.sub(r" +", " ", command))
+        words = command.split()
+        if (
+            words[1] == "demo"
+            or command.startswith("offcore: ")
+            or words[1:] in [[b] for b in BARE]
+        ):
+            continue
+        found.add(command)
+    return found
+
+
+def shown() -> list[str]:
+    texts = [path.read_text("utf-8") for name in DOCUMENTS for path in ROOT.glob(name)]
+    return sorted(set().union(*map(commands_of, (*texts, cli.bench.__doc__ or ""))))
+
+
+def made_cheap(command: str) -> str:
+    for name, value in PLACEHOLDERS.items():
+        command = re.sub(rf"\b{name}\b", value, command)
+    if importlib.util.find_spec("torch") is None:
+        command = command.replace("--baseline gloo,memcpy", "--baseline memcpy")
+    if not command.startswith("offcore bench") or "--help" in command:
+        return command
+    given = re.search(r"--sizes (\S+)", command)
+    if given is None:
+        return command + " --sizes 4K"
+    sizes = parse_sizes(given[1])
+    few = len(sizes) <= 3 and max(sizes) <= 1 << 20
+    return command if few else command.replace(given[0], f"--sizes {min(sizes)}")
+
+
+@pytest.mark.parametrize("command", shown())
+def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "offcore"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.cli "$@"\n', "utf-8")
+    tool.chmod(0o755)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    program = (
+        f"{tool} show all_gather --ranks 2 --variant b2b > program.dma; PATH={tool.parent}:$PATH;"
+    )
+    done = subprocess.run(
+        ("bash", "-c", f"{program} {made_cheap(command)}"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    expected = [start for part, start in FAILING.items() if part in command]
+    assert (done.returncode != 0) == bool(expected), done.stderr
+    assert all(start in done.stderr for start in expected), done.stderr
+
+
+def test_the_documents_show_commands() -> None:
+    assert {command.split()[1] for command in shown()} >= {*BARE, "breakdown", "doctor"}
