@@ -16,7 +16,9 @@ namespace offcore {
   X(OFFCORE_TIMEOUT_S, "30", "seconds after which a wait that names no timeout gives up")      \
   X(OFFCORE_COMMIT, "", "commit that benchmark rows name where the source is no checkout")     \
   X(OFFCORE_MACHINES, "", "folder searched for machine files before the ones that come along") \
-  X(OFFCORE_LIBCUDA, "libcuda.so.1", "NVIDIA's driver library that the cuda backend opens")
+  X(OFFCORE_LIBCUDA, "libcuda.so.1", "NVIDIA's driver library that the cuda backend opens")    \
+  X(OFFCORE_CACHE, "", "folder of what offcore remembers; by default offcore in XDG_CACHE_HOME") \
+  X(XDG_CACHE_HOME, "~/.cache", "where OFFCORE_CACHE is by default")
 
 struct EnvVariable {
   const char* name;

@@ -14,6 +14,7 @@
 #include "core/base/error.h"
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
+#include "core/comm/settle.h"
 #include "module.h"
 
 namespace offcore {
@@ -136,8 +137,14 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
         open_backend(backend, machine, ranks, std::move(all), std::move(options)), nullptr, ranks,
         deadline);
   }
-  auto opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  auto opened = open_backend(backend, machine, world_size, {rank}, options);
   auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
+  const std::string signals =
+      settle_signals(*rendezvous, cuda.signals, opened->signals(), deadline);
+  if (signals != opened->signals()) {
+    options.cuda.signals = signals;
+    opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  }
   return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
 }
 

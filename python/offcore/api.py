@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offcore import _core, machines
+from offcore import _core, machines, stress
 from offcore.errors import error
 from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
 from offcore.programs import program_of, variants
@@ -118,8 +118,9 @@ class Communicator:
     machine: a machine's name or file; by default this host, or mi300x-8 on sim.
     device: cuda only: the GPU of this process's rank, or a list with one for each local rank; by
         default rank r drives GPU r (counted among the visible ones, modulo their number).
-    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced" or
-        "copy_order"; what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
+    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
+        "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
+        passed); what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
         kind, rank, queue, nth, factor, ns).
@@ -146,7 +147,7 @@ class Communicator:
         rank: int | None = None,
         world_size: int | None = None,
         device: int | Sequence[int] | None = None,
-        signals: str = "fenced",
+        signals: str = "auto",
         own_copy: str = "engine",
         phantom: bool = False,
         seed: int = 0,
@@ -186,7 +187,7 @@ class Communicator:
             phantom=phantom,
             seed=seed,
             faults=[_core.Fault(**fault) for fault in faults],
-            cuda=_core.CudaOptions(devices=devices, signals=signals, own_copy=own_copy),
+            cuda=stress.cuda_options(wanted, devices, signals, own_copy),
             timeout_s=self.timeout,
         )
         self.ranks: int = self._core.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import offcore
-from offcore.report import commit, versions
+from offcore import _core, stress
+from offcore.errors import error
+from offcore.report import JsonLines, commit, progress_bar, versions
 
 
 def _memory_bytes() -> int:
@@ -64,6 +67,28 @@ def _grid(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def stressed(operations: int, lines: JsonLines, console: Console) -> None:
+    """Runs the stress, remembers its verdicts and prints them. Raises `Error`: driver where even
+    the documented form has failed, or where the stress proves nothing."""
+    with progress_bar() as bar:
+        task = bar.add_task("stress", total=stress.trials())
+        verdicts = stress.run(operations, step=lambda: bar.advance(task))
+    file = stress.remember(verdicts)
+    table = _grid("signal forms", "GPU", "form", "state", "")
+    for verdict in verdicts:
+        lines.write(asdict(verdict))
+        state = "[green]passed[/]" if verdict.passed else "[red]failed[/]"
+        table.add_row(verdict.gpu, verdict.signals, state, verdict.told)
+    console.print(table)
+    form, why = stress.choose(_core.cuda_facts())
+    console.print(f"driver {verdicts[0].driver}, {verdicts[0].gpus} GPUs; the planted fault gave "
+                  f"{verdicts[0].planted_wrong_words} wrong words")  # fmt: skip
+    console.print(f"signals='auto' is {form}: {why}\nremembered in {file}")
+    for verdict in verdicts:
+        if verdict.signals == "fenced" and not verdict.passed:
+            raise error("driver", f"the stress of {verdict.gpu} failed: {verdict.told}")
 
 
 def render(found: dict[str, Any], console: Console) -> None:

@@ -113,9 +113,7 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view signals() const override {
-    return fleet_->habits().signals == SignalForm::copy_order ? "copy_order" : "fenced";
-  }
+  std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }
 
@@ -255,11 +253,8 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
          "backend waits for words in the GPUs' own: use a machine such as h200-4");
   }
   cuda::Habits habits;
-  if (options.signals == "copy_order") {
-    habits.signals = cuda::SignalForm::copy_order;
-  } else if (options.signals != "fenced") {
-    fail(Code::invalid, "unknown signal form '", options.signals, "': fenced or copy_order");
-  }
+  habits.signals =
+      cuda::parse_signals(options.signals == "auto" ? options.proven : options.signals);
   if (options.own_copy != "engine" && options.own_copy != "sm") {
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }

@@ -18,6 +18,16 @@ CUdeviceptr device_pointer(std::byte* host) {
 
 }  // namespace
 
+std::string_view to_string(SignalForm form) {
+  return form == SignalForm::copy_order ? "copy_order" : "fenced";
+}
+
+SignalForm parse_signals(std::string_view text) {
+  if (text == "copy_order") return SignalForm::copy_order;
+  if (text == "fenced") return SignalForm::fenced;
+  fail(Code::invalid, "unknown signal form '", text, "': auto, fenced or copy_order");
+}
+
 Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
            const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
            const Doubles* doubles, std::vector<Stamp>* stamps)
@@ -130,14 +140,17 @@ bool Feed::one_command(const Command& signal) const {
 void Feed::announce(std::span<const Command> rest) {
   const auto end = std::find_if(rest.begin(), rest.end(),
                                 [](const Command& command) { return !moves_data(command.op); });
-  if (end == rest.end() || end->op != Op::signal || !one_command(*end)) return;
+  if (end == rest.end() || end->op != Op::signal) return;
+  const bool one_peer = end->rows == 1 && end->dst.rank != device_.rank() &&
+                        end->dst.rank != kHostRank && place(end->dst).ring != nullptr;
+  if (!one_peer && !one_command(*end)) return;
   add(kOpWrite32, word_, launch_.epoch + end->value);
   announced_ = true;
 }
 
 void Feed::signal(const Command& command) {
   const uint32_t value = launch_.epoch + command.value;
-  if (one_command(command)) {
+  if (announced_ || one_command(command)) {
     if (!announced_) add(kOpWrite32, word_, value);
     announced_ = false;
     flush();
