@@ -7,6 +7,7 @@
 #include <cctype>
 #include <cerrno>
 #include <fstream>
+#include <sstream>
 
 #include "core/backend/cuda/driver.h"
 
@@ -21,6 +22,21 @@ std::string first_line(const std::string& path) {
   std::string line;
   std::getline(file, line);
   return line;
+}
+
+// "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ...": the word of numbers.
+std::string version_in(const std::string& line) {
+  std::istringstream words(line);
+  for (std::string word; words >> word;) {
+    const bool numbers = word.find_first_not_of("0123456789.") == std::string::npos;
+    if (numbers && word.find('.') != std::string::npos) return word;
+  }
+  return "";
+}
+
+std::string driver_version() {
+  const std::string version = version_in(first_line("/sys/module/nvidia/version"));
+  return !version.empty() ? version : version_in(first_line("/proc/driver/nvidia/version"));
 }
 
 CUdevice device_of(int ordinal) {
@@ -58,7 +74,7 @@ int prefer_node(void* memory, size_t bytes, int node) {
 
 DriverFacts driver_facts() {
   const Driver& driver = Driver::open();
-  DriverFacts facts{.version = first_line("/sys/module/nvidia/version"), .cuda = driver.version()};
+  DriverFacts facts{.version = driver_version(), .cuda = driver.version()};
   for (int ordinal = 0; ordinal < driver.devices(); ++ordinal) {
     GpuFacts gpu{.ordinal = ordinal, .name = device_name(ordinal), .pci = pci_address(ordinal)};
     gpu.node = numa_node(gpu.pci);

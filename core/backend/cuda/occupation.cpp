@@ -9,7 +9,7 @@ namespace offcore::cuda {
 namespace {
 
 constexpr double kStartS = 3;
-constexpr double kEndS = 10;
+constexpr double kEndS = 5;
 constexpr uint32_t kHere = 1;
 constexpr uint32_t kRan = 7;
 
@@ -37,6 +37,15 @@ Occupation::Occupation(const std::vector<int>& ordinals, double limit_s) {
     words += 1 + seats_.back().count;
   }
   words_ = allocate_pinned(seats_[0].device->context(), words * sizeof(uint32_t));
+  try {
+    fill(limit_s);
+  } catch (...) {
+    let_go();
+    throw;
+  }
+}
+
+void Occupation::fill(double limit_s) {
   for (const Seat& seat : seats_) warm_up(seat);
   const auto limit_ns = static_cast<uint64_t>(limit_s * 1e9);
   for (const Seat& seat : seats_) {
@@ -47,9 +56,8 @@ Occupation::Occupation(const std::vector<int>& ordinals, double limit_s) {
   const Deadline deadline = Deadline::after_s(std::min(kStartS, limit_s));
   while (!holds()) {
     if (deadline.passed()) {
-      release();
       fail(Code::driver, "the blocks that are to fill every SM do not all start: does something ",
-           "else run on the GPUs?");
+           "else hold the GPU?");
     }
     nap(0);
   }
@@ -58,7 +66,9 @@ Occupation::Occupation(const std::vector<int>& ordinals, double limit_s) {
   }
 }
 
-Occupation::~Occupation() {
+Occupation::~Occupation() { let_go(); }
+
+void Occupation::let_go() {
   try {
     release();
   } catch (const Error&) {
@@ -85,14 +95,16 @@ void Occupation::warm_up(const Seat& seat) const {
   seat.kernels->spin(seat.blocks->handle(), 1,
                      {.stop = address(seat, 0), .state = address(seat, seat.at + 1)});
   seat.kernels->touch(seat.control->handle(), {.word = address(seat, seat.at), .value = kRan});
-  if (!wait_idle()) fail(Code::driver, "a kernel did not end: does something else hold the GPU?");
+  if (!wait_idle(kStartS)) {
+    fail(Code::driver, "a kernel does not end: does something else hold the GPU?");
+  }
   word_at(words_, 0) = 0;
   word_at(words_, seat.at) = 0;
   word_at(words_, seat.at + 1) = 0;
 }
 
-bool Occupation::wait_idle() const {
-  const Deadline deadline = Deadline::after_s(kEndS);
+bool Occupation::wait_idle(double limit_s) const {
+  const Deadline deadline = Deadline::after_s(limit_s);
   const int64_t began_ns = now_ns();
   for (const Seat& seat : seats_) {
     const Current current = seat.device->current();
@@ -126,7 +138,7 @@ bool Occupation::holds() const {
 bool Occupation::release() {
   if (seats_.empty()) return false;
   word_at(words_, 0).store(1, std::memory_order_release);
-  if (!released_ && !wait_idle()) {
+  if (!released_ && !wait_idle(kEndS)) {
     fail(Code::driver, "the blocks on the GPUs do not go: end this process");
   }
   released_ = true;

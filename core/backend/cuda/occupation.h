@@ -40,8 +40,10 @@ class Occupation {
 
   CUdeviceptr address(const Seat& seat, uint32_t word) const;
   uint32_t read(uint32_t word) const;
+  void fill(double limit_s);
+  void let_go();
   void warm_up(const Seat& seat) const;
-  bool wait_idle() const;
+  bool wait_idle(double limit_s) const;
 
   std::vector<Seat> seats_;
   std::shared_ptr<void> words_;  // host memory: stop; then a seat's control word and blocks' states

@@ -56,8 +56,7 @@ struct Reader {
 
 uint64_t wrong_words(const Reader& r, uint32_t peer, uint32_t value, Engine& engine) {
   const uint32_t hop = (r.own + r.ranks - peer - 1) % r.ranks;
-  const uint32_t base =
-      (value % r.banks + hop * r.fans) * kBankStep + peer * kRankShift;
+  const uint32_t base = (value % r.banks + hop * r.fans) * kBankStep + peer * kRankShift;
   uint64_t wrong = 0;
   std::vector<Piece> found;
   const uint64_t bytes = uint64_t{r.words} * 4;

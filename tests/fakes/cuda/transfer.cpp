@@ -136,8 +136,9 @@ bool within_one_device(const Transfer& transfer) {
   return dst.allocation && src.allocation && dst.allocation->device() == src.allocation->device();
 }
 
-bool takes_sms(const std::vector<Transfer>& batch) {
-  return batch.size() == 1 && batch[0].rows * batch[0].slices == 1 && within_one_device(batch[0]);
+bool takes_sms(const std::vector<Transfer>& batch, bool overlap) {
+  return !overlap && batch.size() == 1 && batch[0].rows * batch[0].slices == 1 &&
+         within_one_device(batch[0]);
 }
 
 // What a driver makes of the copy that does not do strided copies across allocations well.
@@ -153,13 +154,13 @@ Transfer as_done(const Transfer& transfer) {
   return first;
 }
 
-void count_copy(const std::vector<Transfer>& batch) {
+void count_copy(const std::vector<Transfer>& batch, bool overlap) {
   const bool strided = batch.size() == 1 && batch[0].rows * batch[0].slices > 1;
   if (batch.size() != 1) {
     ++tally().batched;
   } else {
     ++(strided ? tally().strided : tally().plain);
-    if (takes_sms(batch)) ++tally().same_device;
+    if (takes_sms(batch, overlap)) ++tally().same_device;
   }
   for (const Transfer& transfer : batch) {
     tally().rows += transfer.rows * transfer.slices;
@@ -169,8 +170,8 @@ void count_copy(const std::vector<Transfer>& batch) {
 
 }  // namespace
 
-Work copy_work(std::vector<Transfer> batch) {
-  return [batch = std::move(batch)](Engine& engine) -> Result {
+Work copy_work(std::vector<Transfer> batch, bool overlap) {
+  return [batch = std::move(batch), overlap](Engine& engine) -> Result {
     std::vector<Chunk> chunks;
     for (const Transfer& transfer : batch) add_chunks(as_done(transfer), chunks);
     if (chunks.empty()) return kSuccess;
@@ -178,7 +179,7 @@ Work copy_work(std::vector<Transfer> batch) {
     engine.pause();
     if (const Result code = planted_fault("copy")) return code;
     std::optional<Room> room;
-    if (takes_sms(batch)) room.emplace(engine.context, 1024);
+    if (takes_sms(batch, overlap)) room.emplace(engine.context, 1024);
     const int device = engine.context.physical;
     const bool whole = !engine.loose || chunks.front().bytes == 4;
     const size_t now = whole ? chunks.size() : chunks.size() / 2;
@@ -186,7 +187,7 @@ Work copy_work(std::vector<Transfer> batch) {
       if (i == chunks.size() / 2 && i > 0) engine.pause();
       if (const Result code = copy_chunk(chunks[i], device)) return code;
     }
-    count_copy(batch);
+    count_copy(batch, overlap);
     if (!engine.left.empty()) std::this_thread::sleep_for(std::chrono::microseconds(300));
     if (const Result code = engine.catch_up()) return code;
     for (size_t i = now; i < chunks.size(); ++i) {
