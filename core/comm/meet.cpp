@@ -103,7 +103,7 @@ std::shared_ptr<Communicator::Plan> Communicator::meet(const Request& request, c
                 .protocol = plan->program->protocol,
                 .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
-                .native = plan->program->native,
+                .native = plan->program->native && plan->loaded->native(),
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,

@@ -44,6 +44,7 @@ void bind_stress(nb::module_& module) {
             new (place) cuda::Stress(devices);
           },
           nb::arg("devices"))
+      .def_prop_ro("strided", &cuda::Stress::strided)
       .def(
           "run",
           [](cuda::Stress& self, const std::string& signals, std::string shape, bool planted,

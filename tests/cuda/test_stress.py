@@ -62,7 +62,7 @@ def test_a_flag_that_never_comes_ends_the_trial() -> None:
     del stressed
     assert not any(live().values()), live()
     """
-    assert run(code, "3", prelude=TRIALS, OFFCORE_FAKE_CUDA_STRIDED="wrong") == ""
+    assert run(code, "3", prelude=TRIALS, OFFCORE_FAKE_CUDA_STRIDED_RIGHT="20") == ""
 
 
 def test_a_trial_that_fails_half_way() -> None:
@@ -77,7 +77,7 @@ def test_a_trial_that_fails_half_way() -> None:
     del stressed
     assert not any(live().values()), live()
     """
-    assert run(code, "3", prelude=TRIALS, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:5") == ""
+    assert run(code, "3", prelude=TRIALS, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:20") == ""
 
 
 def test_auto_is_what_the_stress_has_shown(tmp_path: Path) -> None:

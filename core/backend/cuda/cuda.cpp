@@ -69,6 +69,14 @@ class CudaLoaded final : public Loaded {
     return fleet_->park(cargo_, launch, *hangar_);
   }
 
+  bool native() const override {
+    const auto& queues = cargo_->program->queues;
+    return fleet_->strided() || std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
+             return std::any_of(queue.commands.begin(), queue.commands.end(),
+                                [](const Command& c) { return c.rows > 1 && c.op != Op::poll; });
+           });
+  }
+
   std::unique_ptr<Run> launch(const Launch& launch) override {
     return std::make_unique<CudaRun>(fleet_, fleet_->launch(cargo_, launch, *hangar_));
   }
@@ -132,6 +140,7 @@ class CudaBackend final : public Backend {
     }
     const auto mapped =
         std::make_shared<Mapped>(std::move(parts), fleet_->devices(), fleet_->rings());
+    fleet_->try_strided(mapped->ring);
     for (Share& share : shares) {
       share.data = reinterpret_cast<std::byte*>(mapped->ring.part(share.rank));
       share.owner = mapped;

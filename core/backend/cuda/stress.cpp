@@ -29,6 +29,7 @@ Stress::Stress(const std::vector<int>& ordinals) {
   const uint64_t bytes = banks_at() + (kBanks + ranks) * kChunkBytesMax + 2 * kNoiseBytes;
   for (const auto& device : devices_) parts.push_back(Part::create(*device, bytes, false));
   ring_ = std::make_unique<Ring>(std::move(parts), devices_);
+  ring_->set_strided(ring_->try_strided(devices_));
   rings_.add(*ring_);
   for (const auto& device : devices_) {
     device->zero(ring_->part(device->rank()), banks_at());

@@ -41,6 +41,7 @@ class Stress {
   Stress(const Stress&) = delete;
   Stress& operator=(const Stress&) = delete;
 
+  bool strided() const { return ring_->strided(); }  // one copy reaches all peers
   // Throws invalid, and driver when a GPU does not let go of what it was given.
   TrialOutcome run(const Trial& trial, const Deadline& deadline);
 

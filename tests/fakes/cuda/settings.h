@@ -21,7 +21,7 @@ struct Settings {
   int driver = 13000;
   bool mig = false;
   bool loose = false;          // copies of one stream overtake each other
-  bool strided_wrong = false;  // strided copies across allocations do one row only
+  uint64_t strided_right = UINT64_MAX;  // later strided copies across allocations do one row only
   bool all_peers = true;
   std::vector<std::pair<int, int>> no_peers;  // pairs of physical devices
   std::vector<Fault> faults;
