@@ -11,6 +11,7 @@ namespace {
 // queues see. Its addresses are no collective fact, and every call may bring others.
 const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
   if (buffer.name == "in") return &request.in;
+  if (request.view()) return nullptr;
   const bool own = buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr;
   return buffer.name == "out" && own ? &request.out : nullptr;
 }
@@ -18,8 +19,15 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
 }  // namespace
 
 void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.credits) {
+    if (!plan.credited) grant(plan, lane, request.streams);  // the caller enters now
+    plan.credited = false;
+  }
+  ++plan.launches;
   if (plan.program->mode != Mode::armed) {
-    pending.run_ = plan.loaded->launch(bind(plan, request, lane));
+    const Launch launch = bind(plan, request, lane);
+    pending.view_ = std::exchange(plan.view, {});
+    pending.run_ = plan.loaded->launch(launch);
     return;
   }
   const auto arm = [&] {
@@ -36,38 +44,58 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
     using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
     armed->owner = std::make_shared<Held>(armed->owner, request.keep);
   }
+  pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
   pending.run_ = plan.loaded->launch(*armed);
   plan.armed = arm();  // at once: the next call finds its program on the engines
 }
 
-Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
+// Tells the peers that write into this rank that they may, for the plan's next launch.
+void Communicator::grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams) {
+  Launch launch = bind_words(plan, lane);
+  launch.streams = streams;
+  using Held = std::pair<ControlMemory, ControlMemory>;
+  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory, control_);
+  plan.credits->launch(launch);
+  plan.credited = true;
+}
+
+// A launch with its flag words, and nothing else yet.
+Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
+  const Flags& flags = plan.own_track ? plan.own_track->flags : lane.track.flags;
+  Launch launch{.binding = Binding(plan.program->buffers.size(), ranks_),
+                .epoch = flags.epoch,
+                .lane = lane.index};
+  for (Rank rank = 0; rank < ranks_; ++rank) {
+    launch.wakeups.push_back(&wakeup(rank));
+    launch.binding.base(kFlagBuffer, rank) = flags.base(rank);
+  }
+  launch.binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+  return launch;
+}
+
+Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
   Track& track = plan.own_track ? *plan.own_track : lane.track;
   Flags& flags = track.flags;
-  Launch launch{
-      .binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
+  Launch launch = bind_words(plan, lane);
   launch.streams = request.streams;
   flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
-  for (Rank rank = 0; rank < ranks_; ++rank) {
-    launch.wakeups.push_back(&wakeup(rank));
-    binding.base(kFlagBuffer, rank) = flags.base(rank);
-  }
-  binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
 
-  std::shared_ptr<Window> slots;
+  Slots::Place slot;
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
     if (buffer.name == "slot") {
-      slots = track.slots.window();
-      const uint32_t slot = track.slots.next(plan.full_exchange);
-      for (Rank rank = 0; rank < ranks_; ++rank) {
-        binding.base(id, rank) = track.slots.base(rank, slot);
-      }
+      slot = track.slots.take(plan.full_exchange);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
     } else if (buffer.name == "scratch") {
       for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
+    } else if (plan.views && buffer.name == "out") {
+      slot = track.views.take(true);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
+      plan.view = {.window = slot.window, .offset = slot.offset};
     } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
@@ -75,10 +103,10 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
       }
     }
   }
-  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, ControlMemory,
-                          ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
-  launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
-                                        plan.scratch, request.keep);
+  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, ControlMemory, ControlMemory,
+                          std::vector<Share>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory,
+                                        control_, plan.scratch, request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

@@ -106,6 +106,7 @@ void Communicator::locate(Operand& operand, Rank rank) const {
 
 // What every call begins with.
 Communicator::Lookup Communicator::look_up(Request& request) const {
+  if (request.view()) lay_view(request);
   for (auto* side : {&request.out, &request.in}) {
     for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
       locate((*side)[i], local_ranks_[i]);
@@ -146,6 +147,10 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
   all_or_none([&] { launch(*plan, request, lane, *pending); });
+  if (plan->credits) {
+    pending->plan_ = plan;
+    pending->launch_ = plan->launches;
+  }
   return pending;
 }
 
@@ -200,6 +205,18 @@ void Communicator::close() {
 Pending::~Pending() = default;
 
 bool Pending::done() { return run_->done(); }
+
+void Pending::release(const std::vector<uintptr_t>& streams) {
+  if (result_->protocol != "credits") {
+    fail(Code::invalid, result_->op, " ran with protocol ", result_->protocol,
+         ": only an operation of protocol credits can be released");
+  }
+  Communicator& communicator = *communicator_;
+  const std::scoped_lock lock(communicator.mutex_);
+  communicator.check_alive();
+  if (plan_->credited || plan_->launches != launch_) return;
+  communicator.grant(*plan_, *lane_, streams);
+}
 
 Result Pending::wait(const Deadline& deadline) {
   Communicator& communicator = *communicator_;

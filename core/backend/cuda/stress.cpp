@@ -155,9 +155,10 @@ void Stress::start(const Round& round) {
     gate.flush();
     for (uint32_t i = 1; i <= round.count; ++i) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
-      Feed(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
-           bound, rings_, habits, nullptr, nullptr)
-          .run(program.queues[0].commands);
+      Feed feed(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
+                bound, rings_, habits, nullptr, nullptr);
+      feed.run(program.queues[0].commands);
+      feed.flush();
     }
     seat.kernels->read(seat.kernel->handle(),
                        {.chunks = ring_->part(rank) + chunks_at(),
