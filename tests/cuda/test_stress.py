@@ -142,3 +142,21 @@ def test_ranks_have_one_form(tmp_path: Path) -> None:
         assert [process.returncode for process in group] == [0, 0], told
         assert words in told[0], told
         assert words in told[1] or wanted, told
+
+
+def test_doctor_tells_of_the_gpus(tmp_path: Path) -> None:
+    doctor = """
+    from offcore.cli import main
+    sys.argv = ["offcore", "doctor", *sys.argv[1:]]
+    main()
+    """
+    env = {"OFFCORE_CACHE": str(tmp_path), "OFFCORE_FAKE_CUDA_NO_PEER": "0-1"}
+    env |= {"OFFCORE_FAKE_CUDA_DEVICES": "3"}
+    found = json.loads(run(doctor, "--json", "-", **env))["cuda"]
+    assert found["driver"].endswith("CUDA 13.0") or "(CUDA 13.0)" in found["driver"]
+    assert [gpu["peers"] for gpu in found["gpus"]] == [[2], [2], [0, 1]]
+    assert (found["signals"], found["multicast"]) == ("fenced", "never used")
+    assert "offcore doctor --stress" in found["signals_why"]
+    shown = run(doctor, **env)
+    for words in ("NVIDIA H200 (stand-in)", "0000:10:00.0", "never used", "NUMA node"):
+        assert words in shown, shown
