@@ -113,6 +113,10 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
                 .in_place = facts.in_place,
                 .total_bytes = facts.total_bytes,
                 .counts = counts};
+  log_.info("new: ", undecided.text, ": ", result.variant, ", ", result.protocol, ", ",
+            result.signals, result.staged ? ", staged" : "", result.tuned ? ", tuned" : "",
+            result.native ? "" : ", not native", "; ", counts.commands, " commands, ",
+            counts.engines, " engines, ", counts.syncs, " syncs");
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }

@@ -336,6 +336,14 @@ void bind_comm(nb::module_& module) {
             self.barrier(Deadline::after_s(timeout_s));
           },
           nb::arg("timeout_s"))
+      .def(
+          "exchange",
+          [](Communicator& self, const std::string& tag, const std::string& text,
+             double timeout_s) {
+            const nb::gil_scoped_release release;
+            return self.exchange(tag, text, Deadline::after_s(timeout_s));
+          },
+          nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.")
       .def_prop_ro("host_visible", [](Communicator& self) { return self.backend().host_visible(); })
       .def("host_array", &host_array, nb::arg("nbytes"),
            "Zeroed host memory that the engines reach, as a uint8 array.")

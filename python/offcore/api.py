@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offcore import _core, machines, stress
+from offcore import _core, defaults, machines, ranges, split, stress
 from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
@@ -134,11 +135,12 @@ class Communicator(ViewCalls):
         if store is not None:
             if ranks is not None:
                 raise error("invalid", "pass ranks (all in this process) or store, not both")
-            rank = _from_env("rank", rank, "OFFCORE_RANK")
-            world_size = _from_env("world_size", world_size, "OFFCORE_WORLD_SIZE")
+            rank = defaults.number("rank", rank, "OFFCORE_RANK")
+            world_size = defaults.number("world_size", world_size, "OFFCORE_WORLD_SIZE")
         wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
         if wanted == "auto":
-            wanted = best_backend(machine)
+            wanted = defaults.backend(machine)
+        given = machine
         if machine is None:
             count = world_size or ranks or 2
             machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
@@ -151,7 +153,14 @@ class Communicator(ViewCalls):
         self.backend = wanted
         self.machine = loaded.name
         self._loaded = loaded
-        self._core = _core.open_communicator(
+        self._options: dict[str, Any] = {
+            "backend": wanted,
+            "machine": given,
+            "device": device,
+            "signals": signals,
+            "own_copy": own_copy,
+        }
+        opened = _core.open_communicator(
             wanted,
             loaded,
             ranks=checked("ranks", ranks or 0, NUMBER_MAX),
@@ -164,6 +173,7 @@ class Communicator(ViewCalls):
             cuda=stress.cuda_options(wanted, devices, signals, own_copy),
             timeout_s=self.timeout,
         )
+        self._core: _core.Communicator = ranges.annotated(opened)
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
@@ -358,6 +368,21 @@ class Communicator(ViewCalls):
         """Says goodbye to the peers. Windows and arrays stay valid for as long as they are held."""
         self._core.close()
 
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A new communicator of the ranks that gave the same color, ordered by key, then rank.
+
+        Collective; color None: this rank is in no group, and gets None. For ranks that are
+        processes. It takes this one's options; a machine that was not named is chosen anew. Close
+        it on its own. Raises `Error`: unsupported where all ranks live in this process, invalid,
+        timeout, peer.
+        """
+        place = split.seat(self._core, color, key, self.timeout)
+        if not place:
+            return None
+        group = copy.copy(self)  # what a subclass keeps
+        Communicator.__init__(group, timeout=self.timeout, **self._options, **place)
+        return group
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -454,22 +479,3 @@ class _Side:
                 self.dtype = present[0].dtype
                 self.itemsize = present[0].itemsize
             self.core = [None if m is None else (m.address, m.nbytes) for m in memories]
-
-
-def best_backend(machine: str | None) -> str:
-    """What `auto` stands for: the simulator for a machine that is named and not this one."""
-    if machine is not None and not machine.startswith("host"):
-        return "sim"
-    if machine is not None:
-        return "host"
-    available = {name for name, usable, _ in _core.probe_backends() if usable}
-    return "cuda" if "cuda" in available else "host"
-
-
-def _from_env(name: str, given: int | None, variable: str) -> int:
-    if given is not None:
-        return given
-    text = _core.env(variable)
-    if not text.isdigit():
-        raise error("invalid", f"{name} is missing: pass {name}=N or set {variable}")
-    return int(text)
