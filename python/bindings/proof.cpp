@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "core/backend/cuda/facts.h"
 #include "core/backend/cuda/occupation.h"
 #include "core/backend/cuda/stress.h"
@@ -20,6 +22,7 @@ nb::dict cuda_facts() {
     row["name"] = gpu.name;
     row["pci"] = gpu.pci;
     row["node"] = gpu.node;
+    row["node_refusal"] = gpu.refusal == 0 ? "" : std::strerror(gpu.refusal);
     row["peers"] = gpu.peers;
     gpus.append(row);
   }
@@ -83,6 +86,8 @@ void bind_proof(nb::module_& module) {
              "The driver and its GPUs: driver, cuda, gpus (ordinal, name, pci, node, peers).");
   module.def("numa_node", &cuda::numa_node, nb::arg("pci"), nb::arg("folder"),
              "The NUMA node of a PCI device by the kernel's files in `folder`; -1: not told.");
+  module.def("try_node", &cuda::try_node, nb::arg("node"),
+             "The errno with which the kernel refuses memory on a NUMA node; 0: it does not.");
   bind_stress(module);
   bind_occupation(module);
 }

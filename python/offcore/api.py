@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offcore import _core, defaults, machines, ranges, split, stress
+from offcore import _core, defaults, machines, numa, ranges, split, stress
 from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
@@ -95,6 +95,7 @@ class Communicator(ViewCalls):
     signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
         "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
         passed); what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
+    near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
         kind, rank, queue, nth, factor, ns).
@@ -124,6 +125,7 @@ class Communicator(ViewCalls):
         device: int | Sequence[int] | None = None,
         signals: str = "auto",
         own_copy: str = "engine",
+        near_gpu: bool = False,
         phantom: bool = False,
         seed: int = 0,
         faults: Sequence[dict[str, Any]] = (),
@@ -177,6 +179,8 @@ class Communicator(ViewCalls):
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
+        if near_gpu:
+            numa.keep_near(self._gpus)
         self.phantom = phantom
 
     def window(self, nbytes: int) -> Window:

@@ -128,6 +128,8 @@ def _render_gpus(cuda: dict[str, Any]) -> Group:
     gpus = _grid("GPUs", "", "name", "PCI address", "NUMA node", "reaches")
     for gpu in cuda["gpus"]:
         node = "not told" if gpu["node"] < 0 else str(gpu["node"])
+        if gpu["node_refusal"]:
+            node += f" (no memory there: {gpu['node_refusal']})"
         peers = ", ".join(map(str, gpu["peers"])) or "no other GPU"
         gpus.add_row(str(gpu["ordinal"]), gpu["name"], gpu["pci"], node, peers)
     driver = _grid("driver", "what", "")

@@ -1,5 +1,6 @@
 #include "core/backend/cuda/facts.h"
 
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -72,12 +73,22 @@ int prefer_node(void* memory, size_t bytes, int node) {
   return result == 0 ? 0 : errno;
 }
 
+int try_node(int node) {
+  const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void* page = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return errno;
+  const int refusal = prefer_node(page, bytes, node);
+  munmap(page, bytes);
+  return refusal;
+}
+
 DriverFacts driver_facts() {
   const Driver& driver = Driver::open();
   DriverFacts facts{.version = driver_version(), .cuda = driver.version()};
   for (int ordinal = 0; ordinal < driver.devices(); ++ordinal) {
     GpuFacts gpu{.ordinal = ordinal, .name = device_name(ordinal), .pci = pci_address(ordinal)};
     gpu.node = numa_node(gpu.pci);
+    if (gpu.node >= 0) gpu.refusal = try_node(gpu.node);
     for (int peer = 0; peer < driver.devices(); ++peer) {
       int can = 0;
       if (peer == ordinal) continue;

@@ -9,8 +9,9 @@ namespace offcore::cuda {
 struct GpuFacts {
   int ordinal = 0;
   std::string name;
-  std::string pci;         // its address, "0000:1b:00.0"
-  int node = -1;           // its NUMA node; -1: one node only, or not told
+  std::string pci;  // its address, "0000:1b:00.0"
+  int node = -1;    // its NUMA node; -1: one node only, or not told
+  int refusal = 0;  // errno with which the kernel refuses memory on that node; 0: it does not
   std::vector<int> peers;  // the other visible GPUs whose memory it reaches
 };
 
@@ -32,5 +33,6 @@ int numa_node(const std::string& pci, const std::string& folder = "/sys/bus/pci/
 // Asks the kernel to put memory that has not been touched yet on a node, or elsewhere where that
 // is full. Returns the errno of a refusal (containers may forbid it), or 0.
 int prefer_node(void* memory, size_t bytes, int node);
+int try_node(int node);  // the same, of a page that is given back
 
 }  // namespace offcore::cuda

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <mutex>
 
+#include "core/backend/cuda/facts.h"
+
 namespace offcore::cuda {
 namespace {
 
@@ -225,6 +227,9 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
   const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
   void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
+  // Near the GPU, where the kernel lets us: a container may forbid it, and doctor says so.
+  const int node = numa_node(pci_address(context->ordinal()));
+  if (node >= 0) prefer_node(data, whole, node);
   const Current current(context->handle());
   const CUresult result =
       Driver::get().cuMemHostRegister(data, whole, kHostPortable | kHostDeviceMap);

@@ -109,7 +109,7 @@ class Rings {
   std::map<CUdeviceptr, const Ring*> rings_;  // by base
 };
 
-// Host memory that every local device reaches.
+// Host memory that every local device reaches, on the NUMA node of the context's GPU if possible.
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
 
 }  // namespace offcore::cuda
