@@ -5,6 +5,7 @@
 // marks that the program sets between them by cupti_mark. A copy on an asynchronous copy engine has
 // the channel type "engine"; one that SMs do has "compute". Built by gpu_proof.py, which reads it.
 #include <cupti.h>
+#include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -80,12 +81,40 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t v
   std::free(buffer);
 }
 
+template <typename Function>
+Function driver(const char* name) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
+}
+
+// CUPTI knows that a record is complete once somebody has waited for its device.
+bool wait_for_devices() {
+  const auto count = driver<CUresult (*)(int*)>("cuDeviceGetCount");
+  const auto retain = driver<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
+  const auto release = driver<CUresult (*)(CUdevice)>("cuDevicePrimaryCtxRelease_v2");
+  const auto push = driver<CUresult (*)(CUcontext)>("cuCtxPushCurrent_v2");
+  const auto pop = driver<CUresult (*)(CUcontext*)>("cuCtxPopCurrent_v2");
+  const auto wait = driver<CUresult (*)()>("cuCtxSynchronize");
+  if (!count || !retain || !release || !push || !pop || !wait) return false;
+  int devices = 0;
+  bool waited = count(&devices) == CUDA_SUCCESS;
+  for (CUdevice device = 0; device < devices; ++device) {
+    CUcontext context = nullptr;
+    waited = waited && retain(&context, device) == CUDA_SUCCESS;
+    if (!waited) break;
+    waited = push(context) == CUDA_SUCCESS && wait() == CUDA_SUCCESS;
+    pop(&context);
+    release(device);
+  }
+  return waited;
+}
+
 }  // namespace
 
 // Writes what has been recorded so far, then the mark: the records after it belong to it.
 extern "C" __attribute__((visibility("default"))) int cupti_mark(const char* name) {
-  if (out == nullptr) return 1;
-  const CUptiResult result = cuptiActivityFlushAll(0);
+  if (out == nullptr || !wait_for_devices()) return 1;
+  const CUptiResult result = cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED);
   if (result != CUPTI_SUCCESS) complain("cuptiActivityFlushAll", result);
   const std::lock_guard lock(mutex);
   std::fprintf(out, "{\"kind\": \"mark\", \"name\": \"%s\"}\n", name);

@@ -281,7 +281,7 @@ def build_recorder(folder: Path) -> Path:
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(made)]
     command += [str(ROOT / "benchmarks" / "cupti_channels.cpp")]
     command += [f"-I{place}" for place in headers if place.is_dir()]
-    command += [str(libraries[0]), f"-Wl,-rpath,{libraries[0].resolve().parent}"]
+    command += [str(libraries[0]), f"-Wl,-rpath,{libraries[0].resolve().parent}", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise RuntimeError(f"the recorder does not compile:\n{done.stderr[:2000]}")
