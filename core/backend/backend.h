@@ -130,6 +130,8 @@ class Loaded {
   // False where the engines cannot hold them: the next launch enqueues them then.
   virtual bool arm(const Launch& launch) = 0;
   virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
+  // False where the backend does some of its commands by others, because a test of it has failed.
+  virtual bool native() const { return true; }
 };
 
 // Where windows come from.

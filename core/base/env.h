@@ -7,17 +7,21 @@
 namespace offcore {
 
 // NAME, default shown to users, meaning
-#define OFFCORE_ENV_TABLE(X)                                                                   \
-  X(OFFCORE_BACKEND, "auto", "backend of a Communicator that names none")                      \
-  X(OFFCORE_VARIANT, "auto", "variant of every operation that names none")                     \
-  X(OFFCORE_STORE, "", "host:port of the rendezvous store; rank 0 listens there")              \
-  X(OFFCORE_RANK, "", "rank of this process at the rendezvous")                                \
-  X(OFFCORE_WORLD_SIZE, "", "number of ranks at the rendezvous")                               \
-  X(OFFCORE_TIMEOUT_S, "30", "seconds after which a wait that names no timeout gives up")      \
-  X(OFFCORE_HOST_CORES, "0", "cores for all ranks on backend host; 0: those it may run on")    \
-  X(OFFCORE_COMMIT, "", "commit that benchmark rows name where the source is no checkout")     \
-  X(OFFCORE_MACHINES, "", "folder searched for machine files before the ones that come along") \
-  X(OFFCORE_LIBCUDA, "libcuda.so.1", "NVIDIA's driver library that the cuda backend opens")
+#define OFFCORE_ENV_TABLE(X)                                                                     \
+  X(OFFCORE_BACKEND, "auto", "backend of a Communicator that names none")                        \
+  X(OFFCORE_VARIANT, "auto", "variant of every operation that names none")                       \
+  X(OFFCORE_STORE, "", "host:port of the rendezvous store; rank 0 listens there")                \
+  X(OFFCORE_RANK, "", "rank of this process at the rendezvous")                                  \
+  X(OFFCORE_WORLD_SIZE, "", "number of ranks at the rendezvous")                                 \
+  X(OFFCORE_TIMEOUT_S, "30", "seconds after which a wait that names no timeout gives up")        \
+  X(OFFCORE_HOST_CORES, "0", "cores for all ranks on backend host; 0: those it may run on")      \
+  X(OFFCORE_COMMIT, "", "commit that benchmark rows name where the source is no checkout")       \
+  X(OFFCORE_MACHINES, "", "folder searched for machine files before the ones that come along")   \
+  X(OFFCORE_LIBCUDA, "libcuda.so.1", "NVIDIA's driver library that the cuda backend opens")      \
+  X(OFFCORE_LOG, "off", "lines on stderr: off, info (what was chosen), debug (every call)")      \
+  X(OFFCORE_NVTX, "0", "1: NVTX ranges around operations; needs the nvtx package")               \
+  X(OFFCORE_CACHE, "", "folder of what offcore remembers; by default offcore in XDG_CACHE_HOME") \
+  X(XDG_CACHE_HOME, "~/.cache", "where OFFCORE_CACHE is by default")
 
 struct EnvVariable {
   const char* name;

@@ -36,12 +36,17 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
     });
   }
   self.lane(0, deadline);
+  self.log_.info("communicator of ", ranks, " ranks, machine ", self.backend_->machine().name,
+                 ", signals ", self.backend_->signals());
   return communicator;
 }
 
 Communicator::Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
                            Rank ranks)
-    : backend_(std::move(backend)), rendezvous_(std::move(rendezvous)), ranks_(ranks) {
+    : backend_(std::move(backend)),
+      rendezvous_(std::move(rendezvous)),
+      ranks_(ranks),
+      log_(rendezvous_ ? cat("rank ", rendezvous_->rank()) : cat(ranks, " ranks")) {
   if (rendezvous_) {
     local_ranks_ = {rendezvous_->rank()};
   } else {
@@ -89,7 +94,18 @@ std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& dea
   check_alive();
   auto window = Window::create(*backend_, rendezvous_.get(), ranks_, bytes, deadline);
   windows_.push_back(window);
+  log_.info("window ", windows_.size() - 1, ": ", bytes, " bytes a rank");
   return window;
+}
+
+std::vector<std::string> Communicator::exchange(const std::string& tag, const std::string& text,
+                                                const Deadline& deadline) {
+  if (alone()) {
+    fail(Code::unsupported, "all ranks of this communicator live in this process: there is nobody ",
+         "to exchange with");
+  }
+  check_alive();
+  return rendezvous_->all_gather_bytes(tag, text, deadline);
 }
 
 void Communicator::locate(Operand& operand, Rank rank) const {
@@ -136,6 +152,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   if (plan != nullptr) {
     publish(lane, *plan->entry, deadline);
     ++lane.sequence;
+    log_.debug("call ", lane.sequence - 1, " of lane ", lane.index, ": ", plan->entry.text);
   } else {
     plan = meet(request, lookup.facts, lane, lookup.place, deadline);
     plans_.emplace(lookup.key, plan);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/base/log.h"
 #include "core/comm/lane.h"
 #include "core/comm/request.h"
 #include "core/plan/plan.h"
@@ -96,6 +97,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
   bool knows(Request request) const;
 
+  // Every rank's text, by rank. Collective; throws unsupported where all ranks are local.
+  std::vector<std::string> exchange(const std::string& tag, const std::string& text,
+                                    const Deadline& deadline);
+
   // All ranks have called.
   void barrier(const Deadline& deadline);
 
@@ -156,6 +161,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<Rendezvous> rendezvous_;
   Rank ranks_;
   std::vector<Rank> local_ranks_;
+  Log log_;
   ControlMemory control_;
   std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;

@@ -122,12 +122,16 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
                 .protocol = plan->views ? request.protocol : plan->program->protocol,
                 .signals = std::string(backend_->signals()),
                 .mode = plan->program->mode,
-                .native = plan->program->native,
+                .native = plan->program->native && plan->loaded->native(),
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
                 .total_bytes = facts.total_bytes,
                 .counts = counts};
+  log_.info("new: ", undecided.text, ": ", result.variant, ", ", result.protocol, ", ",
+            result.signals, result.staged ? ", staged" : "", result.tuned ? ", tuned" : "",
+            result.native ? "" : ", not native", "; ", counts.commands, " commands, ",
+            counts.engines, " engines, ", counts.syncs, " syncs");
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }

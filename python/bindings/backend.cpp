@@ -280,12 +280,13 @@ void bind_backend(nb::module_& module) {
   nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
       .def(
           "__init__",
-          [](CudaOptions* place, std::vector<int> devices, std::string signals,
+          [](CudaOptions* place, std::vector<int> devices, std::string signals, std::string proven,
              std::string own_copy) {
-            new (place) CudaOptions{std::move(devices), std::move(signals), std::move(own_copy)};
+            new (place) CudaOptions{std::move(devices), std::move(signals), std::move(proven),
+                                    std::move(own_copy)};
           },
-          nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "fenced",
-          nb::arg("own_copy") = "engine");
+          nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "auto",
+          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine");
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(
           "__init__",

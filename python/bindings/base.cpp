@@ -11,6 +11,12 @@
 namespace offcore {
 namespace {
 
+#if defined(__clang__)
+constexpr const char* kCompiler = "clang " __clang_version__;
+#else
+constexpr const char* kCompiler = "gcc " __VERSION__;
+#endif
+
 // offcore.Error: a RuntimeError with `code` (a string) beside its message.
 PyObject* error_type = nullptr;
 
@@ -48,6 +54,10 @@ void bind_base(nb::module_& module) {
         return rows;
       },
       "Every variable that is read, as (name, default, meaning).");
+  module.def(
+      "build",
+      [] { return std::make_tuple(std::string(kCompiler), std::string(OFFCORE_BUILD_COMMIT)); },
+      "The compiler of this build, and the commit it came from (empty: not a checkout).");
   module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
 }
 

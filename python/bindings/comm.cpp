@@ -15,6 +15,7 @@
 #include "core/base/error.h"
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
+#include "core/comm/settle.h"
 #include "module.h"
 
 namespace offcore {
@@ -152,8 +153,14 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
         open_backend(backend, machine, ranks, std::move(all), std::move(options)), nullptr, ranks,
         deadline);
   }
-  auto opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  auto opened = open_backend(backend, machine, world_size, {rank}, options);
   auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
+  const std::string signals =
+      settle_signals(*rendezvous, cuda.signals, opened->signals(), deadline);
+  if (signals != opened->signals()) {
+    options.cuda.signals = signals;
+    opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
+  }
   return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
 }
 
@@ -347,6 +354,14 @@ void bind_comm(nb::module_& module) {
             self.barrier(Deadline::after_s(timeout_s));
           },
           nb::arg("timeout_s"))
+      .def(
+          "exchange",
+          [](Communicator& self, const std::string& tag, const std::string& text,
+             double timeout_s) {
+            const nb::gil_scoped_release release;
+            return self.exchange(tag, text, Deadline::after_s(timeout_s));
+          },
+          nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.")
       .def_prop_ro("host_visible", [](Communicator& self) { return self.backend().host_visible(); })
       .def("host_array", &host_array, nb::arg("nbytes"),
            "Zeroed host memory that the engines reach, as a uint8 array.")

@@ -10,5 +10,6 @@ NB_MODULE(_core, module) {
   offcore::bind_backend(module);
   offcore::bind_window(module);
   offcore::bind_comm(module);
+  offcore::bind_proof(module);
   offcore::bind_pool(module);
 }

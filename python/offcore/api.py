@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offcore import _core, machines
+from offcore import _core, defaults, machines, numa, ranges, split, stress
 from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import (
@@ -99,8 +100,10 @@ class Communicator(ViewCalls):
     machine: a machine's name or file; by default this host, or mi300x-8 on sim.
     device: cuda only: the GPU of this process's rank, or a list with one for each local rank; by
         default rank r drives GPU r (counted among the visible ones, modulo their number).
-    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced" or
-        "copy_order"; what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
+    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
+        "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
+        passed); what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
+    near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
         kind, rank, queue, nth, factor, ns).
@@ -130,8 +133,9 @@ class Communicator(ViewCalls):
         rank: int | None = None,
         world_size: int | None = None,
         device: int | Sequence[int] | None = None,
-        signals: str = "fenced",
+        signals: str = "auto",
         own_copy: str = "engine",
+        near_gpu: bool = False,
         phantom: bool = False,
         seed: int = 0,
         faults: Sequence[dict[str, Any]] = (),
@@ -143,24 +147,34 @@ class Communicator(ViewCalls):
         if store is not None:
             if ranks is not None:
                 raise error("invalid", "pass ranks (all in this process) or store, not both")
-            rank = _from_env("rank", rank, "OFFCORE_RANK")
-            world_size = _from_env("world_size", world_size, "OFFCORE_WORLD_SIZE")
+            rank = defaults.number("rank", rank, "OFFCORE_RANK")
+            world_size = defaults.number("world_size", world_size, "OFFCORE_WORLD_SIZE")
         wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
         if wanted == "auto":
-            wanted = machines.best_backend(machine)
+            wanted = defaults.backend(machine)
+        given = machine
         if machine is None:
             count = world_size or ranks or 2
             machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
                 wanted, f"host-{count}"
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
-        loaded = machines.load(machine, signals if wanted == "cuda" else None)
+        cuda = stress.cuda_options(wanted, devices, signals, own_copy)
+        form = cuda.proven if signals == "auto" else signals
+        loaded = machines.load(machine, form if wanted == "cuda" else None)
         if store is None and ranks is None:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
         self._loaded = loaded
-        self._core = _core.open_communicator(
+        self._options: dict[str, Any] = {
+            "backend": wanted,
+            "machine": given,
+            "device": device,
+            "signals": signals,
+            "own_copy": own_copy,
+        }
+        opened = _core.open_communicator(
             wanted,
             loaded,
             ranks=checked("ranks", ranks or 0, NUMBER_MAX),
@@ -170,12 +184,15 @@ class Communicator(ViewCalls):
             phantom=phantom,
             seed=seed,
             faults=[_core.Fault(**fault) for fault in faults],
-            cuda=_core.CudaOptions(devices=devices, signals=signals, own_copy=own_copy),
+            cuda=cuda,
             timeout_s=self.timeout,
         )
+        self._core: _core.Communicator = ranges.annotated(opened)
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
+        if near_gpu:
+            numa.keep_near(self._gpus)
         self.phantom = phantom
 
     def window(self, nbytes: int) -> Window:
@@ -371,6 +388,21 @@ class Communicator(ViewCalls):
         """Says goodbye to the peers. Windows and arrays stay valid for as long as they are held."""
         self._core.close()
 
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A new communicator of the ranks that gave the same color, ordered by key, then rank.
+
+        Collective; color None: this rank is in no group, and gets None. For ranks that are
+        processes. It takes this one's options; a machine that was not named is chosen anew. Close
+        it on its own. Raises `Error`: unsupported where all ranks live in this process, invalid,
+        timeout, peer.
+        """
+        place = split.seat(self._core, color, key, self.timeout)
+        if not place:
+            return None
+        group = copy.copy(self)  # what a subclass keeps
+        Communicator.__init__(group, timeout=self.timeout, **self._options, **place)
+        return group
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -467,12 +499,3 @@ def _in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
     if not counts:
         raise error("invalid", f"{op}_v: counts are missing")
     return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
-
-
-def _from_env(name: str, given: int | None, variable: str) -> int:
-    if given is not None:
-        return given
-    text = _core.env(variable)
-    if not text.isdigit():
-        raise error("invalid", f"{name} is missing: pass {name}=N or set {variable}")
-    return int(text)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
-from offcore import machines, nccl
+from offcore import defaults, nccl
 from offcore.baselines import check_baseline
 from offcore.crew import Crew, free_port
 from offcore.errors import error
@@ -86,7 +86,7 @@ Progress = Callable[[float], None]  # told the steps done since the last time
 def resolve_backend(backend: str, machine: str | None) -> str:
     """The backend of that name, which must be available, or what `auto` stands for."""
     if backend == "auto":
-        return machines.best_backend(machine)
+        return defaults.backend(machine)
     check_backend(backend)
     return backend
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report, tune
+from offcore import bench, breakdown, demo, doctor, plot, report, stress, tune
 from offcore.errors import error
 from offcore.options import (
     REAL_SIZES,
@@ -425,13 +425,30 @@ def breakdown_command(
 
 
 @app.command("doctor")
-def doctor_command(json: JsonOption = None) -> None:
-    """Say for each backend whether it is available, or why not and what would make it so."""
-    found = doctor.examine()
+def doctor_command(
+    stressed: Annotated[
+        bool,
+        typer.Option(
+            "--stress", metavar="", help="Find the signal forms that are safe here (GPUs)."
+        ),
+    ] = False,
+    operations: Annotated[
+        int, typer.Option(min=stress.OPERATIONS_MIN, metavar="N", help="Operations of each trial.")
+    ] = stress.OPERATIONS,
+    json: JsonOption = None,
+) -> None:
+    """Say for each backend whether it is available, or why not and what would make it so.
+
+    With --stress: find out on the GPUs which signal forms keep flags behind data, and remember it.
+    """
+    console = report.console(stderr=json == "-")
     with JsonLines(json) as lines:
+        if stressed:
+            return doctor.stressed(operations, lines, console)
+        found = doctor.examine()
         lines.write(found)
     if json != "-":
-        doctor.render(found, report.console())
+        doctor.render(found, console)
 
 
 @app.command("demo")

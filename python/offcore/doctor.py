@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import offcore
-from offcore.report import commit, versions
+from offcore import _core, stress
+from offcore.errors import error
+from offcore.report import JsonLines, commit, progress_bar, versions
 
 
 def _memory_bytes() -> int:
@@ -27,6 +31,36 @@ def _shared_memory() -> dict[str, int] | None:
     return {
         "bytes": found.f_frsize * found.f_blocks,
         "free_bytes": found.f_frsize * found.f_bavail,
+    }
+
+
+def _gpus() -> dict[str, Any] | None:
+    """The driver, its GPUs and the signal form that `auto` is on them; None: no driver or GPU."""
+    try:
+        facts: dict[str, Any] = _core.cuda_facts()
+    except offcore.Error:
+        return None  # the backends' table says why
+    form, why = stress.choose(facts)
+    reached = all(len(gpu["peers"]) == len(facts["gpus"]) - 1 for gpu in facts["gpus"])
+    return {
+        "driver": stress.driver_name(facts),
+        "gpus": facts["gpus"],
+        "all_reach_each_other": reached,
+        "multicast": "never used",
+        "signals": form,
+        "signals_why": why,
+    }
+
+
+def _build() -> dict[str, str]:
+    """How the core was built: by which compiler, from which commit, when."""
+    compiler, built_from = _core.build()
+    made = os.stat(str(_core.__file__)).st_mtime
+    date = datetime.datetime.fromtimestamp(made, datetime.timezone.utc)
+    return {
+        "compiler": compiler,
+        "commit": built_from or "unknown",
+        "date": date.isoformat(timespec="seconds"),
     }
 
 
@@ -45,9 +79,11 @@ def examine() -> dict[str, Any]:
             {"name": name, "available": available, "reason": reason}
             for name, available, reason in offcore.probe_backends()
         ],
+        "cuda": _gpus(),
         "machines": machines,
         "versions": versions(),
         "commit": commit(),
+        "build": _build(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory_bytes(),
@@ -66,11 +102,49 @@ def _grid(title: str, *columns: str) -> Table:
     return table
 
 
+def stressed(operations: int, lines: JsonLines, console: Console) -> None:
+    """Runs the stress, remembers its verdicts and prints them. Raises `Error`: driver where even
+    the documented form has failed, or where the stress proves nothing."""
+    with progress_bar() as bar:
+        task = bar.add_task("stress", total=stress.trials())
+        verdicts = stress.run(operations, step=lambda: bar.advance(task))
+    file = stress.remember(verdicts)
+    table = _grid("signal forms", "GPU", "form", "state", "")
+    for verdict in verdicts:
+        lines.write(asdict(verdict))
+        state = "[green]passed[/]" if verdict.passed else "[red]failed[/]"
+        table.add_row(verdict.gpu, verdict.signals, state, verdict.told)
+    console.print(table)
+    form, why = stress.choose(_core.cuda_facts())
+    console.print(f"driver {verdicts[0].driver}, {verdicts[0].gpus} GPUs; the planted fault gave "
+                  f"{verdicts[0].planted_wrong_words} wrong words")  # fmt: skip
+    console.print(f"signals='auto' is {form}: {why}\nremembered in {file}")
+    for verdict in verdicts:
+        if verdict.signals == "fenced" and not verdict.passed:
+            raise error("driver", f"the stress of {verdict.gpu} failed: {verdict.told}")
+
+
+def _render_gpus(cuda: dict[str, Any]) -> Group:
+    gpus = _grid("GPUs", "", "name", "PCI address", "NUMA node", "reaches")
+    for gpu in cuda["gpus"]:
+        node = "not told" if gpu["node"] < 0 else str(gpu["node"])
+        if gpu["node_refusal"]:
+            node += f" (no memory there: {gpu['node_refusal']})"
+        peers = ", ".join(map(str, gpu["peers"])) or "no other GPU"
+        gpus.add_row(str(gpu["ordinal"]), gpu["name"], gpu["pci"], node, peers)
+    driver = _grid("driver", "what", "")
+    driver.add_row("version", cuda["driver"])
+    driver.add_row("signal form", f"{cuda['signals']}: {cuda['signals_why']}")
+    driver.add_row("NVLink multicast", cuda["multicast"])
+    return Group(gpus, driver)
+
+
 def render(found: dict[str, Any], console: Console) -> None:
     backends = _grid("backends", "name", "state", "")
     for backend in found["backends"]:
         state = "[green]available[/]" if backend["available"] else "[yellow]unavailable[/]"
         backends.add_row(backend["name"], state, backend["reason"])
+    gpus = [_render_gpus(found["cuda"])] if found["cuda"] else []
     machines = _grid("machines", "name", "ranks")
     for machine in found["machines"]:
         told = machine["error"] if "error" in machine else machine["ranks"] or "N"
@@ -78,7 +152,9 @@ def render(found: dict[str, Any], console: Console) -> None:
     system = _grid("this machine", "what", "")
     for name, version in found["versions"].items():
         system.add_row(name, version)
+    build = found["build"]
     system.add_row("commit", found["commit"])
+    system.add_row("build", f"{build['date']} of {build['commit']} by {build['compiler']}")
     system.add_row("system", found["platform"])
     system.add_row("cores", str(found["cores"]))
     system.add_row("memory", f"{found['memory_bytes'] / 2**30:.1f} GiB")
@@ -93,4 +169,4 @@ def render(found: dict[str, Any], console: Console) -> None:
         value = variable["value"]
         shown = f"[dim]{variable['default'] or '-'} (not set)[/]" if value is None else value
         environment.add_row(variable["name"], shown, variable["meaning"])
-    console.print(Group(backends, machines, system, environment))
+    console.print(Group(backends, *gpus, machines, system, environment))

@@ -51,15 +51,6 @@ def for_gpus(ranks: int) -> str:
     return next((f"h200-{count}" for count in (2, 4, 8) if ranks <= count), f"h200-{ranks}")
 
 
-def best_backend(machine: str | None) -> str:
-    """What `auto` stands for: the simulator for a machine that is named and not this one, else
-    the best that is available here."""
-    if machine is not None:
-        return "host" if machine.startswith("host") else "sim"
-    available = {name for name, usable, _ in _core.probe_backends() if usable}
-    return "cuda" if "cuda" in available else "host"
-
-
 def names() -> list[str]:
     """The machines that `load` knows by name. `host-N` stands for 1 to 64 ranks of this host."""
     found: set[str] = set()

@@ -80,6 +80,8 @@ def test_doctor_names_every_backend(offcore_cli):
     assert {"mi300x-8", "h200-4"} <= {machine["name"] for machine in found["machines"]}
     assert not [machine for machine in found["machines"] if "error" in machine]
     assert "OFFCORE_TIMEOUT_S" in {variable["name"] for variable in found["environment"]}
+    assert found["build"]["compiler"].split()[0] in ("gcc", "clang")
+    assert found["build"]["date"].startswith("20")
     shown = offcore_cli("doctor")
     assert shown.status == 0, shown.err
     assert "mi300x-8" in shown.out

@@ -58,11 +58,11 @@ def code_of(call):
 """
 
 
-def start(code: str, *args: str, **env: str) -> subprocess.Popen[str]:
+def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Popen[str]:
     preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in ROOT), None)
     given = {"OFFCORE_LIBCUDA": str(fake_cuda_library(preset)), "PYTHONPATH": ROOT}
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *args],
+        [sys.executable, "-c", PRELUDE + prelude + textwrap.dedent(code), *args],
         env=os.environ | given | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,8 +70,8 @@ def start(code: str, *args: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def run(code: str, *args: str, **env: str) -> str:
-    process = start(code, *args, **env)
+def run(code: str, *args: str, prelude: str = "", **env: str) -> str:
+    process = start(code, *args, prelude=prelude, **env)
     try:
         told, _ = process.communicate(timeout=60)
     finally:

@@ -51,6 +51,14 @@ class CudaLoaded final : public Loaded {
     return fleet_->park(cargo_, launch, *hangar_);
   }
 
+  bool native() const override {
+    const auto& queues = cargo_->program->queues;
+    return fleet_->strided() || std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
+             return std::any_of(queue.commands.begin(), queue.commands.end(),
+                                [](const Command& c) { return c.rows > 1 && c.op != Op::poll; });
+           });
+  }
+
   std::unique_ptr<Run> launch(const Launch& launch) override {
     return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
                                                       fleet_->launch(cargo_, launch, *hangar_));
@@ -96,9 +104,7 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view signals() const override {
-    return fleet_->habits().signals == SignalForm::copy_order ? "copy_order" : "fenced";
-  }
+  std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }
 
@@ -117,6 +123,7 @@ class CudaBackend final : public Backend {
     }
     const auto mapped =
         std::make_shared<Mapped>(std::move(parts), fleet_->devices(), fleet_->rings());
+    fleet_->try_strided(mapped->ring);
     for (Share& share : shares) {
       share.data = reinterpret_cast<std::byte*>(mapped->ring.part(share.rank));
       share.owner = mapped;
@@ -238,11 +245,8 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
          "backend waits for words in the GPUs' own: use a machine such as h200-4");
   }
   cuda::Habits habits;
-  if (options.signals == "copy_order") {
-    habits.signals = cuda::SignalForm::copy_order;
-  } else if (options.signals != "fenced") {
-    fail(Code::invalid, "unknown signal form '", options.signals, "': fenced or copy_order");
-  }
+  habits.signals =
+      cuda::parse_signals(options.signals == "auto" ? options.proven : options.signals);
   if (options.own_copy != "engine" && options.own_copy != "sm") {
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }

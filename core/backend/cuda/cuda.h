@@ -16,7 +16,8 @@ namespace offcore {
 
 struct CudaOptions {
   std::vector<int> devices;         // one a local rank; none: rank r on device r
-  std::string signals = "fenced";   // or "copy_order": see cuda/feed.h
+  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/feed.h
+  std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
   std::string own_copy = "engine";  // copies within a GPU; or "sm"
 
   friend bool operator==(const CudaOptions&, const CudaOptions&) = default;

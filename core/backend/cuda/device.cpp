@@ -13,6 +13,28 @@ constexpr double kServiceWaitS = 5;
 
 }  // namespace
 
+void copy_rows(const Rows& rows, CUstream stream) {
+  if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
+    const CUmemcpy2D rectangle{.src = rows.src,
+                               .src_pitch = rows.src_pitch,
+                               .dst = rows.dst,
+                               .dst_pitch = rows.dst_pitch,
+                               .width = rows.bytes,
+                               .height = rows.rows};
+    return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
+  }
+  const CUmemcpy3D box{.src = rows.src,
+                       .src_pitch = kSlice,
+                       .src_height = rows.src_pitch / kSlice,
+                       .dst = rows.dst,
+                       .dst_pitch = kSlice,
+                       .dst_height = rows.dst_pitch / kSlice,
+                       .width = rows.bytes,
+                       .height = 1,
+                       .depth = rows.rows};
+  check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
+}
+
 Context::Context(int ordinal) : ordinal_(ordinal) {
   const Driver& driver = Driver::get();
   check(driver.cuDeviceGet(&device_, ordinal), cat("cuDeviceGet of device ", ordinal));
@@ -103,6 +125,13 @@ void Device::copy(void* dst, const void* src, uint64_t bytes) const {
   check(Driver::get().cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(dst),
                                     reinterpret_cast<CUdeviceptr>(src), bytes, service_->handle()),
         "cuMemcpyAsync");
+  settle();
+}
+
+void Device::copy(const Rows& rows) const {
+  const std::scoped_lock lock(mutex_);
+  const Current here = current();
+  copy_rows(rows, service_->handle());
   settle();
 }
 

@@ -10,6 +10,20 @@
 
 namespace offcore::cuda {
 
+inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
+inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider pitches are whole numbers of
+
+// Rows at constant steps: one command of a copy engine.
+struct Rows {
+  CUdeviceptr dst = 0;
+  uint64_t dst_pitch = 0;
+  CUdeviceptr src = 0;
+  uint64_t src_pitch = 0;
+  uint64_t bytes = 0;  // of a row
+  uint32_t rows = 0;
+};
+void copy_rows(const Rows& rows, CUstream stream);
+
 // A retained primary context, which CUDA's runtime and torch use too.
 class Context {
  public:
@@ -95,6 +109,7 @@ class Device final : public Port {
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
+  void copy(const Rows& rows) const;
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 

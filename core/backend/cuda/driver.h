@@ -20,6 +20,8 @@ using CUmemHandle = unsigned long long;
 using CUcontext = struct ContextTag*;
 using CUstream = struct StreamTag*;
 using CUevent = struct EventTag*;
+using CUmodule = struct ModuleTag*;
+using CUfunction = struct FunctionTag*;
 
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kInvalidValue = 1;
@@ -39,6 +41,8 @@ inline constexpr uintptr_t kNamedStreams = 2;
 
 enum class Attribute : int {
   max_pitch = 11,
+  multiprocessors = 16,
+  multiprocessor_threads = 39,
   unified_addressing = 41,
   can_use_host_pointer = 91,
   virtual_memory = 102,
@@ -189,6 +193,13 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuMemHostRegister, 6050, (void*, size_t, unsigned))                                          \
   X(cuMemHostUnregister, 4000, (void*))                                                          \
   X(cuMemHostGetDevicePointer, 3020, (CUdeviceptr*, void*, unsigned))                            \
+  X(cuModuleLoadData, 2010, (CUmodule*, const void*))                                            \
+  X(cuModuleUnload, 2000, (CUmodule))                                                            \
+  X(cuModuleGetFunction, 2000, (CUfunction*, CUmodule, const char*))                             \
+  X(cuLaunchKernel, 4000,                                                                        \
+    (CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, \
+     void**, void**))                                                                            \
+  X(cuDeviceGetPCIBusId, 4010, (char*, int, CUdevice))                                           \
   X(cuGetErrorName, 6000, (CUresult, const char**))                                              \
   X(cuGetErrorString, 6000, (CUresult, const char**))
 

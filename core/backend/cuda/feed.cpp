@@ -7,8 +7,7 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr uint64_t kSlice = uint64_t{1} << 30;  // of a stride too wide for a 2-D copy: whole ones
-constexpr size_t kCopiesMax = 1024;             // in a batch
+constexpr size_t kCopiesMax = 1024;  // in a batch
 
 CUdeviceptr device_pointer(std::byte* host) {
   CUdeviceptr pointer = 0;
@@ -17,6 +16,16 @@ CUdeviceptr device_pointer(std::byte* host) {
 }
 
 }  // namespace
+
+std::string_view to_string(SignalForm form) {
+  return form == SignalForm::copy_order ? "copy_order" : "fenced";
+}
+
+SignalForm parse_signals(std::string_view text) {
+  if (text == "copy_order") return SignalForm::copy_order;
+  if (text == "fenced") return SignalForm::fenced;
+  fail(Code::invalid, "unknown signal form '", text, "': auto, fenced or copy_order");
+}
 
 Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
            const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
@@ -122,7 +131,7 @@ void Feed::poll(const Command& command) {
 bool Feed::one_command(const Command& signal) const {
   return signal.rows > 1 && signal.dst_step == kRankStep && signal.dst.rank != kHostRank &&
          walks(signal.dst, signal.rows, place(signal.dst).ring) &&
-         place(signal.dst).ring->stride() <= kPitchMax;
+         place(signal.dst).ring->strided() && place(signal.dst).ring->stride() <= kPitchMax;
 }
 
 // copy_order: the word of the signal that ends this group is written before the group's data.
@@ -130,8 +139,8 @@ void Feed::announce(std::span<const Command> rest) {
   const auto end = std::find_if(rest.begin(), rest.end(),
                                 [](const Command& command) { return !moves_data(command.op); });
   if (end == rest.end() || end->op != Op::signal) return;
-  const bool to_one =
-      end->rows == 1 && end->dst.rank != device_.rank() && end->dst.rank != kHostRank;
+  const bool to_one = end->rows == 1 && end->dst.rank != device_.rank() &&
+                      end->dst.rank != kHostRank && place(end->dst).ring != nullptr;
   if (!to_one && !one_command(*end)) return;
   add(kOpWrite32, word_, launch_.epoch + end->value);
   announced_ = true;
@@ -190,6 +199,7 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   const auto pitch = [&](const Slice& slice, int64_t step, Place& at, uint64_t& result) {
     if (step == kRankStep) {
       if (slice.rank == kHostRank || !walks(slice, command.rows, at.ring)) return false;
+      if (!at.ring->strided()) return false;
       result = at.ring->stride();
     } else if (step == 0) {  // one source, read through its repeated mappings
       if (at.ring == nullptr || slice.rank != device_.rank()) return false;
@@ -225,25 +235,7 @@ void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own) {
 
 void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
                    uint64_t bytes, uint32_t rows) {
-  if (std::max(dst_pitch, src_pitch) <= kPitchMax) {
-    const CUmemcpy2D rectangle{.src = src,
-                               .src_pitch = src_pitch,
-                               .dst = dst,
-                               .dst_pitch = dst_pitch,
-                               .width = bytes,
-                               .height = rows};
-    return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream_), "cuMemcpy2DAsync");
-  }
-  const CUmemcpy3D box{.src = src,
-                       .src_pitch = kSlice,
-                       .src_height = src_pitch / kSlice,
-                       .dst = dst,
-                       .dst_pitch = kSlice,
-                       .dst_height = dst_pitch / kSlice,
-                       .width = bytes,
-                       .height = 1,
-                       .depth = rows};
-  check(Driver::get().cuMemcpy3DAsync(&box, stream_), "cuMemcpy3DAsync");
+  copy_rows({dst, dst_pitch, src, src_pitch, bytes, rows}, stream_);
 }
 
 void Feed::flush_copies() {

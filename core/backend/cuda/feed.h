@@ -22,6 +22,9 @@ namespace offcore::cuda {
 
 enum class SignalForm : uint8_t { fenced, copy_order };
 
+std::string_view to_string(SignalForm form);
+SignalForm parse_signals(std::string_view text);  // throws invalid
+
 // Rings that stand in for others (see Ring::blank), by the ring that they stand in for.
 using Doubles = std::map<const Ring*, std::unique_ptr<Ring>>;
 

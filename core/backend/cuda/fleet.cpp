@@ -63,6 +63,14 @@ Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits ha
       rings_(std::make_shared<Rings>()),
       words_(std::make_shared<Words>(ranks, devices_)) {}
 
+void Fleet::try_strided(Ring& ring) {
+  const std::scoped_lock lock(mutex_);
+  std::optional<bool>& tried = tried_[ring.stride() <= kPitchMax];
+  if (!tried) tried = ring.try_strided(devices_);
+  ring.set_strided(*tried);
+  if (!*tried) strided_works_ = false;
+}
+
 Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
   Lane& lane = lanes_[{index, device}];
   if (!lane.caller) lane.caller = std::make_unique<Line>(devices_[device], words_);

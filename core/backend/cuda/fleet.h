@@ -8,11 +8,13 @@
 // awaited words are written, from a stream of its own, until all its streams are through. What was
 // queued behind the waits runs then; the memory stays mapped until it has.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "core/backend/cuda/flight.h"
@@ -99,6 +101,11 @@ class Fleet {
   Rank ranks() const { return ranks_; }
   const Habits& habits() const { return habits_; }
 
+  // Tries one strided copy to all ranks in a new ring, the first of its kind, and tells the ring.
+  void try_strided(Ring& ring);
+  // False once that has failed: such commands are done row by row.
+  bool strided() const { return strided_works_; }
+
   std::shared_ptr<Flight> launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                  Hangar& hangar);
   // False where the program cannot be enqueued ahead, or enough of them are parked already.
@@ -160,8 +167,10 @@ class Fleet {
   std::mutex mutex_;                                     // of all below
   std::map<std::pair<uint32_t, uint32_t>, Lane> lanes_;  // by lane, device
   std::list<std::shared_ptr<Flight>> flying_;
+  std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
   size_t parked_lines_ = 0;
   bool closed_ = false;
+  std::atomic<bool> strided_works_{true};
 };
 
 }  // namespace offcore::cuda

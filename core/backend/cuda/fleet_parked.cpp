@@ -49,6 +49,7 @@ void Fleet::double_rings(const Cargo& cargo, const Launch& launch, Hangar& hanga
     if (twin != nullptr && twin->parts() == ring->parts()) continue;
     if (twin != nullptr) hangar.retired.push_back(std::move(twin));
     twin = std::make_unique<Ring>(ring->parts(), devices_);
+    twin->set_strided(ring->strided());
   }
 }
 

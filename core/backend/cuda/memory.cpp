@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <mutex>
 
+#include "core/backend/cuda/facts.h"
+
 namespace offcore::cuda {
 namespace {
 
-constexpr uint64_t kWideStride = uint64_t{1} << 30;  // strides above the pitch limit: whole ones
+constexpr uint64_t kTrialBytes = 8192;   // of each rank's memory, for each rank: what it is sent
+constexpr uint64_t kTrialSource = 4096;  // from here on: what it sends
 
 uint64_t rounded(uint64_t bytes, uint64_t unit) {
   return std::max<uint64_t>(1, (bytes + unit - 1) / unit) * unit;
@@ -32,7 +35,7 @@ uint64_t granule(int ordinal) {
 uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
   uint64_t bytes = 0;
   for (const auto& part : parts) bytes = std::max(bytes, part->bytes());
-  return bytes <= kPitchMax ? bytes : rounded(bytes, kWideStride);
+  return bytes <= kPitchMax ? bytes : rounded(bytes, kSlice);
 }
 
 }  // namespace
@@ -150,6 +153,48 @@ CUdeviceptr Ring::repeated(Rank rank) const {
   return found == repeated_.end() ? 0 : found->second->base();
 }
 
+bool Ring::try_strided(std::span<const std::shared_ptr<Device>> local) const {
+  const uint32_t peers = ranks() - 1u;
+  if (peers < 2) return true;  // no copy has more than one row
+  const uint64_t chunk = (kTrialBytes - kTrialSource) / ranks() / 4 * 4;
+  if (ranks() * kTrialBytes > parts_[0]->bytes() || chunk == 0) return false;
+  bool works = true;
+  for (const auto& device : local) {
+    const Rank own = device->rank();
+    const uint64_t at = own * kTrialBytes;
+    std::vector<uint8_t> data(ranks() * chunk);
+    for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint8_t>(1 + i * 7 + i / 251);
+    const uint64_t source = at + kTrialSource;
+    device->copy(reinterpret_cast<void*>(part(own) + source), data.data(), data.size());
+    const Rows fan{.dst = part(own + 1u) + at,
+                   .dst_pitch = stride_,
+                   .src = part(own) + source,
+                   .src_pitch = chunk,
+                   .bytes = chunk,
+                   .rows = peers};
+    Rows bcst = fan;
+    bcst.src = repeated(own) + source;
+    bcst.src_pitch = stride_;
+    for (const bool same : {false, true}) {
+      if (!same && stride_ > kPitchMax)
+        continue;  // a copy of such rows has wide steps on both sides
+      device->copy(same ? bcst : fan);
+      for (uint32_t row = 0; row < peers; ++row) {
+        std::vector<uint8_t> got(chunk);
+        device->copy(got.data(), reinterpret_cast<void*>(fan.dst + row * stride_), chunk);
+        const auto sent = data.begin() + static_cast<ptrdiff_t>(same ? 0 : row * chunk);
+        works = works && std::equal(got.begin(), got.end(), sent);
+      }
+    }
+    const std::vector<uint8_t> zeros(data.size());
+    device->copy(reinterpret_cast<void*>(part(own) + source), zeros.data(), zeros.size());
+    for (uint32_t row = 0; row < peers; ++row) {
+      device->copy(reinterpret_cast<void*>(fan.dst + row * stride_), zeros.data(), chunk);
+    }
+  }
+  return works;
+}
+
 void Ring::blank(std::span<const std::shared_ptr<Device>> local) {
   // One allocation stands in for all parts.
   const std::shared_ptr<const Part> blank = Part::create(*local.front(), parts_[0]->bytes(), false);
@@ -182,6 +227,9 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
   const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
   void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
+  // Near the GPU, where the kernel lets us: a container may forbid it, and doctor says so.
+  const int node = numa_node(pci_address(context->ordinal()));
+  if (node >= 0) prefer_node(data, whole, node);
   const Current current(context->handle());
   const CUresult result =
       Driver::get().cuMemHostRegister(data, whole, kHostPortable | kHostDeviceMap);

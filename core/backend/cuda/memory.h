@@ -18,8 +18,6 @@
 
 namespace offcore::cuda {
 
-inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
-
 // One rank's physical memory.
 class Part {
  public:
@@ -75,10 +73,17 @@ class Ring {
   uint64_t stride() const { return stride_; }
   uint64_t bytes() const { return 2 * ranks() * stride_; }
   CUdeviceptr base() const { return laps_.base(); }
-  CUdeviceptr part(Rank rank) const { return laps_.base() + rank * stride_; }
+  CUdeviceptr part(uint32_t rank) const { return laps_.base() + rank * stride_; }  // of two laps
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
   const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
+  // Whether one strided copy may go to all ranks: no document says that it works across the
+  // memory of several GPUs, so it is tried first. True until told.
+  bool strided() const { return strided_; }
+  void set_strided(bool works) { strided_ = works; }
+  // Tries it, from each local device, in memory that nobody uses yet and that is zero; it is again
+  // afterwards. Throws driver.
+  bool try_strided(std::span<const std::shared_ptr<Device>> local) const;
   // Puts other memory behind all addresses: what still writes there changes nothing any more.
   void blank(std::span<const std::shared_ptr<Device>> local);
 
@@ -89,6 +94,7 @@ class Ring {
   uint64_t stride_;
   Range laps_;
   std::map<Rank, std::unique_ptr<Range>> repeated_;
+  bool strided_ = true;
 };
 
 // Finds the ring that an address belongs to.
@@ -103,7 +109,7 @@ class Rings {
   std::map<CUdeviceptr, const Ring*> rings_;  // by base
 };
 
-// Host memory that every local device reaches.
+// Host memory that every local device reaches, on the NUMA node of the context's GPU if possible.
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
 
 }  // namespace offcore::cuda

@@ -31,6 +31,7 @@ enum : Result {
   kInvalidContext = 201,
   kAlreadyMapped = 208,
   kPeerAccessUnsupported = 217,
+  kInvalidPtx = 218,
   kOperatingSystem = 304,
   kInvalidHandle = 400,
   kIllegalState = 401,

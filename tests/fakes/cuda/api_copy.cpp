@@ -155,7 +155,12 @@ void push_batch(const Batch& batch, StreamHandle handle) {
     }
     transfers.push_back(transfer);
   }
-  const auto copy = copy_work(std::move(transfers));
+  const auto overlaps = [](const CopyAttributes& attribute) {
+    return (attribute.flags & kOverlapWithCompute) != 0;
+  };
+  const bool overlap =
+      std::all_of(batch.attributes, batch.attributes + batch.attributes_count, overlaps);
+  const auto copy = copy_work(std::move(transfers), overlap);
   stream->push([staged = std::move(staged), copy](Engine& engine) { return copy(engine); });
 }
 

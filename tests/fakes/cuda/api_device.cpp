@@ -55,6 +55,7 @@ constexpr Attribute kAttributes[] = {
     {19, 1},                    // maps host memory
     {20, 0},                    // compute mode
     {31, 1},                    // concurrent kernels
+    {39, 2048},                 // threads of a multiprocessor
     {40, 3},                    // asynchronous engines
     {41, 1},                    // unified addressing
     {75, 9},                    // compute capability
@@ -139,6 +140,15 @@ FAKE_API Result cuDriverGetVersion(int* version) {
     *version = settings().driver;
   };
   return enter("cuDriverGetVersion", body, When::kAlways);
+}
+
+FAKE_API Result cuDeviceGetPCIBusId(char* id, int bytes, Device device) {
+  return enter("cuDeviceGetPCIBusId", [&] {
+    require(id != nullptr && bytes > 0, kInvalidValue);
+    const int number = 0x10 + physical(device);
+    require(std::snprintf(id, static_cast<size_t>(bytes), "0000:%02x:00.0", number) < bytes,
+            kInvalidValue);
+  });
 }
 
 FAKE_API Result cuDeviceGetCount(int* count) {

@@ -22,6 +22,7 @@
   X(201, CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                                     \
   X(208, CUDA_ERROR_ALREADY_MAPPED, "resource already mapped")                                     \
   X(217, CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "peer access is not supported between these devices") \
+  X(218, CUDA_ERROR_INVALID_PTX, "a PTX JIT compilation failed")                                   \
   X(304, CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS")      \
   X(400, CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                                     \
   X(401, CUDA_ERROR_ILLEGAL_STATE, "the operation cannot be performed in the present state")       \

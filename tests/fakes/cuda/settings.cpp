@@ -59,6 +59,8 @@ Settings read() {
   out.driver = static_cast<int>(number(variable("OFFCORE_FAKE_CUDA_DRIVER"), out.driver));
   out.devices = visible_devices(static_cast<int>(number(variable("OFFCORE_FAKE_CUDA_DEVICES"), 4)));
   out.mig = variable("OFFCORE_FAKE_CUDA_MIG") == "1";
+  out.loose = variable("OFFCORE_FAKE_CUDA_LOOSE") == "1";
+  out.strided_right = number(variable("OFFCORE_FAKE_CUDA_STRIDED_RIGHT"), out.strided_right);
   if (const auto name = variable("OFFCORE_FAKE_CUDA_NAME"); !name.empty()) out.name = name;
   if (out.mig) {  // a process sees one instance, and it has no peers
     out.name += " MIG 1g.18gb";

@@ -20,6 +20,8 @@ struct Settings {
   uint64_t memory_bytes = uint64_t{16} << 30;  // of each device
   int driver = 13000;
   bool mig = false;
+  bool loose = false;          // copies of one stream overtake each other
+  uint64_t strided_right = UINT64_MAX;  // later strided copies across allocations do one row only
   bool all_peers = true;
   std::vector<std::pair<int, int>> no_peers;  // pairs of physical devices
   std::vector<Fault> faults;

@@ -35,6 +35,9 @@ struct Context {
   std::mutex mutex;
   std::shared_ptr<Stream> legacy;               // the default stream
   std::vector<std::weak_ptr<Stream>> blocking;  // streams that the default stream orders
+  static constexpr int64_t kThreads = 132 * 2048;  // that its SMs hold
+  int64_t threads_free = kThreads;
+  std::condition_variable room;  // threads have become free
 
   std::shared_ptr<Stream> default_stream() {
     const std::lock_guard lock(mutex);
@@ -50,6 +53,9 @@ struct Context {
 struct Engine {
   Context& context;
   std::mt19937_64& random;
+  bool loose = false;                           // later copies may overtake what is left to do
+  std::vector<std::function<Result()>> left = {};  // of earlier copies
+  Result catch_up();                            // does what is left
   void pause();  // for a random while, now and then: what other streams do overtakes
 };
 

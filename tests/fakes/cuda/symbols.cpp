@@ -64,6 +64,11 @@
   X(cuMemHostRegister, cuMemHostRegister_v2, 6050)                         \
   X(cuMemHostUnregister, cuMemHostUnregister, 4000)                        \
   X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020)         \
+  X(cuModuleLoadData, cuModuleLoadData, 2010)                              \
+  X(cuModuleUnload, cuModuleUnload, 2000)                                  \
+  X(cuModuleGetFunction, cuModuleGetFunction, 2000)                        \
+  X(cuLaunchKernel, cuLaunchKernel, 4000)                                  \
+  X(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010)                        \
   X(cuGetErrorName, cuGetErrorName, 6000)                                  \
   X(cuGetErrorString, cuGetErrorString, 6000)                              \
   X(cuGetProcAddress, cuGetProcAddress_v2, 12000)                          \

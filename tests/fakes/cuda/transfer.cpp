@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <thread>
 
+#include "tests/fakes/cuda/kernels.h"
 #include "tests/fakes/cuda/settings.h"
 
 namespace fakecuda {
@@ -134,13 +136,33 @@ bool within_one_device(const Transfer& transfer) {
   return dst.allocation && src.allocation && dst.allocation->device() == src.allocation->device();
 }
 
-void count_copy(const std::vector<Transfer>& batch) {
+bool takes_sms(const std::vector<Transfer>& batch, bool overlap) {
+  return !overlap && batch.size() == 1 && batch[0].rows * batch[0].slices == 1 &&
+         within_one_device(batch[0]);
+}
+
+// What a driver makes of the copy that does not do strided copies across allocations well.
+Transfer as_done(const Transfer& transfer) {
+  const auto allocation = [&](uint64_t row, uint64_t slice) {
+    const Side& dst = transfer.dst;
+    return addresses().facts(dst.address + row * dst.pitch + slice * dst.slice_pitch).allocation;
+  };
+  static std::atomic<uint64_t> done{0};
+  if (transfer.rows * transfer.slices == 1) return transfer;
+  if (allocation(0, 0) == allocation(transfer.rows - 1, transfer.slices - 1)) return transfer;
+  if (done++ < settings().strided_right) return transfer;
+  Transfer first = transfer;
+  first.rows = first.slices = 1;
+  return first;
+}
+
+void count_copy(const std::vector<Transfer>& batch, bool overlap) {
   const bool strided = batch.size() == 1 && batch[0].rows * batch[0].slices > 1;
   if (batch.size() != 1) {
     ++tally().batched;
   } else {
     ++(strided ? tally().strided : tally().plain);
-    if (!strided && within_one_device(batch[0])) ++tally().same_device;
+    if (takes_sms(batch, overlap)) ++tally().same_device;
   }
   for (const Transfer& transfer : batch) {
     tally().rows += transfer.rows * transfer.slices;
@@ -150,18 +172,29 @@ void count_copy(const std::vector<Transfer>& batch) {
 
 }  // namespace
 
-Work copy_work(std::vector<Transfer> batch) {
-  return [batch = std::move(batch)](Engine& engine) -> Result {
+Work copy_work(std::vector<Transfer> batch, bool overlap) {
+  return [batch = std::move(batch), overlap](Engine& engine) -> Result {
     std::vector<Chunk> chunks;
-    for (const Transfer& transfer : batch) add_chunks(transfer, chunks);
+    for (const Transfer& transfer : batch) add_chunks(as_done(transfer), chunks);
+    if (chunks.empty()) return kSuccess;
     if (settings().seed != 0) std::ranges::shuffle(chunks, engine.random);
     engine.pause();
     if (const Result code = planted_fault("copy")) return code;
-    for (size_t i = 0; i < chunks.size(); ++i) {
+    std::optional<Room> room;
+    if (takes_sms(batch, overlap)) room.emplace(engine.context, 1024);
+    const int device = engine.context.physical;
+    const bool whole = !engine.loose || chunks.front().bytes == 4;
+    const size_t now = whole ? chunks.size() : chunks.size() / 2;
+    for (size_t i = 0; i < now; ++i) {
       if (i == chunks.size() / 2 && i > 0) engine.pause();
-      if (const Result code = copy_chunk(chunks[i], engine.context.physical)) return code;
+      if (const Result code = copy_chunk(chunks[i], device)) return code;
     }
-    count_copy(batch);
+    count_copy(batch, overlap);
+    if (!engine.left.empty()) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    if (const Result code = engine.catch_up()) return code;
+    for (size_t i = now; i < chunks.size(); ++i) {
+      engine.left.push_back([chunk = chunks[i], device] { return copy_chunk(chunk, device); });
+    }
     return kSuccess;
   };
 }
@@ -169,6 +202,7 @@ Work copy_work(std::vector<Transfer> batch) {
 Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_bytes) {
   return [=](Engine& engine) -> Result {
     engine.pause();
+    const Room room(engine.context, 1024);  // a fill is a kernel
     std::vector<Piece> found;
     const uint64_t bytes = count * value_bytes;
     if (!addresses().pieces(dst, bytes, engine.context.physical, true, false, found)) {
@@ -193,6 +227,7 @@ Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_byt
 
 Work mem_op_work(std::vector<MemOp> ops) {
   return [ops = std::move(ops)](Engine& engine) -> Result {
+    if (const Result code = engine.catch_up()) return code;
     for (const MemOp& op : ops) {
       Result code = kSuccess;
       if (op.operation == kOpWait32) {

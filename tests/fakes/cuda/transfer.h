@@ -27,8 +27,9 @@ struct Transfer {
   uint64_t slices = 1;
 };
 
-// Copies of one batch are in no order among each other.
-Work copy_work(std::vector<Transfer> batch);
+// Copies of one batch are in no order among each other. `overlap`: by a copy engine, also within a
+// device.
+Work copy_work(std::vector<Transfer> batch, bool overlap = false);
 Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_bytes);
 // The operations of one call, in order; waits give up when the context fails.
 Work mem_op_work(std::vector<MemOp> ops);

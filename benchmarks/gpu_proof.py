@@ -1,0 +1,350 @@
+"""Proves on the GPUs of this machine that collectives use no SM, in two ways.
+
+    python benchmarks/gpu_proof.py                    # both; needs two GPUs
+    python benchmarks/gpu_proof.py --only held        # held | channels
+
+held      Blocks that only wait fill every SM of every GPU; operations must end meanwhile, with the
+          right bytes. A control kernel launched behind the blocks must not run until they go, and
+          an operation that may use SMs (own_copy="sm") must not end until then either.
+channels  CUPTI records every copy, fill and kernel of the operations: no kernel, and every copy on
+          a copy engine's channel. Controls: kernels and an SM copy that it has to see. Needs
+          CUPTI's header and library and a C++ compiler (CUDA's toolkit, or PyPI's
+          nvidia-cuda-cupti with cuda.h).
+
+Each step is a process with a time limit. The exit status is 0 where all was proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "gpu" / "site"  # where h200_check.py installs the package
+LIMIT_S = 25
+HELD_S = 8.0  # the blocks go by themselves then
+PART = 256 << 10
+VARIANTS = ("auto", "pcpy", "b2b", "fan", "bcst")
+
+
+@dataclass
+class Case:
+    """An operation whose output is known."""
+
+    name: str
+    op: str
+    variant: str
+    out: Any
+    inp: Any  # None: in place
+    part: int
+
+    def start(self, comm: Any) -> Any:
+        buffers = [self.out] if self.inp is None else [self.out, self.inp]
+        return getattr(comm, self.op)(*buffers, variant=self.variant)
+
+
+class Cases:
+    """All operations in all variants, each with buffers of its own in one window."""
+
+    def __init__(self, comm: Any, part: int) -> None:
+        self.comm = comm
+        named = [
+            ("all_gather", True),
+            ("all_gather", False),
+            ("all_to_all", False),
+            ("broadcast", True),
+        ]
+        wanted = [
+            (op, in_place, variant)
+            for op, in_place in named
+            for variant in VARIANTS
+            if variant == "auto" or variant in comm.variants(op, in_place)
+        ]
+        whole = part * comm.ranks
+        self.window = comm.window(2 * whole * len(wanted))
+        self.all: list[Case] = []
+        for index, (op, in_place, variant) in enumerate(wanted):
+            at = 2 * whole * index
+            sizes = {"all_gather": (whole, part), "broadcast": (part, part)}
+            out_bytes, in_bytes = sizes.get(op, (whole, whole))
+            out = self.window.region(at, out_bytes)
+            inp = None if in_place else self.window.region(at + whole, in_bytes)
+            place = "in place" if in_place else "out of place"
+            self.all.append(Case(f"{op} {place}, {variant}", op, variant, out, inp, part))
+
+    def fill(self, turn: int) -> None:
+        import numpy as np
+
+        for index, case in enumerate(self.all):
+            for rank in self.comm.local_ranks:
+                self.window.write(np.zeros(case.out.nbytes, np.uint8), case.out.offset, rank)
+                if case.op == "broadcast":
+                    data, at = self.data(turn, index, 0, case.part), case.out.offset
+                    if rank != 0:
+                        continue
+                elif case.inp is None:
+                    data = self.data(turn, index, rank, case.part)
+                    at = case.out.offset + rank * case.part
+                else:
+                    data, at = self.data(turn, index, rank, case.inp.nbytes), case.inp.offset
+                self.window.write(data, at, rank)
+
+    def data(self, turn: int, index: int, rank: int, nbytes: int) -> Any:
+        import numpy as np
+
+        return np.random.default_rng((turn, index, rank)).integers(0, 256, nbytes, np.uint8)
+
+    def wrong(self, turn: int) -> dict[str, int]:
+        import numpy as np
+
+        found = {}
+        for index, case in enumerate(self.all):
+            ranks = range(self.comm.ranks)
+            nbytes = case.part if case.inp is None else case.inp.nbytes
+            data = [self.data(turn, index, rank, nbytes) for rank in ranks]
+            bad = 0
+            for rank in self.comm.local_ranks:
+                if case.op == "broadcast":
+                    expected = data[0]
+                elif case.op == "all_gather":
+                    expected = np.concatenate(data)
+                else:
+                    mine = slice(rank * case.part, (rank + 1) * case.part)
+                    expected = np.concatenate([sent[mine] for sent in data])
+                got = np.empty(case.out.nbytes, np.uint8)
+                self.window.read(got, case.out.offset, rank)
+                bad += int((got != expected).sum())
+            if bad:
+                found[case.name] = bad
+        return found
+
+
+@contextmanager
+def opened(ranks: int, **options: Any) -> Iterator[Any]:
+    import offcore
+
+    with offcore.Communicator(backend="cuda", ranks=ranks, timeout=10, **options) as comm:
+        yield comm
+
+
+def held(ranks: int) -> list[str]:
+    """What is wrong; nothing: proven."""
+    from offcore import Error, _core
+
+    with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
+        cases, controls = Cases(comm, PART), Cases(other, PART)
+        control = next(c for c in controls.all if c.name == "all_gather out of place, b2b")
+        for turn, tried in enumerate((cases, controls)):
+            tried.fill(turn)
+            for case in tried.all:  # plans are met and streams are made before anything spins
+                case.start(tried.comm).wait()
+            if wrong := tried.wrong(turn):
+                return [f"wrong bytes before anything was held: {wrong}"]
+        cases.fill(7)
+        comm.barrier()
+        blocks = _core.Occupation(list(range(ranks)), HELD_S)
+        ended, failures = 0, []
+        began = time.monotonic()
+        for case in cases.all:
+            try:
+                case.start(comm).wait(1.0)
+                ended += 1
+            except Error as failure:
+                failures.append(f"{case.name} did not end while SMs were held: {failure}")
+                break
+        took = time.monotonic() - began
+        pending = control.start(other)
+        try:
+            pending.wait(0.2)
+            sm_copy = "ended (so the driver did it without SMs)"
+        except Error:
+            sm_copy = "waited for the SMs"
+        if not blocks.holds or blocks.control_ran:
+            failures.append("the SMs were not full all the time: the control kernel ran")
+        if not blocks.release():
+            failures.append("the control kernel did not run after the blocks had gone")
+        pending.wait(5.0)
+        if wrong := cases.wrong(7):
+            failures.append(f"wrong bytes: {wrong}")
+        print(f"held: {blocks.blocks} blocks on {ranks} GPUs hold every SM")
+        print(f"   {ended} of {len(cases.all)} operations ended meanwhile, in {took * 1e3:.0f} ms")
+        print(f"   a copy that may use SMs {sm_copy}")
+        return failures
+
+
+def channels(ranks: int, recorder: str) -> list[str]:
+    """What is wrong; nothing: proven."""
+    from offcore import _core
+
+    _core.cuda_facts()  # opens the driver, which loads the recorder
+    if not Path("cupti.jsonl").is_file():
+        return ["the driver did not load CUPTI's recorder"]
+    library = ctypes.CDLL(recorder)
+    library.cupti_mark.argtypes = (ctypes.c_char_p,)
+    with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
+        cases, controls = Cases(comm, PART), Cases(other, PART)
+        for tried in (cases, controls):
+            tried.fill(1)
+            for case in tried.all:
+                case.start(tried.comm).wait()
+        comm.barrier()
+        marks: list[int] = []
+
+        def marked(name: str, run: Any) -> None:
+            time.sleep(0.05)  # the last records arrive
+            marks.append(library.cupti_mark(name.encode()))
+            run()
+
+        for case in cases.all:
+            marked(case.name, lambda case=case: case.start(comm).wait())
+        control = next(c for c in controls.all if c.name == "all_gather out of place, b2b")
+        marked("control: SM copy", lambda: control.start(other).wait())
+        marked("control: kernels", lambda: _core.Occupation([0], 0.5).release())
+        marked("end", lambda: None)
+    if any(marks):
+        return ["CUPTI's recorder could not write its records"]
+    return judge(Path("cupti.jsonl").read_text(encoding="utf-8").splitlines(), len(cases.all))
+
+
+def judge(lines: list[str], operations: int) -> list[str]:
+    """What the records of `channels` show that should not be."""
+    by_mark: dict[str, list[dict[str, Any]]] = {"start": []}
+    records = by_mark["start"]
+    failures = []
+    for record in map(json.loads, lines):
+        if record["kind"] == "mark":
+            records = by_mark.setdefault(record["name"], [])
+        elif record["kind"] == "lost":
+            failures.append(f"CUPTI lost {record['count']} records")
+        elif record["kind"] != "ready":
+            records.append(record)
+    copies = 0
+    names = [name for name in by_mark if name not in ("start", "end") and "control" not in name]
+    if len(names) != operations:
+        failures.append(f"{len(names)} of {operations} operations were recorded")
+    for name in names:
+        found = by_mark[name]
+        done = [record for record in found if record["kind"] == "memcpy"]
+        others = [record for record in found if record["kind"] != "memcpy"]
+        on_sm = [record for record in done if record["channel"] != "engine"]
+        copies += len(done)
+        if not done:
+            failures.append(f"{name}: no copy was recorded")
+        if others:
+            what = sorted({record.get("name", record["kind"]) for record in others})
+            failures.append(f"{name}: {len(others)} kernels or fills: {', '.join(what)}")
+        if on_sm:
+            failures.append(f"{name}: {len(on_sm)} of {len(done)} copies on no engine: {on_sm[0]}")
+    if not any(r["kind"] == "kernel" for r in by_mark.get("control: kernels", [])):
+        failures.append("control: the recorder did not see the kernels that it should see")
+    sm_copy = by_mark.get("control: SM copy", [])
+    seen = any(record.get("channel") == "compute" for record in sm_copy)
+    kernel = any(record["kind"] == "kernel" for record in sm_copy)
+    if not seen and not kernel:
+        failures.append("control: the copy that may use SMs was not seen on a compute channel")
+    print(f"channels: {len(names)} operations, {copies} copies")
+    return failures
+
+
+def build_recorder(folder: Path) -> Path:
+    """Compiles the recorder. Raises RuntimeError, saying what is missing."""
+    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    toolkit = [cuda / "include", cuda / "targets" / "x86_64-linux" / "include"]
+    sets = [[*toolkit, cuda / "extras" / "CUPTI" / "include"], [packages / "cu13" / "include"]]
+    for headers in sets:  # one whole set: headers of different versions do not go together
+        have = all(any((p / name).is_file() for p in headers) for name in ("cuda.h", "cupti.h"))
+        places = [place.parent / name for place in headers for name in ("lib64", "lib")]
+        libraries = [found for place in places for found in sorted(place.glob("libcupti.so*"))]
+        if have and libraries:
+            break
+    else:
+        raise RuntimeError("CUPTI's headers or library were not found: set CUDA_HOME")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise RuntimeError("no C++ compiler: set CXX")
+    made = folder / "libcupti_channels.so"
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(made)]
+    command += [str(ROOT / "benchmarks" / "cupti_channels.cpp")]
+    command += [f"-I{place}" for place in headers if place.is_dir()]
+    command += [str(libraries[0]), f"-Wl,-rpath,{libraries[0].resolve().parent}", "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise RuntimeError(f"the recorder does not compile:\n{done.stderr[:2000]}")
+    return made
+
+
+def step(name: str, ranks: int, folder: Path, extra: list[str], env: dict[str, str]) -> bool:
+    command = [sys.executable, __file__, "--role", name, "--ranks", str(ranks), *extra]
+    path = [str(SITE)] if SITE.is_dir() else []
+    path += [p for p in (os.environ.get("PYTHONPATH", ""),) if p]
+    given = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "CUDA_MODULE_LOADING": "EAGER",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # no stream shares a channel with the blocks'
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=folder, env=os.environ | given | env, start_new_session=True
+    )
+    try:
+        code: int | str = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        code = f"no end within {LIMIT_S} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    told = "PROVEN" if code == 0 else f"NOT PROVEN ({code})"
+    print(f"{name}: {told} in {time.monotonic() - began:.1f} s", flush=True)
+    return code == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("held", "channels"))
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs to use")
+    parser.add_argument("--role", choices=("held", "channels"), help=argparse.SUPPRESS)
+    parser.add_argument("--recorder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        failures = held(args.ranks) if args.role == "held" else channels(args.ranks, args.recorder)
+        for failure in failures:
+            print(f"   {failure[:400]}", flush=True)
+        return 1 if failures else 0
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.only in (None, "held"):
+            good &= step("held", args.ranks, folder, [], {})
+        if args.only in (None, "channels"):
+            try:
+                recorder = str(build_recorder(folder))
+            except RuntimeError as failure:
+                print(f"channels: NOT PROVEN: {failure}")
+                return 1
+            injected = {"CUDA_INJECTION64_PATH": recorder}
+            good &= step("channels", args.ranks, folder, ["--recorder", recorder], injected)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

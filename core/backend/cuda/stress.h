@@ -1,0 +1,86 @@
+// Does a flag ever overtake the data before it? The question that decides the signal form.
+//
+// On each GPU a kernel polls every peer's flag and at once reads the peer's chunk from its last
+// word on, while the copy engines push chunk after chunk with the commands that operations push
+// them with (feed.h). A word of an earlier operation is a wrong word. A planted fault, flags sent
+// before their data, has to be seen: otherwise the kernels were too slow to see anything.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/backend/cuda/fleet.h"
+#include "core/backend/cuda/resident.h"
+
+namespace offcore::cuda {
+
+struct Trial {
+  SignalForm signals = SignalForm::fenced;
+  // How the data goes out: one strided copy of one source (bcst) or of several (fan), or a copy
+  // to each peer (pcpy).
+  std::string shape = "bcst";
+  bool planted = false;      // flags before data
+  uint64_t chunk_bytes = 0;  // a multiple of 4, at most kChunkBytesMax
+  uint32_t operations = 0;
+};
+
+struct TrialOutcome {
+  uint64_t operations = 0;
+  uint64_t wrong_words = 0;
+  bool stuck = false;  // a flag did not come; the trial ended there
+  int64_t time_ns = 0;
+};
+
+class Stress {
+ public:
+  static constexpr uint64_t kChunkBytesMax = 256 << 10;
+
+  // A rank on each of these devices, at least two. Throws memory or driver.
+  explicit Stress(const std::vector<int>& ordinals);
+  ~Stress();
+  Stress(const Stress&) = delete;
+  Stress& operator=(const Stress&) = delete;
+
+  bool strided() const { return ring_->strided(); }  // one copy reaches all peers
+  // Throws invalid, and driver when a GPU does not let go of what it was given.
+  TrialOutcome run(const Trial& trial, const Deadline& deadline);
+
+ private:
+  // A rank's GPU.
+  struct Seat {
+    std::shared_ptr<Device> device;
+    std::unique_ptr<Stream> copies;
+    std::unique_ptr<Stream> kernel;
+    std::unique_ptr<Stream> noise;
+    std::unique_ptr<Word> word;  // signals are copied from it
+    std::unique_ptr<Word> gate;  // holds `copies` until every rank's commands are enqueued
+    std::unique_ptr<Word> outcome;
+    std::unique_ptr<Kernels> kernels;
+  };
+  struct Round {
+    const Trial& trial;
+    const std::vector<Program>& programs;  // by rank
+    uint32_t count;                        // operations
+  };
+
+  uint64_t chunks_at() const;
+  uint64_t banks_at() const;
+  CUdeviceptr flag(Rank at, uint32_t word) const;
+  Program program(const Trial& trial, Rank rank) const;
+  Launch launch(uint32_t value, uint64_t bank_bytes) const;
+  void fill(const Trial& trial);
+  void start(const Round& round);
+  bool finish(const Deadline& deadline);
+  void let_go(uint32_t value);
+
+  std::vector<Seat> seats_;
+  std::vector<std::shared_ptr<Device>> devices_;
+  std::shared_ptr<Words> words_;
+  std::unique_ptr<Ring> ring_;
+  Rings rings_;
+  uint32_t value_ = 0;  // of the last operation's flags
+  uint32_t turn_ = 0;   // of the gates
+  bool lost_ = false;   // a GPU still works on it
+};
+
+}  // namespace offcore::cuda

@@ -1,0 +1,145 @@
+"""Groups of a communicator's ranks, what is logged, and NVTX ranges."""
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_calls import free_store
+
+import offcore
+from offcore import Error
+
+ROOT = str(Path(str(offcore.__file__)).parents[1])
+
+
+def as_ranks(ranks: int, work: Callable[[offcore.Communicator, int], Any]) -> list[Any]:
+    """What `work(comm, rank)` returns, with each rank a thread."""
+    store = free_store()
+
+    def one(rank: int) -> Any:
+        with offcore.Communicator(
+            backend="host", store=store, rank=rank, world_size=ranks, timeout=30
+        ) as comm:
+            return work(comm, rank)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+def seen_by(group: offcore.Communicator, own: int) -> list[int]:
+    """Who is in the group, in its order."""
+    out = group.empty(group.ranks, "uint8")
+    group.all_gather(out, np.full(1, own, np.uint8)).wait()
+    group.barrier()
+    return [int(rank) for rank in out]
+
+
+def test_ranks_of_a_color_are_a_group_in_the_order_of_their_keys() -> None:
+    def work(comm: offcore.Communicator, rank: int) -> Any:
+        wishes = [(7, 1), (3, 0), (7, 0), (None, 0), (7, 1)]
+        group = comm.split(*wishes[rank])
+        if group is None:
+            comm.barrier()
+            return None
+        with group:
+            members = seen_by(group, rank)
+            assert members[group.local_ranks[0]] == rank
+        comm.barrier()  # the first communicator goes on
+        return group.ranks, group.machine, members
+
+    in_seven = (3, "host-3", [2, 0, 4])
+    assert as_ranks(5, work) == [in_seven, (1, "host-1", [1]), in_seven, None, in_seven]
+
+
+def test_groups_of_groups() -> None:
+    def work(comm: offcore.Communicator, rank: int) -> Any:
+        half = comm.split(rank // 2)
+        assert half is not None
+        pair = half.split(0, key=1 - half.local_ranks[0])
+        assert pair is not None
+        members = seen_by(pair, rank)
+        pair.close()
+        half.close()
+        return members
+
+    assert as_ranks(4, work) == [[1, 0], [1, 0], [3, 2], [3, 2]]
+
+
+def test_what_cannot_be_split() -> None:
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        with pytest.raises(Error, match="live in this process") as told:
+            comm.split(0)
+        assert told.value.code == "unsupported"
+
+    def work(comm: offcore.Communicator, _: int) -> str:
+        with pytest.raises(Error) as told:
+            comm.split(-1)
+        return str(told.value.code)
+
+    assert as_ranks(2, work) == ["invalid", "invalid"]
+
+
+def logged(level: str) -> list[str]:
+    code = """
+import offcore
+with offcore.Communicator(backend="host", ranks=2) as comm:
+    out = comm.window(200)
+    for _ in range(3):
+        comm.all_gather(out, variant="b2b").wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": ROOT, "OFFCORE_LOG": level},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == (level == "loud"), done.stderr
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_the_log_tells_what_was_chosen_once() -> None:
+    assert logged("off") == []
+    lines = logged("info")
+    assert all(line.startswith("offcore: 2 ranks: ") for line in lines)
+    [chosen] = [line for line in lines if "all_gather" in line]
+    assert "new: " in chosen
+    assert "b2b, barrier, fenced" in chosen
+    assert len([line for line in logged("debug") if "all_gather" in line]) == 3
+    assert "OFFCORE_LOG is 'loud': off, info or debug" in logged("loud")[-1]
+
+
+def test_ranges_around_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    class annotate:  # noqa: N801 - what nvtx calls it
+        def __init__(self, name: str, domain: str) -> None:
+            self.name = f"{domain}: {name}"
+
+        def __enter__(self) -> None:
+            names.append(self.name)
+
+        def __exit__(self, *_: object) -> None:
+            names.append("end")
+
+    monkeypatch.setenv("OFFCORE_NVTX", "1")
+    monkeypatch.setitem(sys.modules, "nvtx", types.SimpleNamespace(annotate=annotate))
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        out = comm.window(200)
+        assert comm.all_gather(out).wait().op == "all_gather"
+    assert names == ["offcore: offcore.all_gather", "end"]
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(Error, match=r"pip install 'offcore\[nvtx\]'") as told:
+        offcore.Communicator(backend="host", ranks=2)
+    assert told.value.code == "unavailable"
+    monkeypatch.setenv("OFFCORE_NVTX", "yes")
+    with pytest.raises(Error, match="0 or 1"):
+        offcore.Communicator(backend="host", ranks=2)

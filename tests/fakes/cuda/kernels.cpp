@@ -1,0 +1,151 @@
+#include "tests/fakes/cuda/kernels.h"
+
+#include <chrono>
+#include <thread>
+
+#include "tests/fakes/cuda/memory.h"
+
+namespace fakecuda {
+namespace {
+
+constexpr uint32_t kBankStep = 2654435761u;
+constexpr uint32_t kRankShift = 40503u;
+constexpr uint64_t kWordBytes = 64;
+
+class Memory {
+ public:
+  explicit Memory(Engine& engine) : engine_(engine) {}
+
+  // A word that the device reaches; throws a failure where it does not.
+  uint32_t* word(DevicePtr address, bool write) {
+    std::vector<Piece> found;
+    const int device = engine_.context.physical;
+    require(addresses().pieces(address, 4, device, write, false, found), kIllegalAddress);
+    piece_ = found.front();
+    return reinterpret_cast<uint32_t*>(piece_.data);
+  }
+  uint32_t load(DevicePtr address) {
+    return __atomic_load_n(word(address, false), __ATOMIC_ACQUIRE);
+  }
+  void store(DevicePtr address, uint32_t value) {
+    __atomic_store_n(word(address, true), value, __ATOMIC_RELEASE);
+    if (piece_.allocation) piece_.allocation->changed();
+  }
+
+ private:
+  Engine& engine_;
+  Piece piece_;
+};
+
+// Whether the condition held before the limit.
+template <typename Condition>
+bool poll(Engine& engine, uint64_t limit_ns, Condition&& holds) {
+  const int64_t began_ns = now_ns();
+  while (!holds()) {
+    if (engine.context.error != kSuccess) return false;
+    if (now_ns() - began_ns >= static_cast<int64_t>(limit_ns)) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(5));
+  }
+  return true;
+}
+
+struct Reader {
+  uint64_t chunks, flags, consumed, stride, outcome, limit_ns;
+  uint32_t words, own, ranks, first, count, banks, fans;
+};
+
+uint64_t wrong_words(const Reader& r, uint32_t peer, uint32_t value, Engine& engine) {
+  const uint32_t hop = (r.own + r.ranks - peer - 1) % r.ranks;
+  const uint32_t base = (value % r.banks + hop * r.fans) * kBankStep + peer * kRankShift;
+  uint64_t wrong = 0;
+  std::vector<Piece> found;
+  const uint64_t bytes = uint64_t{r.words} * 4;
+  const int device = engine.context.physical;
+  require(addresses().pieces(r.chunks + peer * bytes, bytes, device, false, false, found),
+          kIllegalAddress);
+  require(found.size() == 1, kIllegalAddress);
+  const auto* chunk = reinterpret_cast<const uint32_t*>(found.front().data);
+  for (uint32_t at = r.words; at-- > 0;) {
+    wrong += __atomic_load_n(chunk + at, __ATOMIC_RELAXED) != base + at;
+  }
+  return wrong;
+}
+
+void read_peers(const Reader& r, Engine& engine) {
+  Memory memory(engine);
+  uint64_t wrong = 0;
+  for (uint32_t value = r.first; value != r.first + r.count; ++value) {
+    for (uint32_t peer = 0; peer < r.ranks; ++peer) {
+      if (peer == r.own) continue;
+      const auto there = [&] {
+        return static_cast<int32_t>(memory.load(r.flags + peer * kWordBytes) - value) >= 0;
+      };
+      if (!poll(engine, r.limit_ns, there)) return memory.store(r.outcome + 8, value);
+      wrong += wrong_words(r, peer, value, engine);
+      memory.store(r.consumed + peer * r.stride, value);
+    }
+  }
+  if (wrong > 0) {  // one reader a device adds to it, and 32 bits will do
+    memory.store(r.outcome, memory.load(r.outcome) + static_cast<uint32_t>(wrong));
+  }
+}
+
+void spin(const std::vector<uint64_t>& arguments, unsigned blocks, Engine& engine) {
+  Memory memory(engine);
+  const auto [stop, state, limit_ns] = std::tuple(arguments[0], arguments[1], arguments[2]);
+  for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, 1);
+  const bool told = poll(engine, limit_ns, [&] { return memory.load(stop) != 0; });
+  for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, told ? 2 : 3);
+}
+
+void play(const std::string& name, const Launch& launch, Engine& engine) {
+  const auto& a = launch.arguments;
+  if (name == "spinner") return spin(a, launch.blocks, engine);
+  if (name == "toucher") return Memory(engine).store(a[0], static_cast<uint32_t>(a[1]));
+  const auto word = [&](size_t i) { return static_cast<uint32_t>(a[i]); };
+  read_peers({a[0], a[1], a[2], a[3], a[4], a[5], word(6), word(7), word(8), word(9), word(10),
+              word(11), word(12)},
+             engine);
+}
+
+}  // namespace
+
+Room::Room(Context& context, int64_t threads) : context_(context), threads_(threads) {
+  std::unique_lock lock(context_.mutex);
+  threads_ = std::min(threads_, Context::kThreads);
+  while (context_.threads_free < threads_ && context_.error == kSuccess) {
+    context_.room.wait_for(lock, std::chrono::milliseconds(20));
+  }
+  context_.threads_free -= threads_;
+}
+
+Room::~Room() {
+  const std::lock_guard lock(context_.mutex);
+  context_.threads_free += threads_;
+  context_.room.notify_all();
+}
+
+std::vector<unsigned> kernel_arguments(const std::string& name) {
+  static const std::map<std::string, std::vector<unsigned>> known = {
+      {"reader", {8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4}},
+      {"spinner", {8, 8, 8}},
+      {"toucher", {8, 4}},
+  };
+  const auto found = known.find(name);
+  return found == known.end() ? std::vector<unsigned>() : found->second;
+}
+
+Work kernel_work(const std::string& name, Launch launch) {
+  return [name, launch = std::move(launch)](Engine& engine) -> Result {
+    engine.pause();
+    const Room room(engine.context, int64_t{launch.blocks} * launch.threads);
+    try {
+      play(name, launch, engine);
+      return kSuccess;
+    } catch (const Failure& failure) {
+      return failure.code;
+    }
+  };
+}
+
+}  // namespace fakecuda
