@@ -118,8 +118,17 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
+  // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
+  // peers waiting, nor come one call late to everything that follows.
   template <typename Step>
-  auto all_or_none(const Step& step);
+  auto all_or_none(const Step& step) {
+    try {
+      return step();
+    } catch (...) {
+      if (!alone()) abort();
+      throw;
+    }
+  }
   void compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine);
   [[noreturn]] void diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
                             const Entry& theirs);

@@ -1,0 +1,23 @@
+// What a communicator keeps for a plan key: the program, loaded for the local ranks, and what its
+// launches need.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "core/comm/communicator.h"
+
+namespace offcore {
+
+struct Communicator::Plan {
+  Entry entry;
+  std::shared_ptr<const Program> program;
+  std::unique_ptr<Loaded> loaded;
+  std::shared_ptr<const Result> result;
+  bool full_exchange = false;
+  std::vector<Share> scratch;        // one a local rank, where the program has scratch
+  std::unique_ptr<Track> own_track;  // prelaunch: words and slots that no other launch touches
+  std::unique_ptr<Launch> armed;     // prelaunch: the next launch
+  bool held = false;                 // by the engines already
+};
+
+}  // namespace offcore
