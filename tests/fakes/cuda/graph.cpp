@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <list>
 #include <set>
+#include <utility>
 
 namespace fakecuda {
 namespace {
@@ -13,12 +14,16 @@ std::set<Capture*>& captures() {
   return *value;
 }
 
+thread_local int thread_mode = kCaptureGlobal;
+
 }  // namespace
 
 void Capture::begin(Stream& stream, int mode) {
   require(!stream.is_legacy(), kCaptureUnsupported);
   require(!stream.capturing.capture, kIllegalState);
+  static uint64_t made = 0;
   auto capture = std::make_shared<Capture>();
+  capture->id_ = ++made;
   capture->mode_ = mode;
   capture->owner_ = std::this_thread::get_id();
   capture->streams_.push_back(stream.weak_from_this());
@@ -88,34 +93,43 @@ void Capture::join(Stream& stream, const Event& event) {
   place.next.insert(place.next.end(), event.nodes.begin(), event.nodes.end());
 }
 
-void refuse_in_capture(Stream& stream, Result code) {
+std::shared_ptr<Capture> blocking_capture(Stream& legacy) {
   const std::lock_guard lock(capture_mutex());
-  if (stream.capturing.capture) {
-    stream.capturing.capture->invalidate();
-    throw Failure{code};
-  }
-  if (!stream.is_legacy()) return;
-  // The default stream would have to order itself against blocking streams in a capture.
-  const std::lock_guard context_lock(stream.context()->mutex);
-  for (const auto& other : stream.context()->blocking) {
+  const std::lock_guard context_lock(legacy.context()->mutex);
+  for (const auto& other : legacy.context()->blocking) {
     const auto blocking = other.lock();
-    if (!blocking || !blocking->capturing.capture) continue;
-    blocking->capturing.capture->invalidate();
-    throw Failure{kCaptureImplicit};
+    if (blocking && blocking->capturing.capture) return blocking->capturing.capture;
   }
+  return nullptr;
 }
 
-void refuse_while_capturing() {
+void refuse_in_capture(Stream& stream, Result code) {
+  if (stream.is_legacy()) {
+    if (const auto capture = blocking_capture(stream)) {
+      capture->invalidate();
+      throw Failure{kCaptureImplicit};
+    }
+  }
+  const std::lock_guard lock(capture_mutex());
+  if (!stream.capturing.capture) return;
+  stream.capturing.capture->invalidate();
+  throw Failure{code};
+}
+
+void refuse_unsafe() {
+  if (thread_mode == kCaptureRelaxed) return;
   const std::lock_guard lock(capture_mutex());
   for (Capture* capture : captures()) {
     const bool ours = capture->owner() == std::this_thread::get_id();
-    const bool forbids =
-        capture->mode() == kCaptureGlobal || (capture->mode() == kCaptureThreadLocal && ours);
+    const bool forbids = ours ? capture->mode() != kCaptureRelaxed
+                              : capture->mode() == kCaptureGlobal && thread_mode == kCaptureGlobal;
     if (!forbids) continue;
     capture->invalidate();
     throw Failure{kCaptureUnsupported};
   }
 }
+
+int exchange_mode(int mode) { return std::exchange(thread_mode, mode); }
 
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
