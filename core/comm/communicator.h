@@ -33,6 +33,7 @@ struct Result {
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
+  std::string own_copy = "none";  // what copies within a local rank's memory: "engine", "sm"
   uint64_t total_bytes = 0;
   Counts counts;  // of all ranks
   Report report;
@@ -81,6 +82,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
   bool knows(Request request) const;
 
+  // Throws what every call of a dead communicator throws: peer, cancelled, invalid.
+  void check() const;
+
   // All ranks have called.
   void barrier(const Deadline& deadline);
 
@@ -112,10 +116,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const std::string& place, const Deadline& deadline);
+  bool agree(const Entry& mine, Lane& lane, const std::string& place, const Deadline& deadline);
+  std::shared_ptr<Plan> plan_of(const Request& request, const Facts& facts, bool staged) const;
+  std::vector<Share> scratch_of(const Program& program);
+  std::unique_ptr<Pending> capture(const Request& request, const Lookup& lookup, Lane& lane,
+                                   const Deadline& deadline);
+  Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  Launch bind(const Plan& plan, const Request& request, uint32_t lane, Track& track,
+              const std::vector<Share>& scratch);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
@@ -142,6 +154,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
   uint32_t armed_plans_ = 0;
+  uint32_t graphs_ = 0;  // of all lanes
+  Flags graph_flags_;    // of all of them, once there is one
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;

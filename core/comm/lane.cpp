@@ -39,7 +39,7 @@ ControlMemory ControlMemory::create(Rendezvous* rendezvous, Rank ranks, uint64_t
 
 Flags Flags::create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                     const Deadline& deadline) {
-  const uint64_t bytes = 2 * words * kWordBytes;
+  const uint64_t bytes = 2 * words * kWordBytes;  // a rank's, and for rank 0 the host's
   if (backend.host_visible()) {
     return {.memory = ControlMemory::create(rendezvous, ranks, bytes, deadline), .words = words};
   }
@@ -47,12 +47,18 @@ Flags Flags::create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64
           .words = words};
 }
 
+Flags Flags::part(uint64_t index, uint64_t count) const {
+  Flags result{.memory = memory, .words = count};
+  for (std::byte*& base : result.memory.bases) base += index * 2 * count * kWordBytes;
+  return result;
+}
+
 void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
-                 const Deadline& deadline) {
+                 const Deadline& deadline, uint32_t count) {
   if (window_ && bytes <= bytes_) return;
   const uint64_t rounded =
       bytes <= kSlotBytesMin ? kSlotBytesMin : (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
-  window_ = Window::create(backend, rendezvous, ranks, rounded * kCount, deadline);
+  window_ = Window::create(backend, rendezvous, ranks, rounded * count, deadline);
   bytes_ = rounded;
   turn_ = 0;
 }

@@ -13,6 +13,7 @@
 //
 // Flag values are the lane's epoch + the program's values, compared cyclically; the epoch moves on
 // by the program's span at each launch. A word always has the same writing rank (see lower.cpp).
+// A captured graph takes no part in this: it has words, a slot and scratch of its own.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -43,6 +44,8 @@ struct Flags {
 
   static Flags create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                       const Deadline& deadline);
+  // The index-th of many Flags of `words` words each that lie in these.
+  Flags part(uint64_t index, uint64_t words) const;
   // The rank's words, or the words in host memory (which lie behind those of rank 0).
   std::byte* base(Rank rank) const {
     return rank == kHostRank ? memory.bases[0] + words * kWordBytes : memory.bases[rank];
@@ -59,7 +62,7 @@ class Slots {
   // Replaces the slots by larger ones. Collective where ranks are processes. Launches under way
   // keep the old ones.
   void grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
-            const Deadline& deadline);
+            const Deadline& deadline, uint32_t count = kCount);
   // The slot of the next launch: alternating for full exchanges, the guarded one otherwise.
   uint32_t next(bool full_exchange) { return full_exchange ? turn_++ % kEager : kGuarded; }
   std::byte* base(Rank rank, uint32_t slot) const {
@@ -81,9 +84,19 @@ struct Track {
   Slots slots;
 };
 
+// What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever the
+// lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and its
+// one slot is guarded by the entry round that every captured program has.
+struct Graph {
+  uint64_t capture = 0;  // the backend's number
+  Track track;
+  std::vector<Share> scratch;  // one a local rank, where a program has scratch
+};
+
 struct Lane {
   uint32_t index = 0;
   Track track;
+  std::vector<std::unique_ptr<Graph>> graphs;  // as they were captured: alike on every rank
   ControlMemory records;
   Journal journal{{}};
   uint64_t sequence = 0;  // launches so far: the next one's number

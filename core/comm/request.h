@@ -36,6 +36,7 @@ struct Request {
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
   std::vector<uintptr_t> streams;  // GPUs: see Launch
+  uint64_t capture = 0;            // what the streams are captured in (the communicator asks); 0: nothing
   std::shared_ptr<void> keep;      // keeps the operands' memory alive until the operation has ended
 };
 

@@ -14,13 +14,17 @@ constexpr double kServiceWaitS = 5;
 }  // namespace
 
 Context::Context(int ordinal) : ordinal_(ordinal) {
+  const Relaxed relaxed;
   const Driver& driver = Driver::get();
   check(driver.cuDeviceGet(&device_, ordinal), cat("cuDeviceGet of device ", ordinal));
   check(driver.cuDevicePrimaryCtxRetain(&handle_, device_),
         cat("cuDevicePrimaryCtxRetain of device ", ordinal));
 }
 
-Context::~Context() { Driver::get().cuDevicePrimaryCtxRelease(device_); }
+Context::~Context() {
+  const Relaxed relaxed;
+  Driver::get().cuDevicePrimaryCtxRelease(device_);
+}
 
 Stream::Stream(std::shared_ptr<const Context> context) : context_(std::move(context)) {
   const Current current(context_->handle());
