@@ -15,9 +15,22 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
   return buffer.name == "out" && own ? &request.out : nullptr;
 }
 
+std::shared_ptr<void> windows_of(const Request& request) {
+  auto windows = std::make_shared<std::vector<std::shared_ptr<Window>>>();
+  for (const auto* side : {&request.out, &request.in}) {
+    for (const Operand& operand : *side) windows->push_back(operand.window);
+  }
+  return windows;
+}
+
 }  // namespace
 
 void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.credits) {
+    if (!plan.credited) grant(plan, lane, request.streams);  // the caller enters now
+    plan.credited = false;
+  }
+  ++plan.launches;
   if (plan.program->mode != Mode::armed) {
     pending.run_ = plan.loaded->launch(bind(plan, request, lane));
     return;
@@ -41,20 +54,40 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   plan.armed = arm();  // at once: the next call finds its program on the engines
 }
 
-Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
-  const auto& buffers = plan.program->buffers;
-  Track& track = plan.own_track ? *plan.own_track : lane.track;
-  Flags& flags = track.flags;
+// Tells the peers that write into this rank that they may, for the plan's next launch.
+void Communicator::grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams) {
+  Launch launch = bind_words(*plan.program, plan.own_track->flags, lane);
+  launch.streams = streams;
+  using Held = std::pair<ControlMemory, ControlMemory>;
+  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory, control_);
+  plan.credits->launch(launch);
+  plan.credited = true;
+}
+
+// A launch with its flag words, and nothing else yet.
+Launch Communicator::bind_words(const Program& program, const Flags& flags,
+                                const Lane& lane) const {
   Launch launch{
-      .binding = Binding(buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
-  launch.streams = request.streams;
-  flags.epoch += plan.program->flag_span;
-  Binding& binding = launch.binding;
+      .binding = Binding(program.buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
   for (Rank rank = 0; rank < ranks_; ++rank) {
     launch.wakeups.push_back(&wakeup(rank));
-    binding.base(kFlagBuffer, rank) = flags.base(rank);
+    launch.binding.base(kFlagBuffer, rank) = flags.base(rank);
   }
-  binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+  launch.binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+  return launch;
+}
+
+Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
+  const auto& buffers = plan.program->buffers;
+  const bool captured = request.capture != 0;
+  Track& track = captured         ? lane.find(request.capture)->track
+                 : plan.own_track ? *plan.own_track
+                                  : lane.track;
+  Flags& flags = track.flags;
+  Launch launch = bind_words(*plan.program, flags, lane);
+  launch.streams = request.streams;
+  if (!captured) flags.epoch += plan.program->flag_span;
+  Binding& binding = launch.binding;
 
   std::shared_ptr<Window> slots;
   for (size_t i = 1; i < buffers.size(); ++i) {
@@ -62,12 +95,12 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
     const Buffer& buffer = buffers[i];
     if (buffer.name == "slot") {
       slots = track.slots.window();
-      const uint32_t slot = track.slots.next(plan.full_exchange);
+      const uint32_t slot = captured ? 0 : track.slots.next(plan.full_exchange);
       for (Rank rank = 0; rank < ranks_; ++rank) {
         binding.base(id, rank) = track.slots.base(rank, slot);
       }
     } else if (buffer.name == "scratch") {
-      for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
+      for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
     } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
@@ -77,8 +110,10 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   }
   using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, ControlMemory,
                           ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
-  launch.owner = std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_,
-                                        plan.scratch, request.keep);
+  // A graph keeps windows, and no more: what else it uses is its user's to keep, as in any graph.
+  launch.owner =
+      std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_, track.scratch,
+                             captured ? windows_of(request) : request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

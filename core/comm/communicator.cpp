@@ -128,10 +128,13 @@ bool Communicator::knows(Request request) const {
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
   const std::scoped_lock lock(mutex_);
   check_alive();
+  request.capture = backend_->capture_of(request.streams);
   const Lookup lookup = look_up(request);
   Lane& lane = this->lane(request.lane, deadline);
   std::shared_ptr<Plan> plan = lookup.plan;
-  if (plan != nullptr) {
+  if (request.capture != 0) {
+    plan = meet_in_graph(request, lookup.facts, lane, lookup.place, deadline);
+  } else if (plan != nullptr) {
     publish(lane, plan->entry, deadline);
     ++lane.sequence;
   } else {
@@ -146,6 +149,10 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
   all_or_none([&] { launch(*plan, request, lane, *pending); });
+  if (plan->credits) {
+    pending->plan_ = plan;
+    pending->launch_ = plan->launches;
+  }
   return pending;
 }
 
@@ -181,6 +188,11 @@ void Communicator::barrier(const Deadline& deadline) {
   start(std::move(request), deadline)->wait(deadline);
 }
 
+void Communicator::check() const {
+  const std::scoped_lock lock(mutex_);
+  check_alive();
+}
+
 void Communicator::abort() {
   aborted_ = true;
   for (Rank rank = 0; rank < ranks_; ++rank) poison(wakeup(rank), local_ranks_[0]);
@@ -200,6 +212,22 @@ void Communicator::close() {
 Pending::~Pending() = default;
 
 bool Pending::done() { return run_->done(); }
+
+void Pending::release(const std::vector<uintptr_t>& streams) {
+  if (result_->protocol != "credits") {
+    fail(Code::invalid, result_->op, " ran with protocol ", result_->protocol,
+         ": only an operation of protocol credits can be released");
+  }
+  Communicator& communicator = *communicator_;
+  const std::scoped_lock lock(communicator.mutex_);
+  communicator.check_alive();
+  if (communicator.backend_->capture_of(streams) != 0) {
+    fail(Code::unsupported,
+         "a release cannot be captured: captured operations enter by themselves");
+  }
+  if (plan_->credited || plan_->launches != launch_) return;
+  communicator.grant(*plan_, *lane_, streams);
+}
 
 Result Pending::wait(const Deadline& deadline) {
   Communicator& communicator = *communicator_;
@@ -221,6 +249,7 @@ Result Pending::wait(const Deadline& deadline) {
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();
+  if (result.report.own_on_sm) result.own_copy = "sm";
   return result;
 }
 

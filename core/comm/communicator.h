@@ -5,6 +5,9 @@
 // the first time together: they compare keys in the journal and settle whether the data lands in
 // the caller's buffers (the same place of the same window on every rank) or in slots. Afterwards
 // nothing goes over the wire but the operation itself; the journal still tells when ranks diverge.
+//
+// In a stream that is being captured an operation becomes part of a graph and does not run (mode
+// capture). The ranks meet at every such call, and the n-th graph of a lane is the same one on all.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -27,6 +30,7 @@ struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
+  std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots, because a buffer lay outside the windows
@@ -40,6 +44,7 @@ struct Result {
 };
 
 class Communicator;
+struct Plan;  // what a communicator keeps for a plan key
 
 // One operation under way.
 class Pending {
@@ -48,11 +53,17 @@ class Pending {
   bool done();
   // Throws timeout (and can be waited for again), peer, cancelled, mismatch.
   Result wait(const Deadline& deadline);
+  // Protocol credits: this rank has done with the output, so peers may write it for the next call
+  // of the same operation into it. In those streams' order, where there are any. Nothing happens if
+  // that call has been made. Throws invalid for another protocol.
+  void release(const std::vector<uintptr_t>& streams);
 
  private:
   friend class Communicator;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Result> result_;  // all but the report
+  std::shared_ptr<Plan> plan_;            // protocol credits
+  uint64_t launch_ = 0;                   // of the plan's
   std::unique_ptr<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
@@ -95,7 +106,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void close();
 
  private:
-  struct Plan;
   struct Lookup {
     Facts facts;
     std::string place = {};
@@ -116,18 +126,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const std::string& place, const Deadline& deadline);
-  bool agree(const Entry& mine, Lane& lane, const std::string& place, const Deadline& deadline);
-  std::shared_ptr<Plan> plan_of(const Request& request, const Facts& facts, bool staged) const;
-  std::vector<Share> scratch_of(const Program& program);
-  std::unique_ptr<Pending> capture(const Request& request, const Lookup& lookup, Lane& lane,
-                                   const Deadline& deadline);
+  // As meet, into a graph that is being captured: at every call, since replays tell nobody.
+  std::shared_ptr<Plan> meet_in_graph(const Request& request, const Facts& facts, Lane& lane,
+                                      const std::string& place, const Deadline& deadline);
+  bool agree(const Request& request, Lane& lane, const Entry& mine, const std::string& place,
+             const Deadline& deadline);
+  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
   Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
+  void equip(Plan& plan, Lane& lane, const Deadline& deadline);
+  void equip(const Program& program, Track& track, uint32_t slots, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
+  Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
+  void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
   Launch bind(const Plan& plan, const Request& request, Lane& lane);
-  Launch bind(const Plan& plan, const Request& request, uint32_t lane, Track& track,
-              const std::vector<Share>& scratch);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
@@ -153,7 +166,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
-  uint32_t armed_plans_ = 0;
+  uint32_t own_tracks_ = 0;
   uint32_t graphs_ = 0;  // of all lanes
   Flags graph_flags_;    // of all of them, once there is one
   bool closed_ = false;

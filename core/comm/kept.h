@@ -8,16 +8,19 @@
 
 namespace offcore {
 
-struct Communicator::Plan {
+struct Plan {
   Entry entry;
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;
   bool full_exchange = false;
-  std::vector<Share> scratch;        // one a local rank, where the program has scratch
-  std::unique_ptr<Track> own_track;  // prelaunch: words and slots that no other launch touches
-  std::unique_ptr<Launch> armed;     // prelaunch: the next launch
-  bool held = false;                 // by the engines already
+  // prelaunch, credits: words and slots that no other launch touches
+  std::unique_ptr<Track> own_track;
+  std::unique_ptr<Launch> armed;    // prelaunch: the next launch
+  bool held = false;                // by the engines already
+  std::unique_ptr<Loaded> credits;  // the entry signals, where they are sent apart
+  bool credited = false;            // those of the next launch are sent
+  uint64_t launches = 0;
 };
 
 }  // namespace offcore

@@ -9,6 +9,9 @@
 //            so it has heard from q in that one, and q sent that only after it had emptied slot j.
 //            Operations that are no full exchange never use these two: they use a third slot, and
 //            an entry signal guards it.
+//   credits  as barrier, but q's signal for the next call may go out as soon as q's caller has
+//            released the buffer. Each plan has words of its own for that: a credit is for the next
+//            launch of its plan, and for no other one of the lane.
 //   promise  the caller says that q's buffer is free.
 //
 // Flag values are the lane's epoch + the program's values, compared cyclically; the epoch moves on
@@ -77,11 +80,12 @@ class Slots {
   uint32_t turn_ = 0;
 };
 
-// The words and slots of one sequence of launches. A lane has one; a prelaunched program has its
-// own, because it takes its values and its slot when it is armed, ahead of its turn in the lane.
+// The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program has
+// its own, because it takes its values and its slot when it is armed, ahead of its turn in the lane.
 struct Track {
   Flags flags;
   Slots slots;
+  std::vector<Share> scratch;  // one a local rank, where a program has any
 };
 
 // What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever the
@@ -90,7 +94,6 @@ struct Track {
 struct Graph {
   uint64_t capture = 0;  // the backend's number
   Track track;
-  std::vector<Share> scratch;  // one a local rank, where a program has scratch
 };
 
 struct Lane {
@@ -100,6 +103,8 @@ struct Lane {
   ControlMemory records;
   Journal journal{{}};
   uint64_t sequence = 0;  // launches so far: the next one's number
+
+  Graph* find(uint64_t capture) const;  // null: no operation of the lane is in it yet
 };
 
 }  // namespace offcore

@@ -90,11 +90,11 @@ class Checker {
     std::string& variant = request_.variant;
     if (variant == "auto") variant = env("OFFCORE_VARIANT");
     if (variant != "auto") variant = to_string(parse_variant(variant));
-    for (const std::string_view known : {"auto", "barrier", "promise", "eager"}) {
+    for (const std::string_view known : {"auto", "barrier", "credits", "promise", "eager"}) {
       if (request_.protocol == known) return;
     }
     fail(Code::invalid, "unknown protocol '", request_.protocol,
-         "': known are auto, barrier, promise, eager");
+         "': known are auto, barrier, credits, promise, eager");
   }
 
   void need_counts(size_t expected) {

@@ -254,18 +254,22 @@ void bind_outcome(nb::module_& module) {
       .def_ro("op", &Result::op)
       .def_ro("variant", &Result::variant)
       .def_ro("protocol", &Result::protocol)
+      .def_ro("signals", &Result::signals)
       .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
       .def_ro("native", &Result::native)
       .def_ro("staged", &Result::staged)
       .def_ro("tuned", &Result::tuned)
       .def_ro("armed_ahead", &Result::armed_ahead)
       .def_ro("in_place", &Result::in_place)
+      .def_ro("own_copy", &Result::own_copy)
       .def_ro("total_bytes", &Result::total_bytes)
       .def_ro("counts", &Result::counts)
       .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })
       .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
+      .def("release", &Pending::release, nb::arg("streams"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {
@@ -320,6 +324,7 @@ void bind_comm(nb::module_& module) {
       .def(
           "device", [](Communicator& self, Rank rank) { return self.backend().device(rank); },
           nb::arg("rank"))
+      .def("check", &Communicator::check, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Communicator::abort)
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 }

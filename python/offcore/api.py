@@ -38,7 +38,8 @@ class Handle:
         timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
         under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
         aborted), mismatch (ranks made different calls). The first three name the commands that
-        were reached.
+        were reached. In mode capture it returns at once: a graph's replays are waited for by their
+        stream.
         """
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout
@@ -46,6 +47,14 @@ class Handle:
             comm = self._comm
             self._result = Result(outcome, comm.backend, comm.machine, comm.ranks)
         return self._result
+
+    def release(self) -> None:
+        """Protocol "credits" only: this rank has done with the output. Peers may write into it for
+        the next call of the same operation on the same buffers, which then need not wait for this
+        rank; from now until that call has ended nobody here may use the output. In the order of the
+        current stream, where there is one. Raises `Error`: invalid for another protocol.
+        """
+        self._pending.release(self._comm._streams())
 
 
 class Window:
@@ -131,8 +140,9 @@ class Communicator:
     any other output works too, by way of a staging slot, and the result says so.
 
     variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
-    protocol: how peers may enter: "auto"; "barrier" (always safe); "eager" (through slots, always
-        safe); "promise" (the caller promises that every peer's output is free).
+    protocol: how peers may enter: "auto"; "barrier" (always safe); "credits" (as barrier, but a
+        rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
+        slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
     """
 
@@ -384,6 +394,11 @@ class Communicator:
     def now_ns(self) -> int:
         """The backend's clock; virtual time on sim."""
         return self._core.now_ns
+
+    def check(self) -> None:
+        """Raises `Error` where every call would: peer (a rank died or aborted), cancelled, invalid
+        (closed). A graph's replays tell nobody: ask after them, before you use what they wrote."""
+        self._core.check()
 
     def abort(self) -> None:
         """Makes every wait of every rank fail at once. The communicator is dead afterwards; what

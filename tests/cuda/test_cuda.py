@@ -177,7 +177,8 @@ def test_signal_forms(signals: str) -> None:
     for turn in range(200):
         for rank in range(3):
             out.write(np.full(1000, turn + rank, np.uint8), rank * 1000, rank)
-        comm.all_gather(out, variant="fan").wait()
+        result = comm.all_gather(out, variant="fan").wait()
+        assert result.signals == sys.argv[1]
         for rank in range(3):
             got = look(out, rank).reshape(3, 1000)
             assert (got == [[(turn + r) % 256] for r in range(3)]).all()

@@ -98,6 +98,7 @@ class Fleet {
   const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
   const std::shared_ptr<Rings>& rings() const { return rings_; }
   Rank ranks() const { return ranks_; }
+  const Habits& habits() const { return habits_; }
 
   std::shared_ptr<Flight> launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                  Hangar& hangar);
