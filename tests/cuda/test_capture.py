@@ -1,0 +1,484 @@
+"""Operations in CUDA graphs, on the stand-in driver: captured, replayed many times, and every byte
+checked. A process for each test, since a driver is set up once."""
+
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from test_cuda import finish, free_store, run, start
+
+HERE = Path(__file__).parent
+PATHS = [str(HERE), str(HERE.parent), str(HERE.parent / "fakes")]
+
+BEGIN = f"""
+sys.path[:0] = {PATHS!r}
+from graphs import *
+from oracles import Case, equal_case, kinds_of
+"""
+
+
+def code(text: str) -> str:
+    """A test's own lines behind what all of them begin with."""
+    return BEGIN + textwrap.dedent(text)
+
+
+@pytest.mark.parametrize("place", ["window", "array"])
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
+def test_every_replay_is_right(op: str, place: str) -> None:
+    """Every variant and size, in place and out of place, with new inputs at each replay."""
+    text = """
+    op, place = sys.argv[1:]
+    with opened(3) as (comm, gpus):
+        for in_place in (False, True) if op in ("all_gather", "all_to_all") else (False,):
+            for part in (0, 1, 1003, 70000):
+                case = equal_case(op, 3, part, in_place, root=2 if op[0] != "a" else 0)
+                staged = place == "array" and part > 0
+                captured = Captured(comm, case, place)
+                kinds = kinds_of(case, staged) - (set() if part else {"bcst"})
+                for variant in ["auto", *sorted(kinds)]:
+                    with gpus.graph(comm.given) as graph:
+                        handle = captured.start(variant=variant)
+                    result = handle.wait()
+                    assert handle.done()
+                    assert (result.mode, result.protocol) == ("capture", "barrier"), result
+                    assert (result.staged, result.in_place) == (staged, in_place), result
+                    if variant != "auto":
+                        assert result.variant == variant
+                    for turn in range(1, 12):
+                        captured.fill(turn)
+                        graph.replay()
+                        assert gpus.settle(comm.given), (case, variant, turn)
+                        captured.check(variant)
+    """
+    assert run(code(text), op, place) == ""
+
+
+def test_uneven_counts_and_ranks_without_bytes() -> None:
+    text = """
+    with opened(3) as (comm, gpus):
+        cases = [
+            Case("all_gather", 3, (0, 500, 0)),
+            Case("all_gather", 3, (7, 0, 1), in_place=True),
+            Case("all_to_all", 3, (0, 5, 0, 9, 0, 100, 0, 0, 0)),
+            Case("all_to_all", 3, (1, 0, 0, 0, 0, 3, 0, 0, 64)),
+            Case("scatter", 3, (0, 10, 90), root=0),
+            Case("gather", 3, (33, 0, 1), root=1),
+        ]
+        for case in cases:
+            captured = Captured(comm, case, "window")
+            for variant in sorted(kinds_of(case, False)):
+                with gpus.graph(comm.given) as graph:
+                    captured.start(variant=variant)
+                for turn in range(30):
+                    captured.fill(turn)
+                    graph.replay()
+                    assert gpus.settle(comm.given), (case, variant, turn)
+                    captured.check(variant)
+    """
+    assert run(code(text)) == ""
+
+
+def test_hundreds_of_replays_with_eager_calls_between() -> None:
+    """Eager calls of the same lane, on other words, do not disturb a graph, nor it them."""
+    text = """
+    with opened(3) as (comm, gpus):
+        inside = Captured(comm, equal_case("all_gather", 3, 4096, in_place=True), "window")
+        staged = Captured(comm, equal_case("all_to_all", 3, 100), "array")
+        between = Captured(comm, equal_case("all_to_all", 3, 700), "window")
+        graphs = []
+        for captured, variant in ((inside, "pcpy"), (staged, "fan")):
+            with gpus.graph(comm.given) as graph:
+                captured.start(variant=variant)
+            graphs.append((captured, graph))
+        protocols = "auto", "eager", "promise", "barrier"
+        for turn in range(300):
+            captured, graph = graphs[turn % 2]
+            captured.fill(turn)
+            graph.replay()
+            between.fill(turn)
+            handle = between.start(protocol=protocols[turn % 4])
+            assert gpus.settle(comm.given), turn
+            captured.check()
+            handle.wait()
+            between.check()
+    """
+    assert run(code(text)) == ""
+
+
+def test_replays_enqueued_without_looking() -> None:
+    """What the host waits for makes tests gentle: here ranks run ahead of each other."""
+    text = """
+    with opened(4) as (comm, gpus):
+        operations = [
+            Captured(comm, equal_case("all_gather", 4, 1000, in_place=True), "window"),
+            Captured(comm, equal_case("broadcast", 4, 300, root=1), "window"),
+            Captured(comm, equal_case("gather", 4, 50, root=3), "array"),
+            Captured(comm, equal_case("all_to_all", 4, 64), "array"),
+            Captured(comm, equal_case("scatter", 4, 10, root=0), "window"),
+        ]
+        for operation in operations:
+            operation.fill(5)
+        with gpus.graph(comm.given) as graph:
+            for operation, variant in zip(operations, "pcpy auto fan b2b auto".split()):
+                operation.start(variant=variant)
+        for rank, (stream, exec_) in enumerate(zip(comm.given, graph.execs)):
+            for _ in range(200):  # one rank's all before the next one's first
+                gpus.driver("cuGraphLaunch", exec_, stream)
+        assert gpus.settle(comm.given)
+        for operation in operations:
+            operation.check()
+    """
+    assert run(code(text), OFFCORE_FAKE_CUDA_SEED="3") == ""
+
+
+def test_a_graph_of_two_streams_and_two_lanes() -> None:
+    """Operations of a lane follow each other in a graph whatever streams they come in; those of
+    another lane have words of their own."""
+    text = """
+    with opened(2) as (comm, gpus):
+        d, first, second = gpus.driver, comm.given, gpus.streams()
+        events = []
+        for context in gpus.contexts:
+            d("cuCtxSetCurrent", context)
+            events.append([d.event(2) for _ in range(2)])
+        parts = [Captured(comm, equal_case("all_gather", 2, 100 + i), "window") for i in range(4)]
+        with gpus.graph(first) as graph:
+            for (forked, _), one, other in zip(events, first, second):
+                d("cuEventRecord", forked, one)
+                d("cuStreamWaitEvent", other, forked, 0)
+            for part, streams, lane in zip(parts, (first, second) * 2, (0, 0, 1, 0)):
+                comm.given = streams
+                part.start(lane=lane, variant="pcpy")
+            for (_, joined), one, other in zip(events, first, second):
+                d("cuEventRecord", joined, other)
+                d("cuStreamWaitEvent", one, joined, 0)
+        for turn in range(50):
+            for part in parts:
+                part.fill(turn)
+            graph.replay()
+            assert gpus.settle(first), turn
+            for part in parts:
+                part.check()
+    """
+    assert run(code(text)) == ""
+
+
+def test_graphs_that_replay_at_once() -> None:
+    text = """
+    with opened(2) as (comm, gpus):
+        sets = [gpus.streams() for _ in range(3)]
+        graphs = []
+        for streams in sets:  # one plan, three graphs: each has words, slot and scratch of its own
+            part = Captured(comm, equal_case("all_to_all", 2, 5000, in_place=True), "window")
+            comm.given = streams
+            with gpus.graph(streams) as graph:
+                part.start(variant="swap")
+            graphs.append((part, graph))
+        for turn in range(40):
+            for part, _ in graphs:
+                part.fill(turn)
+            for _, graph in graphs:
+                graph.replay()
+            for streams in sets:
+                assert gpus.settle(streams)
+            for part, _ in graphs:
+                part.check()
+    """
+    assert run(code(text)) == ""
+
+
+RANK = """
+store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def joined(**options):
+    options = {"timeout": 20, "device": rank, **options}
+    comm = Streamed(backend="cuda", store=store, rank=rank, world_size=ranks, **options)
+    gpus = Gpus([rank])
+    comm.given = gpus.streams()
+    return comm, gpus
+"""
+
+
+def test_ranks_as_processes() -> None:
+    text = """
+    comm, gpus = joined()
+    cases = [
+        (equal_case("all_gather", ranks, 999, in_place=True), "window", "auto"),
+        (equal_case("all_gather", ranks, 999), "array", "pcpy"),
+        (equal_case("all_to_all", ranks, 64, in_place=True), "window", "swap"),
+        (equal_case("broadcast", ranks, 5, root=1), "window", "bcst"),
+        (equal_case("gather", ranks, 40), "array", "b2b"),
+    ]
+    captured = [(Captured(comm, case, place), variant) for case, place, variant in cases]
+    graphs = []
+    for operation, variant in captured:
+        with gpus.graph(comm.given) as graph:
+            operation.start(variant=variant)
+        graphs.append(graph)
+    for turn in range(60):
+        (operation, _), graph = captured[turn % len(cases)], graphs[turn % len(cases)]
+        operation.fill(turn)
+        for _ in range(5):  # a rank may be several replays ahead of the others
+            graph.replay()
+        if operation.case.in_place and operation.case.op == "all_to_all":
+            assert gpus.settle(comm.given)  # five times back and forth is once
+        assert gpus.settle(comm.given), turn
+        operation.check()
+        comm.barrier()  # eager, between replays; and nobody fills what a peer still reads
+    comm.close()
+    """
+    store = free_store()
+    body = code(RANK) + textwrap.dedent(text)
+    group = [start(body, store, str(rank), "3") for rank in range(3)]
+    assert finish(group, dict.fromkeys(range(3), 0))
+
+
+def test_ranks_as_threads_capture_in_the_strictest_mode() -> None:
+    """A global capture forbids what any thread does; ours goes on, also eager calls and windows."""
+    text = """
+    ranks, errors = 3, []
+
+    def main(rank, store):
+        try:
+            body(rank, store)
+        except BaseException as error:
+            errors.append(f"rank {rank}: {error!r}")
+
+    def body(rank, store):
+        comm = Streamed(backend="cuda", store=store, rank=rank, world_size=ranks, device=rank,
+                        timeout=20)
+        gpus = Gpus([rank])
+        comm.given = gpus.streams()
+        eager = Captured(comm, equal_case("all_gather", ranks, 200), "array")
+        eager.fill(1)
+        ring = Captured(comm, equal_case("all_gather", ranks, 200), "window")
+        with gpus.graph(comm.given, GLOBAL) as graph:
+            ring.start(variant="pcpy")
+            comm.given, own = (), comm.given
+            eager.start().wait()
+            comm.window(100)
+            comm.given = own
+            ring.start(variant="pcpy")
+        eager.check()
+        for turn in range(30):
+            ring.fill(turn)
+            comm.barrier()
+            graph.replay()
+            while gpus.driver.code("cuStreamQuery", comm.given[0]) != 0:
+                time.sleep(0.001)
+            ring.check()
+            comm.barrier()
+        comm.close()
+
+    threads = [threading.Thread(target=main, args=(r, sys.argv[1])) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    """
+    assert run(code(text), free_store()) == ""
+
+
+@pytest.mark.parametrize("kind", ["first call", "known call", "other graphs"])
+def test_ranks_that_disagree(kind: str) -> None:
+    """One captures and the other does not; or they put their operations into other graphs."""
+    text = """
+    kind = sys.argv[4]
+    comm, gpus = joined()
+    operation = Captured(comm, equal_case("all_gather", ranks, 100), "window")
+    operation.fill(0)
+    if kind == "known call":
+        operation.start().wait()
+    def call():
+        if kind == "other graphs":
+            with gpus.graph(comm.given):
+                operation.start()
+                if rank == 0:
+                    operation.start()
+            with gpus.graph(comm.given):
+                operation.start()
+        elif rank == 0:
+            with gpus.graph(comm.given):
+                operation.start()
+        else:
+            operation.start().wait()
+    found, told = code_of(call)
+    assert gpus.settle(comm.given, 5)
+    comm.close()
+    print(found, told)
+    """
+    store = free_store()
+    body = code(RANK) + textwrap.dedent(text)
+    group = [start(body, store, str(rank), "2", kind) for rank in range(2)]
+    told = [process.communicate(timeout=40)[0] for process in group]
+    assert all(process.returncode == 0 for process in group), told
+    assert {line.split()[0] for line in told} <= {"mismatch", "peer"}, told
+    assert any(line.startswith("mismatch") and "mode=capture graph=" in line for line in told), told
+
+
+def test_a_killed_peer_in_mid_replay() -> None:
+    """Streams that replay run out, and the next call says why; the process can go on."""
+    store = free_store()
+    text = """
+    comm, gpus = joined()
+    ring = Captured(comm, equal_case("all_gather", ranks, 100000, in_place=True), "window")
+    with gpus.graph(comm.given) as graph:
+        for variant in ("pcpy", "fan", "b2b"):
+            ring.start(variant=variant)
+    ring.fill(0)
+    print("ready", flush=True)
+    began, told = time.monotonic(), ""
+    while not told and time.monotonic() - began < 15:
+        for _ in range(20):
+            graph.replay()
+        assert gpus.settle(comm.given, 10)
+        found, told = code_of(comm.check)
+    assert found == "peer" and "rank 2" in told, (found, told)
+    assert code_of(ring.start)[0] == "peer"
+    graph.replay()  # a replay after the end runs out as well
+    assert gpus.settle(comm.given, 10)
+    for _ in range(30):
+        graph.replay()
+    comm.close()
+    del comm, ring
+    assert gpus.settle(graph.streams, 1)  # closing let the rest run out
+    left = {kind: n for kind, n in live().items() if kind != "streams"}
+    assert not any(left.values()), left
+    """
+    body = code(RANK) + textwrap.dedent(text)
+    group = [start(body, store, str(rank), "3") for rank in range(3)]
+    for process in group:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    group[2].send_signal(signal.SIGKILL)
+    assert finish(group, {0: 0, 1: 0, 2: -signal.SIGKILL})
+
+
+def test_abort_lets_replays_go() -> None:
+    text = """
+    with opened(2) as (comm, gpus):
+        ring = Captured(comm, equal_case("all_gather", 2, 100), "window")
+        with gpus.graph(comm.given) as graph:
+            ring.start()
+        gpus.driver("cuGraphLaunch", graph.execs[0], comm.given[0])  # rank 1 never replays
+        assert not gpus.settle(comm.given, 0.2)
+        comm.abort()
+        assert gpus.settle(comm.given, 5)
+        assert code_of(comm.check)[0] == "cancelled"
+    """
+    assert run(code(text)) == ""
+
+
+def test_what_cannot_be_captured() -> None:
+    """Each is an error that says why; the capture goes on and its graph is good."""
+    text = """
+    with opened(2) as (comm, gpus):
+        ring = Captured(comm, equal_case("all_gather", 2, 100), "window")
+        handle = ring.start(protocol="credits")
+        handle.wait()
+        with gpus.graph(comm.given) as graph:
+            found, told = code_of(lambda: ring.start(variant="prelaunch_fan"))
+            assert found == "unsupported" and "without prelaunch_" in told, told
+            found, told = code_of(lambda: ring.start(variant="swap"))
+            assert found == "unsupported", told
+            found, told = code_of(handle.release)
+            assert found == "unsupported" and "captured" in told, (found, told)
+            found, told = code_of(lambda: comm.all_gather(np.zeros(200, np.uint8), None))
+            assert found == "invalid", (found, told)
+            promised = ring.start(protocol="promise").wait()
+            assert promised.protocol == "barrier" and not promised.staged
+            assert ring.start(protocol="eager").wait().staged
+        for turn in range(20):
+            ring.fill(turn)
+            graph.replay()
+            assert gpus.settle(comm.given)
+            ring.check()
+
+        one = gpus.graph(comm.given[:1])
+        with one:  # one of two streams
+            found, told = code_of(ring.start)
+            assert found == "invalid" and "capture all of them or none" in told, (found, told)
+        spoilt = gpus.graph(comm.given)
+        for stream in comm.given:
+            gpus.driver("cuStreamBeginCapture", stream, GLOBAL)
+            assert gpus.driver.code("cuStreamSynchronize", stream) == 900
+        found, told = code_of(ring.start)
+        assert found == "invalid" and "spoilt" in told, (found, told)
+        for stream in comm.given:
+            assert spoilt.end(stream)[0] == 901
+        ring.fill(77)
+        ring.start().wait()
+        ring.check()
+    """
+    assert run(code(text)) == ""
+
+
+def test_how_many_graphs() -> None:
+    text = """
+    with opened(2) as (comm, gpus):
+        ring = Captured(comm, equal_case("all_gather", 2, 10, in_place=True), "window")
+        before = live()["allocations"]
+        for number in range(256):
+            with gpus.graph(comm.given) as graph:
+                ring.start()
+        assert live()["allocations"] - before == 2  # all words in one window
+        for turn in range(3):
+            ring.fill(turn)
+            graph.replay()
+            assert gpus.settle(comm.given)
+            ring.check()
+        with gpus.graph(comm.given):
+            found, told = code_of(ring.start)
+        assert found == "unsupported" and "256" in told, (found, told)
+    """
+    assert run(code(text)) == ""
+
+
+def test_own_slices() -> None:
+    """A batch, which a copy engine would make, cannot be captured: the result tells what copies."""
+    text = """
+    with opened(2, **({"own_copy": "sm"} if sys.argv[1] == "sm" else {})) as (comm, gpus):
+        apart = Captured(comm, equal_case("all_gather", 2, 500), "window")
+        place = Captured(comm, equal_case("all_gather", 2, 500, in_place=True), "window")
+        own = lambda handle: handle.wait().own_copy
+        eager = "sm" if sys.argv[1] == "sm" else "engine"
+        for captured in (apart, place):
+            captured.fill(1)
+        assert own(apart.start(variant="pcpy")) == eager
+        assert own(place.start(variant="pcpy")) == "none"
+        assert own(place.start(variant="pcpy", protocol="eager")) == eager  # out of the slot
+        batches, alike = calls("cuMemcpyBatchAsync"), done("same_device")[0]
+        with gpus.graph(comm.given) as graph:
+            assert own(apart.start(variant="pcpy")) == "sm"
+            assert own(place.start(variant="pcpy")) == "none"
+        graph.replay()
+        assert gpus.settle(comm.given)
+        assert calls("cuMemcpyBatchAsync") == batches
+        assert done("same_device")[0] - alike == 2
+        apart.check()
+        place.check()
+    """
+    for own in ("engine", "sm"):
+        assert run(code(text), own) == ""
+
+
+def test_nothing_is_left() -> None:
+    text = """
+    with opened(3) as (comm, gpus):
+        captured = Captured(comm, equal_case("all_gather", 3, 3000, in_place=True), "array")
+        with gpus.graph(comm.given) as graph:
+            for _ in range(3):
+                captured.start(variant="pcpy")
+        graph.replay()
+        assert gpus.settle(comm.given)
+        streams = list(comm.given)
+    del comm, captured
+    for stream in streams:
+        gpus.driver("cuStreamDestroy", stream)
+    assert not any(live().values()), live()
+    """
+    assert run(code(text)) == ""
