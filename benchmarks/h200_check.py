@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gpu_measure import measure
 from gpu_random import armed, basics, check
+from gpu_torch import torch_users
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
@@ -107,12 +108,12 @@ def environment() -> dict[str, str]:
     return os.environ | given
 
 
-ROLES = {"basics": basics, "check": check, "armed": armed, "measure": measure}
+ROLES = {"basics": basics, "check": check, "armed": armed, "measure": measure, "torch": torch_users}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("build", "probe", "basics", "check", "armed", "measure"))
+    parser.add_argument("--only", choices=("build", "probe", *ROLES))
     parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all by default")
     parser.add_argument("--calls", type=int, default=150, help="random operations a turn")
     parser.add_argument("--turns", type=int, default=2, help="communicators in a row")
@@ -153,6 +154,8 @@ def main() -> int:
     if args.only in (None, "check"):
         good &= alone("check", "check: one process", args.limit, *extra)
         good &= run_ranks("check", ranks, args.limit, extra)
+    if args.only in (None, "torch"):
+        good &= run_ranks("torch", ranks, 60, [])
     if args.only in (None, "measure"):
         good &= run_ranks("measure", ranks, 400, ["--largest", str(args.largest)])
     if args.only in (None, "armed"):
