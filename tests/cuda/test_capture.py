@@ -165,6 +165,61 @@ def test_a_graph_of_two_streams_and_two_lanes() -> None:
     assert run(code(text)) == ""
 
 
+def test_branches_that_run_one_after_the_other() -> None:
+    """A driver may run a graph's branches in any order, one at a time: none waits for another."""
+    text = """
+    with opened(4) as (comm, gpus):
+        cases = [
+            (equal_case("all_gather", 4, 700, in_place=True), "window"),
+            (equal_case("all_gather", 4, 700), "array"),
+            (equal_case("all_to_all", 4, 90), "window"),
+            (equal_case("all_to_all", 4, 90), "array"),
+            (equal_case("all_to_all", 4, 90, in_place=True), "window"),
+            (equal_case("broadcast", 4, 90, root=2), "window"),
+            (equal_case("gather", 4, 90, root=1), "array"),
+        ]
+        parts = [Captured(comm, case, place) for case, place in cases]
+        for part in parts:
+            for variant in sorted(kinds_of(part.case, part.place == "array")):
+                with gpus.graph(comm.given) as graph:
+                    part.start(variant=variant)
+                    part.start(variant=variant)
+                for turn in range(15):
+                    part.fill(turn)
+                    graph.replay()
+                    if part.case.in_place and part.case.op == "all_to_all":
+                        graph.replay()  # back and forth is nothing: there are two in the graph
+                        assert gpus.settle(comm.given, 5), (part.case, variant, turn)
+                        continue
+                    assert gpus.settle(comm.given, 5), (part.case, variant, turn)
+                    part.check(variant)
+        other = gpus.streams()  # lanes in branches of one graph, called in one order by all ranks
+        d = gpus.driver
+        with gpus.graph(comm.given) as graph:
+            for context, one, two in zip(gpus.contexts, comm.given, other):
+                d("cuCtxSetCurrent", context)
+                d("cuEventRecord", event := d.event(2), one)
+                d("cuStreamWaitEvent", two, event, 0)
+            first = comm.given
+            parts[0].start(variant="pcpy")
+            comm.given = other
+            parts[2].start(lane=1, variant="pcpy")
+            for context, one, two in zip(gpus.contexts, first, other):
+                d("cuCtxSetCurrent", context)
+                d("cuEventRecord", event := d.event(2), two)
+                d("cuStreamWaitEvent", one, event, 0)
+        for turn in range(30):
+            for part in (parts[0], parts[2]):
+                part.fill(turn)
+            graph.replay()
+            assert gpus.settle(first, 5)
+            parts[0].check()
+            parts[2].check()
+    """
+    for seed in ("1", "2"):
+        assert run(code(text), OFFCORE_FAKE_CUDA_GRAPHS="serial", OFFCORE_FAKE_CUDA_SEED=seed) == ""
+
+
 def test_graphs_that_replay_at_once() -> None:
     text = """
     with opened(2) as (comm, gpus):

@@ -32,6 +32,15 @@ uint64_t id_of(const Device& device, uintptr_t stream) {
   return id;
 }
 
+// How many commands a queue has before it waits for what its peers have delivered. A queue that
+// tells its peers something waits for their entry first.
+size_t until_peers(std::span<const Command> commands) {
+  const auto is = [](Op op) { return [op](const Command& command) { return command.op == op; }; };
+  const auto told = std::find_if(commands.begin(), commands.end(), is(Op::signal));
+  const auto from = told == commands.end() ? commands.begin() : told;
+  return static_cast<size_t>(std::find_if(from, commands.end(), is(Op::poll)) - commands.begin());
+}
+
 }  // namespace
 
 Captures::Captures(std::span<const std::shared_ptr<Device>> devices, const Habits& habits,
@@ -67,7 +76,7 @@ Captures::Capture& Captures::capture(const Launch& launch) {
     fail(Code::invalid, "a program of mode capture is launched into streams that are being ",
          "captured, and these are not");
   }
-  Capture& capture = captures_[{launch.lane, ids[0]}];
+  Capture& capture = captures_[ids[0]];
   if (capture.places.empty()) capture = {.ids = ids, .places = {}};
   capture.places.resize(devices_.size());
   if (capture.ids == ids) return capture;
@@ -75,8 +84,7 @@ Captures::Capture& Captures::capture(const Launch& launch) {
        "operation of this graph: capture the same ones together");
 }
 
-std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo,
-                                         const Launch& launch) {
+std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, const Launch& launch) {
   if (cargo->timed) fail(Code::unsupported, "timestamps cannot be captured: leave them out");
   const std::scoped_lock lock(mutex_);
   Capture& own = capture(launch);
@@ -97,33 +105,39 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Current current = device.current();
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
   Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
-  const auto feed = [&](CUstream where, std::span<const Command> commands) {
-    Feed(device, where, signals_[local.device]->address(), words_->ring(), program, flight.launch,
-         *rings_, habits_, nullptr, notes)
-        .run(commands);
+  const auto feed = [&](CUstream where) {
+    return Feed(device, where, signals_[local.device]->address(), words_->ring(), program,
+                flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
+  std::span<const Command> inside;  // the engine queue that runs in the caller's stream
   if (local.caller) caller = program.queues[*local.caller].commands;
+  const size_t first = local.joined && !local.engines.empty() ? 1 : 0;
+  if (first == 1) inside = program.queues[local.engines[0]].commands;
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
-  const Event here = device.event();
-  here.record(stream);
-  const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
-  std::vector<CUstream> forked;
-  for (size_t i = inside; i < local.engines.size(); ++i) {
-    forked.push_back(engine(place, local.device, i - inside, here));
+  Feed own = feed(stream);
+  own.run(caller.first(local.leading));
+  std::vector<Event> joins;
+  if (local.engines.size() > first) {
+    own.flush();
+    const Event here = device.event();
+    here.record(stream);
+    for (size_t i = first; i < local.engines.size(); ++i) {
+      const CUstream forked = engine(place, local.device, i - first, here);
+      Feed other = feed(forked);
+      other.run(program.queues[local.engines[i]].commands);
+      other.flush();
+      joins.push_back(device.event());
+      joins.back().record(forked);
+    }
   }
-  feed(stream, caller.first(local.leading));
-  for (size_t i = inside; i < local.engines.size(); ++i) {
-    feed(forked[i - inside], program.queues[local.engines[i]].commands);
-  }
-  if (inside != 0) feed(stream, program.queues[local.engines[0]].commands);
-  feed(stream, caller.subspan(local.leading));
-  for (CUstream other : forked) {
-    const Event join = device.event();
-    join.record(other);
-    join.hold(stream);
-  }
+  own.run(inside.first(until_peers(inside)));
+  if (!joins.empty()) own.flush();
+  for (const Event& join : joins) join.hold(stream);
+  own.run(inside.subspan(until_peers(inside)));
+  own.run(caller.subspan(local.leading));
+  own.flush();
   auto done = std::make_shared<Event>(device.event());
   done->record(stream);
   place.last_stream = stream;

@@ -2,8 +2,12 @@
 //
 // Recording enqueues a program's local queues into streams that are being captured: one engine queue
 // with the caller's commands, the others on streams of our own that join the capture by events. What
-// a graph addresses stays mapped until close(). Programs of one lane and one capture follow each
-// other in the graph, whatever streams they come in, because they share words.
+// a graph addresses stays mapped until close().
+//
+// A graph may run its branches one after the other, in any order. So no branch waits for what another
+// one has yet to do: the entry signals come first, then the engine queues, and after all of them the
+// waits for the peers. And all programs of a capture follow each other, whatever lanes and streams
+// they come in, because ranks that ran two of them in different orders would wait for ever.
 //
 // Nobody of ours waits for a replay. Once a program has been recorded, a thread looks at the poison
 // word now and then, and when a rank has died or aborted it writes the words that recorded programs
@@ -42,7 +46,7 @@ class Captures {
   void close();
 
  private:
-  // What a device has in one capture of a lane.
+  // What a device has in one capture.
   struct Place {
     std::vector<CUstream> engines;  // of ours, that have joined the capture
     CUstream last_stream = nullptr;
@@ -69,8 +73,8 @@ class Captures {
   const std::shared_ptr<Words> words_;
   std::vector<std::unique_ptr<Word>> signals_;  // a device's word to copy signals from: always 1
 
-  std::mutex mutex_;                                         // of the two below
-  std::map<std::pair<uint32_t, uint64_t>, Capture> captures_;  // by lane, first stream's capture
+  std::mutex mutex_;                                           // of the two below
+  std::map<uint64_t, Capture> captures_;                       // by the first stream's capture
   std::vector<std::vector<std::unique_ptr<Stream>>> streams_;  // by device: used again and again
 
   std::mutex kept_mutex_;  // of all below; never held while the driver is called

@@ -1,9 +1,12 @@
 #include "tests/fakes/cuda/graph.h"
 
 #include <algorithm>
+#include <deque>
 #include <list>
 #include <set>
 #include <utility>
+
+#include "tests/fakes/cuda/settings.h"
 
 namespace fakecuda {
 namespace {
@@ -15,6 +18,33 @@ std::set<Capture*>& captures() {
 }
 
 thread_local int thread_mode = kCaptureGlobal;
+
+void run_node(const Node& node, Engine& engine) {
+  if (node.context->error != kSuccess) return;
+  Engine own{*node.context, engine.random};
+  if (const Result code = node.work(own)) node.context->fail(code);
+}
+
+// Nodes so that each comes after what it waits for, and after its lane's earlier ones.
+std::vector<size_t> any_order(const Graph& graph, std::mt19937_64& random) {
+  std::vector<std::deque<size_t>> lanes(static_cast<size_t>(graph.lanes));
+  for (size_t i = 0; i < graph.nodes.size(); ++i) {
+    lanes[static_cast<size_t>(graph.nodes[i].lane)].push_back(i);
+  }
+  std::vector<bool> done(graph.nodes.size(), false);
+  std::vector<size_t> order;
+  while (order.size() < graph.nodes.size()) {
+    auto& lane = lanes[random() % lanes.size()];
+    if (lane.empty()) continue;
+    const Node& node = graph.nodes[lane.front()];
+    const auto is_done = [&](int before) { return bool{done[static_cast<size_t>(before)]}; };
+    if (!std::ranges::all_of(node.after, is_done)) continue;
+    order.push_back(lane.front());
+    done[lane.front()] = true;
+    lane.pop_front();
+  }
+  return order;
+}
 
 }  // namespace
 
@@ -133,16 +163,18 @@ int exchange_mode(int mode) { return std::exchange(thread_mode, mode); }
 
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
+  if (settings().serial_graphs) {
+    for (const size_t node : any_order(*graph, engine.random)) run_node(graph->nodes[node], engine);
+    return kSuccess;
+  }
   std::vector<Marker> done(graph->nodes.size());
   const auto run_lane = [&](int lane, std::mt19937_64& random) {
+    Engine own{engine.context, random};
     for (size_t i = 0; i < graph->nodes.size(); ++i) {
       const Node& node = graph->nodes[i];
       if (node.lane != lane) continue;
       for (const int before : node.after) done[static_cast<size_t>(before)].wait();
-      if (node.context->error == kSuccess) {
-        Engine own{*node.context, random};
-        if (const Result code = node.work(own)) node.context->fail(code);
-      }
+      run_node(node, own);
       done[i].pass();
     }
   };
