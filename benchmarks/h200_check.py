@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from gpu_capture import captured
 from gpu_measure import measure
 from gpu_random import armed, basics, check
 from gpu_torch import torch_users
@@ -108,7 +109,14 @@ def environment() -> dict[str, str]:
     return os.environ | given
 
 
-ROLES = {"basics": basics, "check": check, "armed": armed, "measure": measure, "torch": torch_users}
+ROLES = {
+    "basics": basics,
+    "check": check,
+    "armed": armed,
+    "measure": measure,
+    "torch": torch_users,
+    "capture": captured,
+}
 
 
 def main() -> int:
@@ -156,6 +164,8 @@ def main() -> int:
         good &= run_ranks("check", ranks, args.limit, extra)
     if args.only in (None, "torch"):
         good &= run_ranks("torch", ranks, 60, [])
+    if args.only in (None, "capture"):
+        good &= run_ranks("capture", ranks, 30, [])
     if args.only in (None, "measure"):
         good &= run_ranks("measure", ranks, 400, ["--largest", str(args.largest)])
     if args.only in (None, "armed"):

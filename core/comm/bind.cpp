@@ -11,6 +11,7 @@ namespace {
 // queues see. Its addresses are no collective fact, and every call may bring others.
 const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
   if (buffer.name == "in") return &request.in;
+  if (request.view()) return nullptr;
   const bool own = buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr;
   return buffer.name == "out" && own ? &request.out : nullptr;
 }
@@ -32,7 +33,9 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   }
   ++plan.launches;
   if (plan.program->mode != Mode::armed) {
-    pending.run_ = plan.loaded->launch(bind(plan, request, lane));
+    const Launch launch = bind(plan, request, lane);
+    pending.view_ = std::exchange(plan.view, {});
+    pending.run_ = plan.loaded->launch(launch);
     return;
   }
   const auto arm = [&] {
@@ -49,6 +52,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
     using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
     armed->owner = std::make_shared<Held>(armed->owner, request.keep);
   }
+  pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
   pending.run_ = plan.loaded->launch(*armed);
   plan.armed = arm();  // at once: the next call finds its program on the engines
@@ -77,7 +81,7 @@ Launch Communicator::bind_words(const Program& program, const Flags& flags,
   return launch;
 }
 
-Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) {
+Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
   const bool captured = request.capture != 0;
   Track& track = captured         ? lane.find(request.capture)->track
@@ -89,18 +93,19 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
   if (!captured) flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
 
-  std::shared_ptr<Window> slots;
+  Slots::Place slot;
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
     if (buffer.name == "slot") {
-      slots = track.slots.window();
-      const uint32_t slot = captured ? 0 : track.slots.next(plan.full_exchange);
-      for (Rank rank = 0; rank < ranks_; ++rank) {
-        binding.base(id, rank) = track.slots.base(rank, slot);
-      }
+      slot = track.slots.take(captured || plan.full_exchange);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
     } else if (buffer.name == "scratch") {
       for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
+    } else if (plan.views && buffer.name == "out") {
+      slot = track.views.take(true);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
+      plan.view = {.window = slot.window, .offset = slot.offset};
     } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
@@ -108,12 +113,12 @@ Launch Communicator::bind(const Plan& plan, const Request& request, Lane& lane) 
       }
     }
   }
-  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, ControlMemory,
-                          ControlMemory, std::vector<Share>, std::shared_ptr<void>>;
+  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, ControlMemory, ControlMemory,
+                          std::vector<Share>, std::shared_ptr<void>>;
   // A graph keeps windows, and no more: what else it uses is its user's to keep, as in any graph.
   launch.owner =
-      std::make_shared<Held>(slots, request.out[0].window, flags.memory, control_, track.scratch,
-                             captured ? windows_of(request) : request.keep);
+      std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory, control_,
+                             track.scratch, captured ? windows_of(request) : request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

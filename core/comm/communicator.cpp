@@ -106,6 +106,7 @@ void Communicator::locate(Operand& operand, Rank rank) const {
 
 // What every call begins with.
 Communicator::Lookup Communicator::look_up(Request& request) const {
+  if (request.view()) lay_view(request);
   for (auto* side : {&request.out, &request.in}) {
     for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
       locate((*side)[i], local_ranks_[i]);
@@ -129,6 +130,11 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   const std::scoped_lock lock(mutex_);
   check_alive();
   request.capture = backend_->capture_of(request.streams);
+  if (request.capture != 0 && request.view()) {
+    fail(Code::unsupported,
+         "a view cannot be captured: each replay would have to take another slot; ",
+         "pass an output");
+  }
   const Lookup lookup = look_up(request);
   Lane& lane = this->lane(request.lane, deadline);
   std::shared_ptr<Plan> plan = lookup.plan;

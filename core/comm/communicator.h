@@ -57,6 +57,8 @@ class Pending {
   // of the same operation into it. In those streams' order, where there are any. Nothing happens if
   // that call has been made. Throws invalid for another protocol.
   void release(const std::vector<uintptr_t>& streams);
+  // Where the output of a view call lies, on every rank; its window is null for other calls.
+  const Slots::Place& view() const { return view_; }
 
  private:
   friend class Communicator;
@@ -64,6 +66,7 @@ class Pending {
   std::shared_ptr<const Result> result_;  // all but the report
   std::shared_ptr<Plan> plan_;            // protocol credits
   uint64_t launch_ = 0;                   // of the plan's
+  Slots::Place view_;
   std::unique_ptr<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
@@ -89,6 +92,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // first meeting of a key only; a call that fails by it has not happened and may be repeated. The
   // first meetings of several lanes must come in one order on all ranks: they exclude each other.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
+
+  // The slot that the next all-gather view of the lane will take, with room for `bytes` of each
+  // rank. Collective: the ring of views may have to grow. The deadline is as start's.
+  Slots::Place next_input(uint32_t lane, uint64_t bytes, const Deadline& deadline);
 
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
   bool knows(Request request) const;
@@ -123,6 +130,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
+  void lay_view(Request& request) const;
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const std::string& place, const Deadline& deadline);
@@ -134,13 +142,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
   Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
   void equip(Plan& plan, Lane& lane, const Deadline& deadline);
-  void equip(const Program& program, Track& track, uint32_t slots, const Deadline& deadline);
+  void equip(const Program& program, Track& track, bool views, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
   void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
-  Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  Launch bind(Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its

@@ -21,6 +21,8 @@ struct Plan {
   std::unique_ptr<Loaded> credits;  // the entry signals, where they are sent apart
   bool credited = false;            // those of the next launch are sent
   uint64_t launches = 0;
+  bool views = false;  // the output is a slot of the ring of views
+  Slots::Place view;   // where that of the launch bound last lies
 };
 
 }  // namespace offcore

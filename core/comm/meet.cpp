@@ -13,16 +13,17 @@ namespace {
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
 constexpr uint32_t kGraphsMax = 256;
 constexpr std::string_view kOutside = "outside";
+constexpr std::string_view kRing = "view ring";
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
-  if (request.protocol == "promise" || facts.total_bytes == 0) return false;
+  if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
   return request.protocol == "eager" || !same_place;
 }
 
 Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   const std::string& name = request.protocol;
   if (request.capture != 0) return {.entry = true, .staged = staged, .captured = true};
-  if (name == "promise") return {.entry = false, .staged = false};
+  if (name == "promise" || name == "view") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
   return {.entry = !(staged && full_exchange), .staged = staged};
 }
@@ -35,10 +36,26 @@ std::string text_of(const Request& request, const Facts& facts, uint32_t lane,
              machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
+Choice variant_of(const Request& request, const Moves& moves, const Facts& facts,
+                  const Machine& machine, const Protocol& protocol) {
+  const bool chosen = request.variant == "auto";
+  Choice choice = chosen ? choose(moves, facts.total_bytes, machine, protocol)
+                         : Choice{.variant = parse_variant(request.variant)};
+  if (!request.view() || !facts.in_place || !choice.variant.prelaunch) return choice;
+  if (!chosen) {
+    fail(Code::unsupported,
+         "a prelaunched view has its slot before next_input() could hand it out;"
+         " pass an input of your own");
+  }
+  choice.variant.prelaunch = false;
+  return choice;
+}
+
 }  // namespace
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
 std::string Communicator::place_of(const Request& request, const Facts& facts) const {
+  if (request.view()) return std::string(kRing);
   if (facts.total_bytes == 0) return "none";
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
@@ -84,10 +101,11 @@ std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const 
   Graph& graph = this->graph(lane, request.capture, deadline);
   const std::string key =
       cache_key(request, facts, cat("captured ", staged ? "staged" : std::string_view(place)));
-  std::shared_ptr<Plan>& plan = plans_[key];
-  if (plan == nullptr) plan = make_plan(request, facts, staged);
+  const auto found = plans_.find(key);
+  auto plan = found != plans_.end() ? found->second : make_plan(request, facts, staged);
+  plans_.emplace(key, plan);
   plan->entry = mine;
-  equip(*plan->program, graph.track, 1, deadline);
+  equip(*plan->program, graph.track, false, deadline);
   return plan;
 }
 
@@ -112,9 +130,7 @@ std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Fact
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const Choice choice = request.variant == "auto"
-                            ? choose(moves, facts.total_bytes, machine, protocol)
-                            : Choice{.variant = parse_variant(request.variant)};
+  const Choice choice = variant_of(request, moves, facts, machine, protocol);
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
   const std::shared_ptr<const Program> whole = plan->program;
   if (request.protocol == "credits" && whole->mode != Mode::capture && protocol.entry && !staged) {
@@ -127,11 +143,12 @@ std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Fact
   }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
+  plan->views = request.view();
   const bool own = std::any_of(local_ranks_.begin(), local_ranks_.end(),
                                [&](Rank rank) { return copies_within(*whole, rank); });
   Result result{.op = moves.op,
                 .variant = whole->variant,
-                .protocol = plan->program->protocol,
+                .protocol = plan->views ? request.protocol : plan->program->protocol,
                 .signals = std::string(backend_->signals()),
                 .mode = whole->mode,
                 .native = whole->native,
@@ -179,14 +196,16 @@ void Communicator::equip(Plan& plan, Lane& lane, const Deadline& deadline) {
     plan.own_track->flags =
         Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
   }
-  equip(*plan.program, plan.own_track ? *plan.own_track : lane.track, Slots::kCount, deadline);
+  equip(*plan.program, plan.own_track ? *plan.own_track : lane.track, plan.views, deadline);
 }
 
-void Communicator::equip(const Program& program, Track& track, uint32_t slots,
+void Communicator::equip(const Program& program, Track& track, bool views,
                          const Deadline& deadline) {
   for (const Buffer& buffer : program.buffers) {
     if (buffer.name == "slot") {
-      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline, slots);
+      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+    } else if (buffer.name == "out" && views) {
+      track.views.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
     } else if (buffer.name == "scratch") {
       if (!track.scratch.empty() && track.scratch[0].bytes >= buffer.bytes) continue;
       std::vector<Share> scratch;  // launches under way keep the old one

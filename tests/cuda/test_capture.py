@@ -440,6 +440,8 @@ def test_what_cannot_be_captured() -> None:
             assert found == "unsupported" and "without prelaunch_" in told, told
             found, told = code_of(lambda: ring.start(variant="swap"))
             assert found == "unsupported", told
+            found, told = code_of(lambda: comm.all_gather_view(ring.window.region(0, 100)))
+            assert found == "unsupported" and "cannot be captured" in told, (found, told)
             found, told = code_of(handle.release)
             assert found == "unsupported" and "captured" in told, (found, told)
             found, told = code_of(lambda: comm.all_gather(np.zeros(200, np.uint8), None))

@@ -294,11 +294,16 @@ void Fleet::reap() {
   release(flights);
 }
 
+// Lets go of a launch that has been waited for, and of those before it that nobody waited for.
 void Fleet::retire(Flight& flight) {
-  std::shared_ptr<void> owner;  // freed without the mutex
+  std::vector<std::shared_ptr<void>> owners;  // freed without the mutex
   const std::scoped_lock lock(mutex_);
   std::erase_if(flying_, [&](const auto& candidate) { return candidate.get() == &flight; });
-  owner.swap(flight.launch.owner);
+  owners.push_back(std::move(flight.launch.owner));
+  while (!flying_.empty() && flying_.front()->ended()) {
+    owners.push_back(std::move(flying_.front()->launch.owner));
+    flying_.pop_front();
+  }
 }
 
 void Fleet::release_poisoned() {
