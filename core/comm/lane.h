@@ -104,8 +104,9 @@ inline constexpr uint32_t kEagerSlots = 2;
 inline constexpr uint32_t kViewSlots = 4;
 inline constexpr uint32_t kViewCalls = kViewSlots - 2;  // for which a view stays valid
 
-// The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program has
-// its own, because it takes its values and its slot when it is armed, ahead of its turn in the lane.
+// The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program
+// has its own, because it takes its values and its slot when it is armed, ahead of its turn in the
+// lane.
 struct Track {
   Flags flags;
   Slots slots{kEagerSlots, true};
@@ -113,9 +114,9 @@ struct Track {
   std::vector<Share> scratch = {};  // one a local rank, where a program has any
 };
 
-// What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever the
-// lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and its
-// one slot is guarded by the entry round that every captured program has.
+// What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever
+// the lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and
+// its one slot is guarded by the entry round that every captured program has.
 struct Graph {
   uint64_t capture = 0;  // the backend's number
   Track track{.flags = {}, .slots = Slots(1, false)};

@@ -10,7 +10,7 @@
 // share a lane's words, and a rank that is one launch ahead must not pass for another.
 //
 // In a captured program a queue waits for the entry of every rank that it notifies, also where no
-// bytes flow: a rank that has entered has reset what it was told last time (see `replay`, verify.h).
+// bytes flow: a rank that has entered has reset what it was told last time (see verify.h, replay).
 #include <algorithm>
 #include <optional>
 
@@ -43,7 +43,7 @@ class Lowering {
                     .machine = machine_.name,
                     .variant = to_string(variant_),
                     .protocol = to_string(protocol_),
-                    .mode = protocol_.captured  ? Mode::capture
+                    .mode = protocol_.captured   ? Mode::capture
                             : variant_.prelaunch ? Mode::armed
                                                  : Mode::eager,
                     .ranks = moves_.ranks,

@@ -1,13 +1,13 @@
 // Programs that were recorded into CUDA graphs, and the guard of their replays.
 //
-// Recording enqueues a program's local queues into streams that are being captured: one engine queue
-// with the caller's commands, the others on streams of our own that join the capture by events. What
-// a graph addresses stays mapped until close().
+// Recording enqueues a program's local queues into streams that are being captured: one engine
+// queue with the caller's commands, the others on streams of our own that join the capture by
+// events. What a graph addresses stays mapped until close().
 //
-// A graph may run its branches one after the other, in any order. So no branch waits for what another
-// one has yet to do: the entry signals come first, then the engine queues, and after all of them the
-// waits for the peers. And all programs of a capture follow each other, whatever lanes and streams
-// they come in, because ranks that ran two of them in different orders would wait for ever.
+// A graph may run its branches one after the other, in any order. So no branch waits for what
+// another one has yet to do: the entry signals come first, then the engine queues, and after all of
+// them the waits for the peers. And all programs of a capture follow each other, whatever lanes and
+// streams they come in: ranks that ran two of them in different orders would wait for ever.
 //
 // Nobody of ours waits for a replay. Once a program has been recorded, a thread looks at the poison
 // word now and then, and when a rank has died or aborted it writes the words that recorded programs
