@@ -152,7 +152,11 @@ def captured(args: argparse.Namespace) -> int:
             if rank.rank == 0:
                 print(f"   left out, no time: {operation}", flush=True)
             continue
-        Captured(rank, *operation).run()
+        try:
+            Captured(rank, *operation).run()
+        except Exception as failure:  # on all ranks alike, or the next one finds out
+            print(f"   FAILED rank {rank.rank} {operation}: {failure}", flush=True)
+            rank.wrong += 1
     good = abort_lets_go(rank) and not rank.wrong
     # A stream that was not let go would hold up every orderly end.
     os._exit(0 if good else 1)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 #include "core/backend/cuda/fleet.h"
 
@@ -13,15 +14,25 @@ constexpr uint32_t kCapturedValue = 1;  // of every word: verify asks for that
 constexpr double kRunOutS = 10.0;
 constexpr uint32_t kQuietLooks = 50;  // in a row without a poll, before replays count as over
 
-uint64_t id_of(const Device& device, uintptr_t stream) {
-  if (stream < kNamedStreams) return 0;  // the legacy default stream cannot be captured
-  const Current current = device.current();
+struct State {
   int status = kCaptureNone;
   uint64_t id = 0;
-  check(Driver::get().cuStreamGetCaptureInfo(reinterpret_cast<CUstream>(stream), &status, &id),
+};
+
+State state_of(const Device& device, CUstream stream) {
+  const Current current = device.current();
+  State state;
+  check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id),
         "cuStreamGetCaptureInfo");
-  if (status == kCaptureNone) return 0;
-  if (status != kCaptureActive) {
+  return state;
+}
+
+// The capture that a caller's stream is in; 0: none.
+uint64_t id_of(const Device& device, uintptr_t stream) {
+  if (stream < kNamedStreams) return 0;  // the legacy default stream cannot be captured
+  const State state = state_of(device, reinterpret_cast<CUstream>(stream));
+  if (state.status == kCaptureNone) return 0;
+  if (state.status != kCaptureActive) {
     fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
          "capture allows: end it and capture again");
   }
@@ -29,7 +40,7 @@ uint64_t id_of(const Device& device, uintptr_t stream) {
     fail(Code::unsupported, "the per-thread default stream is being captured: capture a stream ",
          "that was made for it");
   }
-  return id;
+  return state.id;
 }
 
 // How many commands a queue has before it waits for what its peers have delivered. A queue that
@@ -152,7 +163,7 @@ CUstream Captures::engine(Place& place, uint32_t device, size_t index, const Eve
   }
   auto& streams = streams_[device];
   const auto idle = [&](const std::unique_ptr<Stream>& stream) {
-    return id_of(*devices_[device], reinterpret_cast<uintptr_t>(stream->handle())) == 0;
+    return state_of(*devices_[device], stream->handle()).status == kCaptureNone;
   };
   auto found = std::find_if(streams.begin(), streams.end(), idle);
   if (found == streams.end()) found = streams.insert(found, devices_[device]->stream());
@@ -196,11 +207,23 @@ void Captures::release(const Awaited& awaited) const {
 }
 
 bool Captures::untouched(const Awaited& awaited) const {
+  const auto ring_of = [&](CUdeviceptr word) {
+    return rings_->find(reinterpret_cast<const void*>(word));
+  };
   for (size_t i = 0; i < awaited.size(); ++i) {
-    for (CUdeviceptr word : awaited[i]) {
-      uint32_t value = 0;
-      devices_[i]->copy(&value, reinterpret_cast<const void*>(word), sizeof value);
-      if (value != kCapturedValue) return false;
+    for (auto word = awaited[i].begin(); word != awaited[i].end();) {
+      // The words of one window lie in one mapping, and are read together.
+      const Ring* ring = ring_of(*word);
+      auto end = std::next(word);
+      while (end != awaited[i].end() && ring != nullptr && ring_of(*end) == ring) ++end;
+      const CUdeviceptr first = *word;
+      std::vector<std::byte> bytes(*std::prev(end) - first + sizeof(uint32_t));
+      devices_[i]->copy(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
+      for (; word != end; ++word) {
+        uint32_t value = 0;
+        std::memcpy(&value, &bytes[*word - first], sizeof value);
+        if (value != kCapturedValue) return false;
+      }
     }
   }
   return true;
