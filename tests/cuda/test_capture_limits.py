@@ -147,6 +147,34 @@ def test_what_cannot_be_captured() -> None:
     assert run(code(text)) == ""
 
 
+def test_a_capture_that_fails_half_way() -> None:
+    """The call says what the driver said; the next capture is whole again."""
+    text = """
+    with opened(3) as (comm, gpus):
+        ring = Captured(comm, equal_case("all_gather", 3, 100, in_place=True), "window")
+        codes, graphs = [], []
+        for _ in range(8):
+            graph = gpus.graph(comm.given)
+            for stream in comm.given:
+                gpus.driver("cuStreamBeginCapture", stream, GLOBAL)
+            codes.append(code_of(lambda: ring.start(variant="pcpy"))[0])
+            graphs.append([graph.end(stream) for stream in comm.given])
+        assert sorted(codes) == [*[""] * 7, "memory"], codes
+        failed = codes.index("memory")
+        for number, ended in enumerate(graphs):
+            assert {code for code, _ in ended} == {901 if number == failed else 0}, graphs
+        with gpus.graph(comm.given) as graph:
+            ring.start(variant="pcpy")
+        for turn in range(10):
+            ring.fill(turn)
+            graph.replay()
+            assert gpus.settle(comm.given)
+            ring.check()
+    """
+    for call in ("cuMemcpyAsync:10", "cuStreamBatchMemOp:40", "cuEventCreate:3"):
+        assert run(code(text), OFFCORE_FAKE_CUDA_FAIL=call) == "", call
+
+
 def test_how_many_graphs() -> None:
     text = """
     with opened(2) as (comm, gpus):

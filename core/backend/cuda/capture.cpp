@@ -104,8 +104,13 @@ std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, con
   }
   auto flight = std::make_shared<Flight>(std::move(cargo), launch);
   keep(flight);
-  for (const LocalProgram& local : flight->cargo->locals) {
-    record(*flight, local, own.places[local.device]);
+  try {
+    for (const LocalProgram& local : flight->cargo->locals) {
+      record(*flight, local, own.places[local.device]);
+    }
+  } catch (...) {
+    spoil(launch);
+    throw;
   }
   return flight;
 }
@@ -153,6 +158,14 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   done->record(stream);
   place.last_stream = stream;
   place.last_done = std::move(done);
+}
+
+// Half of a program must not be replayed. To ask after a captured stream is what no capture allows.
+void Captures::spoil(const Launch& launch) const {
+  for (size_t i = 0; i < launch.streams.size(); ++i) {
+    const Current current = devices_[i]->current();
+    Driver::get().cuStreamQuery(reinterpret_cast<CUstream>(launch.streams[i]));
+  }
 }
 
 // A stream of ours that joins the capture here. One that another capture holds shows it.

@@ -39,8 +39,8 @@ class Captures {
   // The capture that the callers' streams are in; 0: none. Throws invalid where only some of them
   // are captured, or a capture is spoilt already.
   uint64_t capture_of(std::span<const uintptr_t> streams) const;
-  // Throws invalid when the launch's streams are not being captured. What fails on the way leaves a
-  // capture that cannot be ended well.
+  // Throws invalid when the launch's streams are not being captured. What fails on the way spoils
+  // the capture.
   std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
   // Lets replays run out if a rank was poisoned, and then goes of the memory.
   void close();
@@ -60,6 +60,7 @@ class Captures {
 
   Capture& capture(const Launch& launch);
   void record(Flight& flight, const LocalProgram& local, Place& place);
+  void spoil(const Launch& launch) const;
   CUstream engine(Place& place, uint32_t device, size_t index, const Event& here);
   void keep(const std::shared_ptr<Flight>& flight);
   void watch();
