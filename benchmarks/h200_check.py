@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from gpu_capture import captured
 from gpu_random import armed, basics, check
 from gpu_torch import torch_users
 
@@ -104,7 +105,13 @@ def environment() -> dict[str, str]:
     return os.environ | given
 
 
-ROLES = {"basics": basics, "check": check, "armed": armed, "torch": torch_users}
+ROLES = {
+    "basics": basics,
+    "check": check,
+    "armed": armed,
+    "torch": torch_users,
+    "capture": captured,
+}
 
 
 def main() -> int:
@@ -152,6 +159,8 @@ def main() -> int:
         good &= run_ranks("check", ranks, args.limit, extra)
     if args.only in (None, "torch"):
         good &= run_ranks("torch", ranks, 60, [])
+    if args.only in (None, "capture"):
+        good &= run_ranks("capture", ranks, 30, [])
     if args.only in (None, "measure"):
         bench = [sys.executable, str(Path(__file__).with_name("gpu_bench.py"))]
         bench += ["--ranks", str(ranks), "--largest", str(args.largest)]

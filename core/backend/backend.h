@@ -107,6 +107,7 @@ struct Report {
   Phases phases;        // along the path that finished last
   std::vector<CommandTime> commands;
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
+  bool own_on_sm = false;              // copies within a GPU may have taken SMs
 };
 
 // One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is
@@ -158,6 +159,10 @@ class Backend : public Memory {
   virtual std::string_view signals() const { return "fenced"; }
   // The GPU that a local rank drives, as the driver counts; -1: none.
   virtual int device(Rank) const { return -1; }
+  // The capture that these streams (as Launch::streams) are in: a number that no other one has in
+  // this process; 0: none. Programs of mode capture are launched into captures, and no others:
+  // their runs are done at once, because only a graph's replays run anything.
+  virtual uint64_t capture_of(std::span<const uintptr_t>) const { return 0; }
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
 };

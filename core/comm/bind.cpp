@@ -16,6 +16,14 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
   return buffer.name == "out" && own ? &request.out : nullptr;
 }
 
+std::shared_ptr<void> windows_of(const Request& request) {
+  auto windows = std::make_shared<std::vector<std::shared_ptr<Window>>>();
+  for (const auto* side : {&request.out, &request.in}) {
+    for (const Operand& operand : *side) windows->push_back(operand.window);
+  }
+  return windows;
+}
+
 }  // namespace
 
 void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
@@ -52,20 +60,19 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
 
 // Tells the peers that write into this rank that they may, for the plan's next launch.
 void Communicator::grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams) {
-  Launch launch = bind_words(plan, lane);
+  Launch launch = bind_words(*plan.program, plan.own_track->flags, lane);
   launch.streams = streams;
-  using Held = std::pair<ControlMemory, ControlMemory>;
-  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory, control_);
+  using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory.owner, control_.owner);
   plan.credits->launch(launch);
   plan.credited = true;
 }
 
 // A launch with its flag words, and nothing else yet.
-Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
-  const Flags& flags = plan.own_track ? plan.own_track->flags : lane.track.flags;
-  Launch launch{.binding = Binding(plan.program->buffers.size(), ranks_),
-                .epoch = flags.epoch,
-                .lane = lane.index};
+Launch Communicator::bind_words(const Program& program, const Flags& flags,
+                                const Lane& lane) const {
+  Launch launch{
+      .binding = Binding(program.buffers.size(), ranks_), .epoch = flags.epoch, .lane = lane.index};
   launch.wakeups.reserve(ranks_);
   for (Rank rank = 0; rank < ranks_; ++rank) {
     launch.wakeups.push_back(&wakeup(rank));
@@ -77,11 +84,14 @@ Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
 
 Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
-  Track& track = plan.own_track ? *plan.own_track : lane.track;
+  const bool captured = request.capture != 0;
+  Track& track = captured         ? lane.find(request.capture)->track
+                 : plan.own_track ? *plan.own_track
+                                  : lane.track;
   Flags& flags = track.flags;
-  Launch launch = bind_words(plan, lane);
+  Launch launch = bind_words(*plan.program, flags, lane);
   launch.streams = request.streams;
-  flags.epoch += plan.program->flag_span;
+  if (!captured) flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
 
   Slots::Place slot;
@@ -89,10 +99,10 @@ Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
     if (buffer.name == "slot") {
-      slot = track.slots.take(plan.full_exchange);
+      slot = track.slots.take(captured || plan.full_exchange);
       for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
     } else if (buffer.name == "scratch") {
-      for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
+      for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
     } else if (plan.views && buffer.name == "out") {
       slot = track.views.take(true);
       for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
@@ -106,8 +116,10 @@ Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   }
   using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, std::shared_ptr<void>,
                           std::shared_ptr<void>, std::vector<Share>, std::shared_ptr<void>>;
+  // A graph keeps windows, and no more: what else it uses is its user's to keep, as in any graph.
   launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory.owner,
-                                        control_.owner, plan.scratch, request.keep);
+                                        control_.owner, track.scratch,
+                                        captured ? windows_of(request) : request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

@@ -146,13 +146,21 @@ bool Communicator::knows(Request request) const {
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
   const std::scoped_lock lock(mutex_);
   check_alive();
+  request.capture = backend_->capture_of(request.streams);
+  if (request.capture != 0 && request.view()) {
+    fail(Code::unsupported,
+         "a view cannot be captured: each replay would have to take another slot; ",
+         "pass an output");
+  }
   const Lookup lookup = look_up(request);
   Lane& lane = this->lane(request.lane, deadline);
   std::shared_ptr<Plan> plan = lookup.plan;
-  if (plan != nullptr) {
+  if (request.capture != 0) {
+    plan = meet_in_graph(request, lookup.facts, lane, lookup.place, deadline);
+  } else if (plan != nullptr) {
     publish(lane, *plan->entry, deadline);
     ++lane.sequence;
-    log_.debug("call ", lane.sequence - 1, " of lane ", lane.index, ": ", plan->entry.text);
+    log_.debug("call ", lane.sequence - 1, " of lane ", lane.index, ": ", plan->entry->text);
   } else {
     plan = meet(request, lookup.facts, lane, lookup.place, deadline);
     plans_.emplace(lookup.key, plan);
@@ -204,6 +212,11 @@ void Communicator::barrier(const Deadline& deadline) {
   start(std::move(request), deadline)->wait(deadline);
 }
 
+void Communicator::check() const {
+  const std::scoped_lock lock(mutex_);
+  check_alive();
+}
+
 void Communicator::abort() {
   aborted_ = true;
   for (Rank rank = 0; rank < ranks_; ++rank) poison(wakeup(rank), local_ranks_[0]);
@@ -232,6 +245,10 @@ void Pending::release(const std::vector<uintptr_t>& streams) {
   Communicator& communicator = *communicator_;
   const std::scoped_lock lock(communicator.mutex_);
   communicator.check_alive();
+  if (communicator.backend_->capture_of(streams) != 0) {
+    fail(Code::unsupported,
+         "a release cannot be captured: captured operations enter by themselves");
+  }
   if (plan_->credited || plan_->launches != launch_) return;
   communicator.grant(*plan_, *lane_, streams);
 }
@@ -256,6 +273,7 @@ Result Pending::wait(const Deadline& deadline) {
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();
+  if (result.report.own_on_sm) result.own_copy = "sm";
   return result;
 }
 

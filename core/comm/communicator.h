@@ -5,6 +5,9 @@
 // the first time together: they compare keys in the journal and settle whether the data lands in
 // the caller's buffers (the same place of the same window on every rank) or in slots. Afterwards
 // nothing goes over the wire but the operation itself; the journal still tells when ranks diverge.
+//
+// In a stream that is being captured an operation becomes part of a graph and does not run (mode
+// capture). The ranks meet at every such call, and the n-th graph of a lane is the same one on all.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -35,6 +38,7 @@ struct Result {
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
+  std::string own_copy = "none";  // what copies within a local rank's memory: "engine", "sm"
   uint64_t total_bytes = 0;
   Counts counts;  // of all ranks
   Report report;
@@ -100,6 +104,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Every rank's text, by rank. Collective; throws unsupported where all ranks are local.
   std::vector<std::string> exchange(const std::string& tag, const std::string& text,
                                     const Deadline& deadline);
+  // Throws what every call of a dead communicator throws: peer, cancelled, invalid.
+  void check() const;
 
   // All ranks have called.
   void barrier(const Deadline& deadline);
@@ -132,12 +138,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Place place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const Place& place, const Deadline& deadline);
-  void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
+  // As meet, into a graph that is being captured: at every call, since replays tell nobody.
+  std::shared_ptr<Plan> meet_in_graph(const Request& request, const Facts& facts, Lane& lane,
+                                      const Place& place, const Deadline& deadline);
+  bool agree(const Request& request, Lane& lane, const Entry& mine, const Place& place,
+             const Deadline& deadline);
+  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
+  void tell(const Plan& plan) const;
+  Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
+  void equip(Plan& plan, Lane& lane, const Deadline& deadline);
+  void equip(const Program& program, Track& track, bool views, const Deadline& deadline);
   void compare_machines(const Deadline& deadline) const;
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
-  Launch bind_words(const Plan& plan, const Lane& lane) const;
+  Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
   void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
   Launch bind(Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
@@ -167,6 +182,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
   uint32_t own_tracks_ = 0;
+  uint32_t graphs_ = 0;  // of all lanes
+  Flags graph_flags_;    // of all of them, once there is one
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;

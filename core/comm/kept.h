@@ -14,7 +14,6 @@ struct Plan {
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;
   bool full_exchange = false;
-  std::vector<Share> scratch;  // one a local rank, where the program has scratch
   // prelaunch, credits: words and slots that no other launch touches
   std::unique_ptr<Track> own_track;
   std::unique_ptr<Launch> armed;    // prelaunch: the next launch

@@ -39,12 +39,25 @@ ControlMemory ControlMemory::create(Rendezvous* rendezvous, Rank ranks, uint64_t
 
 Flags Flags::create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                     const Deadline& deadline) {
-  const uint64_t bytes = 2 * words * kWordBytes;
+  const uint64_t bytes = 2 * words * kWordBytes;  // a rank's, and for rank 0 the host's
   if (backend.host_visible()) {
     return {.memory = ControlMemory::create(rendezvous, ranks, bytes, deadline), .words = words};
   }
   return {.memory = of_window(Window::create(backend, rendezvous, ranks, bytes, deadline)),
           .words = words};
+}
+
+Flags Flags::part(uint64_t index, uint64_t count) const {
+  Flags result{.memory = memory, .words = count};
+  for (std::byte*& base : result.memory.bases) base += index * 2 * count * kWordBytes;
+  return result;
+}
+
+Graph* Lane::find(uint64_t capture) const {
+  for (const auto& graph : graphs) {
+    if (graph->capture == capture) return graph.get();
+  }
+  return nullptr;
 }
 
 void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,

@@ -24,6 +24,7 @@
 //
 // Flag values are the lane's epoch + the program's values, compared cyclically; the epoch moves on
 // by the program's span at each launch. A word always has the same writing rank (see lower.cpp).
+// A captured graph takes no part in this: it has words, a slot and scratch of its own.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -54,6 +55,8 @@ struct Flags {
 
   static Flags create(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t words,
                       const Deadline& deadline);
+  // The index-th of many Flags of `words` words each that lie in these.
+  Flags part(uint64_t index, uint64_t words) const;
   // The rank's words, or the words in host memory (which lie behind those of rank 0).
   std::byte* base(Rank rank) const {
     return rank == kHostRank ? memory.bases[0] + words * kWordBytes : memory.bases[rank];
@@ -101,20 +104,33 @@ inline constexpr uint32_t kEagerSlots = 2;
 inline constexpr uint32_t kViewSlots = 4;
 inline constexpr uint32_t kViewCalls = kViewSlots - 2;  // for which a view stays valid
 
-// The words and slots of one sequence of launches. A lane has one; a prelaunched program has its
-// own, because it takes its values and its slot when it is armed, ahead of its turn in the lane.
+// The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program
+// has its own, because it takes its values and its slot when it is armed, ahead of its turn in the
+// lane.
 struct Track {
   Flags flags;
   Slots slots{kEagerSlots, true};
   Slots views{kViewSlots, false};
+  std::vector<Share> scratch = {};  // one a local rank, where a program has any
+};
+
+// What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever
+// the lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and
+// its one slot is guarded by the entry round that every captured program has.
+struct Graph {
+  uint64_t capture = 0;  // the backend's number
+  Track track{.flags = {}, .slots = Slots(1, false)};
 };
 
 struct Lane {
   uint32_t index = 0;
   Track track;
+  std::vector<std::unique_ptr<Graph>> graphs;  // as they were captured: alike on every rank
   ControlMemory records;
   Journal journal{{}};
   uint64_t sequence = 0;  // launches so far: the next one's number
+
+  Graph* find(uint64_t capture) const;  // null: no operation of the lane is in it yet
 };
 
 }  // namespace offcore

@@ -1,5 +1,6 @@
 // The first call of a plan key, which all ranks make together: they compare keys, settle where the
 // data lands, and plan. And how ranks that make different calls find out.
+#include <algorithm>
 #include <utility>
 
 #include "core/backend/wakeup.h"
@@ -11,6 +12,7 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
+constexpr uint32_t kGraphsMax = 256;
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
@@ -19,9 +21,18 @@ bool stage_of(const Request& request, const Facts& facts, bool same_place) {
 
 Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
   const std::string& name = request.protocol;
+  if (request.capture != 0) return {.entry = true, .staged = staged, .captured = true};
   if (name == "promise" || name == "view") return {.entry = false, .staged = false};
   if (name == "barrier") return {.entry = true, .staged = staged};
   return {.entry = !(staged && full_exchange), .staged = staged};
+}
+
+// A plan key, as it is told to the peers and to users.
+std::string text_of(const Request& request, const Facts& facts, uint32_t lane,
+                    const Machine& machine) {
+  return cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
+             " lane=", lane, " machine=", machine.name,
+             machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
 Choice variant_of(const Request& request, const Moves& moves, const Facts& facts,
@@ -78,14 +89,57 @@ Place Communicator::place_of(const Request& request, const Facts& facts) const {
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& facts, Lane& lane,
                                          const Place& place, const Deadline& deadline) {
-  const Machine& machine = backend_->machine();
-  const std::string text =
-      cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
-          " lane=", lane.index, " machine=", machine.name,
-          machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
+  const std::string text = text_of(request, facts, lane.index, backend_->machine());
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
-  publish(lane, undecided, deadline);
-  const bool agreed = agree_on_place(lane, undecided, deadline);
+  const bool same_place = agree(request, lane, undecided, place, deadline);
+  const bool staged = stage_of(request, facts, same_place);
+  std::shared_ptr<Plan> plan = make_plan(request, facts, staged);
+  plan->entry = std::make_shared<const Entry>(
+      Entry{.key = undecided.key,
+            .plan = digest(cat(text, staged ? " staged" : to_string(place))),
+            .text = undecided.text});
+  equip(*plan, lane, deadline);
+  tell(*plan);
+  return plan;
+}
+
+std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const Facts& facts,
+                                                  Lane& lane, const Place& place,
+                                                  const Deadline& deadline) {
+  const Graph* known = lane.find(request.capture);
+  size_t index = 0;
+  while (index < lane.graphs.size() && lane.graphs[index].get() != known) ++index;
+  const std::string text =
+      cat(text_of(request, facts, lane.index, backend_->machine()), " mode=capture graph=", index);
+  const Entry mine{.key = digest(text), .text = cat(text, " out=", to_string(place))};
+  const bool same_place = agree(request, lane, mine, place, deadline);
+  const bool staged = stage_of(request, facts, same_place);
+  Graph& graph = this->graph(lane, request.capture, deadline);
+  const std::string key =
+      cache_key(request, facts, staged ? Place{.window = Place::kOutside} : place);
+  const auto found = plans_.find(key);
+  auto plan = found != plans_.end() ? found->second : make_plan(request, facts, staged);
+  plans_.emplace(key, plan);
+  plan->entry = std::make_shared<const Entry>(mine);
+  equip(*plan->program, graph.track, false, deadline);
+  tell(*plan);
+  return plan;
+}
+
+// What was chosen, for the log.
+void Communicator::tell(const Plan& plan) const {
+  const Result& result = *plan.result;
+  log_.info("new: ", plan.entry->text, ": ", result.variant, ", ", result.protocol, ", ",
+            result.signals, result.staged ? ", staged" : "", result.tuned ? ", tuned" : "",
+            result.native ? "" : ", not native", "; ", result.counts.commands, " commands, ",
+            result.counts.engines, " engines, ", result.counts.syncs, " syncs");
+}
+
+// Whether all ranks write to the same place of the same window. The call has its number then.
+bool Communicator::agree(const Request& request, Lane& lane, const Entry& mine, const Place& place,
+                         const Deadline& deadline) {
+  publish(lane, mine, deadline);
+  const bool agreed = agree_on_place(lane, mine, deadline);
   ++lane.sequence;
   const bool same_place = agreed && place.window != Place::kOutside;
   if (request.protocol == "promise" && !same_place) {
@@ -93,52 +147,71 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
          "protocol promise needs the output at the same place of a window of "
          "every rank; allocate it with Communicator.window() or empty()");
   }
-  const bool staged = stage_of(request, facts, same_place);
+  return same_place;
+}
 
+std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Facts& facts,
+                                              bool staged) {
+  const Machine& machine = backend_->machine();
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
   const Choice choice = variant_of(request, moves, facts, machine, protocol);
   plan->program = offcore::plan(moves, choice.variant, machine, protocol);
-  const Counts counts = count(*plan->program);
-  const bool armed = plan->program->mode == Mode::armed;
-  const bool credits = request.protocol == "credits" && protocol.entry && !staged;
-  if (credits) {
-    if (armed) fail(Code::unsupported, "prelaunched operations have no protocol credits: barrier");
-    Credited halves = split_credits(*plan->program);
+  const std::shared_ptr<const Program> whole = plan->program;
+  if (request.protocol == "credits" && whole->mode != Mode::capture && protocol.entry && !staged) {
+    if (whole->mode == Mode::armed) {
+      fail(Code::unsupported, "prelaunched operations have no protocol credits: barrier");
+    }
+    Credited halves = split_credits(*whole);
     plan->program = std::move(halves.rest);
     plan->credits = all_or_none([&] { return backend_->load(std::move(halves.credits)); });
   }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
   plan->full_exchange = moves.full_exchange;
-  plan->entry = std::make_shared<const Entry>(
-      Entry{.key = undecided.key,
-            .plan = digest(cat(text, staged ? " staged" : to_string(place))),
-            .text = undecided.text});
   plan->views = request.view();
-  equip(*plan, lane, armed || credits, deadline);
+  const bool own = std::any_of(local_ranks_.begin(), local_ranks_.end(),
+                               [&](Rank rank) { return copies_within(*whole, rank); });
   Result result{.op = moves.op,
-                .variant = plan->program->variant,
+                .variant = whole->variant,
                 .protocol = plan->views ? request.protocol : plan->program->protocol,
                 .signals = std::string(backend_->signals()),
-                .mode = plan->program->mode,
-                .native = plan->program->native && plan->loaded->native(),
+                .mode = whole->mode,
+                .native = whole->native && plan->loaded->native(),
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
+                .own_copy = own ? "engine" : "none",
                 .total_bytes = facts.total_bytes,
-                .counts = counts};
-  log_.info("new: ", undecided.text, ": ", result.variant, ", ", result.protocol, ", ",
-            result.signals, result.staged ? ", staged" : "", result.tuned ? ", tuned" : "",
-            result.native ? "" : ", not native", "; ", counts.commands, " commands, ",
-            counts.engines, " engines, ", counts.syncs, " syncs");
+                .counts = count(*whole)};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }
 
+// What the lane owns of the graph that is being captured. The graphs of a communicator have their
+// words in one window: they are many and small.
+Graph& Communicator::graph(Lane& lane, uint64_t capture, const Deadline& deadline) {
+  if (Graph* known = lane.find(capture)) return *known;
+  if (graphs_ >= kGraphsMax) {
+    fail(Code::unsupported, "more than ", kGraphsMax,
+         " captured graphs in a communicator; each has ",
+         "flag words of its own as long as the communicator lives: make another one");
+  }
+  const uint64_t words = lane.track.flags.words;
+  if (graphs_ == 0) {
+    graph_flags_ =
+        Flags::create(*backend_, rendezvous_.get(), ranks_, kGraphsMax * words, deadline);
+  }
+  auto made = std::make_unique<Graph>();
+  made->capture = capture;
+  made->track.flags = graph_flags_.part(graphs_++, words);
+  lane.graphs.push_back(std::move(made));
+  return *lane.graphs.back();
+}
+
 // The words, slots and scratch that a plan's launches need.
-void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline) {
-  if (own_words) {
+void Communicator::equip(Plan& plan, Lane& lane, const Deadline& deadline) {
+  if (plan.program->mode == Mode::armed || plan.credits) {
     if (own_tracks_ >= kTracksMax) {
       fail(Code::unsupported, "more than ", kTracksMax,
            " operations that are prelaunched or take credits in a communicator; each has flag "
@@ -149,16 +222,23 @@ void Communicator::equip(Plan& plan, Lane& lane, bool own_words, const Deadline&
     plan.own_track->flags =
         Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
   }
-  Track& track = plan.own_track ? *plan.own_track : lane.track;
-  for (const Buffer& buffer : plan.program->buffers) {
+  equip(*plan.program, plan.own_track ? *plan.own_track : lane.track, plan.views, deadline);
+}
+
+void Communicator::equip(const Program& program, Track& track, bool views,
+                         const Deadline& deadline) {
+  for (const Buffer& buffer : program.buffers) {
     if (buffer.name == "slot") {
       track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
-    } else if (buffer.name == "out" && plan.views) {
+    } else if (buffer.name == "out" && views) {
       track.views.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
     } else if (buffer.name == "scratch") {
+      if (!track.scratch.empty() && track.scratch[0].bytes >= buffer.bytes) continue;
+      std::vector<Share> scratch;  // launches under way keep the old one
       for (Rank rank : local_ranks_) {
-        plan.scratch.push_back(all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
+        scratch.push_back(all_or_none([&] { return backend_->allocate(rank, buffer.bytes); }));
       }
+      track.scratch = std::move(scratch);
     }
   }
 }

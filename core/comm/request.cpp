@@ -323,6 +323,7 @@ std::string cache_key(const Request& request, const Facts& facts, const Place& p
   };
   append(facts.collective);
   append(facts.in_place);
+  append(request.capture != 0);
   append(facts.root);
   append(request.lane);
   append(place.window);

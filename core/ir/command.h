@@ -37,7 +37,9 @@ struct Slice {
 //
 //   copy       bytes, rows, both slices and steps
 //   swap       like copy; exchanges the two ranges
-//   poll       waits until row k of dst (a flag word) is >= value, cyclically, for every row
+//   poll       waits until row k of dst (a flag word) is >= value, cyclically, for every row.
+//              Mode::capture: until it is value, and then sets it to 0 again, because a graph's
+//              values repeat at each replay
 //   signal     stores value into row k of dst (a flag word), after all earlier data of its queue
 //   timestamp  records the time as the run's timestamp number `value`
 //   fence      orders its queue and writes nothing

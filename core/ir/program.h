@@ -86,4 +86,7 @@ struct Counts {
 
 Counts count(const Program& program);
 
+// Whether the rank copies from its own memory to its own: its own slice, or out of a slot.
+bool copies_within(const Program& program, Rank rank);
+
 }  // namespace offcore

@@ -2,6 +2,7 @@
 #include "core/ir/verify.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -303,6 +304,87 @@ class Accesses {
   std::vector<Access> all_;
 };
 
+// A captured program's words: each is 0 before a replay and after it, whatever ranks are ahead.
+//
+// The entry words, of callers: rank q polls p's before p ends, and p enters again after that. The
+// exit words, of engine queues: q has polled p's last one before q enters, and p waits for that.
+class Replays {
+ public:
+  Replays(const Program& program, const Order& order) : program_(program), order_(order) {}
+
+  void check() {
+    if (program_.protocol != "barrier") {
+      reject("replay", "a captured program enters by protocol barrier, not ", program_.protocol);
+    }
+    collect(Op::signal, signals_);
+    collect(Op::poll, polls_);
+    for (const auto& [word, signal] : signals_) {
+      const auto poll = polls_.find(word);
+      if (poll == polls_.end()) {
+        reject("replay", program_, signal, "nobody polls word ", word.second, " of rank ",
+               word.first, ", which then still holds its value at the next replay");
+      }
+      check_word(signal, poll->second);
+    }
+  }
+
+ private:
+  using Words = std::map<std::pair<Rank, uint64_t>, Place>;
+
+  Rank rank_of(Place place) const { return program_.queues[place.queue].rank; }
+
+  void collect(Op op, Words& words) const {
+    for (uint32_t q = 0; q < program_.queues.size(); ++q) {
+      const std::vector<Command>& commands = program_.queues[q].commands;
+      for (uint32_t c = 0; c < commands.size(); ++c) {
+        if (commands[c].op == op) collect({q, c}, words);
+      }
+    }
+  }
+
+  void collect(Place place, Words& words) const {
+    const Command& command = command_at(program_, place);
+    if (command.value != 1) reject("replay", program_, place, "a captured word is 0 or 1");
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
+      if (command.op == Op::poll && word.rank != rank_of(place)) {
+        reject("replay", program_, place, "a captured poll resets its words: they must be its own");
+      }
+      const auto [other, added] = words.insert({{word.rank, word.offset}, place});
+      if (added) continue;
+      reject("replay", program_, place, to_string(command.op), "s word ", word.offset, " of rank ",
+             word.rank, " a second time, after ", describe(program_, other->second));
+    }
+  }
+
+  void check_word(Place signal, Place poll) const {
+    const Rank from = rank_of(signal);
+    const Rank reader = rank_of(poll);
+    if (from == reader) return;  // a rank's replays are in order
+    bool safe = false;
+    const bool by_caller = program_.queues[signal.queue].index == kCallerQueue;
+    for (uint32_t q = 0; q < program_.queues.size(); ++q) {
+      const Queue& queue = program_.queues[q];
+      if (by_caller) {
+        safe |= queue.rank == from && order_.before_end_of(q, poll);
+      } else {
+        safe |= queue.rank == reader && queue.index == kCallerQueue &&
+                order_.after_signal_of(q, signal);
+      }
+    }
+    if (safe) return;
+    reject("replay", program_, signal, "may signal again before ", describe(program_, poll),
+           " has reset the word: ",
+           by_caller ? cat("rank ", from, " can end before that poll")
+                     : cat("it does not wait until rank ", reader, " has entered"));
+  }
+
+  const Program& program_;
+  const Order& order_;
+  Words signals_;
+  Words polls_;
+};
+
 }  // namespace
 
 void verify(const Program& program) {
@@ -313,6 +395,7 @@ void verify(const Program& program) {
   }
   const Order order(program);
   Accesses(program, order).check();
+  if (program.mode == Mode::capture) Replays(program, order).check();
 }
 
 }  // namespace offcore

@@ -15,6 +15,12 @@
 //             caller has not released by a signal
 //   exit      a remote write into a window, or read of one, that may still go on when all queues
 //             of the window's owner have ended
+//   replay    mode capture: what the next replay, or another captured program on the same words,
+//             would trip over. A word is signalled once, with 1, and polled once, by its own rank.
+//             One that a caller signals is polled before that caller's rank ends; one that an
+//             engine queue signals, it signals only once the polling rank's caller has signalled.
+//             Either way the word is 0 again before it can be signalled anew. The protocol is
+//             barrier.
 #pragma once
 #include "core/ir/program.h"
 

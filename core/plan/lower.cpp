@@ -8,6 +8,9 @@
 //   2N + p*Q + k   exit: queue k of rank p has delivered
 // A word has the same writing rank in every program of a machine. Launches of different programs
 // share a lane's words, and a rank that is one launch ahead must not pass for another.
+//
+// In a captured program a queue waits for the entry of every rank that it notifies, also where no
+// bytes flow: a rank that has entered has reset what it was told last time (see verify.h, replay).
 #include <algorithm>
 #include <optional>
 
@@ -25,19 +28,24 @@ class Lowering {
  public:
   Lowering(const Moves& moves, const Variant& variant, const Machine& machine,
            const Protocol& protocol)
-      : moves_(moves), variant_(variant), machine_(machine), protocol_(protocol) {}
+      : moves_(moves), variant_(variant), machine_(machine), protocol_(protocol) {
+    protocol_.entry = protocol.entry || protocol.captured;
+  }
 
   Program run() {
     if (const auto reason = why_not(moves_, variant_.kind, protocol_.staged); !reason.empty()) {
       fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
     }
+    if (protocol_.captured) check_capturable();
     stage();
     assign();
     Program program{.op = moves_.op,
                     .machine = machine_.name,
                     .variant = to_string(variant_),
                     .protocol = to_string(protocol_),
-                    .mode = variant_.prelaunch ? Mode::armed : Mode::eager,
+                    .mode = protocol_.captured   ? Mode::capture
+                            : variant_.prelaunch ? Mode::armed
+                                                 : Mode::eager,
                     .ranks = moves_.ranks,
                     .buffers = moves_.buffers};
     for (Rank rank = 0; rank < moves_.ranks; ++rank) emit(rank, program);
@@ -54,6 +62,17 @@ class Lowering {
     std::vector<Rank> notified;  // ranks that hear when this queue has delivered
     std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
   };
+
+  void check_capturable() const {
+    if (variant_.prelaunch) {
+      fail(Code::unsupported, "variant ", to_string(variant_), ": a graph holds its commands ",
+           "itself, so nothing can be armed ahead of it; use the variant without prelaunch_");
+    }
+    if (host_flags()) {
+      fail(Code::unsupported, "machine ", machine_.name, " keeps flags in host memory, where ",
+           "several ranks poll one word: none may reset it, and no program can be captured");
+    }
+  }
 
   // Staged: peers write into the lane's slot, the owner copies on into its private `out`.
   void stage() {
@@ -213,8 +232,8 @@ class Lowering {
     std::vector<Command> commands;
     if (variant_.prelaunch) poll(commands, rank, {start_word(rank)});
     if (protocol_.entry) {
-      std::vector<int64_t> entries(draft.touched.begin(), draft.touched.end());
-      poll(commands, rank, entries);
+      const std::vector<Rank>& awaited = awaited_by(draft);
+      poll(commands, rank, {awaited.begin(), awaited.end()});
     }
     commands.insert(commands.end(), draft.data.begin(), draft.data.end());
     signal(commands, draft.notified, exit_word(rank, index));
@@ -228,7 +247,7 @@ class Lowering {
 
   std::vector<Command> caller_commands(Rank rank) {
     std::vector<Command> commands;
-    if (protocol_.entry) signal(commands, writers_of(rank), entry_word(rank));
+    if (protocol_.entry) signal(commands, ranks_awaiting(rank), entry_word(rank));
     if (variant_.prelaunch && !drafts_[rank].empty()) {
       signal(commands, {rank}, start_word(rank));
     }
@@ -237,19 +256,24 @@ class Lowering {
     return commands;
   }
 
-  // The ranks that touch this rank's memory, in ring order.
-  std::vector<Rank> writers_of(Rank rank) const {
-    std::vector<Rank> writers;
+  // The ranks whose entry a queue waits for.
+  const std::vector<Rank>& awaited_by(const Draft& draft) const {
+    return protocol_.captured ? draft.notified : draft.touched;
+  }
+
+  // The ranks that wait for this rank's entry, in ring order.
+  std::vector<Rank> ranks_awaiting(Rank rank) const {
+    std::vector<Rank> waiting;
     for (Rank peer = 0; peer < moves_.ranks; ++peer) {
       for (const Draft& draft : drafts_[peer]) {
-        const auto& touched = draft.touched;
-        if (std::find(touched.begin(), touched.end(), rank) != touched.end()) {
-          writers.push_back(peer);
+        const auto& awaited = awaited_by(draft);
+        if (std::find(awaited.begin(), awaited.end(), rank) != awaited.end()) {
+          waiting.push_back(peer);
         }
       }
     }
-    in_ring_order(writers, rank);
-    return writers;
+    in_ring_order(waiting, rank);
+    return waiting;
   }
 
   Moves moves_;
@@ -263,7 +287,7 @@ class Lowering {
 }  // namespace
 
 std::string to_string(const Protocol& protocol) {
-  if (protocol.entry) return "barrier";
+  if (protocol.entry || protocol.captured) return "barrier";
   return protocol.staged ? "eager" : "promise";
 }
 
@@ -283,7 +307,8 @@ std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol) {
   std::vector<Variant> variants = all_variants();
   std::erase_if(variants, [&](const Variant& variant) {
-    return !why_not(moves, variant.kind, protocol.staged).empty();
+    return (variant.prelaunch && protocol.captured) ||
+           !why_not(moves, variant.kind, protocol.staged).empty();
   });
   return variants;
 }

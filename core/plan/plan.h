@@ -14,6 +14,9 @@ namespace offcore {
 struct Protocol {
   bool entry = true;    // peers write only after the owner has signalled that it entered
   bool staged = false;  // peers write into the lane's slot; the owner copies on into `out`
+  // The program is captured in a graph: its values repeat, so every replay enters (`entry` holds
+  // whatever it says), and nothing can be armed ahead.
+  bool captured = false;
 };
 
 std::string to_string(const Protocol& protocol);  // "barrier", "promise", "eager"

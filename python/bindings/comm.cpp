@@ -287,6 +287,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("tuned", &Result::tuned)
       .def_ro("armed_ahead", &Result::armed_ahead)
       .def_ro("in_place", &Result::in_place)
+      .def_ro("own_copy", &Result::own_copy)
       .def_ro("total_bytes", &Result::total_bytes)
       .def_ro("counts", &Result::counts)
       .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })
@@ -368,6 +369,7 @@ void bind_comm(nb::module_& module) {
       .def(
           "device", [](Communicator& self, Rank rank) { return self.backend().device(rank); },
           nb::arg("rank"))
+      .def("check", &Communicator::check, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Communicator::abort)
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -99,10 +99,10 @@ void bind_plan(nb::module_& module) {
   nb::class_<Protocol>(module, "Protocol")
       .def(
           "__init__",
-          [](Protocol* self, bool entry, bool staged) {
-            new (self) Protocol{.entry = entry, .staged = staged};
+          [](Protocol* self, bool entry, bool staged, bool captured) {
+            new (self) Protocol{.entry = entry, .staged = staged, .captured = captured};
           },
-          nb::arg("entry") = true, nb::arg("staged") = false)
+          nb::arg("entry") = true, nb::arg("staged") = false, nb::arg("captured") = false)
       .def("__str__", [](const Protocol& self) { return to_string(self); });
   module.def("variants", [] { return names(all_variants()); }, "Every variant's name.");
   module.def(

@@ -379,6 +379,11 @@ class Communicator(ViewCalls):
         """The backend's clock; virtual time on sim."""
         return self._core.now_ns
 
+    def check(self) -> None:
+        """Raises `Error` where every call would: peer (a rank died or aborted), cancelled, invalid
+        (closed). A graph's replays tell nobody: ask after them, before you use what they wrote."""
+        self._core.check()
+
     def abort(self) -> None:
         """Makes every wait of every rank fail at once. The communicator is dead afterwards; what
         was under way may have written any part of its output."""

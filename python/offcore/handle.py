@@ -31,7 +31,8 @@ class Handle:
         timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
         under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
         aborted), mismatch (ranks made different calls). The first three name the commands that
-        were reached.
+        were reached. In mode capture it returns at once: a graph's replays are waited for by their
+        stream.
         """
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout

@@ -45,6 +45,12 @@ class Result:
         return self._core.in_place
 
     @property
+    def own_copy(self) -> str:
+        """What copies within a local rank's memory, its own slice or out of a slot: "none" where
+        nothing is, a copy "engine", or "sm": a copy that may take SMs (see docs/cuda.md)."""
+        return self._core.own_copy
+
+    @property
     def variant(self) -> str:
         """The variant that ran."""
         return self._core.variant
@@ -72,7 +78,7 @@ class Result:
 
     @property
     def mode(self) -> str:
-        """eager, or armed for a prelaunched program."""
+        """eager; armed for a prelaunched program; capture: recorded into a graph, and not run."""
         return self._core.mode
 
     @property
@@ -102,7 +108,7 @@ class Result:
 
     @property
     def time_us(self) -> float:
-        """From the launch until the last local rank was complete."""
+        """From the launch until the last local rank was complete; 0 in mode capture."""
         return self._core.time_ns / 1e3
 
     @property

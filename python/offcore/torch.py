@@ -8,6 +8,9 @@ The process group only makes the ranks meet; it carries no data. All ranks are p
 host, a GPU each. An operation is enqueued on torch.cuda.current_stream() of its device, and the
 tensors passed stay alive until it has ended. `wait` makes the host wait, which is needed only to
 look at a result from the host or to see errors.
+
+Under torch.cuda.graph an operation becomes part of the graph, and every replay runs it (see
+docs/cuda.md, Graphs). What it uses must then live as long as the graph is replayed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Capture and graphs: what is captured, what is refused, what a replay repeats."""
 
 import ctypes
+import threading
 from ctypes import byref, c_int, c_uint64
 
 import cuda_driver as cu
+import pytest
 from cuda_case import isolated, run_case
 from cuda_driver import MIB, WAIT, WRITE, Driver, mem_op
 from test_fake_cuda import PATTERN, pinned_words, settle
@@ -117,6 +119,113 @@ def test_what_a_capture_may_not_depend_on(d: Driver) -> None:
     assert end(d, stream) == 904  # the other stream's work never came back
     assert status(d, other) == 0
     assert d.code("cuStreamBeginCapture", 0, 1) == UNSUPPORTED
+
+
+def exchange(d: Driver, mode: int) -> int:
+    """The thread's capture mode before this one."""
+    value = c_int(mode)
+    d("cuThreadExchangeStreamCaptureMode", byref(value))
+    return value.value
+
+
+@isolated()
+def test_captures_have_numbers(d: Driver) -> None:
+    d.start()
+    stream, other, event, seen = d.stream(), d.stream(), d.event(2), set()
+    for _ in range(3):
+        d("cuStreamBeginCapture", stream, 1)
+        d("cuEventRecord", event, stream)
+        d("cuStreamWaitEvent", other, event, 0)
+        numbers = set()
+        for captured in (stream, other):
+            state, number = c_int(), c_uint64()
+            d("cuStreamGetCaptureInfo", captured, byref(state), byref(number))
+            assert state.value == 1
+            numbers.add(number.value)
+        seen |= numbers
+        assert len(numbers) == 1
+        d("cuEventRecord", event, other)
+        d("cuStreamWaitEvent", stream, event, 0)
+        assert end(d, stream) == 0
+        assert status(d, other) == 0
+    assert len(seen - {0}) == 3
+
+
+@isolated()
+def test_a_relaxed_thread_may_do_what_a_capture_forbids(d: Driver) -> None:
+    d.start()
+    stream, other, event = d.stream(), d.stream(), d.event(2)
+    d("cuEventRecord", event, other)
+    assert settle(d, other) == 0
+    assert exchange(d, 2) == 0
+    d("cuStreamBeginCapture", stream, 0)
+    d("cuEventQuery", event)
+    memory = d.memory()
+    d("cuStreamWriteValue32", other, memory, 3, 0)
+    assert settle(d, other) == 0
+    assert status(d, stream) == 1
+    assert exchange(d, 0) == 2
+    assert d.code("cuEventQuery", event) == UNSUPPORTED
+    assert status(d, stream) == 2
+    assert end(d, stream) == INVALIDATED
+    for mode in (3, -1):
+        assert d.code("cuThreadExchangeStreamCaptureMode", byref(c_int(mode))) == cu.INVALID_VALUE
+
+
+@isolated(only_fake=True)
+def test_whose_calls_a_capture_forbids(d: Driver) -> None:
+    """The capture's mode says whether it minds other threads, theirs whether they mind it."""
+    d.start()
+    event, idle, allowed = d.event(2), d.stream(), {}
+    d("cuEventRecord", event, idle)
+    assert settle(d, idle) == 0
+    context = d.get(c_uint64, "cuCtxGetCurrent")
+
+    def call(mode: int, key: tuple[int, int, bool]) -> None:
+        before = exchange(d, mode)
+        d("cuCtxSetCurrent", context)
+        allowed[key] = d.code("cuEventQuery", event) == 0
+        exchange(d, before)
+
+    for capture_mode in (0, 1, 2):
+        for thread_mode in (0, 1, 2):
+            for ours in (True, False):
+                stream = d.stream()
+                d("cuStreamBeginCapture", stream, capture_mode)
+
+                key = (capture_mode, thread_mode, ours)
+                if ours:
+                    call(thread_mode, key)
+                else:
+                    thread = threading.Thread(target=call, args=(thread_mode, key))
+                    thread.start()
+                    thread.join()
+                assert (end(d, stream) == 0) == allowed[key]
+    for (capture_mode, thread_mode, ours), may in allowed.items():
+        minds = capture_mode != 2 if ours else (capture_mode, thread_mode) == (0, 0)
+        assert may == (thread_mode == 2 or not minds), (capture_mode, thread_mode, ours)
+
+
+@isolated(only_fake=True)
+def test_what_a_capture_makes_unsafe(d: Driver) -> None:
+    d.start()
+    memory, spare = d.reserve(2 * MIB), d.create(2 * MIB)
+    refused = {
+        "cuMemAddressReserve": lambda: d.reserve(2 * MIB),
+        "cuMemCreate": lambda: d.create(2 * MIB),
+        "cuMemMap": lambda: d("cuMemMap", memory, 2 * MIB, 0, spare, 0),
+        "cuMemRelease": lambda: d("cuMemRelease", spare),
+        "cuStreamCreateWithPriority": d.stream,
+        "cuStreamDestroy": lambda: d("cuStreamDestroy", idle),
+        "cuStreamQuery": lambda: d("cuStreamQuery", idle),
+        "cuStreamSynchronize": lambda: d("cuStreamSynchronize", idle),
+    }
+    stream, idle = d.stream(), d.stream()
+    for name, call in refused.items():
+        d("cuStreamBeginCapture", stream, 0)
+        with pytest.raises(cu.DriverError, match=f"{name}: {UNSUPPORTED}$"):
+            call()
+        assert end(d, stream) == INVALIDATED, name
 
 
 @isolated(only_fake=True)

@@ -30,6 +30,22 @@ struct Mapped {
   std::shared_ptr<Rings> registry;
 };
 
+// A program in a graph: nothing of it is under way.
+class RecordedRun final : public Run {
+ public:
+  explicit RecordedRun(bool own_on_sm) : own_on_sm_(own_on_sm) {}
+  bool done() override { return true; }
+  void wait(const Deadline&) override {}
+  Report report() const override {
+    Report report;
+    report.own_on_sm = own_on_sm_;
+    return report;
+  }
+
+ private:
+  bool own_on_sm_;
+};
+
 class CudaLoaded final : public Loaded {
  public:
   CudaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Cargo> cargo)
@@ -60,8 +76,13 @@ class CudaLoaded final : public Loaded {
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
-    return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
-                                                      fleet_->launch(cargo_, launch, *hangar_));
+    if (cargo_->program->mode != Mode::capture) {
+      return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
+                                                        fleet_->launch(cargo_, launch, *hangar_));
+    }
+    const auto& parts = fleet_->record(cargo_, launch)->parts;
+    return std::make_unique<RecordedRun>(std::any_of(
+        parts.begin(), parts.end(), [](const auto& part) { return part.notes.own_on_sm; }));
   }
 
  private:
@@ -136,6 +157,10 @@ class CudaBackend final : public Backend {
             .bytes = bytes,
             .data = static_cast<std::byte*>(pinned.get()),
             .owner = pinned};
+  }
+
+  uint64_t capture_of(std::span<const uintptr_t> streams) const override {
+    return fleet_->capture_of(streams);
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {

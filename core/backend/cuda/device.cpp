@@ -36,13 +36,17 @@ void copy_rows(const Rows& rows, CUstream stream) {
 }
 
 Context::Context(int ordinal) : ordinal_(ordinal) {
+  const Relaxed relaxed;
   const Driver& driver = Driver::get();
   check(driver.cuDeviceGet(&device_, ordinal), cat("cuDeviceGet of device ", ordinal));
   check(driver.cuDevicePrimaryCtxRetain(&handle_, device_),
         cat("cuDevicePrimaryCtxRetain of device ", ordinal));
 }
 
-Context::~Context() { Driver::get().cuDevicePrimaryCtxRelease(device_); }
+Context::~Context() {
+  const Relaxed relaxed;
+  Driver::get().cuDevicePrimaryCtxRelease(device_);
+}
 
 Stream::Stream(std::shared_ptr<const Context> context) : context_(std::move(context)) {
   const Current current(context_->handle());

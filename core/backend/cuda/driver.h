@@ -32,12 +32,18 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kWaitGeq = 0;  // cyclic: (int32_t)(*word - value) >= 0
+inline constexpr unsigned kWaitEq = 1;
 inline constexpr unsigned kHostPortable = 1;
 inline constexpr unsigned kHostDeviceMap = 2;
 
 // Streams that are names rather than handles: 0 and 1 are the legacy default stream, 2 is the
 // calling thread's.
 inline constexpr uintptr_t kNamedStreams = 2;
+
+// CUstreamCaptureStatus and CUstreamCaptureMode.
+inline constexpr int kCaptureNone = 0;
+inline constexpr int kCaptureActive = 1;
+inline constexpr int kCaptureRelaxed = 2;
 
 enum class Attribute : int {
   max_pitch = 11,
@@ -180,6 +186,8 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuStreamDestroy, 4000, (CUstream))                                                           \
   X(cuStreamQuery, 2000, (CUstream))                                                             \
   X(cuStreamWaitEvent, 3020, (CUstream, CUevent, unsigned))                                      \
+  X(cuStreamGetCaptureInfo, 10010, (CUstream, int*, uint64_t*))                                  \
+  X(cuThreadExchangeStreamCaptureMode, 10010, (int*))                                            \
   X(cuStreamBatchMemOp, 11070, (CUstream, unsigned, CUstreamMemOp*, unsigned))                   \
   X(cuEventCreate, 2000, (CUevent*, unsigned))                                                   \
   X(cuEventRecord, 2000, (CUevent, CUstream))                                                    \
@@ -239,6 +247,21 @@ inline void check(CUresult result, std::string_view what) {
   if (result != kSuccess) fail_result(result, what);
 }
 
+// While some stream is being captured, the driver refuses calls that could disturb it, also to
+// other threads, and spoils the capture. Ours never touch a captured stream by accident, so they
+// may be made.
+class Relaxed {
+ public:
+  Relaxed() { exchange(); }
+  ~Relaxed() { exchange(); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  void exchange() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
+  int mode_ = kCaptureRelaxed;  // then the caller's
+};
+
 // Makes a context current and puts the caller's back.
 class Current {
  public:
@@ -251,6 +274,9 @@ class Current {
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
+
+ private:
+  Relaxed relaxed_;
 };
 
 std::string device_name(int ordinal);

@@ -29,7 +29,7 @@ SignalForm parse_signals(std::string_view text) {
 
 Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
            const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
-           const Doubles* doubles, std::vector<Stamp>* stamps)
+           const Doubles* doubles, Notes& notes)
     : device_(device),
       stream_(stream),
       word_(word),
@@ -39,7 +39,7 @@ Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& 
       rings_(rings),
       habits_(habits),
       doubles_(doubles),
-      stamps_(stamps) {}
+      notes_(notes) {}
 
 void Feed::run(std::span<const Command> commands) {
   bool in_group = false;
@@ -63,8 +63,8 @@ void Feed::run(const Command& command) {
       return signal(command);
     case Op::timestamp:
       flush();
-      stamps_->push_back({command.value, device_.event(true)});
-      return stamps_->back().event.record(stream_);
+      notes_.stamps.push_back({command.value, device_.event(true)});
+      return notes_.stamps.back().event.record(stream_);
     case Op::fence:
       return flush_copies();
     case Op::swap:
@@ -109,13 +109,15 @@ bool Feed::walks(const Slice& slice, uint32_t rows, const Ring* ring) const {
   return true;
 }
 
-void Feed::add(uint32_t operation, CUdeviceptr address, uint32_t value) {
+void Feed::add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags) {
   flush_copies();
   if (ops_.size() == kMemOpsMax) flush_ops();
-  ops_.push_back({.operation = operation, .address = address, .value = value});
+  ops_.push_back({.operation = operation, .address = address, .value = value, .flags = flags});
 }
 
 void Feed::poll(const Command& command) {
+  const bool captured = program_.mode == Mode::capture;
+  std::vector<CUdeviceptr> consumed;
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
     std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
@@ -124,8 +126,10 @@ void Feed::poll(const Command& command) {
     const CUdeviceptr address =
         (device ? reinterpret_cast<CUdeviceptr>(base) : device_pointer(base)) +
         word.offset * kWordBytes;
-    add(kOpWait32, address, launch_.epoch + command.value);
+    add(kOpWait32, address, launch_.epoch + command.value, captured ? kWaitEq : kWaitGeq);
+    if (captured) consumed.push_back(address);
   }
+  for (CUdeviceptr word : consumed) add(kOpWrite32, word, 0);
 }
 
 bool Feed::one_command(const Command& signal) const {
@@ -223,8 +227,11 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
 
 void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own) {
   flush_ops();
-  if (!own || habits_.own_copy_on_sm || Driver::get().cuMemcpyBatchAsync == nullptr) {
+  const bool batched = !habits_.own_copy_on_sm && program_.mode != Mode::capture &&
+                       Driver::get().cuMemcpyBatchAsync != nullptr;
+  if (!own || !batched) {
     flush_copies();
+    notes_.own_on_sm = notes_.own_on_sm || own;
     return check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
   }
   if (sizes_.size() == kCopiesMax) flush_copies();

@@ -2,11 +2,13 @@
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
 //              asks for a copy engine, because a plain one would take SMs
-//   poll       waits, consecutive ones as one batch
+//   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
 //              copy of that word to all of them
 //   fence      nothing: a stream is in order
+//
+// A batch of copies cannot be captured: there a copy within one GPU is a plain one.
 //
 // The signal form `copy_order` writes the word before the data and relies on copies of one stream
 // not to overtake each other; it saves a step, and nobody promises it (see docs/cuda.md).
@@ -39,12 +41,19 @@ struct Stamp {
   Event event;
 };
 
+// What is to be told of commands that were fed.
+struct Notes {
+  std::vector<Stamp> stamps;
+  bool own_on_sm = false;  // copies within the GPU may take SMs
+};
+
 class Feed {
  public:
-  // `word`: of the device's own words, for this queue alone. `doubles` may be null.
+  // `word`: of the device's own words, for this queue alone (or for captured ones, which all write
+  // the same value). `doubles` may be null.
   Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
        const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
-       const Doubles* doubles, std::vector<Stamp>* stamps);
+       const Doubles* doubles, Notes& notes);
 
   // What it ends with may wait for more commands, to go to the driver with them, or for flush().
   void run(std::span<const Command> commands);
@@ -62,7 +71,7 @@ class Feed {
 
   Place place(const Slice& slice) const;
   bool walks(const Slice& slice, uint32_t rows, const Ring* ring) const;
-  void add(uint32_t operation, CUdeviceptr address, uint32_t value);
+  void add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags = 0);
   void poll(const Command& command);
   void signal(const Command& command);
   bool one_command(const Command& signal) const;
@@ -85,7 +94,7 @@ class Feed {
   const Rings& rings_;
   const Habits& habits_;
   const Doubles* doubles_;
-  std::vector<Stamp>* stamps_;
+  Notes& notes_;
   bool announced_ = false;  // copy_order: the next signal's word holds its value already
   std::vector<CUstreamMemOp> ops_;
   std::vector<CUdeviceptr> dsts_;

@@ -61,7 +61,8 @@ Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits ha
       devices_(std::move(devices)),
       habits_(habits),
       rings_(std::make_shared<Rings>()),
-      words_(std::make_shared<Words>(ranks, devices_)) {}
+      words_(std::make_shared<Words>(ranks, devices_)),
+      captures_(devices_, habits_, rings_, words_) {}
 
 void Fleet::try_strided(Ring& ring) {
   const std::scoped_lock lock(mutex_);
@@ -118,7 +119,7 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
 
 Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const {
   return Feed(*turn.device, stream, word, words_->ring(), *flight.cargo->program, flight.launch,
-              *rings_, habits_, nullptr, &turn.part->stamps);
+              *rings_, habits_, nullptr, turn.part->notes);
 }
 
 // Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
@@ -281,6 +282,11 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   return flight;
 }
 
+std::shared_ptr<Flight> Fleet::record(std::shared_ptr<const Cargo> cargo, const Launch& launch) {
+  check_launch(*cargo, launch);
+  return captures_.record(std::move(cargo), launch);
+}
+
 // Lets go of launches that have ended and that nobody waits for.
 void Fleet::reap() {
   while (flying_.size() > kFlyingMax && flying_.front()->ended()) {
@@ -369,6 +375,7 @@ void Fleet::wait(Flight& flight, const Deadline& deadline) {
 }
 
 void Fleet::close() {
+  captures_.close();
   const Deadline grace = Deadline::after_s(kGraceS);
   std::vector<std::shared_ptr<Flight>> flights;
   {

@@ -17,7 +17,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/backend/cuda/flight.h"
+#include "core/backend/cuda/capture.h"
 
 namespace offcore::cuda {
 
@@ -75,6 +75,7 @@ struct Parked {
   Launch launch;
   uint32_t turn = 0;                      // the gates' value that lets them go
   std::vector<std::vector<Event>> joins;  // by local program, then engine queue
+  Notes notes = {};
 };
 
 // An armed program's own streams, and rings that its parked commands go through.
@@ -108,6 +109,11 @@ class Fleet {
 
   std::shared_ptr<Flight> launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                  Hangar& hangar);
+  uint64_t capture_of(std::span<const uintptr_t> streams) const {
+    return captures_.capture_of(streams);
+  }
+  // Into the captures that the launch's streams are in (see capture.h).
+  std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
   // False where the program cannot be enqueued ahead, or enough of them are parked already.
   bool park(const std::shared_ptr<const Cargo>& cargo, const Launch& launch, Hangar& hangar);
   // Lets what is parked run out without effect.
@@ -164,6 +170,7 @@ class Fleet {
   const Habits habits_;
   const std::shared_ptr<Rings> rings_;
   const std::shared_ptr<Words> words_;
+  Captures captures_;
   std::mutex mutex_;                                     // of all below
   std::map<std::pair<uint32_t, uint32_t>, Lane> lanes_;  // by lane, device
   std::list<std::shared_ptr<Flight>> flying_;

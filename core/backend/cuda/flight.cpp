@@ -127,8 +127,10 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.phases.control_ns = static_cast<double>(control_ns);
+  const Relaxed relaxed;
   for (const Part& part : parts) {
-    for (const Stamp& stamp : part.stamps) {
+    report.own_on_sm = report.own_on_sm || part.notes.own_on_sm;
+    for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);
       }

@@ -52,7 +52,7 @@ struct Flight {
     std::shared_ptr<const Event> done;
     std::optional<Event> start;  // timed programs
     int64_t start_ns = 0;        // when the host recorded it, after the launch
-    std::vector<Stamp> stamps;
+    Notes notes;
     bool ended = false;
   };
 

@@ -75,6 +75,7 @@ std::shared_ptr<Part> Part::import(std::shared_ptr<const Context> context, uint6
 }
 
 Part::~Part() {
+  const Relaxed relaxed;
   if (handle_ != 0) Driver::get().cuMemRelease(handle_);
 }
 

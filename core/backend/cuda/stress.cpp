@@ -143,6 +143,7 @@ void Stress::start(const Round& round) {
   const Trial& trial = round.trial;
   const Habits habits{.signals = trial.signals};
   const auto ranks = static_cast<uint32_t>(devices_.size());
+  Notes notes;  // nobody asks for them
   ++turn_;
   for (const Seat& seat : seats_) {
     const Rank rank = seat.device->rank();
@@ -150,13 +151,13 @@ void Stress::start(const Round& round) {
     const Program& program = round.programs[rank];
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
     Feed gate(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
-              first, rings_, habits, nullptr, nullptr);
+              first, rings_, habits, nullptr, notes);
     gate.wait(seat.gate->address(), turn_);
     gate.flush();
     for (uint32_t i = 1; i <= round.count; ++i) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
       Feed feed(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
-                bound, rings_, habits, nullptr, nullptr);
+                bound, rings_, habits, nullptr, notes);
       feed.run(program.queues[0].commands);
       feed.flush();
     }

@@ -86,7 +86,7 @@ void push_copy(StreamHandle handle, const Side& dst, const Side& src, size_t byt
 
 void copy_now(const Side& dst, const Side& src, size_t bytes) {
   const auto stream = current_context()->default_stream();
-  refuse_while_capturing();
+  refuse_unsafe();
   if (bytes > 0) push_copies(*stream, {{.dst = dst, .src = src, .width = bytes}});
   stream->synchronize();
   check_alive(*stream->context());

@@ -48,6 +48,18 @@ std::shared_ptr<Marker> settled_marker(Event& event) {
   return event.marker;
 }
 
+void capture_status(StreamHandle handle, int* status, uint64_t* id) {
+  require(status != nullptr, kInvalidValue);
+  const auto stream = stream_of(handle);
+  if (stream->is_legacy()) require(!blocking_capture(*stream), kCaptureImplicit);
+  const std::lock_guard lock(capture_mutex());
+  const auto& capture = stream->capturing.capture;
+  *status = !capture                 ? kCaptureNone
+            : capture->invalidated() ? kCaptureStatusInvalidated
+                                     : kCaptureActive;
+  if (id != nullptr) *id = capture ? capture->id() : 0;
+}
+
 void check_stream_error(const Stream& stream) { check_alive(*stream.context()); }
 
 }  // namespace
@@ -73,6 +85,7 @@ FAKE_API Result cuStreamDestroy_v2(StreamHandle handle) {
     require(reinterpret_cast<uint64_t>(handle) > 2, kInvalidHandle);
     const auto stream = streams().find(handle);
     refuse_in_capture(*stream);
+    refuse_unsafe();
     streams().remove(handle);
     stream->close();
     check_alive(*context);
@@ -83,6 +96,7 @@ FAKE_API Result cuStreamSynchronize(StreamHandle handle) {
   return enter("cuStreamSynchronize", [&] {
     const auto stream = stream_of(handle);
     refuse_in_capture(*stream);
+    refuse_unsafe();
     stream->synchronize();
     check_stream_error(*stream);
   });
@@ -92,6 +106,7 @@ FAKE_API Result cuStreamQuery(StreamHandle handle) {
   return enter("cuStreamQuery", [&] {
     const auto stream = stream_of(handle);
     refuse_in_capture(*stream);
+    refuse_unsafe();
     require(stream->idle(), kNotReady);
     check_stream_error(*stream);
   });
@@ -113,14 +128,17 @@ FAKE_API Result cuStreamGetCtx_v2(StreamHandle handle, ContextHandle* context, v
 }
 
 FAKE_API Result cuStreamIsCapturing(StreamHandle handle, int* status) {
-  return enter("cuStreamIsCapturing", [&] {
-    require(status != nullptr, kInvalidValue);
-    const auto stream = stream_of(handle);
-    const std::lock_guard lock(capture_mutex());
-    const auto& capture = stream->capturing.capture;
-    *status = !capture                 ? kCaptureNone
-              : capture->invalidated() ? kCaptureStatusInvalidated
-                                       : kCaptureActive;
+  return enter("cuStreamIsCapturing", [&] { capture_status(handle, status, nullptr); });
+}
+
+FAKE_API Result cuStreamGetCaptureInfo(StreamHandle handle, int* status, uint64_t* id) {
+  return enter("cuStreamGetCaptureInfo", [&] { capture_status(handle, status, id); });
+}
+
+FAKE_API Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  return enter("cuThreadExchangeStreamCaptureMode", [&] {
+    require(mode != nullptr && *mode >= kCaptureGlobal && *mode <= kCaptureRelaxed, kInvalidValue);
+    *mode = exchange_mode(*mode);
   });
 }
 
@@ -210,6 +228,7 @@ FAKE_API Result cuEventQuery(EventHandle handle) {
   return enter("cuEventQuery", [&] {
     const auto event = events().find(handle);
     const auto marker = settled_marker(*event);
+    refuse_unsafe();
     require(!marker || marker->passed, kNotReady);
     check_alive(*event->context);
   });
@@ -219,7 +238,9 @@ FAKE_API Result cuEventSynchronize(EventHandle handle) {
   return enter("cuEventSynchronize", [&] {
     current_context();
     const auto event = events().find(handle);
-    if (const auto marker = settled_marker(*event)) marker->wait();
+    const auto marker = settled_marker(*event);
+    refuse_unsafe();
+    if (marker) marker->wait();
     check_alive(*event->context);
   });
 }

@@ -2,8 +2,11 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <string_view>
 
+#include "tests/fakes/cuda/graph.h"
 #include "tests/fakes/cuda/settings.h"
 #include "tests/fakes/cuda/symbols.h"
 
@@ -12,6 +15,24 @@ namespace {
 
 std::atomic<bool> initialized{false};
 std::atomic<bool> forked{false};  // from a process that had called cuInit: nothing works here
+
+// Refused where a capture forbids them to the calling thread.
+constexpr std::string_view kUnsafe[] = {
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuStreamCreateWithPriority",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease",
+};
 
 struct Calls {
   std::mutex mutex;
@@ -38,6 +59,7 @@ void begin_call(const char* name, When when) {
   require(when != When::kInitialized || initialized, kNotInitialized);
   require(oldest_driver(name) <= settings().driver, kCallRequiresNewerDriver);
   if (const Result code = planted_fault(name)) throw Failure{code};
+  if (std::ranges::find(kUnsafe, name) != std::end(kUnsafe)) refuse_unsafe();
 }
 
 Result planted_fault(const char* name) {

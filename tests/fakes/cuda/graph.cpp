@@ -1,8 +1,12 @@
 #include "tests/fakes/cuda/graph.h"
 
 #include <algorithm>
+#include <deque>
 #include <list>
 #include <set>
+#include <utility>
+
+#include "tests/fakes/cuda/settings.h"
 
 namespace fakecuda {
 namespace {
@@ -13,12 +17,43 @@ std::set<Capture*>& captures() {
   return *value;
 }
 
+thread_local int thread_mode = kCaptureGlobal;
+
+void run_node(const Node& node, Engine& engine) {
+  if (node.context->error != kSuccess) return;
+  Engine own{*node.context, engine.random};
+  if (const Result code = node.work(own)) node.context->fail(code);
+}
+
+// Nodes so that each comes after what it waits for, and after its lane's earlier ones.
+std::vector<size_t> any_order(const Graph& graph, std::mt19937_64& random) {
+  std::vector<std::deque<size_t>> lanes(static_cast<size_t>(graph.lanes));
+  for (size_t i = 0; i < graph.nodes.size(); ++i) {
+    lanes[static_cast<size_t>(graph.nodes[i].lane)].push_back(i);
+  }
+  std::vector<bool> done(graph.nodes.size(), false);
+  std::vector<size_t> order;
+  while (order.size() < graph.nodes.size()) {
+    auto& lane = lanes[random() % lanes.size()];
+    if (lane.empty()) continue;
+    const Node& node = graph.nodes[lane.front()];
+    const auto is_done = [&](int before) { return bool{done[static_cast<size_t>(before)]}; };
+    if (!std::ranges::all_of(node.after, is_done)) continue;
+    order.push_back(lane.front());
+    done[lane.front()] = true;
+    lane.pop_front();
+  }
+  return order;
+}
+
 }  // namespace
 
 void Capture::begin(Stream& stream, int mode) {
   require(!stream.is_legacy(), kCaptureUnsupported);
   require(!stream.capturing.capture, kIllegalState);
+  static uint64_t made = 0;
   auto capture = std::make_shared<Capture>();
+  capture->id_ = ++made;
   capture->mode_ = mode;
   capture->owner_ = std::this_thread::get_id();
   capture->streams_.push_back(stream.weak_from_this());
@@ -88,47 +123,58 @@ void Capture::join(Stream& stream, const Event& event) {
   place.next.insert(place.next.end(), event.nodes.begin(), event.nodes.end());
 }
 
-void refuse_in_capture(Stream& stream, Result code) {
+std::shared_ptr<Capture> blocking_capture(Stream& legacy) {
   const std::lock_guard lock(capture_mutex());
-  if (stream.capturing.capture) {
-    stream.capturing.capture->invalidate();
-    throw Failure{code};
-  }
-  if (!stream.is_legacy()) return;
-  // The default stream would have to order itself against blocking streams in a capture.
-  const std::lock_guard context_lock(stream.context()->mutex);
-  for (const auto& other : stream.context()->blocking) {
+  const std::lock_guard context_lock(legacy.context()->mutex);
+  for (const auto& other : legacy.context()->blocking) {
     const auto blocking = other.lock();
-    if (!blocking || !blocking->capturing.capture) continue;
-    blocking->capturing.capture->invalidate();
-    throw Failure{kCaptureImplicit};
+    if (blocking && blocking->capturing.capture) return blocking->capturing.capture;
   }
+  return nullptr;
 }
 
-void refuse_while_capturing() {
+void refuse_in_capture(Stream& stream, Result code) {
+  if (stream.is_legacy()) {
+    if (const auto capture = blocking_capture(stream)) {
+      capture->invalidate();
+      throw Failure{kCaptureImplicit};
+    }
+  }
+  const std::lock_guard lock(capture_mutex());
+  if (!stream.capturing.capture) return;
+  stream.capturing.capture->invalidate();
+  throw Failure{code};
+}
+
+void refuse_unsafe() {
+  if (thread_mode == kCaptureRelaxed) return;
   const std::lock_guard lock(capture_mutex());
   for (Capture* capture : captures()) {
     const bool ours = capture->owner() == std::this_thread::get_id();
-    const bool forbids =
-        capture->mode() == kCaptureGlobal || (capture->mode() == kCaptureThreadLocal && ours);
+    const bool forbids = ours ? capture->mode() != kCaptureRelaxed
+                              : capture->mode() == kCaptureGlobal && thread_mode == kCaptureGlobal;
     if (!forbids) continue;
     capture->invalidate();
     throw Failure{kCaptureUnsupported};
   }
 }
 
+int exchange_mode(int mode) { return std::exchange(thread_mode, mode); }
+
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
+  if (settings().serial_graphs) {
+    for (const size_t node : any_order(*graph, engine.random)) run_node(graph->nodes[node], engine);
+    return kSuccess;
+  }
   std::vector<Marker> done(graph->nodes.size());
   const auto run_lane = [&](int lane, std::mt19937_64& random) {
+    Engine own{engine.context, random};
     for (size_t i = 0; i < graph->nodes.size(); ++i) {
       const Node& node = graph->nodes[i];
       if (node.lane != lane) continue;
       for (const int before : node.after) done[static_cast<size_t>(before)].wait();
-      if (node.context->error == kSuccess) {
-        Engine own{*node.context, random};
-        if (const Result code = node.work(own)) node.context->fail(code);
-      }
+      run_node(node, own);
       done[i].pass();
     }
   };

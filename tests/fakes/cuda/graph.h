@@ -42,6 +42,7 @@ class Capture {
   bool invalidated() const { return invalidated_; }
   bool active() const { return active_; }
   int mode() const { return mode_; }
+  uint64_t id() const { return id_; }
   std::thread::id owner() const { return owner_; }
 
  private:
@@ -49,6 +50,7 @@ class Capture {
   std::vector<std::weak_ptr<Stream>> streams_;  // by lane
   std::thread::id owner_;
   int mode_ = kCaptureGlobal;
+  uint64_t id_ = 0;
   bool invalidated_ = false;
   bool active_ = true;
 };
@@ -57,8 +59,12 @@ uint64_t live_graphs();
 
 // Fails with `code`, and spoils the capture, if the stream is being captured.
 void refuse_in_capture(Stream& stream, Result code = kCaptureUnsupported);
-// The same for what synchronises with every stream: a global capture of any thread, or a
-// thread-local one of this thread, forbids it.
-void refuse_while_capturing();
+// Whether a stream that this default stream would have to order itself against is in a capture.
+std::shared_ptr<Capture> blocking_capture(Stream& legacy);
+// The same for what a capture makes unsafe: what allocates, maps, frees, waits or asks. This
+// thread's own captures forbid it, and global ones of all threads, as far as its mode heeds them.
+void refuse_unsafe();
+// The calling thread's capture mode; returns the one before.
+int exchange_mode(int mode);
 
 }  // namespace fakecuda

@@ -1,0 +1,89 @@
+// Programs that were recorded into CUDA graphs, and the guard of their replays.
+//
+// Recording enqueues a program's local queues into streams that are being captured: one engine
+// queue with the caller's commands, the others on streams of our own that join the capture by
+// events. What a graph addresses stays mapped until close().
+//
+// A graph may run its branches one after the other, in any order. So no branch waits for what
+// another one has yet to do: the entry signals come first, then the engine queues, and after all of
+// them the waits for the peers. And all programs of a capture follow each other, whatever lanes and
+// streams they come in: ranks that ran two of them in different orders would wait for ever.
+//
+// Nobody of ours waits for a replay. Once a program has been recorded, a thread looks at the poison
+// word now and then, and when a rank has died or aborted it writes the words that recorded programs
+// wait for, again and again, so that the streams that replay them run out.
+#pragma once
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/backend/cuda/flight.h"
+
+namespace offcore::cuda {
+
+class Word;
+class Words;
+
+class Captures {
+ public:
+  Captures(std::span<const std::shared_ptr<Device>> devices, const Habits& habits,
+           std::shared_ptr<Rings> rings, std::shared_ptr<Words> words);
+  ~Captures();
+
+  // The capture that the callers' streams are in; 0: none. Throws invalid where only some of them
+  // are captured, or a capture is spoilt already.
+  uint64_t capture_of(std::span<const uintptr_t> streams) const;
+  // Throws invalid when the launch's streams are not being captured. What fails on the way spoils
+  // the capture.
+  std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
+  // Lets replays run out if a rank was poisoned, and then goes of the memory.
+  void close();
+
+ private:
+  // What a device has in one capture.
+  struct Place {
+    std::vector<CUstream> engines;  // of ours, that have joined the capture
+    CUstream last_stream = nullptr;
+    std::shared_ptr<const Event> last_done;
+  };
+  struct Capture {
+    std::vector<uint64_t> ids;  // of the streams, a local rank each
+    std::vector<Place> places;
+  };
+  using Awaited = std::vector<std::set<CUdeviceptr>>;  // by device
+
+  Capture& capture(const Launch& launch);
+  void record(Flight& flight, const LocalProgram& local, Place& place);
+  void spoil(const Launch& launch) const;
+  CUstream engine(Place& place, uint32_t device, size_t index, const Event& here);
+  void keep(const std::shared_ptr<Flight>& flight);
+  void watch();
+  void release(const Awaited& awaited) const;
+  bool untouched(const Awaited& awaited) const;
+  void run_out();
+
+  const std::vector<std::shared_ptr<Device>> devices_;
+  const Habits habits_;
+  const std::shared_ptr<Rings> rings_;
+  const std::shared_ptr<Words> words_;
+  std::vector<std::unique_ptr<Word>> signals_;  // a device's word to copy signals from: always 1
+
+  std::mutex mutex_;                                           // of the two below
+  std::map<uint64_t, Capture> captures_;                       // by the first stream's capture
+  std::vector<std::vector<std::unique_ptr<Stream>>> streams_;  // by device: used again and again
+
+  std::mutex kept_mutex_;  // of all below; never held while the driver is called
+  std::condition_variable wake_;
+  std::vector<std::shared_ptr<Flight>> kept_;
+  Awaited awaited_;
+  bool closed_ = false;
+  std::thread guard_;
+};
+
+}  // namespace offcore::cuda
