@@ -286,7 +286,8 @@ void bind_backend(nb::module_& module) {
                                     std::move(own_copy)};
           },
           nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "auto",
-          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine");
+          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine")
+      .def_ro("proven", &CudaOptions::proven);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(
           "__init__",
