@@ -154,9 +154,10 @@ def captured(args: argparse.Namespace) -> int:
             continue
         try:
             Captured(rank, *operation).run()
-        except Exception as failure:  # on all ranks alike, or the next one finds out
+            rank.comm.check()
+        except Exception as failure:
             print(f"   FAILED rank {rank.rank} {operation}: {failure}", flush=True)
-            rank.wrong += 1
+            os._exit(1)
     good = abort_lets_go(rank) and not rank.wrong
     # A stream that was not let go would hold up every orderly end.
     os._exit(0 if good else 1)
