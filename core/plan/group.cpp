@@ -169,7 +169,9 @@ std::string why_not(const Moves& moves, Variant::Kind kind, bool staged) {
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
   if (kind == Variant::Kind::swap) {
     if (staged) return "swap needs the buffer itself in a window of every rank";
-    if (!moves.in_place || !(none ? moves.exchange : all_mirrored(moves))) {
+    // A rank alone swaps with nobody, whatever the operation.
+    const bool mirrored = none ? moves.exchange || moves.ranks == 1 : all_mirrored(moves);
+    if (!moves.in_place || !mirrored) {
       return cat("swap exchanges two ranges in place; ", moves.op,
                  moves.in_place ? " in place" : " out of place", " is not such an exchange");
     }
