@@ -173,9 +173,8 @@ class Worker:
                     if request.backend == "cuda" and variant.startswith("prelaunch_"):
                         continue
                     yield from self._own(request, exercise, variant, nbytes)
-        layout = Layout(request.op, request.ranks, nbytes, request.in_place)
         for name in request.baselines:
-            yield from self._library(request, name, layout)
+            yield from self._library(request, name, exercise.layout(nbytes))
 
     def _exercise(self, request: Request, form: str | None, asked: str) -> Exercise:
         key = (request.op, request.in_place, form, asked, request.check)
