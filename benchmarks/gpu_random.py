@@ -61,7 +61,7 @@ class Checker:
         places = ["window", "host", "torch"] if self.torch_buffers else ["window", "host"]
         out_at = self.random.choice(["window", *places])
         in_at = self.random.choice(places)
-        protocol = self.random.choice(["auto", "barrier", "eager", "promise"])
+        protocol = self.random.choice(["auto", "barrier", "credits", "eager", "promise"])
         offset = self.random.choice([0, 0, 16, 4096, self.random.randrange(64)])
         root = self.random.randrange(ranks)
         self.calls += 1
@@ -95,9 +95,11 @@ class Checker:
             f"{op} part={part} {variant} {protocol} out={out_at} in={in_at} {in_place=} {offset=}"
         )
         try:
-            self.start(
+            handle = self.start(
                 op, out_at, in_at, offset, in_bytes, out_bytes, in_place, variant, protocol, root
-            ).wait()
+            )
+            if handle.wait().protocol == "credits" and self.random.random() < 0.5:
+                handle.release()  # nobody calls it again before the bytes were looked at
         except Exception as failure:
             if getattr(failure, "code", "") == "unsupported":
                 return

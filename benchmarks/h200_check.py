@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from gpu_random import armed, basics, check
+from gpu_torch import torch_users
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
@@ -103,12 +104,12 @@ def environment() -> dict[str, str]:
     return os.environ | given
 
 
-ROLES = {"basics": basics, "check": check, "armed": armed}
+ROLES = {"basics": basics, "check": check, "armed": armed, "torch": torch_users}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("build", "probe", "basics", "check", "armed", "measure"))
+    parser.add_argument("--only", choices=("build", "probe", *ROLES))
     parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all by default")
     parser.add_argument("--calls", type=int, default=150, help="random operations a turn")
     parser.add_argument("--turns", type=int, default=2, help="communicators in a row")
@@ -149,6 +150,8 @@ def main() -> int:
     if args.only in (None, "check"):
         good &= alone("check", "check: one process", args.limit, *extra)
         good &= run_ranks("check", ranks, args.limit, extra)
+    if args.only in (None, "torch"):
+        good &= run_ranks("torch", ranks, 60, [])
     if args.only in (None, "measure"):
         bench = [sys.executable, str(Path(__file__).with_name("gpu_bench.py"))]
         bench += ["--ranks", str(ranks), "--largest", str(args.largest)]

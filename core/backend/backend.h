@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/base/clock.h"
@@ -151,6 +152,8 @@ class Backend : public Memory {
   virtual const Machine& machine() const = 0;
   // Zeroed memory of this host that the local ranks' engines reach.
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
+  // How a signal stays behind the data before it: "fenced", or "copy_order" (cuda/feed.h).
+  virtual std::string_view signals() const { return "fenced"; }
   // The GPU that a local rank drives, as the driver counts; -1: none.
   virtual int device(Rank) const { return -1; }
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;

@@ -27,6 +27,7 @@ struct Result {
   std::string op;
   std::string variant;
   std::string protocol;
+  std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots, because a buffer lay outside the windows
@@ -39,6 +40,7 @@ struct Result {
 };
 
 class Communicator;
+struct Plan;  // what a communicator keeps for a plan key
 
 // One operation under way.
 class Pending {
@@ -47,11 +49,20 @@ class Pending {
   bool done();
   // Throws timeout (and can be waited for again), peer, cancelled, mismatch.
   Result wait(const Deadline& deadline);
+  // Protocol credits: this rank has done with the output, so peers may write it for the next call
+  // of the same operation into it. In those streams' order, where there are any. Nothing happens if
+  // that call has been made. Throws invalid for another protocol.
+  void release(const std::vector<uintptr_t>& streams);
+  // Where the output of a view call lies, on every rank; its window is null for other calls.
+  const Slots::Place& view() const { return view_; }
 
  private:
   friend class Communicator;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Result> result_;  // all but the report
+  std::shared_ptr<Plan> plan_;            // protocol credits
+  uint64_t launch_ = 0;                   // of the plan's
+  Slots::Place view_;
   std::unique_ptr<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
@@ -78,6 +89,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // first meetings of several lanes must come in one order on all ranks: they exclude each other.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
 
+  // The slot that the next all-gather view of the lane will take, with room for `bytes` of each
+  // rank. Collective: the ring of views may have to grow. The deadline is as start's.
+  Slots::Place next_input(uint32_t lane, uint64_t bytes, const Deadline& deadline);
+
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
   bool knows(Request request) const;
 
@@ -91,7 +106,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void close();
 
  private:
-  struct Plan;
   struct Lookup {
     Facts facts;
     std::string place = {};
@@ -109,17 +123,30 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
+  void lay_view(Request& request) const;
   std::string place_of(const Request& request, const Facts& facts) const;
   std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
                              const std::string& place, const Deadline& deadline);
+  void equip(Plan& plan, Lane& lane, bool own_words, const Deadline& deadline);
   bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
-  Launch bind(const Plan& plan, const Request& request, Lane& lane);
+  Launch bind_words(const Plan& plan, const Lane& lane) const;
+  void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
+  Launch bind(Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
+  // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
+  // peers waiting, nor come one call late to everything that follows.
   template <typename Step>
-  auto all_or_none(const Step& step);
+  auto all_or_none(const Step& step) {
+    try {
+      return step();
+    } catch (...) {
+      if (!alone()) abort();
+      throw;
+    }
+  }
   void compare_with_peers(const Lane& lane, uint64_t sequence, const Entry& mine);
   [[noreturn]] void diverge(const Lane& lane, Rank peer, uint64_t sequence, const Entry& mine,
                             const Entry& theirs);
@@ -132,7 +159,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
-  uint32_t armed_plans_ = 0;
+  uint32_t own_tracks_ = 0;
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;

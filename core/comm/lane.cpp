@@ -52,9 +52,22 @@ void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t 
   if (window_ && bytes <= bytes_) return;
   const uint64_t rounded =
       bytes <= kSlotBytesMin ? kSlotBytesMin : (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
-  window_ = Window::create(backend, rendezvous, ranks, rounded * kCount, deadline);
+  const uint64_t count = turning_ + (guarded_ ? 1 : 0);
+  auto window = Window::create(backend, rendezvous, ranks, rounded * count, deadline);
+  if (window_) former_.push_back(std::move(window_));
+  window_ = std::move(window);
   bytes_ = rounded;
   turn_ = 0;
+}
+
+Slots::Place Slots::take(bool full_exchange) {
+  Place place = upcoming();
+  if (!full_exchange) place.offset = turning_ * bytes_;
+  // Whoever reads a former slot has been told to be done before this launch: so says the slot rule,
+  // and on GPUs "done" means earlier in the stream. They may go when this launch has ended.
+  if (turn_ + 2 >= turning_) place.former.swap(former_);
+  if (full_exchange) ++turn_;
+  return place;
 }
 
 }  // namespace offcore

@@ -9,7 +9,18 @@
 //            so it has heard from q in that one, and q sent that only after it had emptied slot j.
 //            Operations that are no full exchange never use these two: they use a third slot, and
 //            an entry signal guards it.
+//   credits  as barrier, but q's signal for the next call may go out as soon as q's caller has
+//            released the buffer. Each plan has words of its own for that: a credit is for the next
+//            launch of its plan, and for no other one of the lane.
 //   promise  the caller says that q's buffer is free.
+//   view     p writes into slot j of a ring of S that nothing but views uses. Views are full
+//            exchanges and take the slots in turn, so before p writes slot j for view call k + S
+//            it has finished view call k + S - 1 and has heard from q in that one. q sent that
+//            after all that came before call k + S - 1 on its side: also after its reads of view k,
+//            if they are done (on a GPU: ordered) before it makes that call. So q may read view k
+//            while it makes S - 2 further view calls (kViewCalls), and p needs no entry signal.
+//            Calls of other kinds in between only add order. When the ring grows the next calls
+//            take new slots, and nothing is written into the old ones any more.
 //
 // Flag values are the lane's epoch + the program's values, compared cyclically; the epoch moves on
 // by the program's span at each launch. A word always has the same writing rank (see lower.cpp).
@@ -49,36 +60,53 @@ struct Flags {
   }
 };
 
+// A ring of slots of equal size: a number that full exchanges take in turn and, behind them, one
+// that an entry signal guards, for the others.
 class Slots {
  public:
-  static constexpr uint32_t kEager = 2;
-  static constexpr uint32_t kGuarded = 2;  // the index of the third slot
-  static constexpr uint32_t kCount = 3;
+  explicit Slots(uint32_t turning, bool guarded) : turning_(turning), guarded_(guarded) {}
 
-  uint64_t bytes() const { return bytes_; }
+  // Where a launch finds its slot, and what it keeps mapped until it has ended.
+  struct Place {
+    std::shared_ptr<Window> window;
+    uint64_t offset = 0;
+    std::vector<std::shared_ptr<Window>> former = {};
+
+    std::byte* base(Rank rank) const {
+      std::byte* base = window ? window->base(rank) : nullptr;
+      return base == nullptr ? nullptr : base + offset;
+    }
+  };
+
+  uint64_t bytes() const { return bytes_; }  // of a slot; 0: there are none yet
   // Replaces the slots by larger ones. Collective where ranks are processes. Launches under way
   // keep the old ones.
   void grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
             const Deadline& deadline);
-  // The slot of the next launch: alternating for full exchanges, the guarded one otherwise.
-  uint32_t next(bool full_exchange) { return full_exchange ? turn_++ % kEager : kGuarded; }
-  std::byte* base(Rank rank, uint32_t slot) const {
-    std::byte* base = window_->base(rank);
-    return base == nullptr ? nullptr : base + slot * bytes_;
-  }
-  const std::shared_ptr<Window>& window() const { return window_; }
+  // The slot that the next full exchange will take.
+  Place upcoming() const { return {.window = window_, .offset = turn_ % turning_ * bytes_}; }
+  // The slot of the next launch: in turn for full exchanges, the guarded one otherwise.
+  Place take(bool full_exchange);
 
  private:
+  const uint32_t turning_;
+  const bool guarded_;
   std::shared_ptr<Window> window_;
+  std::vector<std::shared_ptr<Window>> former_;  // whose slots may still be read
   uint64_t bytes_ = 0;
-  uint32_t turn_ = 0;
+  uint64_t turn_ = 0;  // since the slots grew
 };
+
+inline constexpr uint32_t kEagerSlots = 2;
+inline constexpr uint32_t kViewSlots = 4;
+inline constexpr uint32_t kViewCalls = kViewSlots - 2;  // for which a view stays valid
 
 // The words and slots of one sequence of launches. A lane has one; a prelaunched program has its
 // own, because it takes its values and its slot when it is armed, ahead of its turn in the lane.
 struct Track {
   Flags flags;
-  Slots slots;
+  Slots slots{kEagerSlots, true};
+  Slots views{kViewSlots, false};
 };
 
 struct Lane {

@@ -90,11 +90,12 @@ class Checker {
     std::string& variant = request_.variant;
     if (variant == "auto") variant = env("OFFCORE_VARIANT");
     if (variant != "auto") variant = to_string(parse_variant(variant));
-    for (const std::string_view known : {"auto", "barrier", "promise", "eager"}) {
+    for (const std::string_view known :
+         {"auto", "barrier", "credits", "promise", "eager", "view"}) {
       if (request_.protocol == known) return;
     }
     fail(Code::invalid, "unknown protocol '", request_.protocol,
-         "': known are auto, barrier, promise, eager");
+         "': known are auto, barrier, credits, promise, eager");
   }
 
   void need_counts(size_t expected) {
@@ -193,9 +194,17 @@ class Checker {
       const Operand& in = request_.in[i];
       const Operand& out = request_.out[i];
       if (in.bytes == 0 || out.bytes == 0 || !overlap(in, out)) continue;
-      const bool can =
-          facts_.collective != Collective::scatter && facts_.collective != Collective::gather;
-      if (!can || !begins_at(in, out, own_offset(local_ranks_[i]))) {
+      const bool gathers = facts_.collective == Collective::all_gather;
+      const bool can = request_.view() ? gathers
+                                       : facts_.collective != Collective::scatter &&
+                                             facts_.collective != Collective::gather;
+      const bool fits = can && begins_at(in, out, own_offset(local_ranks_[i]));
+      if (!fits && request_.view()) {
+        fail(Code::invalid, name(), "_view: the input of rank ", local_ranks_[i],
+             " lies in the slot that this call writes: it is part of a view that has expired",
+             gathers ? ", or not all of what next_input() gave" : "");
+      }
+      if (!fits) {
         fail(Code::invalid, name(), ": input and output of rank ", local_ranks_[i],
              " overlap; pass separate buffers, or the input as its own part of the output");
       }

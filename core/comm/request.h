@@ -31,12 +31,15 @@ struct Request {
   std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
   Rank root = 0;
   std::string variant = "auto";
-  std::string protocol = "auto";  // auto, barrier, promise, eager
+  std::string protocol = "auto";  // auto, barrier, credits, promise, eager; view
   uint32_t lane = 0;
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
   std::vector<uintptr_t> streams;  // GPUs: see Launch
   std::shared_ptr<void> keep;      // keeps the operands' memory alive until the operation has ended
+
+  // The output is the next slot of the lane's ring of views, not one of the caller's.
+  bool view() const { return protocol == "view"; }
 };
 
 // The collective facts: a function of these alone is what every rank plans.

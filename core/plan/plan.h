@@ -30,6 +30,15 @@ Program legalize(Program program, const Machine& machine);
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
                                     const Machine& machine, const Protocol& protocol);
 
+// A program of protocol barrier in two: the entry signals of its callers alone, to be sent as soon
+// as the buffers are free, and all the rest, which waits for them as before. Only together are they
+// what verify has seen.
+struct Credited {
+  std::shared_ptr<const Program> credits;
+  std::shared_ptr<const Program> rest;
+};
+Credited split_credits(const Program& program);
+
 // Whether the kind can express these moves at all: the reason it cannot, or an empty string.
 std::string why_not(const Moves& moves, Variant::Kind kind, bool staged);
 

@@ -1,6 +1,7 @@
 // Communicators, windows and operations under way.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -254,6 +255,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("op", &Result::op)
       .def_ro("variant", &Result::variant)
       .def_ro("protocol", &Result::protocol)
+      .def_ro("signals", &Result::signals)
       .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
       .def_ro("native", &Result::native)
       .def_ro("staged", &Result::staged)
@@ -266,6 +268,11 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro("phases", [](const Result& self) { return self.report.phases; });
   nb::class_<Pending>(module, "Pending")
       .def("done", &Pending::done)
+      .def_prop_ro(
+          "view",
+          [](const Pending& self) { return std::pair(self.view().window, self.view().offset); })
+      .def("release", &Pending::release, nb::arg("streams"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {
@@ -304,9 +311,17 @@ void bind_comm(nb::module_& module) {
           },
           nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
           nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
-      .def("start", &start, nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
-           nb::arg("root"), nb::arg("variant"), nb::arg("protocol"), nb::arg("lane"),
-           nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
+      .def("start", &start, nb::arg("op"), nb::arg("out").none(), nb::arg("inp").none(),
+           nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
+           nb::arg("lane"), nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
+      .def(
+          "next_input",
+          [](Communicator& self, uint32_t lane, uint64_t bytes, double timeout_s) {
+            const nb::gil_scoped_release release;
+            const Slots::Place place = self.next_input(lane, bytes, Deadline::after_s(timeout_s));
+            return std::pair(place.window, place.offset);
+          },
+          nb::arg("lane"), nb::arg("nbytes"), nb::arg("timeout_s"))
       .def(
           "barrier",
           [](Communicator& self, double timeout_s) {

@@ -10,4 +10,5 @@ NB_MODULE(_core, module) {
   offcore::bind_backend(module);
   offcore::bind_window(module);
   offcore::bind_comm(module);
+  offcore::bind_pool(module);
 }

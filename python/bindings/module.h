@@ -13,5 +13,6 @@ void bind_plan(nb::module_& module);
 void bind_backend(nb::module_& module);
 void bind_window(nb::module_& module);
 void bind_comm(nb::module_& module);
+void bind_pool(nb::module_& module);  // after bind_comm, which binds Window
 
 }  // namespace offcore

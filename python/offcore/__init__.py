@@ -16,8 +16,9 @@ from offcore._core import (
     verify,
     wrong_bytes,
 )
-from offcore.api import Communicator, Handle, Window
+from offcore.api import Communicator, Window
 from offcore.errors import Error
+from offcore.handle import Handle, View
 from offcore.programs import show_program, variants
 from offcore.result import Phases, Result
 
@@ -35,6 +36,7 @@ __all__ = [
     "Phases",
     "Program",
     "Result",
+    "View",
     "Window",
     "fill",
     "machines",

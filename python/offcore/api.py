@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -12,40 +12,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from offcore import _core, machines
 from offcore.errors import error
+from offcore.handle import Handle, View
 from offcore.operands import NUMBER_MAX, checked, memories_of, memory_of
 from offcore.programs import program_of, variants
-from offcore.result import Result
+from offcore.views import ViewCalls, kind_of, looks_of
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
-
-
-class Handle:
-    """An operation under way. It goes on whether or not anybody waits for it."""
-
-    def __init__(self, comm: Communicator, pending: _core.Pending) -> None:
-        self._comm = comm
-        self._pending = pending
-        self._result: Result | None = None
-
-    def done(self) -> bool:
-        """Whether the operation has ended. Only `wait` tells whether it ended well."""
-        return self._pending.done()
-
-    def wait(self, timeout: float | None = None) -> Result:
-        """Waits until this rank's output is complete and its input may be written again.
-
-        timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
-        under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
-        aborted), mismatch (ranks made different calls). The first three name the commands that
-        were reached.
-        """
-        if self._result is None:
-            seconds = self._comm.timeout if timeout is None else timeout
-            outcome = self._pending.wait(seconds)
-            comm = self._comm
-            self._result = Result(outcome, comm.backend, comm.machine, comm.ranks, comm.signals)
-        return self._result
 
 
 class Window:
@@ -106,7 +79,7 @@ class Window:
         return self._core.region(offset, nbytes)
 
 
-class Communicator:
+class Communicator(ViewCalls):
     """Ranks that communicate by DMA engines.
 
     Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
@@ -131,8 +104,9 @@ class Communicator:
     any other output works too, by way of a staging slot, and the result says so.
 
     variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
-    protocol: how peers may enter: "auto"; "barrier" (always safe); "eager" (through slots, always
-        safe); "promise" (the caller promises that every peer's output is free).
+    protocol: how peers may enter: "auto"; "barrier" (always safe); "credits" (as barrier, but a
+        rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
+        slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
     """
 
@@ -175,7 +149,6 @@ class Communicator:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
-        self.signals = signals if wanted == "cuda" else None
         self._loaded = loaded
         self._core = _core.open_communicator(
             wanted,
@@ -206,21 +179,10 @@ class Communicator:
         on cuda torch tensors, whose dtype may be one of torch's.
         """
         shape = (shape,) if isinstance(shape, int) else shape
-        if not self._core.host_visible:
-            return self._empty_tensors(shape, dtype)
-        kind = np.dtype(dtype)
-        window = self.window(max(1, int(np.prod(shape))) * kind.itemsize)
-        count = int(np.prod(shape))
-        arrays = [window.array(r, kind)[:count].reshape(shape) for r in self.local_ranks]
+        kind = kind_of(dtype)
+        window = self.window(max(1, math.prod(shape) * kind.itemsize))._core
+        arrays = [self._array(window, rank, 0, shape, kind) for rank in self.local_ranks]
         return arrays[0] if len(arrays) == 1 else arrays
-
-    def _empty_tensors(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        torch: Any = importlib.import_module("torch")
-        kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(np.dtype(dtype)))
-        nbytes = int(np.prod(shape)) * torch.empty((), dtype=kind).element_size()
-        window = self.window(max(1, nbytes))
-        tensors = [window.tensor(r)[:nbytes].view(kind).view(shape) for r in self.local_ranks]
-        return tensors[0] if len(tensors) == 1 else tensors
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host
@@ -446,6 +408,26 @@ class Communicator:
             self.timeout,
         )
         return Handle(self, pending)
+
+    def _start_view(
+        self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
+    ) -> View:
+        side = _Side(inp, self, f"{op}_view: the input", writable=False)
+        looks = looks_of(inp, len(self.local_ranks))
+        pending = self._core.start(
+            op,
+            None,
+            side.core,
+            [],
+            0,
+            variant,
+            "view",
+            checked(f"{op}_view: lane", lane, NUMBER_MAX),
+            self._streams(),
+            inp,
+            self.timeout,
+        )
+        return View(self, pending, [((*rows, *shape), kind) for shape, kind in looks])
 
 
 class _Side:

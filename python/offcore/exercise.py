@@ -124,7 +124,7 @@ def facts_of(result: Any) -> dict[str, Any]:
         "variant": result.variant,
         "native": result.native,
         "protocol": result.protocol,
-        "signals": result.signals,
+        "signals": result.signals if result.backend == "cuda" else None,
         "staged": result.staged,
         "tuned": result.tuned,
         "armed_ahead": result.armed_ahead,

@@ -21,16 +21,13 @@ class Phases:
 class Result:
     """What an operation did: the path that really ran, and what it cost."""
 
-    __slots__ = ("_core", "backend", "machine", "ranks", "signals")
+    __slots__ = ("_core", "backend", "machine", "ranks")
 
-    def __init__(
-        self, core: _core.Result, backend: str, machine: str, ranks: int, signals: str | None = None
-    ) -> None:
+    def __init__(self, core: _core.Result, backend: str, machine: str, ranks: int) -> None:
         self._core = core
         self.backend = backend
         self.machine = machine
         self.ranks = ranks
-        self.signals = signals  # how data and the word that tells of it are ordered; None: no GPU
 
     @property
     def op(self) -> str:
@@ -61,6 +58,11 @@ class Result:
     def protocol(self) -> str:
         """How the peers entered: barrier, eager or promise."""
         return self._core.protocol
+
+    @property
+    def signals(self) -> str:
+        """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md)."""
+        return self._core.signals
 
     @property
     def staged(self) -> bool:
@@ -121,7 +123,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """Every fact by name."""
         names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
-        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks", "signals")}
+        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks")}
         return own | {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:

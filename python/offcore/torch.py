@@ -12,12 +12,13 @@ look at a result from the host or to see errors.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from offcore import api
+from offcore import _core, api
 from offcore.crew import free_port
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
@@ -43,6 +44,28 @@ class Communicator(api.Communicator):
             device=self._device,
             **options,
         )
+
+    def memory_pool(self, nbytes: int) -> Any:
+        """A torch.cuda.MemPool of `nbytes` of window memory on every rank. Collective.
+
+            pool = comm.memory_pool(1 << 30)
+            with torch.cuda.use_mem_pool(pool):
+                weights = torch.empty(...)     # peers write it directly
+
+        torch takes segments of 2 MiB and more from it, and reports out of memory when it is full.
+        Ranks that allocate alike get the same places; where they do not, operations go by way of a
+        slot, and their results say `staged`. The memory is freed when the pool and its tensors are
+        gone. Raises `Error`: memory; unsupported with more than 8 pools.
+        """
+        window = self.window(nbytes)
+        door = _core.open_pool(window._core, self.local_ranks[0])
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            str(_core.__file__), f"offcore_pool_take_{door}", f"offcore_pool_give_{door}"
+        )
+        pool = torch.cuda.MemPool(allocator.allocator())
+        pool.offcore_allocator = allocator  # torch holds only its address
+        weakref.finalize(pool, _core.close_pool, door)
+        return pool
 
     def _streams(self) -> list[int]:
         return [torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM]

@@ -99,9 +99,5 @@ class GpuCommunicator(offcore.Communicator):
     def window(self, nbytes: int) -> offcore.Window:
         return GpuWindow(self, super().window(nbytes)._core)
 
-    def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
-        shape = (shape,) if isinstance(shape, int) else shape
-        kind = np.dtype(dtype)
-        window = self.window(max(1, int(np.prod(shape)) * kind.itemsize))
-        arrays = [GpuArray(window, rank, 0, shape, kind) for rank in self.local_ranks]
-        return arrays[0] if len(arrays) == 1 else arrays
+    def _array(self, window: Any, rank: int, offset: int, shape: tuple[int, ...], kind: Any) -> Any:
+        return GpuArray(GpuWindow(self, window), rank, offset, shape, kind)

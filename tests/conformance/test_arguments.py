@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[Call, str, tuple[str, ...]]] = {
     "unknown protocol": (
         lambda s: s.comm.all_gather(s.out, protocol="hope"),
         "invalid",
-        ("'hope'", "auto, barrier, promise, eager"),
+        ("'hope'", "auto, barrier, credits, promise, eager"),
     ),
     "unknown operation": (
         lambda s: s.comm.program("reduce", 4096),

@@ -54,20 +54,23 @@ class Walk:
         if op == "broadcast":
             part = BYTES
         case = equal_case(op, self.ranks, part, in_place, root)
-        protocol = self.random.choice(["auto", "barrier", "eager", "promise"])
+        protocol = self.random.choice(["auto", "barrier", "credits", "eager", "promise"])
         if out >= 2 and protocol == "promise":
             protocol = "auto"
         staged = protocol == "eager" or (out >= 2 and protocol != "promise")
         variant = self.random.choice(["auto", *sorted(kinds_of(case, staged))])
-        if variant != "auto" and self.random.random() < 0.25 and self.prelaunched < 40:
-            self.prelaunched += 1
+        if protocol == "credits":
+            protocol = protocol if self.room > 0 else "barrier"
+            self.room -= 1
+        elif variant != "auto" and self.random.random() < 0.25 and self.room > 0:
+            self.room -= 1
             variant = "prelaunch_" + variant
         if protocol == "promise":
             self.settle()
         self.log.append(f"{op} {out} <- {inp} {in_place=} {root=} {variant} {protocol}")
         self.start(case, out, out if in_place else inp, variant, protocol)
 
-    prelaunched = 0
+    room = 60  # for operations with words of their own, of which there can be 64
 
     def start(self, case: Case, out: int, inp: int, variant: str, protocol: str) -> None:
         def cut(arrays: list[Bytes], size: Callable[[int], int | None]) -> list[Bytes | None]:

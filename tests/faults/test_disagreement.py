@@ -59,6 +59,10 @@ CALLS: dict[str, Call] = {
     "prelaunch_b2b": lambda d: d.comm.all_gather(d.one, variant="prelaunch_b2b"),
     "eager": lambda d: d.comm.all_gather(d.one, protocol="eager"),
     "promise": lambda d: d.comm.all_gather(d.one, protocol="promise"),
+    "view": lambda d: d.comm.all_gather_view(d.one[:200]),
+    "small view": lambda d: d.comm.all_gather_view(d.one[:100]),
+    "view of next_input": lambda d: d.comm.all_gather_view(d.comm.next_input(200)),
+    "all_to_all view": lambda d: d.comm.all_to_all_view(d.one),
     "uneven": lambda d: d.comm.all_gather_v(d.one, None, [1, 3]),
     "uneven the other way": lambda d: d.comm.all_gather_v(d.one, None, [3, 1]),
 }
@@ -74,6 +78,10 @@ PAIRS = [
     ("eager", "promise"),
     ("all_gather", "eager"),
     ("uneven", "uneven the other way"),
+    ("all_gather from one", "view"),
+    ("view", "all_to_all view"),
+    ("view", "small view"),
+    ("view", "view of next_input"),
 ]
 
 
@@ -169,6 +177,25 @@ def test_a_window_against_a_call(as_threads: Any) -> None:
     codes = as_threads(2, work, TIMEOUT_S)  # the second hears that the first has left
     assert "timeout" in codes
     assert set(codes) <= {"timeout", "peer"}
+
+
+def test_next_input_against_a_call(as_threads: Any) -> None:
+    """Where the slots have to grow next_input is a call like any other."""
+
+    def work(comm: Comm, rank: int) -> tuple[str, str]:
+        desk = Desk(comm, rank)
+        in_order(desk, "view", "broadcast")
+        error = failure_of(
+            lambda: comm.next_input(1 << 20) if rank else then_meet(desk, CALLS["broadcast"])
+        )
+        return error.code, str(error)
+
+    outcomes = as_threads(2, work, TIMEOUT_S)
+    codes = [code for code, _ in outcomes]
+    assert "mismatch" in codes
+    assert set(codes) <= {"mismatch", "peer", "cancelled"}
+    message = next(message for code, message in outcomes if code == "mismatch")
+    assert "next_input ranks=2 counts=1048576x2" in message
 
 
 PLACES: dict[str, Callable[[Desk], Any]] = {

@@ -113,6 +113,10 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
+  std::string_view signals() const override {
+    return fleet_->habits().signals == SignalForm::copy_order ? "copy_order" : "fenced";
+  }
+
   int device(Rank rank) const override { return local(rank)->ordinal(); }
 
   Share import(Rank rank, uint64_t bytes, int fd) override {

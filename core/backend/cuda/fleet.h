@@ -97,6 +97,7 @@ class Fleet {
   const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
   const std::shared_ptr<Rings>& rings() const { return rings_; }
   Rank ranks() const { return ranks_; }
+  const Habits& habits() const { return habits_; }
 
   std::shared_ptr<Flight> launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                  Hangar& hangar);
@@ -127,6 +128,7 @@ class Fleet {
     CUstream named;   // the caller's, where that is a default stream; else null
     Flight::Part* part;
     std::vector<Event> joins;
+    std::unique_ptr<Feed> feed;  // into `stream`
   };
 
   Lane& lane(uint32_t index, uint32_t device);
@@ -138,7 +140,7 @@ class Fleet {
   Turn begin(Flight& flight, const LocalProgram& local);
   void fork(Turn& turn);
   void engines(Flight& flight, Turn& turn);
-  void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
+  void resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
   Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const;
   void reap();

@@ -1,0 +1,128 @@
+// One launch of a kept plan: where its buffers lie this time, and what keeps them mapped.
+#include <tuple>
+#include <utility>
+
+#include "core/comm/kept.h"
+
+namespace offcore {
+namespace {
+
+// The side of the request that a buffer stands for, where it is memory that only its rank's own
+// queues see. Its addresses are no collective fact, and every call may bring others.
+const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
+  if (buffer.name == "in") return &request.in;
+  if (request.view()) return nullptr;
+  const bool own = buffer.kind == Buffer::Kind::local || request.out[0].window == nullptr;
+  return buffer.name == "out" && own ? &request.out : nullptr;
+}
+
+}  // namespace
+
+void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
+  if (plan.credits) {
+    if (!plan.credited) grant(plan, lane, request.streams);  // the caller enters now
+    plan.credited = false;
+  }
+  ++plan.launches;
+  if (plan.program->mode != Mode::armed) {
+    const Launch launch = bind(plan, request, lane);
+    pending.view_ = std::exchange(plan.view, {});
+    pending.run_ = plan.loaded->launch(launch);
+    return;
+  }
+  const auto arm = [&] {
+    auto armed = std::make_unique<Launch>(bind(plan, request, lane));
+    plan.held = plan.loaded->arm(*armed);
+    return armed;
+  };
+  std::unique_ptr<Launch> armed = std::exchange(plan.armed, nullptr);
+  if (armed == nullptr) {
+    armed = arm();
+  } else {
+    // Armed for the last call's memory; with other memory the backend arms once more.
+    pending.armed_ahead_ = !bind_own(*plan.program, request, *armed) && plan.held;
+    using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+    armed->owner = std::make_shared<Held>(armed->owner, request.keep);
+  }
+  pending.view_ = std::exchange(plan.view, {});
+  armed->streams = request.streams;
+  pending.run_ = plan.loaded->launch(*armed);
+  plan.armed = arm();  // at once: the next call finds its program on the engines
+}
+
+// Tells the peers that write into this rank that they may, for the plan's next launch.
+void Communicator::grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams) {
+  Launch launch = bind_words(plan, lane);
+  launch.streams = streams;
+  using Held = std::pair<ControlMemory, ControlMemory>;
+  launch.owner = std::make_shared<Held>(plan.own_track->flags.memory, control_);
+  plan.credits->launch(launch);
+  plan.credited = true;
+}
+
+// A launch with its flag words, and nothing else yet.
+Launch Communicator::bind_words(const Plan& plan, const Lane& lane) const {
+  const Flags& flags = plan.own_track ? plan.own_track->flags : lane.track.flags;
+  Launch launch{.binding = Binding(plan.program->buffers.size(), ranks_),
+                .epoch = flags.epoch,
+                .lane = lane.index};
+  for (Rank rank = 0; rank < ranks_; ++rank) {
+    launch.wakeups.push_back(&wakeup(rank));
+    launch.binding.base(kFlagBuffer, rank) = flags.base(rank);
+  }
+  launch.binding.base(kFlagBuffer, kHostRank) = flags.base(kHostRank);
+  return launch;
+}
+
+Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
+  const auto& buffers = plan.program->buffers;
+  Track& track = plan.own_track ? *plan.own_track : lane.track;
+  Flags& flags = track.flags;
+  Launch launch = bind_words(plan, lane);
+  launch.streams = request.streams;
+  flags.epoch += plan.program->flag_span;
+  Binding& binding = launch.binding;
+
+  Slots::Place slot;
+  for (size_t i = 1; i < buffers.size(); ++i) {
+    const auto id = static_cast<BufferId>(i);
+    const Buffer& buffer = buffers[i];
+    if (buffer.name == "slot") {
+      slot = track.slots.take(plan.full_exchange);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
+    } else if (buffer.name == "scratch") {
+      for (const Share& share : plan.scratch) binding.base(id, share.rank) = share.data;
+    } else if (plan.views && buffer.name == "out") {
+      slot = track.views.take(true);
+      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
+      plan.view = {.window = slot.window, .offset = slot.offset};
+    } else if (own_side(buffer, request) == nullptr) {
+      for (Rank rank = 0; rank < ranks_; ++rank) {
+        std::byte* base = request.out[0].window->base(rank);
+        binding.base(id, rank) = base == nullptr ? nullptr : base + request.out[0].offset;
+      }
+    }
+  }
+  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, ControlMemory, ControlMemory,
+                          std::vector<Share>, std::shared_ptr<void>>;
+  launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory,
+                                        control_, plan.scratch, request.keep);
+  bind_own(*plan.program, request, launch);
+  return launch;
+}
+
+// Binds what the ranks alone see to this call's memory; whether any of it was bound elsewhere.
+bool Communicator::bind_own(const Program& program, const Request& request, Launch& launch) const {
+  bool moved = false;
+  for (size_t id = 1; id < program.buffers.size(); ++id) {
+    const std::vector<Operand>* side = own_side(program.buffers[id], request);
+    for (size_t i = 0; side != nullptr && i < local_ranks_.size(); ++i) {
+      std::byte*& base = launch.binding.base(static_cast<BufferId>(id), local_ranks_[i]);
+      moved |= base != (*side)[i].data;
+      base = (*side)[i].data;
+    }
+  }
+  return moved;
+}
+
+}  // namespace offcore

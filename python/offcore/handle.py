@@ -1,0 +1,79 @@
+"""Operations under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offcore import _core
+from offcore.result import Result
+
+if TYPE_CHECKING:
+    from offcore.api import Communicator
+
+
+class Handle:
+    """An operation under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(self, comm: Communicator, pending: _core.Pending) -> None:
+        self._comm = comm
+        self._pending = pending
+        self._result: Result | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        return self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits until this rank's output is complete and its input may be written again.
+
+        timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
+        under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
+        aborted), mismatch (ranks made different calls). The first three name the commands that
+        were reached.
+        """
+        if self._result is None:
+            seconds = self._comm.timeout if timeout is None else timeout
+            outcome = self._pending.wait(seconds)
+            comm = self._comm
+            self._result = Result(outcome, comm.backend, comm.machine, comm.ranks)
+        return self._result
+
+    def release(self) -> None:
+        """Protocol "credits" only: this rank has done with the output. Peers may write into it for
+        the next call of the same operation on the same buffers, which then need not wait for this
+        rank; from now until that call has ended nobody here may use the output. In the order of the
+        current stream, where there is one. Raises `Error`: invalid for another protocol.
+        """
+        self._pending.release(self._comm._streams())
+
+
+class View(Handle):
+    """A view call under way. Its result's protocol is "view"."""
+
+    __slots__ = ("_looks", "_out")
+
+    def __init__(
+        self,
+        comm: Communicator,
+        pending: _core.Pending,
+        looks: list[tuple[tuple[int, ...], Any]],
+    ) -> None:
+        super().__init__(comm, pending)
+        self._looks = looks  # a local rank's shape and dtype each
+        self._out: Any = None
+
+    @property
+    def out(self) -> Any:
+        """The output, without a copy: an array, or a list of one for each local rank where several
+        are local. Complete once the operation has ended; on a stream, for whatever comes later in
+        it. Valid for two further view calls of the lane (see `all_gather_view`). It keeps its
+        memory mapped for as long as it is held. Raises `Error`: unsupported for phantom memory.
+        """
+        if self._out is None:
+            window, offset = self._pending.view
+            arrays = [
+                self._comm._array(window, rank, offset, shape, kind)
+                for rank, (shape, kind) in zip(self._comm.local_ranks, self._looks, strict=True)
+            ]
+            self._out = arrays[0] if len(arrays) == 1 else arrays
+        return self._out
