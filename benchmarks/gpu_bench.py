@@ -39,7 +39,7 @@ def requests(args: argparse.Namespace) -> list[bench.Request]:
         "backend": "cuda",
         "machine": None,
         "ranks": args.ranks,
-        "protocols": ["promise", "auto"],
+        "protocols": args.protocols.split(","),
         "timeout_s": 10.0,
         "warmup": 3,
     }
@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all by default")
     parser.add_argument("--limit", type=int, default=75, help="seconds, of the whole")
     parser.add_argument("--variants", default="auto,pcpy,bcst,b2b,fan", help="which to measure")
+    parser.add_argument("--protocols", default="promise,auto", help="which to measure")
     parser.add_argument("--largest", type=int, default=1 << 30, help="bytes")
     parser.add_argument("--no-nccl", action="store_true", help="measure offcore alone")
     args = parser.parse_args()

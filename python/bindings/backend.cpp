@@ -145,11 +145,20 @@ class Session {
     }
   }
 
+  // Whatever happens, nothing stays behind the gate.
+  struct Opening {
+    Stopwatch* gate;
+    ~Opening() {
+      if (gate != nullptr) gate->open();
+    }
+  };
+
   void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
                   Stopwatch* gate, RunReport& result) {
     const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
+      const Opening opening{gate};
       if (gate != nullptr) gate->shut();
       const std::unique_ptr<Run> run = loaded->launch(launch);
       if (gate != nullptr) std::this_thread::sleep_for(kSettled);

@@ -32,7 +32,6 @@ from offcore.options import (
     ItersOption,
     JsonOption,
     MachineOption,
-    Metric,
     MetricOption,
     OpArgument,
     PlotOption,
@@ -151,7 +150,7 @@ def bench_command(
     timeout: TimeoutOption = 30.0,
     json: JsonOption = None,
     plot_to: PlotOption = None,
-    metric: MetricOption = Metric.time,
+    metric: MetricOption = None,
 ) -> None:
     """Time a collective by size and variant, and check every byte it moved.
 
@@ -186,7 +185,7 @@ def bench_command(
         plot.check_plot(plot_to)
     rows = _measure(request, json)
     if plot_to is not None:
-        plot.plot_rows(rows, plot_to, metric.value)
+        plot.plot_rows(rows, plot_to, metric.value if metric else None)
         typer.echo(f"plot: {plot_to}", err=json == "-")
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
@@ -288,7 +287,7 @@ def plot_command(
             help="DMA-Latte's: times as fast as nccl, of all-gather (13) or all-to-all (14).",
         ),
     ] = None,
-    metric: MetricOption = Metric.time,
+    metric: MetricOption = None,
 ) -> None:
     """Draw recorded rows: a panel an operation, or a figure of the paper.
 
@@ -298,7 +297,8 @@ def plot_command(
     plot.check_plot(out)
     records = [record for path in files for record in report.read_records(path)]
     if figure is None:
-        plot.plot_rows(report.rows_of(records), out, metric.value)
+        rows = report.rows_of(records)
+        plot.plot_rows(rows, out, metric.value if metric else None)
     elif figure in plot.FIGURES:
         plot.plot_figure(records, figure, out)
     else:

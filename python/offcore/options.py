@@ -136,10 +136,10 @@ TimeoutOption = Annotated[
     float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
 ]
 MetricOption = Annotated[
-    Metric,
+    Metric | None,
     typer.Option(
         metavar="NAME",
-        help="What the plot shows: time, busbw or speedup (over nccl where it was measured, else "
-        "over pcpy).",
+        help="What the plot shows: time, busbw or speedup (over nccl, else over pcpy). By default "
+        "speedup where nccl was measured, else time.",
     ),
 ]

@@ -144,11 +144,13 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def plot_rows(rows: list[Row], path: Path, metric: str = "time") -> None:
+def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
     """One panel an operation, one line a variant.
 
-    metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run).
+    metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run);
+    None: speedup where nccl was run, else time.
     """
+    metric = metric or ("speedup" if any(row.impl == _LIBRARY for row in rows) else "time")
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
         rows = [row for row in rows if row.named is not False]

@@ -105,11 +105,30 @@ def _processor() -> str:
     return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
 
 
+def _gpus() -> str | None:
+    """`2 x NVIDIA H200, driver for CUDA 13.0`, where the cuda backend is available."""
+    return next(
+        (told for name, usable, told in _core.probe_backends() if name == "cuda" and usable), None
+    )
+
+
+def _gpu_driver() -> str | None:
+    """The version of NVIDIA's kernel module."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else None
+
+
 def versions() -> dict[str, str]:
     """What a result depends on: versions, the kernel and the processor."""
     found = {"offcore": _version("offcore"), "python": platform.python_version()}
     found |= {name: _version(name) for name in ("numpy", "torch")}
     found |= {"linux": platform.release(), "processor": _processor()}
+    found["nccl"] = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    found["gpus"], found["driver"] = _gpus(), _gpu_driver()
     return {name: version for name, version in found.items() if version}
 
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,21 @@ _NOISE_MAX = 0.10
 
 
 def requests(template: bench.Request, ops: Sequence[str]) -> list[bench.Request]:
-    """What to measure: each operation out of place, and in place where it has such a form."""
+    """What to measure: each operation out of place, and in place where it has such a form. Bytes
+    are checked where that does not take longer than measuring."""
     places = [
         (op, in_place)
         for op in ops
         for in_place in (False, True)
-        if not (op in ("scatter", "gather") and in_place)
-        and not (op == "broadcast" and not in_place)
+        if (op, in_place) not in (("scatter", True), ("gather", True), ("broadcast", False))
     ]
-    fields = {
-        name: value for name, value in vars(template).items() if name not in ("op", "in_place")
-    }
-    return [bench.Request(op=op, in_place=in_place, **fields) for op, in_place in places]
+    limit = bench.PHANTOM_ABOVE_BYTES
+    parts = [
+        replace(template, sizes=sizes, check=check)
+        for check in (True, False)
+        if (sizes := [size for size in template.sizes if (size <= limit) == check])
+    ]
+    return [replace(part, op=op, in_place=place) for op, place in places for part in parts]
 
 
 def measure(asked: Sequence[bench.Request], json_to: str | None) -> list[dict[str, Any]]:

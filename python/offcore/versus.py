@@ -23,8 +23,10 @@ def _own(asked: str, signals: str) -> Record:
 
 # Head, and what a row of that column holds. `co`: signals="copy_order".
 COLUMNS: tuple[tuple[str, Record], ...] = (
+    ("view", _own("view", "fenced")),
     ("promised", _own("promise", "fenced")),
     ("safe", _own("auto", "fenced")),
+    ("view,co", _own("view", "copy_order")),
     ("promised,co", _own("promise", "copy_order")),
     ("safe,co", _own("auto", "copy_order")),
     ("nccl", {"impl": "nccl", "mode": "graph"}),

@@ -117,12 +117,13 @@ class Worker:
             self._meeting = self._communicator(None, "host")
         word = self._meeting.window(8 * self._first.ranks)
 
-        def barrier() -> None:
+        def meet() -> None:
             self._meeting.all_gather(word).wait()
 
+        self._meet = meet
         if self._watch is None:
-            return HostTimer(barrier)
-        return StreamTimer(self._watch, barrier, self._first.timeout_s)
+            return HostTimer(meet)
+        return StreamTimer(self._watch, meet, self._first.timeout_s)
 
     def _open_baselines(self, folder: str) -> dict[str, Baseline]:
         names = dict.fromkeys(name for request in self._requests for name in request.baselines)
@@ -173,16 +174,15 @@ class Worker:
                     if request.backend == "cuda" and variant.startswith("prelaunch_"):
                         continue
                     yield from self._own(request, exercise, variant, nbytes)
-        layout = Layout(request.op, request.ranks, nbytes, request.in_place)
         for name in request.baselines:
-            yield from self._library(request, name, layout)
+            yield from self._library(request, name, exercise.layout(nbytes))
 
     def _exercise(self, request: Request, form: str | None, asked: str) -> Exercise:
         key = (request.op, request.in_place, form, asked, request.check)
         if key not in self._exercises:
             comm, windows, phantom = self._comms[form], self._windows[form], not request.check
             self._exercises[key] = Exercise(
-                comm, request.op, request.in_place, 0, asked, phantom, windows
+                comm, request.op, request.in_place, 0, asked, phantom, windows, self._meet
             )
         return self._exercises[key]
 
@@ -278,14 +278,13 @@ class Worker:
         for nbytes, form, asked, name in cases:
             comm = self._communicator(form)
             comm.watch = self._watch
-            exercise = Exercise(
-                comm, request.op, request.in_place, nbytes, asked, not request.check
-            )
+            place = (request.op, request.in_place, nbytes)
+            exercise = Exercise(comm, *place, asked, not request.check, meet=self._meet)
             entries = list(self._own(request, exercise, name, nbytes))
             self._rounds(request, entries)
             for entry in entries:
                 self._row(number, entry, entry.subject.facts)
-            comm.barrier()
+            self._meet()
             comm.close()
 
     def _row(self, number: int, entry: Entry, facts: dict[str, Any]) -> None:

@@ -1,14 +1,18 @@
 """What surrounds a measurement: timers, NCCL's proof, figures, tables; on planted rows."""
 
+import io
 import threading
 
 import pytest
 
 import offcore
 from offcore import plot, report, versus
-from offcore.baselines import check_baseline
+from offcore.baselines import Subject, check_baseline
+from offcore.bench import Request
+from offcore.layout import Layout
 from offcore.nccl import kernels_of, verdict
 from offcore.timers import HostTimer, StreamTimer
+from offcore.workers import Entry, Worker
 
 
 class Watch:
@@ -118,6 +122,37 @@ def test_a_baseline_is_refused_before_anything_starts(name, backend, code):
     with pytest.raises(offcore.Error) as refused:
         check_baseline(name, backend)
     assert refused.value.code == code
+
+
+def test_a_library_that_fails_is_left_out_and_asked_no_more():
+    """Each try may take a timeout; the others go on, and the reason is told."""
+    told = []
+
+    class Timer:
+        def chain(self, enqueue, calls):
+            return enqueue(calls)
+
+    def failing(calls):
+        told.append(calls)
+        raise RuntimeError("it hangs")
+
+    layout = Layout("all_gather", 2, 4096, True)
+    library = Subject({"mode": "eager"}, failing)
+    own = Subject({"mode": "eager"}, lambda calls: 7.0)
+    worker = object.__new__(Worker)
+    worker._timer, worker._broken, worker._say = Timer(), {}, io.StringIO()
+    request = Request("all_gather", "cuda", None, 2, [4096], ["auto"], warmup=0, batches=3)
+    for _ in range(2):
+        entries = [
+            Entry("nccl-ce", layout, "chain", library, baseline=object()),
+            Entry("offcore", layout, "chain", own),
+        ]
+        worker._rounds(request, entries)
+        assert entries[0].failure == "nccl-ce eager: it hangs"
+        assert entries[1].times_us == [7.0] * 3
+    assert told == [20]
+    with pytest.raises(RuntimeError, match="it hangs"):  # what is ours has to work
+        worker._rounds(request, [Entry("offcore", layout, "chain", library)])
 
 
 def record(impl, nbytes, time_us, run="a", op="all_gather", in_place=True, **more):

@@ -7,6 +7,7 @@ import pytest
 
 import offcore
 from offcore import machines, tune
+from offcore.bench import Request
 
 FIELDS = {
     "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",
@@ -119,6 +120,19 @@ def test_host_is_tuned_by_measuring(offcore_cli, tmp_path):
         ("broadcast", True, 65536),
     ]
     assert {r["signals"] for r in rows} == {None}
+
+
+def test_large_sizes_are_measured_unchecked_and_no_form_is_asked_that_is_not():
+    sizes = [1024, 1 << 30]
+    template = Request("all_gather", "cuda", None, 2, sizes, ["fan"])
+    asked = tune.requests(template, ["all_to_all", "scatter", "broadcast"])
+    assert [(r.op, r.in_place, r.sizes, r.check) for r in asked if r.sizes == [1024]] == [
+        ("all_to_all", False, [1024], True),
+        ("all_to_all", True, [1024], True),
+        ("scatter", False, [1024], True),
+        ("broadcast", True, [1024], True),
+    ]
+    assert [r.check for r in asked if r.sizes == [1 << 30]] == [False] * 4
 
 
 @pytest.mark.parametrize(
