@@ -1,8 +1,9 @@
-"""Proves on the GPUs of this machine that collectives use no SM, in two ways.
+"""Proves on the GPUs of this machine that flags stay behind data and that collectives use no SM.
 
-    python benchmarks/gpu_proof.py                    # both; needs two GPUs
-    python benchmarks/gpu_proof.py --only held        # held | channels
+    python benchmarks/gpu_proof.py                    # all; needs two GPUs
+    python benchmarks/gpu_proof.py --only held        # stress | held | channels
 
+stress    `offcore doctor --stress`, which remembers the signal forms that are safe here.
 held      Blocks that only wait fill every SM of every GPU; operations must end meanwhile, with the
           right bytes. A control kernel launched behind the blocks must not run until they go, and
           an operation that may use SMs (own_copy="sm") must not end until then either.
@@ -288,8 +289,7 @@ def build_recorder(folder: Path) -> Path:
     return made
 
 
-def step(name: str, ranks: int, folder: Path, extra: list[str], env: dict[str, str]) -> bool:
-    command = [sys.executable, __file__, "--role", name, "--ranks", str(ranks), *extra]
+def step(name: str, command: list[str], folder: Path, env: dict[str, str] | None = None) -> bool:
     path = [str(SITE)] if SITE.is_dir() else []
     path += [p for p in (os.environ.get("PYTHONPATH", ""),) if p]
     given = {
@@ -301,7 +301,10 @@ def step(name: str, ranks: int, folder: Path, extra: list[str], env: dict[str, s
     }
     began = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=folder, env=os.environ | given | env, start_new_session=True
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | given | (env or {}),
+        start_new_session=True,
     )
     try:
         code: int | str = process.wait(LIMIT_S)
@@ -320,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("held", "channels"))
+    parser.add_argument("--only", choices=("stress", "held", "channels"))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs to use")
     parser.add_argument("--role", choices=("held", "channels"), help=argparse.SUPPRESS)
     parser.add_argument("--recorder", help=argparse.SUPPRESS)
@@ -331,18 +334,21 @@ def main() -> int:
             print(f"   {failure[:400]}", flush=True)
         return 1 if failures else 0
     good = True
+    role = [__file__, "--ranks", str(args.ranks), "--role"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if args.only in (None, "stress"):
+            good &= step("stress", ["-m", "offcore.cli", "doctor", "--stress"], folder)
         if args.only in (None, "held"):
-            good &= step("held", args.ranks, folder, [], {})
+            good &= step("held", [*role, "held"], folder)
         if args.only in (None, "channels"):
             try:
                 recorder = str(build_recorder(folder))
             except RuntimeError as failure:
                 print(f"channels: NOT PROVEN: {failure}")
                 return 1
-            injected = {"CUDA_INJECTION64_PATH": recorder}
-            good &= step("channels", args.ranks, folder, ["--recorder", recorder], injected)
+            command = [*role, "channels", "--recorder", recorder]
+            good &= step("channels", command, folder, {"CUDA_INJECTION64_PATH": recorder})
     return 0 if good else 1
 
 

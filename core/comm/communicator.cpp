@@ -104,6 +104,7 @@ std::vector<std::string> Communicator::exchange(const std::string& tag, const st
     fail(Code::unsupported, "all ranks of this communicator live in this process: there is nobody ",
          "to exchange with");
   }
+  const std::scoped_lock lock(mutex_);
   check_alive();
   return rendezvous_->all_gather_bytes(tag, text, deadline);
 }

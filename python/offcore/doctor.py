@@ -116,8 +116,10 @@ def stressed(operations: int, lines: JsonLines, console: Console) -> None:
         table.add_row(verdict.gpu, verdict.signals, state, verdict.told)
     console.print(table)
     form, why = stress.choose(_core.cuda_facts())
-    console.print(f"driver {verdicts[0].driver}, {verdicts[0].gpus} GPUs; the planted fault gave "
-                  f"{verdicts[0].planted_wrong_words} wrong words")  # fmt: skip
+    first = verdicts[0]
+    rows = "reaches all GPUs" if first.strided else "does not reach all GPUs: rows go one by one"
+    console.print(f"driver {first.driver}, {first.gpus} GPUs; one strided copy {rows}")
+    console.print(f"the planted fault gave {first.planted_wrong_words} wrong words")
     console.print(f"signals='auto' is {form}: {why}\nremembered in {file}")
     for verdict in verdicts:
         if verdict.signals == "fenced" and not verdict.passed:

@@ -13,6 +13,7 @@ import datetime
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ OPERATIONS = 2000  # of each trial
 OPERATIONS_MIN = 500  # that a remembered verdict rests on
 _PLANTED = 256
 _TRIAL_S = 5.0
+_RUN_S = 20.0  # all trials
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Verdict:
     operations: int
     wrong_words: int
     planted_wrong_words: int
+    strided: bool  # one copy reaches all GPUs; else rows went one by one
     gpus: int
     date: str
 
@@ -151,6 +154,7 @@ def run(
             "the stress needs two visible GPUs or more that all reach each "
             "other; offcore doctor says which do",
         )
+    end = time.monotonic() + _RUN_S
     stress = _core.Stress([gpu["ordinal"] for gpu in gpus])
 
     def trial(
@@ -162,7 +166,7 @@ def run(
             planted=planted,
             chunk_bytes=size,
             operations=count,
-            timeout_s=_TRIAL_S,
+            timeout_s=max(0.1, min(_TRIAL_S, end - time.monotonic())),
         )
         step()
         return outcome
@@ -188,6 +192,7 @@ def run(
                 operations=count,
                 wrong_words=sum(one.wrong_words for one in done),
                 planted_wrong_words=seen,
+                strided=stress.strided,
                 gpus=len(gpus),
                 date=date,
             )

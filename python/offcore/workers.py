@@ -96,7 +96,7 @@ class Worker:
             rank=self._rank,
             world_size=first.ranks,
             timeout=first.timeout_s,
-            signals=form or "fenced",
+            signals=form or "auto",
         )
 
     def _window_pair(self, form: str | None) -> tuple[Any, Any]:

@@ -166,7 +166,7 @@ def test_host_beside_memcpy(offcore_cli):
 def test_credits_and_views(offcore_cli, words, backend):
     rest = ("--sizes", "4K", "--variants", "pcpy", "--protocol", "credits,view", "--ranks", "2")
     ran = offcore_cli("bench", *words, "--backend", backend, *rest, "--json", "-")
-    assert ran.status == 0, ran.stderr
+    assert ran.status == 0, ran.err
     assert [(row["protocol"], row["wrong"]) for row in ran.records] == [("credits", 0), ("view", 0)]
 
 

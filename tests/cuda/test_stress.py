@@ -1,6 +1,8 @@
 """The stress of the signal forms, and what `signals="auto"` makes of it, on the stand-in driver."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -115,7 +117,7 @@ def test_ranks_have_one_form(tmp_path: Path) -> None:
     verdict = {
         "driver": "CUDA 13.0", "gpu": "NVIDIA H200 (stand-in)", "signals": "copy_order",
         "passed": True, "told": "", "operations": 1, "wrong_words": 0, "planted_wrong_words": 1,
-        "gpus": 4, "date": "2026-01-01",
+        "strided": True, "gpus": 4, "date": "2026-01-01",
     }  # fmt: skip
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "signals.json").write_text(json.dumps([verdict]))
@@ -142,6 +144,20 @@ def test_ranks_have_one_form(tmp_path: Path) -> None:
         assert [process.returncode for process in group] == [0, 0], told
         assert words in told[0], told
         assert words in told[1] or wanted, told
+
+
+def test_the_kernels_assemble(tmp_path: Path) -> None:
+    """As the driver compiles them, for the GPUs from Turing to Blackwell."""
+    assembler = shutil.which("ptxas")
+    if assembler is None:
+        pytest.skip("ptxas, of CUDA's toolkit, is not here")
+    source = Path(__file__).parents[2] / "core" / "backend" / "cuda" / "resident.cpp"
+    text = source.read_text("utf-8").split('R"(')[1].split(')";')[0]
+    (tmp_path / "kernels.ptx").write_text(text)
+    for target in ("sm_75", "sm_90", "sm_100"):
+        command = [assembler, f"-arch={target}", "kernels.ptx", "-o", "kernels.cubin"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 def test_doctor_tells_of_the_gpus(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-// The cuda backend: NVIDIA's copy engines by the driver API, opened at run time. No kernel runs.
+// The cuda backend: NVIDIA's copy engines by the driver API, opened at run time. No
+// operation runs a kernel.
 //
 // All ranks in one process, rank r on device r, or one process a GPU. Windows are physical
 // allocations that every rank maps (memory.h); commands become asynchronous copies and stream

@@ -24,6 +24,9 @@ struct Rows {
 };
 void copy_rows(const Rows& rows, CUstream stream);
 
+// What a GPU does not let go of: it lives as long as the process.
+void keep_for_good(std::shared_ptr<void> held);
+
 // A retained primary context, which CUDA's runtime and torch use too.
 class Context {
  public:

@@ -72,8 +72,8 @@ void Occupation::let_go() {
   try {
     release();
   } catch (const Error&) {
-    new std::vector<Seat>(std::move(seats_));  // a GPU still writes there: kept for good
-    new std::shared_ptr<void>(std::move(words_));
+    keep_for_good(std::make_shared<std::vector<Seat>>(std::move(seats_)));
+    keep_for_good(std::move(words_));
   }
 }
 

@@ -28,7 +28,7 @@ Stress::Stress(const std::vector<int>& ordinals) {
   std::vector<std::shared_ptr<const Part>> parts;
   const uint64_t bytes = banks_at() + (kBanks + ranks) * kChunkBytesMax + 2 * kNoiseBytes;
   for (const auto& device : devices_) parts.push_back(Part::create(*device, bytes, false));
-  ring_ = std::make_unique<Ring>(std::move(parts), devices_);
+  ring_ = std::make_shared<Ring>(std::move(parts), devices_);
   ring_->set_strided(ring_->try_strided(devices_));
   rings_.add(*ring_);
   for (const auto& device : devices_) {
@@ -52,8 +52,8 @@ Stress::Stress(const std::vector<int>& ordinals) {
 
 Stress::~Stress() {
   if (lost_) {  // a GPU still reads and writes it: kept for good
-    new std::unique_ptr<Ring>(std::move(ring_));
-    new std::vector<Seat>(std::move(seats_));
+    keep_for_good(std::make_shared<std::vector<Seat>>(std::move(seats_)));
+    keep_for_good(std::move(ring_));
     return;
   }
   rings_.remove(*ring_);

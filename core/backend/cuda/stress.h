@@ -76,7 +76,7 @@ class Stress {
   std::vector<Seat> seats_;
   std::vector<std::shared_ptr<Device>> devices_;
   std::shared_ptr<Words> words_;
-  std::unique_ptr<Ring> ring_;
+  std::shared_ptr<Ring> ring_;
   Rings rings_;
   uint32_t value_ = 0;  // of the last operation's flags
   uint32_t turn_ = 0;   // of the gates
