@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
+
 from offcore import _core
+from offcore.errors import error
+from offcore.operands import memory_of
 from offcore.result import Result
 
 if TYPE_CHECKING:
@@ -77,3 +82,20 @@ class View(Handle):
             ]
             self._out = arrays[0] if len(arrays) == 1 else arrays
         return self._out
+
+    def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
+        """Copies a local rank's output from byte `offset` on into a contiguous array in host
+        memory, and waits for the copy. For a view that is complete and valid; rank may be left out
+        where one is local. Raises `Error`: invalid, unsupported for phantom memory.
+        """
+        local = self._comm.local_ranks
+        rank = local[0] if rank is None and len(local) == 1 else rank
+        if rank not in local:
+            raise error("invalid", f"rank {rank} is not local; local ranks: {local}")
+        shape, kind = self._looks[local.index(rank)]
+        nbytes = math.prod(shape) * kind.itemsize
+        memory = memory_of(array, "the array", writable=True)
+        if not 0 <= offset <= nbytes - memory.nbytes:
+            raise error("invalid", f"{offset}+{memory.nbytes} lies outside {nbytes} bytes")
+        window, at = self._pending.view
+        window.read(memory.address, rank, at + offset, memory.nbytes)
