@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from offcore import _core
 from offcore.errors import error
-from offcore.operands import memory_of
 from offcore.result import Result
 
 if TYPE_CHECKING:
@@ -88,14 +87,13 @@ class View(Handle):
         memory, and waits for the copy. For a view that is complete and valid; rank may be left out
         where one is local. Raises `Error`: invalid, unsupported for phantom memory.
         """
-        local = self._comm.local_ranks
-        rank = local[0] if rank is None and len(local) == 1 else rank
-        if rank not in local:
-            raise error("invalid", f"rank {rank} is not local; local ranks: {local}")
-        shape, kind = self._looks[local.index(rank)]
+        from offcore.api import Window  # which needs this module
+
+        core, at = self._pending.view
+        window = Window(self._comm, core)
+        rank = window._local(rank)
+        shape, kind = self._looks[self._comm.local_ranks.index(rank)]
         nbytes = math.prod(shape) * kind.itemsize
-        memory = memory_of(array, "the array", writable=True)
-        if not 0 <= offset <= nbytes - memory.nbytes:
-            raise error("invalid", f"{offset}+{memory.nbytes} lies outside {nbytes} bytes")
-        window, at = self._pending.view
-        window.read(memory.address, rank, at + offset, memory.nbytes)
+        if not 0 <= offset <= nbytes - array.nbytes:
+            raise error("invalid", f"{offset}+{array.nbytes} lies outside {nbytes} bytes")
+        window.read(array, at + offset, rank)
