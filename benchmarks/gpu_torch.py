@@ -15,6 +15,7 @@ from typing import Any
 CALLS = 150
 TIMED_CALLS = 300
 LATENCY_BYTES = 4096
+SLEEP_CYCLES = 300_000
 
 
 class Rank:
@@ -101,6 +102,34 @@ class Rank:
                 self.check(*kept.pop(0))
         self.torch.cuda.synchronize()
 
+    def late_views(self) -> None:
+        """A side stream reads each view late, for as long as it may; a rank at a time is slow."""
+        torch, comm = self.torch, self.comm
+        side = torch.cuda.Stream()
+        reads: list[Any] = []
+        copies: list[tuple[Any, int, int]] = []
+        for turn in range(CALLS):
+            if turn > 2:  # the read of the view that this call lets the peers overwrite
+                torch.cuda.current_stream().wait_event(reads[turn - 3])
+            count = self.random.choice([100, 4096, 20_000])
+            if turn % 3 == 2:
+                sent = [self.part(count, turn * 8 + peer, self.rank) for peer in range(self.ranks)]
+                view, seed = comm.all_to_all_view(torch.cat(sent)), turn * 8 + self.rank
+            else:
+                view, seed = comm.all_gather_view(self.part(count, turn, self.rank)), turn
+            ready = torch.cuda.Event()
+            ready.record()
+            with torch.cuda.stream(side):
+                side.wait_event(ready)
+                if turn % self.ranks == self.rank:
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                copies.append((view.out.clone(), count, seed))
+                reads.append(torch.cuda.Event())
+                reads[-1].record()
+        torch.cuda.synchronize()
+        for copied in copies:
+            self.check(*copied)
+
     def credits(self) -> None:
         comm = self.comm
         out = comm.empty(self.ranks * 4096, self.torch.int32)
@@ -153,7 +182,7 @@ class Rank:
 
 def torch_users(args: argparse.Namespace) -> int:
     rank = Rank(args)
-    for work in (rank.pool, rank.streams, rank.views, rank.credits, rank.latency):
+    for work in (rank.pool, rank.streams, rank.views, rank.late_views, rank.credits, rank.latency):
         began = time.monotonic()
         before = rank.wrong
         work()

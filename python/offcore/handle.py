@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
+
 from offcore import _core
+from offcore.errors import error
 from offcore.result import Result
 
 if TYPE_CHECKING:
@@ -80,3 +84,19 @@ class View(Handle):
             ]
             self._out = arrays[0] if len(arrays) == 1 else arrays
         return self._out
+
+    def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
+        """Copies a local rank's output from byte `offset` on into a contiguous array in host
+        memory, and waits for the copy. For a view that is complete and valid; rank may be left out
+        where one is local. Raises `Error`: invalid, unsupported for phantom memory.
+        """
+        from offcore.api import Window  # which needs this module
+
+        core, at = self._pending.view
+        window = Window(self._comm, core)
+        rank = window._local(rank)
+        shape, kind = self._looks[self._comm.local_ranks.index(rank)]
+        nbytes = math.prod(shape) * kind.itemsize
+        if not 0 <= offset <= nbytes - array.nbytes:
+            raise error("invalid", f"{offset}+{array.nbytes} lies outside {nbytes} bytes")
+        window.read(array, at + offset, rank)

@@ -62,7 +62,7 @@ class Result:
 
     @property
     def protocol(self) -> str:
-        """How the peers entered: barrier, credits, eager, promise or view."""
+        """How the peers entered: barrier, credits, eager or promise; view for a view call."""
         return self._core.protocol
 
     @property

@@ -351,6 +351,13 @@ def test_views_outlive_their_communicator(target: Target) -> None:
     lent.check()
     outs = lent.handle.out
     assert outs is lent.handle.out
+    tail = np.empty(10, np.uint8)
+    lent.handle.read(tail, offset=9990, rank=1)
+    assert np.array_equal(tail, lent.expected[1][-10:])
+    for offset, rank in ((9991, 1), (0, 2), (0, None)):
+        with pytest.raises(offcore.Error) as refused:
+            lent.handle.read(tail, offset, rank)
+        assert refused.value.code == "invalid"
     comm.close()
     expected = lent.expected
     del comm, lent

@@ -67,8 +67,7 @@ def test_a_late_reader_in_the_stream(variant: str, further: int, intact: bool) -
     assert np.array_equal(copied, gathered(0, 2)) == intact
     for rank in range(2):
         last = np.empty(2000, np.uint8)
-        window, offset = views[-1]._pending.view
-        window.read(last.ctypes.data, rank, offset, 2000)
+        views[-1].read(last, rank=rank)
         assert np.array_equal(last, gathered(8, 2))
     comm.close()
     """
@@ -153,8 +152,7 @@ def test_processes() -> None:
             time.sleep(0.01)
         if turn >= 2:
             got = np.empty(3000, np.uint8)
-            window, offset = views[turn - 2]._pending.view
-            window.read(got.ctypes.data, rank, offset, 3000)
+            views[turn - 2].read(got)
             assert np.array_equal(got, gathered(turn - 2, 3)), turn
     comm.barrier()
     comm.close()
