@@ -151,11 +151,10 @@ class Exercise:
                 window.write(rank, at + offset, own.ctypes.data, nbytes)
         handle = launch(variant)
         result = handle.wait()
-        window, at = handle._pending.view
         wrong = 0
         for rank in self.comm.local_ranks:
             seen = np.empty(layout.out_bytes, np.uint8)
-            window.read(seen.ctypes.data, rank, at, seen.nbytes)
+            handle.read(seen, rank=rank)
             wrong += layout.wrong(rank, seen, seed)
         return result, wrong
 
