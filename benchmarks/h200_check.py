@@ -1,10 +1,11 @@
 """Checks and measures the cuda backend on the GPUs of this machine, in one go.
 
-    python benchmarks/h200_check.py                # everything
-    python benchmarks/h200_check.py --only check   # build, probe, basics, check, armed | measure
+    python benchmarks/h200_check.py                      # everything
+    python benchmarks/h200_check.py --only build,check   # some steps
 
 Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
-process a GPU, and every byte is checked. Then gpu_bench.py measures all-gather and all-to-all next
+process a GPU, then what users of torch do, and operations in graphs; every byte is checked.
+gpu_proof.py proves what the backend rests on, gpu_bench.py measures all-gather and all-to-all next
 to NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
 """
 
@@ -116,7 +117,10 @@ ROLES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("build", "probe", *ROLES))
+    known = ("build", "probe", *ROLES, "proof", "measure")
+    parser.add_argument(
+        "--only", metavar="STEP,...", default=",".join(known), help="of " + ", ".join(known)
+    )
     parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all by default")
     parser.add_argument("--calls", type=int, default=150, help="random operations a turn")
     parser.add_argument("--turns", type=int, default=2, help="communicators in a row")
@@ -132,9 +136,12 @@ def main() -> int:
     if args.role:
         return ROLES[args.role](args)
 
-    if args.only in (None, "build") and not build():
+    steps = args.only.split(",")
+    if unknown := set(steps) - set(known):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}")
+    if "build" in steps and not build():
         return 1
-    if args.only == "build":
+    if steps == ["build"]:
         return 0
     probe = "import offcore; print(*offcore.probe_backends(), sep='\\n')"
     if not step("probe", [sys.executable, "-c", probe], 120, environment()):
@@ -145,30 +152,31 @@ def main() -> int:
         print(told)
         return 1
     ranks = args.ranks or int(told.split()[0])
-    good = True
     extra = ["--calls", str(args.calls), "--turns", str(args.turns)]
 
     def alone(role: str, name: str, limit_s: float, *more: str) -> bool:
         command = [sys.executable, __file__, "--role", role, "--ranks", str(ranks), *more]
         return step(name, command, limit_s, environment())
 
-    if args.only in (None, "basics"):
-        good &= alone("basics", "basics", 90)
-    if args.only in (None, "check"):
-        good &= alone("check", "check: one process", args.limit, *extra)
-        good &= run_ranks("check", ranks, args.limit, extra)
-    if args.only in (None, "torch"):
-        good &= run_ranks("torch", ranks, 60, [])
-    if args.only in (None, "capture"):
-        good &= run_ranks("capture", ranks, 30, [])
-    if args.only in (None, "measure"):
-        bench = [sys.executable, str(Path(__file__).with_name("gpu_bench.py"))]
-        bench += ["--ranks", str(ranks), "--largest", str(args.largest)]
-        good &= step("measure", bench, 120, environment())
-    if args.only in (None, "armed"):
-        good &= alone("armed", "armed", 60)
-        good &= alone("check", "check: one process, armed", args.limit, *extra, "--armed")
-        good &= run_ranks("check", ranks, args.limit, [*extra, "--armed"])
+    def script(name: str, limit_s: float, *words: str) -> bool:
+        command = [sys.executable, str(Path(__file__).with_name(name)), *words]
+        return step(name, command, limit_s, environment())
+
+    def checks(what: str, *more: str) -> bool:
+        one = alone("check", f"{what}: one process", args.limit, *extra, *more)
+        return run_ranks("check", ranks, args.limit, [*extra, *more]) and one
+
+    largest = ("--largest", str(args.largest))
+    work = {
+        "basics": lambda: alone("basics", "basics", 90),
+        "torch": lambda: run_ranks("torch", ranks, 60, []),
+        "capture": lambda: run_ranks("capture", ranks, 30, []),
+        "proof": lambda: script("gpu_proof.py", 80),
+        "measure": lambda: script("gpu_bench.py", 120, "--ranks", str(ranks), *largest),
+        "check": lambda: checks("check"),
+        "armed": lambda: alone("armed", "armed", 60) and checks("check, armed", "--armed"),
+    }
+    good = all([run() for name, run in work.items() if name in steps])
     print("ALL GOOD" if good else "SOMETHING FAILED", flush=True)
     return 0 if good else 1
 
