@@ -18,8 +18,9 @@ from offcore.operands import (
     NUMBER_MAX,
     OperandError,
     checked,
+    counts_in_bytes,
     dtype_name,
-    memory_of,
+    place_of,
     places_of,
     same_dtype,
 )
@@ -68,12 +69,12 @@ class Window:
 
     def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a local rank's bytes from `offset` on into a contiguous array; waits for it."""
-        address, nbytes = _place_of(array, writable=True)
+        address, nbytes = place_of(array, writable=True)
         self._core.read(address, self._local(rank), offset, nbytes)
 
     def write(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a contiguous array into a local rank's bytes from `offset` on; waits for it."""
-        address, nbytes = _place_of(array, writable=False)
+        address, nbytes = place_of(array, writable=False)
         self._core.write(self._local(rank), offset, address, nbytes)
 
     def _local(self, rank: int | None) -> int:
@@ -447,7 +448,7 @@ class Communicator(ViewCalls):
             op,
             out_core,
             in_core,
-            () if counts is None else _in_bytes(op, counts, itemsize or in_itemsize or 1),
+            () if counts is None else counts_in_bytes(op, counts, itemsize or in_itemsize or 1),
             checked("root", root, NUMBER_MAX),
             variant,
             protocol,
@@ -491,16 +492,3 @@ class Communicator(ViewCalls):
         except OperandError as refusal:
             role = "output" if writable else "input"
             raise error("invalid", f"{op}: the {role}{refusal}") from None
-
-
-def _place_of(array: Any, writable: bool) -> tuple[int, int]:
-    try:
-        return memory_of(array, writable).place
-    except OperandError as refusal:
-        raise error("invalid", f"the array{refusal}") from None
-
-
-def _in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
-    if not counts:
-        raise error("invalid", f"{op}_v: counts are missing")
-    return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]

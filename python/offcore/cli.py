@@ -42,6 +42,7 @@ from offcore.options import (
     SignalsOption,
     SimMachineOption,
     SizesOption,
+    StressOption,
     TimeoutOption,
     TimingOption,
     VariantsOption,
@@ -426,12 +427,7 @@ def breakdown_command(
 
 @app.command("doctor")
 def doctor_command(
-    stressed: Annotated[
-        bool,
-        typer.Option(
-            "--stress", metavar="", help="Find the signal forms that are safe here (GPUs)."
-        ),
-    ] = False,
+    stressed: StressOption = False,
     operations: Annotated[
         int, typer.Option(min=stress.OPERATIONS_MIN, metavar="N", help="Operations of each trial.")
     ] = stress.OPERATIONS,

@@ -143,3 +143,18 @@ def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:
     if not 0 <= number <= last:
         raise error("invalid", f"{name} is {number}; it must lie in 0..{last}")
     return number
+
+
+def counts_in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
+    """The counts of a _v form, given in elements. Raises `Error`: invalid."""
+    if not counts:
+        raise error("invalid", f"{op}_v: counts are missing")
+    return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
+
+
+def place_of(array: Any, writable: bool) -> tuple[int, int]:
+    """(address, bytes) of one array in host memory. Raises `Error`: invalid."""
+    try:
+        return memory_of(array, writable).place
+    except OperandError as refusal:
+        raise error("invalid", f"the array{refusal}") from None

@@ -55,6 +55,10 @@ VARIANT_HELP = "pcpy, bcst, swap, b2b, fan, prelaunch_ of each"
 SIZES_METAVAR = "FIRST:LAST[:FACTOR]|LIST"
 MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_HELP)]
 SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]
+StressOption = Annotated[
+    bool,
+    typer.Option("--stress", metavar="", help="Find the signal forms that are safe here (GPUs)."),
+]
 RanksOption = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="The machine's first ranks only.")
 ]

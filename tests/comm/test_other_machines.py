@@ -76,8 +76,10 @@ def test_a_tuned_table_is_content(tmp_path: Path) -> None:
         "in_place": False,
         "bytes_min": 0,
         "bytes_max": 4096,
+        "bytes": 4096,
         "variant": "b2b",
         "time_us": 1.0,
+        "signals": None,
         "date": "2026-11-22",
         "commit": "none",
     }
