@@ -20,7 +20,7 @@ from offcore.operands import (
     checked,
     counts_in_bytes,
     dtype_name,
-    place_of,
+    host_place_of,
     places_of,
     same_dtype,
 )
@@ -69,12 +69,12 @@ class Window:
 
     def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a local rank's bytes from `offset` on into a contiguous array; waits for it."""
-        address, nbytes = place_of(array, writable=True)
+        address, nbytes = host_place_of(array, writable=True)
         self._core.read(address, self._local(rank), offset, nbytes)
 
     def write(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
         """Copies a contiguous array into a local rank's bytes from `offset` on; waits for it."""
-        address, nbytes = place_of(array, writable=False)
+        address, nbytes = host_place_of(array, writable=False)
         self._core.write(self._local(rank), offset, address, nbytes)
 
     def _local(self, rank: int | None) -> int:
@@ -168,13 +168,8 @@ class Communicator(ViewCalls):
         self.backend = wanted
         self.machine = loaded.name
         self._loaded = loaded
-        self._options: dict[str, Any] = {
-            "backend": wanted,
-            "machine": given,
-            "device": device,
-            "signals": signals,
-            "own_copy": own_copy,
-        }
+        self._options: dict[str, Any] = {"backend": wanted, "machine": given, "device": device}
+        self._options |= {"signals": signals, "own_copy": own_copy}
         opened = _core.open_communicator(
             wanted,
             loaded,

@@ -72,15 +72,13 @@ class Exercise:
         if layout.op not in ("all_gather", "all_to_all") or not layout.even:
             raise error("unsupported", "only even all-gathers and all-to-alls have views")
         comm, part = self.comm, layout.in_bytes
-        if layout.op == "all_to_all":
-            if layout.in_place:
+        if self._inp is None:
+            if layout.op == "all_to_all":
                 raise error("unsupported", "an all-to-all has no view in place")
-            whole = self._inp.region(0, part)
-            return lambda variant: comm.all_to_all_view(whole, variant=variant)
-        if layout.in_place:
             return lambda variant: comm.all_gather_view(self._next_input(part), variant=variant)
+        function = getattr(comm, layout.op + "_view")
         own = self._inp.region(0, part)
-        return lambda variant: comm.all_gather_view(own, variant=variant)
+        return lambda variant: function(own, variant=variant)
 
     def _next_input(self, part: int) -> Any:
         """Where the next view's input goes, as an operation takes it; no torch is needed."""

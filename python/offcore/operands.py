@@ -152,7 +152,7 @@ def counts_in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
     return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
 
 
-def place_of(array: Any, writable: bool) -> tuple[int, int]:
+def host_place_of(array: Any, writable: bool) -> tuple[int, int]:
     """(address, bytes) of one array in host memory. Raises `Error`: invalid."""
     try:
         return memory_of(array, writable).place

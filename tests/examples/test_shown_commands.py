@@ -20,7 +20,8 @@ FAILING = {
     "grep -v poll": "offcore: verify: ",
     "--variants swap": "offcore: unsupported: ",
 }
-PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma"}
+PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
+ON_GPUS = ("--backend cuda", "--stress")  # their words are read, and nothing is run
 
 
 def commands_of(text: str) -> set[str]:
@@ -49,6 +50,8 @@ def shown() -> list[str]:
 def made_cheap(command: str) -> str:
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"\b{name}\b", value, command)
+    if any(part in command for part in ON_GPUS):
+        return command + " --help"
     if importlib.util.find_spec("torch") is None:
         command = command.replace("--baseline gloo,memcpy", "--baseline memcpy")
     if not command.startswith("offcore bench") or "--help" in command:
@@ -68,6 +71,8 @@ def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
     tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.cli "$@"\n', "utf-8")
     tool.chmod(0o755)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    rows = ROOT / "benchmarks" / "results" / "cuda-h200-2.jsonl"
+    (tmp_path / "rows.jsonl").write_bytes(rows.read_bytes())
     program = (
         f"{tool} show all_gather --ranks 2 --variant b2b > program.dma; PATH={tool.parent}:$PATH;"
     )
