@@ -10,6 +10,7 @@ the recorded rows, which gpu_bench.py measures.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -53,11 +54,17 @@ def run(words: tuple[str, ...], path: Path) -> float:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--gpus"]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the rows")
+    parser.add_argument("--gpus", action="store_true", help="the README's tables of GPUs, no more")
+    args = parser.parse_args()
+    if args.gpus:
         text = README.read_text("utf-8")
         README.write_text(versus.filled(text, RESULTS), "utf-8")
         return
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS)
+    folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)
     # Moved into place at the end: results being written would make the commit of the next dirty.
     with tempfile.TemporaryDirectory() as name:

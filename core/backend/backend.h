@@ -157,6 +157,8 @@ class Backend : public Memory {
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
   // How a signal stays behind the data before it: "fenced", or "copy_order" (cuda/feed.h).
   virtual std::string_view signals() const { return "fenced"; }
+  // What copies within a rank's memory: an "engine"; or "hint", which asks the driver for one.
+  virtual std::string_view own_copies() const { return "engine"; }
   // The GPU that a local rank drives, as the driver counts; -1: none.
   virtual int device(Rank) const { return -1; }
   // The capture that these streams (as Launch::streams) are in: a number that no other one has in

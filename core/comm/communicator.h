@@ -38,7 +38,7 @@ struct Result {
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
-  std::string own_copy = "none";  // what copies within a local rank's memory: "engine", "sm"
+  std::string own_copy = "none";  // what copies within a local rank's memory: engine, hint, sm
   uint64_t total_bytes = 0;
   Counts counts;  // of all ranks
   Report report;

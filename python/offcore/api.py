@@ -103,7 +103,7 @@ class Communicator(ViewCalls):
         default rank r drives GPU r (counted among the visible ones, modulo their number).
     signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
         "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
-        passed); what copies within a GPU, its "engine" or its "sm"s (see docs/cuda.md).
+        passed); whether copies within a GPU ask for an "engine" or take "sm"s (see docs/cuda.md).
     near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with

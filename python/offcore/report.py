@@ -179,7 +179,10 @@ def to_json(row: Row, stamp: Stamp) -> dict[str, Any]:
 def rows_of(records: Iterable[dict[str, Any]]) -> list[Row]:
     """Rows from their JSON; those that an older version wrote lack some fields."""
     names = [one.name for one in fields(Row)]
-    return [Row(**{name: one[name] for name in names if name in one}) for one in records]
+    try:
+        return [Row(**{name: one[name] for name in names if name in one}) for one in records]
+    except TypeError as failure:
+        raise error("invalid", f"a row is none of offcore bench: {failure}") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

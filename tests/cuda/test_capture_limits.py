@@ -203,7 +203,7 @@ def test_own_slices() -> None:
         apart = Captured(comm, equal_case("all_gather", 2, 500), "window")
         place = Captured(comm, equal_case("all_gather", 2, 500, in_place=True), "window")
         own = lambda handle: handle.wait().own_copy
-        eager = "sm" if sys.argv[1] == "sm" else "engine"
+        eager = "sm" if sys.argv[1] == "sm" else "hint"
         for captured in (apart, place):
             captured.fill(1)
         assert own(apart.start(variant="pcpy")) == eager

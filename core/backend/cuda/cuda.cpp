@@ -125,6 +125,7 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
+  std::string_view own_copies() const override { return "hint"; }
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }

@@ -51,6 +51,7 @@ void Feed::run(std::span<const Command> commands) {
     in_group = data;
     run(commands[i]);
   }
+  flush();
 }
 
 void Feed::run(const Command& command) {
@@ -142,10 +143,7 @@ bool Feed::one_command(const Command& signal) const {
 void Feed::announce(std::span<const Command> rest) {
   const auto end = std::find_if(rest.begin(), rest.end(),
                                 [](const Command& command) { return !moves_data(command.op); });
-  if (end == rest.end() || end->op != Op::signal) return;
-  const bool to_one = end->rows == 1 && end->dst.rank != device_.rank() &&
-                      end->dst.rank != kHostRank && place(end->dst).ring != nullptr;
-  if (!to_one && !one_command(*end)) return;
+  if (end == rest.end() || end->op != Op::signal || !one_command(*end)) return;
   add(kOpWrite32, word_, launch_.epoch + end->value);
   announced_ = true;
 }
@@ -161,11 +159,6 @@ void Feed::signal(const Command& command) {
         words_.repeated(device_.rank()) + (word_ - words_.part(device_.rank()));
     return strided(dst.address, dst.ring->stride(), repeated, words_.stride(), sizeof value,
                    command.rows);
-  }
-  if (announced_) {  // to one rank
-    announced_ = false;
-    flush();
-    return plain(place(command.dst).address, word_, sizeof value, false);
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     add(kOpWrite32, place(row_of(command.dst, command.dst_step, row, program_.ranks)).address,

@@ -55,10 +55,8 @@ class Feed {
        const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
        const Doubles* doubles, Notes& notes);
 
-  // What it ends with may wait for more commands, to go to the driver with them, or for flush().
-  void run(std::span<const Command> commands);
+  void run(std::span<const Command> commands);  // and flushes
   void run(const Command& command);
-  void use(CUdeviceptr word) { word_ = word; }  // from here on
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
   void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
   void flush();  // what was collected goes to the driver

@@ -131,8 +131,7 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
             .stream = own.caller->stream(),
             .named = nullptr,
             .part = &flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())],
-            .joins = {},
-            .feed = nullptr};
+            .joins = {}};
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
   if (given > kNamedStreams) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
@@ -147,7 +146,6 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
     turn.part->start->record(turn.stream);
     turn.part->start_ns = now_ns() - flight.launch_ns;
   }
-  turn.feed = std::make_unique<Feed>(feed(flight, turn, turn.stream, own.caller->word()));
   return turn;
 }
 
@@ -170,26 +168,21 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
   for (size_t i = inside; i < local.engines.size(); ++i) {
     Line& line = engine(*turn.lane, local.device, i);
-    Feed own = feed(flight, turn, line.stream(), line.word());
-    own.run(queues[local.engines[i]].commands);
-    own.flush();
+    feed(flight, turn, line.stream(), line.word()).run(queues[local.engines[i]].commands);
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }
   if (inside == 0) return;
   const Line& line = engine(*turn.lane, local.device, 0);
-  turn.feed->use(line.word());
-  turn.feed->run(queues[local.engines[0]].commands);
+  feed(flight, turn, turn.stream, line.word()).run(queues[local.engines[0]].commands);
 }
 
 void Fleet::end(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
-    turn.feed->use(turn.lane->caller->word());
-    turn.feed->run(commands.subspan(local.leading));
+    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.subspan(local.leading));
   }
-  turn.feed->flush();
   for (const Event& join : turn.joins) join.hold(turn.stream);
   auto done = std::make_shared<Event>(turn.device->event());
   done->record(turn.stream);
@@ -200,7 +193,7 @@ void Fleet::end(Flight& flight, Turn& turn) {
 }
 
 // Rank by rank, but never all of one rank first: a queue too long for its stream would wait for
-// ranks that have not begun. A rank that is alone here need not submit its entry by itself.
+// ranks that have not begun.
 void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hangar,
                     const Parked* parked) {
   const auto& queues = flight.cargo->program->queues;
@@ -210,13 +203,12 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     if (parked == nullptr) fork(turn);
     if (!local.caller) continue;
     const std::span<const Command> commands = queues[*local.caller].commands;
-    turn.feed->run(commands.first(local.leading));
-    if (flight.cargo->locals.size() > 1) turn.feed->flush();
+    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.first(local.leading));
   }
   for (size_t i = 0; i < turns.size(); ++i) {
     const Current current = turns[i].device->current();
     if (parked != nullptr) {
-      resume(turns[i], hangar, *parked, i);
+      resume(flight, turns[i], hangar, *parked, i);
     } else {
       engines(flight, turns[i]);
     }

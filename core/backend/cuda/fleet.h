@@ -141,7 +141,6 @@ class Fleet {
     CUstream named;   // the caller's, where that is a default stream; else null
     Flight::Part* part;
     std::vector<Event> joins;
-    std::unique_ptr<Feed> feed;  // into `stream`
   };
 
   Lane& lane(uint32_t index, uint32_t device);
@@ -153,7 +152,7 @@ class Fleet {
   Turn begin(Flight& flight, const LocalProgram& local);
   void fork(Turn& turn);
   void engines(Flight& flight, Turn& turn);
-  void resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
+  void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
   Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const;
   void reap();

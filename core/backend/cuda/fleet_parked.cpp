@@ -19,9 +19,10 @@ constexpr double kRunOutS = 10.0;
 }  // namespace
 
 // What was kept back of parked engine queues.
-void Fleet::resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index) {
+void Fleet::resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked,
+                   size_t index) {
   const LocalProgram& local = *turn.local;
-  Feed& gates = *turn.feed;
+  Feed gates = feed(flight, turn, turn.stream, 0);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     for (const Command& poll : local.aheads[i].polls) gates.run(poll);
     gates.write(hangar.bays[index][i].gate->address(), parked.turn);
@@ -35,8 +36,7 @@ void Fleet::resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
     const CUdeviceptr word = hangar.bays[index][i].line->word();
-    gates.use(word);
-    gates.run(local.aheads[i].rest);
+    feed(flight, turn, turn.stream, word).run(local.aheads[i].rest);
   }
 }
 
@@ -100,7 +100,6 @@ bool Fleet::park(const std::shared_ptr<const Cargo>& cargo, const Launch& launch
                 *rings_, habits_, &hangar.doubles, parked.notes);
       feed.wait(hangar.bays[i][queue].gate->address(), parked.turn);
       feed.run(local.aheads[queue].ahead);
-      feed.flush();
       joins.push_back(device.event());
       joins.back().record(line.stream());
     }
