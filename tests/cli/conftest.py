@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def start_cli():
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell's background jobs ignore Ctrl-C, and so would whatever a test among them starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
