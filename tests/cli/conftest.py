@@ -67,7 +67,7 @@ def start_cli():
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # A shell's background jobs ignore Ctrl-C, and so would whatever a test among them starts.
+            # A shell's background jobs ignore Ctrl-C, and so does what a test among them starts.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
