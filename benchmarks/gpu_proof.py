@@ -22,7 +22,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -33,6 +32,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_steps import run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu" / "site"  # where h200_check.py installs the package
@@ -301,20 +302,7 @@ def step(name: str, command: list[str], folder: Path, env: dict[str, str] | None
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     began = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=os.environ | given | (env or {}),
-        start_new_session=True,
-    )
-    try:
-        code: int | str = process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        code = f"no end within {LIMIT_S} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    code = run_step([sys.executable, *command], folder, LIMIT_S, os.environ | given | (env or {}))
     told = "PROVEN" if code == 0 else f"NOT PROVEN ({code})"
     print(f"{name}: {told} in {time.monotonic() - began:.1f} s", flush=True)
     return code == 0

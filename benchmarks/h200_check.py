@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from gpu_capture import captured
 from gpu_random import armed, basics, check
+from gpu_steps import run_step
 from gpu_torch import torch_users
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,15 +36,7 @@ SITE = BUILD / "site"
 def step(name: str, command: list[str], limit_s: float, env: dict[str, str] | None = None) -> bool:
     print(f"== {name}", flush=True)
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
-    try:
-        code: int | str = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = f"no end within {limit_s:.0f} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    code = run_step(command, ROOT, limit_s, env)
     print(
         f"== {name}: {'ok' if code == 0 else code} in {time.monotonic() - began:.1f} s", flush=True
     )

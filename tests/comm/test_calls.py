@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,14 @@ import pytest
 
 import offcore
 from offcore import Error, machines
+from stores import as_ranks, free_store
 
 Array = np.ndarray[Any, Any]
 
 
-def free_store() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def as_two(work: Callable[[offcore.Communicator, int], Any], timeout: float = 30) -> list[Any]:
     """What `work(comm, rank)` returns, with each of two ranks a thread."""
-    store = free_store()
-
-    def one(rank: int) -> Any:
-        with offcore.Communicator(
-            backend="host", store=store, rank=rank, world_size=2, timeout=timeout
-        ) as comm:
-            return work(comm, rank)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
+    return as_ranks(2, work, timeout)
 
 
 def sent(rank: int, call: int) -> Array:

@@ -4,33 +4,17 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_calls import free_store
 
 import offcore
 from offcore import Error
+from stores import as_ranks
 
 ROOT = str(Path(str(offcore.__file__)).parents[1])
-
-
-def as_ranks(ranks: int, work: Callable[[offcore.Communicator, int], Any]) -> list[Any]:
-    """What `work(comm, rank)` returns, with each rank a thread."""
-    store = free_store()
-
-    def one(rank: int) -> Any:
-        with offcore.Communicator(
-            backend="host", store=store, rank=rank, world_size=ranks, timeout=30
-        ) as comm:
-            return work(comm, rank)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
 
 
 def seen_by(group: offcore.Communicator, own: int) -> list[int]:
@@ -55,7 +39,7 @@ def test_ranks_of_a_color_are_a_group_in_the_order_of_their_keys() -> None:
         return group.ranks, group.machine, members
 
     in_seven = (3, "host-3", [2, 0, 4])
-    assert as_ranks(5, work) == [in_seven, (1, "host-1", [1]), in_seven, None, in_seven]
+    assert as_ranks(5, work, timeout=30) == [in_seven, (1, "host-1", [1]), in_seven, None, in_seven]
 
 
 def test_groups_of_groups() -> None:

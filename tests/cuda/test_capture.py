@@ -5,7 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_cuda import finish, free_store, run, start
+from test_cuda import finish, run, start
+
+from stores import free_store
 
 HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent), str(HERE.parent / "fakes")]

@@ -7,7 +7,9 @@ import time
 
 import pytest
 from test_capture import RANK, code
-from test_cuda import finish, free_store, run, start
+from test_cuda import finish, run, start
+
+from stores import free_store
 
 
 @pytest.mark.parametrize("kind", ["first call", "known call", "other graphs"])

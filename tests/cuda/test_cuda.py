@@ -14,6 +14,7 @@ import pytest
 from cuda_library import fake_cuda_library
 
 import offcore
+from stores import free_store
 
 HERE = Path(__file__).parent
 ROOT = str(Path(str(offcore.__file__)).parents[1])
@@ -379,14 +380,6 @@ def test_callers_streams(stream: str) -> None:
     comm.close()
     """
     assert run(code, stream) == ""
-
-
-def free_store() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def finish(group: list[subprocess.Popen[str]], codes: dict[int, Any]) -> bool:

@@ -3,7 +3,9 @@
 from textwrap import dedent
 
 import pytest
-from test_cuda import finish, free_store, run, start
+from test_cuda import finish, run, start
+
+from stores import free_store
 
 STREAMED = """
 class Streamed(offcore.Communicator):

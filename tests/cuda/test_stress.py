@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_cuda import free_store, run, start
+from test_cuda import run, start
+
+from stores import free_store
 
 TRIALS = """
 from offcore import _core, stress

@@ -2,7 +2,9 @@
 without. On the stand-in driver, told to be so."""
 
 import pytest
-from test_cuda import free_store, run, start
+from test_cuda import run, start
+
+from stores import free_store
 
 BAD = {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}
 ALL = """

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from groups import Rank, Start, free_store
+from groups import Rank, Start
 
 import offcore
+from stores import free_store
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +9,6 @@ from pathlib import Path
 from typing import Any
 
 STREAM = Path(__file__).with_name("stream.py")
-
-
-def free_store() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Rank:

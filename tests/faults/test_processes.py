@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from groups import Start, free_store
+from groups import Start
 from stream import Stream
 
 import offcore
+from stores import free_store
 
 TIMEOUT_S = 5
 

@@ -2,12 +2,10 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,26 +14,7 @@ import pytest
 
 import offcore
 from offcore import Error, _core, machines
-
-
-def free_store() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def as_ranks(ranks: int, work: Callable[[offcore.Communicator, int], Any]) -> list[Any]:
-    """What `work(comm, rank)` returns, with each rank a thread with its own communicator."""
-    store = free_store()
-
-    def one(rank: int) -> Any:
-        with offcore.Communicator(
-            backend="host", store=store, rank=rank, world_size=ranks, timeout=60
-        ) as comm:
-            return work(comm, rank)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+from stores import as_ranks, free_store
 
 
 def part(rank: int, call: int, count: int) -> np.ndarray[Any, Any]:

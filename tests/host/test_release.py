@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_host import as_ranks
 
 import offcore
+from stores import as_ranks
 
 COUNT = 256
 

@@ -136,24 +136,19 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   own.run(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
-    own.flush();
     const Event here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
       const CUstream forked = engine(place, local.device, i - first, here);
-      Feed other = feed(forked);
-      other.run(program.queues[local.engines[i]].commands);
-      other.flush();
+      feed(forked).run(program.queues[local.engines[i]].commands);
       joins.push_back(device.event());
       joins.back().record(forked);
     }
   }
   own.run(inside.first(until_peers(inside)));
-  if (!joins.empty()) own.flush();
   for (const Event& join : joins) join.hold(stream);
   own.run(inside.subspan(until_peers(inside)));
   own.run(caller.subspan(local.leading));
-  own.flush();
   auto done = std::make_shared<Event>(device.event());
   done->record(stream);
   place.last_stream = stream;

@@ -159,7 +159,6 @@ void Stress::start(const Round& round) {
       Feed feed(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
                 bound, rings_, habits, nullptr, notes);
       feed.run(program.queues[0].commands);
-      feed.flush();
     }
     seat.kernels->read(seat.kernel->handle(),
                        {.chunks = ring_->part(rank) + chunks_at(),
