@@ -100,7 +100,9 @@ std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, con
   const std::scoped_lock lock(mutex_);
   Capture& own = capture(launch);
   for (size_t i = signals_.size(); i < devices_.size(); ++i) {
-    signals_.push_back(std::make_unique<Word>(devices_[i], words_));
+    signals_.push_back({.word = std::make_unique<Word>(devices_[i], words_),
+                        .presets = std::make_unique<Presets>(devices_[i], words_)});
+    signals_.back().presets->prepare(0, Presets::kHalf);
   }
   auto flight = std::make_shared<Flight>(std::move(cargo), launch);
   keep(flight);
@@ -121,9 +123,12 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Current current = device.current();
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
   Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
-  const auto feed = [&](CUstream where) {
-    return Feed(device, where, signals_[local.device]->address(), words_->ring(), program,
-                flight.launch, *rings_, habits_, nullptr, notes);
+  const Signals& signals = signals_[local.device];
+  const auto feed = [&](CUstream where, bool behind_data = true) {
+    const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
+    return Feed(device, where,
+                {signals.word->address(), words_->ring(), copied ? signals.presets.get() : nullptr},
+                program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
@@ -132,8 +137,8 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
+  feed(stream, false).run(caller.first(local.leading));
   Feed own = feed(stream);
-  own.run(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
     const Event here = device.event();

@@ -27,13 +27,12 @@ SignalForm parse_signals(std::string_view text) {
   fail(Code::invalid, "unknown signal form '", text, "': auto, fenced or copy_order");
 }
 
-Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
-           const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
-           const Doubles* doubles, Notes& notes)
+Feed::Feed(const Device& device, CUstream stream, const Source& source, const Program& program,
+           const Launch& launch, const Rings& rings, const Habits& habits, const Doubles* doubles,
+           Notes& notes)
     : device_(device),
       stream_(stream),
-      word_(word),
-      words_(words),
+      source_(source),
       program_(program),
       launch_(launch),
       rings_(rings),
@@ -42,15 +41,7 @@ Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& 
       notes_(notes) {}
 
 void Feed::run(std::span<const Command> commands) {
-  bool in_group = false;
-  for (size_t i = 0; i < commands.size(); ++i) {
-    const bool data = moves_data(commands[i].op);
-    if (data && !in_group && habits_.signals == SignalForm::copy_order) {
-      announce(commands.subspan(i));
-    }
-    in_group = data;
-    run(commands[i]);
-  }
+  for (const Command& command : commands) run(command);
   flush();
 }
 
@@ -139,26 +130,25 @@ bool Feed::one_command(const Command& signal) const {
          place(signal.dst).ring->strided() && place(signal.dst).ring->stride() <= kPitchMax;
 }
 
-// copy_order: the word of the signal that ends this group is written before the group's data.
-void Feed::announce(std::span<const Command> rest) {
-  const auto end = std::find_if(rest.begin(), rest.end(),
-                                [](const Command& command) { return !moves_data(command.op); });
-  if (end == rest.end() || end->op != Op::signal || !one_command(*end)) return;
-  add(kOpWrite32, word_, launch_.epoch + end->value);
-  announced_ = true;
-}
-
 void Feed::signal(const Command& command) {
   const uint32_t value = launch_.epoch + command.value;
+  const CUdeviceptr preset = source_.presets == nullptr ? 0 : source_.presets->find(value);
+  const Rank own = device_.rank();
   if (one_command(command)) {
-    if (!announced_) add(kOpWrite32, word_, value);
-    announced_ = false;
+    if (preset == 0) add(kOpWrite32, source_.word, value);
     flush();
     const Place dst = place(command.dst);
-    const CUdeviceptr repeated =
-        words_.repeated(device_.rank()) + (word_ - words_.part(device_.rank()));
-    return strided(dst.address, dst.ring->stride(), repeated, words_.stride(), sizeof value,
-                   command.rows);
+    const Ring& words = source_.words;
+    const CUdeviceptr src = preset == 0 ? source_.word : preset;
+    return strided(dst.address, dst.ring->stride(), words.repeated(own) + (src - words.part(own)),
+                   words.stride(), sizeof value, command.rows);
+  }
+  const Rank to = command.dst.rank;
+  if (preset != 0 && command.rows == 1 && to != kHostRank && to != own) {
+    flush();
+    return check(
+        Driver::get().cuMemcpyAsync(place(command.dst).address, preset, sizeof value, stream_),
+        "cuMemcpyAsync");
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     add(kOpWrite32, place(row_of(command.dst, command.dst_step, row, program_.ranks)).address,

@@ -96,7 +96,7 @@ bool Fleet::park(const std::shared_ptr<const Cargo>& cargo, const Launch& launch
     auto& joins = parked.joins.emplace_back();
     for (size_t queue = 0; queue < local.engines.size(); ++queue) {
       const Line& line = *hangar.bays[i][queue].line;
-      Feed feed(device, line.stream(), line.word(), words_->ring(), *cargo->program, launch,
+      Feed feed(device, line.stream(), {line.word(), words_->ring()}, *cargo->program, launch,
                 *rings_, habits_, &hangar.doubles, parked.notes);
       feed.wait(hangar.bays[i][queue].gate->address(), parked.turn);
       feed.run(local.aheads[queue].ahead);
