@@ -126,9 +126,8 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Signals& signals = signals_[local.device];
   const auto feed = [&](CUstream where, bool behind_data = true) {
     const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
-    return Feed(device, where,
-                {signals.word->address(), words_->ring(), copied ? signals.presets.get() : nullptr},
-                program, flight.launch, *rings_, habits_, nullptr, notes);
+    const Source source{signals.word->address(), words_->ring(), signals.presets.get(), copied};
+    return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
