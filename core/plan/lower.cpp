@@ -22,7 +22,9 @@
 namespace offcore {
 namespace {
 
-constexpr uint16_t kDone = 1;  // every word is used once a launch
+constexpr uint16_t kDone = 1;                   // every word is used once a launch
+constexpr uint64_t kShareBytesMin = 128 << 10;  // of a copy that engines divide, each
+constexpr uint64_t kAlign = 64;
 
 class Lowering {
  public:
@@ -109,10 +111,32 @@ class Lowering {
     return static_cast<uint16_t>(std::max<size_t>(engines, 1));
   }
 
+  // Where a link has room for several engines, as memory that CPUs share, they divide a large copy.
+  void spread(std::vector<Piece>& pieces) const {
+    const auto room = static_cast<size_t>(machine_.links.link_gbps / machine_.links.engine_gbps);
+    const size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
+    const size_t ways = std::min(room, engines / std::max<size_t>(pieces.size(), 1));
+    if (ways < 2 || variant_.kind != Variant::Kind::pcpy) return;
+    std::vector<Piece> parts;
+    for (const Piece& piece : pieces) {
+      const uint64_t whole = piece.command.bytes;
+      const size_t count = whole < ways * kShareBytesMin ? 1 : ways;
+      const uint64_t share = whole / count / kAlign * kAlign;
+      for (size_t i = 0; i < count; ++i) {
+        Piece& part = parts.emplace_back(piece);
+        part.command.dst.offset += i * share;
+        part.command.src.offset += i * share;
+        part.command.bytes = i + 1 == count ? whole - i * share : share;
+      }
+    }
+    pieces = std::move(parts);
+  }
+
   void assign() {
     auto pieces = group(moves_, variant_.kind, machine_);
     drafts_.resize(moves_.ranks);
     for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      spread(pieces[rank]);
       auto& drafts = drafts_[rank];
       if (!pieces[rank].empty()) drafts.resize(engines_of(pieces[rank].size()));
       for (size_t i = 0; i < pieces[rank].size(); ++i) {
