@@ -21,7 +21,7 @@ def _own(asked: str, signals: str) -> Record:
     return {"impl": "offcore", "asked": asked, "signals": signals}
 
 
-# Head, and what a row of that column holds. `co`: signals="copy_order".
+# Head, and what a row of that column holds. `co`: signals="copy_order"; `sm`: own_copy="sm".
 COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view", _own("view", "fenced")),
     ("promised", _own("promise", "fenced")),
@@ -29,6 +29,8 @@ COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view,co", _own("view", "copy_order")),
     ("promised,co", _own("promise", "copy_order")),
     ("safe,co", _own("auto", "copy_order")),
+    ("promised,sm", _own("promise", "fenced") | {"own_copy": "sm"}),
+    ("safe,sm", _own("auto", "fenced") | {"own_copy": "sm"}),
     ("nccl", {"impl": "nccl", "mode": "graph"}),
     ("nccl,eager", {"impl": "nccl", "mode": "eager"}),
     ("nccl-ce", {"impl": "nccl-ce", "mode": "graph"}),
@@ -53,6 +55,7 @@ def times_of(
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
+            and (one.get("own_copy") == "sm") == (wanted.get("own_copy") == "sm")
             and all(_value(one, name) == value for name, value in (place | wanted).items())
         ]
         for size in sorted({one["bytes"] for one in rows}):
