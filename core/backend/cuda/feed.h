@@ -8,11 +8,9 @@
 //              copy of that word to all of them. With presets: that copy alone
 //   fence      nothing: a stream is in order
 //
-// A batch of copies cannot be captured: there a copy within one GPU is a plain one.
-//
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
-// goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it (see
-// docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
+// goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
+// (see docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
 #pragma once
 #include <map>
 #include <memory>
