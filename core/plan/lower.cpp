@@ -22,8 +22,8 @@
 namespace offcore {
 namespace {
 
-constexpr uint16_t kDone = 1;                   // every word is used once a launch
-constexpr uint64_t kShareBytesMin = 128 << 10;  // of a copy that engines divide, each
+constexpr uint16_t kDone = 1;                 // every word is used once a launch
+constexpr uint64_t kShareBytesMin = 1 << 20;  // of a copy that engines divide, each
 constexpr uint64_t kAlign = 64;
 
 class Lowering {
