@@ -145,7 +145,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
              const Deadline& deadline);
   std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
   void tell(const Plan& plan) const;
+  Graph* find_graph(const Lane& lane, uint64_t capture) const;  // null: the lane is not in it yet
   Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
+  Graph* take_over(const Deadline& deadline);
   void equip(Plan& plan, Lane& lane, const Deadline& deadline);
   void equip(const Program& program, Track& track, bool views, const Deadline& deadline);
   void compare_machines(const Deadline& deadline) const;
@@ -182,8 +184,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
   uint32_t own_tracks_ = 0;
-  uint32_t graphs_ = 0;  // of all lanes
-  Flags graph_flags_;    // of all of them, once there is one
+  std::vector<std::unique_ptr<Graph>> graphs_;  // as they were made: alike on every rank
+  Flags graph_flags_;                           // of all of them, once there is one
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
   mutable std::mutex mutex_;

@@ -1,6 +1,8 @@
 // The first call of a plan key, which all ranks make together: they compare keys, settle where the
 // data lands, and plan. And how ranks that make different calls find out.
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "core/backend/wakeup.h"
@@ -12,7 +14,9 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
-constexpr uint32_t kGraphsMax = 256;
+constexpr size_t kGraphsMax = 256;
+constexpr uint32_t kGoneLooks = 20;  // the same on every rank
+constexpr auto kGoneLook = std::chrono::milliseconds(5);
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
@@ -106,11 +110,10 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& fa
 std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const Facts& facts,
                                                   Lane& lane, const Place& place,
                                                   const Deadline& deadline) {
-  const Graph* known = lane.find(request.capture);
-  size_t index = 0;
-  while (index < lane.graphs.size() && lane.graphs[index].get() != known) ++index;
+  const Graph* known = find_graph(lane, request.capture);
   const std::string text =
-      cat(text_of(request, facts, lane.index, backend_->machine()), " mode=capture graph=", index);
+      cat(text_of(request, facts, lane.index, backend_->machine()),
+          " mode=capture graph=", known != nullptr ? known->number : lane.graphs);
   const Entry mine{.key = digest(text), .text = cat(text, " out=", to_string(place))};
   const bool same_place = agree(request, lane, mine, place, deadline);
   const bool staged = stage_of(request, facts, same_place);
@@ -188,25 +191,57 @@ std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Fact
   return plan;
 }
 
+Graph* Communicator::find_graph(const Lane& lane, uint64_t capture) const {
+  for (const auto& graph : graphs_) {
+    if (graph->capture == capture && graph->lane == lane.index) return graph.get();
+  }
+  return nullptr;
+}
+
 // What the lane owns of the graph that is being captured. The graphs of a communicator have their
 // words in one window: they are many and small.
 Graph& Communicator::graph(Lane& lane, uint64_t capture, const Deadline& deadline) {
-  if (Graph* known = lane.find(capture)) return *known;
-  if (graphs_ >= kGraphsMax) {
-    fail(Code::unsupported, "more than ", kGraphsMax,
-         " captured graphs in a communicator; each has ",
-         "flag words of its own as long as the communicator lives: make another one");
+  if (Graph* known = find_graph(lane, capture)) return *known;
+  Graph* graph = take_over(deadline);
+  if (graph == nullptr) {
+    if (graphs_.size() == kGraphsMax) {
+      fail(Code::unsupported, "more than ", kGraphsMax, " captured graphs in a communicator: each ",
+           "has flag words until it and its instances are destroyed on every rank (or for good, ",
+           "if the driver does not tell); destroy some, or make another communicator");
+    }
+    const uint64_t words = lane.track.flags.words;
+    if (graphs_.empty()) {
+      graph_flags_ =
+          Flags::create(*backend_, rendezvous_.get(), ranks_, kGraphsMax * words, deadline);
+    }
+    auto made = std::make_unique<Graph>();
+    made->track.flags = graph_flags_.part(graphs_.size(), words);
+    graphs_.push_back(std::move(made));
+    graph = graphs_.back().get();
   }
-  const uint64_t words = lane.track.flags.words;
-  if (graphs_ == 0) {
-    graph_flags_ =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, kGraphsMax * words, deadline);
+  graph->capture = capture;
+  graph->lane = lane.index;
+  graph->number = lane.graphs++;
+  return *graph;
+}
+
+// What a graph had that is gone on every rank; null: none is. A rank may be told later than it has
+// destroyed one. While there is room, others are made rather than waited for.
+Graph* Communicator::take_over(const Deadline& deadline) {
+  if (graphs_.empty()) return nullptr;
+  for (uint32_t look = 0; look < kGoneLooks; ++look) {
+    std::string mine;
+    for (const auto& graph : graphs_) mine += backend_->gone(graph->capture) ? '+' : '-';
+    const std::vector<std::string> told =
+        alone() ? std::vector{mine} : rendezvous_->all_gather_bytes("graphs", mine, deadline);
+    for (size_t i = 0; i < graphs_.size(); ++i) {
+      const auto gone = [&](const std::string& ranks) { return ranks[i] == '+'; };
+      if (std::all_of(told.begin(), told.end(), gone)) return graphs_[i].get();
+    }
+    if (graphs_.size() < kGraphsMax) break;
+    std::this_thread::sleep_for(kGoneLook);
   }
-  auto made = std::make_unique<Graph>();
-  made->capture = capture;
-  made->track.flags = graph_flags_.part(graphs_++, words);
-  lane.graphs.push_back(std::move(made));
-  return *lane.graphs.back();
+  return nullptr;
 }
 
 // The words, slots and scratch that a plan's launches need.
