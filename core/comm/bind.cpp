@@ -85,7 +85,7 @@ Launch Communicator::bind_words(const Program& program, const Flags& flags,
 Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
   const bool captured = request.capture != 0;
-  Track& track = captured         ? find_graph(lane, request.capture)->track
+  Track& track = captured         ? lane.find(request.capture)->track
                  : plan.own_track ? *plan.own_track
                                   : lane.track;
   Flags& flags = track.flags;

@@ -53,6 +53,13 @@ Flags Flags::part(uint64_t index, uint64_t count) const {
   return result;
 }
 
+Graph* Lane::find(uint64_t capture) const {
+  for (const auto& graph : graphs) {
+    if (graph->capture == capture) return graph.get();
+  }
+  return nullptr;
+}
+
 void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
                  const Deadline& deadline) {
   if (window_ && bytes <= bytes_) return;

@@ -120,8 +120,8 @@ class Communicator(ViewCalls):
         rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
         slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
-        The first calls of any operation and sizes make all ranks meet, one lane after the other:
-        where several threads make them, they have to come in one order on all ranks.
+        Threads may call at once, each in lanes of its own, in any order; windows are to be made
+        in one order on all ranks.
     """
 
     def __init__(

@@ -199,6 +199,51 @@ def test_ranks_that_destroy_at_other_times() -> None:
     assert finish(group, dict.fromkeys(range(3), 0))
 
 
+def test_threads_capture_in_any_order() -> None:
+    """Each in a lane and a stream of its own; every rank's threads begin in another order."""
+    text = """
+    class Threaded(Streamed):
+        own = threading.local()
+        def _streams(self):
+            return list(getattr(self.own, "streams", ()))
+
+    Streamed, lanes = Threaded, 3
+    comm, gpus = joined()
+    places = [("window", "array")[lane % 2] for lane in range(lanes)]
+    rings = [Captured(comm, equal_case("all_gather", ranks, 90), place) for place in places]
+    failures = []
+
+    def main(lane):
+        try:
+            gpus.driver("cuCtxSetCurrent", gpus.contexts[0])
+            comm.own.streams = gpus.streams()
+            time.sleep((lane + rank) % lanes * 0.02)
+            kept = []
+            for turn in range(60):
+                with gpus.graph(comm.own.streams, THREAD_LOCAL) as graph:
+                    rings[lane].start(lane=lane + 1)
+                kept.append(graph)
+                for each in (graph, kept[0]):
+                    replay(rings[lane], each, gpus, turn)
+                if len(kept) > 3:
+                    kept.pop(1).destroy()
+        except BaseException as error:
+            failures.append(f"lane {lane}: {error!r}")
+
+    threads = [threading.Thread(target=main, args=(lane,)) for lane in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    comm.close()
+    """
+    store = free_store()
+    body = code(RANK) + textwrap.dedent(MANY) + textwrap.dedent(text)
+    group = [start(body, store, str(rank), "2") for rank in range(2)]
+    assert finish(group, dict.fromkeys(range(2), 0))
+
+
 def test_a_driver_that_does_not_tell() -> None:
     """All words are used once, and the error says why."""
     text = """
