@@ -35,7 +35,7 @@ class Lowering {
   }
 
   Program run() {
-    if (const auto reason = why_not(moves_, variant_.kind, protocol_.staged); !reason.empty()) {
+    if (const auto reason = why_not(moves_, variant_, protocol_); !reason.empty()) {
       fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
     }
     if (protocol_.captured) check_capturable();
@@ -67,10 +67,6 @@ class Lowering {
   };
 
   void check_capturable() const {
-    if (variant_.prelaunch) {
-      fail(Code::unsupported, "variant ", to_string(variant_), ": a graph holds its commands ",
-           "itself, so nothing can be armed ahead of it; use the variant without prelaunch_");
-    }
     if (host_flags()) {
       fail(Code::unsupported, "machine ", machine_.name, " keeps flags in host memory, where ",
            "several ranks poll one word: none may reset it, and no program can be captured");
@@ -105,8 +101,8 @@ class Lowering {
   }
 
   uint16_t engines_of(size_t pieces) const {
-    const bool one = variant_.kind == Variant::Kind::b2b || variant_.kind == Variant::Kind::fan;
-    size_t engines = variant_.engines != 0 ? variant_.engines : one ? 1 : machine_.engines_peer;
+    size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
+    if (one_engine(variant_)) engines = 1;
     engines = std::min({engines, size_t{machine_.engines_peer}, pieces});
     return static_cast<uint16_t>(std::max<size_t>(engines, 1));
   }
@@ -336,10 +332,8 @@ std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
 
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol) {
   std::vector<Variant> variants = all_variants();
-  std::erase_if(variants, [&](const Variant& variant) {
-    return (variant.prelaunch && protocol.captured) ||
-           !why_not(moves, variant.kind, protocol.staged).empty();
-  });
+  std::erase_if(variants,
+                [&](const Variant& variant) { return !why_not(moves, variant, protocol).empty(); });
   return variants;
 }
 
