@@ -120,7 +120,7 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Program& program = *flight.cargo->program;
   const Current current = device.current();
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
-  Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
+  Notes& notes = flight.part(local).notes;
   const auto feed = [&](CUstream where) {
     return Feed(device, where, signals_[local.device]->address(), words_->ring(), program,
                 flight.launch, *rings_, habits_, nullptr, notes);
@@ -128,14 +128,15 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
   if (local.caller) caller = program.queues[*local.caller].commands;
-  const size_t first = local.joined && !local.engines.empty() ? 1 : 0;
+  const size_t first = local.inside();
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
   Feed own = feed(stream);
-  own.run(caller.first(local.leading));
+  own.collect(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
+    own.flush();
     const Event here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
@@ -145,9 +146,10 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
       joins.back().record(forked);
     }
   }
-  own.run(inside.first(until_peers(inside)));
+  own.collect(inside.first(until_peers(inside)));
+  if (!joins.empty()) own.flush();
   for (const Event& join : joins) join.hold(stream);
-  own.run(inside.subspan(until_peers(inside)));
+  own.collect(inside.subspan(until_peers(inside)));
   own.run(caller.subspan(local.leading));
   auto done = std::make_shared<Event>(device.event());
   done->record(stream);

@@ -42,6 +42,11 @@ Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& 
       notes_(notes) {}
 
 void Feed::run(std::span<const Command> commands) {
+  collect(commands);
+  flush();
+}
+
+void Feed::collect(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
     const bool data = moves_data(commands[i].op);
@@ -51,7 +56,6 @@ void Feed::run(std::span<const Command> commands) {
     in_group = data;
     run(commands[i]);
   }
-  flush();
 }
 
 void Feed::run(const Command& command) {

@@ -56,7 +56,14 @@ class Feed {
        const Doubles* doubles, Notes& notes);
 
   void run(std::span<const Command> commands);  // and flushes
+  // As run, but the waits and writes at the end stay here, for what follows to go with them.
+  void collect(std::span<const Command> commands);
   void run(const Command& command);
+  // From now on for a queue with that word.
+  Feed& with(CUdeviceptr word) {
+    word_ = word;
+    return *this;
+  }
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
   void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
   void flush();  // what was collected goes to the driver

@@ -85,6 +85,15 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
     }
   }
   for (LocalProgram& local : cargo.locals) {
+    const auto own_copies = [&](uint32_t queue) {
+      return copies_within(*program, program->queues[queue]);
+    };
+    // What is armed comes back into the caller's stream in part.
+    const size_t inside = program->mode == Mode::armed ? local.engines.size() : local.inside();
+    local.own_copies =
+        (local.caller && own_copies(*local.caller)) ||
+        std::any_of(local.engines.begin(),
+                    local.engines.begin() + static_cast<std::ptrdiff_t>(inside), own_copies);
     if (program->mode != Mode::armed || !local.joined) continue;
     for (uint32_t engine : local.engines) {
       if (!split(*program, program->queues[engine].commands, local.aheads.emplace_back())) {
@@ -98,16 +107,22 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
   return std::make_shared<const Cargo>(std::move(cargo));
 }
 
-bool Flight::ended() {
+bool Flight::landed() {
   const std::scoped_lock lock(mutex);
   if (end_ns >= 0) return true;
-  for (Part& part : parts) {
-    if (part.ended || part.done == nullptr) continue;
-    if (!part.done->passed()) return false;
-    part.ended = true;
+  for (const Part& part : parts) {
+    if (part.tallies != nullptr && !part.tallies->reached(part.tally, part.count)) return false;
   }
   end_ns = now_ns();
   return true;
+}
+
+bool Flight::ended() {
+  if (landed()) return true;
+  for (const Part& part : parts) {
+    if (part.tallies != nullptr) part.tallies->device().check_works();
+  }
+  return false;
 }
 
 uint32_t Flight::poisoned() const {
@@ -127,7 +142,8 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.phases.control_ns = static_cast<double>(control_ns);
-  const Relaxed relaxed;
+  std::optional<Relaxed> relaxed;
+  if (cargo->timed) relaxed.emplace();
   for (const Part& part : parts) {
     report.own_on_sm = report.own_on_sm || part.notes.own_on_sm;
     for (const Stamp& stamp : part.notes.stamps) {
