@@ -274,7 +274,7 @@ Result Pending::wait(const Deadline& deadline) {
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();
-  if (result.report.own_on_sm) result.own_copy = "sm";
+  if (result.own_copy != "none") result.own_copy = to_string(result.report.own_copy);
   return result;
 }
 

@@ -181,7 +181,7 @@ std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Fact
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
-                .own_copy = std::string(own ? backend_->own_copies() : "none"),
+                .own_copy = own ? "engine" : "none",
                 .total_bytes = facts.total_bytes,
                 .counts = count(*whole)};
   plan->result = std::make_shared<const Result>(std::move(result));

@@ -58,22 +58,18 @@ Counts count(const Program& program) {
   return counts;
 }
 
-bool copies_within(const Program& program, const Queue& queue) {
+bool copies_within(const Program& program, Rank rank) {
   const auto within = [&](const Command& command) {
     if (!moves_data(command.op)) return false;
     for (uint32_t row = 0; row < command.rows; ++row) {
       const Rank dst = row_of(command.dst, command.dst_step, row, program.ranks).rank;
       const Rank src = row_of(command.src, command.src_step, row, program.ranks).rank;
-      if (dst == queue.rank && src == queue.rank) return true;
+      if (dst == rank && src == rank) return true;
     }
     return false;
   };
-  return std::any_of(queue.commands.begin(), queue.commands.end(), within);
-}
-
-bool copies_within(const Program& program, Rank rank) {
   return std::any_of(program.queues.begin(), program.queues.end(), [&](const Queue& queue) {
-    return queue.rank == rank && copies_within(program, queue);
+    return queue.rank == rank && std::any_of(queue.commands.begin(), queue.commands.end(), within);
   });
 }
 

@@ -86,9 +86,7 @@ struct Counts {
 
 Counts count(const Program& program);
 
-// Whether the queue copies from its rank's memory to the same: an own slice, or out of a slot.
-bool copies_within(const Program& program, const Queue& queue);
-// Whether any queue of the rank does.
+// Whether the rank copies from its own memory to its own: its own slice, or out of a slot.
 bool copies_within(const Program& program, Rank rank);
 
 }  // namespace offcore

@@ -58,6 +58,7 @@ class Lowering {
   // One queue of one rank while it is being filled.
   struct Draft {
     std::vector<Command> data;
+    std::vector<Command> own;    // copies within the rank that nobody has to wait for
     std::vector<Rank> touched;   // remote ranks whose memory the data commands touch
     std::vector<Rank> notified;  // ranks that hear when this queue has delivered
     std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
@@ -116,7 +117,7 @@ class Lowering {
       if (!pieces[rank].empty()) drafts.resize(engines_of(pieces[rank].size()));
       for (size_t i = 0; i < pieces[rank].size(); ++i) {
         Draft& draft = drafts[i % drafts.size()];
-        draft.data.push_back(pieces[rank][i].command);
+        (last(pieces[rank][i]) ? draft.own : draft.data).push_back(pieces[rank][i].command);
         draft.touched.insert(draft.touched.end(), pieces[rank][i].peers.begin(),
                              pieces[rank][i].peers.end());
       }
@@ -125,6 +126,10 @@ class Lowering {
       if (!drains_[rank].empty()) drafts[0].drains = std::move(drains_[rank]);
     }
   }
+
+  // Where an engine makes one copy at a time, those within the rank come after the signals: peers
+  // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap.
+  bool last(const Piece& piece) const { return machine_.cost.overlap <= 1 && piece.peers.empty(); }
 
   // A full exchange signals every peer, also where no bytes flow: that is what lets a rank that
   // has finished conclude that all have entered (the slot rule).
@@ -237,6 +242,7 @@ class Lowering {
     }
     commands.insert(commands.end(), draft.data.begin(), draft.data.end());
     signal(commands, draft.notified, exit_word(rank, index));
+    commands.insert(commands.end(), draft.own.begin(), draft.own.end());
     if (draft.drains.empty()) return commands;
     poll(commands, rank, exit_words(rank));
     for (const Move& move : draft.drains) {

@@ -29,14 +29,14 @@ State state_of(const Device& device, CUstream stream) {
 
 // The capture that a caller's stream is in; 0: none.
 uint64_t id_of(const Device& device, uintptr_t stream) {
-  if (stream < kNamedStreams) return 0;  // the legacy default stream cannot be captured
+  if (stream <= kLegacyStream) return 0;  // the legacy default stream cannot be captured
   const State state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
   if (state.status != kCaptureActive) {
     fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
          "capture allows: end it and capture again");
   }
-  if (stream == kNamedStreams) {
+  if (stream == kPerThreadStream) {
     fail(Code::unsupported, "the per-thread default stream is being captured: capture a stream ",
          "that was made for it");
   }
@@ -100,7 +100,9 @@ std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, con
   const std::scoped_lock lock(mutex_);
   Capture& own = capture(launch);
   for (size_t i = signals_.size(); i < devices_.size(); ++i) {
-    signals_.push_back(std::make_unique<Word>(devices_[i], words_));
+    signals_.push_back({.word = std::make_unique<Word>(devices_[i], words_),
+                        .presets = std::make_unique<Presets>(devices_[i], words_)});
+    signals_.back().presets->prepare(0, Presets::kHalf, 0);
   }
   auto flight = std::make_shared<Flight>(std::move(cargo), launch);
   keep(flight);
@@ -121,9 +123,11 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Current current = device.current();
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
   Notes& notes = flight.part(local).notes;
+  const Signals& signals = signals_[local.device];
+  const Source source{signals.word->address(), words_->ring(), signals.presets.get(),
+                      habits_.signals == SignalForm::copy_order};
   const auto feed = [&](CUstream where) {
-    return Feed(device, where, signals_[local.device]->address(), words_->ring(), program,
-                flight.launch, *rings_, habits_, nullptr, notes);
+    return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
@@ -133,7 +137,7 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
   Feed own = feed(stream);
-  own.collect(caller.first(local.leading));
+  own.enter(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
     own.flush();

@@ -27,9 +27,6 @@
 
 namespace offcore::cuda {
 
-class Word;
-class Words;
-
 class Captures {
  public:
   Captures(std::span<const std::shared_ptr<Device>> devices, const Habits& habits,
@@ -56,6 +53,11 @@ class Captures {
     std::vector<uint64_t> ids;  // of the streams, a local rank each
     std::vector<Place> places;
   };
+  // What a device copies its signals from: their values are those of a first launch, always.
+  struct Signals {
+    std::unique_ptr<Word> word;
+    std::unique_ptr<Presets> presets;
+  };
   using Awaited = std::vector<std::set<CUdeviceptr>>;  // by device
 
   Capture& capture(const Launch& launch);
@@ -72,7 +74,7 @@ class Captures {
   const Habits habits_;
   const std::shared_ptr<Rings> rings_;
   const std::shared_ptr<Words> words_;
-  std::vector<std::unique_ptr<Word>> signals_;  // a device's word to copy signals from: always 1
+  std::vector<Signals> signals_;
 
   std::mutex mutex_;                                           // of the two below
   std::map<uint64_t, Capture> captures_;                       // by the first stream's capture

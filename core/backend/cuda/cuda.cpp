@@ -33,17 +33,17 @@ struct Mapped {
 // A program in a graph: nothing of it is under way.
 class RecordedRun final : public Run {
  public:
-  explicit RecordedRun(bool own_on_sm) : own_on_sm_(own_on_sm) {}
+  explicit RecordedRun(OwnCopy own_copy) : own_copy_(own_copy) {}
   bool done() override { return true; }
   void wait(const Deadline&) override {}
   Report report() const override {
     Report report;
-    report.own_on_sm = own_on_sm_;
+    report.own_copy = own_copy_;
     return report;
   }
 
  private:
-  bool own_on_sm_;
+  OwnCopy own_copy_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -80,9 +80,11 @@ class CudaLoaded final : public Loaded {
       return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
                                                         fleet_->launch(cargo_, launch, *hangar_));
     }
-    const auto& parts = fleet_->record(cargo_, launch)->parts;
-    return std::make_unique<RecordedRun>(std::any_of(
-        parts.begin(), parts.end(), [](const auto& part) { return part.notes.own_on_sm; }));
+    OwnCopy own_copy = OwnCopy::engine;
+    for (const Flight::Part& part : fleet_->record(cargo_, launch)->parts) {
+      own_copy = std::max(own_copy, part.notes.own_copy);
+    }
+    return std::make_unique<RecordedRun>(own_copy);
   }
 
  private:
@@ -125,7 +127,6 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view own_copies() const override { return "hint"; }
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }

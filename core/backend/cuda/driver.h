@@ -40,7 +40,7 @@ inline constexpr unsigned kHostDeviceMap = 2;
 // Streams that are names rather than handles: 0 and 1 are the legacy default stream, 2 is the
 // calling thread's.
 inline constexpr uintptr_t kLegacyStream = 1;
-inline constexpr uintptr_t kNamedStreams = 2;
+inline constexpr uintptr_t kPerThreadStream = 2;
 
 // CUstreamCaptureStatus and CUstreamCaptureMode.
 inline constexpr int kCaptureNone = 0;
@@ -61,8 +61,9 @@ inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
 inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
 inline constexpr int kLocationDevice = 1;   // CUmemLocationType
 inline constexpr int kAccessReadWrite = 3;
-inline constexpr int kUnifiedMemory = 4;       // CUmemorytype
-inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute
+inline constexpr int kUnifiedMemory = 4;      // CUmemorytype
+inline constexpr int kPointerMemoryType = 2;  // CUpointer_attribute
+inline constexpr int kPointerOrdinal = 9;
 inline constexpr int kSrcOrderStream = 1;      // CUmemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType

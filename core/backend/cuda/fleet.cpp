@@ -20,41 +20,11 @@ constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the
 // A GPU that does not let go of memory: it stays mapped for good.
 void leak(std::shared_ptr<void> memory) { new std::shared_ptr<void>(std::move(memory)); }
 
-Ring own_words(Rank ranks, std::span<const std::shared_ptr<Device>> devices) {
-  std::vector<std::shared_ptr<const Part>> parts(ranks);
-  for (const auto& device : devices) parts[device->rank()] = Part::create(*device, 1, false);
-  const std::shared_ptr<const Part> first = parts[devices.front()->rank()];
-  for (auto& part : parts) part = part == nullptr ? first : part;
-  return Ring(std::move(parts), devices);
-}
-
 }  // namespace
 
 void nap(int64_t waited_ns) {
   if (waited_ns < kSpinNs) return std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::microseconds(waited_ns < 20 * kSpinNs ? 20 : 200));
-}
-
-Words::Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices)
-    : ring_(own_words(ranks, devices)) {}
-
-CUdeviceptr Words::take(const Device& device) {
-  const std::scoped_lock lock(mutex_);
-  Free& free = free_[device.rank()];
-  if (!free.returned.empty()) {
-    const CUdeviceptr word = free.returned.back();
-    free.returned.pop_back();
-    return word;
-  }
-  if ((free.next + 1) * kWordBytes > ring_.stride()) {
-    fail(Code::unsupported, "more than ", free.next, " queues on one GPU");
-  }
-  return ring_.part(device.rank()) + kWordBytes * free.next++;
-}
-
-void Words::give(const Device& device, CUdeviceptr word) {
-  const std::scoped_lock lock(mutex_);
-  free_[device.rank()].returned.push_back(word);
 }
 
 Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits)
@@ -79,6 +49,7 @@ Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
   Lane& lane = lanes_[{index, device}];
   if (lane.caller) return lane;
   lane.tally = tallies_[device]->take();
+  lane.presets = std::make_unique<Presets>(devices_[device], words_);
   lane.caller = std::make_unique<Line>(devices_[device], words_);
   return lane;
 }
@@ -122,27 +93,31 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
   }
 }
 
-Feed Fleet::feed(Flight& flight, const LocalProgram& local, CUstream stream,
+Feed Fleet::feed(Flight& flight, const LocalProgram& local, const Lane& lane, CUstream stream,
                  CUdeviceptr word) const {
-  return Feed(*devices_[local.device], stream, word, words_->ring(), *flight.cargo->program,
-              flight.launch, *rings_, habits_, nullptr, flight.part(local).notes);
+  const bool copied = habits_.signals == SignalForm::copy_order;
+  return Feed(*devices_[local.device], stream, {word, words_->ring(), lane.presets.get(), copied},
+              *flight.cargo->program, flight.launch, *rings_, habits_, nullptr,
+              flight.part(local).notes);
 }
 
 // Chooses the stream and puts the lane in order.
 Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
   Lane& own = lane(flight.launch.lane, local.device);
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
-  // The legacy default stream takes no batch of copies, and the other name is another stream in
-  // each thread: there the lane's own stream stands in.
-  const bool direct = given > kNamedStreams || (given == kLegacyStream && !local.own_copies);
+  // The per-thread default stream is another one in each thread, under one name: the lane's own
+  // stream stands in for it.
+  const bool direct = given != 0 && given != kPerThreadStream;
   const CUstream stream = direct ? reinterpret_cast<CUstream>(given) : own.caller->stream();
   Turn turn{.local = &local,
             .device = devices_[local.device].get(),
             .lane = &own,
             .stream = stream,
-            .named = direct ? nullptr : reinterpret_cast<CUstream>(given),
+            .named = given == kPerThreadStream ? reinterpret_cast<CUstream>(given) : nullptr,
             .part = &flight.part(local),
-            .feed = feed(flight, local, stream, own.caller->word())};
+            .feed = feed(flight, local, own, stream, own.caller->word())};
+  own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span,
+                       tallies_[local.device]->count(own.tally));
   if (turn.named != nullptr) {
     const Event fork = turn.device->event();
     fork.record(turn.named);
@@ -179,11 +154,13 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
   for (size_t i = local.inside(); i < local.engines.size(); ++i) {
     Line& line = engine(*turn.lane, local.device, i);
-    feed(flight, local, line.stream(), line.word()).run(queues[local.engines[i]].commands);
+    feed(flight, local, *turn.lane, line.stream(), line.word())
+        .run(queues[local.engines[i]].commands);
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }
   if (local.inside() == 0) return;
+  if (local.leading > 0 && turn.joins.empty()) turn.feed.linger();
   turn.feed.with(engine(*turn.lane, local.device, 0).word())
       .collect(queues[local.engines[0]].commands);
 }
@@ -197,6 +174,7 @@ void Fleet::end(Flight& flight, Turn& turn) {
   if (local.joined) join();  // engines need nothing of a caller that polls last
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
+    if (local.ends_by_signal && turn.joins.empty()) turn.feed.linger();
     turn.feed.with(turn.lane->caller->word()).collect(commands.subspan(local.leading));
   }
   if (!local.joined) join();
@@ -215,6 +193,7 @@ void Fleet::tally(Turn& turn, Feed& feed) {
   feed.flush();
   ++lane.launches;
   lane.last_stream = turn.stream;
+  lane.presets->used_until(lane.launches);
   turn.part->tallies = tallies;
   turn.part->tally = lane.tally;
   turn.part->count = lane.launches;
@@ -233,7 +212,7 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     if (parked == nullptr) fork(turn);
     if (local.caller) {
       const std::span<const Command> commands = queues[*local.caller].commands;
-      turn.feed.collect(commands.first(local.leading));
+      turn.feed.enter(commands.first(local.leading));
     }
     if (!alone || local.engines.size() > local.inside()) turn.feed.flush();
   }
@@ -264,7 +243,8 @@ void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
         turn.joins.back().record(line->stream());
       }
       for (const Event& join : turn.joins) join.hold(turn.stream);
-      Feed feed = this->feed(flight, *turn.local, turn.stream, 0);  // without what is left over
+      Feed feed =
+          this->feed(flight, *turn.local, *turn.lane, turn.stream, 0);  // without what is left over
       tally(turn, feed);
     }
   } catch (const Error&) {

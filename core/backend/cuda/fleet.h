@@ -18,44 +18,12 @@
 #include <vector>
 
 #include "core/backend/cuda/capture.h"
+#include "core/backend/cuda/words.h"
 
 namespace offcore::cuda {
 
 // Between two looks at a GPU: short at first.
 void nap(int64_t waited_ns);
-
-// A device's own words, which signals are copied from; each lies 64 bytes from the next.
-class Words {
- public:
-  Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices);
-  const Ring& ring() const { return ring_; }
-  CUdeviceptr take(const Device& device);
-  void give(const Device& device, CUdeviceptr word);
-
- private:
-  struct Free {
-    uint64_t next = 0;
-    std::vector<CUdeviceptr> returned;
-  };
-  Ring ring_;
-  std::mutex mutex_;
-  std::map<Rank, Free> free_;
-};
-
-class Word {
- public:
-  Word(std::shared_ptr<const Device> device, std::shared_ptr<Words> words)
-      : device_(std::move(device)), words_(std::move(words)), address_(words_->take(*device_)) {}
-  ~Word() { words_->give(*device_, address_); }
-  Word(const Word&) = delete;
-  Word& operator=(const Word&) = delete;
-  CUdeviceptr address() const { return address_; }
-
- private:
-  std::shared_ptr<const Device> device_;
-  std::shared_ptr<Words> words_;
-  CUdeviceptr address_;
-};
 
 // A stream and a word of its own.
 class Line {
@@ -128,6 +96,7 @@ class Fleet {
  private:
   struct Lane {
     std::unique_ptr<Line> caller;
+    std::unique_ptr<Presets> presets;
     std::vector<std::unique_ptr<Line>> engines;  // made when needed
     uint32_t tally = 0;                          // its index in the device's
     uint32_t launches = 0;                       // what the tally reaches when all have ended
@@ -139,7 +108,7 @@ class Fleet {
     const Device* device;
     Lane* lane;
     CUstream stream;  // where the caller queue goes
-    CUstream named;   // the caller's default stream, where another one stands in for it; else null
+    CUstream named;   // the caller's, where that is the per-thread default stream; else null
     Flight::Part* part;
     Feed feed;  // of `stream`
     std::vector<Event> joins = {};
@@ -157,7 +126,8 @@ class Fleet {
   void resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
   void tally(Turn& turn, Feed& feed);
-  Feed feed(Flight& flight, const LocalProgram& local, CUstream stream, CUdeviceptr word) const;
+  Feed feed(Flight& flight, const LocalProgram& local, const Lane& lane, CUstream stream,
+            CUdeviceptr word) const;
   void reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);

@@ -81,19 +81,12 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       local->caller = index;
       place_caller(queue.commands, *local);
     } else {
+      local->ends_by_signal = local->engines.empty() && !queue.commands.empty() &&
+                              queue.commands.back().op == Op::signal;
       local->engines.push_back(index);
     }
   }
   for (LocalProgram& local : cargo.locals) {
-    const auto own_copies = [&](uint32_t queue) {
-      return copies_within(*program, program->queues[queue]);
-    };
-    // What is armed comes back into the caller's stream in part.
-    const size_t inside = program->mode == Mode::armed ? local.engines.size() : local.inside();
-    local.own_copies =
-        (local.caller && own_copies(*local.caller)) ||
-        std::any_of(local.engines.begin(),
-                    local.engines.begin() + static_cast<std::ptrdiff_t>(inside), own_copies);
     if (program->mode != Mode::armed || !local.joined) continue;
     for (uint32_t engine : local.engines) {
       if (!split(*program, program->queues[engine].commands, local.aheads.emplace_back())) {
@@ -111,7 +104,8 @@ bool Flight::landed() {
   const std::scoped_lock lock(mutex);
   if (end_ns >= 0) return true;
   for (const Part& part : parts) {
-    if (part.tallies != nullptr && !part.tallies->reached(part.tally, part.count)) return false;
+    if (part.tallies != nullptr && !reached_value(part.tallies->count(part.tally), part.count))
+      return false;
   }
   end_ns = now_ns();
   return true;
@@ -145,7 +139,7 @@ Report Flight::report() const {
   std::optional<Relaxed> relaxed;
   if (cargo->timed) relaxed.emplace();
   for (const Part& part : parts) {
-    report.own_on_sm = report.own_on_sm || part.notes.own_on_sm;
+    report.own_copy = std::max(report.own_copy, part.notes.own_copy);
     for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);

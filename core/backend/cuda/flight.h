@@ -33,8 +33,8 @@ struct LocalProgram {
   // The caller only signals first and polls last: then one engine queue may run in between, in
   // the caller's own stream.
   bool joined = true;
-  bool own_copies = false;    // something in the caller's stream copies within the GPU
-  std::vector<Ahead> aheads;  // by engine queue; empty: cannot be enqueued ahead
+  bool ends_by_signal = false;  // the first engine queue, which runs in the caller's stream
+  std::vector<Ahead> aheads;    // by engine queue; empty: cannot be enqueued ahead
 
   size_t inside() const { return joined && !engines.empty() ? 1 : 0; }  // engines with the caller
 };

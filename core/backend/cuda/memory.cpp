@@ -149,6 +149,31 @@ void Ring::map(std::span<const std::shared_ptr<Device>> local) {
     const int ordinal = device->ordinal();
     range.open({&ordinal, 1});
   }
+  const Current current = local.front()->current();
+  ordinals_.assign(ranks(), -1);
+  for (Rank rank = 0; rank < ranks(); ++rank) {
+    Driver::get().cuPointerGetAttribute(&ordinals_[rank], kPointerOrdinal, part(rank));
+  }
+}
+
+CUdeviceptr Ring::elsewhere(CUdeviceptr& address, int ordinal) const {
+  const auto foreign = [&](uint32_t at) {
+    return ordinals_[at % ranks()] >= 0 && ordinals_[at % ranks()] != ordinal;
+  };
+  if (address < base() || address >= base() + bytes()) {
+    for (Rank rank = 0; rank < ranks(); ++rank) {
+      if (foreign(rank) && part(rank) < address) return part(rank);
+    }
+    return 0;
+  }
+  const uint64_t at = (address - base()) % (ranks() * stride_);
+  address = part(ranks()) + at;  // in the second lap
+  for (uint32_t back = 1; back < ranks(); ++back) {
+    if (foreign(static_cast<uint32_t>(at / stride_) + ranks() - back)) {
+      return address - back * stride_;
+    }
+  }
+  return 0;
 }
 
 CUdeviceptr Ring::repeated(Rank rank) const {
@@ -239,8 +264,8 @@ uint32_t Tallies::take() {
   return taken_++;
 }
 
-bool Tallies::reached(uint32_t index, uint32_t count) const {
-  return reached_value(flag_word(static_cast<std::byte*>(words_.get()), index).load(), count);
+uint32_t Tallies::count(uint32_t index) const {
+  return flag_word(static_cast<std::byte*>(words_.get()), index).load();
 }
 
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes) {

@@ -77,6 +77,9 @@ class Ring {
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
   const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
+  // An address below `address`, which is in the ring or anywhere, that lies in another GPU's part;
+  // 0: there is none. An address of the ring may move on by a lap for that.
+  CUdeviceptr elsewhere(CUdeviceptr& address, int ordinal) const;
   // Whether one strided copy may go to all ranks: no document says that it works across the
   // memory of several GPUs, so it is tried first. True until told.
   bool strided() const { return strided_; }
@@ -94,6 +97,7 @@ class Ring {
   uint64_t stride_;
   Range laps_;
   std::map<Rank, std::unique_ptr<Range>> repeated_;
+  std::vector<int> ordinals_;  // where the parts lie, as this process counts; -1: not told
   bool strided_ = true;
 };
 
@@ -107,7 +111,7 @@ class Tallies {
   const Device& device() const { return *device_; }
   uint32_t take();  // the next one's index; throws unsupported when there are no more
   CUdeviceptr address(uint32_t index) const { return address_ + index * kWordBytes; }
-  bool reached(uint32_t index, uint32_t count) const;
+  uint32_t count(uint32_t index) const;
 
  private:
   std::shared_ptr<const Device> device_;
