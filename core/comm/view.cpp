@@ -32,11 +32,12 @@ void Communicator::lay_view(Request& request) const {
 Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Deadline& deadline) {
   const std::scoped_lock lock(mutex_);
   check_alive();
-  const std::vector<uint64_t> counts(ranks_, bytes);
-  const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
   Lane& lane = this->lane(index, deadline);
   Slots& views = lane.track.views;
-  if (views.bytes() < slot_bytes || !views.upcoming().window) {
+  Slots::Place place = views.upcoming();
+  if (!place.window || bytes > views.bytes() / ranks_) {
+    const std::vector<uint64_t> counts(ranks_, bytes);
+    const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
     // A call like any other, as far as the ranks can tell: who makes another one finds out.
     const std::string text =
         cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", lane.index);
@@ -45,8 +46,9 @@ Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Dead
     agree_on_place(lane, entry, deadline);
     ++lane.sequence;
     views.grow(*backend_, rendezvous_.get(), ranks_, slot_bytes, deadline);
+    place = views.upcoming();
   }
-  return views.upcoming();
+  return place;
 }
 
 }  // namespace offcore

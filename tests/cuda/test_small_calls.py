@@ -160,3 +160,48 @@ def test_all_lanes_at_once() -> None:
     comm.close()
     """
     assert run(code) == ""
+
+
+def test_memory_as_a_tensor_tells_its_gpu() -> None:
+    """What torch reads of a capsule, and that both who takes the tensor and who drops the capsule
+    let go of the memory."""
+    code = """
+    class Tensor(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2),
+                    ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+                    ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                    ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+                    ("context", ctypes.c_void_p),
+                    ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p))]
+
+    python = ctypes.pythonapi
+    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    python.PyCapsule_GetPointer.argtypes = ctypes.py_object, ctypes.c_char_p
+    python.PyCapsule_SetName.argtypes = ctypes.py_object, ctypes.c_char_p
+    comm = opened(3)
+    before = live()["allocations"]
+    window = comm.window(6000)
+    address = window.address(2)
+    capsule = window._core.dlpack(2, 96, (3, 5, 7), 2, 32)
+    for refused in ((0, 0, (2000, 4), 2, 32), (3, 0, (1,), 1, 8), (0, 5999, (2,), 1, 8),
+                    (0, 0, (-1,), 1, 8), (0, 0, (1 << 62, 1 << 62), 1, 8)):
+        assert code_of(lambda: window._core.dlpack(*refused))[0] == "invalid", refused
+    del window
+    pointer = python.PyCapsule_GetPointer(capsule, b"dltensor")
+    tensor = Tensor.from_address(pointer)
+    assert tensor.data + tensor.byte_offset == address + 96
+    assert (list(tensor.device), tensor.ndim, tensor.strides) == ([2, 2], 3, None)
+    assert (tensor.code, tensor.bits, tensor.lanes) == (2, 32, 1)
+    assert tensor.shape[:3] == [3, 5, 7]
+    assert live()["allocations"] > before
+    if sys.argv[1] == "taken":
+        assert python.PyCapsule_SetName(capsule, b"used_dltensor") == 0
+        del capsule
+        assert live()["allocations"] > before
+        tensor.deleter(pointer)
+    else:
+        del capsule
+    assert live()["allocations"] == before
+    """
+    for fate in ("taken", "dropped"):
+        assert run(code, fate) == "", fate

@@ -1,14 +1,16 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
-//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a detour by a
-//              peer's address, or a batch that asks for a copy engine: a plain one would take SMs
+//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: one by way
+//              of a peer's address, or a batch that asks for a copy engine, because a plain one
+//              would take SMs
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
 //              copy of that word to all of them. With presets: that copy alone
 //   fence      nothing: a stream is in order
 //
-// A batch of copies cannot be captured, and the legacy default stream takes none: there it is plain.
+// A batch of copies cannot be captured, nor go into the legacy default stream: it is a plain copy
+// there.
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
