@@ -1,8 +1,7 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
-//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: one by way
-//              of a peer's address, or a batch that asks for a copy engine, because a plain one
-//              would take SMs
+//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
+//              asks for a copy engine, because a plain one would take SMs
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
@@ -11,7 +10,7 @@
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
-// (docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
+// (see docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
 #pragma once
 #include <map>
 #include <memory>
@@ -65,16 +64,7 @@ class Feed {
        Notes& notes);
 
   void run(std::span<const Command> commands);  // and flushes
-  // As run, but the waits and writes at the end stay here, for what follows to go with them.
-  void collect(std::span<const Command> commands);
   void run(const Command& command);
-  // As collect, of signals that no data goes before.
-  void enter(std::span<const Command> commands);
-  // From now on for a queue with that word.
-  Feed& with(CUdeviceptr word) {
-    source_.word = word;
-    return *this;
-  }
   // Spends a moment before waits for what peers do at the same time as this rank.
   void linger();
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
