@@ -230,7 +230,6 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
 // The driver has SMs copy what begins and ends in one GPU's memory, and a batch that asks it to
 // prefer overlap is no exception (2 x H200, driver 580). It judges by the base addresses. So one of
 // them is given as a peer's, from which whole pitches and a rest lead to the place that is meant.
-// Such a copy stands still behind a parked stream's, so there it is not tried.
 bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
   const Ring* flags = rings_.find(launch_.binding.base(kFlagBuffer, device_.rank()));
   for (const bool from_dst : {true, false}) {
