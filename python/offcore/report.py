@@ -290,8 +290,11 @@ def has_choice(rows: list[Row]) -> bool:
 def differing(rows: Sequence[Row]) -> list[str]:
     """The fields, of those that a table need not show, in which offcore's rows differ."""
     own = [row for row in rows if row.impl == "offcore"]
-    names = ("asked", "signals", "own_copy")
-    names = [name for name in names if len({getattr(row, name) for row in own}) > 1]
+    names = [
+        name
+        for name in ("asked", "signals", "own_copy")
+        if len({getattr(row, name) for row in own}) > 1
+    ]
     return names + [
         name for name in ("mode", "timing") if len({getattr(row, name) for row in rows}) > 1
     ]

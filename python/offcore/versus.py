@@ -93,7 +93,7 @@ def lines(
 # follows it.
 _ANNOUNCED = re.compile(
     r"(?P<head><!-- versus (?P<file>\S+) (?P<op>\w+) (?P<ranks>\d+) "
-    r"(?P<place>in_place|out_of_place) (?P<sizes>\S+)(?: (?P<columns>\S+))? -->\n\n)"
+    r"(?P<place>in_place|out_of_place) (?P<sizes>\S+)(?:\s(?P<columns>\S+))? -->\n\n)"
     r"(?: {5,}.*\n)*"
 )
 
