@@ -10,8 +10,8 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kFlyingMax = 8;  // launches not waited for, before their events are asked
-constexpr uint32_t kLooks = 500;  // about 20 us
+constexpr size_t kFlyingMax = 8;  // launches not waited for, before their ends are looked for
+constexpr uint32_t kLooks = 500;  // about 30 us
 constexpr int64_t kSpinNs = 200'000;
 constexpr double kGraceS = 2.0;  // what is under way may still end by itself
 constexpr double kReleaseS = 10.0;
@@ -265,6 +265,7 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   reap();
   auto flight = std::make_shared<Flight>(cargo, launch);
   flight->launch_ns = launch_ns;
+  if (flight->poisoned() != 0) release(poisoned());
   std::optional<Parked> parked;
   if (!hangar.parked.empty()) {
     const Launch& ahead = hangar.parked.front().launch;
@@ -294,17 +295,10 @@ std::shared_ptr<Flight> Fleet::record(std::shared_ptr<const Cargo> cargo, const 
 
 // Lets go of launches that have ended and that nobody waits for.
 void Fleet::reap() {
-  while (flying_.size() > kFlyingMax && flying_.front()->ended()) {
+  while (flying_.size() > kFlyingMax && flying_.front()->landed()) {
     flying_.front()->launch.owner.reset();
     flying_.pop_front();
   }
-  const bool poisoned = std::any_of(flying_.begin(), flying_.end(),
-                                    [](const auto& flight) { return flight->poisoned() != 0; });
-  if (!poisoned) return;
-  std::vector<std::shared_ptr<Flight>> flights;
-  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
-               [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.
@@ -313,18 +307,22 @@ void Fleet::retire(Flight& flight) {
   const std::scoped_lock lock(mutex_);
   std::erase_if(flying_, [&](const auto& candidate) { return candidate.get() == &flight; });
   owners.push_back(std::move(flight.launch.owner));
-  while (!flying_.empty() && flying_.front()->ended()) {
+  while (!flying_.empty() && flying_.front()->landed()) {
     owners.push_back(std::move(flying_.front()->launch.owner));
     flying_.pop_front();
   }
 }
 
-void Fleet::release_poisoned() {
-  const std::scoped_lock lock(mutex_);
+std::vector<std::shared_ptr<Flight>> Fleet::poisoned() const {
   std::vector<std::shared_ptr<Flight>> flights;
   std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
                [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
+  return flights;
+}
+
+void Fleet::release_poisoned() {
+  const std::scoped_lock lock(mutex_);
+  release(poisoned());
 }
 
 // Writes the awaited words until all these launches are through. Signals that run out meanwhile
