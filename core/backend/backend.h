@@ -171,6 +171,9 @@ class Backend : public Memory {
   // this process; 0: none. Programs of mode capture are launched into captures, and no others:
   // their runs are done at once, because only a graph's replays run anything.
   virtual uint64_t capture_of(std::span<const uintptr_t>) const { return 0; }
+  // Whether what was launched into that capture neither runs nor can any more: its graphs are
+  // destroyed, and all that was made of them. False also where nobody tells.
+  virtual bool gone(uint64_t) const { return false; }
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
 };

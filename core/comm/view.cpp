@@ -30,25 +30,29 @@ void Communicator::lay_view(Request& request) const {
 }
 
 Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Deadline& deadline) {
-  const std::scoped_lock lock(mutex_);
+  Turn turn(turns_, rendezvous_.get(), checked_lane(index), deadline);
   check_alive();
-  Lane& lane = this->lane(index, deadline);
-  Slots& views = lane.track.views;
-  Slots::Place place = views.upcoming();
-  if (!place.window || bytes > views.bytes() / ranks_) {
-    const std::vector<uint64_t> counts(ranks_, bytes);
-    const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
-    // A call like any other, as far as the ranks can tell: who makes another one finds out.
-    const std::string text =
-        cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", lane.index);
-    const Entry entry{.key = digest(text), .text = text};
-    publish(lane, entry, deadline);
-    agree_on_place(lane, entry, deadline);
-    ++lane.sequence;
-    views.grow(*backend_, rendezvous_.get(), ranks_, slot_bytes, deadline);
-    place = views.upcoming();
+  const auto known = lanes_.find(index);
+  if (known != lanes_.end() && known->second) {
+    const Slots& views = known->second->track.views;
+    Slots::Place place = views.upcoming();
+    if (place.window && bytes <= views.bytes() / ranks_) return place;
   }
-  return place;
+  const std::vector<uint64_t> counts(ranks_, bytes);
+  const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
+  // A call like any other, as far as the ranks can tell: who makes another one finds out.
+  const std::string text =
+      cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", index);
+  return together(text, [&] {
+    const Entry entry{.key = digest(text), .text = text};
+    Lane& lane = this->lane(index, turn);
+    publish(lane, entry, turn);
+    agree_on_place(lane, entry, turn);
+    ++lane.sequence;
+    Slots& views = lane.track.views;
+    views.grow(*backend_, turn.ranks_together(), ranks_, slot_bytes, deadline);
+    return views.upcoming();
+  });
 }
 
 }  // namespace offcore

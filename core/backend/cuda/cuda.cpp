@@ -164,6 +164,7 @@ class CudaBackend final : public Backend {
   uint64_t capture_of(std::span<const uintptr_t> streams) const override {
     return fleet_->capture_of(streams);
   }
+  bool gone(uint64_t capture) const override { return fleet_->gone(capture); }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
     if (program->ranks != fleet_->ranks()) {

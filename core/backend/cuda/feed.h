@@ -9,12 +9,12 @@
 //              copy of that word to all of them. With presets: that copy alone
 //   fence      nothing: a stream is in order
 //
-// A batch of copies cannot be captured, nor go into the legacy default stream: it is a plain copy
-// there.
+// Where a copy within a GPU would be a batch, it is a plain one in graphs and in the legacy default
+// stream, which take no batches.
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
-// (docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
+// (see docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
 #pragma once
 #include <map>
 #include <memory>

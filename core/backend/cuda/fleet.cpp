@@ -265,7 +265,6 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   reap();
   auto flight = std::make_shared<Flight>(cargo, launch);
   flight->launch_ns = launch_ns;
-  if (flight->poisoned() != 0) release(poisoned());
   std::optional<Parked> parked;
   if (!hangar.parked.empty()) {
     const Launch& ahead = hangar.parked.front().launch;
@@ -299,6 +298,8 @@ void Fleet::reap() {
     flying_.front()->launch.owner.reset();
     flying_.pop_front();
   }
+  // Those of a communicator are poisoned together: the oldest tells.
+  if (!flying_.empty() && flying_.front()->poisoned() != 0) release(poisoned());
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.
