@@ -6,6 +6,7 @@ Run by h200_check.py as one rank of several, a process a GPU. Every byte is chec
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -154,24 +155,30 @@ class Rank:
             return comm.all_gather_view(comm.next_input(count // self.ranks, torch.int32))
 
         calls = {"safe": safe("auto"), "promise": safe("promise"), "view": view}
-        for name, call in calls.items():
-            issue, whole = [], []
-            for turn in range(TIMED_CALLS):
-                comm.barrier()
-                began = time.perf_counter()
-                handle = call()
-                issued = time.perf_counter()
-                handle.wait()
-                if turn >= 50:
-                    whole.append((time.perf_counter() - began) * 1e6)
-                    issue.append((issued - began) * 1e6)
+        streams = {"default": torch.cuda.default_stream(), "own": torch.cuda.Stream()}
+        for place, name in itertools.product(streams, calls):
+            with torch.cuda.stream(streams[place]):
+                whole, issue, enqueue = self.timed(calls[name])
             if self.rank == 0:
                 print(
-                    f"   one all-gather of 4 KiB from the host, {name}: "
-                    f"{statistics.median(whole):.1f} us, of which to issue "
-                    f"{statistics.median(issue):.1f} us",
+                    f"   one all-gather of 4 KiB from the host, {name}, {place} stream: "
+                    f"{whole:.1f} us, of which to issue {issue:.1f} us (in the core {enqueue:.1f})",
                     flush=True,
                 )
+
+    def timed(self, call: Callable[[], Any]) -> list[float]:
+        """Medians, in us: of the call with its wait, of the call, of the core's part of it."""
+        rows = []
+        for _ in range(TIMED_CALLS):
+            self.comm.barrier()
+            began = time.perf_counter()
+            handle = call()
+            issued = time.perf_counter()
+            result = handle.wait()
+            ended = time.perf_counter()
+            us = ((ended - began) * 1e6, (issued - began) * 1e6, result.phases.control_us)
+            rows.append(us)
+        return [statistics.median(column) for column in zip(*rows[50:], strict=True)]
 
     def close(self) -> None:
         import torch.distributed as dist
