@@ -35,7 +35,7 @@ Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Dead
   const auto known = lanes_.find(index);
   if (known != lanes_.end() && known->second) {
     const Slots& views = known->second->track.views;
-    Slots::Place place = views.upcoming();
+    const Slots::Place place = views.upcoming();
     if (place.window && bytes <= views.bytes() / ranks_) return place;
   }
   const std::vector<uint64_t> counts(ranks_, bytes);

@@ -31,14 +31,14 @@ State state_of(const Device& device, CUstream stream) {
 
 // The capture that a caller's stream is in; 0: none.
 uint64_t id_of(const Device& device, uintptr_t stream) {
-  if (stream <= kLegacyStream) return 0;  // the legacy default stream cannot be captured
+  if (stream < kNamedStreams) return 0;  // the legacy default stream cannot be captured
   const State state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
   if (state.status != kCaptureActive) {
     fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
          "capture allows: end it and capture again");
   }
-  if (stream == kPerThreadStream) {
+  if (stream == kNamedStreams) {
     fail(Code::unsupported, "the per-thread default stream is being captured: capture a stream ",
          "that was made for it");
   }
@@ -142,7 +142,7 @@ std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, con
   for (size_t i = signals_.size(); i < devices_.size(); ++i) {
     signals_.push_back({.word = std::make_unique<Word>(devices_[i], words_),
                         .presets = std::make_unique<Presets>(devices_[i], words_)});
-    signals_.back().presets->prepare(0, Presets::kHalf, 0);
+    signals_.back().presets->prepare(0, Presets::kHalf);
   }
   auto flight = std::make_shared<Flight>(std::move(cargo), launch);
   keep(own, flight);
@@ -162,25 +162,24 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Program& program = *flight.cargo->program;
   const Current current = device.current();
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
-  Notes& notes = flight.part(local).notes;
+  Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
   const Signals& signals = signals_[local.device];
-  const Source source{signals.word->address(), words_->ring(), signals.presets.get(),
-                      habits_.signals == SignalForm::copy_order};
-  const auto feed = [&](CUstream where) {
+  const auto feed = [&](CUstream where, bool behind_data = true) {
+    const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
+    const Source source{signals.word->address(), words_->ring(), signals.presets.get(), copied};
     return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
   if (local.caller) caller = program.queues[*local.caller].commands;
-  const size_t first = local.inside();
+  const size_t first = local.joined && !local.engines.empty() ? 1 : 0;
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
+  feed(stream, false).run(caller.first(local.leading));
   Feed own = feed(stream);
-  own.enter(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
-    own.flush();
     const Event here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
@@ -190,10 +189,9 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
       joins.back().record(forked);
     }
   }
-  own.collect(inside.first(until_peers(inside)));
-  if (!joins.empty()) own.flush();
+  own.run(inside.first(until_peers(inside)));
   for (const Event& join : joins) join.hold(stream);
-  own.collect(inside.subspan(until_peers(inside)));
+  own.run(inside.subspan(until_peers(inside)));
   own.run(caller.subspan(local.leading));
   auto done = std::make_shared<Event>(device.event());
   done->record(stream);

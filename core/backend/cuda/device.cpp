@@ -108,21 +108,12 @@ Device::Device(Rank rank, int ordinal)
       events_(std::make_shared<Events>(context_)),
       service_(std::make_unique<Stream>(context_)) {}
 
-bool Device::idle() const {
-  const CUresult result = Driver::get().cuStreamQuery(service_->handle());
-  if (result == kNotReady) return false;
-  check(result, "a GPU failed: cuStreamQuery");
-  return true;
-}
-
-void Device::check_works() const {
-  const Current here = current();
-  idle();  // any stream tells
-}
-
 void Device::settle() const {
   const Deadline deadline = Deadline::after_s(kServiceWaitS);
-  for (uint32_t looks = 0; !idle(); ++looks) {
+  for (uint32_t looks = 0;; ++looks) {
+    const CUresult result = Driver::get().cuStreamQuery(service_->handle());
+    if (result == kSuccess) return;
+    if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
     if (deadline.passed()) {
       fail(Code::driver, "device ", ordinal(), " did not do a small service within ",
            shown_s(deadline.wait_ns()), " s: is something else holding it?");

@@ -115,11 +115,8 @@ class Device final : public Port {
   void copy(const Rows& rows) const;
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
-  // Throws driver when the GPU has failed: then it ends nothing any more.
-  void check_works() const;
 
  private:
-  bool idle() const;
   void settle() const;
 
   Rank rank_;

@@ -6,7 +6,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -43,8 +42,7 @@ inline constexpr unsigned kHostDeviceMap = 2;
 
 // Streams that are names rather than handles: 0 and 1 are the legacy default stream, 2 is the
 // calling thread's.
-inline constexpr uintptr_t kLegacyStream = 1;
-inline constexpr uintptr_t kPerThreadStream = 2;
+inline constexpr uintptr_t kNamedStreams = 2;
 
 // CUstreamCaptureStatus and CUstreamCaptureMode.
 inline constexpr int kCaptureNone = 0;
@@ -275,19 +273,13 @@ class Relaxed {
   int mode_ = kCaptureRelaxed;  // then the caller's
 };
 
-// Makes a context current and puts the caller's back. Inside another one of the same context it
-// calls nothing.
+// Makes a context current and puts the caller's back.
 class Current {
  public:
-  explicit Current(CUcontext context) : outer_(innermost_) {
-    if (context == outer_) return;
-    relaxed_.emplace();
+  explicit Current(CUcontext context) {
     check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
-    innermost_ = context;
   }
   ~Current() {
-    if (!relaxed_) return;
-    innermost_ = outer_;
     CUcontext popped = nullptr;
     Driver::get().cuCtxPopCurrent(&popped);
   }
@@ -295,9 +287,7 @@ class Current {
   Current& operator=(const Current&) = delete;
 
  private:
-  static inline thread_local CUcontext innermost_ = nullptr;  // of this thread's
-  CUcontext outer_;
-  std::optional<Relaxed> relaxed_;
+  Relaxed relaxed_;
 };
 
 std::string device_name(int ordinal);

@@ -1,7 +1,6 @@
 #include "core/backend/cuda/feed.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "core/ir/text.h"
 
@@ -43,18 +42,8 @@ Feed::Feed(const Device& device, CUstream stream, const Source& source, const Pr
       notes_(notes) {}
 
 void Feed::run(std::span<const Command> commands) {
-  collect(commands);
-  flush();
-}
-
-void Feed::enter(std::span<const Command> commands) {
-  const bool copied = std::exchange(source_.copied, true);
-  collect(commands);
-  source_.copied = copied;
-}
-
-void Feed::collect(std::span<const Command> commands) {
   for (const Command& command : commands) run(command);
+  flush();
 }
 
 void Feed::run(const Command& command) {
@@ -204,7 +193,7 @@ void Feed::copy(const Command& command) {
       flush();
       check(Driver::get().cuMemcpyAsync(to.address, from.address, command.bytes, stream_),
             "cuMemcpyAsync");
-    } else if (habits_.own_copy_on_sm || !detour(to, from, command.bytes)) {
+    } else if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
       inside(to.address, from.address, command.bytes);
     }
   }
@@ -277,8 +266,7 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
 
 void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   flush_ops();
-  const bool legacy = reinterpret_cast<uintptr_t>(stream_) == kLegacyStream;
-  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture && !legacy &&
+  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture &&
                      Driver::get().cuMemcpyBatchAsync != nullptr;
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
   if (!asked) {

@@ -1,16 +1,12 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
-//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: one by way
-//              of a peer's address, or a batch that asks for a copy engine, because a plain one
-//              would take SMs
+//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
+//              asks for a copy engine, because a plain one would take SMs
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
 //              copy of that word to all of them. With presets: that copy alone
 //   fence      nothing: a stream is in order
-//
-// Where a copy within a GPU would be a batch, it is a plain one in graphs and in the legacy default
-// stream, which take no batches.
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
@@ -36,6 +32,7 @@ using Doubles = std::map<const Ring*, std::unique_ptr<Ring>>;
 struct Habits {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
+  bool parked = false;  // a stream of the GPU is, and copies that need not be stand still behind it
 };
 
 // What a queue's signals are copied from.
@@ -68,16 +65,7 @@ class Feed {
        Notes& notes);
 
   void run(std::span<const Command> commands);  // and flushes
-  // As run, but the waits and writes at the end stay here, for what follows to go with them.
-  void collect(std::span<const Command> commands);
   void run(const Command& command);
-  // As collect, of signals that no data goes before.
-  void enter(std::span<const Command> commands);
-  // From now on for a queue with that word.
-  Feed& with(CUdeviceptr word) {
-    source_.word = word;
-    return *this;
-  }
   // Spends a moment before waits for what peers do at the same time as this rank.
   void linger();
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
@@ -112,7 +100,7 @@ class Feed {
   const Program& program_;
   const Launch& launch_;
   const Rings& rings_;
-  const Habits& habits_;
+  const Habits habits_;
   const Doubles* doubles_;
   Notes& notes_;
   std::vector<CUstreamMemOp> ops_;

@@ -10,8 +10,7 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kFlyingMax = 8;  // launches not waited for, before their ends are looked for
-constexpr uint32_t kLooks = 500;  // about 30 us
+constexpr size_t kFlyingMax = 8;  // launches not waited for, before their events are asked
 constexpr int64_t kSpinNs = 200'000;
 constexpr double kGraceS = 2.0;  // what is under way may still end by itself
 constexpr double kReleaseS = 10.0;
@@ -33,9 +32,7 @@ Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits ha
       habits_(habits),
       rings_(std::make_shared<Rings>()),
       words_(std::make_shared<Words>(ranks, devices_)),
-      captures_(devices_, habits_, rings_, words_) {
-  for (const auto& device : devices_) tallies_.push_back(std::make_shared<Tallies>(device));
-}
+      captures_(devices_, habits_, rings_, words_) {}
 
 void Fleet::try_strided(Ring& ring) {
   const std::scoped_lock lock(mutex_);
@@ -47,10 +44,10 @@ void Fleet::try_strided(Ring& ring) {
 
 Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
   Lane& lane = lanes_[{index, device}];
-  if (lane.caller) return lane;
-  lane.tally = tallies_[device]->take();
-  lane.presets = std::make_unique<Presets>(devices_[device], words_);
-  lane.caller = std::make_unique<Line>(devices_[device], words_);
+  if (!lane.caller) {
+    lane.caller = std::make_unique<Line>(devices_[device], words_);
+    lane.presets = std::make_unique<Presets>(devices_[device], words_);
+  }
   return lane;
 }
 
@@ -93,44 +90,38 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
   }
 }
 
-Feed Fleet::feed(Flight& flight, const LocalProgram& local, const Lane& lane, CUstream stream,
-                 CUdeviceptr word) const {
-  const bool copied = habits_.signals == SignalForm::copy_order;
-  return Feed(*devices_[local.device], stream, {word, words_->ring(), lane.presets.get(), copied},
-              *flight.cargo->program, flight.launch, *rings_, habits_, nullptr,
-              flight.part(local).notes);
+Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
+                 bool behind_data) const {
+  Habits habits = habits_;
+  habits.parked = parked_lines_ > 0;
+  const bool copied = !habits.parked && (!behind_data || habits.signals == SignalForm::copy_order);
+  return Feed(*turn.device, stream, {word, words_->ring(), turn.lane->presets.get(), copied},
+              *flight.cargo->program, flight.launch, *rings_, habits, nullptr, turn.part->notes);
 }
 
-// Chooses the stream and puts the lane in order.
+// Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
 Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
   Lane& own = lane(flight.launch.lane, local.device);
-  const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
-  // The per-thread default stream is another one in each thread, under one name: the lane's own
-  // stream stands in for it.
-  const bool direct = given != 0 && given != kPerThreadStream;
-  const CUstream stream = direct ? reinterpret_cast<CUstream>(given) : own.caller->stream();
   Turn turn{.local = &local,
             .device = devices_[local.device].get(),
             .lane = &own,
-            .stream = stream,
-            .named = given == kPerThreadStream ? reinterpret_cast<CUstream>(given) : nullptr,
-            .part = &flight.part(local),
-            .feed = feed(flight, local, own, stream, own.caller->word())};
-  own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span,
-                       tallies_[local.device]->count(own.tally));
-  if (turn.named != nullptr) {
+            .stream = own.caller->stream(),
+            .named = nullptr,
+            .part = &flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())],
+            .joins = {}};
+  const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
+  if (given > kNamedStreams) turn.stream = reinterpret_cast<CUstream>(given);
+  if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
+  own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span);
+  if (given != 0 && given <= kNamedStreams) {
+    turn.named = reinterpret_cast<CUstream>(given);
     const Event fork = turn.device->event();
     fork.record(turn.named);
-    fork.hold(stream);
-  }
-  // What was enqueued in the other stream has its turn before this: it cannot wait for it.
-  if (own.last_stream != nullptr && own.last_stream != stream) {
-    turn.feed.wait(tallies_[local.device]->address(own.tally), own.launches);
+    fork.hold(turn.stream);
   }
   if (flight.cargo->timed) {
-    turn.feed.flush();
     turn.part->start.emplace(turn.device->event(true));
-    turn.part->start->record(stream);
+    turn.part->start->record(turn.stream);
     turn.part->start_ns = now_ns() - flight.launch_ns;
   }
   return turn;
@@ -139,11 +130,11 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
 // Further engine queues start where the caller's stream stands now.
 void Fleet::fork(Turn& turn) {
   const LocalProgram& local = *turn.local;
-  if (local.engines.size() <= local.inside()) return;
-  turn.feed.flush();
+  const size_t inside = local.joined ? 1 : 0;
+  if (local.engines.size() <= inside) return;
   const Event here = turn.device->event();
   here.record(turn.stream);
-  for (size_t i = local.inside(); i < local.engines.size(); ++i) {
+  for (size_t i = inside; i < local.engines.size(); ++i) {
     here.hold(engine(*turn.lane, local.device, i).stream());
   }
 }
@@ -152,78 +143,59 @@ void Fleet::fork(Turn& turn) {
 void Fleet::engines(Flight& flight, Turn& turn) {
   const auto& queues = flight.cargo->program->queues;
   const LocalProgram& local = *turn.local;
-  for (size_t i = local.inside(); i < local.engines.size(); ++i) {
+  const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
+  for (size_t i = inside; i < local.engines.size(); ++i) {
     Line& line = engine(*turn.lane, local.device, i);
-    feed(flight, local, *turn.lane, line.stream(), line.word())
-        .run(queues[local.engines[i]].commands);
+    feed(flight, turn, line.stream(), line.word()).run(queues[local.engines[i]].commands);
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }
-  if (local.inside() == 0) return;
-  if (local.leading > 0 && turn.joins.empty()) turn.feed.linger();
-  turn.feed.with(engine(*turn.lane, local.device, 0).word())
-      .collect(queues[local.engines[0]].commands);
+  if (inside == 0) return;
+  const Line& line = engine(*turn.lane, local.device, 0);
+  Feed own = feed(flight, turn, turn.stream, line.word());
+  if (local.leading > 0 && turn.joins.empty()) own.linger();
+  own.run(queues[local.engines[0]].commands);
 }
 
 void Fleet::end(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
-  const auto join = [&] {
-    if (!turn.joins.empty()) turn.feed.flush();
-    for (const Event& engine : turn.joins) engine.hold(turn.stream);
-  };
-  if (local.joined) join();  // engines need nothing of a caller that polls last
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
-    if (local.ends_by_signal && turn.joins.empty()) turn.feed.linger();
-    turn.feed.with(turn.lane->caller->word()).collect(commands.subspan(local.leading));
+    Feed own = feed(flight, turn, turn.stream, turn.lane->caller->word());
+    if (local.ends_by_signal && turn.joins.empty()) own.linger();
+    own.run(commands.subspan(local.leading));
   }
-  if (!local.joined) join();
-  tally(turn, turn.feed);
-  if (turn.named == nullptr) return;
-  const Event done = turn.device->event();
-  done.record(turn.stream);
-  done.hold(turn.named);
-}
-
-// The last that a launch does in its stream: the host sees it.
-void Fleet::tally(Turn& turn, Feed& feed) {
-  Lane& lane = *turn.lane;
-  const auto& tallies = tallies_[turn.local->device];
-  feed.write(tallies->address(lane.tally), lane.launches + 1);
-  feed.flush();
-  ++lane.launches;
-  lane.last_stream = turn.stream;
-  lane.presets->used_until(lane.launches);
-  turn.part->tallies = tallies;
-  turn.part->tally = lane.tally;
-  turn.part->count = lane.launches;
+  for (const Event& join : turn.joins) join.hold(turn.stream);
+  auto done = std::make_shared<Event>(turn.device->event());
+  done->record(turn.stream);
+  if (turn.named != nullptr) done->hold(turn.named);
+  turn.lane->last_stream = turn.stream;
+  turn.lane->last_done = done;
+  turn.lane->presets->used_until(done);
+  turn.part->done = std::move(done);
 }
 
 // Rank by rank, but never all of one rank first: a queue too long for its stream would wait for
-// ranks that have not begun. Where nothing else is enqueued in between, what a stream waits for and
-// writes at the end of one step goes to the driver with the next one's: each call costs 2 us.
+// ranks that have not begun.
 void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hangar,
                     const Parked* parked) {
   const auto& queues = flight.cargo->program->queues;
-  const bool alone = flight.cargo->locals.size() == 1;
   for (const LocalProgram& local : flight.cargo->locals) {
     const Current current = devices_[local.device]->current();
     Turn& turn = turns.emplace_back(begin(flight, local));
     if (parked == nullptr) fork(turn);
-    if (local.caller) {
-      const std::span<const Command> commands = queues[*local.caller].commands;
-      turn.feed.enter(commands.first(local.leading));
-    }
-    if (!alone || local.engines.size() > local.inside()) turn.feed.flush();
+    if (!local.caller) continue;
+    const std::span<const Command> commands = queues[*local.caller].commands;
+    feed(flight, turn, turn.stream, turn.lane->caller->word(), false)
+        .run(commands.first(local.leading));
   }
   for (size_t i = 0; i < turns.size(); ++i) {
     const Current current = turns[i].device->current();
     if (parked != nullptr) {
-      resume(turns[i], hangar, *parked, i);
+      resume(flight, turns[i], hangar, *parked, i);
     } else {
       engines(flight, turns[i]);
     }
-    if (!alone) turns[i].feed.flush();
   }
   for (Turn& turn : turns) {
     const Current current = turn.device->current();
@@ -243,9 +215,9 @@ void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
         turn.joins.back().record(line->stream());
       }
       for (const Event& join : turn.joins) join.hold(turn.stream);
-      Feed feed =
-          this->feed(flight, *turn.local, *turn.lane, turn.stream, 0);  // without what is left over
-      tally(turn, feed);
+      auto done = std::make_shared<Event>(turn.device->event());
+      done->record(turn.stream);
+      turn.part->done = std::move(done);
     }
   } catch (const Error&) {
     leak(std::move(flight.launch.owner));  // the driver is beyond telling
@@ -255,7 +227,6 @@ void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
 std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                       Hangar& hangar) {
   const int64_t launch_ns = now_ns();
-  const Current current = devices_.front()->current();  // once, for all that is called below
   check_launch(*cargo, launch);
   if (!hangar.parked.empty() && !(hangar.parked.front().launch.binding == launch.binding)) {
     recall(cargo, hangar);
@@ -294,12 +265,17 @@ std::shared_ptr<Flight> Fleet::record(std::shared_ptr<const Cargo> cargo, const 
 
 // Lets go of launches that have ended and that nobody waits for.
 void Fleet::reap() {
-  while (flying_.size() > kFlyingMax && flying_.front()->landed()) {
+  while (flying_.size() > kFlyingMax && flying_.front()->ended()) {
     flying_.front()->launch.owner.reset();
     flying_.pop_front();
   }
-  // Those of a communicator are poisoned together: the oldest tells.
-  if (!flying_.empty() && flying_.front()->poisoned() != 0) release(poisoned());
+  const bool poisoned = std::any_of(flying_.begin(), flying_.end(),
+                                    [](const auto& flight) { return flight->poisoned() != 0; });
+  if (!poisoned) return;
+  std::vector<std::shared_ptr<Flight>> flights;
+  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
+               [](const auto& flight) { return flight->poisoned() != 0; });
+  release(flights);
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.
@@ -308,22 +284,18 @@ void Fleet::retire(Flight& flight) {
   const std::scoped_lock lock(mutex_);
   std::erase_if(flying_, [&](const auto& candidate) { return candidate.get() == &flight; });
   owners.push_back(std::move(flight.launch.owner));
-  while (!flying_.empty() && flying_.front()->landed()) {
+  while (!flying_.empty() && flying_.front()->ended()) {
     owners.push_back(std::move(flying_.front()->launch.owner));
     flying_.pop_front();
   }
 }
 
-std::vector<std::shared_ptr<Flight>> Fleet::poisoned() const {
+void Fleet::release_poisoned() {
+  const std::scoped_lock lock(mutex_);
   std::vector<std::shared_ptr<Flight>> flights;
   std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
                [](const auto& flight) { return flight->poisoned() != 0; });
-  return flights;
-}
-
-void Fleet::release_poisoned() {
-  const std::scoped_lock lock(mutex_);
-  release(poisoned());
+  release(flights);
 }
 
 // Writes the awaited words until all these launches are through. Signals that run out meanwhile
@@ -363,8 +335,6 @@ void Fleet::wait(Flight& flight, const Deadline& deadline) {
   const auto fail_poisoned = [&](uint32_t by) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op);
   };
-  // Small operations end while their host looks, which it does without a pause at first.
-  for (uint32_t looks = 0; looks < kLooks && !flight.landed(); ++looks) pause_briefly();
   while (!flight.ended()) {
     if (const uint32_t by = flight.poisoned(); by != 0) {
       release_poisoned();

@@ -99,9 +99,8 @@ class Fleet {
     std::unique_ptr<Line> caller;
     std::unique_ptr<Presets> presets;
     std::vector<std::unique_ptr<Line>> engines;  // made when needed
-    uint32_t tally = 0;                          // its index in the device's
-    uint32_t launches = 0;                       // what the tally reaches when all have ended
-    CUstream last_stream = nullptr;              // of the last one
+    CUstream last_stream = nullptr;
+    std::shared_ptr<const Event> last_done;
   };
   // One local rank's part of a launch that is being enqueued.
   struct Turn {
@@ -109,10 +108,9 @@ class Fleet {
     const Device* device;
     Lane* lane;
     CUstream stream;  // where the caller queue goes
-    CUstream named;   // the caller's, where that is the per-thread default stream; else null
+    CUstream named;   // the caller's, where that is a default stream; else null
     Flight::Part* part;
-    Feed feed;  // of `stream`
-    std::vector<Event> joins = {};
+    std::vector<Event> joins;
   };
 
   Lane& lane(uint32_t index, uint32_t device);
@@ -124,15 +122,13 @@ class Fleet {
   Turn begin(Flight& flight, const LocalProgram& local);
   void fork(Turn& turn);
   void engines(Flight& flight, Turn& turn);
-  void resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
+  void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
-  void tally(Turn& turn, Feed& feed);
-  Feed feed(Flight& flight, const LocalProgram& local, const Lane& lane, CUstream stream,
-            CUdeviceptr word) const;
+  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
+            bool behind_data = true) const;
   void reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);
-  std::vector<std::shared_ptr<Flight>> poisoned() const;
   void release_poisoned();
   std::vector<std::shared_ptr<Flight>> flying(const std::shared_ptr<const Cargo>& cargo);
   void run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
@@ -144,7 +140,6 @@ class Fleet {
   const Habits habits_;
   const std::shared_ptr<Rings> rings_;
   const std::shared_ptr<Words> words_;
-  std::vector<std::shared_ptr<Tallies>> tallies_;  // by device
   Captures captures_;
   std::mutex mutex_;                                     // of all below
   std::map<std::pair<uint32_t, uint32_t>, Lane> lanes_;  // by lane, device

@@ -19,23 +19,24 @@ constexpr double kRunOutS = 10.0;
 }  // namespace
 
 // What was kept back of parked engine queues.
-void Fleet::resume(Turn& turn, const Hangar& hangar, const Parked& parked, size_t index) {
+void Fleet::resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked,
+                   size_t index) {
   const LocalProgram& local = *turn.local;
-  Feed& feed = turn.feed;
+  Feed gates = feed(flight, turn, turn.stream, 0);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
-    for (const Command& poll : local.aheads[i].polls) feed.run(poll);
-    feed.write(hangar.bays[index][i].gate->address(), parked.turn);
+    for (const Command& poll : local.aheads[i].polls) gates.run(poll);
+    gates.write(hangar.bays[index][i].gate->address(), parked.turn);
   }
   for (const Ahead& queue : local.aheads) {
-    for (const Command& command : queue.late) feed.run(command);
+    for (const Command& command : queue.late) gates.run(command);
   }
-  feed.flush();
+  gates.flush();
   for (const Event& join : parked.joins[index]) join.hold(turn.stream);
   turn.part->notes.own_copy = std::max(turn.part->notes.own_copy, parked.notes.own_copy);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
     const CUdeviceptr word = hangar.bays[index][i].line->word();
-    feed.with(word).run(local.aheads[i].rest);
+    feed(flight, turn, turn.stream, word).run(local.aheads[i].rest);
   }
 }
 

@@ -100,23 +100,16 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
   return std::make_shared<const Cargo>(std::move(cargo));
 }
 
-bool Flight::landed() {
+bool Flight::ended() {
   const std::scoped_lock lock(mutex);
   if (end_ns >= 0) return true;
-  for (const Part& part : parts) {
-    if (part.tallies != nullptr && !reached_value(part.tallies->count(part.tally), part.count))
-      return false;
+  for (Part& part : parts) {
+    if (part.ended || part.done == nullptr) continue;
+    if (!part.done->passed()) return false;
+    part.ended = true;
   }
   end_ns = now_ns();
   return true;
-}
-
-bool Flight::ended() {
-  if (landed()) return true;
-  for (const Part& part : parts) {
-    if (part.tallies != nullptr) part.tallies->device().check_works();
-  }
-  return false;
 }
 
 uint32_t Flight::poisoned() const {
@@ -136,8 +129,7 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.phases.control_ns = static_cast<double>(control_ns);
-  std::optional<Relaxed> relaxed;
-  if (cargo->timed) relaxed.emplace();
+  const Relaxed relaxed;
   for (const Part& part : parts) {
     report.own_copy = std::max(report.own_copy, part.notes.own_copy);
     for (const Stamp& stamp : part.notes.stamps) {

@@ -35,8 +35,6 @@ struct LocalProgram {
   bool joined = true;
   bool ends_by_signal = false;  // the first engine queue, which runs in the caller's stream
   std::vector<Ahead> aheads;    // by engine queue; empty: cannot be enqueued ahead
-
-  size_t inside() const { return joined && !engines.empty() ? 1 : 0; }  // engines with the caller
 };
 
 struct Cargo {
@@ -52,21 +50,17 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
 
 struct Flight {
   struct Part {
-    std::shared_ptr<const Tallies> tallies;  // null: nothing of it was enqueued
-    uint32_t tally = 0;                      // one of them
-    uint32_t count = 0;                      // what it reaches when the part has ended
-    std::optional<Event> start;              // timed programs
-    int64_t start_ns = 0;                    // when the host recorded it, after the launch
+    std::shared_ptr<const Event> done;
+    std::optional<Event> start;  // timed programs
+    int64_t start_ns = 0;        // when the host recorded it, after the launch
     Notes notes;
+    bool ended = false;
   };
 
   Flight(std::shared_ptr<const Cargo> cargo_, Launch launch_)
       : cargo(std::move(cargo_)), launch(std::move(launch_)), parts(cargo->locals.size()) {}
 
-  Part& part(const LocalProgram& local) { return parts[&local - cargo->locals.data()]; }
-  // Whether every local rank's part has ended. A look at memory, and no more.
-  bool landed();
-  // Likewise; throws driver when it has not and a GPU has failed.
+  // Whether every local rank's part has ended; throws driver when a GPU has failed.
   bool ended();
   uint32_t poisoned() const;  // rank + 1 of who poisoned a local rank; 0: nobody
   void poison(Rank by) const;
@@ -83,7 +77,7 @@ struct Flight {
   int64_t control_ns = 0;
   int64_t end_ns = -1;            // when the host saw it
   std::atomic<uint32_t> dead{0};  // rank + 1 of who poisoned it, once its waits were released
-  std::mutex mutex;               // of landed()
+  std::mutex mutex;               // of ended()
 };
 
 }  // namespace offcore::cuda

@@ -7,12 +7,10 @@
 #include <mutex>
 
 #include "core/backend/cuda/facts.h"
-#include "core/backend/wakeup.h"
 
 namespace offcore::cuda {
 namespace {
 
-constexpr uint32_t kTallies = 64;        // a page of words: as many lanes as a communicator has
 constexpr uint64_t kTrialBytes = 8192;   // of each rank's memory, for each rank: what it is sent
 constexpr uint64_t kTrialSource = 4096;  // from here on: what it sends
 
@@ -249,23 +247,6 @@ const Ring* Rings::find(const void* address) const {
   if (found == rings_.begin()) return nullptr;
   const Ring* ring = (--found)->second;
   return at - ring->base() < ring->bytes() ? ring : nullptr;
-}
-
-Tallies::Tallies(std::shared_ptr<const Device> device)
-    : device_(std::move(device)),
-      words_(allocate_pinned(device_->context(), kTallies * kWordBytes)) {
-  const Current current = device_->current();
-  check(Driver::get().cuMemHostGetDevicePointer(&address_, words_.get(), 0),
-        "cuMemHostGetDevicePointer");
-}
-
-uint32_t Tallies::take() {
-  if (taken_ == kTallies) fail(Code::unsupported, "more than ", kTallies, " lanes on one GPU");
-  return taken_++;
-}
-
-uint32_t Tallies::count(uint32_t index) const {
-  return flag_word(static_cast<std::byte*>(words_.get()), index).load();
 }
 
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes) {

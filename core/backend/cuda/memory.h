@@ -101,25 +101,6 @@ class Ring {
   bool strided_ = true;
 };
 
-// Counts of launches that have ended, one after the other, in host memory that their streams write:
-// the host sees the end by a look at a word, and calls no driver. One GPU's; made before anything
-// runs, because that is when memory is registered.
-class Tallies {
- public:
-  explicit Tallies(std::shared_ptr<const Device> device);
-
-  const Device& device() const { return *device_; }
-  uint32_t take();  // the next one's index; throws unsupported when there are no more
-  CUdeviceptr address(uint32_t index) const { return address_ + index * kWordBytes; }
-  uint32_t count(uint32_t index) const;
-
- private:
-  std::shared_ptr<const Device> device_;
-  std::shared_ptr<void> words_;
-  CUdeviceptr address_ = 0;
-  uint32_t taken_ = 0;
-};
-
 // Finds the ring that an address belongs to.
 class Rings {
  public:

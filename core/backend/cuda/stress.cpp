@@ -153,7 +153,7 @@ void Stress::start(const Round& round) {
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
     const Source source{seat.word->address(), words_->ring(), seat.presets.get(),
                         trial.signals == SignalForm::copy_order};
-    seat.presets->prepare(value_ + 1, round.count, 0);  // nobody reads what was there
+    seat.presets->prepare(value_ + 1, round.count);  // whoever read what was there has ended
     Feed gate(*seat.device, seat.copies->handle(), source, program, first, rings_, habits, nullptr,
               notes);
     gate.wait(seat.gate->address(), turn_);

@@ -2,8 +2,6 @@
 
 #include <numeric>
 
-#include "core/backend/wakeup.h"
-
 namespace offcore::cuda {
 namespace {
 
@@ -48,31 +46,31 @@ void Words::give(const Device& device, CUdeviceptr words, uint64_t count) {
 Presets::Presets(std::shared_ptr<const Device> device, std::shared_ptr<Words> words)
     : block_(std::move(device), std::move(words), 2 * kHalf * kValueBytes / kWordBytes) {}
 
-void Presets::prepare(uint32_t first, uint32_t count, uint32_t ended) {
+void Presets::prepare(uint32_t first, uint32_t count) {
   for (Half& half : halves_) half.prepared = false;
   if (count == 0) return;
   const uint32_t last = first + count - 1;
-  fill(first / kHalf, ended);
-  if (last / kHalf != first / kHalf) fill(last / kHalf, ended);
+  prepare(first / kHalf);
+  if (last / kHalf != first / kHalf) prepare(last / kHalf);
 }
 
-void Presets::fill(uint32_t turn, uint32_t ended) {
+void Presets::prepare(uint32_t turn) {
   Half& half = halves_[turn % 2];
   if (!half.filled || half.turn != turn) {
-    if (half.filled && !reached_value(ended, half.read)) return;
+    if (half.read != nullptr && !half.read->passed()) return;
     std::vector<uint32_t> values(kHalf);
     std::iota(values.begin(), values.end(), turn * kHalf);
     half.filled = false;
     block_.device().copy(reinterpret_cast<void*>(at(turn * kHalf)), values.data(),
                          kHalf * kValueBytes);
-    half = {.filled = true, .turn = turn, .prepared = false, .read = ended};
+    half = {.filled = true, .turn = turn, .prepared = false, .read = nullptr};
   }
   half.prepared = true;
 }
 
-void Presets::used_until(uint32_t launch) {
+void Presets::used_until(const std::shared_ptr<const Event>& done) {
   for (Half& half : halves_) {
-    if (half.prepared) half.read = launch;
+    if (half.prepared) half.read = done;
   }
 }
 

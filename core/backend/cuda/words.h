@@ -57,11 +57,10 @@ class Presets {
   static constexpr uint32_t kHalf = 1024;  // values
 
   Presets(std::shared_ptr<const Device> device, std::shared_ptr<Words> words);
-  // Puts these values in place if that can be done at once: at most kHalf of them. `ended`: so many
-  // launches have.
-  void prepare(uint32_t first, uint32_t count, uint32_t ended);
-  // The launch of that number reads what was prepared last.
-  void used_until(uint32_t launch);
+  // Puts these values in place if that can be done at once: at most kHalf of them.
+  void prepare(uint32_t first, uint32_t count);
+  // Commands that were enqueued since read what was prepared last, until then.
+  void used_until(const std::shared_ptr<const Event>& done);
   CUdeviceptr find(uint32_t value) const;  // 0: it is missing
 
  private:
@@ -69,10 +68,10 @@ class Presets {
     bool filled = false;
     uint32_t turn = 0;  // its values divided by kHalf
     bool prepared = false;
-    uint32_t read = 0;  // by launches up to this one
+    std::shared_ptr<const Event> read;  // null: nobody reads it
   };
 
-  void fill(uint32_t turn, uint32_t ended);
+  void prepare(uint32_t turn);
   CUdeviceptr at(uint32_t value) const;
 
   Word block_;
