@@ -108,7 +108,7 @@ class Fleet {
     const Device* device;
     Lane* lane;
     CUstream stream;  // where the caller queue goes
-    CUstream named;   // the caller's, where that is a default stream; else null
+    CUstream named;   // the caller's, where that is the per-thread default stream; else null
     Flight::Part* part;
     std::vector<Event> joins;
   };
