@@ -274,13 +274,8 @@ void Fleet::reap() {
     flying_.front()->launch.owner.reset();
     flying_.pop_front();
   }
-  const bool poisoned = std::any_of(flying_.begin(), flying_.end(),
-                                    [](const auto& flight) { return flight->poisoned() != 0; });
-  if (!poisoned) return;
-  std::vector<std::shared_ptr<Flight>> flights;
-  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
-               [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
+  // Those of a communicator are poisoned together: the oldest tells.
+  if (!flying_.empty() && flying_.front()->poisoned() != 0) release(poisoned());
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.
@@ -295,12 +290,16 @@ void Fleet::retire(Flight& flight) {
   }
 }
 
-void Fleet::release_poisoned() {
-  const std::scoped_lock lock(mutex_);
+std::vector<std::shared_ptr<Flight>> Fleet::poisoned() const {
   std::vector<std::shared_ptr<Flight>> flights;
   std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
                [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
+  return flights;
+}
+
+void Fleet::release_poisoned() {
+  const std::scoped_lock lock(mutex_);
+  release(poisoned());
 }
 
 // Writes the awaited words until all these launches are through. Signals that run out meanwhile

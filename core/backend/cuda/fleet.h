@@ -129,6 +129,7 @@ class Fleet {
   void reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);
+  std::vector<std::shared_ptr<Flight>> poisoned() const;
   void release_poisoned();
   std::vector<std::shared_ptr<Flight>> flying(const std::shared_ptr<const Cargo>& cargo);
   void run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
