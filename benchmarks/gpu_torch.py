@@ -142,42 +142,46 @@ class Rank:
         self.torch.cuda.synchronize()
 
     def latency(self) -> None:
-        """One call seen from the host, issued and completed: medians of the slowest rank."""
+        """One call seen from the host, issued and completed, in the default and another stream."""
         torch, comm = self.torch, self.comm
         count = LATENCY_BYTES // 4
         out = comm.empty(count, torch.int32)
         own = out[self.rank * (count // self.ranks) :][: count // self.ranks]
 
-        def safe(protocol: str) -> Callable[[], Any]:
-            return lambda: comm.all_gather(out, own, protocol=protocol)
+        def given() -> Any:
+            return comm.next_input(count // self.ranks, torch.int32)
 
-        def view() -> Any:
-            return comm.all_gather_view(comm.next_input(count // self.ranks, torch.int32))
-
-        calls = {"safe": safe("auto"), "promise": safe("promise"), "view": view}
+        # What is made before the clock starts, and what is timed.
+        cases: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+            "safe": (lambda: None, lambda _: comm.all_gather(out, own)),
+            "promise": (lambda: None, lambda _: comm.all_gather(out, own, protocol="promise")),
+            "view": (lambda: None, lambda _: comm.all_gather_view(given())),
+            "view, input at hand": (given, comm.all_gather_view),
+        }
         streams = {"default": torch.cuda.default_stream(), "own": torch.cuda.Stream()}
-        for place, name in itertools.product(streams, calls):
+        for place, name in itertools.product(streams, cases):
             with torch.cuda.stream(streams[place]):
-                whole, issue, enqueue = self.timed(calls[name])
-            if self.rank == 0:
-                print(
-                    f"   one all-gather of 4 KiB from the host, {name}, {place} stream: "
-                    f"{whole:.1f} us, of which to issue {issue:.1f} us (in the core {enqueue:.1f})",
-                    flush=True,
-                )
+                whole, issue, enqueue, seen = self.timed(*cases[name])
+            print(
+                f"   one all-gather of 4 KiB from the host, {name}, {place} stream, rank "
+                f"{self.rank}: {whole:.1f} us, of which to issue {issue:.1f} us; in the core "
+                f"{enqueue:.1f} us to enqueue, {seen:.1f} us until it saw the end",
+                flush=True,
+            )
 
-    def timed(self, call: Callable[[], Any]) -> list[float]:
-        """Medians, in us: of the call with its wait, of the call, of the core's part of it."""
+    def timed(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> list[float]:
+        """Medians, in us: of the call with its wait, of the call, and the core's own times."""
         rows = []
         for _ in range(TIMED_CALLS):
+            prepared = prepare()
             self.comm.barrier()
             began = time.perf_counter()
-            handle = call()
+            handle = call(prepared)
             issued = time.perf_counter()
             result = handle.wait()
             ended = time.perf_counter()
-            us = ((ended - began) * 1e6, (issued - began) * 1e6, result.phases.control_us)
-            rows.append(us)
+            core = (result.phases.control_us, result.time_us)
+            rows.append(((ended - began) * 1e6, (issued - began) * 1e6, *core))
         return [statistics.median(column) for column in zip(*rows[50:], strict=True)]
 
     def close(self) -> None:
