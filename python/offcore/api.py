@@ -460,9 +460,12 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side, _, _ = self._side(inp, op + "_view", writable=False)
+        side, dtype, _ = self._side(inp, op + "_view", writable=False)
+        looks: list[Look]
         if type(side) is _core.Region:
-            looks: list[Look] = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
+            looks = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
+        elif hasattr(inp, "shape"):
+            looks = [(inp.shape, dtype)]
         else:
             looks = looks_of(inp)
         pending = self._core.start(

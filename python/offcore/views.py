@@ -139,7 +139,7 @@ def kind_of(dtype: Any) -> Any:
 
 
 def looks_of(given: Any) -> list[Look]:
-    """The shape and dtype of each local rank's input: an array, or a list of them."""
+    """The shape and dtype of each local rank's input: a list of arrays, or one without a shape."""
     return [_look_of(array) for array in (given if isinstance(given, (list, tuple)) else (given,))]
 
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/backend/wakeup.h"
+#include "core/base/env.h"
 
 namespace offcore::cuda {
 namespace {
@@ -31,6 +32,7 @@ Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits ha
     : ranks_(ranks),
       devices_(std::move(devices)),
       habits_(habits),
+      channels_(env("CUDA_DEVICE_MAX_CONNECTIONS")),
       rings_(std::make_shared<Rings>()),
       words_(std::make_shared<Words>(ranks, devices_)),
       captures_(devices_, habits_, rings_, words_) {}

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/backend/cuda/capture.h"
@@ -139,6 +140,7 @@ class Fleet {
   const Rank ranks_;
   const std::vector<std::shared_ptr<Device>> devices_;
   const Habits habits_;
+  const std::string channels_;  // of a GPU: the driver asks when it starts
   const std::shared_ptr<Rings> rings_;
   const std::shared_ptr<Words> words_;
   Captures captures_;
