@@ -6,6 +6,7 @@ Run by h200_check.py as one rank of several, a process a GPU. Every byte is chec
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -141,37 +142,47 @@ class Rank:
         self.torch.cuda.synchronize()
 
     def latency(self) -> None:
-        """One call seen from the host, issued and completed: medians of the slowest rank."""
+        """One call seen from the host, issued and completed, in the default and another stream."""
         torch, comm = self.torch, self.comm
         count = LATENCY_BYTES // 4
         out = comm.empty(count, torch.int32)
         own = out[self.rank * (count // self.ranks) :][: count // self.ranks]
 
-        def safe(protocol: str) -> Callable[[], Any]:
-            return lambda: comm.all_gather(out, own, protocol=protocol)
+        def given() -> Any:
+            return comm.next_input(count // self.ranks, torch.int32)
 
-        def view() -> Any:
-            return comm.all_gather_view(comm.next_input(count // self.ranks, torch.int32))
+        # What is made before the clock starts, and what is timed.
+        cases: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+            "safe": (lambda: None, lambda _: comm.all_gather(out, own)),
+            "promise": (lambda: None, lambda _: comm.all_gather(out, own, protocol="promise")),
+            "view": (lambda: None, lambda _: comm.all_gather_view(given())),
+            "view, input at hand": (given, comm.all_gather_view),
+        }
+        streams = {"default": torch.cuda.default_stream(), "own": torch.cuda.Stream()}
+        for place, name in itertools.product(streams, cases):
+            with torch.cuda.stream(streams[place]):
+                whole, issue, enqueue, seen = self.timed(*cases[name])
+            print(
+                f"   one all-gather of 4 KiB from the host, {name}, {place} stream, rank "
+                f"{self.rank}: {whole:.1f} us, of which to issue {issue:.1f} us; in the core "
+                f"{enqueue:.1f} us to enqueue, {seen:.1f} us until it saw the end",
+                flush=True,
+            )
 
-        calls = {"safe": safe("auto"), "promise": safe("promise"), "view": view}
-        for name, call in calls.items():
-            issue, whole = [], []
-            for turn in range(TIMED_CALLS):
-                comm.barrier()
-                began = time.perf_counter()
-                handle = call()
-                issued = time.perf_counter()
-                handle.wait()
-                if turn >= 50:
-                    whole.append((time.perf_counter() - began) * 1e6)
-                    issue.append((issued - began) * 1e6)
-            if self.rank == 0:
-                print(
-                    f"   one all-gather of 4 KiB from the host, {name}: "
-                    f"{statistics.median(whole):.1f} us, of which to issue "
-                    f"{statistics.median(issue):.1f} us",
-                    flush=True,
-                )
+    def timed(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> list[float]:
+        """Medians, in us: of the call with its wait, of the call, and the core's own times."""
+        rows = []
+        for _ in range(TIMED_CALLS):
+            prepared = prepare()
+            self.comm.barrier()
+            began = time.perf_counter()
+            handle = call(prepared)
+            issued = time.perf_counter()
+            result = handle.wait()
+            ended = time.perf_counter()
+            core = (result.phases.control_us, result.time_us)
+            rows.append(((ended - began) * 1e6, (issued - began) * 1e6, *core))
+        return [statistics.median(column) for column in zip(*rows[50:], strict=True)]
 
     def close(self) -> None:
         import torch.distributed as dist

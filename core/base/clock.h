@@ -12,6 +12,17 @@ inline int64_t now_ns() {
       .count();
 }
 
+// Between two looks of a thread that spins.
+inline void pause_briefly(uint32_t times = 1) {
+  for (uint32_t i = 0; i < times; ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+}
+
 // A wait in seconds as messages show it: in hundredths, rounded up, since a little has passed.
 inline double shown_s(int64_t wait_ns) {
   return static_cast<double>((wait_ns + 9'999'999) / 10'000'000) / 100;

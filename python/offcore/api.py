@@ -25,7 +25,7 @@ from offcore.operands import (
     same_dtype,
 )
 from offcore.programs import program_of, variants
-from offcore.views import Look, ViewCalls, kind_of, looks_of, tensor_of
+from offcore.views import Look, ViewCalls, kind_of, looks_of, tensors_of
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
@@ -61,7 +61,8 @@ class Window:
 
     def tensor(self, rank: int | None = None) -> Any:
         """cuda: a local rank's part as a one-dimensional torch tensor of uint8, without a copy."""
-        return tensor_of(self._core, self._local(rank), 0, (self.nbytes,), np.dtype("uint8"))
+        make = tensors_of(np.dtype("uint8"))
+        return make(self._core, self._local(rank), 0, (self.nbytes,))
 
     def address(self, rank: int | None = None) -> int:
         """Where a local rank's part begins, in this process."""
@@ -459,9 +460,12 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side, _, _ = self._side(inp, op + "_view", writable=False)
+        side, dtype, _ = self._side(inp, op + "_view", writable=False)
+        looks: list[Look]
         if type(side) is _core.Region:
-            looks: list[Look] = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
+            looks = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
+        elif hasattr(inp, "shape"):
+            looks = [(inp.shape, dtype)]
         else:
             looks = looks_of(inp)
         pending = self._core.start(

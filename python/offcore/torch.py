@@ -81,5 +81,16 @@ class Communicator(api.Communicator):
         weakref.finalize(pool, _core.close_pool, door)
         return pool
 
+    def _side(self, given: Any, op: str, writable: bool) -> tuple[Any, Any, int]:
+        # What is passed nearly always, in fewer steps than what can be passed.
+        if (
+            type(given) is torch.Tensor
+            and given.is_cuda
+            and given.get_device() == self._device
+            and given.is_contiguous()
+        ):
+            return ((given.data_ptr(), given.nbytes),), given.dtype, given.itemsize
+        return super()._side(given, op, writable)
+
     def _streams(self) -> list[int]:
         return [_stream_of(self._device) or _LEGACY_STREAM]

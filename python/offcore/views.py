@@ -12,6 +12,7 @@ import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,20 +83,22 @@ class ViewCalls(ABC):
         nbytes = checked("next_input: bytes", math.prod(shape) * kind.itemsize)
         lane = checked("next_input: lane", lane, NUMBER_MAX)
         window, offset = self._core.next_input(lane, nbytes, self.timeout)
-        arrays = [
+        if len(self.local_ranks) == 1:
+            rank = self.local_ranks[0]
+            return self._array(window, rank, offset + rank * nbytes, shape, kind)
+        return [
             self._array(window, rank, offset + rank * nbytes, shape, kind)
             for rank in self.local_ranks
         ]
-        return arrays[0] if len(arrays) == 1 else arrays
 
     def _array(
         self, window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...], kind: Any
     ) -> Any:
         """Bytes of a local rank's window as an array of that shape and dtype, without a copy."""
-        if window.host_visible and isinstance(kind, np.dtype):
+        if isinstance(kind, np.dtype) and window.host_visible:
             memory: Any = window.view(rank, offset, math.prod(shape) * kind.itemsize)
             return memory.view(kind).reshape(shape)
-        return tensor_of(window, rank, offset, shape, kind)
+        return tensors_of(kind)(window, rank, offset, shape)
 
 
 # DLPack's code and bits of the dtypes that every version of it knows, by name.
@@ -106,26 +109,28 @@ _FORMATS = {"bool": (6, 8), "bfloat16": (4, 16)} | {
 }
 
 
+Make = Callable[[CoreWindow, int, int, tuple[int, ...]], Any]
+
+
 @functools.cache
-def _torch_format(kind: Any) -> tuple[Any, Any, tuple[int, int] | None]:
-    """How a tensor of that dtype, torch's or numpy's, is made: torch's function, its dtype, and the
-    code and bits for DLPack; None: as bytes, which are looked at as that dtype."""
+def tensors_of(kind: Any) -> Make:
+    """What makes tensors of that dtype, torch's or numpy's: of bytes of a local rank's window, from
+    an offset on and in a shape, without a copy. They keep their memory mapped."""
     torch: Any = importlib.import_module("torch")
-    kind = getattr(torch, str(kind)) if isinstance(kind, np.dtype) else kind
-    return torch.utils.dlpack.from_dlpack, kind, _FORMATS.get(dtype_name(kind))
+    # Capsules need nothing of what torch.from_dlpack does for other objects.
+    from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+    wanted = getattr(torch, str(kind)) if isinstance(kind, np.dtype) else kind
+    known = dtype_name(wanted) in _FORMATS
+    code, bits = _FORMATS[dtype_name(wanted) if known else "uint8"]
 
+    def make(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...]) -> Any:
+        return from_dlpack(window.dlpack(rank, offset, shape, code, bits))
 
-def tensor_of(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...], kind: Any) -> Any:
-    """Bytes of a local rank's window as a torch tensor, without a copy, which keeps them mapped."""
-    from_dlpack, kind, format = _torch_format(kind)
-    if format is not None:
-        return from_dlpack(window.dlpack(rank, offset, shape, *format))
-    nbytes = math.prod(shape) * kind.itemsize
-    return (
-        from_dlpack(window.dlpack(rank, offset, (nbytes,), *_FORMATS["uint8"]))
-        .view(kind)
-        .view(shape)
-    )
+    def view_bytes(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...]) -> Any:
+        raw = make(window, rank, offset, (math.prod(shape) * wanted.itemsize,))
+        return raw.view(wanted).view(shape)
+
+    return make if known else view_bytes
 
 
 def kind_of(dtype: Any) -> Any:
@@ -134,7 +139,7 @@ def kind_of(dtype: Any) -> Any:
 
 
 def looks_of(given: Any) -> list[Look]:
-    """The shape and dtype of each local rank's input: an array, or a list of them."""
+    """The shape and dtype of each local rank's input: a list of arrays, or one without a shape."""
     return [_look_of(array) for array in (given if isinstance(given, (list, tuple)) else (given,))]
 
 

@@ -3,8 +3,45 @@
 from textwrap import dedent
 
 import pytest
-from test_cuda import run
+from test_cuda import finish, run, start
 from test_streamed_views import STREAMED
+
+from stores import free_store
+
+SPENT = """
+REACHING = ("cuMemcpyAsync", "cuMemcpy2DAsync", "cuMemcpyBatchAsync", "cuStreamBatchMemOp",
+            "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery", "cuStreamQuery")
+
+def spent(call):
+    # How often each was called, from the call to the end of its wait.
+    call().wait()
+    before = {name: calls(name) for name in REACHING}
+    handle = call()
+    time.sleep(0.3)  # it ends meanwhile
+    handle.wait()
+    return {name: calls(name) - n for name, n in before.items() if calls(name) > n}
+"""
+
+
+@pytest.mark.parametrize("stream", ["own", "made", "default"])
+def test_a_process_a_rank_calls_the_driver_seldom(stream: str) -> None:
+    """And in the default stream, where torch's users are, not more often than elsewhere."""
+    code = """
+    store, rank, stream = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    comm = Streamed(backend="cuda", store=store, rank=rank, world_size=2, timeout=10)
+    comm.given = {"own": (), "made": streams(2)[rank:][:1], "default": (1,)}[stream]
+    out = comm.window(2000)
+    call = lambda protocol: lambda: comm.all_gather(out, variant="pcpy", protocol=protocol)
+    found = spent(call("promise"))
+    ends = {"cuEventRecord": 1, "cuEventQuery": 1}
+    assert found == {"cuMemcpyAsync": 1, "cuStreamBatchMemOp": 2} | ends, found
+    found = spent(call("barrier"))
+    assert found == {"cuMemcpyAsync": 2, "cuStreamBatchMemOp": 3} | ends, found
+    comm.close()
+    """
+    store = free_store()
+    group = [start(STREAMED + SPENT + dedent(code), store, str(rank), stream) for rank in (0, 1)]
+    assert finish(group, {0: 0, 1: 0})
 
 
 @pytest.mark.parametrize("variant", ["pcpy", "fan", "prelaunch_fan"])

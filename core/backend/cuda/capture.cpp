@@ -31,14 +31,14 @@ State state_of(const Device& device, CUstream stream) {
 
 // The capture that a caller's stream is in; 0: none.
 uint64_t id_of(const Device& device, uintptr_t stream) {
-  if (stream < kNamedStreams) return 0;  // the legacy default stream cannot be captured
+  if (stream <= kLegacyStream) return 0;  // the legacy default stream cannot be captured
   const State state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
   if (state.status != kCaptureActive) {
     fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
          "capture allows: end it and capture again");
   }
-  if (stream == kNamedStreams) {
+  if (stream == kPerThreadStream) {
     fail(Code::unsupported, "the per-thread default stream is being captured: capture a stream ",
          "that was made for it");
   }

@@ -6,6 +6,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -42,7 +43,8 @@ inline constexpr unsigned kHostDeviceMap = 2;
 
 // Streams that are names rather than handles: 0 and 1 are the legacy default stream, 2 is the
 // calling thread's.
-inline constexpr uintptr_t kNamedStreams = 2;
+inline constexpr uintptr_t kLegacyStream = 1;
+inline constexpr uintptr_t kPerThreadStream = 2;
 
 // CUstreamCaptureStatus and CUstreamCaptureMode.
 inline constexpr int kCaptureNone = 0;
@@ -273,13 +275,19 @@ class Relaxed {
   int mode_ = kCaptureRelaxed;  // then the caller's
 };
 
-// Makes a context current and puts the caller's back.
+// Makes a context current and puts the caller's back. Inside another one of the same context it
+// calls nothing.
 class Current {
  public:
-  explicit Current(CUcontext context) {
+  explicit Current(CUcontext context) : outer_(innermost_) {
+    if (context == outer_) return;
+    relaxed_.emplace();
     check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
+    innermost_ = context;
   }
   ~Current() {
+    if (!relaxed_) return;
+    innermost_ = outer_;
     CUcontext popped = nullptr;
     Driver::get().cuCtxPopCurrent(&popped);
   }
@@ -287,7 +295,9 @@ class Current {
   Current& operator=(const Current&) = delete;
 
  private:
-  Relaxed relaxed_;
+  static inline thread_local CUcontext innermost_ = nullptr;  // of this thread's
+  CUcontext outer_;
+  std::optional<Relaxed> relaxed_;
 };
 
 std::string device_name(int ordinal);

@@ -266,7 +266,8 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
 
 void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   flush_ops();
-  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture &&
+  const bool legacy = reinterpret_cast<uintptr_t>(stream_) == kLegacyStream;
+  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture && !legacy &&
                      Driver::get().cuMemcpyBatchAsync != nullptr;
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
   if (!asked) {

@@ -6,11 +6,13 @@
 #include <utility>
 
 #include "core/backend/wakeup.h"
+#include "core/base/env.h"
 
 namespace offcore::cuda {
 namespace {
 
 constexpr size_t kFlyingMax = 8;  // launches not waited for, before their events are asked
+constexpr uint32_t kLooks = 50;   // of a microsecond or less
 constexpr int64_t kSpinNs = 200'000;
 constexpr double kGraceS = 2.0;  // what is under way may still end by itself
 constexpr double kReleaseS = 10.0;
@@ -30,6 +32,7 @@ Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits ha
     : ranks_(ranks),
       devices_(std::move(devices)),
       habits_(habits),
+      channels_(env("CUDA_DEVICE_MAX_CONNECTIONS")),
       rings_(std::make_shared<Rings>()),
       words_(std::make_shared<Words>(ranks, devices_)),
       captures_(devices_, habits_, rings_, words_) {}
@@ -110,10 +113,13 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
             .part = &flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())],
             .joins = {}};
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
-  if (given > kNamedStreams) turn.stream = reinterpret_cast<CUstream>(given);
+  // The per-thread default stream is another one in each thread, under one name: the lane's own
+  // stream stands in for it.
+  const bool named = given == kPerThreadStream;
+  if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
   own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span);
-  if (given != 0 && given <= kNamedStreams) {
+  if (named) {
     turn.named = reinterpret_cast<CUstream>(given);
     const Event fork = turn.device->event();
     fork.record(turn.named);
@@ -227,6 +233,7 @@ void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
 std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const Launch& launch,
                                       Hangar& hangar) {
   const int64_t launch_ns = now_ns();
+  const Current current = devices_.front()->current();  // once, for all that is called below
   check_launch(*cargo, launch);
   if (!hangar.parked.empty() && !(hangar.parked.front().launch.binding == launch.binding)) {
     recall(cargo, hangar);
@@ -269,13 +276,8 @@ void Fleet::reap() {
     flying_.front()->launch.owner.reset();
     flying_.pop_front();
   }
-  const bool poisoned = std::any_of(flying_.begin(), flying_.end(),
-                                    [](const auto& flight) { return flight->poisoned() != 0; });
-  if (!poisoned) return;
-  std::vector<std::shared_ptr<Flight>> flights;
-  std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
-               [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
+  // Those of a communicator are poisoned together: the oldest tells.
+  if (!flying_.empty() && flying_.front()->poisoned() != 0) release(poisoned());
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.
@@ -290,12 +292,16 @@ void Fleet::retire(Flight& flight) {
   }
 }
 
-void Fleet::release_poisoned() {
-  const std::scoped_lock lock(mutex_);
+std::vector<std::shared_ptr<Flight>> Fleet::poisoned() const {
   std::vector<std::shared_ptr<Flight>> flights;
   std::copy_if(flying_.begin(), flying_.end(), std::back_inserter(flights),
                [](const auto& flight) { return flight->poisoned() != 0; });
-  release(flights);
+  return flights;
+}
+
+void Fleet::release_poisoned() {
+  const std::scoped_lock lock(mutex_);
+  release(poisoned());
 }
 
 // Writes the awaited words until all these launches are through. Signals that run out meanwhile
@@ -335,6 +341,9 @@ void Fleet::wait(Flight& flight, const Deadline& deadline) {
   const auto fail_poisoned = [&](uint32_t by) {
     fail(Code::peer, "rank ", by - 1, " died or aborted during ", op);
   };
+  const Current current = devices_.front()->current();  // once, for all looks at it
+  // A small operation ends while its host looks, which it does without a pause at first.
+  for (uint32_t looks = 0; looks < kLooks && !flight.ended(); ++looks) pause_briefly();
   while (!flight.ended()) {
     if (const uint32_t by = flight.poisoned(); by != 0) {
       release_poisoned();

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/backend/cuda/capture.h"
@@ -108,7 +109,7 @@ class Fleet {
     const Device* device;
     Lane* lane;
     CUstream stream;  // where the caller queue goes
-    CUstream named;   // the caller's, where that is a default stream; else null
+    CUstream named;   // the caller's, where that is the per-thread default stream; else null
     Flight::Part* part;
     std::vector<Event> joins;
   };
@@ -129,6 +130,7 @@ class Fleet {
   void reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);
+  std::vector<std::shared_ptr<Flight>> poisoned() const;
   void release_poisoned();
   std::vector<std::shared_ptr<Flight>> flying(const std::shared_ptr<const Cargo>& cargo);
   void run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
@@ -138,6 +140,7 @@ class Fleet {
   const Rank ranks_;
   const std::vector<std::shared_ptr<Device>> devices_;
   const Habits habits_;
+  const std::string channels_;  // of a GPU: the driver asks when it starts
   const std::shared_ptr<Rings> rings_;
   const std::shared_ptr<Words> words_;
   Captures captures_;

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/backend/cuda/fleet.h"
-#include "core/base/env.h"
 
 namespace offcore::cuda {
 namespace {
@@ -63,7 +62,7 @@ bool Fleet::make_bays(const Cargo& cargo, Hangar& hangar) {
   size_t most = 0;
   for (const LocalProgram& local : cargo.locals) most = std::max(most, local.engines.size());
   if (parked_lines_ + most > kParkedLinesMax) return false;
-  if (env("CUDA_DEVICE_MAX_CONNECTIONS") != kChannels) return false;
+  if (channels_ != kChannels) return false;
   std::vector<std::vector<Hangar::Bay>> made;
   for (const LocalProgram& local : cargo.locals) {
     const std::shared_ptr<Device>& device = devices_[local.device];

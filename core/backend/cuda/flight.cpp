@@ -103,13 +103,13 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
 bool Flight::ended() {
   const std::scoped_lock lock(mutex);
   if (end_ns >= 0) return true;
+  bool all = true;  // each is asked: one that waits for a GPU that has failed is never passed
   for (Part& part : parts) {
-    if (part.ended || part.done == nullptr) continue;
-    if (!part.done->passed()) return false;
-    part.ended = true;
+    part.ended = part.ended || part.done == nullptr || part.done->passed();
+    all = all && part.ended;
   }
-  end_ns = now_ns();
-  return true;
+  if (all) end_ns = now_ns();
+  return all;
 }
 
 uint32_t Flight::poisoned() const {
@@ -129,7 +129,8 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.phases.control_ns = static_cast<double>(control_ns);
-  const Relaxed relaxed;
+  std::optional<Relaxed> relaxed;
+  if (cargo->timed) relaxed.emplace();
   for (const Part& part : parts) {
     report.own_copy = std::max(report.own_copy, part.notes.own_copy);
     for (const Stamp& stamp : part.notes.stamps) {

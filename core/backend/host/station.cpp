@@ -38,16 +38,6 @@ uint32_t cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-void pause_briefly(uint32_t times = 1) {
-  for (uint32_t i = 0; i < times; ++i) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
-}
-
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread).
 class SignalsBlocked {
  public:
