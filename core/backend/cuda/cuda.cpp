@@ -33,17 +33,15 @@ struct Mapped {
 // A program in a graph: nothing of it is under way.
 class RecordedRun final : public Run {
  public:
-  explicit RecordedRun(bool own_on_sm) : own_on_sm_(own_on_sm) {}
+  explicit RecordedRun(const Flight& flight) {
+    for (const Flight::Part& part : flight.parts) part.notes.tell(report_);
+  }
   bool done() override { return true; }
   void wait(const Deadline&) override {}
-  Report report() const override {
-    Report report;
-    report.own_on_sm = own_on_sm_;
-    return report;
-  }
+  Report report() const override { return report_; }
 
  private:
-  bool own_on_sm_;
+  Report report_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -80,9 +78,7 @@ class CudaLoaded final : public Loaded {
       return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
                                                         fleet_->launch(cargo_, launch, *hangar_));
     }
-    const auto& parts = fleet_->record(cargo_, launch)->parts;
-    return std::make_unique<RecordedRun>(std::any_of(
-        parts.begin(), parts.end(), [](const auto& part) { return part.notes.own_on_sm; }));
+    return std::make_unique<RecordedRun>(*fleet_->record(cargo_, launch));
   }
 
  private:

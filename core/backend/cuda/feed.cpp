@@ -7,7 +7,9 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kCopiesMax = 1024;  // in a batch
+constexpr size_t kCopiesMax = 1024;    // in a batch
+constexpr size_t kOwnCopiesMax = 32;   // in one within a GPU: the engine starts on it meanwhile
+constexpr size_t kHostCopiesMany = 8;  // collectives have fewer, which stay as they are
 
 CUdeviceptr device_pointer(std::byte* host) {
   CUdeviceptr pointer = 0;
@@ -45,8 +47,9 @@ void Feed::run(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
     const bool data = moves_data(commands[i].op);
-    if (data && !in_group && habits_.signals == SignalForm::copy_order) {
-      announce(commands.subspan(i));
+    if (data && !in_group) {
+      if (habits_.signals == SignalForm::copy_order) announce(commands.subspan(i));
+      look_ahead(commands.subspan(i));
     }
     in_group = data;
     run(commands[i]);
@@ -179,14 +182,14 @@ void Feed::copy(const Command& command) {
     uint64_t src_pitch = 0;
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
       flush();
+      ++notes_.calls.strided;
       return strided(dst.address, dst_pitch, src.address, src_pitch, command.bytes, command.rows);
     }
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
     const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
-    plain(place(dst).address, place(src).address, command.bytes,
-          dst.rank == own && src.rank == own);
+    plain(dst, src, command.bytes);
   }
 }
 
@@ -213,23 +216,42 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   if (command.dst_step == 0) return false;
   if (!pitch(command.dst, command.dst_step, dst, dst_pitch)) return false;
   if (!pitch(command.src, command.src_step, src, src_pitch)) return false;
-  const uint64_t widest = std::max(dst_pitch, src_pitch);
-  if (widest <= kPitchMax) return true;
-  return command.bytes <= kSlice && dst_pitch % kSlice == 0 && src_pitch % kSlice == 0;
+  const auto fits = [&](uint64_t result) {
+    const uint64_t height = rows_of_slice(result);
+    return height != 0 && result / height >= command.bytes;
+  };
+  return fits(dst_pitch) && fits(src_pitch);
 }
 
-void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own) {
+// Whether the group that begins here is worth batches.
+void Feed::look_ahead(std::span<const Command> rest) {
+  size_t copies = 0;
+  for (const Command& command : rest) {
+    if (!moves_data(command.op) || copies == kHostCopiesMany) break;
+    copies +=
+        command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
+  }
+  many_ = copies == kHostCopiesMany;
+}
+
+void Feed::plain(const Slice& dst, const Slice& src, uint64_t bytes) {
   flush_ops();
-  const bool batched = !habits_.own_copy_on_sm && program_.mode != Mode::capture &&
-                       Driver::get().cuMemcpyBatchAsync != nullptr;
-  if (!own || !batched) {
+  const CUdeviceptr to = place(dst).address;
+  const CUdeviceptr from = place(src).address;
+  const bool own = dst.rank == device_.rank() && src.rank == device_.rank();
+  const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
+  const bool wanted = own ? !habits_.own_copy_on_sm : host && many_;
+  if (!wanted || program_.mode == Mode::capture || Driver::get().cuMemcpyBatchAsync == nullptr) {
     flush_copies();
     notes_.own_on_sm = notes_.own_on_sm || own;
-    return check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+    ++notes_.calls.plain;
+    return check(Driver::get().cuMemcpyAsync(to, from, bytes, stream_), "cuMemcpyAsync");
   }
-  if (sizes_.size() == kCopiesMax) flush_copies();
-  dsts_.push_back(dst);
-  srcs_.push_back(src);
+  const unsigned flags = own ? kPreferOverlap : 0;
+  if (flags != flags_ || sizes_.size() == (own ? kOwnCopiesMax : kCopiesMax)) flush_copies();
+  flags_ = flags;
+  dsts_.push_back(to);
+  srcs_.push_back(from);
   sizes_.push_back(bytes);
 }
 
@@ -240,8 +262,10 @@ void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_
 
 void Feed::flush_copies() {
   if (sizes_.empty()) return;
-  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = kPreferOverlap};
+  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
   size_t first = 0;
+  ++notes_.calls.batches;
+  notes_.calls.batched += static_cast<uint32_t>(sizes_.size());
   check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),
                                          &attributes, &first, 1, stream_),
         "cuMemcpyBatchAsync");

@@ -1,14 +1,15 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
-//              asks for a copy engine, because a plain one would take SMs
+//              asks for a copy engine, because a plain one would take SMs; many in one group between
+//              the host and a GPU: a batch, which costs the host less
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
 //              copy of that word to all of them
-//   fence      nothing: a stream is in order
+//   fence      hands over what was collected: a stream is in order by itself
 //
-// A batch of copies cannot be captured: there a copy within one GPU is a plain one.
+// A batch of copies cannot be captured: there its copies are plain ones.
 //
 // The signal form `copy_order` writes the word before the data and relies on copies of one stream
 // not to overtake each other; it saves a step, and nobody promises it (see docs/cuda.md).
@@ -45,6 +46,12 @@ struct Stamp {
 struct Notes {
   std::vector<Stamp> stamps;
   bool own_on_sm = false;  // copies within the GPU may take SMs
+  Calls calls;
+
+  void tell(Report& report) const {  // but the stamps
+    report.own_on_sm = report.own_on_sm || own_on_sm;
+    report.calls += calls;
+  }
 };
 
 class Feed {
@@ -77,7 +84,8 @@ class Feed {
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
-  void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own);
+  void look_ahead(std::span<const Command> rest);
+  void plain(const Slice& dst, const Slice& src, uint64_t bytes);
   void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
                uint64_t bytes, uint32_t rows);
   void flush_copies();
@@ -94,7 +102,9 @@ class Feed {
   const Doubles* doubles_;
   Notes& notes_;
   bool announced_ = false;  // copy_order: the next signal's word holds its value already
+  bool many_ = false;       // this group has many copies between the host and the GPU
   std::vector<CUstreamMemOp> ops_;
+  unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;
   std::vector<CUdeviceptr> srcs_;
   std::vector<size_t> sizes_;

@@ -129,7 +129,7 @@ Report Flight::report() const {
   report.phases.control_ns = static_cast<double>(control_ns);
   const Relaxed relaxed;
   for (const Part& part : parts) {
-    report.own_on_sm = report.own_on_sm || part.notes.own_on_sm;
+    part.notes.tell(report);
     for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);
