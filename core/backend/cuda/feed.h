@@ -1,7 +1,7 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
-//              asks for a copy engine, because a plain one would take SMs; many in one group between
+//              asks for a copy engine, because a plain one would take SMs; many in a group between
 //              the host and a GPU: a batch, which costs the host less
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
