@@ -278,6 +278,11 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   for (size_t i = 0; i < local_ranks.size(); ++i) {
     devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
   }
+  for (const auto& device : devices) {
+    for (const auto& peer : devices) {
+      if (options.foreign) device->reach(*peer);
+    }
+  }
   return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), habits);
 }
 

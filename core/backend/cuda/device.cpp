@@ -116,6 +116,14 @@ Device::Device(Rank rank, int ordinal)
       events_(std::make_shared<Events>(context_)),
       service_(std::make_unique<Stream>(context_)) {}
 
+void Device::reach(const Device& peer) const {
+  if (peer.ordinal() == ordinal()) return;
+  const Current here = current();
+  const CUresult result = Driver::get().cuCtxEnablePeerAccess(peer.context()->handle(), 0);
+  if (result == kPeerAccessAlready) return;  // torch may have asked for it too
+  check(result, cat("cuCtxEnablePeerAccess of device ", ordinal(), " to ", peer.ordinal()));
+}
+
 void Device::settle() const {
   const Deadline deadline = Deadline::after_s(kServiceWaitS);
   for (uint32_t looks = 0;; ++looks) {

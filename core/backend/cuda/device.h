@@ -120,6 +120,10 @@ class Device final : public Port {
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
+  // Makes the driver copy straight to and from the peer's memory that others have allocated; that
+  // of windows it reaches anyhow.
+  void reach(const Device& peer) const;
+
  private:
   void settle() const;
 
