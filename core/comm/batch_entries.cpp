@@ -15,6 +15,13 @@ const char* kind_of(int32_t dst_home, int32_t src_home) {
   return src_home == kHostHome ? "h2d" : "d2d";
 }
 
+void check_place(uint64_t at, uint64_t bytes, const char* side, size_t index) {
+  if (at == 0) fail(Code::invalid, "entry ", index, ": its ", side, " is null");
+  if (bytes > UINT64_MAX - at) {
+    fail(Code::invalid, "entry ", index, ": its ", side, " leaves all memory");
+  }
+}
+
 // The lowest place and the end of all, of one memory.
 struct Range {
   uint64_t begin = std::numeric_limits<uint64_t>::max();
@@ -37,6 +44,8 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
   entries.src_homes.assign(count, kHostHome);
   for (size_t i = 0; i < count; ++i) {
     if (entries.sizes[i] == 0) continue;
+    check_place(entries.dsts[i], entries.sizes[i], "destination", i);
+    check_place(entries.srcs[i], entries.sizes[i], "source", i);
     const int dst = atlas.home(entries.dsts[i], entries.sizes[i], "destination", i);
     const int src = atlas.home(entries.srcs[i], entries.sizes[i], "source", i);
     if (dst == cuda::kHostMemory && src == cuda::kHostMemory) {
@@ -83,16 +92,16 @@ Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases) {
   };
   for (size_t i = 0; i < count; ++i) {
     if (entries.sizes[i] == 0) continue;
-    for (const auto& [at, home] : {std::pair(entries.dsts[i], entries.dst_homes[i]),
-                                   {entries.srcs[i], entries.src_homes[i]}}) {
-      if (home != kHostHome && (home < 0 || home >= entries.ranks)) {
-        fail(Code::invalid, "entry ", i, ": there is no rank ", home, " of ", entries.ranks);
-      }
-      if (at == 0 && !phantom) fail(Code::invalid, "entry ", i, ": an address is null");
-      if (entries.sizes[i] > UINT64_MAX - at)
-        fail(Code::invalid, "entry ", i, " leaves all memory");
-      range_of(home).add(at, entries.sizes[i]);
+    if (!phantom) {
+      check_place(entries.dsts[i], entries.sizes[i], "destination", i);
+      check_place(entries.srcs[i], entries.sizes[i], "source", i);
     }
+    for (const int32_t home : {entries.dst_homes[i], entries.src_homes[i]}) {
+      if (home == kHostHome || (home >= 0 && home < entries.ranks)) continue;
+      fail(Code::invalid, "entry ", i, ": there is no rank ", home, " of ", entries.ranks);
+    }
+    range_of(entries.dst_homes[i]).add(entries.dsts[i], entries.sizes[i]);
+    range_of(entries.src_homes[i]).add(entries.srcs[i], entries.sizes[i]);
   }
   uint64_t device_bytes = 0;
   for (Range& range : device) {

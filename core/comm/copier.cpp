@@ -82,6 +82,12 @@ Copier::Copier(std::unique_ptr<Backend> backend, Rank ranks)
   for (Rank rank = 0; rank < ranks; ++rank) wakeups_.emplace_back();
 }
 
+void Copier::forget() {
+  Copiers& all = copiers();
+  const std::scoped_lock lock(all.mutex);
+  std::erase_if(all.open, [&](const auto& entry) { return entry.second.get() == this; });
+}
+
 void Copier::close() {
   const std::scoped_lock lock(mutex_);
   backend_.reset();
@@ -175,7 +181,14 @@ std::unique_ptr<BatchRun> Copier::start(BatchCall call, const Deadline& deadline
   result->own_copy = is_copy_within(*program) ? std::string(backend_->own_copies()) : "none";
   const std::unique_ptr<Loaded> loaded = backend_->load(program);
   if (call.policy.captured) call.keep = nullptr;
-  result->run = loaded->launch(bind(*program, bases, call, lane_of(call.streams), deadline));
+  const Launch launch = bind(*program, bases, call, lane_of(call.streams), deadline);
+  try {
+    result->run = loaded->launch(launch);
+  } catch (...) {
+    // Half of it may be enqueued: then it was poisoned, and with it all that this copier launches.
+    if (wakeups_.front().poison.load() != 0) forget();
+    throw;
+  }
   result->submit_ns = now_ns() - start_ns - result->plan_ns;
   return result;
 }

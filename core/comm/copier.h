@@ -1,9 +1,9 @@
 // Batches of copies that one process makes between memories of any kind, by address: planned,
 // launched once, and not kept.
 //
-// A copier holds a backend for one set of GPUs (or for simulated or software engines), opened at the
-// first batch that needs it and kept until the process ends. What streams were given together is a
-// lane: their batches are in order, those of other streams may overtake them.
+// A copier holds a backend for one set of GPUs (or for simulated or software engines), opened at
+// the first batch that needs it and kept until the process ends. What streams were given together
+// is a lane: their batches are in order, those of other streams may overtake them.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -95,6 +95,7 @@ class Copier : public std::enable_shared_from_this<Copier> {
   Share scratch_of(Lane& lane, Rank rank, uint64_t bytes, bool captured);
   Launch bind(const Program& program, const BatchBases& bases, BatchCall& call, uint32_t index,
               const Deadline& deadline);
+  void forget();  // the next batch opens another one
   void close();
 
   const Rank ranks_;

@@ -215,13 +215,18 @@ def _call(
     entries.settle(where, kind, stream)
     ranks = entries.core.ranks
     name = machine or {"sim": "mi300x-8", "cuda": machines.for_gpus(ranks)}.get(where, "host-1")
-    return _Call(where, _machine(name, _core.env("OFFCORE_MACHINES")), entries, chosen)
+    loaded = _machine(name, _core.env("OFFCORE_MACHINES"))
+    if ranks > loaded.ranks:
+        raise error("invalid", f"machine {name} has 1 to {loaded.ranks} ranks, not {ranks}")
+    return _Call(where, loaded, entries, chosen)
 
 
 def _backend(asked: str, machine: str | None, entries: Entries) -> str:
     wanted = _core.env("OFFCORE_BACKEND") if asked == "auto" else asked
-    if wanted != "auto":
+    if wanted in ("sim", "host", "cuda"):
         return wanted
+    if wanted != "auto":
+        raise error("invalid", f"batches have no backend {wanted!r}: sim, host, cuda or auto")
     if machine is not None:
         return defaults.backend(machine)
     if entries.phantom:

@@ -84,10 +84,9 @@ class _Side:
         self.nbytes = np.array(nbytes, np.uint64)
 
     def _place_of(self, array: Any, writable: bool) -> tuple[int, int]:
-        device = getattr(array, "device", None)
-        gpu = -1
-        if hasattr(array, "data_ptr") and device.type == "cuda":
-            gpu = device.index
+        gpu = HOST
+        if hasattr(array, "data_ptr") and array.device.type == "cuda":
+            gpu = array.device.index
             self.gpus.append(gpu)
             self.on_gpus = True
         elif not isinstance(array, np.ndarray) and hasattr(array, "__cuda_array_interface__"):

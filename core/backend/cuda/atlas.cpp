@@ -27,7 +27,6 @@ Atlas::Atlas(int ordinal)
     : context_(std::make_shared<const Context>(ordinal)), current_(context_->handle()) {}
 
 int Atlas::home(uint64_t address, uint64_t bytes, const char* side, size_t index) {
-  if (bytes > UINT64_MAX - address) reject(side, index, "leaves all memory");
   const Extent first = extent(address, side, index);
   uint64_t at = first.end;
   while (at < address + bytes) {

@@ -1,4 +1,4 @@
-// Where memory lies, as the driver tells: addresses of a caller's own, which nobody has vouched for.
+// Where memory lies, as the driver tells: for addresses of a caller, which nobody vouches for.
 #pragma once
 #include <cstdint>
 #include <string>
