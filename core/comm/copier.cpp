@@ -26,9 +26,12 @@ Copiers& copiers() {
 
 std::string key_of(const std::string& backend, const Machine& machine, Rank ranks,
                    const BackendOptions& options) {
-  std::string key = cat(backend, ' ', machine.name, ' ', digest(machine), ' ', ranks, ' ',
-                        options.sim.phantom, ' ', options.sim.seed, ' ', options.cuda.own_copy);
-  for (const int device : options.cuda.devices) key += cat(' ', device);
+  std::string key = backend + ' ' + machine.name + ' ' + options.cuda.own_copy;
+  const auto add = [&](uint64_t number) { key += ' ' + std::to_string(number); };
+  add(digest(machine));
+  add(ranks);
+  add(options.sim.phantom);
+  for (const int device : options.cuda.devices) add(static_cast<uint64_t>(device));
   return key;
 }
 

@@ -23,18 +23,24 @@ auto vector_of(const Column& column) {
 }
 
 BatchEntries entries_of(const Numbers& dsts, const Numbers& srcs, const Numbers& sizes,
-                        const Homes& dst_homes, const Homes& src_homes, Rank ranks) {
-  for (const size_t count : {dsts.size(), srcs.size(), dst_homes.size(), src_homes.size()}) {
-    if (count == sizes.size()) continue;
+                        const std::optional<Homes>& dst_homes,
+                        const std::optional<Homes>& src_homes, Rank ranks) {
+  BatchEntries entries{.dsts = vector_of(dsts),
+                       .srcs = vector_of(srcs),
+                       .sizes = vector_of(sizes),
+                       .dst_homes = {},
+                       .src_homes = {},
+                       .ranks = ranks};
+  const size_t count = sizes.size();
+  entries.dst_homes = dst_homes ? vector_of(*dst_homes) : std::vector<int32_t>(count, kHostHome);
+  entries.src_homes = src_homes ? vector_of(*src_homes) : std::vector<int32_t>(count, kHostHome);
+  for (const size_t other :
+       {dsts.size(), srcs.size(), entries.dst_homes.size(), entries.src_homes.size()}) {
+    if (other == count) continue;
     fail(Code::invalid, "a batch of ", dsts.size(), " destinations, ", srcs.size(), " sources and ",
-         sizes.size(), " sizes");
+         count, " sizes");
   }
-  return {.dsts = vector_of(dsts),
-          .srcs = vector_of(srcs),
-          .sizes = vector_of(sizes),
-          .dst_homes = vector_of(dst_homes),
-          .src_homes = vector_of(src_homes),
-          .ranks = ranks};
+  return entries;
 }
 
 void bind_entries(nb::module_& module) {
@@ -43,11 +49,13 @@ void bind_entries(nb::module_& module) {
       .def(
           "__init__",
           [](BatchEntries* place, const Numbers& dsts, const Numbers& srcs, const Numbers& sizes,
-             const Homes& dst_homes, const Homes& src_homes, Rank ranks) {
+             const std::optional<Homes>& dst_homes, const std::optional<Homes>& src_homes,
+             Rank ranks) {
             new (place) BatchEntries(entries_of(dsts, srcs, sizes, dst_homes, src_homes, ranks));
           },
-          nb::arg("dsts"), nb::arg("srcs"), nb::arg("sizes"), nb::arg("dst_homes"),
-          nb::arg("src_homes"), nb::arg("ranks") = 1)
+          nb::arg("dsts"), nb::arg("srcs"), nb::arg("sizes"),
+          nb::arg("dst_homes").none() = nb::none(), nb::arg("src_homes").none() = nb::none(),
+          nb::arg("ranks") = 1, "No homes: all is the host's.")
       .def("locate", &locate_on_gpus, nb::arg("gpu"), nb::call_guard<nb::gil_scoped_release>(),
            "Finds the homes of addresses on GPUs and in pinned memory; ranks then are `gpus`.")
       .def("check_kind", &check_kind, nb::arg("kind"))

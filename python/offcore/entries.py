@@ -121,14 +121,13 @@ class Entries:
         dst, src = self._dsts.homes, self._srcs.homes
         if self.phantom and backend != "sim":
             raise error("invalid", f"places without bytes are for sim, not for {backend}")
-        if dst is None or src is None:
-            if self.on_gpus and backend != "cuda":
-                raise error("invalid", f"backend {backend} cannot reach the memory of GPUs")
-            count = len(self.sizes)
-            dst = np.full(count, 0 if kind in ("h2d", "d2d") else HOST, np.int32)
-            src = np.full(count, 0 if kind in ("d2h", "d2d") else HOST, np.int32)
-        else:
+        if dst is not None and src is not None:
             ranks = 1 + max(0, int(dst.max(initial=0)), int(src.max(initial=0)))
+        elif self.on_gpus and backend != "cuda":
+            raise error("invalid", f"backend {backend} cannot reach the memory of GPUs")
+        elif backend != "cuda" and kind in ("h2d", "d2h", "d2d"):
+            zeros = np.zeros(len(self.sizes), np.int32)
+            dst, src = (zeros if kind[at] == "d" else None for at in (2, 0))
         self.core = _core.BatchEntries(
             self._dsts.places, self._srcs.places, self.sizes, dst, src, ranks
         )

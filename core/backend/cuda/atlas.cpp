@@ -1,6 +1,8 @@
 #include "core/backend/cuda/atlas.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <optional>
 
 namespace offcore::cuda {
@@ -17,14 +19,21 @@ std::optional<Value> attribute_of(uint64_t address, int which) {
   return value;
 }
 
+// Retained for good: what a process copies on it also uses otherwise.
+CUcontext context_of(int ordinal) {
+  static std::mutex mutex;
+  static auto* const kept = new std::map<int, Context>;
+  const std::scoped_lock lock(mutex);
+  return kept->try_emplace(ordinal, ordinal).first->second.handle();
+}
+
 [[noreturn]] void reject(const char* side, size_t index, const std::string& reason) {
   fail(Code::invalid, "entry ", index, ": its ", side, " ", reason);
 }
 
 }  // namespace
 
-Atlas::Atlas(int ordinal)
-    : context_(std::make_shared<const Context>(ordinal)), current_(context_->handle()) {}
+Atlas::Atlas(int ordinal) : current_(context_of(ordinal)) {}
 
 int Atlas::home(uint64_t address, uint64_t bytes, const char* side, size_t index) {
   const Extent first = extent(address, side, index);

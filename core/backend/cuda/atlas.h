@@ -31,7 +31,6 @@ class Atlas {
   const Extent& extent(uint64_t address, const char* side, size_t index);
   Extent look_up(uint64_t address, const char* side, size_t index) const;
 
-  std::shared_ptr<const Context> context_;
   Current current_;
   std::vector<Extent> extents_;  // by begin
   size_t last_ = 0;              // the one found last

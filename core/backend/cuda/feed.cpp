@@ -99,6 +99,13 @@ Feed::Place Feed::place(const Slice& slice) const {
   return {address - ring->base() + twin->second->base(), twin->second.get()};
 }
 
+CUdeviceptr Feed::address(const Slice& slice) const {
+  if (doubles_ != nullptr) return place(slice).address;
+  // Only a ring that stands in for another one changes it, and to look for rings takes a while.
+  const std::byte* base = launch_.binding.base(slice.buffer, slice.rank);
+  return reinterpret_cast<CUdeviceptr>(base + slice.offset);
+}
+
 // Whether the ranks' parts of the buffer lie in the ring as they follow each other.
 bool Feed::walks(const Slice& slice, uint32_t rows, const Ring* ring) const {
   if (ring == nullptr || ring->ranks() != program_.ranks || rows > program_.ranks) return false;
@@ -236,8 +243,8 @@ void Feed::look_ahead(std::span<const Command> rest) {
 
 void Feed::plain(const Slice& dst, const Slice& src, uint64_t bytes) {
   flush_ops();
-  const CUdeviceptr to = place(dst).address;
-  const CUdeviceptr from = place(src).address;
+  const CUdeviceptr to = address(dst);
+  const CUdeviceptr from = address(src);
   const bool own = dst.rank == device_.rank() && src.rank == device_.rank();
   const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
   const bool wanted = own ? !habits_.own_copy_on_sm : host && many_;

@@ -75,6 +75,7 @@ class Feed {
   };
 
   Place place(const Slice& slice) const;
+  CUdeviceptr address(const Slice& slice) const;
   bool walks(const Slice& slice, uint32_t rows, const Ring* ring) const;
   void add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags = 0);
   void poll(const Command& command);
