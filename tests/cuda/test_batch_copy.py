@@ -358,6 +358,33 @@ def test_arrays_are_kept_until_the_copies_have_ended() -> None:
     assert run(code, prelude=PRELUDE) == ""
 
 
+def test_tensors_on_a_gpu() -> None:
+    """What torch's look like to batch_copy."""
+    code = """
+    class Tensor:
+        def __init__(self, home, offset, nbytes, contiguous=True):
+            self.device = type("Device", (), {"type": "cpu" if home < 0 else "cuda", "index": home})
+            self.data_ptr = lambda: memory.at(home, offset)
+            self.numel, self.element_size, self.dtype = lambda: nbytes // 2, lambda: 2, "float16"
+            self.is_contiguous = lambda: contiguous
+    memory = Memory(2)
+    before = memory.fill(8)
+    entries = [((0, 100 * i), (-1, 3000 + 130 * i), 90) for i in range(9)]
+    dsts = [Tensor(*dst, n) for dst, _, n in entries]
+    srcs = [Tensor(*src, n) for _, src, n in entries]
+    result = batch_copy(dsts, srcs).wait(10)
+    assert (result.backend, result.ranks) == ("cuda", 1)
+    assert same(memory.look(), after(before, entries))
+    code, told = code_of(lambda: batch_copy(dsts, [*srcs[:8], Tensor(-1, 0, 90, False)]))
+    assert code == "invalid" and "entry 8: its source is not contiguous" in told, told
+    code, told = code_of(lambda: batch_copy(dsts, [*srcs[:8], Tensor(-1, 0, 88)]))
+    assert code == "invalid" and "entry 8: its destination has 90 bytes, its source 88" in told
+    peers = batch_copy([Tensor(1, 0, 64)], [Tensor(0, 0, 64)], kind="d2d").wait(10)
+    assert peers.ranks == 2 and np.array_equal(memory.look()[1][:64], memory.look()[0][:64])
+    """
+    assert run(code, prelude=PRELUDE) == ""
+
+
 def test_a_call_that_fails_half_way_spoils_no_later_one() -> None:
     code = """
     memory = Memory()
