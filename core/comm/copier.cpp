@@ -181,7 +181,7 @@ std::unique_ptr<BatchRun> Copier::start(BatchCall call, const Deadline& deadline
   result->plan_ns = now_ns() - start_ns;
   lock.lock();
   check_open();
-  result->own_copy = is_copy_within(*program) ? std::string(backend_->own_copies()) : "none";
+  result->within = is_copy_within(*program);
   const std::unique_ptr<Loaded> loaded = backend_->load(program);
   if (call.policy.captured) call.keep = nullptr;
   const Launch launch = bind(*program, bases, call, lane_of(call.streams), deadline);

@@ -64,7 +64,7 @@ struct BatchRun {
   std::shared_ptr<Copier> copier;
   Batch plan;
   Mode mode = Mode::eager;
-  std::string own_copy;  // as Result::own_copy of a collective, but for what only a run tells
+  bool within = false;  // something is copied within a rank's memory
   int64_t plan_ns = 0;
   int64_t submit_ns = 0;  // of the caller's time, after planning
   std::unique_ptr<Run> run;

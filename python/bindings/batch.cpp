@@ -104,12 +104,13 @@ void bind_run(nb::module_& module) {
       .def_ro("time_ns", &Report::time_ns)
       .def_ro("phases", &Report::phases)
       .def_ro("timestamps_ns", &Report::timestamps_ns)
-      .def_ro("own_on_sm", &Report::own_on_sm)
+      .def_prop_ro("own_copy",
+                   [](const Report& self) { return std::string(to_string(self.own_copy)); })
       .def_ro("calls", &Report::calls);
   nb::class_<BatchRun>(module, "BatchRun")
       .def_ro("plan", &BatchRun::plan)
       .def_prop_ro("mode", [](const BatchRun& self) { return std::string(to_string(self.mode)); })
-      .def_ro("own_copy", &BatchRun::own_copy)
+      .def_ro("within", &BatchRun::within)
       .def_ro("plan_ns", &BatchRun::plan_ns)
       .def_ro("submit_ns", &BatchRun::submit_ns)
       .def("done", [](const BatchRun& self) { return self.run->done(); })

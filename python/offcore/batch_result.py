@@ -91,7 +91,7 @@ class BatchResult:
     def own_copy(self) -> str:
         """What copied within a GPU's memory: "none" where nothing did; a copy "engine"; on cuda
         "hint", a copy that asks for an engine and may take SMs all the same, or "sm"."""
-        return "sm" if self._report.own_on_sm else self._run.own_copy
+        return self._report.own_copy if self._run.within else "none"
 
     @property
     def calls(self) -> dict[str, int]:

@@ -106,7 +106,7 @@ def stressed(operations: int, lines: JsonLines, console: Console) -> None:
     """Runs the stress, remembers its verdicts and prints them. Raises `Error`: driver where even
     the documented form has failed, or where the stress proves nothing."""
     with progress_bar() as bar:
-        task = bar.add_task("stress", total=stress.trials(len(_core.cuda_facts()["gpus"])))
+        task = bar.add_task("stress", total=stress.trials())
         verdicts = stress.run(operations, step=lambda: bar.advance(task))
     file = stress.remember(verdicts)
     table = _grid("signal forms", "GPU", "form", "state", "")

@@ -28,7 +28,6 @@ SIZES = (1 << 10, 16 << 10, 64 << 10, 256 << 10)
 OPERATIONS = 2000  # of each trial
 OPERATIONS_MIN = 500  # that a remembered verdict rests on
 _PLANTED = 256
-_GPUS_OF_COPY_ORDER = 3  # with fewer there is one peer, whose word is written directly
 _TRIAL_S = 5.0
 _RUN_S = 20.0  # all trials
 
@@ -105,8 +104,6 @@ def choose(facts: dict[str, Any], devices: Sequence[int] = ()) -> tuple[str, str
     except _core.Error as failure:
         return "fenced", str(failure)
     known = {verdict.gpu: verdict for verdict in verdicts}
-    if len(facts["gpus"]) < _GPUS_OF_COPY_ORDER and not gpus <= set(known):
-        return "fenced", "to one peer both forms send the same"
     for gpu in sorted(gpus):
         if gpu not in known:
             return "fenced", "no stress of this driver and GPU: run offcore doctor --stress"
@@ -146,7 +143,6 @@ def run(
     step: Callable[[], None] = lambda: None,
 ) -> list[Verdict]:
     """Stresses the signal forms on all visible GPUs, `step` being called after each of `trials()`.
-    Between two GPUs there is one form only: what is no different proves nothing of copy_order.
 
     Raises `Error`: unavailable, unsupported (fewer than two GPUs, no peer access), driver.
     """
@@ -178,7 +174,7 @@ def run(
     seen = sum(trial("fenced", "bcst", size, _PLANTED, True).wrong_words for size in sizes)
     verdicts = []
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    for signals in forms_of(len(gpus)):
+    for signals in FORMS:
         done: list[_core.TrialOutcome] = []
         for shape, size in itertools.product(SHAPES, sizes):
             done.append(trial(signals, shape, size, operations))
@@ -204,11 +200,6 @@ def run(
     return verdicts
 
 
-def forms_of(gpus: int) -> Sequence[str]:
-    """The forms that differ on so many GPUs."""
-    return FORMS if gpus >= _GPUS_OF_COPY_ORDER else FORMS[:1]
-
-
-def trials(gpus: int, sizes: Sequence[int] = SIZES) -> int:
-    """How many trials `run` makes on so many GPUs."""
-    return len(sizes) * (1 + len(forms_of(gpus)) * len(SHAPES))
+def trials(sizes: Sequence[int] = SIZES) -> int:
+    """How many trials `run` makes."""
+    return len(sizes) * (1 + len(FORMS) * len(SHAPES))

@@ -157,17 +157,70 @@ def test_commands_are_few() -> None:
 
     # Data and flags; a write of the own word, and the waits of the end.
     check(spent("all_gather", out, variant="fan", protocol="promise"), [0, 2, 0, 2])
-    # The entry round: flags once more, with their word, and their waits.
-    check(spent("all_gather", out, variant="fan", protocol="barrier"), [0, 3, 0, 4])
+    # The entry round: flags once more, whose value lies ready, and their waits.
+    check(spent("all_gather", out, variant="fan", protocol="barrier"), [0, 3, 0, 3])
     # Three copies on three streams, a word to each peer, and all waits in one.
     check(spent("all_gather", out, variant="pcpy", protocol="promise"), [3, 0, 0, 4])
     # One stream: the words of the peers in one, and the waits with them.
     check(spent("all_gather", out, variant="b2b", protocol="promise"), [3, 1, 0, 2])
-    # The own chunk is one more row; where copies are separate it is a copy engine's all the same.
+    # The own chunk is one more row, or a rectangle of one row that begins at a peer.
     check(spent("all_to_all", out, inp, variant="fan", protocol="promise"), [0, 2, 0, 2])
-    check(spent("all_to_all", out, inp, variant="pcpy", protocol="promise"), [3, 0, 1, 4])
+    check(spent("all_to_all", out, inp, variant="pcpy", protocol="promise"), [3, 1, 0, 4])
+    # In copy order no word is written: all values lie ready. To one peer a flag is a plain copy.
+    comm.close()
+    for ranks, promised, entered in (
+        (4, [0, 2, 0, 1], [0, 3, 0, 2]),
+        (2, [2, 0, 0, 1], [3, 0, 0, 2]),
+    ):
+        comm = opened(ranks, signals="copy_order")
+        out = comm.window(4000)
+        check(spent("all_gather", out, variant="fan", protocol="promise"), promised)
+        check(spent("all_gather", out, variant="fan", protocol="barrier"), entered)
+        comm.close()
     """
     assert run(code) == ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_flag_values_lie_ready_or_are_written(ranks: int) -> None:
+    """Values are put in place while calls go on, for thousands of calls; where the GPUs are too far
+    behind for that, signals write them."""
+    code = """
+    ranks = int(sys.argv[1])
+    comm = opened(ranks, signals="copy_order", timeout=30)
+    out = comm.window(ranks * 64)
+    writes = lambda: calls("cuStreamBatchMemOp")
+
+    def spent(turns, wait):
+        before = writes()
+        handles = []
+        for turn in range(turns):
+            handles.append(comm.all_gather(out, variant="fan", protocol="barrier"))
+            if wait:
+                handles[-1].wait()
+        handles[-1].wait()
+        return (writes() - before) / ranks / turns
+
+    def right(turn):
+        for rank in range(ranks):
+            out.write(np.full(64, turn + rank, np.uint8), rank * 64, rank)
+        comm.barrier()
+        comm.all_gather(out, variant="fan").wait()
+        for rank in range(ranks):
+            assert (look(out, rank).reshape(ranks, 64) == [[turn + r] for r in range(ranks)]).all()
+
+    right(1)
+    assert spent(2500, wait=True) == 2  # the waits of both ends
+    right(2)
+    large = comm.window(ranks * (16 << 20))
+    slow = [comm.all_gather(large) for _ in range(16)]  # the GPUs are busy: what follows piles up
+    ahead = spent(2500, wait=False)
+    assert 2 < ahead < 4, ahead
+    [handle.wait() for handle in slow]
+    right(3)
+    assert spent(100, wait=True) == 2
+    """
+    assert run(code, str(ranks), OFFCORE_FAKE_CUDA_QUEUE_DEPTH="100000") == ""
 
 
 @pytest.mark.parametrize("signals", ["fenced", "copy_order"])

@@ -45,7 +45,7 @@ def test_flags_before_data_are_seen(ranks: int) -> None:
     assert run(code, str(ranks), prelude=TRIALS) == ""
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_copies_that_overtake_are_seen(ranks: int) -> None:
     """Where copies of a stream overtake each other only the write-value's fence helps."""
     code = """
@@ -97,10 +97,6 @@ def test_auto_is_what_the_stress_has_shown(tmp_path: Path) -> None:
     """
     env = {"OFFCORE_CACHE": str(tmp_path / "cache"), "OFFCORE_FAKE_CUDA_DEVICES": "3"}
     assert run(auto, **env) == "fenced"  # nothing is known
-    told = run(doctor, **env | {"OFFCORE_FAKE_CUDA_DEVICES": "2"})
-    assert "signals='auto' is fenced: to one peer both forms send the same" in " ".join(
-        told.split()
-    )
     told = run(doctor, **env)
     assert "signals='auto' is copy_order" in " ".join(told.split())
     assert run(auto, **env) == "copy_order"

@@ -121,7 +121,6 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view own_copies() const override { return "hint"; }
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }
@@ -159,6 +158,7 @@ class CudaBackend final : public Backend {
   uint64_t capture_of(std::span<const uintptr_t> streams) const override {
     return fleet_->capture_of(streams);
   }
+  bool gone(uint64_t capture) const override { return fleet_->gone(capture); }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
     if (program->ranks != fleet_->ranks()) {

@@ -10,6 +10,7 @@ namespace {
 constexpr size_t kCopiesMax = 1024;    // in a batch
 constexpr size_t kOwnCopiesMax = 32;   // in one within a GPU: the engine starts on it meanwhile
 constexpr size_t kHostCopiesMany = 8;  // collectives have fewer, which stay as they are
+constexpr uint32_t kLooks = 4;
 
 CUdeviceptr device_pointer(std::byte* host) {
   CUdeviceptr pointer = 0;
@@ -29,13 +30,12 @@ SignalForm parse_signals(std::string_view text) {
   fail(Code::invalid, "unknown signal form '", text, "': auto, fenced or copy_order");
 }
 
-Feed::Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
-           const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
-           const Doubles* doubles, Notes& notes)
+Feed::Feed(const Device& device, CUstream stream, const Source& source, const Program& program,
+           const Launch& launch, const Rings& rings, const Habits& habits, const Doubles* doubles,
+           Notes& notes)
     : device_(device),
       stream_(stream),
-      word_(word),
-      words_(words),
+      source_(source),
       program_(program),
       launch_(launch),
       rings_(rings),
@@ -47,10 +47,7 @@ void Feed::run(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
     const bool data = moves_data(commands[i].op);
-    if (data && !in_group) {
-      if (habits_.signals == SignalForm::copy_order) announce(commands.subspan(i));
-      look_ahead(commands.subspan(i));
-    }
+    if (data && !in_group) look_ahead(commands.subspan(i));
     in_group = data;
     run(commands[i]);
   }
@@ -143,32 +140,42 @@ void Feed::poll(const Command& command) {
   for (CUdeviceptr word : consumed) add(kOpWrite32, word, 0);
 }
 
+// A wait that does not find its word costs a GPU 4 us beyond the word's coming, and puts it so far
+// behind that its peer's next wait fails as well; ranks that have once come apart stay so for many
+// calls. A peer's word comes about a microsecond after this rank's own has gone, so waits for words
+// that are there pass that time (0.2 us each): on 2 x H200 most calls of 4 KiB take 7.6 us with
+// them, and 7 or 11 without.
+void Feed::linger() {
+  const uint32_t value = launch_.epoch + 1;
+  const CUdeviceptr there = source_.presets == nullptr ? 0 : source_.presets->find(value);
+  for (uint32_t look = 0; there != 0 && look < kLooks; ++look) wait(there, value);
+}
+
 bool Feed::one_command(const Command& signal) const {
   return signal.rows > 1 && signal.dst_step == kRankStep && signal.dst.rank != kHostRank &&
          walks(signal.dst, signal.rows, place(signal.dst).ring) &&
          place(signal.dst).ring->strided() && place(signal.dst).ring->stride() <= kPitchMax;
 }
 
-// copy_order: the word of the signal that ends this group is written before the group's data.
-void Feed::announce(std::span<const Command> rest) {
-  const auto end = std::find_if(rest.begin(), rest.end(),
-                                [](const Command& command) { return !moves_data(command.op); });
-  if (end == rest.end() || end->op != Op::signal || !one_command(*end)) return;
-  add(kOpWrite32, word_, launch_.epoch + end->value);
-  announced_ = true;
-}
-
 void Feed::signal(const Command& command) {
   const uint32_t value = launch_.epoch + command.value;
+  const CUdeviceptr preset = source_.copied ? source_.presets->find(value) : 0;
+  const Rank own = device_.rank();
   if (one_command(command)) {
-    if (!announced_) add(kOpWrite32, word_, value);
-    announced_ = false;
+    if (preset == 0) add(kOpWrite32, source_.word, value);
     flush();
     const Place dst = place(command.dst);
-    const CUdeviceptr repeated =
-        words_.repeated(device_.rank()) + (word_ - words_.part(device_.rank()));
-    return strided(dst.address, dst.ring->stride(), repeated, words_.stride(), sizeof value,
-                   command.rows);
+    const Ring& words = source_.words;
+    const CUdeviceptr src = preset == 0 ? source_.word : preset;
+    return strided(dst.address, dst.ring->stride(), words.repeated(own) + (src - words.part(own)),
+                   words.stride(), sizeof value, command.rows);
+  }
+  const Rank to = command.dst.rank;
+  if (preset != 0 && command.rows == 1 && to != kHostRank && to != own) {
+    flush();
+    return check(
+        Driver::get().cuMemcpyAsync(place(command.dst).address, preset, sizeof value, stream_),
+        "cuMemcpyAsync");
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     add(kOpWrite32, place(row_of(command.dst, command.dst_step, row, program_.ranks)).address,
@@ -196,7 +203,15 @@ void Feed::copy(const Command& command) {
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
     const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
-    plain(dst, src, command.bytes);
+    if (dst.rank != own || src.rank != own) {
+      outside(dst, src, command.bytes);
+      continue;
+    }
+    const Place to = place(dst);
+    const Place from = place(src);
+    if (habits_.own_copy_on_sm || !detour(to, from, command.bytes)) {
+      inside(to.address, from.address, command.bytes);
+    }
   }
 }
 
@@ -241,24 +256,75 @@ void Feed::look_ahead(std::span<const Command> rest) {
   many_ = copies == kHostCopiesMany;
 }
 
-void Feed::plain(const Slice& dst, const Slice& src, uint64_t bytes) {
-  flush_ops();
-  const CUdeviceptr to = address(dst);
-  const CUdeviceptr from = address(src);
-  const bool own = dst.rank == device_.rank() && src.rank == device_.rank();
+// A copy that leaves the GPU, or comes to it.
+void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
   const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
-  const bool wanted = own ? !habits_.own_copy_on_sm : host && many_;
-  if (!wanted || program_.mode == Mode::capture || Driver::get().cuMemcpyBatchAsync == nullptr) {
-    flush_copies();
-    notes_.own_on_sm = notes_.own_on_sm || own;
-    ++notes_.calls.plain;
-    return check(Driver::get().cuMemcpyAsync(to, from, bytes, stream_), "cuMemcpyAsync");
+  if (!host || !many_ || program_.mode == Mode::capture ||
+      Driver::get().cuMemcpyBatchAsync == nullptr) {
+    return plain(address(dst), address(src), bytes);
   }
-  const unsigned flags = own ? kPreferOverlap : 0;
-  if (flags != flags_ || sizes_.size() == (own ? kOwnCopiesMax : kCopiesMax)) flush_copies();
+  collect(address(dst), address(src), bytes, 0, kCopiesMax);
+}
+
+// The driver has SMs copy what begins and ends in one GPU's memory, and a batch that asks it to
+// prefer overlap is no exception (2 x H200, driver 580). It judges by the base addresses. So one of
+// them is given as a peer's, from which whole pitches and a rest lead to the place that is meant.
+bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
+  const Ring* flags = rings_.find(launch_.binding.base(kFlagBuffer, device_.rank()));
+  for (const bool from_dst : {true, false}) {
+    const Place& place = from_dst ? dst : src;
+    CUdeviceptr meant = place.address;
+    const Ring* ring = place.ring != nullptr ? place.ring : flags;
+    const CUdeviceptr base = ring == nullptr ? 0 : ring->elsewhere(meant, device_.ordinal());
+    if (base == 0 || meant - base < bytes) continue;
+    flush();
+    for (uint64_t done = 0; done < bytes;) {
+      const uint64_t distance = meant + done - base;
+      const uint64_t rows = (distance + kPitchMax - 1) / kPitchMax;
+      const uint64_t pitch = distance / rows;
+      const uint64_t rest = distance % rows;
+      const uint64_t width = std::min(bytes - done, pitch - rest);
+      CUmemcpy2D piece{.src = src.address + done,
+                       .src_pitch = width,
+                       .dst = dst.address + done,
+                       .dst_pitch = width,
+                       .width = width,
+                       .height = 1};
+      if (from_dst) {
+        piece.dst = base, piece.dst_pitch = pitch, piece.dst_y = rows, piece.dst_x = rest;
+      } else {
+        piece.src = base, piece.src_pitch = pitch, piece.src_y = rows, piece.src_x = rest;
+      }
+      ++notes_.calls.strided;
+      check(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync");
+      done += width;
+    }
+    return true;
+  }
+  return false;
+}
+
+void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
+  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture &&
+                     Driver::get().cuMemcpyBatchAsync != nullptr;
+  notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
+  if (!asked) return plain(dst, src, bytes);
+  collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);
+}
+
+void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
+  flush();
+  ++notes_.calls.plain;
+  check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+}
+
+// For a batch of at most so many copies.
+void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most) {
+  flush_ops();
+  if (flags != flags_ || sizes_.size() == most) flush_copies();
   flags_ = flags;
-  dsts_.push_back(to);
-  srcs_.push_back(from);
+  dsts_.push_back(dst);
+  srcs_.push_back(src);
   sizes_.push_back(bytes);
 }
 

@@ -6,20 +6,21 @@
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
-//              copy of that word to all of them
+//              copy of that word to all of them. With presets: that copy alone
 //   fence      hands over what was collected: a stream is in order by itself
 //
 // A batch of copies cannot be captured: there its copies are plain ones.
 //
-// The signal form `copy_order` writes the word before the data and relies on copies of one stream
-// not to overtake each other; it saves a step, and nobody promises it (see docs/cuda.md).
+// A signal that is only a copy relies on copies of one stream not to overtake each other where data
+// goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
+// (see docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
 #pragma once
 #include <map>
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "core/backend/cuda/memory.h"
+#include "core/backend/cuda/words.h"
 
 namespace offcore::cuda {
 
@@ -36,6 +37,16 @@ struct Habits {
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
 };
 
+// What a queue's signals are copied from.
+struct Source {
+  // Of the device's own words, for this queue alone (or for captured ones, which all write the same
+  // value).
+  CUdeviceptr word = 0;
+  const Ring& words;
+  const Presets* presets = nullptr;
+  bool copied = false;  // signals are copies of presets alone
+};
+
 // A timestamp command's event.
 struct Stamp {
   uint16_t number;
@@ -45,25 +56,26 @@ struct Stamp {
 // What is to be told of commands that were fed.
 struct Notes {
   std::vector<Stamp> stamps;
-  bool own_on_sm = false;  // copies within the GPU may take SMs
+  OwnCopy own_copy = OwnCopy::engine;
   Calls calls;
 
   void tell(Report& report) const {  // but the stamps
-    report.own_on_sm = report.own_on_sm || own_on_sm;
+    report.own_copy = std::max(report.own_copy, own_copy);
     report.calls += calls;
   }
 };
 
 class Feed {
  public:
-  // `word`: of the device's own words, for this queue alone (or for captured ones, which all write
-  // the same value). `doubles` may be null.
-  Feed(const Device& device, CUstream stream, CUdeviceptr word, const Ring& words,
-       const Program& program, const Launch& launch, const Rings& rings, const Habits& habits,
-       const Doubles* doubles, Notes& notes);
+  // `doubles` may be null.
+  Feed(const Device& device, CUstream stream, const Source& source, const Program& program,
+       const Launch& launch, const Rings& rings, const Habits& habits, const Doubles* doubles,
+       Notes& notes);
 
   void run(std::span<const Command> commands);  // and flushes
   void run(const Command& command);
+  // Spends a moment before waits for what peers do at the same time as this rank.
+  void linger();
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
   void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
   void flush();  // what was collected goes to the driver
@@ -81,12 +93,15 @@ class Feed {
   void poll(const Command& command);
   void signal(const Command& command);
   bool one_command(const Command& signal) const;
-  void announce(std::span<const Command> rest);
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
   void look_ahead(std::span<const Command> rest);
-  void plain(const Slice& dst, const Slice& src, uint64_t bytes);
+  void outside(const Slice& dst, const Slice& src, uint64_t bytes);
+  bool detour(const Place& dst, const Place& src, uint64_t bytes);
+  void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
   void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
                uint64_t bytes, uint32_t rows);
   void flush_copies();
@@ -94,16 +109,14 @@ class Feed {
 
   const Device& device_;
   CUstream stream_;
-  CUdeviceptr word_;
-  const Ring& words_;
+  Source source_;
   const Program& program_;
   const Launch& launch_;
   const Rings& rings_;
   const Habits& habits_;
   const Doubles* doubles_;
   Notes& notes_;
-  bool announced_ = false;  // copy_order: the next signal's word holds its value already
-  bool many_ = false;       // this group has many copies between the host and the GPU
+  bool many_ = false;  // this group has many copies between the host and the GPU
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;

@@ -19,41 +19,11 @@ constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the
 // A GPU that does not let go of memory: it stays mapped for good.
 void leak(std::shared_ptr<void> memory) { new std::shared_ptr<void>(std::move(memory)); }
 
-Ring own_words(Rank ranks, std::span<const std::shared_ptr<Device>> devices) {
-  std::vector<std::shared_ptr<const Part>> parts(ranks);
-  for (const auto& device : devices) parts[device->rank()] = Part::create(*device, 1, false);
-  const std::shared_ptr<const Part> first = parts[devices.front()->rank()];
-  for (auto& part : parts) part = part == nullptr ? first : part;
-  return Ring(std::move(parts), devices);
-}
-
 }  // namespace
 
 void nap(int64_t waited_ns) {
   if (waited_ns < kSpinNs) return std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::microseconds(waited_ns < 20 * kSpinNs ? 20 : 200));
-}
-
-Words::Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices)
-    : ring_(own_words(ranks, devices)) {}
-
-CUdeviceptr Words::take(const Device& device) {
-  const std::scoped_lock lock(mutex_);
-  Free& free = free_[device.rank()];
-  if (!free.returned.empty()) {
-    const CUdeviceptr word = free.returned.back();
-    free.returned.pop_back();
-    return word;
-  }
-  if ((free.next + 1) * kWordBytes > ring_.stride()) {
-    fail(Code::unsupported, "more than ", free.next, " queues on one GPU");
-  }
-  return ring_.part(device.rank()) + kWordBytes * free.next++;
-}
-
-void Words::give(const Device& device, CUdeviceptr word) {
-  const std::scoped_lock lock(mutex_);
-  free_[device.rank()].returned.push_back(word);
 }
 
 Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits)
@@ -74,7 +44,10 @@ void Fleet::try_strided(Ring& ring) {
 
 Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
   Lane& lane = lanes_[{index, device}];
-  if (!lane.caller) lane.caller = std::make_unique<Line>(devices_[device], words_);
+  if (!lane.caller) {
+    lane.caller = std::make_unique<Line>(devices_[device], words_);
+    lane.presets = std::make_unique<Presets>(devices_[device], words_);
+  }
   return lane;
 }
 
@@ -117,9 +90,11 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
   }
 }
 
-Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const {
-  return Feed(*turn.device, stream, word, words_->ring(), *flight.cargo->program, flight.launch,
-              *rings_, habits_, nullptr, turn.part->notes);
+Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
+                 bool behind_data) const {
+  const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
+  return Feed(*turn.device, stream, {word, words_->ring(), turn.lane->presets.get(), copied},
+              *flight.cargo->program, flight.launch, *rings_, habits_, nullptr, turn.part->notes);
 }
 
 // Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
@@ -135,6 +110,7 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
   if (given > kNamedStreams) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
+  own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span);
   if (given != 0 && given <= kNamedStreams) {
     turn.named = reinterpret_cast<CUstream>(given);
     const Event fork = turn.device->event();
@@ -174,14 +150,18 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   }
   if (inside == 0) return;
   const Line& line = engine(*turn.lane, local.device, 0);
-  feed(flight, turn, turn.stream, line.word()).run(queues[local.engines[0]].commands);
+  Feed own = feed(flight, turn, turn.stream, line.word());
+  if (local.leading > 0 && turn.joins.empty()) own.linger();
+  own.run(queues[local.engines[0]].commands);
 }
 
 void Fleet::end(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
-    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.subspan(local.leading));
+    Feed own = feed(flight, turn, turn.stream, turn.lane->caller->word());
+    if (local.ends_by_signal && turn.joins.empty()) own.linger();
+    own.run(commands.subspan(local.leading));
   }
   for (const Event& join : turn.joins) join.hold(turn.stream);
   auto done = std::make_shared<Event>(turn.device->event());
@@ -189,6 +169,7 @@ void Fleet::end(Flight& flight, Turn& turn) {
   if (turn.named != nullptr) done->hold(turn.named);
   turn.lane->last_stream = turn.stream;
   turn.lane->last_done = done;
+  turn.lane->presets->used_until(done);
   turn.part->done = std::move(done);
 }
 
@@ -203,7 +184,8 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     if (parked == nullptr) fork(turn);
     if (!local.caller) continue;
     const std::span<const Command> commands = queues[*local.caller].commands;
-    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.first(local.leading));
+    feed(flight, turn, turn.stream, turn.lane->caller->word(), false)
+        .run(commands.first(local.leading));
   }
   for (size_t i = 0; i < turns.size(); ++i) {
     const Current current = turns[i].device->current();

@@ -18,44 +18,12 @@
 #include <vector>
 
 #include "core/backend/cuda/capture.h"
+#include "core/backend/cuda/words.h"
 
 namespace offcore::cuda {
 
 // Between two looks at a GPU: short at first.
 void nap(int64_t waited_ns);
-
-// A device's own words, which signals are copied from; each lies 64 bytes from the next.
-class Words {
- public:
-  Words(Rank ranks, std::span<const std::shared_ptr<Device>> devices);
-  const Ring& ring() const { return ring_; }
-  CUdeviceptr take(const Device& device);
-  void give(const Device& device, CUdeviceptr word);
-
- private:
-  struct Free {
-    uint64_t next = 0;
-    std::vector<CUdeviceptr> returned;
-  };
-  Ring ring_;
-  std::mutex mutex_;
-  std::map<Rank, Free> free_;
-};
-
-class Word {
- public:
-  Word(std::shared_ptr<const Device> device, std::shared_ptr<Words> words)
-      : device_(std::move(device)), words_(std::move(words)), address_(words_->take(*device_)) {}
-  ~Word() { words_->give(*device_, address_); }
-  Word(const Word&) = delete;
-  Word& operator=(const Word&) = delete;
-  CUdeviceptr address() const { return address_; }
-
- private:
-  std::shared_ptr<const Device> device_;
-  std::shared_ptr<Words> words_;
-  CUdeviceptr address_;
-};
 
 // A stream and a word of its own.
 class Line {
@@ -112,6 +80,7 @@ class Fleet {
   uint64_t capture_of(std::span<const uintptr_t> streams) const {
     return captures_.capture_of(streams);
   }
+  bool gone(uint64_t capture) { return captures_.gone(capture); }
   // Into the captures that the launch's streams are in (see capture.h).
   std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
   // False where the program cannot be enqueued ahead, or enough of them are parked already.
@@ -128,6 +97,7 @@ class Fleet {
  private:
   struct Lane {
     std::unique_ptr<Line> caller;
+    std::unique_ptr<Presets> presets;
     std::vector<std::unique_ptr<Line>> engines;  // made when needed
     CUstream last_stream = nullptr;
     std::shared_ptr<const Event> last_done;
@@ -154,7 +124,8 @@ class Fleet {
   void engines(Flight& flight, Turn& turn);
   void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
-  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const;
+  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
+            bool behind_data = true) const;
   void reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);

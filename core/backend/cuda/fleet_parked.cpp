@@ -32,7 +32,7 @@ void Fleet::resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parke
   }
   gates.flush();
   for (const Event& join : parked.joins[index]) join.hold(turn.stream);
-  turn.part->notes.own_on_sm = turn.part->notes.own_on_sm || parked.notes.own_on_sm;
+  turn.part->notes.own_copy = std::max(turn.part->notes.own_copy, parked.notes.own_copy);
   turn.part->notes.calls += parked.notes.calls;
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
@@ -97,7 +97,7 @@ bool Fleet::park(const std::shared_ptr<const Cargo>& cargo, const Launch& launch
     auto& joins = parked.joins.emplace_back();
     for (size_t queue = 0; queue < local.engines.size(); ++queue) {
       const Line& line = *hangar.bays[i][queue].line;
-      Feed feed(device, line.stream(), line.word(), words_->ring(), *cargo->program, launch,
+      Feed feed(device, line.stream(), {line.word(), words_->ring()}, *cargo->program, launch,
                 *rings_, habits_, &hangar.doubles, parked.notes);
       feed.wait(hangar.bays[i][queue].gate->address(), parked.turn);
       feed.run(local.aheads[queue].ahead);

@@ -38,6 +38,7 @@ Stress::Stress(const std::vector<int>& ordinals) {
                       .kernel = device->stream(),
                       .noise = device->stream(),
                       .word = std::make_unique<Word>(device, words_),
+                      .presets = std::make_unique<Presets>(device, words_),
                       .gate = std::make_unique<Word>(device, words_),
                       .outcome = std::make_unique<Word>(device, words_),
                       .kernels = std::make_unique<Kernels>(device->context())});
@@ -150,14 +151,17 @@ void Stress::start(const Round& round) {
     const Current current = seat.device->current();
     const Program& program = round.programs[rank];
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
-    Feed gate(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
-              first, rings_, habits, nullptr, notes);
+    const Source source{seat.word->address(), words_->ring(), seat.presets.get(),
+                        trial.signals == SignalForm::copy_order};
+    seat.presets->prepare(value_ + 1, round.count);  // whoever read what was there has ended
+    Feed gate(*seat.device, seat.copies->handle(), source, program, first, rings_, habits, nullptr,
+              notes);
     gate.wait(seat.gate->address(), turn_);
     gate.flush();
     for (uint32_t i = 1; i <= round.count; ++i) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
-      Feed feed(*seat.device, seat.copies->handle(), seat.word->address(), words_->ring(), program,
-                bound, rings_, habits, nullptr, notes);
+      Feed feed(*seat.device, seat.copies->handle(), source, program, bound, rings_, habits,
+                nullptr, notes);
       feed.run(program.queues[0].commands);
     }
     seat.kernels->read(seat.kernel->handle(),

@@ -52,8 +52,9 @@ class Stress {
     std::unique_ptr<Stream> copies;
     std::unique_ptr<Stream> kernel;
     std::unique_ptr<Stream> noise;
-    std::unique_ptr<Word> word;  // signals are copied from it
-    std::unique_ptr<Word> gate;  // holds `copies` until every rank's commands are enqueued
+    std::unique_ptr<Word> word;        // signals are copied from it,
+    std::unique_ptr<Presets> presets;  // or from here
+    std::unique_ptr<Word> gate;        // holds `copies` until every rank's commands are enqueued
     std::unique_ptr<Word> outcome;
     std::unique_ptr<Kernels> kernels;
   };
