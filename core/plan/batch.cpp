@@ -96,7 +96,8 @@ class Planner {
         ++batch_.empty;
         continue;
       }
-      const Span span{position(move.dst), position(move.src), move.bytes, i};
+      const Span span{position(move.dst, move.bytes), position(move.src, move.bytes), move.bytes,
+                      i};
       (swapped[i] ? swaps_ : spans_).push_back(span);
     }
     batch_.moves = static_cast<uint32_t>(moves_.moves.size());
@@ -106,11 +107,11 @@ class Planner {
     }
   }
 
-  uint64_t position(const Slice& slice) {
+  uint64_t position(const Slice& slice, uint64_t bytes) {
     while (memories_[last_].buffer != slice.buffer || memories_[last_].rank != slice.rank) {
       last_ = (last_ + 1) % memories_.size();
     }
-    if (slice.offset > kOffsetMask) {
+    if (slice.offset > kOffsetMask || bytes > kOffsetMask - slice.offset) {
       fail(Code::unsupported, "a batch spans at most 2^", kPositionBits, " bytes of a memory");
     }
     return uint64_t{last_} << kPositionBits | slice.offset;

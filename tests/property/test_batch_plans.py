@@ -261,6 +261,15 @@ def test_what_cannot_be() -> None:
         assert refused.value.code == "invalid"
 
 
+def test_places_beyond_what_a_batch_spans() -> None:
+    buffers = [("device", "local", 1 << 60), ("host", "host", 1 << 60)]
+    for at, nbytes in ((1 << 52, 8), ((1 << 52) - 4, 8), (0, 1 << 53)):
+        moves = _core.moves_listed(1, buffers, [((1, 0, at), (2, -1, 0), nbytes)])
+        with pytest.raises(offcore.Error, match="a batch spans at most") as refused:
+            _core.plan_batch(moves, [], _core.BatchPolicy(), offcore.machines.load("mi300x-8"))
+        assert refused.value.code == "unsupported"
+
+
 def test_a_batch_of_nothing_is_a_program() -> None:
     for machine in ("mi300x-8", "h200-2"):
         moves = _core.moves_listed(1, [("device", "local", 8)], [((1, 0, 0), (1, 0, 0), 0)])
