@@ -85,19 +85,20 @@ class _Side:
 
     def _place_of(self, array: Any, writable: bool) -> tuple[int, int]:
         gpu = HOST
-        if hasattr(array, "data_ptr") and array.device.type == "cuda":
-            gpu = array.device.index
+        if hasattr(array, "data_ptr") and array.is_cuda:
+            gpu = array.get_device()
             self.gpus.append(gpu)
             self.on_gpus = True
         elif not isinstance(array, np.ndarray) and hasattr(array, "__cuda_array_interface__"):
             gpu = 0  # the driver tells which
             self.on_gpus = True
-        return memory_of(array, writable, gpu).place
+        place, _, _ = memory_of(array, writable, gpu)
+        return place
 
 
 def _as_numbers(given: Any) -> Any:
     """A torch tensor of addresses as numpy's array."""
-    if hasattr(given, "data_ptr") and given.device.type == "cpu":
+    if hasattr(given, "data_ptr") and given.is_cpu:
         return given.numpy()
     return given
 

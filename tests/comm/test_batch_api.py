@@ -163,10 +163,12 @@ FROZEN = np.zeros(64, np.uint8)
 FROZEN.flags.writeable = False
 ON_GPU = SimpleNamespace(
     data_ptr=lambda: 4096,
-    device=SimpleNamespace(type="cuda", index=0),
+    is_cuda=True,
+    is_cpu=False,
+    get_device=lambda: 0,
     is_contiguous=lambda: True,
-    element_size=lambda: 1,
-    numel=lambda: 64,
+    nbytes=64,
+    itemsize=1,
     dtype="uint8",
 )
 

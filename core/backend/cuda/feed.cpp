@@ -209,7 +209,7 @@ void Feed::copy(const Command& command) {
     }
     const Place to = place(dst);
     const Place from = place(src);
-    if (habits_.own_copy_on_sm || !detour(to, from, command.bytes)) {
+    if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
       inside(to.address, from.address, command.bytes);
     }
   }
