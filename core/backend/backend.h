@@ -110,12 +110,29 @@ struct CommandTime {
   Phases phases;
 };
 
+// How a driver was told of data: the calls, and the copies that went in batches.
+struct Calls {
+  uint32_t batches = 0;
+  uint32_t batched = 0;
+  uint32_t plain = 0;
+  uint32_t strided = 0;
+
+  Calls& operator+=(const Calls& other) {
+    batches += other.batches;
+    batched += other.batched;
+    plain += other.plain;
+    strided += other.strided;
+    return *this;
+  }
+};
+
 struct Report {
   int64_t time_ns = 0;  // from the launch until the last local rank was complete
   Phases phases;        // along the path that finished last
   std::vector<CommandTime> commands;
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
   OwnCopy own_copy = OwnCopy::engine;  // the worst of all
+  Calls calls;                         // none where no driver is told
 };
 
 // One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is

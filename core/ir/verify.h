@@ -30,4 +30,7 @@ namespace offcore {
 // deadlock every stuck queue; commands count from 0.
 void verify(const Program& program);
 
+// Only bounds, shape and the values of words: the rules that ask one command at a time.
+void verify_form(const Program& program);
+
 }  // namespace offcore

@@ -67,6 +67,12 @@ struct Cost {
   double trigger_ns = 0;       // the caller writes one word
 };
 
+// How batches of copies are best handed to the engines (DMA-Latte section 6).
+struct Batches {
+  uint64_t b2b_bytes_max = UINT64_MAX;  // up to this many bytes, all of it: one engine
+  uint32_t sub_batch = UINT32_MAX;      // copies handed over at once, while more are prepared
+};
+
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.
 struct TunedRow {
   std::string op;
@@ -89,6 +95,7 @@ struct Machine {
   Limits limits;
   Links links;
   Cost cost;
+  Batches batches;
   std::vector<TunedRow> tuned;
   std::string tuned_version;  // part of the plan key; empty without a table
 };

@@ -10,13 +10,6 @@
 namespace offcore {
 namespace {
 
-// The rank whose engines execute a move: pushes are far cheaper than pulls, so its source; a move
-// from host memory runs on the device it goes to.
-Rank executor_of(const Move& move) {
-  if (move.src.rank != kHostRank) return move.src.rank;
-  return move.dst.rank != kHostRank ? move.dst.rank : 0;
-}
-
 void note_peer(Piece& piece, Rank executor, Rank touched) {
   if (touched == executor || touched == kHostRank) return;
   if (std::find(piece.peers.begin(), piece.peers.end(), touched) == piece.peers.end()) {
@@ -139,6 +132,11 @@ void swaps(const Moves& moves, std::vector<std::vector<Piece>>& pieces) {
 
 }  // namespace
 
+Rank executor_of(const Slice& dst, const Slice& src) {
+  if (src.rank != kHostRank) return src.rank;
+  return dst.rank != kHostRank ? dst.rank : 0;
+}
+
 std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
                                       const Machine& machine) {
   std::vector<std::vector<Piece>> pieces(moves.ranks);
@@ -147,7 +145,7 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
     return pieces;
   }
   std::vector<std::vector<Move>> by_rank(moves.ranks);
-  for (const Move& move : moves.moves) by_rank[executor_of(move)].push_back(move);
+  for (const Move& move : moves.moves) by_rank[executor_of(move.dst, move.src)].push_back(move);
   for (Rank rank = 0; rank < moves.ranks; ++rank) {
     std::vector<Move>& own = by_rank[rank];
     if (kind == Variant::Kind::fan) {

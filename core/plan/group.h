@@ -9,6 +9,10 @@
 
 namespace offcore {
 
+// The rank whose engines execute a move: pushes are far cheaper than pulls, so its source; a move
+// from host memory runs on the device it goes to.
+Rank executor_of(const Slice& dst, const Slice& src);
+
 // A data command and the remote ranks whose memory it touches.
 struct Piece {
   Command command;

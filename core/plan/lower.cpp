@@ -38,9 +38,29 @@ class Lowering {
     if (const auto reason = why_not(moves_, variant_, protocol_); !reason.empty()) {
       fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
     }
-    if (protocol_.captured) check_capturable();
     stage();
     assign();
+    return program();
+  }
+
+  Program run(QueuedCommands queues) {
+    drains_.resize(moves_.ranks);
+    assign(std::move(queues));
+    return program();
+  }
+
+ private:
+  // One queue of one rank while it is being filled.
+  struct Draft {
+    std::vector<Command> data;
+    std::vector<Command> own;    // copies within the rank that nobody has to wait for
+    std::vector<Rank> touched;   // remote ranks whose memory the data commands touch
+    std::vector<Rank> notified;  // ranks that hear when this queue has delivered
+    std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
+  };
+
+  Program program() {
+    if (protocol_.captured) check_capturable();
     Program program{.op = moves_.op,
                     .machine = machine_.name,
                     .variant = to_string(variant_),
@@ -55,16 +75,6 @@ class Lowering {
     program.flag_span = kDone;
     return program;
   }
-
- private:
-  // One queue of one rank while it is being filled.
-  struct Draft {
-    std::vector<Command> data;
-    std::vector<Command> own;    // copies within the rank that nobody has to wait for
-    std::vector<Rank> touched;   // remote ranks whose memory the data commands touch
-    std::vector<Rank> notified;  // ranks that hear when this queue has delivered
-    std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
-  };
 
   void check_capturable() const {
     if (host_flags()) {
@@ -144,6 +154,24 @@ class Lowering {
       notify(rank);
       if (!drains_[rank].empty() && drafts.empty()) drafts.emplace_back();
       if (!drains_[rank].empty()) drafts[0].drains = std::move(drains_[rank]);
+    }
+  }
+
+  void assign(QueuedCommands queues) {
+    drafts_.resize(moves_.ranks);
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      std::vector<Rank> peers;
+      for (Rank peer = 0; peer < moves_.ranks; ++peer) {
+        if (peer != rank) peers.push_back(peer);
+      }
+      in_ring_order(peers, rank);
+      for (std::vector<Command>& commands : queues[rank]) {
+        Draft& draft = drafts_[rank].emplace_back();
+        draft.data = std::move(commands);
+        draft.touched = draft.notified = peers;
+        // A host that keeps the flags sees by them alone that its own queues have ended.
+        if (host_flags()) draft.notified.push_back(rank);
+      }
     }
   }
 
@@ -320,6 +348,11 @@ std::string to_string(const Protocol& protocol) {
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
               const Protocol& protocol) {
   return Lowering(moves, variant, machine, protocol).run();
+}
+
+Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
+              const Protocol& protocol, QueuedCommands queues) {
+  return Lowering(moves, variant, machine, protocol).run(std::move(queues));
 }
 
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,

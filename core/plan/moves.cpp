@@ -179,6 +179,12 @@ Moves moves_gather(Rank root, std::span<const uint64_t> counts) {
 }
 
 Moves moves_batch(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> moves) {
+  Moves result = moves_listed(ranks, std::move(buffers), std::move(moves));
+  result.moves = merge(std::move(result.moves));
+  return result;
+}
+
+Moves moves_listed(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> moves) {
   check_ranks(ranks);
   if (buffers.size() > kBuffersMax) fail(Code::invalid, "more than ", kBuffersMax, " buffers");
   Moves result{.op = "batch", .ranks = ranks};
@@ -188,7 +194,7 @@ Moves moves_batch(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> mov
     check_slice(result, i, "dst", moves[i].dst, moves[i].bytes);
     check_slice(result, i, "src", moves[i].src, moves[i].bytes);
   }
-  result.moves = merge(std::move(moves));
+  result.moves = std::move(moves);
   return result;
 }
 

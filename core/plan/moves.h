@@ -41,9 +41,11 @@ Moves moves_broadcast(Rank ranks, Rank root, uint64_t bytes, bool in_place);
 // counts[q]: bytes for (scatter) or from (gather) rank q; the root's side is packed.
 Moves moves_scatter(Rank root, std::span<const uint64_t> counts);
 Moves moves_gather(Rank root, std::span<const uint64_t> counts);
-// Any moves between given buffers (kFlagBuffer's entry is added). Throws invalid, naming the move,
-// where one leaves its buffers.
+// Any moves between given buffers (kFlagBuffer's entry is added), merged. Throws invalid, naming
+// the move, where one leaves its buffers.
 Moves moves_batch(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> moves);
+// The same as they are given, empty ones too.
+Moves moves_listed(Rank ranks, std::vector<Buffer> buffers, std::vector<Move> moves);
 
 // Joins neighbours: moves that are contiguous on both sides become one. Drops empty moves.
 std::vector<Move> merge(std::vector<Move> moves);

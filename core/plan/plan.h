@@ -26,6 +26,13 @@ std::string to_string(const Protocol& protocol);  // "barrier", "promise", "eage
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
               const Protocol& protocol);
 
+// The same where the commands of the ranks' engine queues are given, by rank and queue. Nobody's
+// queues begin before all ranks have entered, and no rank has finished before all queues have: what
+// a queue touches is not asked. The variant is only a name.
+using QueuedCommands = std::vector<std::vector<std::vector<Command>>>;
+Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
+              const Protocol& protocol, QueuedCommands queues);
+
 // Rewrites commands that the machine lacks or whose limits they exceed; sets program.native.
 Program legalize(Program program, const Machine& machine);
 

@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <mutex>
 #include <numeric>
 
 #include "core/backend/registry.h"
@@ -17,6 +16,7 @@
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
 #include "core/comm/settle.h"
+#include "keep.h"
 #include "module.h"
 
 namespace offcore {
@@ -100,41 +100,6 @@ nb::object buffer_of(nb::handle array, bool writable) {
       nb::make_tuple(reinterpret_cast<uintptr_t>(view.buf), static_cast<uint64_t>(view.len));
   PyBuffer_Release(&view);
   return place;
-}
-
-// Python objects that operations have let go of. An engine thread may be the last to hold one, and
-// must not wait for the interpreter's lock: whoever holds that lock may be joining the thread. It
-// leaves the object here; the interpreter drops it soon after.
-class Released {
- public:
-  static void add(PyObject* object) {
-    {
-      const std::scoped_lock lock(mutex_);
-      objects_.push_back(object);
-    }
-    // Fails when its queue is full: then a later one, or the next operation, drops all of them.
-    if (Py_IsInitialized()) Py_AddPendingCall([](void*) { return drop(), 0; }, nullptr);
-  }
-
-  static void drop() {
-    std::vector<PyObject*> objects;
-    {
-      const std::scoped_lock lock(mutex_);
-      objects.swap(objects_);
-    }
-    for (PyObject* object : objects) Py_DECREF(object);
-  }
-
- private:
-  static inline std::mutex mutex_;
-  static inline std::vector<PyObject*> objects_;
-};
-
-// Holds a Python object from C++ memory that any thread may release.
-std::shared_ptr<void> keep_alive(nb::object object) {
-  if (object.is_none()) return nullptr;
-  return {object.release().ptr(),
-          [](void* pointer) { Released::add(static_cast<PyObject*>(pointer)); }};
 }
 
 // All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.

@@ -39,6 +39,9 @@ void bind_parts(nb::module_& module) {
       .def_rw("strided_gbps", &Links::strided_gbps)
       .def_rw("bcst_gbps", &Links::bcst_gbps)
       .def_rw("swap_gbps", &Links::swap_gbps);
+  nb::class_<Batches>(module, "Batches")
+      .def_rw("b2b_bytes_max", &Batches::b2b_bytes_max)
+      .def_rw("sub_batch", &Batches::sub_batch);
   nb::class_<Cost>(module, "Cost")
       .def_rw("control_ns", &Cost::control_ns)
       .def_rw("doorbell_ns", &Cost::doorbell_ns)
@@ -79,6 +82,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("limits", &Machine::limits)
       .def_rw("links", &Machine::links)
       .def_rw("cost", &Machine::cost)
+      .def_rw("batches", &Machine::batches)
       .def_rw("tuned", &Machine::tuned)
       .def_rw("tuned_version", &Machine::tuned_version)
       .def(

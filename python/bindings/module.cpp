@@ -7,6 +7,7 @@ NB_MODULE(_core, module) {
   offcore::bind_ir(module);
   offcore::bind_machine(module);
   offcore::bind_plan(module);
+  offcore::bind_batch(module);
   offcore::bind_backend(module);
   offcore::bind_window(module);
   offcore::bind_comm(module);

@@ -10,6 +10,7 @@ void bind_base(nb::module_& module);
 void bind_ir(nb::module_& module);
 void bind_machine(nb::module_& module);
 void bind_plan(nb::module_& module);
+void bind_batch(nb::module_& module);
 void bind_backend(nb::module_& module);
 void bind_window(nb::module_& module);
 void bind_comm(nb::module_& module);

@@ -34,7 +34,10 @@ Buffer::Kind parse_kind(const std::string& text) {
   fail(Code::invalid, "unknown kind of buffer '", text, "': window, local or host");
 }
 
-Moves batch(Rank ranks, const std::vector<std::tuple<std::string, std::string, uint64_t>>& buffers,
+using List = Moves (*)(Rank, std::vector<Buffer>, std::vector<Move>);
+
+Moves batch(List list_of, Rank ranks,
+            const std::vector<std::tuple<std::string, std::string, uint64_t>>& buffers,
             const std::vector<std::tuple<Place, Place, uint64_t>>& moves) {
   std::vector<Buffer> declared;
   for (const auto& [name, kind, bytes] : buffers) {
@@ -44,7 +47,7 @@ Moves batch(Rank ranks, const std::vector<std::tuple<std::string, std::string, u
   for (const auto& [dst, src, bytes] : moves) {
     list.push_back({.dst = slice_of(dst), .src = slice_of(src), .bytes = bytes});
   }
-  return moves_batch(ranks, std::move(declared), std::move(list));
+  return list_of(ranks, std::move(declared), std::move(list));
 }
 
 std::vector<std::string> names(const std::vector<Variant>& variants) {
@@ -88,8 +91,19 @@ void bind_moves(nb::module_& module) {
   module.def(
       "moves_gather", [](Rank root, const Counts64& counts) { return moves_gather(root, counts); },
       nb::arg("root"), nb::arg("counts"));
-  module.def("moves_batch", &batch, nb::arg("ranks"), nb::arg("buffers"), nb::arg("moves"),
-             "buffers: (name, kind, bytes), their ids from 1 on; moves: (dst, src, bytes).");
+  for (const auto& [name, list] :
+       {std::pair{"moves_batch", &moves_batch}, {"moves_listed", &moves_listed}}) {
+    module.def(
+        name,
+        [list](Rank ranks,
+               const std::vector<std::tuple<std::string, std::string, uint64_t>>& buffers,
+               const std::vector<std::tuple<Place, Place, uint64_t>>& moves) {
+          return batch(list, ranks, buffers, moves);
+        },
+        nb::arg("ranks"), nb::arg("buffers"), nb::arg("moves"),
+        "buffers: (name, kind, bytes), their ids from 1 on; moves: (dst, src, bytes). moves_batch\n"
+        "merges them, moves_listed leaves them as they are.");
+  }
 }
 
 }  // namespace

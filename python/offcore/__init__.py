@@ -17,6 +17,8 @@ from offcore._core import (
     wrong_bytes,
 )
 from offcore.api import Communicator, Window
+from offcore.batch import BatchHandle, BatchPolicy, batch_copy, batch_program
+from offcore.batch_result import BatchResult
 from offcore.errors import Error
 from offcore.handle import Handle, View
 from offcore.programs import show_program, variants
@@ -28,6 +30,9 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "BatchHandle",
+    "BatchPolicy",
+    "BatchResult",
     "Communicator",
     "Counts",
     "Error",
@@ -38,6 +43,8 @@ __all__ = [
     "Result",
     "View",
     "Window",
+    "batch_copy",
+    "batch_program",
     "fill",
     "machines",
     "probe_backends",

@@ -1,9 +1,10 @@
 """Machine files: machines/NAME.json, read strictly into a `Machine`.
 
 A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `flags`, `native`,
-`limits`, `links`, `cost` and `sources` (where each number comes from). The keys of a section are
-the fields of the struct of that name in core/machine/machine.h: none may be missing, none unknown.
-A limit of null means that there is none. `host-N`, for N of 1 to 64, comes from host.json.
+`limits`, `links`, `cost`, `batches` and `sources` (where each number comes from). The keys of a
+section are the fields of the struct of that name in core/machine/machine.h: none may be missing,
+none unknown. A limit, or a number of `batches`, of null means that there is none. `host-N`, for N
+of 1 to 64, comes from host.json.
 
 tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
 measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
@@ -40,6 +41,7 @@ _SECTIONS = (
     "limits",
     "links",
     "cost",
+    "batches",
     "sources",
 )
 
@@ -234,6 +236,8 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
         cost,
         lambda key: cost.integer(key, 1, 1024) if key == "overlap" else cost.number(key),
     )
+    batches = top.section("batches", _fields(machine.batches))
+    _fill(machine.batches, batches, lambda key: _limit(batches, key))
     _check_sources(path, value)
     try:
         machine.check()
@@ -245,7 +249,7 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
 def _limit(limits: _Section, key: str) -> int | None:
     if limits.take(key) is None:
         return None
-    small = key in ("rows_max", "swap_align", "bcst_align")
+    small = key in ("rows_max", "swap_align", "bcst_align", "sub_batch")
     return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
 
 
@@ -253,12 +257,12 @@ def _check_sources(path: Path, value: dict[str, Any]) -> None:
     """Every number's origin is a text under the key SECTION.KEY of an existing number."""
     places = [
         f"{name}.{key}"
-        for name in ("engines", "native", "limits", "links", "cost")
+        for name in ("engines", "native", "limits", "links", "cost", "batches")
         for key in value[name]
     ]
     sources = value["sources"]
     given = list(sources) if isinstance(sources, dict) else []
-    needed = [place for place in places if place.startswith(("links.", "cost."))]
+    needed = [place for place in places if place.startswith(("links.", "cost.", "batches."))]
     allowed = [place for place in places if place in given or place in needed]
     section = _Section(path, "sources.", sources, allowed)
     for key in allowed:

@@ -51,6 +51,16 @@ def test_views_stay_while_the_next_layer_comes():
     assert run(EXAMPLES / "views.py").endswith("protocol view: correct\n")
 
 
+def test_batches_are_compared_and_checked():
+    lines = run(EXAMPLES / "batch.py").splitlines()
+    assert lines[-1] == (
+        "1792 entries of 4096 bytes, correct: 64 commands, 1792 entries folded, 0 merged"
+    )
+    times = [[float(cell) for cell in line.split()] for line in lines[2:-1]]
+    assert len(times) == 5
+    assert all(one_by_one > 1.5 * b2b for _, one_by_one, b2b, *_ in times)
+
+
 def run_two_ranks(text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,7 +70,7 @@ def run_two_ranks(text):
     assert [process.wait(timeout=60) for process in both] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/batch.md"])
 def test_documents_show_python_that_runs(name):
     blocks = blocks_of(name)
     assert blocks

@@ -33,17 +33,15 @@ struct Mapped {
 // A program in a graph: nothing of it is under way.
 class RecordedRun final : public Run {
  public:
-  explicit RecordedRun(OwnCopy own_copy) : own_copy_(own_copy) {}
+  explicit RecordedRun(const Flight& flight) {
+    for (const Flight::Part& part : flight.parts) part.notes.tell(report_);
+  }
   bool done() override { return true; }
   void wait(const Deadline&) override {}
-  Report report() const override {
-    Report report;
-    report.own_copy = own_copy_;
-    return report;
-  }
+  Report report() const override { return report_; }
 
  private:
-  OwnCopy own_copy_;
+  Report report_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -80,11 +78,7 @@ class CudaLoaded final : public Loaded {
       return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
                                                         fleet_->launch(cargo_, launch, *hangar_));
     }
-    OwnCopy own_copy = OwnCopy::engine;
-    for (const Flight::Part& part : fleet_->record(cargo_, launch)->parts) {
-      own_copy = std::max(own_copy, part.notes.own_copy);
-    }
-    return std::make_unique<RecordedRun>(own_copy);
+    return std::make_unique<RecordedRun>(*fleet_->record(cargo_, launch));
   }
 
  private:
@@ -283,6 +277,11 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
     devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
+  }
+  for (const auto& device : devices) {
+    for (const auto& peer : devices) {
+      if (options.foreign) device->reach(*peer);
+    }
   }
   return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), habits);
 }

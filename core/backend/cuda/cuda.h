@@ -20,6 +20,7 @@ struct CudaOptions {
   std::string signals = "auto";     // or "fenced", "copy_order": see cuda/feed.h
   std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
   std::string own_copy = "engine";  // copies within a GPU; or "sm"
+  bool foreign = false;             // memory that others have allocated goes from GPU to GPU
 
   friend bool operator==(const CudaOptions&, const CudaOptions&) = default;
 };

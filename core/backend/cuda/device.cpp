@@ -13,6 +13,12 @@ constexpr double kServiceWaitS = 5;
 
 }  // namespace
 
+uint64_t rows_of_slice(uint64_t pitch) {
+  uint64_t rows = 1;
+  while (pitch / rows > kPitchMax) rows *= 2;
+  return pitch % rows == 0 ? rows : 0;
+}
+
 void copy_rows(const Rows& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
     const CUmemcpy2D rectangle{.src = rows.src,
@@ -23,12 +29,14 @@ void copy_rows(const Rows& rows, CUstream stream) {
                                .height = rows.rows};
     return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
   }
+  const uint64_t src_height = rows_of_slice(rows.src_pitch);
+  const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
   const CUmemcpy3D box{.src = rows.src,
-                       .src_pitch = kSlice,
-                       .src_height = rows.src_pitch / kSlice,
+                       .src_pitch = rows.src_pitch / src_height,
+                       .src_height = src_height,
                        .dst = rows.dst,
-                       .dst_pitch = kSlice,
-                       .dst_height = rows.dst_pitch / kSlice,
+                       .dst_pitch = rows.dst_pitch / dst_height,
+                       .dst_height = dst_height,
                        .width = rows.bytes,
                        .height = 1,
                        .depth = rows.rows};
@@ -107,6 +115,14 @@ Device::Device(Rank rank, int ordinal)
       context_(std::make_shared<const Context>(ordinal)),
       events_(std::make_shared<Events>(context_)),
       service_(std::make_unique<Stream>(context_)) {}
+
+void Device::reach(const Device& peer) const {
+  if (peer.ordinal() == ordinal()) return;
+  const Current here = current();
+  const CUresult result = Driver::get().cuCtxEnablePeerAccess(peer.context()->handle(), 0);
+  if (result == kPeerAccessAlready) return;  // torch may have asked for it too
+  check(result, cat("cuCtxEnablePeerAccess of device ", ordinal(), " to ", peer.ordinal()));
+}
 
 void Device::settle() const {
   const Deadline deadline = Deadline::after_s(kServiceWaitS);

@@ -11,9 +11,13 @@
 namespace offcore::cuda {
 
 inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
-inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider pitches are whole numbers of
+inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider strides are whole numbers of
 
-// Rows at constant steps: one command of a copy engine.
+// A pitch beyond the limit is that of slices of a box, each so many rows of a pitch within it: that
+// number, or 0 where no power of two is one.
+uint64_t rows_of_slice(uint64_t pitch);
+
+// Rows at constant steps, of pitches that have such a number: one command of a copy engine.
 struct Rows {
   CUdeviceptr dst = 0;
   uint64_t dst_pitch = 0;
@@ -115,6 +119,10 @@ class Device final : public Port {
   void copy(const Rows& rows) const;
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
+
+  // Makes the driver copy straight to and from the peer's memory that others have allocated; that
+  // of windows it reaches anyhow.
+  void reach(const Device& peer) const;
 
  private:
   void settle() const;

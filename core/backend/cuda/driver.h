@@ -32,6 +32,7 @@ inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kInvalidValue = 1;
 inline constexpr CUresult kOutOfMemory = 2;
 inline constexpr CUresult kNotReady = 600;
+inline constexpr CUresult kPeerAccessAlready = 704;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDefault = 0;
@@ -67,9 +68,12 @@ inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
 inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
 inline constexpr int kLocationDevice = 1;   // CUmemLocationType
 inline constexpr int kAccessReadWrite = 3;
-inline constexpr int kUnifiedMemory = 4;      // CUmemorytype
+inline constexpr int kUnifiedMemory = 4;  // CUmemorytype
+inline constexpr int kDeviceMemory = 2;
 inline constexpr int kPointerMemoryType = 2;  // CUpointer_attribute
 inline constexpr int kPointerOrdinal = 9;
+inline constexpr int kPointerRangeStart = 11;
+inline constexpr int kPointerRangeBytes = 12;
 inline constexpr int kSrcOrderStream = 1;      // CUmemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
@@ -179,6 +183,7 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuDevicePrimaryCtxRelease, 11000, (CUdevice))                                                \
   X(cuCtxPushCurrent, 4000, (CUcontext))                                                         \
   X(cuCtxPopCurrent, 4000, (CUcontext*))                                                         \
+  X(cuCtxEnablePeerAccess, 4000, (CUcontext, unsigned))                                          \
   X(cuMemGetAllocationGranularity, 10020, (size_t*, const CUmemAllocationProp*, int))            \
   X(cuMemCreate, 10020, (CUmemHandle*, size_t, const CUmemAllocationProp*, unsigned long long))  \
   X(cuMemRelease, 10020, (CUmemHandle))                                                          \

@@ -7,7 +7,9 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kCopiesMax = 1024;  // in a batch
+constexpr size_t kCopiesMax = 1024;    // in a batch
+constexpr size_t kOwnCopiesMax = 32;   // in one within a GPU: the engine starts on it meanwhile
+constexpr size_t kHostCopiesMany = 8;  // collectives have fewer, which stay as they are
 constexpr uint32_t kLooks = 4;
 
 CUdeviceptr device_pointer(std::byte* host) {
@@ -42,7 +44,13 @@ Feed::Feed(const Device& device, CUstream stream, const Source& source, const Pr
       notes_(notes) {}
 
 void Feed::run(std::span<const Command> commands) {
-  for (const Command& command : commands) run(command);
+  bool in_group = false;
+  for (size_t i = 0; i < commands.size(); ++i) {
+    const bool data = moves_data(commands[i].op);
+    if (data && !in_group) look_ahead(commands.subspan(i));
+    in_group = data;
+    run(commands[i]);
+  }
   flush();
 }
 
@@ -86,6 +94,13 @@ Feed::Place Feed::place(const Slice& slice) const {
   const auto twin = doubles_->find(ring);
   if (twin == doubles_->end()) return {address, ring};
   return {address - ring->base() + twin->second->base(), twin->second.get()};
+}
+
+CUdeviceptr Feed::address(const Slice& slice) const {
+  if (doubles_ != nullptr) return place(slice).address;
+  // Only a ring that stands in for another one changes it, and to look for rings takes a while.
+  const std::byte* base = launch_.binding.base(slice.buffer, slice.rank);
+  return reinterpret_cast<CUdeviceptr>(base + slice.offset);
 }
 
 // Whether the ranks' parts of the buffer lie in the ring as they follow each other.
@@ -181,19 +196,20 @@ void Feed::copy(const Command& command) {
     uint64_t src_pitch = 0;
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
       flush();
+      ++notes_.calls.strided;
       return strided(dst.address, dst_pitch, src.address, src_pitch, command.bytes, command.rows);
     }
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
     const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
+    if (dst.rank != own || src.rank != own) {
+      outside(dst, src, command.bytes);
+      continue;
+    }
     const Place to = place(dst);
     const Place from = place(src);
-    if (dst.rank != own || src.rank != own) {
-      flush();
-      check(Driver::get().cuMemcpyAsync(to.address, from.address, command.bytes, stream_),
-            "cuMemcpyAsync");
-    } else if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
+    if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
       inside(to.address, from.address, command.bytes);
     }
   }
@@ -222,9 +238,35 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   if (command.dst_step == 0) return false;
   if (!pitch(command.dst, command.dst_step, dst, dst_pitch)) return false;
   if (!pitch(command.src, command.src_step, src, src_pitch)) return false;
-  const uint64_t widest = std::max(dst_pitch, src_pitch);
-  if (widest <= kPitchMax) return true;
-  return command.bytes <= kSlice && dst_pitch % kSlice == 0 && src_pitch % kSlice == 0;
+  const auto fits = [&](uint64_t result) {
+    const uint64_t height = rows_of_slice(result);
+    return height != 0 && result / height >= command.bytes;
+  };
+  return fits(dst_pitch) && fits(src_pitch);
+}
+
+// Whether the group that begins here is worth batches.
+void Feed::look_ahead(std::span<const Command> rest) {
+  size_t copies = 0;
+  for (const Command& command : rest) {
+    if (!moves_data(command.op) || copies == kHostCopiesMany) break;
+    copies +=
+        command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
+  }
+  many_ = copies == kHostCopiesMany;
+}
+
+// Whether the stream takes batches of copies: neither a captured one nor the legacy default one does.
+bool Feed::batches() const {
+  return program_.mode != Mode::capture && reinterpret_cast<uintptr_t>(stream_) != kLegacyStream &&
+         Driver::get().cuMemcpyBatchAsync != nullptr;
+}
+
+// A copy that leaves the GPU, or comes to it.
+void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
+  const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
+  if (!host || !many_ || !batches()) return plain(address(dst), address(src), bytes);
+  collect(address(dst), address(src), bytes, 0, kCopiesMax);
 }
 
 // The driver has SMs copy what begins and ends in one GPU's memory, and a batch that asks it to
@@ -256,6 +298,7 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
       } else {
         piece.src = base, piece.src_pitch = pitch, piece.src_y = rows, piece.src_x = rest;
       }
+      ++notes_.calls.strided;
       check(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync");
       done += width;
     }
@@ -265,16 +308,23 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
 }
 
 void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
-  flush_ops();
-  const bool legacy = reinterpret_cast<uintptr_t>(stream_) == kLegacyStream;
-  const bool asked = !habits_.own_copy_on_sm && program_.mode != Mode::capture && !legacy &&
-                     Driver::get().cuMemcpyBatchAsync != nullptr;
+  const bool asked = !habits_.own_copy_on_sm && batches();
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
-  if (!asked) {
-    flush_copies();
-    return check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
-  }
-  if (sizes_.size() == kCopiesMax) flush_copies();
+  if (!asked) return plain(dst, src, bytes);
+  collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);
+}
+
+void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
+  flush();
+  ++notes_.calls.plain;
+  check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+}
+
+// For a batch of at most so many copies.
+void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most) {
+  flush_ops();
+  if (flags != flags_ || sizes_.size() == most) flush_copies();
+  flags_ = flags;
   dsts_.push_back(dst);
   srcs_.push_back(src);
   sizes_.push_back(bytes);
@@ -287,8 +337,10 @@ void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_
 
 void Feed::flush_copies() {
   if (sizes_.empty()) return;
-  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = kPreferOverlap};
+  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
   size_t first = 0;
+  ++notes_.calls.batches;
+  notes_.calls.batched += static_cast<uint32_t>(sizes_.size());
   check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),
                                          &attributes, &first, 1, stream_),
         "cuMemcpyBatchAsync");

@@ -1,12 +1,15 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
-//              asks for a copy engine, because a plain one would take SMs
+//              asks for a copy engine, because a plain one would take SMs; many in a group between
+//              the host and a GPU: a batch, which costs the host less
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
 //              copy of that word to all of them. With presets: that copy alone
-//   fence      nothing: a stream is in order
+//   fence      hands over what was collected: a stream is in order by itself
+//
+// A batch of copies cannot be captured: there its copies are plain ones.
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
@@ -55,6 +58,12 @@ struct Stamp {
 struct Notes {
   std::vector<Stamp> stamps;
   OwnCopy own_copy = OwnCopy::engine;
+  Calls calls;
+
+  void tell(Report& report) const {  // but the stamps
+    report.own_copy = std::max(report.own_copy, own_copy);
+    report.calls += calls;
+  }
 };
 
 class Feed {
@@ -79,6 +88,7 @@ class Feed {
   };
 
   Place place(const Slice& slice) const;
+  CUdeviceptr address(const Slice& slice) const;
   bool walks(const Slice& slice, uint32_t rows, const Ring* ring) const;
   void add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags = 0);
   void poll(const Command& command);
@@ -87,8 +97,13 @@ class Feed {
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
+  void look_ahead(std::span<const Command> rest);
+  bool batches() const;
+  void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
   void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
                uint64_t bytes, uint32_t rows);
   void flush_copies();
@@ -103,7 +118,9 @@ class Feed {
   const Habits habits_;
   const Doubles* doubles_;
   Notes& notes_;
+  bool many_ = false;  // this group has many copies between the host and the GPU
   std::vector<CUstreamMemOp> ops_;
+  unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;
   std::vector<CUdeviceptr> srcs_;
   std::vector<size_t> sizes_;

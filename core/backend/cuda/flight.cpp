@@ -132,7 +132,7 @@ Report Flight::report() const {
   std::optional<Relaxed> relaxed;
   if (cargo->timed) relaxed.emplace();
   for (const Part& part : parts) {
-    report.own_copy = std::max(report.own_copy, part.notes.own_copy);
+    part.notes.tell(report);
     for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);

@@ -40,6 +40,7 @@ enum : Result {
   kNotFound = 500,
   kNotReady = 600,
   kIllegalAddress = 700,
+  kPeerAccessAlready = 704,
   kContextIsDestroyed = 709,
   kHostMemoryAlreadyRegistered = 712,
   kHostMemoryNotRegistered = 713,

@@ -263,6 +263,19 @@ FAKE_API Result cuCtxPopCurrent_v2(ContextHandle* context) {
   });
 }
 
+FAKE_API Result cuCtxEnablePeerAccess(ContextHandle peer, unsigned flags) {
+  return enter("cuCtxEnablePeerAccess", [&] {
+    const auto own = current_context();
+    const auto other = contexts().find(peer);
+    require(flags == 0, kInvalidValue);
+    const bool reachable =
+        own->physical != other->physical && settings().peers(own->physical, other->physical);
+    require(reachable, kPeerAccessUnsupported);
+    const std::lock_guard lock(own->mutex);
+    require(own->peers.insert(peer).second, kPeerAccessAlready);
+  });
+}
+
 FAKE_API Result cuMemGetInfo_v2(size_t* free, size_t* total) {
   return enter("cuMemGetInfo", [&] {
     const auto context = current_context();

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "tests/fakes/cuda/abi.h"
@@ -37,6 +38,7 @@ struct Context {
   std::vector<std::weak_ptr<Stream>> blocking;  // streams that the default stream orders
   static constexpr int64_t kThreads = 132 * 2048;  // that its SMs hold
   int64_t threads_free = kThreads;
+  std::set<ContextHandle> peers;  // that it has asked for access to
   std::condition_variable room;  // threads have become free
 
   std::shared_ptr<Stream> default_stream() {

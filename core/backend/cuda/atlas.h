@@ -1,0 +1,39 @@
+// Where memory lies, as the driver tells: for addresses of a caller, which nobody vouches for.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/backend/cuda/device.h"
+
+namespace offcore::cuda {
+
+inline constexpr int kHostMemory = -1;  // in the place of a GPU's number
+
+// Looks each allocation up once. It may go away as soon as an atlas was asked: so one is for one
+// call, and not kept.
+class Atlas {
+ public:
+  // `ordinal`: the GPU whose context looks.
+  explicit Atlas(int ordinal);
+
+  // The GPU that all these bytes are on, or kHostMemory where they are pinned. Throws invalid,
+  // beginning with "entry INDEX: its SIDE", for what copy engines cannot reach in one copy.
+  int home(uint64_t address, uint64_t bytes, const char* side, size_t index);
+
+ private:
+  struct Extent {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    int home = kHostMemory;
+  };
+
+  const Extent& extent(uint64_t address, const char* side, size_t index);
+  Extent look_up(uint64_t address, const char* side, size_t index) const;
+
+  Current current_;
+  std::vector<Extent> extents_;  // by begin
+  size_t last_ = 0;              // the one found last
+};
+
+}  // namespace offcore::cuda

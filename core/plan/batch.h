@@ -1,0 +1,82 @@
+// Batches of copies that are made once: any moves, in no order, with one prologue and one epilogue
+// for all of them (DMA-Latte section 6).
+//
+//   merge   moves that continue each other on both sides become one
+//   fold    moves of equal size whose places are arithmetic progressions become one strided copy
+//   bcst    one source to the same place on several ranks becomes one command (section 4.2)
+//   queues  one engine, back to back, for small batches (section 4.4); engines by destination for
+//           large ones, as many as the way there can feed
+//
+// Swaps (section 4.3) are made only of moves that ask for one: no copy can tell that it is half of
+// a swap. What the machine lacks is expanded, as everywhere.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/machine/machine.h"
+#include "core/plan/moves.h"
+
+namespace offcore {
+
+// Forces choices; what is left open follows the machine.
+struct BatchPolicy {
+  bool merge = true;
+  std::optional<bool> fold;    // none: where the machine has strided copies and they are no slower
+  uint32_t fold_rows_min = 4;  // fewer are not worth a command of another kind
+  std::optional<bool> bcst;    // none: where the machine has it
+  uint16_t engines = 0;        // of a rank, at most; 0: as the bytes of the batch say
+  std::optional<uint64_t> b2b_bytes_max;  // none: the machine's
+  // Single copies of a queue between two fences, at which a backend hands them over; 0: no fences.
+  // None: the machine's number.
+  std::optional<uint32_t> sub_batch;
+  bool timed = true;      // timestamps around the data of each queue
+  bool captured = false;  // to be recorded in a graph
+};
+
+struct Batch {
+  std::shared_ptr<const Program> program;
+  uint32_t moves = 0;   // given
+  uint32_t empty = 0;   // of no bytes
+  uint32_t merged = 0;  // that became a part of another one
+  uint32_t folded = 0;  // then: that became rows of strided copies
+  uint32_t strided = 0;
+  uint32_t bcst = 0;  // then: that became destinations of broadcasts
+  uint32_t swaps = 0;
+  uint64_t bytes = 0;  // given; a swap's count once
+};
+
+// `moves` as moves_listed returns them; `swaps`: indices of the moves that exchange their places.
+// Throws invalid, naming both moves, where one writes what another one reads or writes.
+Batch plan_batch(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
+                 const Machine& machine);
+
+// A move between positions: an offset in one of the memories of a batch, whose number is in the
+// bits from kPositionBits on. So neither sorting nor arithmetic has to ask where a place lies.
+inline constexpr int kPositionBits = 52;
+struct Span {
+  uint64_t dst = 0;
+  uint64_t src = 0;
+  uint64_t bytes = 0;
+  uint32_t move = 0;  // the first that it is made of
+};
+inline bool same_memory(uint64_t one, uint64_t other) {
+  return ((one ^ other) >> kPositionBits) == 0;
+}
+
+// Spans of equal size at constant steps: row k is the first one's places + k steps.
+struct Fold {
+  Span first;
+  uint64_t dst_step = 0;
+  uint64_t src_step = 0;
+  uint32_t rows = 1;
+};
+
+// Takes folds of at least rows_min rows out of `spans`, which are all of one size, sorted by dst,
+// and between the same two memories. Steps lie between the size and pitch_max, so that rows do not
+// overlap. Finds the steps whatever the order was in which the moves came: see fold.cpp.
+std::vector<Fold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max);
+
+}  // namespace offcore
