@@ -119,6 +119,16 @@ class Run {
   // Throws timeout, or peer when the rank was poisoned; both name, per queue, the command reached.
   virtual void wait(const Deadline& deadline) = 0;
   virtual Report report() const = 0;  // once done
+  // Makes a stream of the caller's (as Launch::streams) wait for the end. Throws unsupported where
+  // there are no streams.
+  virtual void hold(uintptr_t stream);
+};
+
+// What a stream of the caller's has yet to do before something may begin.
+class Mark {
+ public:
+  virtual ~Mark() = default;
+  virtual bool passed() = 0;  // throws driver when the device has failed
 };
 
 // A program made ready for the local ranks.
@@ -165,6 +175,11 @@ class Backend : public Memory {
   // this process; 0: none. Programs of mode capture are launched into captures, and no others:
   // their runs are done at once, because only a graph's replays run anything.
   virtual uint64_t capture_of(std::span<const uintptr_t>) const { return 0; }
+  // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
+  // driver's event stands for, which has to live until the mark has passed. Throw unsupported where
+  // there are no streams, and for a stream that is being captured.
+  virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream);
+  virtual std::unique_ptr<Mark> mark_event(uintptr_t event);
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
 };

@@ -10,6 +10,14 @@ namespace offcore::cuda {
 namespace {
 
 constexpr double kServiceWaitS = 5;
+constexpr uint64_t kHeightMax = 4096;
+
+// A wide pitch as so many of a narrower one; 0: it is none.
+uint64_t height_of(uint64_t pitch, uint64_t bytes) {
+  uint64_t height = (pitch + kPitchMax - 1) / kPitchMax;
+  while (height <= kHeightMax && pitch % height != 0) ++height;
+  return height <= kHeightMax && pitch / height >= bytes ? height : 0;
+}
 
 }  // namespace
 
@@ -23,17 +31,21 @@ void copy_rows(const Rows& rows, CUstream stream) {
                                .height = rows.rows};
     return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
   }
+  const uint64_t src_height = height_of(rows.src_pitch, rows.bytes);
+  const uint64_t dst_height = height_of(rows.dst_pitch, rows.bytes);
   const CUmemcpy3D box{.src = rows.src,
-                       .src_pitch = kSlice,
-                       .src_height = rows.src_pitch / kSlice,
+                       .src_pitch = rows.src_pitch / src_height,
+                       .src_height = src_height,
                        .dst = rows.dst,
-                       .dst_pitch = kSlice,
-                       .dst_height = rows.dst_pitch / kSlice,
+                       .dst_pitch = rows.dst_pitch / dst_height,
+                       .dst_height = dst_height,
                        .width = rows.bytes,
                        .height = 1,
                        .depth = rows.rows};
   check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
 }
+
+bool has_pitch(uint64_t pitch, uint64_t bytes) { return height_of(pitch, bytes) != 0; }
 
 void keep_for_good(std::shared_ptr<void> held) {
   static std::mutex mutex;

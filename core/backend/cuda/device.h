@@ -23,6 +23,9 @@ struct Rows {
   uint32_t rows = 0;
 };
 void copy_rows(const Rows& rows, CUstream stream);
+// Whether a copy of rows of so many bytes can have that pitch: wider ones than kPitchMax have to be
+// a whole number of such that are not.
+bool has_pitch(uint64_t pitch, uint64_t bytes);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);

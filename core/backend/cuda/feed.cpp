@@ -203,9 +203,7 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   if (command.dst_step == 0) return false;
   if (!pitch(command.dst, command.dst_step, dst, dst_pitch)) return false;
   if (!pitch(command.src, command.src_step, src, src_pitch)) return false;
-  const uint64_t widest = std::max(dst_pitch, src_pitch);
-  if (widest <= kPitchMax) return true;
-  return command.bytes <= kSlice && dst_pitch % kSlice == 0 && src_pitch % kSlice == 0;
+  return has_pitch(dst_pitch, command.bytes) && has_pitch(src_pitch, command.bytes);
 }
 
 void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own) {

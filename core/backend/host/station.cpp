@@ -1,7 +1,6 @@
 #include "core/backend/host/station.h"
 
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <charconv>
@@ -10,6 +9,7 @@
 #include "core/backend/wakeup.h"
 #include "core/base/env.h"
 #include "core/base/error.h"
+#include "core/base/threads.h"
 
 namespace offcore {
 namespace {
@@ -47,20 +47,6 @@ void pause_briefly(uint32_t times = 1) {
 #endif
   }
 }
-
-// Signals of the process are for its own threads (Ctrl-C for Python's main thread).
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 
