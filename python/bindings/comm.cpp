@@ -7,7 +7,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
 #include <numeric>
 
 #include "core/backend/registry.h"
@@ -17,6 +16,7 @@
 #include "core/comm/communicator.h"
 #include "core/comm/settle.h"
 #include "module.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -101,41 +101,6 @@ nb::object buffer_of(nb::handle array, bool writable) {
   return place;
 }
 
-// Python objects that operations have let go of. An engine thread may be the last to hold one, and
-// must not wait for the interpreter's lock: whoever holds that lock may be joining the thread. It
-// leaves the object here; the interpreter drops it soon after.
-class Released {
- public:
-  static void add(PyObject* object) {
-    {
-      const std::scoped_lock lock(mutex_);
-      objects_.push_back(object);
-    }
-    // Fails when its queue is full: then a later one, or the next operation, drops all of them.
-    if (Py_IsInitialized()) Py_AddPendingCall([](void*) { return drop(), 0; }, nullptr);
-  }
-
-  static void drop() {
-    std::vector<PyObject*> objects;
-    {
-      const std::scoped_lock lock(mutex_);
-      objects.swap(objects_);
-    }
-    for (PyObject* object : objects) Py_DECREF(object);
-  }
-
- private:
-  static inline std::mutex mutex_;
-  static inline std::vector<PyObject*> objects_;
-};
-
-// Holds a Python object from C++ memory that any thread may release.
-std::shared_ptr<void> keep_alive(nb::object object) {
-  if (object.is_none()) return nullptr;
-  return {object.release().ptr(),
-          [](void* pointer) { Released::add(static_cast<PyObject*>(pointer)); }};
-}
-
 // All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.
 std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
                                                 Rank ranks, const std::string& store, Rank rank,
@@ -181,7 +146,7 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
                                std::vector<uintptr_t> streams, nb::object keep, double timeout_s) {
-  Released::drop();
+  drop_released();
   Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
                                std::move(protocol), lane);
   request.streams = std::move(streams);
