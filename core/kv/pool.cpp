@@ -235,8 +235,9 @@ void HostPool::unpin(std::span<const int64_t> slots) {
 
 void HostPool::close(const Deadline& deadline) {
   std::vector<Chunk> gone;  // freed without the mutex
+  if (process_ != getpid()) return;
   {
-    Lock lock = enter();
+    Lock lock(mutex_);
     changed_.wait_for(lock, left(deadline), [&] { return pinned_ == 0; });
     if (pinned_ > 0) {
       fail(Code::timeout, "jobs still use ", pinned_, " rows of the host pool after ",
