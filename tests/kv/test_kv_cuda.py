@@ -51,7 +51,7 @@ def passed(watch):
 """
 
 
-def on_gpu(code: str, *args: str, **env: str) -> None:
+def check_on_gpu(code: str, *args: str, **env: str) -> None:
     assert run(code, *args, prelude=WORLD, **env) == ""
 
 
@@ -82,7 +82,7 @@ def test_a_store_comes_after_a_streams_work(event: bool) -> None:
     assert meets.wait(10).blocks == 1
     world.transfer.close()
     """
-    on_gpu(code, str(event))
+    check_on_gpu(code, str(event))
 
 
 def test_what_cannot_be_waited_for() -> None:
@@ -109,7 +109,7 @@ def test_what_cannot_be_waited_for() -> None:
         code, told = code_of(lambda: transfer.load([0], [0]).wait())
         assert (code, "ordinary host memory" in told) == ("invalid", True), told
     """
-    on_gpu(code)
+    check_on_gpu(code)
 
 
 def test_a_job_is_cancelled_before_it_begins() -> None:
@@ -133,7 +133,7 @@ def test_a_job_is_cancelled_before_it_begins() -> None:
     assert job.wait().cancelled
     world.pool.close()
     """
-    on_gpu(code)
+    check_on_gpu(code)
 
 
 def test_a_stream_waits_for_layers() -> None:
@@ -162,7 +162,7 @@ def test_a_stream_waits_for_layers() -> None:
     assert (world.read() == (slots + 64)[:, np.newaxis]).all()
     world.transfer.close()
     """
-    on_gpu(code)
+    check_on_gpu(code)
 
 
 def test_jobs_that_meet_keep_their_order_on_a_gpu() -> None:
@@ -186,7 +186,7 @@ def test_jobs_that_meet_keep_their_order_on_a_gpu() -> None:
         assert (world.rows([0, 1, 3]) == turn + 100).all()
     world.transfer.close()
     """
-    on_gpu(code)
+    check_on_gpu(code)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -215,7 +215,7 @@ def test_layers_in_tensors_of_their_own(right: bool) -> None:
         assert (got[:, 5] == 9).all() and (got[:, 4] == image[k, :, 4]).all()
     transfer.close()
     """
-    on_gpu(code, str(right), **({} if right else {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}))
+    check_on_gpu(code, str(right), **({} if right else {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}))
 
 
 @pytest.mark.parametrize("step", [3 << 30, (5 << 30) + 4096, (1 << 31) - 4096])
@@ -247,7 +247,7 @@ def test_layers_further_apart_than_a_pitch(step: int) -> None:
         got = np.frombuffer(driver.read(at + k * step, 64 * 512), np.uint8).reshape(64, 512)
         assert (got[20] == k + 7).all() and (np.delete(got, 20, 0) == k + 1).all()
     """
-    on_gpu(code, str(step))
+    check_on_gpu(code, str(step))
 
 
 def test_a_chunk_that_cannot_be_registered() -> None:
@@ -262,7 +262,7 @@ def test_a_chunk_that_cannot_be_registered() -> None:
     pool.grow(30)
     assert pool.allocate(30, timeout=10).tolist() == list(range(20, 50))
     """
-    on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemHostRegister:3")
+    check_on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemHostRegister:3")
 
 
 def test_a_call_that_the_driver_refuses_fails_its_job_alone() -> None:
@@ -278,7 +278,7 @@ def test_a_call_that_the_driver_refuses_fails_its_job_alone() -> None:
     assert world.transfer.load([1], [0]).wait().blocks == 1
     world.transfer.close()
     """
-    on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:5")
+    check_on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:5")
 
 
 def test_a_gpu_that_fails_ends_every_job() -> None:
@@ -314,7 +314,7 @@ def test_nothing_is_left_behind() -> None:
         gc.collect()
         assert live() == before, (turn, live(), before)
     """
-    on_gpu(code)
+    check_on_gpu(code)
 
 
 @pytest.mark.parametrize("how", ["pass", "sys.exit(0)", "gate.open()"])
@@ -326,4 +326,4 @@ def test_a_process_ends_with_copies_under_way(how: str) -> None:
             world.transfer.store(np.arange(512), np.arange(512, 1024), after=gate.stream)]
     {how}
     """
-    on_gpu(code)
+    check_on_gpu(code)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_kv_pool import refused
+from test_kv_pool import check_refused
 
 import offcore
 from offcore import kv
@@ -75,21 +75,21 @@ def test_a_result_tells_what_ran(world: World) -> None:
 
 def test_what_a_call_refuses(world: World) -> None:
     load, store, slots = world.transfer.load, world.transfer.store, world.slots
-    refused(lambda: load([1, 2], slots[:1]), "invalid", "2 blocks and 1 slots")
-    refused(lambda: load([BLOCKS], slots[:1]), "invalid", f"block {BLOCKS} is not one")
-    refused(lambda: load([-1], slots[:1]), "invalid", "block -1")
-    refused(lambda: load([1], [999]), "invalid", "slot 999 is not one")
-    refused(lambda: load([1, 2, 1], slots[:3]), "invalid", "block 1 is named twice")
-    refused(lambda: store([1, 2], [0, 0]), "invalid", "slot 0 is named twice")
-    refused(lambda: load([1.5], slots[:1]), "invalid", "whole numbers")
-    refused(lambda: load([1], slots[:1], group=1), "invalid", "no group 1 of 1")
-    refused(lambda: load([1], slots[:1], after=4711), "unsupported", "no streams")
+    check_refused(lambda: load([1, 2], slots[:1]), "invalid", "2 blocks and 1 slots")
+    check_refused(lambda: load([BLOCKS], slots[:1]), "invalid", f"block {BLOCKS} is not one")
+    check_refused(lambda: load([-1], slots[:1]), "invalid", "block -1")
+    check_refused(lambda: load([1], [999]), "invalid", "slot 999 is not one")
+    check_refused(lambda: load([1, 2, 1], slots[:3]), "invalid", "block 1 is named twice")
+    check_refused(lambda: store([1, 2], [0, 0]), "invalid", "slot 0 is named twice")
+    check_refused(lambda: load([1.5], slots[:1]), "invalid", "whole numbers")
+    check_refused(lambda: load([1], slots[:1], group=1), "invalid", "no group 1 of 1")
+    check_refused(lambda: load([1], slots[:1], after=4711), "unsupported", "no streams")
     job = load([1], slots[:1])
-    refused(lambda: job.wait_layer(LAYERS), "invalid", f"there is no layer {LAYERS}")
-    refused(lambda: job.wait_stream(4711), "unsupported", "no streams")
+    check_refused(lambda: job.wait_layer(LAYERS), "invalid", f"there is no layer {LAYERS}")
+    check_refused(lambda: job.wait_stream(4711), "unsupported", "no streams")
     job.wait()
     world.pool.free(slots[:1])
-    refused(lambda: load([1], slots[:1]), "invalid", "slot 0 is not allocated")
+    check_refused(lambda: load([1], slots[:1]), "invalid", "slot 0 is not allocated")
     # One source for several destinations is none of these.
     assert load([1, 2], [3, 3]).wait().blocks == 2
     assert store([1, 1], [3, 4]).wait().blocks == 2
@@ -99,15 +99,15 @@ def test_what_a_call_refuses(world: World) -> None:
 def test_what_does_not_fit_together(world: World) -> None:
     layout = world.transfer.layouts[0]
     small = kv.HostPool(64, 4, backend="host")
-    refused(lambda: kv.BlockTransfer(layout, small), "invalid", "one of the host pool 64")
-    refused(lambda: kv.BlockTransfer([layout], [world.pool] * 2), "invalid", "1 caches and 2")
+    check_refused(lambda: kv.BlockTransfer(layout, small), "invalid", "one of the host pool 64")
+    check_refused(lambda: kv.BlockTransfer([layout], [world.pool] * 2), "invalid", "1 caches and 2")
     simulated = kv.HostPool(layout.block_bytes, 4, backend="sim")
     pools = [world.pool, simulated]
-    refused(lambda: kv.BlockTransfer([layout] * 2, pools), "invalid", "one backend")
-    refused(lambda: kv.BlockTransfer(layout, world.pool, device=0), "invalid", "backend cuda")
+    check_refused(lambda: kv.BlockTransfer([layout] * 2, pools), "invalid", "one backend")
+    check_refused(lambda: kv.BlockTransfer(layout, world.pool, device=0), "invalid", "backend cuda")
     half = kv.Layout(world.cache[:, : BLOCKS // 2], block_axis=1, layer_axis=0)
     both = [world.pool, world.pool]
-    refused(lambda: kv.BlockTransfer([layout, half], both), "invalid", "share memory")
+    check_refused(lambda: kv.BlockTransfer([layout, half], both), "invalid", "share memory")
 
 
 def test_both_directions_at_once(world: World) -> None:
@@ -192,7 +192,7 @@ def test_a_cancelled_job_tells_what_was_copied() -> None:
     assert all((world.cache[0, b] == slot % 251).all() for slot, b in enumerate(blocks))
     job.cancel()  # once more, too late
     if result.layers < LAYERS:
-        refused(lambda: job.wait_layer(LAYERS - 1), "cancelled", f"layer {LAYERS - 1}")
+        check_refused(lambda: job.wait_layer(LAYERS - 1), "cancelled", f"layer {LAYERS - 1}")
     world.transfer.close()
 
 
@@ -212,11 +212,11 @@ def test_layers_arrive_one_after_the_other() -> None:
 def test_every_wait_has_a_timeout() -> None:
     world = slow()
     job = world.transfer.load(np.arange(2000), world.slots[:2000])
-    refused(lambda: job.wait(0), "timeout", "a load of 2000 blocks did not end within")
-    refused(lambda: job.wait_layer(0, timeout=0), "timeout", "0 of 1 groups")
-    refused(lambda: world.transfer.close(timeout=0), "timeout", "1 jobs")
-    refused(lambda: world.transfer.load([1], [1]), "cancelled", "closed")
-    refused(lambda: world.pool.close(timeout=0), "timeout", "2000 rows")
+    check_refused(lambda: job.wait(0), "timeout", "a load of 2000 blocks did not end within")
+    check_refused(lambda: job.wait_layer(0, timeout=0), "timeout", "0 of 1 groups")
+    check_refused(lambda: world.transfer.close(timeout=0), "timeout", "1 jobs")
+    check_refused(lambda: world.transfer.load([1], [1]), "cancelled", "closed")
+    check_refused(lambda: world.pool.close(timeout=0), "timeout", "2000 rows")
     assert job.wait().blocks == 2000
     world.transfer.close()
     world.transfer.close()
@@ -229,12 +229,14 @@ def test_slots_freed_under_a_job_are_free_when_it_has_ended() -> None:
     world.pool.free(world.slots[:2000])
     assert world.pool.free_blocks + world.pool.leaving_blocks == 2000
     if not job.done():
-        refused(
+        check_refused(
             lambda: world.pool.free(world.slots[1999:2000]), "invalid", "not allocated any more"
         )
-        refused(lambda: world.transfer.store([0], [1999]), "invalid", "slot 1999")
-        refused(lambda: world.pool.row(1999), "invalid", "slot 1999")
-        refused(lambda: world.pool.allocate(2000), "memory", "are free once their jobs have ended")
+        check_refused(lambda: world.transfer.store([0], [1999]), "invalid", "slot 1999")
+        check_refused(lambda: world.pool.row(1999), "invalid", "slot 1999")
+        check_refused(
+            lambda: world.pool.allocate(2000), "memory", "are free once their jobs have ended"
+        )
     assert world.pool.allocate(2000, timeout=20).tolist() == list(range(2000))
     assert job.wait().blocks == 2000
     world.transfer.close()
@@ -308,7 +310,7 @@ def test_groups_have_blocks_of_their_own() -> None:
             transfer.store([19, 3, 5], [0, 1, 2], group=1),
         ]
         assert [job.wait().bytes for job in jobs] == [2 * 128, 3 * 48]
-        refused(lambda: transfer.store([10], [0]), "invalid", "block 10")
+        check_refused(lambda: transfer.store([10], [0]), "invalid", "block 10")
     assert pools[0].row(0).tobytes() == wide[:, 9].tobytes()
     assert pools[1].row(2).tobytes() == narrow[:, 5].tobytes()
 
@@ -372,8 +374,10 @@ if child == 0:
         except Error as error:
             print(error.code, error)
     transfer.close()
+    pool.close()
     del transfer, pool, job
-    sys.exit(0)
+    sys.stdout.flush()
+    os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert job.wait(30).blocks == 2000
 """

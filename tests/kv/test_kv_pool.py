@@ -16,7 +16,7 @@ import offcore
 from offcore import kv
 
 
-def refused(call: Callable[[], object], code: str, *says: str) -> None:
+def check_refused(call: Callable[[], object], code: str, *says: str) -> None:
     with pytest.raises(offcore.Error) as raised:
         call()
     assert raised.value.code == code
@@ -47,7 +47,7 @@ def test_rows_are_memory_of_their_own(places: Places) -> None:
         pool.free(slots)
         assert pool.free_blocks == 10
     assert (kept == 4).all(), "the memory lives as long as a view of it"
-    refused(lambda: pool.allocate(1), "cancelled", "closed")
+    check_refused(lambda: pool.allocate(1), "cancelled", "closed")
     pool.close()
 
 
@@ -78,30 +78,30 @@ def test_runs_do_not_leave_a_chunk() -> None:
 def test_what_is_not_allocated_is_refused() -> None:
     pool = opened(8)
     slots = pool.allocate(4)
-    refused(lambda: pool.free([8]), "invalid", "slot 8 is not one of the host pool's 8")
-    refused(lambda: pool.free([-1]), "invalid", "slot -1")
-    refused(lambda: pool.free([5]), "invalid", "slot 5 is not allocated")
-    refused(lambda: pool.free([0, 1, 0]), "invalid", "slot 0 is named twice")
-    refused(lambda: pool.free([0.5]), "invalid", "whole numbers")
-    refused(lambda: pool.free(np.zeros((2, 2), np.int64)), "invalid", "2 dimensions")
-    refused(lambda: pool.row(7), "invalid", "not allocated")
+    check_refused(lambda: pool.free([8]), "invalid", "slot 8 is not one of the host pool's 8")
+    check_refused(lambda: pool.free([-1]), "invalid", "slot -1")
+    check_refused(lambda: pool.free([5]), "invalid", "slot 5 is not allocated")
+    check_refused(lambda: pool.free([0, 1, 0]), "invalid", "slot 0 is named twice")
+    check_refused(lambda: pool.free([0.5]), "invalid", "whole numbers")
+    check_refused(lambda: pool.free(np.zeros((2, 2), np.int64)), "invalid", "2 dimensions")
+    check_refused(lambda: pool.row(7), "invalid", "not allocated")
     assert pool.free_blocks == 4, "a refused call frees nothing"
     pool.free(slots[:2])
-    refused(lambda: pool.free(slots), "invalid", "slot 0 is not allocated")
+    check_refused(lambda: pool.free(slots), "invalid", "slot 0 is not allocated")
     pool.free(slots[2:])
     assert pool.free_blocks == 8
     for wrong in (-1, 1 << 63, "many"):
-        refused(lambda wrong=wrong: pool.allocate(wrong), "invalid", "count")
-    refused(lambda: kv.HostPool(0, 4, backend="host"), "invalid", "0 bytes")
-    refused(lambda: kv.HostPool(64, 4, backend="host", device=0), "unsupported", "device")
-    refused(lambda: kv.HostPool(64, 4, backend="none"), "invalid", "unknown backend")
+        check_refused(lambda wrong=wrong: pool.allocate(wrong), "invalid", "count")
+    check_refused(lambda: kv.HostPool(0, 4, backend="host"), "invalid", "0 bytes")
+    check_refused(lambda: kv.HostPool(64, 4, backend="host", device=0), "unsupported", "device")
+    check_refused(lambda: kv.HostPool(64, 4, backend="none"), "invalid", "unknown backend")
 
 
 def test_exhaustion_tells_the_numbers() -> None:
     pool = opened(10, block_bytes=128)
     pool.allocate(7)
-    refused(lambda: pool.allocate(4), "memory", "4 rows of 128 bytes", "3 of 10 are free")
-    refused(lambda: pool.allocate(11, timeout=60), "memory", "cannot allocate 11 rows")
+    check_refused(lambda: pool.allocate(4), "memory", "4 rows of 128 bytes", "3 of 10 are free")
+    check_refused(lambda: pool.allocate(11, timeout=60), "memory", "cannot allocate 11 rows")
     assert pool.free_blocks == 3
 
 
@@ -113,7 +113,7 @@ def test_an_allocation_waits_for_what_others_free() -> None:
     assert pool.allocate(2, timeout=20).tolist() == [1, 2]
     later.join()
     began = time.monotonic()
-    refused(lambda: pool.allocate(1, timeout=0.1), "memory", "0 of 4 are free")
+    check_refused(lambda: pool.allocate(1, timeout=0.1), "memory", "0 of 4 are free")
     assert time.monotonic() - began >= 0.1
 
 
@@ -140,7 +140,7 @@ def test_a_pool_grows_and_shrinks_by_chunks(places: Places) -> None:
         pool.free(second[:1])
         assert pool.shrink(5) == 6
         assert pool.shrink() == 0
-        refused(lambda: pool.allocate(1), "memory", "0 of 0")
+        check_refused(lambda: pool.allocate(1), "memory", "0 of 0")
         pool.grow(3)
         assert pool.allocate(3, timeout=10).tolist() == [0, 1, 2]
 
@@ -169,7 +169,7 @@ def test_rows_become_usable_chunk_by_chunk() -> None:
 
 def test_close_waits_for_no_registration_of_a_large_pool() -> None:
     pool = kv.HostPool(1 << 20, 1 << 20, backend="host", chunk_bytes=1 << 20)
-    refused(lambda: pool.wait_ready(0), "timeout", "of 1048576 rows")
+    check_refused(lambda: pool.wait_ready(0), "timeout", "of 1048576 rows")
     pool.close()
     options = {"backend": "host", "chunk_bytes": 1 << 20}
     ended = threading.Thread(target=lambda: kv.HostPool(1 << 20, 1 << 20, **options))
@@ -193,7 +193,7 @@ def test_any_order_of_calls(calls: list[tuple[int, int]], chunk: int) -> None:
             free |= set(slots.tolist())
             continue
         if count > len(free):
-            refused(lambda count=count: pool.allocate(count), "memory", f"{len(free)} of 24")
+            check_refused(lambda count=count: pool.allocate(count), "memory", f"{len(free)} of 24")
             continue
         slots = pool.allocate(count)
         assert sorted(set(slots.tolist())) == slots.tolist()
