@@ -23,7 +23,7 @@ test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
 	$(MAKE) asan tsan
 
 test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
-	$(PYTEST) --long
+	$(PYTEST) --long -n 2
 	$(MAKE) asan tsan SANITIZED="--long -n 2"
 
 lint: build  ## clang-format, ruff and mypy

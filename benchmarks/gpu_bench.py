@@ -57,8 +57,9 @@ def requests(args: argparse.Namespace) -> list[bench.Request]:
 
     ask(SMALL, signals=both, batches=9)
     ask(ALONE, signals=both, batches=31, timings=["call"], variants=["auto"])
-    ask(LARGE, signals=fenced, batches=7)
-    ask(HUGE, signals=fenced, batches=5, check=False)
+    both_copies = ["engine", "sm"]  # of the own chunk, where there is one
+    ask(LARGE, signals=fenced, own_copies=both_copies, batches=7)
+    ask(HUGE, signals=fenced, own_copies=both_copies, batches=5, check=False)
     return found
 
 

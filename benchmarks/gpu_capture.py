@@ -16,6 +16,7 @@ from gpu_torch import Rank
 
 REPLAYS = 300
 TIMED_REPLAYS = 100
+GRAPHS = 600
 WORK_S = 15.0  # operations that have not begun by then are left out, and said to be
 ABORT_S = 5.0
 
@@ -115,6 +116,31 @@ class Captured:
             )
 
 
+def come_and_go(rank: Rank) -> None:
+    """More graphs than a communicator has words for, one after the other."""
+    torch, comm, own = rank.torch, rank.comm, rank.rank
+    out = comm.empty(rank.ranks * 256, torch.int32)
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    began, side = time.monotonic(), torch.cuda.Stream()
+    for turn in range(GRAPHS):
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            graph.capture_begin()
+            comm.all_gather(out)
+            graph.capture_end()
+            out.view(rank.ranks, 256)[own] = rank.part(256, turn, own)
+            graph.replay()
+            parts = [rank.part(256, turn, peer) for peer in range(rank.ranks)]
+            bad += (out != torch.cat(parts)).sum()
+        del graph  # its replay may still run
+    torch.cuda.synchronize()
+    rank.wrong += int(bad)
+    if rank.rank == 0:
+        passed_s = time.monotonic() - began
+        print(f"   {GRAPHS} graphs: {int(bad)} wrong, {passed_s:.1f} s", flush=True)
+
+
 def abort_lets_go(rank: Rank) -> bool:
     """Rank 0 replays alone and aborts: its stream is through soon after. Ends the communicator."""
     torch = rank.torch
@@ -158,6 +184,11 @@ def captured(args: argparse.Namespace) -> int:
         except Exception as failure:
             print(f"   FAILED rank {rank.rank} {operation}: {failure}", flush=True)
             os._exit(1)
+    try:
+        come_and_go(rank)
+    except Exception as failure:
+        print(f"   FAILED rank {rank.rank}, graphs that come and go: {failure}", flush=True)
+        os._exit(1)
     good = abort_lets_go(rank) and not rank.wrong
     # A stream that was not let go would hold up every orderly end.
     os._exit(0 if good else 1)

@@ -4,9 +4,10 @@
     python benchmarks/gpu_proof.py --only held        # stress | held | channels
 
 stress    `offcore doctor --stress`, which remembers the signal forms that are safe here.
-held      Blocks that only wait fill every SM of every GPU; operations must end meanwhile, with the
-          right bytes. A control kernel launched behind the blocks must not run until they go, and
-          an operation that may use SMs (own_copy="sm") must not end until then either.
+held      Blocks that only wait fill every SM of every GPU; an operation must end meanwhile, with
+          the right bytes. A control kernel launched behind the blocks must not run until they go,
+          and an operation that may use SMs (own_copy="sm") must not end until then either. Each
+          operation has blocks of its own, and what it left has ended before the next one's come.
 channels  CUPTI records every copy, fill and kernel of the operations: no kernel, and every copy on
           a copy engine's channel. Controls: kernels and an SM copy that it has to see. Needs
           CUPTI's header and library and a C++ compiler (CUDA's toolkit, or PyPI's
@@ -38,7 +39,9 @@ from gpu_steps import run_step
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu" / "site"  # where h200_check.py installs the package
 LIMIT_S = 25
-HELD_S = 8.0  # the blocks go by themselves then
+HELD_S = 5.0  # the blocks go by themselves then
+ENDS_S = 0.5  # what needs no SM has ended by then
+DRAINS_S = 3.0  # and all the rest, once the blocks have gone
 PART = 256 << 10
 VARIANTS = ("auto", "pcpy", "b2b", "fan", "bcst")
 
@@ -111,28 +114,29 @@ class Cases:
         return np.random.default_rng((turn, index, rank)).integers(0, 256, nbytes, np.uint8)
 
     def wrong(self, turn: int) -> dict[str, int]:
+        """How many bytes each operation's outputs have wrong, of those that have any."""
+        found = {case.name: self.wrong_bytes(turn, case) for case in self.all}
+        return {name: bad for name, bad in found.items() if bad}
+
+    def wrong_bytes(self, turn: int, case: Case) -> int:
         import numpy as np
 
-        found = {}
-        for index, case in enumerate(self.all):
-            ranks = range(self.comm.ranks)
-            nbytes = case.part if case.inp is None else case.inp.nbytes
-            data = [self.data(turn, index, rank, nbytes) for rank in ranks]
-            bad = 0
-            for rank in self.comm.local_ranks:
-                if case.op == "broadcast":
-                    expected = data[0]
-                elif case.op == "all_gather":
-                    expected = np.concatenate(data)
-                else:
-                    mine = slice(rank * case.part, (rank + 1) * case.part)
-                    expected = np.concatenate([sent[mine] for sent in data])
-                got = np.empty(case.out.nbytes, np.uint8)
-                self.window.read(got, case.out.offset, rank)
-                bad += int((got != expected).sum())
-            if bad:
-                found[case.name] = bad
-        return found
+        nbytes = case.part if case.inp is None else case.inp.nbytes
+        index = self.all.index(case)
+        data = [self.data(turn, index, rank, nbytes) for rank in range(self.comm.ranks)]
+        bad = 0
+        for rank in self.comm.local_ranks:
+            if case.op == "broadcast":
+                expected = data[0]
+            elif case.op == "all_gather":
+                expected = np.concatenate(data)
+            else:
+                mine = slice(rank * case.part, (rank + 1) * case.part)
+                expected = np.concatenate([sent[mine] for sent in data])
+            got = np.empty(case.out.nbytes, np.uint8)
+            self.window.read(got, case.out.offset, rank)
+            bad += int((got != expected).sum())
+        return bad
 
 
 @contextmanager
@@ -143,13 +147,50 @@ def opened(ranks: int, **options: Any) -> Iterator[Any]:
         yield comm
 
 
-def held(ranks: int) -> list[str]:
-    """What is wrong; nothing: proven."""
+@dataclass
+class Trial:
+    """What an operation did while every SM was held."""
+
+    ended: bool
+    took_ms: float
+    blocks: int
+    faults: list[str]  # of the trial itself
+
+    def __str__(self) -> str:
+        return f"ended in {self.took_ms:.1f} ms" if self.ended else "waited for the SMs"
+
+
+def hold(comm: Any, case: Case) -> Trial:
+    """Starts the operation while every SM is held. What it left has ended on return, or Error."""
     from offcore import Error, _core
 
+    blocks = _core.Occupation(list(range(comm.ranks)), HELD_S)
+    began, ended = time.monotonic(), True
+    pending = case.start(comm)
+    try:
+        pending.wait(ENDS_S)
+    except Error as failure:
+        if failure.code != "timeout":
+            raise
+        ended = False
+    took_ms = (time.monotonic() - began) * 1e3
+    faults = []
+    if not blocks.holds or blocks.control_ran:
+        faults.append("the SMs were not full all the time: the control kernel ran")
+    if not blocks.release():
+        faults.append("the control kernel did not run after the blocks had gone")
+    if not ended:
+        pending.wait(DRAINS_S)
+    return Trial(ended, took_ms, blocks.blocks, faults)
+
+
+def held(ranks: int) -> list[str]:
+    """What is wrong; nothing: proven."""
+    from offcore import Error
+
+    failures = []
     with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
         cases, controls = Cases(comm, PART), Cases(other, PART)
-        control = next(c for c in controls.all if c.name == "all_gather out of place, b2b")
         for turn, tried in enumerate((cases, controls)):
             tried.fill(turn)
             for case in tried.all:  # plans are met and streams are made before anything spins
@@ -157,36 +198,22 @@ def held(ranks: int) -> list[str]:
             if wrong := tried.wrong(turn):
                 return [f"wrong bytes before anything was held: {wrong}"]
         cases.fill(7)
-        comm.barrier()
-        blocks = _core.Occupation(list(range(ranks)), HELD_S)
-        ended, failures = 0, []
-        began = time.monotonic()
-        for case in cases.all:
+        control = next(c for c in controls.all if c.name == "all_gather out of place, b2b")
+        for case in [*cases.all, control]:
+            name = "control: a copy that may use SMs" if case is control else case.name
             try:
-                case.start(comm).wait(1.0)
-                ended += 1
-            except Error as failure:
-                failures.append(f"{case.name} did not end while SMs were held: {failure}")
-                break
-        took = time.monotonic() - began
-        pending = control.start(other)
-        try:
-            pending.wait(0.2)
-            sm_copy = "ended (so the driver did it without SMs)"
-        except Error:
-            sm_copy = "waited for the SMs"
-        if not blocks.holds or blocks.control_ran:
-            failures.append("the SMs were not full all the time: the control kernel ran")
-        if not blocks.release():
-            failures.append("the control kernel did not run after the blocks had gone")
-        pending.wait(5.0)
-        done = [case.name for case in cases.all[:ended]]
-        if wrong := {name: bad for name, bad in cases.wrong(7).items() if name in done}:
-            failures.append(f"wrong bytes: {wrong}")
-        print(f"held: {blocks.blocks} blocks on {ranks} GPUs hold every SM")
-        print(f"   {ended} of {len(cases.all)} operations ended meanwhile, in {took * 1e3:.0f} ms")
-        print(f"   a copy that may use SMs {sm_copy}")
-        return failures
+                trial = hold(other if case is control else comm, case)
+            except Error as failure:  # blocks or copies are still there: nothing can be told now
+                return [*failures, f"{name}: {failure}; what comes after was not tried"]
+            print(f"   {name}: {trial}", flush=True)
+            failures += [f"{name}: {fault}" for fault in trial.faults]
+            if case is not control:
+                if not trial.ended:
+                    failures.append(f"{name}: waited for the SMs")
+                if bad := cases.wrong_bytes(7, case):
+                    failures.append(f"{name}: {bad} wrong bytes")
+    print(f"held: {trial.blocks} blocks on {ranks} GPUs held every SM, for each operation anew")
+    return failures
 
 
 def channels(ranks: int, recorder: str) -> list[str]:

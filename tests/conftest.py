@@ -2,7 +2,8 @@
 
 - `pytest`: what CI runs; the same examples on every machine.
 - `pytest --hypothesis-profile=quick`: a few examples a property.
-- `pytest --long`: also the tests marked `long`, and fresh examples by the thousand.
+- `pytest --long`: also the tests marked `long`, and fresh examples by the thousand, with hours of
+  time for each test instead of minutes (unless --timeout says otherwise).
 - `pytest --sanitized=asan` (or tsan): the tests worth running on that build, and only on it.
 """
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+LONG_LIMIT_S = 2 * 3600.0  # the longest of --long takes five minutes, sanitized ten times that
 
 # What a sanitizer's build need not run, by the first folder of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), and under the
@@ -34,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sanitized", choices=sorted(NOT_SANITIZED), help="on this build")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
 def pytest_configure(config: pytest.Config) -> None:
     if sanitizer := config.getoption("--sanitized"):
         spec = importlib.util.find_spec("offcore")
@@ -41,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"this is not the {sanitizer} build: run `make {sanitizer}`")
     if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("long")
+    if config.getoption("--long") and config.getoption("--timeout", None) is None:
+        config.option.timeout = LONG_LIMIT_S
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

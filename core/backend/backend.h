@@ -94,6 +94,14 @@ struct Launch {
   std::shared_ptr<void> owner = nullptr;
 };
 
+// What made a copy within a rank's memory: an engine; a request for one that the driver may have
+// disregarded; or whatever the driver takes, which is SMs.
+enum class OwnCopy : uint8_t { engine, hint, sm };
+
+inline std::string_view to_string(OwnCopy own) {
+  return own == OwnCopy::sm ? "sm" : own == OwnCopy::hint ? "hint" : "engine";
+}
+
 struct CommandTime {
   uint32_t queue = 0;    // index into program.queues
   uint32_t command = 0;  // index into the queue's commands
@@ -107,7 +115,7 @@ struct Report {
   Phases phases;        // along the path that finished last
   std::vector<CommandTime> commands;
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
-  bool own_on_sm = false;              // copies within a GPU may have taken SMs
+  OwnCopy own_copy = OwnCopy::engine;  // the worst of all
 };
 
 // One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is
@@ -167,14 +175,15 @@ class Backend : public Memory {
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
   // How a signal stays behind the data before it: "fenced", or "copy_order" (cuda/feed.h).
   virtual std::string_view signals() const { return "fenced"; }
-  // What copies within a rank's memory: an "engine"; or "hint", which asks the driver for one.
-  virtual std::string_view own_copies() const { return "engine"; }
   // The GPU that a local rank drives, as the driver counts; -1: none.
   virtual int device(Rank) const { return -1; }
   // The capture that these streams (as Launch::streams) are in: a number that no other one has in
   // this process; 0: none. Programs of mode capture are launched into captures, and no others:
   // their runs are done at once, because only a graph's replays run anything.
   virtual uint64_t capture_of(std::span<const uintptr_t>) const { return 0; }
+  // Whether what was launched into that capture neither runs nor can any more: its graphs are
+  // destroyed, and all that was made of them. False also where nobody tells.
+  virtual bool gone(uint64_t) const { return false; }
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
   // driver's event stands for, which has to live until the mark has passed. Throw unsupported where
   // there are no streams, and for a stream that is being captured.

@@ -10,7 +10,6 @@
 namespace offcore {
 namespace {
 
-constexpr uint32_t kLanesMax = 64;
 constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its peers' records
 constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 
@@ -27,7 +26,11 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
       new Communicator(std::move(backend), std::move(rendezvous), ranks));
   Communicator& self = *communicator;
   if (self.rendezvous_) self.compare_machines(deadline);
-  self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks, sizeof(Wakeup), deadline);
+  self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks,
+                                        sizeof(Wakeup) + Journal::kBytes, deadline);
+  std::vector<std::byte*> calls = self.control_.bases;
+  for (std::byte*& base : calls) base += sizeof(Wakeup);
+  self.calls_ = Journal(std::move(calls));
   if (self.rendezvous_) {
     const ControlMemory control = self.control_;
     const Rank own = self.rendezvous_->rank();
@@ -35,7 +38,10 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
       poison(*reinterpret_cast<Wakeup*>(control.bases[own]), lost);
     });
   }
-  self.lane(0, deadline);
+  {
+    Turn turn(self.turns_, self.rendezvous_.get(), 0, deadline);
+    self.lane(0, turn);
+  }
   self.log_.info("communicator of ", ranks, " ranks, machine ", self.backend_->machine().name,
                  ", signals ", self.backend_->signals());
   return communicator;
@@ -73,26 +79,27 @@ void Communicator::check_alive() const {
   fail(Code::peer, "rank ", poisoned - 1, " died or aborted; make a new communicator");
 }
 
-Lane& Communicator::lane(uint32_t index, const Deadline& deadline) {
-  if (index >= kLanesMax) {
-    fail(Code::invalid, "lane ", index, " is not below ", kLanesMax);
-  }
+Lane& Communicator::lane(uint32_t index, Turn& turn) {
   std::unique_ptr<Lane>& lane = lanes_[index];
   if (lane) return *lane;
   auto made = std::make_unique<Lane>();
   const uint64_t words = 2 * ranks_ + uint64_t{ranks_} * backend_->machine().engines_peer;
   made->index = index;
-  made->track.flags = Flags::create(*backend_, rendezvous_.get(), ranks_, words, deadline);
-  made->records = ControlMemory::create(rendezvous_.get(), ranks_, Journal::kBytes, deadline);
+  Rendezvous* others = turn.ranks_together();
+  made->track.flags = Flags::create(*backend_, others, ranks_, words, turn.deadline());
+  made->records = ControlMemory::create(others, ranks_, Journal::kBytes, turn.deadline());
   made->journal = Journal(made->records.bases);
   lane = std::move(made);
   return *lane;
 }
 
 std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& deadline) {
-  const std::scoped_lock lock(mutex_);
+  Turn turn(turns_, rendezvous_.get(), kWindowsTurn, deadline);
   check_alive();
-  auto window = Window::create(*backend_, rendezvous_.get(), ranks_, bytes, deadline);
+  auto window = together(cat("window of ", bytes, " bytes"), [&] {
+    return Window::create(*backend_, turn.ranks_together(), ranks_, bytes, deadline);
+  });
+  check_alive();
   windows_.push_back(window);
   log_.info("window ", windows_.size() - 1, ": ", bytes, " bytes a rank");
   return window;
@@ -104,9 +111,10 @@ std::vector<std::string> Communicator::exchange(const std::string& tag, const st
     fail(Code::unsupported, "all ranks of this communicator live in this process: there is nobody ",
          "to exchange with");
   }
-  const std::scoped_lock lock(mutex_);
+  Turn turn(turns_, rendezvous_.get(), kExchangeTurn, deadline);
   check_alive();
-  return rendezvous_->all_gather_bytes(tag, text, deadline);
+  return together(cat("exchange of ", tag),
+                  [&] { return turn.all_gather_bytes(tag, text, deadline); });
 }
 
 void Communicator::locate(Operand& operand, Rank rank) const {
@@ -140,12 +148,12 @@ Communicator::Lookup Communicator::look_up(Request& request) const {
 }
 
 bool Communicator::knows(Request request) const {
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock lock(turns_.mutex);
   return look_up(request).plan != nullptr;
 }
 
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
-  const std::scoped_lock lock(mutex_);
+  Turn turn(turns_, rendezvous_.get(), checked_lane(request.lane), deadline);
   check_alive();
   request.capture = backend_->capture_of(request.streams);
   if (request.capture != 0 && request.view()) {
@@ -154,18 +162,17 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
          "pass an output");
   }
   const Lookup lookup = look_up(request);
-  Lane& lane = this->lane(request.lane, deadline);
   std::shared_ptr<Plan> plan = lookup.plan;
-  if (request.capture != 0) {
-    plan = meet_in_graph(request, lookup.facts, lane, lookup.place, deadline);
-  } else if (plan != nullptr) {
-    publish(lane, *plan->entry, deadline);
-    ++lane.sequence;
-    log_.debug("call ", lane.sequence - 1, " of lane ", lane.index, ": ", plan->entry->text);
+  if (plan == nullptr || request.capture != 0) {
+    plan = meet(request, lookup, turn);
+    check_alive();
   } else {
-    plan = meet(request, lookup.facts, lane, lookup.place, deadline);
-    plans_.emplace(lookup.key, plan);
+    Lane& known = *lanes_.at(request.lane);
+    publish(known, *plan->entry, turn);
+    ++known.sequence;
+    log_.debug("call ", known.sequence - 1, " of lane ", known.index, ": ", plan->entry->text);
   }
+  Lane& lane = *lanes_.at(request.lane);
 
   auto pending = std::make_unique<Pending>();
   pending->communicator_ = shared_from_this();
@@ -181,7 +188,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   return pending;
 }
 
-void Communicator::publish(Lane& lane, const Entry& entry, const Deadline& deadline) {
+void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
   if (alone()) return;
   const uint64_t sequence = lane.sequence;
   const Rank own = local_ranks_[0];
@@ -190,11 +197,11 @@ void Communicator::publish(Lane& lane, const Entry& entry, const Deadline& deadl
     for (Rank peer = 0; peer < ranks_; ++peer) {
       while (lane.journal.published(peer) + kAheadMax < sequence) {
         check_alive();
-        if (deadline.passed()) {
+        if (turn.deadline().passed()) {
           fail(Code::timeout, "rank ", peer, " is ", kAheadMax, " calls behind on lane ",
                lane.index, ": it has made ", lane.journal.published(peer));
         }
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        turn.aside([] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
       }
     }
   }
@@ -214,7 +221,7 @@ void Communicator::barrier(const Deadline& deadline) {
 }
 
 void Communicator::check() const {
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock lock(turns_.mutex);
   check_alive();
 }
 
@@ -224,7 +231,7 @@ void Communicator::abort() {
 }
 
 void Communicator::close() {
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock lock(turns_.mutex);
   if (closed_) return;
   closed_ = true;
   plans_.clear();  // engines let go of what was armed
@@ -244,7 +251,7 @@ void Pending::release(const std::vector<uintptr_t>& streams) {
          ": only an operation of protocol credits can be released");
   }
   Communicator& communicator = *communicator_;
-  const std::scoped_lock lock(communicator.mutex_);
+  const std::scoped_lock lock(communicator.turns_.mutex);
   communicator.check_alive();
   if (communicator.backend_->capture_of(streams) != 0) {
     fail(Code::unsupported,
@@ -274,7 +281,7 @@ Result Pending::wait(const Deadline& deadline) {
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();
-  if (result.report.own_on_sm) result.own_copy = "sm";
+  if (result.own_copy != "none") result.own_copy = to_string(result.report.own_copy);
   return result;
 }
 

@@ -8,6 +8,10 @@
 //
 // In a stream that is being captured an operation becomes part of a graph and does not run (mode
 // capture). The ranks meet at every such call, and the n-th graph of a lane is the same one on all.
+//
+// Threads may call at once, each in a lane of its own, and their first calls meet in any order (see
+// turn.h). What they make together has an order within its lane only: nothing that ranks have to
+// count alike is counted over lanes, but windows.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -18,9 +22,12 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/base/digest.h"
+#include "core/base/error.h"
 #include "core/base/log.h"
 #include "core/comm/lane.h"
 #include "core/comm/request.h"
+#include "core/comm/turn.h"
 #include "core/plan/plan.h"
 #include "core/window/rendezvous.h"
 
@@ -87,11 +94,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::vector<Rank>& local_ranks() const { return local_ranks_; }
   Backend& backend() { return *backend_; }
 
-  // Collective: `bytes` of window memory on every rank.
+  // Collective: `bytes` of window memory on every rank. Windows come in one order on all ranks.
   std::shared_ptr<Window> window(uint64_t bytes, const Deadline& deadline);
   // Starts an operation; every rank of the group calls with the same facts. The deadline bounds the
-  // first meeting of a key only; a call that fails by it has not happened and may be repeated. The
-  // first meetings of several lanes must come in one order on all ranks: they exclude each other.
+  // first meeting of a key only; a call that fails by it has not happened and may be repeated.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
 
   // The slot that the next all-gather view of the lane will take, with room for `bytes` of each
@@ -130,33 +136,48 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Wakeup& wakeup(Rank rank) const;
   bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
   void check_alive() const;
-  Lane& lane(uint32_t index, const Deadline& deadline);
+  Lane& lane(uint32_t index, Turn& turn);
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
   void lay_view(Request& request) const;
   Place place_of(const Request& request, const Facts& facts) const;
-  std::shared_ptr<Plan> meet(const Request& request, const Facts& facts, Lane& lane,
-                             const Place& place, const Deadline& deadline);
+  // What ranks do together, `call` in words: the others hear of it, and at a timeout this rank
+  // tells what they do instead.
+  template <typename Step>
+  auto together(const std::string& call, const Step& step) {
+    if (alone()) return step();
+    calls_.publish(local_ranks_[0], called_++, {.key = digest(call), .text = call});
+    try {
+      return step();
+    } catch (const Error& error) {
+      if (error.code() != Code::timeout) throw;
+      fail(Code::timeout, error.message(), calls_elsewhere(call));
+    }
+  }
+  std::string calls_elsewhere(const std::string& own) const;
+  std::shared_ptr<Plan> meet(const Request& request, const Lookup& lookup, Turn& turn);
+  std::shared_ptr<Plan> meet(const Request& request, const Lookup& lookup, const std::string& text,
+                             Lane& lane, Turn& turn);
   // As meet, into a graph that is being captured: at every call, since replays tell nobody.
-  std::shared_ptr<Plan> meet_in_graph(const Request& request, const Facts& facts, Lane& lane,
-                                      const Place& place, const Deadline& deadline);
-  bool agree(const Request& request, Lane& lane, const Entry& mine, const Place& place,
-             const Deadline& deadline);
+  std::shared_ptr<Plan> meet_in_graph(const Request& request, const Lookup& lookup,
+                                      const std::string& text, Lane& lane, Turn& turn);
+  bool agree(const Request& request, Lane& lane, const Entry& mine, const Place& place, Turn& turn);
   std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
   void tell(const Plan& plan) const;
-  Graph& graph(Lane& lane, uint64_t capture, const Deadline& deadline);
-  void equip(Plan& plan, Lane& lane, const Deadline& deadline);
-  void equip(const Program& program, Track& track, bool views, const Deadline& deadline);
+  Graph& graph(Lane& lane, uint64_t capture, Turn& turn);
+  Graph* take_over(const Lane& lane, Turn& turn) const;
+  void equip(Plan& plan, Lane& lane, Turn& turn);
+  void equip(const Program& program, Track& track, bool views, Turn& turn);
   void compare_machines(const Deadline& deadline) const;
-  bool agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline);
-  Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, const Deadline& deadline);
+  bool agree_on_place(const Lane& lane, const Entry& mine, Turn& turn);
+  Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
   void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
   Launch bind(Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
-  void publish(Lane& lane, const Entry& entry, const Deadline& deadline);
+  void publish(Lane& lane, const Entry& entry, Turn& turn);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
   // peers waiting, nor come one call late to everything that follows.
   template <typename Step>
@@ -181,12 +202,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
-  uint32_t own_tracks_ = 0;
-  uint32_t graphs_ = 0;  // of all lanes
-  Flags graph_flags_;    // of all of them, once there is one
+  Journal calls_{{}};    // what ranks do together, as they begin it
+  uint64_t called_ = 0;  // by this rank
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
-  mutable std::mutex mutex_;
+  mutable Turns turns_;
 };
 
 }  // namespace offcore

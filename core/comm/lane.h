@@ -116,19 +116,24 @@ struct Track {
 
 // What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever
 // the lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and
-// its one slot is guarded by the entry round that every captured program has.
+// its one slot is guarded by the entry round that every captured program has. Another graph of the
+// lane takes it over once this one is gone on every rank.
 struct Graph {
   uint64_t capture = 0;  // the backend's number
+  uint64_t number = 0;   // of the lane's graphs: alike on every rank
   Track track{.flags = {}, .slots = Slots(1, false)};
 };
 
 struct Lane {
   uint32_t index = 0;
   Track track;
-  std::vector<std::unique_ptr<Graph>> graphs;  // as they were captured: alike on every rank
   ControlMemory records;
   Journal journal{{}};
-  uint64_t sequence = 0;  // launches so far: the next one's number
+  uint64_t sequence = 0;                       // launches so far: the next one's number
+  uint32_t own_tracks = 0;                     // that its plans have
+  std::vector<std::unique_ptr<Graph>> graphs;  // as they were made: alike on every rank
+  Flags graph_flags;                           // of all of them, once there is one
+  uint64_t captured = 0;                       // graphs so far
 
   Graph* find(uint64_t capture) const;  // null: no operation of the lane is in it yet
 };

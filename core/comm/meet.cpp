@@ -1,6 +1,8 @@
 // The first call of a plan key, which all ranks make together: they compare keys, settle where the
 // data lands, and plan. And how ranks that make different calls find out.
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "core/backend/wakeup.h"
@@ -12,7 +14,9 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kTracksMax = 64;  // of plans that have their own
-constexpr uint32_t kGraphsMax = 256;
+constexpr size_t kGraphsMax = 256;
+constexpr uint32_t kGoneLooks = 20;  // the same on every rank
+constexpr auto kGoneLook = std::chrono::milliseconds(5);
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
@@ -28,10 +32,9 @@ Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
 }
 
 // A plan key, as it is told to the peers and to users.
-std::string text_of(const Request& request, const Facts& facts, uint32_t lane,
-                    const Machine& machine) {
+std::string text_of(const Request& request, const Facts& facts, const Machine& machine) {
   return cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
-             " lane=", lane, " machine=", machine.name,
+             " lane=", request.lane, " machine=", machine.name,
              machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
@@ -85,43 +88,65 @@ Place Communicator::place_of(const Request& request, const Facts& facts) const {
   return {.window = index, .offset = first.offset};
 }
 
+std::string Communicator::calls_elsewhere(const std::string& own) const {
+  constexpr uint32_t kListed = 4;
+  std::string text;
+  uint32_t others = 0;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    const uint64_t begun = calls_.published(peer);
+    if (peer == local_ranks_[0] || begun == 0) continue;
+    const auto latest = calls_.read(peer, begun - 1);
+    if (!latest || latest->key == digest(own) || ++others > kListed) continue;
+    text += cat("; rank ", peer, " began last: ", latest->text);
+  }
+  return text.empty() ? "" : cat("; this rank began: ", own, text);
+}
+
+std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& lookup, Turn& turn) {
+  const std::string text = text_of(request, lookup.facts, backend_->machine());
+  return together(text, [&] {
+    Lane& lane = this->lane(request.lane, turn);
+    return request.capture != 0 ? meet_in_graph(request, lookup, text, lane, turn)
+                                : meet(request, lookup, text, lane, turn);
+  });
+}
+
 // A plan key's first call: every rank comes here together. Until they agree the call has not
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
-std::shared_ptr<Plan> Communicator::meet(const Request& request, const Facts& facts, Lane& lane,
-                                         const Place& place, const Deadline& deadline) {
-  const std::string text = text_of(request, facts, lane.index, backend_->machine());
+std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& lookup,
+                                         const std::string& text, Lane& lane, Turn& turn) {
+  const Place& place = lookup.place;
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
-  const bool same_place = agree(request, lane, undecided, place, deadline);
-  const bool staged = stage_of(request, facts, same_place);
-  std::shared_ptr<Plan> plan = make_plan(request, facts, staged);
+  const bool same_place = agree(request, lane, undecided, place, turn);
+  const bool staged = stage_of(request, lookup.facts, same_place);
+  std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged);
   plan->entry = std::make_shared<const Entry>(
       Entry{.key = undecided.key,
             .plan = digest(cat(text, staged ? " staged" : to_string(place))),
             .text = undecided.text});
-  equip(*plan, lane, deadline);
+  equip(*plan, lane, turn);
+  plans_.emplace(lookup.key, plan);
   tell(*plan);
   return plan;
 }
 
-std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const Facts& facts,
-                                                  Lane& lane, const Place& place,
-                                                  const Deadline& deadline) {
+std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const Lookup& lookup,
+                                                  const std::string& text, Lane& lane, Turn& turn) {
   const Graph* known = lane.find(request.capture);
-  size_t index = 0;
-  while (index < lane.graphs.size() && lane.graphs[index].get() != known) ++index;
-  const std::string text =
-      cat(text_of(request, facts, lane.index, backend_->machine()), " mode=capture graph=", index);
-  const Entry mine{.key = digest(text), .text = cat(text, " out=", to_string(place))};
-  const bool same_place = agree(request, lane, mine, place, deadline);
-  const bool staged = stage_of(request, facts, same_place);
-  Graph& graph = this->graph(lane, request.capture, deadline);
-  const std::string key =
-      cache_key(request, facts, staged ? Place{.window = Place::kOutside} : place);
+  const std::string captured =
+      cat(text, " mode=capture graph=", known != nullptr ? known->number : lane.captured);
+  const Entry mine{.key = digest(captured),
+                   .text = cat(captured, " out=", to_string(lookup.place))};
+  const bool same_place = agree(request, lane, mine, lookup.place, turn);
+  const bool staged = stage_of(request, lookup.facts, same_place);
+  Graph& graph = this->graph(lane, request.capture, turn);
+  const Place place = staged ? Place{.window = Place::kOutside} : lookup.place;
+  const std::string key = cache_key(request, lookup.facts, place);
   const auto found = plans_.find(key);
-  auto plan = found != plans_.end() ? found->second : make_plan(request, facts, staged);
+  auto plan = found != plans_.end() ? found->second : make_plan(request, lookup.facts, staged);
   plans_.emplace(key, plan);
   plan->entry = std::make_shared<const Entry>(mine);
-  equip(*plan->program, graph.track, false, deadline);
+  equip(*plan->program, graph.track, false, turn);
   tell(*plan);
   return plan;
 }
@@ -137,9 +162,9 @@ void Communicator::tell(const Plan& plan) const {
 
 // Whether all ranks write to the same place of the same window. The call has its number then.
 bool Communicator::agree(const Request& request, Lane& lane, const Entry& mine, const Place& place,
-                         const Deadline& deadline) {
-  publish(lane, mine, deadline);
-  const bool agreed = agree_on_place(lane, mine, deadline);
+                         Turn& turn) {
+  publish(lane, mine, turn);
+  const bool agreed = agree_on_place(lane, mine, turn);
   ++lane.sequence;
   const bool same_place = agreed && place.window != Place::kOutside;
   if (request.protocol == "promise" && !same_place) {
@@ -181,57 +206,83 @@ std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Fact
                 .staged = staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
-                .own_copy = std::string(own ? backend_->own_copies() : "none"),
+                .own_copy = own ? "engine" : "none",
                 .total_bytes = facts.total_bytes,
                 .counts = count(*whole)};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }
 
-// What the lane owns of the graph that is being captured. The graphs of a communicator have their
-// words in one window: they are many and small.
-Graph& Communicator::graph(Lane& lane, uint64_t capture, const Deadline& deadline) {
+// What the lane owns of the graph that is being captured. The graphs of a lane have their words in
+// one window: they are many and small.
+Graph& Communicator::graph(Lane& lane, uint64_t capture, Turn& turn) {
   if (Graph* known = lane.find(capture)) return *known;
-  if (graphs_ >= kGraphsMax) {
-    fail(Code::unsupported, "more than ", kGraphsMax,
-         " captured graphs in a communicator; each has ",
-         "flag words of its own as long as the communicator lives: make another one");
+  Graph* graph = take_over(lane, turn);
+  if (graph == nullptr) {
+    if (lane.graphs.size() == kGraphsMax) {
+      fail(Code::unsupported, "more than ", kGraphsMax,
+           " captured graphs on a lane: each has flag ",
+           "words until it and its instances are destroyed on every rank (or for good, if the ",
+           "driver does not tell); destroy some, or use another lane");
+    }
+    const uint64_t words = lane.track.flags.words;
+    if (lane.graphs.empty()) {
+      lane.graph_flags = Flags::create(*backend_, turn.ranks_together(), ranks_, kGraphsMax * words,
+                                       turn.deadline());
+    }
+    auto made = std::make_unique<Graph>();
+    made->track.flags = lane.graph_flags.part(lane.graphs.size(), words);
+    lane.graphs.push_back(std::move(made));
+    graph = lane.graphs.back().get();
   }
-  const uint64_t words = lane.track.flags.words;
-  if (graphs_ == 0) {
-    graph_flags_ =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, kGraphsMax * words, deadline);
+  graph->capture = capture;
+  graph->number = lane.captured++;
+  return *graph;
+}
+
+// What a graph had that is gone on every rank; null: none is. A rank may be told later than it has
+// destroyed one. While there is room, others are made rather than waited for.
+Graph* Communicator::take_over(const Lane& lane, Turn& turn) const {
+  const auto& graphs = lane.graphs;
+  if (graphs.empty()) return nullptr;
+  for (uint32_t look = 0; look < kGoneLooks; ++look) {
+    std::string mine;
+    for (const auto& graph : graphs) mine += backend_->gone(graph->capture) ? '+' : '-';
+    const std::vector<std::string> told =
+        alone() ? std::vector{mine} : turn.all_gather_bytes("graphs", mine, turn.deadline());
+    for (size_t i = 0; i < graphs.size(); ++i) {
+      const auto gone = [&](const std::string& ranks) { return ranks[i] == '+'; };
+      if (std::all_of(told.begin(), told.end(), gone)) return graphs[i].get();
+    }
+    if (graphs.size() < kGraphsMax) break;
+    turn.aside([] { std::this_thread::sleep_for(kGoneLook); });
   }
-  auto made = std::make_unique<Graph>();
-  made->capture = capture;
-  made->track.flags = graph_flags_.part(graphs_++, words);
-  lane.graphs.push_back(std::move(made));
-  return *lane.graphs.back();
+  return nullptr;
 }
 
 // The words, slots and scratch that a plan's launches need.
-void Communicator::equip(Plan& plan, Lane& lane, const Deadline& deadline) {
+void Communicator::equip(Plan& plan, Lane& lane, Turn& turn) {
   if (plan.program->mode == Mode::armed || plan.credits) {
-    if (own_tracks_ >= kTracksMax) {
+    if (lane.own_tracks >= kTracksMax) {
       fail(Code::unsupported, "more than ", kTracksMax,
-           " operations that are prelaunched or take credits in a communicator; each has flag "
-           "words of its own");
+           " operations that are prelaunched or take credits on a lane; each has flag words of its "
+           "own");
     }
-    ++own_tracks_;
+    ++lane.own_tracks;
     plan.own_track = std::make_unique<Track>();
-    plan.own_track->flags =
-        Flags::create(*backend_, rendezvous_.get(), ranks_, lane.track.flags.words, deadline);
+    plan.own_track->flags = Flags::create(*backend_, turn.ranks_together(), ranks_,
+                                          lane.track.flags.words, turn.deadline());
   }
-  equip(*plan.program, plan.own_track ? *plan.own_track : lane.track, plan.views, deadline);
+  equip(*plan.program, plan.own_track ? *plan.own_track : lane.track, plan.views, turn);
 }
 
-void Communicator::equip(const Program& program, Track& track, bool views,
-                         const Deadline& deadline) {
+void Communicator::equip(const Program& program, Track& track, bool views, Turn& turn) {
+  Rendezvous* others = turn.ranks_together();
   for (const Buffer& buffer : program.buffers) {
     if (buffer.name == "slot") {
-      track.slots.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+      track.slots.grow(*backend_, others, ranks_, buffer.bytes, turn.deadline());
     } else if (buffer.name == "out" && views) {
-      track.views.grow(*backend_, rendezvous_.get(), ranks_, buffer.bytes, deadline);
+      track.views.grow(*backend_, others, ranks_, buffer.bytes, turn.deadline());
     } else if (buffer.name == "scratch") {
       if (!track.scratch.empty() && track.scratch[0].bytes >= buffer.bytes) continue;
       std::vector<Share> scratch;  // launches under way keep the old one
@@ -245,12 +296,12 @@ void Communicator::equip(const Program& program, Track& track, bool views,
 
 // Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
 // one already.
-bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, const Deadline& deadline) {
+bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, Turn& turn) {
   if (alone()) return true;
   bool same = true;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
-    const Entry theirs = wait_for_entry(lane, peer, mine, deadline);
+    const Entry theirs = wait_for_entry(lane, peer, mine, turn);
     if (theirs.key != mine.key || theirs.decided()) {
       diverge(lane, peer, lane.sequence, mine, theirs);
     }
@@ -259,20 +310,21 @@ bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, const Dea
   return same;
 }
 
-Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& mine,
-                                   const Deadline& deadline) {
+Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn) {
   const uint64_t sequence = lane.sequence;
   Wakeup& own = wakeup(local_ranks_[0]);
   for (;;) {
     if (auto entry = lane.journal.read(peer, sequence)) return *entry;
     check_alive();
-    if (deadline.passed()) {
+    if (turn.deadline().passed()) {
       fail(Code::timeout, "rank ", peer, " has not reached call ", sequence, " of lane ",
            lane.index, " (", mine.text, "); it has made ", lane.journal.published(peer),
            " calls there");
     }
-    Sleeper sleeper(own);
-    if (lane.journal.published(peer) <= sequence) sleeper.sleep(1'000'000);
+    turn.aside([&] {
+      Sleeper sleeper(own);
+      if (lane.journal.published(peer) <= sequence) sleeper.sleep(1'000'000);
+    });
   }
 }
 

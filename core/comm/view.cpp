@@ -30,23 +30,28 @@ void Communicator::lay_view(Request& request) const {
 }
 
 Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Deadline& deadline) {
-  const std::scoped_lock lock(mutex_);
+  Turn turn(turns_, rendezvous_.get(), checked_lane(index), deadline);
   check_alive();
   const std::vector<uint64_t> counts(ranks_, bytes);
   const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
-  Lane& lane = this->lane(index, deadline);
-  Slots& views = lane.track.views;
-  if (views.bytes() < slot_bytes || !views.upcoming().window) {
-    // A call like any other, as far as the ranks can tell: who makes another one finds out.
-    const std::string text =
-        cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", lane.index);
-    const Entry entry{.key = digest(text), .text = text};
-    publish(lane, entry, deadline);
-    agree_on_place(lane, entry, deadline);
-    ++lane.sequence;
-    views.grow(*backend_, rendezvous_.get(), ranks_, slot_bytes, deadline);
+  const auto known = lanes_.find(index);
+  if (known != lanes_.end() && known->second) {
+    const Slots& views = known->second->track.views;
+    if (views.bytes() >= slot_bytes && views.upcoming().window) return views.upcoming();
   }
-  return views.upcoming();
+  // A call like any other, as far as the ranks can tell: who makes another one finds out.
+  const std::string text =
+      cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", index);
+  return together(text, [&] {
+    const Entry entry{.key = digest(text), .text = text};
+    Lane& lane = this->lane(index, turn);
+    publish(lane, entry, turn);
+    agree_on_place(lane, entry, turn);
+    ++lane.sequence;
+    Slots& views = lane.track.views;
+    views.grow(*backend_, turn.ranks_together(), ranks_, slot_bytes, deadline);
+    return views.upcoming();
+  });
 }
 
 }  // namespace offcore

@@ -1,5 +1,4 @@
 // Which variant: the tuned table's, else the cheapest by the cost model.
-#include <algorithm>
 #include <limits>
 
 #include "core/base/error.h"
@@ -10,19 +9,15 @@ namespace offcore {
 
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
               const Protocol& protocol) {
-  const std::vector<Variant> possible = variants_of(moves, protocol);
   for (const TunedRow& row : machine.tuned) {
     if (row.op != moves.op || row.ranks != moves.ranks || row.in_place != moves.in_place) continue;
     if (total_bytes < row.bytes_min || total_bytes > row.bytes_max) continue;
     const Variant variant = parse_variant(row.variant);
-    const bool can = std::any_of(possible.begin(), possible.end(), [&](const Variant& other) {
-      return other.kind == variant.kind && other.prelaunch == variant.prelaunch;
-    });
-    if (can) return {.variant = variant, .tuned = true};
+    if (why_not(moves, variant, protocol).empty()) return {.variant = variant, .tuned = true};
   }
   Choice best;
   double best_ns = std::numeric_limits<double>::infinity();
-  for (const Variant& variant : possible) {
+  for (const Variant& variant : variants_of(moves, protocol)) {
     // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
     // the caller or by a measured table, never by the model.
     if (variant.prelaunch) continue;

@@ -164,11 +164,16 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
   return pieces;
 }
 
-std::string why_not(const Moves& moves, Variant::Kind kind, bool staged) {
+std::string why_not(const Moves& moves, const Variant& variant, const Protocol& protocol) {
+  const Variant::Kind kind = variant.kind;
   const bool none = moves.moves.empty();
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
+  if (variant.prelaunch && protocol.captured) {
+    return "a graph holds its commands itself, so nothing can be armed ahead of it; use the variant"
+           " without prelaunch_";
+  }
   if (kind == Variant::Kind::swap) {
-    if (staged) return "swap needs the buffer itself in a window of every rank";
+    if (protocol.staged) return "swap needs the buffer itself in a window of every rank";
     // A rank alone swaps with nobody, whatever the operation.
     const bool mirrored = none ? moves.exchange || moves.ranks == 1 : all_mirrored(moves);
     if (!moves.in_place || !mirrored) {
@@ -177,11 +182,12 @@ std::string why_not(const Moves& moves, Variant::Kind kind, bool staged) {
     }
     return "";
   }
-  if (exchange_in_place && !staged && !none) {
+  if (exchange_in_place && !protocol.staged && !none) {
     return "in place, peers would overwrite chunks not yet sent; use swap or separate buffers";
   }
-  if (exchange_in_place && (kind == Variant::Kind::pcpy || kind == Variant::Kind::bcst)) {
-    return "in place, only one engine's order keeps a chunk until it is sent; use b2b or fan";
+  if (exchange_in_place && !one_engine(variant)) {
+    return "in place, only one engine's order keeps a chunk until it is sent; use b2b or fan, on "
+           "one engine";
   }
   if (kind == Variant::Kind::bcst) {
     if (none && moves.one_to_many) return "";

@@ -22,7 +22,9 @@
 namespace offcore {
 namespace {
 
-constexpr uint16_t kDone = 1;  // every word is used once a launch
+constexpr uint16_t kDone = 1;                 // every word is used once a launch
+constexpr uint64_t kShareBytesMin = 1 << 20;  // of a copy that engines divide, each
+constexpr uint64_t kAlign = 64;
 
 class Lowering {
  public:
@@ -33,7 +35,7 @@ class Lowering {
   }
 
   Program run() {
-    if (const auto reason = why_not(moves_, variant_.kind, protocol_.staged); !reason.empty()) {
+    if (const auto reason = why_not(moves_, variant_, protocol_); !reason.empty()) {
       fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
     }
     if (protocol_.captured) check_capturable();
@@ -58,16 +60,13 @@ class Lowering {
   // One queue of one rank while it is being filled.
   struct Draft {
     std::vector<Command> data;
+    std::vector<Command> own;    // copies within the rank that nobody has to wait for
     std::vector<Rank> touched;   // remote ranks whose memory the data commands touch
     std::vector<Rank> notified;  // ranks that hear when this queue has delivered
     std::vector<Move> drains;    // staged: from the slot into `out`, once peers have delivered
   };
 
   void check_capturable() const {
-    if (variant_.prelaunch) {
-      fail(Code::unsupported, "variant ", to_string(variant_), ": a graph holds its commands ",
-           "itself, so nothing can be armed ahead of it; use the variant without prelaunch_");
-    }
     if (host_flags()) {
       fail(Code::unsupported, "machine ", machine_.name, " keeps flags in host memory, where ",
            "several ranks poll one word: none may reset it, and no program can be captured");
@@ -102,21 +101,43 @@ class Lowering {
   }
 
   uint16_t engines_of(size_t pieces) const {
-    const bool one = variant_.kind == Variant::Kind::b2b || variant_.kind == Variant::Kind::fan;
-    size_t engines = variant_.engines != 0 ? variant_.engines : one ? 1 : machine_.engines_peer;
+    size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
+    if (one_engine(variant_)) engines = 1;
     engines = std::min({engines, size_t{machine_.engines_peer}, pieces});
     return static_cast<uint16_t>(std::max<size_t>(engines, 1));
+  }
+
+  // Where a link has room for several engines, as memory that CPUs share, they divide a large copy.
+  void spread(std::vector<Piece>& pieces) const {
+    const auto room = static_cast<size_t>(machine_.links.link_gbps / machine_.links.engine_gbps);
+    const size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
+    const size_t ways = std::min(room, engines / std::max<size_t>(pieces.size(), 1));
+    if (ways < 2 || variant_.kind != Variant::Kind::pcpy) return;
+    std::vector<Piece> parts;
+    for (const Piece& piece : pieces) {
+      const uint64_t whole = piece.command.bytes;
+      const size_t count = whole < ways * kShareBytesMin ? 1 : ways;
+      const uint64_t share = whole / count / kAlign * kAlign;
+      for (size_t i = 0; i < count; ++i) {
+        Piece& part = parts.emplace_back(piece);
+        part.command.dst.offset += i * share;
+        part.command.src.offset += i * share;
+        part.command.bytes = i + 1 == count ? whole - i * share : share;
+      }
+    }
+    pieces = std::move(parts);
   }
 
   void assign() {
     auto pieces = group(moves_, variant_.kind, machine_);
     drafts_.resize(moves_.ranks);
     for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      spread(pieces[rank]);
       auto& drafts = drafts_[rank];
       if (!pieces[rank].empty()) drafts.resize(engines_of(pieces[rank].size()));
       for (size_t i = 0; i < pieces[rank].size(); ++i) {
         Draft& draft = drafts[i % drafts.size()];
-        draft.data.push_back(pieces[rank][i].command);
+        (last(pieces[rank][i]) ? draft.own : draft.data).push_back(pieces[rank][i].command);
         draft.touched.insert(draft.touched.end(), pieces[rank][i].peers.begin(),
                              pieces[rank][i].peers.end());
       }
@@ -125,6 +146,10 @@ class Lowering {
       if (!drains_[rank].empty()) drafts[0].drains = std::move(drains_[rank]);
     }
   }
+
+  // Where an engine makes one copy at a time, those within the rank come after the signals: peers
+  // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap.
+  bool last(const Piece& piece) const { return machine_.cost.overlap <= 1 && piece.peers.empty(); }
 
   // A full exchange signals every peer, also where no bytes flow: that is what lets a rank that
   // has finished conclude that all have entered (the slot rule).
@@ -237,6 +262,7 @@ class Lowering {
     }
     commands.insert(commands.end(), draft.data.begin(), draft.data.end());
     signal(commands, draft.notified, exit_word(rank, index));
+    commands.insert(commands.end(), draft.own.begin(), draft.own.end());
     if (draft.drains.empty()) return commands;
     poll(commands, rank, exit_words(rank));
     for (const Move& move : draft.drains) {
@@ -306,10 +332,8 @@ std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
 
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol) {
   std::vector<Variant> variants = all_variants();
-  std::erase_if(variants, [&](const Variant& variant) {
-    return (variant.prelaunch && protocol.captured) ||
-           !why_not(moves, variant.kind, protocol.staged).empty();
-  });
+  std::erase_if(variants,
+                [&](const Variant& variant) { return !why_not(moves, variant, protocol).empty(); });
   return variants;
 }
 

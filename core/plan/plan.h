@@ -42,8 +42,8 @@ struct Credited {
 };
 Credited split_credits(const Program& program);
 
-// Whether the kind can express these moves at all: the reason it cannot, or an empty string.
-std::string why_not(const Moves& moves, Variant::Kind kind, bool staged);
+// Why no machine can move these so: the reason, or an empty string.
+std::string why_not(const Moves& moves, const Variant& variant, const Protocol& protocol);
 
 // The variants that this operation can have, in the order of all_variants().
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol);

@@ -14,6 +14,11 @@ constexpr uint16_t kEnginesMax = 256;
 
 }  // namespace
 
+bool one_engine(const Variant& variant) {
+  const bool one = variant.kind == Variant::Kind::b2b || variant.kind == Variant::Kind::fan;
+  return variant.engines == 1 || (variant.engines == 0 && one);
+}
+
 std::string to_string(const Variant& variant) {
   std::string text;
   if (variant.prelaunch) text += kPrelaunch;

@@ -22,6 +22,9 @@ struct Variant {
   friend bool operator==(const Variant&, const Variant&) = default;
 };
 
+// Whether a rank's pieces go through one engine, in its order, on every machine.
+bool one_engine(const Variant& variant);
+
 std::string to_string(const Variant& variant);  // "prelaunch_pcpy", "pcpy:2"
 Variant parse_variant(std::string_view text);   // throws invalid, naming the known ones
 std::vector<Variant> all_variants();

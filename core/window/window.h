@@ -1,7 +1,9 @@
 // A window: memory of equal size on every rank, mapped by every rank.
 //
 // Created by all ranks together or by none: a rank that fails makes all of them fail, and what was
-// made is freed. The window keeps its memory mapped for as long as anyone holds it.
+// made is freed. The window keeps its memory mapped for as long as anyone holds it. Any thread may
+// be the last to: so whoever was handed one by Python holds the window itself (shared_from_this),
+// and not a Python object, which only a holder of the interpreter's lock may let go of.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -13,7 +15,7 @@
 
 namespace offcore {
 
-class Window {
+class Window : public std::enable_shared_from_this<Window> {
  public:
   // Collective. With a rendezvous this process holds its rank's share and maps the others'; without
   // one (null) all ranks are local to the memory. Throws memory, mismatch (naming the sizes),

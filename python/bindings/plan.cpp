@@ -117,7 +117,7 @@ void bind_plan(nb::module_& module) {
   module.def(
       "why_not",
       [](const Moves& moves, const std::string& variant, const Protocol& protocol) {
-        return why_not(moves, parse_variant(variant).kind, protocol.staged);
+        return why_not(moves, parse_variant(variant), protocol);
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("protocol"),
       "Why the moves cannot have the variant; empty when they can.");

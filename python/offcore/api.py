@@ -120,8 +120,8 @@ class Communicator(ViewCalls):
         rank that calls `Handle.release` lets its peers in before its next call); "eager" (through
         slots, always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
-        The first calls of any operation and sizes make all ranks meet, one lane after the other:
-        where several threads make them, they have to come in one order on all ranks.
+        Threads may call at once, each in lanes of its own, in any order; windows are to be made
+        in one order on all ranks.
     """
 
     def __init__(
@@ -187,6 +187,8 @@ class Communicator(ViewCalls):
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
+        if wanted == "cuda":  # a group's ranks are others; their GPUs are these
+            self._options["device"] = self._gpus
         if near_gpu:
             numa.keep_near(self._gpus)
         self.phantom = phantom
@@ -393,9 +395,9 @@ class Communicator(ViewCalls):
         """A new communicator of the ranks that gave the same color, ordered by key, then rank.
 
         Collective; color None: this rank is in no group, and gets None. For ranks that are
-        processes. It takes this one's options; a machine that was not named is chosen anew. Close
-        it on its own. Raises `Error`: unsupported where all ranks live in this process, invalid,
-        timeout, peer.
+        processes. Each keeps its GPU and this one's options; a machine that was not named is
+        chosen anew. Close it on its own. Raises `Error`: unsupported where all ranks live in this
+        process, invalid, timeout, peer.
         """
         place = split.seat(self._core, color, key, self.timeout)
         if not place:

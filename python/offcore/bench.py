@@ -9,6 +9,7 @@ disturbs the machine disturbs all alike.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import statistics
@@ -30,6 +31,7 @@ KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 VARIANTS = (*KINDS, *(f"prelaunch_{kind}" for kind in KINDS))
 
 SIGNALS = ("fenced", "copy_order")
+OWN_COPIES = ("engine", "sm")
 TIMINGS = ("chain", "call")
 
 PHANTOM_ABOVE_BYTES = 64 << 20
@@ -41,6 +43,9 @@ _SIM_THREADS_MAX = 4
 _GPU_BATCH_BYTES = 4 << 30  # GPUs keep time by events: large sizes need no long batches
 _GPU_CALLS_MIN = 2
 _SEED_STRIDE = 1 << 16  # above every number of ranks: streams of two calls never meet
+
+
+Form = tuple[str | None, str]  # a communicator's signals and own_copy
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Request:
     in_place: bool = False
     protocols: list[str] = field(default_factory=lambda: ["auto"])
     signals: list[str | None] = field(default_factory=lambda: [None])  # cuda: its signal forms
+    own_copies: list[str] = field(default_factory=lambda: ["engine"])  # cuda: or "sm"
     timings: list[str] = field(default_factory=lambda: ["chain"])
     batches: int = BATCHES
     calls: int = CALLS
@@ -66,9 +72,14 @@ class Request:
     timeout_s: float = 30.0
 
     @property
+    def forms(self) -> list[Form]:
+        """The communicators that it takes."""
+        return list(itertools.product(self.signals, self.own_copies))
+
+    @property
     def steps(self) -> int:
         """How many rows are asked for."""
-        rows = len(self.variants) * len(self.protocols) * len(self.signals) * len(self.timings)
+        rows = len(self.variants) * len(self.protocols) * len(self.forms) * len(self.timings)
         for name in self.baselines:
             rows += len(self.timings) + (name.startswith("nccl") and "chain" in self.timings)
         return len(self.sizes) * rows

@@ -7,7 +7,6 @@ and exit status 1; a wrong call is status 2; wrong bytes are a failure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from offcore.options import (
     MachineOption,
     MetricOption,
     OpArgument,
+    OwnCopyOption,
     PlotOption,
     ProtocolName,
     ProtocolOption,
@@ -47,6 +47,9 @@ from offcore.options import (
     TimingOption,
     VariantsOption,
     WarmupOption,
+    known_names,
+    names_of,
+    parsed,
 )
 from offcore.report import JsonLines, Row, Skip, Stamp
 from offcore.sizes import parse_bytes, parse_sizes
@@ -61,27 +64,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-def _parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure), param_hint=option) from None
-
-
-def _names(text: str, option: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise typer.BadParameter("name at least one", param_hint=option)
-    return names
-
-
-def _known(text: str, option: str, known: Sequence[str]) -> list[str]:
-    names = _names(text, option)
-    if strange := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option)
-    return names
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:
@@ -100,33 +82,37 @@ def _request(
     protocol: str,
     signals: str | None,
     timing: str,
+    own_copy: str,
     **rest: Any,
 ) -> bench.Request:
-    """Fills in what depends on the backend: machine, ranks, sizes, protocols, signal forms."""
+    """Fills in what depends on the backend: machine, ranks, sizes, protocols, forms."""
     backend = bench.resolve_backend(backend, machine)
-    protocols = _known(protocol, "--protocol", [one.value for one in ProtocolName])
+    protocols = known_names(protocol, "--protocol", [one.value for one in ProtocolName])
     if backend == "sim":
         machine = machine or SIM_MACHINE
         # The paper's set-up: an operation may write at once, its buffers are known to be free.
         protocols = ["promise" if one == "auto" else one for one in protocols]
     ranks = ranks or _default_ranks(backend, machine)
-    forms = _known(signals, "--signals", bench.SIGNALS) if signals else None
-    if forms and backend != "cuda":
-        raise error("unsupported", f"--signals is about GPUs: {backend} has one form only")
+    forms = known_names(signals, "--signals", bench.SIGNALS) if signals else None
+    own = known_names(own_copy, "--own-copy", bench.OWN_COPIES)
+    if backend != "cuda" and (forms or "sm" in own):
+        option = "--signals" if forms else "--own-copy sm"
+        raise error("unsupported", f"{option} is about GPUs: {backend} has one form only")
     named = variants not in ("all", "auto")
-    names = list(bench.VARIANTS) if variants == "all" else _names(variants, "--variants")
+    names = list(bench.VARIANTS) if variants == "all" else names_of(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
     return bench.Request(
         op=op,
         backend=backend,
         machine=machine,
         ranks=ranks,
-        sizes=_parsed(parse_sizes, sizes or default_sizes, "--sizes"),
+        sizes=parsed(parse_sizes, sizes or default_sizes, "--sizes"),
         variants=names,
         named=named,
         protocols=list(dict.fromkeys(protocols)),
         signals=[*forms] if forms else ["fenced"] if backend == "cuda" else [None],
-        timings=_known(timing, "--timing", bench.TIMINGS),
+        own_copies=own,
+        timings=known_names(timing, "--timing", bench.TIMINGS),
         **rest,
     )
 
@@ -142,6 +128,7 @@ def bench_command(
     in_place: InPlaceOption = False,
     protocol: ProtocolsOption = "auto",
     signals: SignalsOption = None,
+    own_copy: OwnCopyOption = bench.OWN_COPIES[0],
     timing: TimingOption = "chain",
     iters: ItersOption = bench.BATCHES,
     calls: CallsOption = bench.CALLS,
@@ -173,12 +160,13 @@ def bench_command(
         protocol,
         signals,
         timing,
+        own_copy,
         in_place=in_place,
         batches=iters,
         calls=calls,
         warmup=warmup,
         check=check,
-        baselines=_names(baseline, "--baseline") if baseline else [],
+        baselines=names_of(baseline, "--baseline") if baseline else [],
         timeout_s=timeout,
     )
     bench.check_baselines(request)
@@ -255,14 +243,24 @@ def tune_command(
         records = report.read_records(source)
     else:
         kinds = bench.VARIANTS if prelaunch else bench.KINDS
-        names = _known(ops, "--ops", tune.OPS)
+        names = known_names(ops, "--ops", tune.OPS)
         resolved = bench.resolve_backend(backend.value, machine)
         if resolved == "sim":
             raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
         sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
         kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
         template = _request(
-            names[0], resolved, machine, ranks, sizes, "all", "auto", signals, "chain", **kept
+            names[0],
+            resolved,
+            machine,
+            ranks,
+            sizes,
+            "all",
+            "auto",
+            signals,
+            "chain",
+            "engine",
+            **kept,
         )
         template = replace(template, variants=list(kinds))
         records = tune.measure(tune.requests(template, names), json)
@@ -327,7 +325,7 @@ def show(
         op.value,
         machine=machine,
         ranks=ranks or offcore.machines.load(machine).ranks,
-        nbytes=_parsed(parse_bytes, nbytes, "--bytes"),
+        nbytes=parsed(parse_bytes, nbytes, "--bytes"),
         variant=variant,
         in_place=in_place,
         protocol=protocol.value,
@@ -399,7 +397,7 @@ def breakdown_command(
     """
     if plot_to is not None:
         plot.check_plot(plot_to)
-    wanted = _parsed(parse_sizes, sizes, "--sizes")
+    wanted = parsed(parse_sizes, sizes, "--sizes")
     where = "sim" if backend is BackendName.auto else backend.value
     bench.check_backend(where)
     if where == "sim":
@@ -458,7 +456,7 @@ def demo_command(
     json: JsonOption = None,
 ) -> None:
     """Run collectives on the simulated MI300X machine, then between processes of this one."""
-    sizes = _parsed(parse_sizes, host_sizes, "--host-sizes")
+    sizes = parsed(parse_sizes, host_sizes, "--host-sizes")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:

@@ -184,6 +184,7 @@ def facts_of(result: Any) -> dict[str, Any]:
         "native": result.native,
         "protocol": result.protocol,
         "signals": result.signals if result.backend == "cuda" else None,
+        "own_copy": result.own_copy if result.backend == "cuda" else None,
         "staged": result.staged,
         "tuned": result.tuned,
         "armed_ahead": result.armed_ahead,

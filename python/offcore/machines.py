@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,12 +73,24 @@ def load(name_or_path: str | Path, signals: str | None = None) -> _core.Machine:
     host = re.fullmatch(r"host-([1-9][0-9]?)", name)
     if host and int(host[1]) <= _HOST_RANKS_MAX:
         loaded = _load_file(_find("host", name), rename=name, ranks=int(host[1]))
-        return _with_tuned(loaded, _folders(), signals)
+        return _with_tuned(_on_this_host(loaded), _folders(), signals)
     if re.fullmatch(r"host-[0-9]+", name):
         raise error("invalid", f"{name}: this host can be 1 to {_HOST_RANKS_MAX} ranks")
     if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise _unknown(name)
     return _with_tuned(_load_file(_find(name, name)), _folders(), signals)
+
+
+def _on_this_host(machine: _core.Machine) -> _core.Machine:
+    """With links as wide as its engines where no CPU is left for a rank's second one."""
+    links = machine.links
+    given = _core.env("OFFCORE_HOST_CORES")  # the backend refuses what is no number
+    cores = int(given) if given.isdigit() and given != "0" else os.cpu_count() or 1
+    if cores < 2 * machine.ranks:
+        widest = links.engine_gbps
+        links.link_gbps = links.egress_gbps = links.ingress_gbps = links.host_gbps = widest
+    machine.links = links
+    return machine
 
 
 def tuned_path(name: str) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -88,6 +89,10 @@ SignalsOption = Annotated[
         metavar="NAME,...", help="cuda: the signal forms, fenced (the default), copy_order."
     ),
 ]
+OwnCopyOption = Annotated[
+    str,
+    typer.Option(metavar="NAME,...", help="cuda: what copies within a GPU, engine, sm."),
+]
 TimingOption = Annotated[
     str,
     typer.Option(
@@ -147,3 +152,24 @@ MetricOption = Annotated[
         "speedup where nccl was measured, else time.",
     ),
 ]
+
+
+def parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure), param_hint=option) from None
+
+
+def names_of(text: str, option: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise typer.BadParameter("name at least one", param_hint=option)
+    return names
+
+
+def known_names(text: str, option: str, known: Sequence[str]) -> list[str]:
+    names = names_of(text, option)
+    if strange := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option)
+    return names

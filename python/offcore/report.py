@@ -58,6 +58,7 @@ class Row:
     asked: str | None = None  # the protocol that was asked for
     named: bool | None = None  # whether the caller named the variant; False: auto chose it
     signals: str | None = None  # GPUs: fenced or copy_order
+    own_copy: str | None = None  # GPUs: what copied within one, as results say it
     staged: bool | None = None
     tuned: bool | None = None  # whether a measured table chose the variant
     armed_ahead: bool | None = None
@@ -78,9 +79,9 @@ class Row:
         return self.variant if self.impl == "offcore" and self.variant else self.impl
 
     @property
-    def setting(self) -> tuple[str, str | None, str | None]:
+    def setting(self) -> tuple[str, str | None, str | None, str | None]:
         """What makes times of offcore comparable beside the size."""
-        return self.timing, self.asked, self.signals
+        return self.timing, self.asked, self.signals, self.own_copy
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,8 @@ def has_choice(rows: list[Row]) -> bool:
 def differing(rows: Sequence[Row]) -> list[str]:
     """The fields, of those that a table need not show, in which offcore's rows differ."""
     own = [row for row in rows if row.impl == "offcore"]
-    names = [name for name in ("asked", "signals") if len({getattr(r, name) for r in own}) > 1]
+    names = ("asked", "signals", "own_copy")
+    names = [name for name in names if len({getattr(row, name) for row in own}) > 1]
     return names + [
         name for name in ("mode", "timing") if len({getattr(row, name) for row in rows}) > 1
     ]
@@ -319,7 +321,7 @@ def best_ranges(rows: list[Row]) -> list[str]:
             ranges[-1] = (row.name, ranges[-1][1], row.bytes, row.setting)
         else:
             ranges.append((row.name, row.bytes, row.bytes, row.setting))
-    names = ("timing", "asked", "signals")
+    names = ("timing", "asked", "signals", "own_copy")
     return [
         f"{name} {format_bytes(first)}"
         + (f"-{format_bytes(last)}" if last != first else "")

@@ -21,7 +21,7 @@ def _own(asked: str, signals: str) -> Record:
     return {"impl": "offcore", "asked": asked, "signals": signals}
 
 
-# Head, and what a row of that column holds. `co`: signals="copy_order".
+# Head, and what a row of that column holds. `co`: signals="copy_order"; `sm`: own_copy="sm".
 COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view", _own("view", "fenced")),
     ("promised", _own("promise", "fenced")),
@@ -29,6 +29,8 @@ COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view,co", _own("view", "copy_order")),
     ("promised,co", _own("promise", "copy_order")),
     ("safe,co", _own("auto", "copy_order")),
+    ("promised,sm", _own("promise", "fenced") | {"own_copy": "sm"}),
+    ("safe,sm", _own("auto", "fenced") | {"own_copy": "sm"}),
     ("nccl", {"impl": "nccl", "mode": "graph"}),
     ("nccl,eager", {"impl": "nccl", "mode": "eager"}),
     ("nccl-ce", {"impl": "nccl-ce", "mode": "graph"}),
@@ -53,6 +55,7 @@ def times_of(
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
+            and (one.get("own_copy") == "sm") == (wanted.get("own_copy") == "sm")
             and all(_value(one, name) == value for name, value in (place | wanted).items())
         ]
         for size in sorted({one["bytes"] for one in rows}):
@@ -69,9 +72,11 @@ def lines(
     in_place: bool,
     timing: str = "chain",
     sizes: Sequence[int] = (),
+    columns: Sequence[str] = (),
 ) -> list[str]:
-    """The table, a line each: a head and a row a size. sizes: only these; none: all."""
+    """The table, a line each: a head and a row a size. sizes, columns: only these; none: all."""
     times = times_of(records, op, ranks, in_place, timing)
+    times = {head: column for head, column in times.items() if not columns or head in columns}
     known = sorted({size for column in times.values() for size in column})
     width = {head: max(8, len(head) + 2) for head in times}
     table = ["     size" + "".join(f"{head:>{width[head]}}" for head in times)]
@@ -84,10 +89,12 @@ def lines(
     return table
 
 
-# <!-- versus FILE OPERATION RANKS in_place|out_of_place SIZES -->, and the table that follows it.
+# <!-- versus FILE OPERATION RANKS in_place|out_of_place SIZES [COLUMN;...] -->, and the table that
+# follows it.
 _ANNOUNCED = re.compile(
     r"(?P<head><!-- versus (?P<file>\S+) (?P<op>\w+) (?P<ranks>\d+) "
-    r"(?P<place>in_place|out_of_place) (?P<sizes>\S+) -->\n\n)(?: {5,}.*\n)*"
+    r"(?P<place>in_place|out_of_place) (?P<sizes>\S+)(?: (?P<columns>\S+))? -->\n\n)"
+    r"(?: {5,}.*\n)*"
 )
 
 
@@ -102,6 +109,7 @@ def filled(text: str, folder: Path) -> str:
             int(found["ranks"]),
             found["place"] == "in_place",
             sizes=parse_sizes(found["sizes"]),
+            columns=found["columns"].split(";") if found["columns"] else (),
         )
         return found["head"] + "".join(line + "\n" for line in made)
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import offcore
 from offcore import _core
 from offcore.baselines import Baseline, Place, Subject, open_baseline
-from offcore.bench import Request, skip_or_raise
+from offcore.bench import Form, Request, skip_or_raise
 from offcore.exercise import Exercise, facts_of
 from offcore.layout import Layout
 from offcore.timers import HostTimer, StreamTimer, Timer
@@ -70,8 +70,8 @@ class Worker:
         self._requests = [Request(**request) for request in job["requests"]]
         self._first = self._requests[0]
         self._watch: _core.Stopwatch | None = None
-        self._comms: dict[str | None, Communicator] = {}
-        for form in dict.fromkeys(form for request in self._requests for form in request.signals):
+        self._comms: dict[Form, Communicator] = {}
+        for form in dict.fromkeys(form for request in self._requests for form in request.forms):
             self._comms[form] = self._communicator(form)
         self._comm = self._meeting = next(iter(self._comms.values()))
         if self._first.backend == "cuda":
@@ -86,7 +86,7 @@ class Worker:
         self._unproven: list[tuple[int, Entry]] = []
         self._case = 0
 
-    def _communicator(self, form: str | None, backend: str | None = None) -> Communicator:
+    def _communicator(self, form: Form, backend: str | None = None) -> Communicator:
         """Collective. One after the other can meet at the same store."""
         first = self._first
         return Communicator(
@@ -96,14 +96,15 @@ class Worker:
             rank=self._rank,
             world_size=first.ranks,
             timeout=first.timeout_s,
-            signals=form or "auto",
+            signals=form[0] or "auto",
+            own_copy=form[1],
         )
 
-    def _window_pair(self, form: str | None) -> tuple[Any, Any]:
+    def _window_pair(self, form: Form) -> tuple[Any, Any]:
         layouts = [
             Layout(r.op, r.ranks, max(r.sizes), r.in_place)
             for r in self._requests
-            if form in r.signals
+            if form in r.forms
         ]
         comm = self._comms[form]
         inputs = [one.in_bytes for one in layouts if not one.in_place]
@@ -114,7 +115,7 @@ class Worker:
         # Ranks meet in an exchange of a few bytes: none leaves before every one has come. Not on
         # the GPUs, where it would stand behind what waits to be timed.
         if self._watch is not None:
-            self._meeting = self._communicator(None, "host")
+            self._meeting = self._communicator((None, "engine"), "host")
         word = self._meeting.window(8 * self._first.ranks)
 
         def meet() -> None:
@@ -167,7 +168,7 @@ class Worker:
 
     def _entries(self, request: Request, nbytes: int) -> Iterator[Entry]:
         """What can be had of what was asked for, each called and checked once."""
-        for form in request.signals:
+        for form in request.forms:
             for asked in request.protocols:
                 exercise = self._exercise(request, form, asked)
                 for variant in request.variants:
@@ -177,7 +178,7 @@ class Worker:
         for name in request.baselines:
             yield from self._library(request, name, exercise.layout(nbytes))
 
-    def _exercise(self, request: Request, form: str | None, asked: str) -> Exercise:
+    def _exercise(self, request: Request, form: Form, asked: str) -> Exercise:
         key = (request.op, request.in_place, form, asked, request.check)
         if key not in self._exercises:
             comm, windows, phantom = self._comms[form], self._windows[form], not request.check
@@ -271,7 +272,7 @@ class Worker:
         cases = [
             (nbytes, form, asked, name)
             for nbytes in request.sizes
-            for form in request.signals
+            for form in request.forms
             for asked in request.protocols
             for name in names
         ]

@@ -11,7 +11,8 @@ FIELDS = {
     "impl", "op", "backend", "machine", "ranks", "bytes", "in_place", "variant", "native",
     "protocol", "mode", "time_us", "time_us_min", "time_us_max", "algbw_gbps", "busbw_gbps",
     "wrong", "commands", "engines", "syncs", "phases", "run", "versions", "commit", "date",
-    "timing", "asked", "named", "signals", "staged", "tuned", "armed_ahead", "kernels", "nvls",
+    "timing", "asked", "named", "signals", "own_copy", "staged", "tuned", "armed_ahead", "kernels",
+    "nvls",
 }  # fmt: skip
 SIM = ("--backend", "sim", "--machine", "mi300x-8")
 HOST = ("--backend", "host", "--ranks", "2", "--iters", "2", "--calls", "3", "--warmup", "1")
@@ -107,6 +108,7 @@ def test_indivisible_all_to_all_in_place_is_refused(offcore_cli):
         (("all_gather", *HOST, "--baseline", "mpi", "--sizes", "4K"), "invalid"),
         (("all_gather", *HOST, "--baseline", "nccl", "--sizes", "4K"), "unsupported"),
         (("all_gather", *HOST, "--signals", "fenced", "--sizes", "4K"), "unsupported"),
+        (("all_gather", *HOST, "--own-copy", "engine,sm", "--sizes", "4K"), "unsupported"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "no-such-folder/p.png"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "plot.txt"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--json", "no-such-folder/r.jsonl"), "invalid"),

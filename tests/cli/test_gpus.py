@@ -41,6 +41,14 @@ def test_rows_of_each_protocol_signal_form_and_timing(gpu_cli):
     assert {row["wrong"] for row in ran.records} == {0}
 
 
+def test_rows_tell_what_copied_the_own_slice(gpu_cli):
+    words = ("--own-copy", "engine,sm", "--sizes", "4K", "--variants", "pcpy", "--json", "-")
+    ran = gpu_cli("bench", "all_to_all", *QUICK, *words)
+    assert ran.status == 0, ran.err
+    assert [row["own_copy"] for row in ran.records] == ["engine", "sm"]
+    assert {row["wrong"] for row in ran.records} == {0}
+
+
 def test_large_sizes_take_fewer_calls_and_no_check_reads_nothing(gpu_cli):
     words = ("--sizes", "32M", "--variants", "pcpy", "--no-check", "--json", "-")
     ran = gpu_cli("bench", "all_gather", *QUICK, *words)

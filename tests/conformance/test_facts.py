@@ -61,7 +61,7 @@ def test_results(target: Target) -> None:
         assert (result.backend, result.machine) == (target.backend, target.name(ranks))
         assert (result.protocol, result.staged, result.mode) == ("barrier", False, "eager")
         assert (result.in_place, result.tuned, result.armed_ahead) == (False, False, False)
-        assert result.own_copy == ("hint" if target.backend == "cuda" else "engine")
+        assert result.own_copy == "engine"
         assert comm.all_gather(out, variant="b2b").wait().own_copy == "none"
         assert result.kernels is None
         assert result.engines == ranks

@@ -71,6 +71,7 @@ class Graph:
         self.driver = driver
         self.streams = streams
         self.mode = mode
+        self.graphs: list[int] = []
         self.execs: list[int] = []
 
     def __enter__(self) -> Graph:
@@ -83,6 +84,7 @@ class Graph:
         if raised[0] is None:
             for code, graph in ended:
                 assert code == 0, code
+                self.graphs.append(graph)
                 self.execs.append(
                     self.driver.get(c_uint64, "cuGraphInstantiateWithFlags", graph, 0)
                 )
@@ -94,6 +96,16 @@ class Graph:
     def replay(self) -> None:
         for stream, graph in zip(self.streams, self.execs, strict=True):
             self.driver("cuGraphLaunch", graph, stream)
+
+    def forget(self) -> None:
+        """The graphs alone; what was instantiated from them can still be replayed."""
+        while self.graphs:
+            self.driver("cuGraphDestroy", self.graphs.pop())
+
+    def destroy(self) -> None:
+        self.forget()
+        while self.execs:
+            self.driver("cuGraphExecDestroy", self.execs.pop())
 
 
 class Captured:

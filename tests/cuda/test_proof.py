@@ -30,7 +30,34 @@ def test_operations_end_while_every_sm_is_held(ranks: int) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held: PROVEN" in done.stdout
-    assert "may use SMs waited for the SMs" in done.stdout
+    for what in ("all_gather in place", "broadcast in place", "all_to_all out of place"):
+        assert f"{what}, auto: ended in" in done.stdout
+    assert "a copy that may use SMs: waited for the SMs" in done.stdout
+    assert done.stdout.count("waited") == 1
+
+
+def test_what_waits_for_the_sms_does_not_spoil_what_comes_next() -> None:
+    code = f"""
+    sys.path.append({str(BENCHMARKS)!r})
+    from gpu_proof import Cases, hold
+    comm = opened(2, own_copy="sm")
+    cases = Cases(comm, 4096)
+    waited = set()
+    for turn in range(2):
+        cases.fill(turn)
+        for case in cases.all:
+            trial = hold(comm, case)
+            assert trial.faults == [], (case.name, trial.faults)
+            assert cases.wrong_bytes(turn, case) == 0, case.name
+            if not trial.ended:
+                waited.add(case.name)
+    plain = [op + " out of place, " + kind for op in ("all_gather", "all_to_all")
+             for kind in ("pcpy", "b2b")]  # whose own slice is a copy by itself
+    assert set(plain) <= waited, waited
+    assert all("out of place" in name for name in waited), waited
+    comm.close()
+    """
+    assert run(code) == ""
 
 
 def test_what_is_held_and_for_how_long() -> None:

@@ -139,7 +139,7 @@ def test_captures_have_numbers(d: Driver) -> None:
         numbers = set()
         for captured in (stream, other):
             state, number = c_int(), c_uint64()
-            d("cuStreamGetCaptureInfo", captured, byref(state), byref(number))
+            d("cuStreamGetCaptureInfo", captured, byref(state), byref(number), 0, 0, 0, 0)
             assert state.value == 1
             numbers.add(number.value)
         seen |= numbers
@@ -239,6 +239,80 @@ def test_a_replay_on_unmapped_memory_is_an_illegal_address(d: Driver) -> None:
     d("cuMemUnmap", b, s)
     d("cuGraphLaunch", graph[0], stream)
     assert settle(d, stream) == cu.ILLEGAL_ADDRESS
+
+
+class Kept:
+    """A user object of the graph that a stream is being captured into."""
+
+    def __init__(self, d: Driver, stream: int) -> None:
+        assert status(d, stream) == 1
+        self.gone = threading.Event()
+        self.codes: list[int] = []
+
+        def destroy(_: int) -> None:
+            if d.path != "libcuda.so.1":  # what no driver allows here
+                self.codes.append(d.code("cuStreamIsCapturing", stream, byref(c_int())))
+            self.gone.set()
+
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destroy)
+        handle, state, graph = c_uint64(), c_int(), c_uint64()
+        self.object = d.get(c_uint64, "cuUserObjectCreate", 0, self.callback, 1, 1)
+        d("cuStreamGetCaptureInfo", stream, byref(state), byref(handle), byref(graph), 0, 0, 0)
+        self.graph = graph.value
+        d("cuGraphRetainUserObject", self.graph, self.object, 1, 0)
+        assert not self.gone.wait(0.01)
+        d("cuUserObjectRelease", self.object, 1)
+
+
+@isolated()
+def test_a_user_object_lives_as_long_as_its_graph_can_run(d: Driver) -> None:
+    """The graph and every instance hold it, and so does a launch whose instance is destroyed."""
+    d.start()
+    stream, other, words, graph = d.stream(), d.stream(), d.memory(), c_uint64()
+    d("cuStreamBeginCapture", stream, 1)
+    kept = Kept(d, stream)
+    assert d.mem_ops(stream, mem_op(WAIT, words, 1, cu.EQ), mem_op(WRITE, words + 64, 9)) == 0
+    d("cuStreamEndCapture", stream, byref(graph))
+    assert graph.value == kept.graph
+    first, second = (d.get(c_uint64, "cuGraphInstantiateWithFlags", graph.value, 0) for _ in "12")
+    d("cuGraphDestroy", graph.value)
+    d("cuGraphLaunch", second, stream)
+    d("cuGraphExecDestroy", first)
+    d("cuGraphExecDestroy", second)
+    assert not kept.gone.wait(0.1)
+    d("cuStreamWriteValue32", other, words, 1, 0)
+    assert settle(d, stream) == 0
+    assert kept.gone.wait(10)
+    assert d.word(words + 64) == 9
+    assert set(kept.codes) <= {800}
+
+
+@isolated()
+def test_a_spoilt_capture_lets_go_of_its_user_objects(d: Driver) -> None:
+    d.start()
+    stream = d.stream()
+    d("cuStreamBeginCapture", stream, 1)
+    kept = Kept(d, stream)
+    assert d.code("cuStreamSynchronize", stream) == UNSUPPORTED
+    assert end(d, stream) == INVALIDATED
+    assert kept.gone.wait(10)
+
+
+@isolated(only_fake=True)
+def test_references_that_nobody_has(d: Driver) -> None:
+    d.start()
+    gone = threading.Event()
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gone.set())
+    created = c_uint64()
+    for count, flags in ((0, 1), (1, 0), (1, 2)):
+        code = d.code("cuUserObjectCreate", byref(created), 0, callback, count, flags)
+        assert code == cu.INVALID_VALUE
+    kept = d.get(c_uint64, "cuUserObjectCreate", 0, callback, 2, 1)
+    assert d.code("cuUserObjectRelease", kept, 3) == cu.INVALID_VALUE
+    assert d.code("cuGraphRetainUserObject", 0, kept, 1, 0) == cu.INVALID_VALUE
+    d("cuUserObjectRelease", kept, 2)
+    assert gone.wait(10)
+    assert d.code("cuUserObjectRelease", kept, 1) == cu.INVALID_VALUE
 
 
 if __name__ == "__main__":

@@ -56,8 +56,27 @@ def test_no_signal_is_lost(queue: str) -> None:
     assert len(report.commands) == 4 * rounds
 
 
+@pytest.mark.parametrize("cpus", [2, 64])
+def test_engines_divide_large_copies_where_there_are_cores(
+    cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFCORE_HOST_CORES", str(cpus))
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        for part_bytes, divided in ((2048, False), (1 << 20, False), ((2 << 20) + 7, True)):
+            out = comm.empty((2, part_bytes), "uint8")
+            parts = [np.random.default_rng(rank).integers(0, 256, part_bytes, np.uint8)
+                     for rank in range(2)]  # fmt: skip
+            for rank in range(2):
+                out[rank][:] = 0
+                out[rank][rank] = parts[rank]
+            result = comm.all_gather(out, variant="pcpy").wait()
+            assert result.engines == (4 if divided and cpus == 64 else 2)
+            for rank in range(2):
+                assert (out[rank] == parts).all()
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("count", [1, 1024, 100_000])
+@pytest.mark.parametrize("count", [1, 1024, 300_000])
 def test_ranks_may_outnumber_cores(ranks: int, count: int) -> None:
     def work(comm: offcore.Communicator, rank: int) -> bool:
         out = comm.empty(ranks * count, "uint32")

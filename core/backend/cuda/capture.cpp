@@ -17,12 +17,14 @@ constexpr uint32_t kQuietLooks = 50;  // in a row without a poll, before replays
 struct State {
   int status = kCaptureNone;
   uint64_t id = 0;
+  CUgraph graph = nullptr;  // that is being captured into
 };
 
 State state_of(const Device& device, CUstream stream) {
   const Current current = device.current();
   State state;
-  check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id),
+  check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id, &state.graph,
+                                             nullptr, nullptr),
         "cuStreamGetCaptureInfo");
   return state;
 }
@@ -60,8 +62,7 @@ Captures::Captures(std::span<const std::shared_ptr<Device>> devices, const Habit
       habits_(habits),
       rings_(std::move(rings)),
       words_(std::move(words)),
-      streams_(devices_.size()),
-      awaited_(devices_.size()) {}
+      streams_(devices_.size()) {}
 
 Captures::~Captures() { close(); }
 
@@ -87,12 +88,51 @@ Captures::Capture& Captures::capture(const Launch& launch) {
     fail(Code::invalid, "a program of mode capture is launched into streams that are being ",
          "captured, and these are not");
   }
-  Capture& capture = captures_[ids[0]];
-  if (capture.places.empty()) capture = {.ids = ids, .places = {}};
-  capture.places.resize(devices_.size());
-  if (capture.ids == ids) return capture;
+  std::erase_if(captures_, [](const auto& entry) { return entry.second.gone->load(); });
+  auto found = captures_.find(ids[0]);
+  if (found == captures_.end()) {
+    Capture made{
+        .ids = ids, .places = std::vector<Place>(devices_.size()), .gone = tell_when_gone(launch)};
+    found = captures_.emplace(ids[0], std::move(made)).first;
+  }
+  if (found->second.ids == ids) return found->second;
   fail(Code::invalid, "the streams of the local ranks are in other captures than at the last ",
        "operation of this graph: capture the same ones together");
+}
+
+// Gives the graphs a reference each to one object: without any left it is destroyed, and says so.
+Captures::Gone Captures::tell_when_gone(const Launch& launch) const {
+  const Driver& driver = Driver::get();
+  auto gone = std::make_shared<std::atomic<bool>>(false);
+  if (driver.cuUserObjectCreate == nullptr || driver.cuUserObjectRelease == nullptr ||
+      driver.cuGraphRetainUserObject == nullptr) {
+    return gone;  // never: nothing of this capture is used again
+  }
+  // Called on a thread of the driver's, at any time, where no call of the driver's is allowed.
+  const auto destroyed = [](void* object) {
+    const std::unique_ptr<Gone> held(static_cast<Gone*>(object));
+    (*held)->store(true);
+  };
+  const Current current = devices_[0]->current();
+  auto held = std::make_unique<Gone>(gone);
+  CUuserObject object = nullptr;
+  check(driver.cuUserObjectCreate(&object, held.get(), destroyed, 1, kNoDestructorSync),
+        "cuUserObjectCreate");
+  held.release();
+  CUresult result = kSuccess;
+  for (size_t i = 0; i < launch.streams.size() && result == kSuccess; ++i) {
+    const State state = state_of(*devices_[i], reinterpret_cast<CUstream>(launch.streams[i]));
+    result = driver.cuGraphRetainUserObject(state.graph, object, 1, 0);
+  }
+  check(driver.cuUserObjectRelease(object, 1), "cuUserObjectRelease");
+  check(result, "cuGraphRetainUserObject");
+  return gone;
+}
+
+bool Captures::gone(uint64_t capture) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = captures_.find(capture);
+  return found == captures_.end() || found->second.gone->load();
 }
 
 std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, const Launch& launch) {
@@ -105,7 +145,7 @@ std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, con
     signals_.back().presets->prepare(0, Presets::kHalf);
   }
   auto flight = std::make_shared<Flight>(std::move(cargo), launch);
-  keep(flight);
+  keep(own, flight);
   try {
     for (const LocalProgram& local : flight->cargo->locals) {
       record(*flight, local, own.places[local.device]);
@@ -126,9 +166,8 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const Signals& signals = signals_[local.device];
   const auto feed = [&](CUstream where, bool behind_data = true) {
     const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
-    return Feed(device, where,
-                {signals.word->address(), words_->ring(), copied ? signals.presets.get() : nullptr},
-                program, flight.launch, *rings_, habits_, nullptr, notes);
+    const Source source{signals.word->address(), words_->ring(), signals.presets.get(), copied};
+    return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
@@ -185,7 +224,7 @@ CUstream Captures::engine(Place& place, uint32_t device, size_t index, const Eve
   return place.engines.back();
 }
 
-void Captures::keep(const std::shared_ptr<Flight>& flight) {
+void Captures::keep(const Capture& capture, const std::shared_ptr<Flight>& flight) {
   Awaited words(devices_.size());
   for (const LocalProgram& local : flight->cargo->locals) {
     const auto index = static_cast<uint32_t>(&local - flight->cargo->locals.data());
@@ -193,19 +232,47 @@ void Captures::keep(const std::shared_ptr<Flight>& flight) {
   }
   const std::scoped_lock lock(kept_mutex_);
   if (closed_) fail(Code::cancelled, "the cuda backend is closed");
-  kept_.push_back(flight);
-  for (size_t i = 0; i < words.size(); ++i) awaited_[i].merge(words[i]);
+  Kept& kept = kept_[capture.ids[0]];
+  kept.gone = capture.gone;
+  kept.flights.push_back(flight);
+  kept.awaited.resize(devices_.size());
+  for (size_t i = 0; i < words.size(); ++i) kept.awaited[i].merge(words[i]);
   if (!guard_.joinable()) guard_ = std::thread([this] { watch(); });
+}
+
+std::vector<Captures::Kept> Captures::take_gone() {
+  std::vector<Kept> taken;
+  std::erase_if(kept_, [&](auto& entry) {
+    if (!entry.second.gone->load()) return false;
+    taken.push_back(std::move(entry.second));
+    return true;
+  });
+  return taken;
+}
+
+bool Captures::poisoned() const {
+  return !kept_.empty() && kept_.begin()->second.flights.front()->poisoned() != 0;
+}
+
+Captures::Awaited Captures::awaited() const {
+  Awaited all(devices_.size());
+  for (const auto& [capture, kept] : kept_) {
+    for (size_t i = 0; i < all.size(); ++i) {
+      all[i].insert(kept.awaited[i].begin(), kept.awaited[i].end());
+    }
+  }
+  return all;
 }
 
 void Captures::watch() {
   std::unique_lock lock(kept_mutex_);
   while (!wake_.wait_for(lock, kLook, [&] { return closed_; })) {
-    if (kept_.front()->poisoned() == 0) continue;
-    const Awaited awaited = awaited_;
+    std::vector<Kept> gone = take_gone();
+    const Awaited words = poisoned() ? awaited() : Awaited{};
     lock.unlock();
+    gone.clear();  // unmaps what nobody else holds
     try {
-      release(awaited);
+      release(words);
     } catch (const Error&) {
       return;  // the GPU itself has failed, and holds nobody any more
     }
@@ -250,9 +317,9 @@ void Captures::run_out() {
       fail(Code::driver, "replays of aborted graphs do not run out within ",
            shown_s(deadline.wait_ns()), " s");
     }
-    release(awaited_);
+    release(awaited());
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (!untouched(awaited_)) quiet = 0;
+    if (!untouched(awaited())) quiet = 0;
   }
 }
 
@@ -263,11 +330,12 @@ void Captures::close() {
   }
   wake_.notify_all();
   if (guard_.joinable()) guard_.join();
-  if (!kept_.empty() && kept_.front()->poisoned() != 0) {
+  take_gone();
+  if (poisoned()) {
     try {
       run_out();
     } catch (const Error&) {
-      new std::vector<std::shared_ptr<Flight>>(std::move(kept_));  // mapped for good
+      new std::map<uint64_t, Kept>(std::move(kept_));  // mapped for good
     }
   }
   kept_.clear();

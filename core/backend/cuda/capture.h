@@ -2,7 +2,11 @@
 //
 // Recording enqueues a program's local queues into streams that are being captured: one engine
 // queue with the caller's commands, the others on streams of our own that join the capture by
-// events. What a graph addresses stays mapped until close().
+// events. What a graph addresses stays mapped until it is gone, or until close().
+//
+// A graph is gone once the driver has let go of an object of ours that it was given to keep: CUDA
+// copies the reference to whatever is instantiated from the graph, and holds it until what has been
+// launched has run. So nothing of a graph that is gone runs, or ever will.
 //
 // A graph may run its branches one after the other, in any order. So no branch waits for what
 // another one has yet to do: the entry signals come first, then the engine queues, and after all of
@@ -13,6 +17,7 @@
 // word now and then, and when a rank has died or aborted it writes the words that recorded programs
 // wait for, again and again, so that the streams that replay them run out.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -39,10 +44,13 @@ class Captures {
   // Throws invalid when the launch's streams are not being captured. What fails on the way spoils
   // the capture.
   std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
+  // Whether the graphs that this capture made are gone. Those that nothing was recorded into are.
+  bool gone(uint64_t capture);
   // Lets replays run out if a rank was poisoned, and then goes of the memory.
   void close();
 
  private:
+  using Gone = std::shared_ptr<std::atomic<bool>>;
   // What a device has in one capture.
   struct Place {
     std::vector<CUstream> engines;  // of ours, that have joined the capture
@@ -52,6 +60,7 @@ class Captures {
   struct Capture {
     std::vector<uint64_t> ids;  // of the streams, a local rank each
     std::vector<Place> places;
+    Gone gone;
   };
   // What a device copies its signals from: their values are those of a first launch, always.
   struct Signals {
@@ -59,12 +68,22 @@ class Captures {
     std::unique_ptr<Presets> presets;
   };
   using Awaited = std::vector<std::set<CUdeviceptr>>;  // by device
+  // What was recorded in one capture.
+  struct Kept {
+    Gone gone;
+    std::vector<std::shared_ptr<Flight>> flights;
+    Awaited awaited;
+  };
 
   Capture& capture(const Launch& launch);
+  Gone tell_when_gone(const Launch& launch) const;
   void record(Flight& flight, const LocalProgram& local, Place& place);
   void spoil(const Launch& launch) const;
   CUstream engine(Place& place, uint32_t device, size_t index, const Event& here);
-  void keep(const std::shared_ptr<Flight>& flight);
+  void keep(const Capture& capture, const std::shared_ptr<Flight>& flight);
+  std::vector<Kept> take_gone();
+  bool poisoned() const;
+  Awaited awaited() const;
   void watch();
   void release(const Awaited& awaited) const;
   bool untouched(const Awaited& awaited) const;
@@ -82,8 +101,7 @@ class Captures {
 
   std::mutex kept_mutex_;  // of all below; never held while the driver is called
   std::condition_variable wake_;
-  std::vector<std::shared_ptr<Flight>> kept_;
-  Awaited awaited_;
+  std::map<uint64_t, Kept> kept_;  // as captures_
   bool closed_ = false;
   std::thread guard_;
 };

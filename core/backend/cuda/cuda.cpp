@@ -34,17 +34,17 @@ struct Mapped {
 // A program in a graph: nothing of it is under way.
 class RecordedRun final : public Run {
  public:
-  explicit RecordedRun(bool own_on_sm) : own_on_sm_(own_on_sm) {}
+  explicit RecordedRun(OwnCopy own_copy) : own_copy_(own_copy) {}
   bool done() override { return true; }
   void wait(const Deadline&) override {}
   Report report() const override {
     Report report;
-    report.own_on_sm = own_on_sm_;
+    report.own_copy = own_copy_;
     return report;
   }
 
  private:
-  bool own_on_sm_;
+  OwnCopy own_copy_;
 };
 
 // The place that a stream has come to, or an event of the caller's.
@@ -105,9 +105,11 @@ class CudaLoaded final : public Loaded {
       return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
                                                         fleet_->launch(cargo_, launch, *hangar_));
     }
-    const auto& parts = fleet_->record(cargo_, launch)->parts;
-    return std::make_unique<RecordedRun>(std::any_of(
-        parts.begin(), parts.end(), [](const auto& part) { return part.notes.own_on_sm; }));
+    OwnCopy own_copy = OwnCopy::engine;
+    for (const Flight::Part& part : fleet_->record(cargo_, launch)->parts) {
+      own_copy = std::max(own_copy, part.notes.own_copy);
+    }
+    return std::make_unique<RecordedRun>(own_copy);
   }
 
  private:
@@ -150,7 +152,6 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view own_copies() const override { return "hint"; }
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }
@@ -188,6 +189,7 @@ class CudaBackend final : public Backend {
   uint64_t capture_of(std::span<const uintptr_t> streams) const override {
     return fleet_->capture_of(streams);
   }
+  bool gone(uint64_t capture) const override { return fleet_->gone(capture); }
 
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const auto& device = fleet_->devices().front();

@@ -22,6 +22,10 @@ using CUstream = struct StreamTag*;
 using CUevent = struct EventTag*;
 using CUmodule = struct ModuleTag*;
 using CUfunction = struct FunctionTag*;
+using CUgraph = struct GraphTag*;
+using CUgraphNode = struct GraphNodeTag*;
+using CUuserObject = struct UserObjectTag*;
+using CUhostFn = void (*)(void*);
 
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kInvalidValue = 1;
@@ -45,6 +49,8 @@ inline constexpr int kCaptureNone = 0;
 inline constexpr int kCaptureActive = 1;
 inline constexpr int kCaptureRelaxed = 2;
 
+inline constexpr unsigned kNoDestructorSync = 1;  // CUuserObject_flags
+
 enum class Attribute : int {
   max_pitch = 11,
   multiprocessors = 16,
@@ -59,8 +65,9 @@ inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
 inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
 inline constexpr int kLocationDevice = 1;   // CUmemLocationType
 inline constexpr int kAccessReadWrite = 3;
-inline constexpr int kUnifiedMemory = 4;       // CUmemorytype
-inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute
+inline constexpr int kUnifiedMemory = 4;      // CUmemorytype
+inline constexpr int kPointerMemoryType = 2;  // CUpointer_attribute
+inline constexpr int kPointerOrdinal = 9;
 inline constexpr int kSrcOrderStream = 1;      // CUmemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
@@ -186,7 +193,8 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuStreamDestroy, 4000, (CUstream))                                                           \
   X(cuStreamQuery, 2000, (CUstream))                                                             \
   X(cuStreamWaitEvent, 3020, (CUstream, CUevent, unsigned))                                      \
-  X(cuStreamGetCaptureInfo, 10010, (CUstream, int*, uint64_t*))                                  \
+  X(cuStreamGetCaptureInfo, 11030,                                                               \
+    (CUstream, int*, uint64_t*, CUgraph*, const CUgraphNode**, size_t*))                         \
   X(cuThreadExchangeStreamCaptureMode, 10010, (int*))                                            \
   X(cuStreamBatchMemOp, 11070, (CUstream, unsigned, CUstreamMemOp*, unsigned))                   \
   X(cuEventCreate, 2000, (CUevent*, unsigned))                                                   \
@@ -212,9 +220,12 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuGetErrorString, 6000, (CUresult, const char**))
 
 // What the project does without where the driver lacks it (null then).
-#define OFFCORE_CUDA_OPTIONAL_TABLE(X) \
-  X(cuMemcpyBatchAsync, 13000,         \
-    (CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, CUstream))
+#define OFFCORE_CUDA_OPTIONAL_TABLE(X)                                                             \
+  X(cuMemcpyBatchAsync, 13000,                                                                     \
+    (CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, CUstream)) \
+  X(cuUserObjectCreate, 11030, (CUuserObject*, void*, CUhostFn, unsigned, unsigned))               \
+  X(cuUserObjectRelease, 11030, (CUuserObject, unsigned))                                          \
+  X(cuGraphRetainUserObject, 11030, (CUgraph, CUuserObject, unsigned, unsigned))
 
 class Driver {
  public:

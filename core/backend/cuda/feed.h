@@ -8,11 +8,9 @@
 //              copy of that word to all of them. With presets: that copy alone
 //   fence      nothing: a stream is in order
 //
-// A batch of copies cannot be captured: there a copy within one GPU is a plain one.
-//
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
-// goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it (see
-// docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
+// goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
+// (see docs/cuda.md). Ahead of all data, as entry signals are, there is nothing to rely on.
 #pragma once
 #include <map>
 #include <memory>
@@ -42,7 +40,8 @@ struct Source {
   // value).
   CUdeviceptr word = 0;
   const Ring& words;
-  const Presets* presets = nullptr;  // null: signals write their value themselves
+  const Presets* presets = nullptr;
+  bool copied = false;  // signals are copies of presets alone
 };
 
 // A timestamp command's event.
@@ -54,7 +53,7 @@ struct Stamp {
 // What is to be told of commands that were fed.
 struct Notes {
   std::vector<Stamp> stamps;
-  bool own_on_sm = false;  // copies within the GPU may take SMs
+  OwnCopy own_copy = OwnCopy::engine;
 };
 
 class Feed {
@@ -66,6 +65,8 @@ class Feed {
 
   void run(std::span<const Command> commands);  // and flushes
   void run(const Command& command);
+  // Spends a moment before waits for what peers do at the same time as this rank.
+  void linger();
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
   void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
   void flush();  // what was collected goes to the driver
@@ -85,7 +86,8 @@ class Feed {
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
-  void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, bool own);
+  bool detour(const Place& dst, const Place& src, uint64_t bytes);
+  void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
                uint64_t bytes, uint32_t rows);
   void flush_copies();

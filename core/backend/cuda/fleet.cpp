@@ -93,8 +93,7 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
 Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
                  bool behind_data) const {
   const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
-  return Feed(*turn.device, stream,
-              {word, words_->ring(), copied ? turn.lane->presets.get() : nullptr},
+  return Feed(*turn.device, stream, {word, words_->ring(), turn.lane->presets.get(), copied},
               *flight.cargo->program, flight.launch, *rings_, habits_, nullptr, turn.part->notes);
 }
 
@@ -151,14 +150,18 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   }
   if (inside == 0) return;
   const Line& line = engine(*turn.lane, local.device, 0);
-  feed(flight, turn, turn.stream, line.word()).run(queues[local.engines[0]].commands);
+  Feed own = feed(flight, turn, turn.stream, line.word());
+  if (local.leading > 0 && turn.joins.empty()) own.linger();
+  own.run(queues[local.engines[0]].commands);
 }
 
 void Fleet::end(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
-    feed(flight, turn, turn.stream, turn.lane->caller->word()).run(commands.subspan(local.leading));
+    Feed own = feed(flight, turn, turn.stream, turn.lane->caller->word());
+    if (local.ends_by_signal && turn.joins.empty()) own.linger();
+    own.run(commands.subspan(local.leading));
   }
   for (const Event& join : turn.joins) join.hold(turn.stream);
   auto done = std::make_shared<Event>(turn.device->event());

@@ -80,6 +80,7 @@ class Fleet {
   uint64_t capture_of(std::span<const uintptr_t> streams) const {
     return captures_.capture_of(streams);
   }
+  bool gone(uint64_t capture) { return captures_.gone(capture); }
   // Into the captures that the launch's streams are in (see capture.h).
   std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
   // False where the program cannot be enqueued ahead, or enough of them are parked already.

@@ -32,7 +32,7 @@ void Fleet::resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parke
   }
   gates.flush();
   for (const Event& join : parked.joins[index]) join.hold(turn.stream);
-  turn.part->notes.own_on_sm = turn.part->notes.own_on_sm || parked.notes.own_on_sm;
+  turn.part->notes.own_copy = std::max(turn.part->notes.own_copy, parked.notes.own_copy);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
     const CUdeviceptr word = hangar.bays[index][i].line->word();

@@ -81,6 +81,8 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       local->caller = index;
       place_caller(queue.commands, *local);
     } else {
+      local->ends_by_signal = local->engines.empty() && !queue.commands.empty() &&
+                              queue.commands.back().op == Op::signal;
       local->engines.push_back(index);
     }
   }
@@ -129,7 +131,7 @@ Report Flight::report() const {
   report.phases.control_ns = static_cast<double>(control_ns);
   const Relaxed relaxed;
   for (const Part& part : parts) {
-    report.own_on_sm = report.own_on_sm || part.notes.own_on_sm;
+    report.own_copy = std::max(report.own_copy, part.notes.own_copy);
     for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);

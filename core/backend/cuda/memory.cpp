@@ -147,6 +147,31 @@ void Ring::map(std::span<const std::shared_ptr<Device>> local) {
     const int ordinal = device->ordinal();
     range.open({&ordinal, 1});
   }
+  const Current current = local.front()->current();
+  ordinals_.assign(ranks(), -1);
+  for (Rank rank = 0; rank < ranks(); ++rank) {
+    Driver::get().cuPointerGetAttribute(&ordinals_[rank], kPointerOrdinal, part(rank));
+  }
+}
+
+CUdeviceptr Ring::elsewhere(CUdeviceptr& address, int ordinal) const {
+  const auto foreign = [&](uint32_t at) {
+    return ordinals_[at % ranks()] >= 0 && ordinals_[at % ranks()] != ordinal;
+  };
+  if (address < base() || address >= base() + bytes()) {
+    for (Rank rank = 0; rank < ranks(); ++rank) {
+      if (foreign(rank) && part(rank) < address) return part(rank);
+    }
+    return 0;
+  }
+  const uint64_t at = (address - base()) % (ranks() * stride_);
+  address = part(ranks()) + at;  // in the second lap
+  for (uint32_t back = 1; back < ranks(); ++back) {
+    if (foreign(static_cast<uint32_t>(at / stride_) + ranks() - back)) {
+      return address - back * stride_;
+    }
+  }
+  return 0;
 }
 
 CUdeviceptr Ring::repeated(Rank rank) const {

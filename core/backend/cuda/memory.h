@@ -77,6 +77,9 @@ class Ring {
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
   const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
+  // An address below `address`, which is in the ring or anywhere, that lies in another GPU's part;
+  // 0: there is none. An address of the ring may move on by a lap for that.
+  CUdeviceptr elsewhere(CUdeviceptr& address, int ordinal) const;
   // Whether one strided copy may go to all ranks: no document says that it works across the
   // memory of several GPUs, so it is tried first. True until told.
   bool strided() const { return strided_; }
@@ -94,6 +97,7 @@ class Ring {
   uint64_t stride_;
   Range laps_;
   std::map<Rank, std::unique_ptr<Range>> repeated_;
+  std::vector<int> ordinals_;  // where the parts lie, as this process counts; -1: not told
   bool strided_ = true;
 };
 

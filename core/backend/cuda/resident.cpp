@@ -152,7 +152,10 @@ poll:
   mov.u64 %now, %globaltimer;
   sub.u64 %now, %now, %began;
   setp.lt.u64 %p, %now, %limit;
-  @%p bra poll;
+  @!%p bra late;
+  nanosleep.u32 20000;
+  bra poll;
+late:
   st.release.sys.global.u32 [%state], 3;
   bra gone;
 told:

@@ -151,9 +151,8 @@ void Stress::start(const Round& round) {
     const Current current = seat.device->current();
     const Program& program = round.programs[rank];
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
-    const bool copied = trial.signals == SignalForm::copy_order;
-    const Source source{seat.word->address(), words_->ring(),
-                        copied ? seat.presets.get() : nullptr};
+    const Source source{seat.word->address(), words_->ring(), seat.presets.get(),
+                        trial.signals == SignalForm::copy_order};
     seat.presets->prepare(value_ + 1, round.count);  // whoever read what was there has ended
     Feed gate(*seat.device, seat.copies->handle(), source, program, first, rings_, habits, nullptr,
               notes);

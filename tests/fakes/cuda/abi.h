@@ -19,6 +19,8 @@ using StreamHandle = struct StreamTag*;
 using EventHandle = struct EventTag*;
 using GraphHandle = struct GraphTag*;
 using GraphExecHandle = struct GraphExecTag*;
+using UserObjectHandle = struct UserObjectTag*;
+using HostFunction = void (*)(void*);
 
 enum : Result {
   kSuccess = 0,
@@ -154,6 +156,8 @@ static_assert(sizeof(MemOp) == 48 && offsetof(MemOp, flags) == 24);
 enum : unsigned { kStreamNonBlocking = 1 };
 enum : unsigned { kEventBlockingSync = 1, kEventDisableTiming = 2, kEventInterprocess = 4 };
 enum : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
+enum : unsigned { kNoDestructorSync = 1 };
+enum : unsigned { kUserObjectMove = 1 };
 enum : int { kCaptureNone = 0, kCaptureActive = 1, kCaptureStatusInvalidated = 2 };
 
 }  // namespace fakecuda

@@ -19,14 +19,14 @@ DevicePtr address_of(const void* host) { return reinterpret_cast<DevicePtr>(host
 Side known_side(DevicePtr address) {
   const Kind kind = addresses().facts(address).kind;
   require(kind == Kind::kMapped || kind == Kind::kRegistered, kInvalidValue);
-  return {.address = address};
+  return {.address = address, .base = address};
 }
 
 // A side that may be any memory of the process: what the driver does not know is host memory.
 Side any_side(DevicePtr address) {
   const Kind kind = addresses().facts(address).kind;
   require(address != 0 && kind != Kind::kReserved, kInvalidValue);
-  return {.address = address, .host = kind == Kind::kUnknown};
+  return {.address = address, .base = address, .host = kind == Kind::kUnknown};
 }
 
 Side host_side(const void* host) {
@@ -155,12 +155,7 @@ void push_batch(const Batch& batch, StreamHandle handle) {
     }
     transfers.push_back(transfer);
   }
-  const auto overlaps = [](const CopyAttributes& attribute) {
-    return (attribute.flags & kOverlapWithCompute) != 0;
-  };
-  const bool overlap =
-      std::all_of(batch.attributes, batch.attributes + batch.attributes_count, overlaps);
-  const auto copy = copy_work(std::move(transfers), overlap);
+  const auto copy = copy_work(std::move(transfers));
   stream->push([staged = std::move(staged), copy](Engine& engine) { return copy(engine); });
 }
 

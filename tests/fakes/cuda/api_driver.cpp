@@ -8,6 +8,7 @@
 #include "tests/fakes/cuda/settings.h"
 #include "tests/fakes/cuda/symbols.h"
 #include "tests/fakes/cuda/transfer.h"
+#include "tests/fakes/cuda/user_object.h"
 
 // Error codes and what they mean.
 #define ERRORS(X)                                                                                  \
@@ -128,7 +129,8 @@ FAKE_API uint64_t fakecuda_live(const char* what) {
               {"contexts", contexts().size()},
               {"streams", streams().size()},
               {"events", events().size()},
-              {"graphs", live_graphs()}};
+              {"graphs", live_graphs()},
+              {"user_objects", live_user_objects()}};
   for (const auto& row : rows) {
     if (std::strcmp(row.name, what) == 0) return row.count;
   }

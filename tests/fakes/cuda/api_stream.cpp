@@ -1,4 +1,4 @@
-// Entry points for streams, events, stream memory operations, capture and graphs.
+// Entry points for streams, events, stream memory operations and capture.
 #include <algorithm>
 
 #include "tests/fakes/cuda/graph.h"
@@ -8,16 +8,6 @@
 
 namespace fakecuda {
 namespace {
-
-Registry<Graph, GraphHandle>& graphs() {
-  static auto* const value = new Registry<Graph, GraphHandle>(5, kInvalidValue);
-  return *value;
-}
-
-Registry<GraphExec, GraphExecHandle>& graph_execs() {
-  static auto* const value = new Registry<GraphExec, GraphExecHandle>(6, kInvalidValue);
-  return *value;
-}
 
 void check_mem_op(const MemOp& op, const Stream& stream) {
   if (op.operation == kOpBarrier) return require(op.address <= 1, kInvalidValue);  // its flags
@@ -48,7 +38,7 @@ std::shared_ptr<Marker> settled_marker(Event& event) {
   return event.marker;
 }
 
-void capture_status(StreamHandle handle, int* status, uint64_t* id) {
+void capture_status(StreamHandle handle, int* status, uint64_t* id, GraphHandle* graph = nullptr) {
   require(status != nullptr, kInvalidValue);
   const auto stream = stream_of(handle);
   if (stream->is_legacy()) require(!blocking_capture(*stream), kCaptureImplicit);
@@ -58,6 +48,7 @@ void capture_status(StreamHandle handle, int* status, uint64_t* id) {
             : capture->invalidated() ? kCaptureStatusInvalidated
                                      : kCaptureActive;
   if (id != nullptr) *id = capture ? capture->id() : 0;
+  if (graph != nullptr) *graph = capture && !capture->invalidated() ? capture->graph() : nullptr;
 }
 
 void check_stream_error(const Stream& stream) { check_alive(*stream.context()); }
@@ -133,6 +124,24 @@ FAKE_API Result cuStreamIsCapturing(StreamHandle handle, int* status) {
 
 FAKE_API Result cuStreamGetCaptureInfo(StreamHandle handle, int* status, uint64_t* id) {
   return enter("cuStreamGetCaptureInfo", [&] { capture_status(handle, status, id); });
+}
+
+// What the next node would wait for cannot be asked of the stand-in.
+FAKE_API Result cuStreamGetCaptureInfo_v2(StreamHandle handle, int* status, uint64_t* id,
+                                          GraphHandle* graph, void** nodes, size_t* count) {
+  return enter("cuStreamGetCaptureInfo", [&] {
+    require(nodes == nullptr && count == nullptr, kNotSupported);
+    capture_status(handle, status, id, graph);
+  });
+}
+
+FAKE_API Result cuStreamGetCaptureInfo_v3(StreamHandle handle, int* status, uint64_t* id,
+                                          GraphHandle* graph, void** nodes, void** edges,
+                                          size_t* count) {
+  return enter("cuStreamGetCaptureInfo", [&] {
+    require(nodes == nullptr && edges == nullptr && count == nullptr, kNotSupported);
+    capture_status(handle, status, id, graph);
+  });
 }
 
 FAKE_API Result cuThreadExchangeStreamCaptureMode(int* mode) {
@@ -277,35 +286,8 @@ FAKE_API Result cuStreamEndCapture(StreamHandle handle, GraphHandle* graph) {
     *graph = nullptr;
     const auto stream = stream_of(handle);
     const std::lock_guard lock(capture_mutex());
-    *graph = graphs().add(Capture::end(*stream));
+    *graph = Capture::end(*stream);
   });
 }
-
-FAKE_API Result cuGraphInstantiateWithFlags(GraphExecHandle* out, GraphHandle graph,
-                                            unsigned long long flags) {
-  return enter("cuGraphInstantiateWithFlags", [&] {
-    require(out != nullptr && flags < 16, kInvalidValue);
-    auto exec = std::make_shared<GraphExec>();
-    exec->graph = graphs().find(graph);
-    *out = graph_execs().add(std::move(exec));
-  });
-}
-
-FAKE_API Result cuGraphLaunch(GraphExecHandle handle, StreamHandle stream) {
-  return enter("cuGraphLaunch", [&] {
-    const auto exec = graph_execs().find(handle);
-    stream_of(stream)->push([exec](Engine& engine) { return exec->run(engine); });
-  });
-}
-
-FAKE_API Result cuGraphDestroy(GraphHandle handle) {
-  return enter("cuGraphDestroy", [&] { graphs().remove(handle); });
-}
-
-FAKE_API Result cuGraphExecDestroy(GraphExecHandle handle) {
-  return enter("cuGraphExecDestroy", [&] { graph_execs().remove(handle); });
-}
-
-uint64_t live_graphs() { return graphs().size() + graph_execs().size(); }
 
 }  // namespace fakecuda

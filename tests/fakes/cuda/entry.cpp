@@ -9,6 +9,7 @@
 #include "tests/fakes/cuda/graph.h"
 #include "tests/fakes/cuda/settings.h"
 #include "tests/fakes/cuda/symbols.h"
+#include "tests/fakes/cuda/user_object.h"
 
 namespace fakecuda {
 namespace {
@@ -57,6 +58,7 @@ void begin_call(const char* name, When when) {
     return;
   }
   require(when != When::kInitialized || initialized, kNotInitialized);
+  require(!in_destructor(), kNotPermitted);
   require(oldest_driver(name) <= settings().driver, kCallRequiresNewerDriver);
   if (const Result code = planted_fault(name)) throw Failure{code};
   if (std::ranges::find(kUnsafe, name) != std::end(kUnsafe)) refuse_unsafe();

@@ -54,6 +54,7 @@ void Capture::begin(Stream& stream, int mode) {
   static uint64_t made = 0;
   auto capture = std::make_shared<Capture>();
   capture->id_ = ++made;
+  capture->handle_ = graphs().add(capture->graph_);
   capture->mode_ = mode;
   capture->owner_ = std::this_thread::get_id();
   capture->streams_.push_back(stream.weak_from_this());
@@ -61,18 +62,19 @@ void Capture::begin(Stream& stream, int mode) {
   stream.capturing = {std::move(capture), 0, -1, {}};
 }
 
-std::shared_ptr<Graph> Capture::end(Stream& stream) {
+GraphHandle Capture::end(Stream& stream) {
   const auto capture = stream.capturing.capture;
   require(capture != nullptr, kIllegalState);
   require(stream.capturing.lane == 0, kCaptureUnmatched);
   require(capture->mode_ == kCaptureRelaxed || capture->owner_ == std::this_thread::get_id(),
           kCaptureWrongThread);
   // Everything must have come back to the first stream: its place has to follow every lane's end.
-  const auto& nodes = capture->graph_->nodes;
+  const std::shared_ptr<Graph> graph = std::move(capture->graph_);
+  const auto& nodes = graph->nodes;
   std::vector<bool> joined(nodes.size(), false);
   for (const int node : stream.capturing.next) joined[static_cast<size_t>(node)] = true;
   if (stream.capturing.last >= 0) joined[static_cast<size_t>(stream.capturing.last)] = true;
-  std::vector<bool> lane_joined(static_cast<size_t>(capture->graph_->lanes), false);
+  std::vector<bool> lane_joined(static_cast<size_t>(graph->lanes), false);
   bool all = true;
   for (size_t i = nodes.size(); i-- > 0;) {
     const auto lane = static_cast<size_t>(nodes[i].lane);
@@ -87,9 +89,9 @@ std::shared_ptr<Graph> Capture::end(Stream& stream) {
   }
   capture->active_ = false;
   captures().erase(capture.get());
-  require(!capture->invalidated_, kCaptureInvalidated);
-  require(all, kCaptureUnjoined);
-  return capture->graph_;
+  if (all && !capture->invalidated_) return capture->handle_;
+  graphs().remove(capture->handle_);
+  throw Failure{capture->invalidated_ ? kCaptureInvalidated : kCaptureUnjoined};
 }
 
 void Capture::add(Stream& stream, Work work) {
@@ -164,14 +166,14 @@ int exchange_mode(int mode) { return std::exchange(thread_mode, mode); }
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
   if (settings().serial_graphs) {
-    for (const size_t node : any_order(*graph, engine.random)) run_node(graph->nodes[node], engine);
+    for (const size_t node : any_order(graph, engine.random)) run_node(graph.nodes[node], engine);
     return kSuccess;
   }
-  std::vector<Marker> done(graph->nodes.size());
+  std::vector<Marker> done(graph.nodes.size());
   const auto run_lane = [&](int lane, std::mt19937_64& random) {
     Engine own{engine.context, random};
-    for (size_t i = 0; i < graph->nodes.size(); ++i) {
-      const Node& node = graph->nodes[i];
+    for (size_t i = 0; i < graph.nodes.size(); ++i) {
+      const Node& node = graph.nodes[i];
       if (node.lane != lane) continue;
       for (const int before : node.after) done[static_cast<size_t>(before)].wait();
       run_node(node, own);
@@ -180,7 +182,7 @@ Result GraphExec::run(Engine& engine) {
   };
   std::list<std::mt19937_64> randoms;
   std::vector<std::thread> others;
-  for (int lane = 1; lane < graph->lanes; ++lane) {
+  for (int lane = 1; lane < graph.lanes; ++lane) {
     auto& random = randoms.emplace_back(engine.random());
     others.emplace_back([&, lane] { run_lane(lane, random); });
   }

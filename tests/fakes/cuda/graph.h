@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/fakes/cuda/stream.h"
+#include "tests/fakes/cuda/user_object.h"
 
 namespace fakecuda {
 
@@ -20,10 +21,13 @@ struct Node {
 struct Graph {
   std::vector<Node> nodes;  // each after what it waits for
   int lanes = 1;
+  std::vector<Reference> references;
 };
 
+// Lives until it is destroyed and its launches have run.
 struct GraphExec {
-  std::shared_ptr<const Graph> graph;
+  explicit GraphExec(const Graph& of) : graph(of) {}
+  const Graph graph;
   std::mutex running;  // a graph does not overlap itself
   Result run(Engine& engine);
 };
@@ -32,8 +36,8 @@ struct GraphExec {
 class Capture {
  public:
   static void begin(Stream& stream, int mode);
-  // The graph, or a failure; either way the streams are out of the capture.
-  static std::shared_ptr<Graph> end(Stream& stream);
+  // The graph, or a failure, and then there is none; either way the streams are out of the capture.
+  static GraphHandle end(Stream& stream);
 
   void add(Stream& stream, Work work);
   void record(Stream& stream, Event& event);  // the event stands for the stream's place
@@ -43,10 +47,12 @@ class Capture {
   bool active() const { return active_; }
   int mode() const { return mode_; }
   uint64_t id() const { return id_; }
+  GraphHandle graph() const { return handle_; }
   std::thread::id owner() const { return owner_; }
 
  private:
-  std::shared_ptr<Graph> graph_ = std::make_shared<Graph>();
+  std::shared_ptr<Graph> graph_ = std::make_shared<Graph>();  // until it ends
+  GraphHandle handle_ = nullptr;
   std::vector<std::weak_ptr<Stream>> streams_;  // by lane
   std::thread::id owner_;
   int mode_ = kCaptureGlobal;
@@ -55,6 +61,7 @@ class Capture {
   bool active_ = true;
 };
 
+Registry<Graph, GraphHandle>& graphs();
 uint64_t live_graphs();
 
 // Fails with `code`, and spoils the capture, if the stream is being captured.

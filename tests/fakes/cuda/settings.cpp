@@ -69,6 +69,7 @@ Settings read() {
   out.memory_bytes = bytes(variable("OFFCORE_FAKE_CUDA_MEMORY"), out.memory_bytes);
   out.seed = number(variable("OFFCORE_FAKE_CUDA_SEED"), out.seed);
   out.serial_graphs = variable("OFFCORE_FAKE_CUDA_GRAPHS") == "serial";
+  out.lacks = split(variable("OFFCORE_FAKE_CUDA_LACKS"), ',');
   out.queue_depth = number(variable("OFFCORE_FAKE_CUDA_QUEUE_DEPTH"), out.queue_depth);
   const auto no_peer = variable("OFFCORE_FAKE_CUDA_NO_PEER");
   out.all_peers = no_peer != "1";

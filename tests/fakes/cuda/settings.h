@@ -25,6 +25,7 @@ struct Settings {
   bool all_peers = true;
   std::vector<std::pair<int, int>> no_peers;  // pairs of physical devices
   std::vector<Fault> faults;
+  std::vector<std::string> lacks;  // entry points that are not there
   uint64_t seed = 1;           // 0: no delays, and everything in order
   bool serial_graphs = false;  // a graph's branches run one after the other, in any order
   size_t queue_depth = 1024;   // operations that a stream holds before its caller has to wait

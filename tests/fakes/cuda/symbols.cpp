@@ -1,6 +1,9 @@
 #include "tests/fakes/cuda/symbols.h"
 
+#include <algorithm>
 #include <cstring>
+
+#include "tests/fakes/cuda/settings.h"
 
 // Name, symbol, and the first driver that has this form; later forms of a name come later.
 #define ENTRY_POINTS(X)                                                          \
@@ -39,6 +42,8 @@
   X(cuStreamGetCtx, cuStreamGetCtx_v2, 12050)                                    \
   X(cuStreamIsCapturing, cuStreamIsCapturing, 10000)                             \
   X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo, 10010)                       \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2, 11030)                    \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v3, 12030)                    \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010) \
   X(cuStreamWaitEvent, cuStreamWaitEvent, 3020)                                  \
   X(cuStreamWaitValue32, cuStreamWaitValue32_v2, 11070)                          \
@@ -79,7 +84,10 @@
   X(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040)             \
   X(cuGraphLaunch, cuGraphLaunch, 10000)                                         \
   X(cuGraphDestroy, cuGraphDestroy, 10000)                                       \
-  X(cuGraphExecDestroy, cuGraphExecDestroy, 10000)
+  X(cuGraphExecDestroy, cuGraphExecDestroy, 10000)                               \
+  X(cuGraphRetainUserObject, cuGraphRetainUserObject, 11030)                     \
+  X(cuUserObjectCreate, cuUserObjectCreate, 11030)                               \
+  X(cuUserObjectRelease, cuUserObjectRelease, 11030)
 
 #define DECLARE(name, symbol, since) extern "C" void symbol();
 namespace entry_points {  // their types are their definitions' affair
@@ -109,6 +117,7 @@ int oldest_driver(const char* name) {
 
 Found find_symbol(const char* name, int version, int driver) {
   Found found;
+  if (std::ranges::count(settings().lacks, name)) return found;
   for (const Symbol& symbol : kSymbols) {
     if (std::strcmp(symbol.name, name) != 0 || symbol.since > driver) continue;
     found.known = true;

@@ -129,16 +129,23 @@ Result write_word(const MemOp& op, Engine& engine) {
   return kSuccess;
 }
 
-// A copy within one GPU that is alone in its command runs as a kernel there.
+// A copy within one GPU runs as a kernel there, in a batch too, whatever that prefers. The driver
+// judges by the base addresses, and a copy of rows that leave the GPU is an engine's.
 bool within_one_device(const Transfer& transfer) {
-  const auto dst = addresses().facts(transfer.dst.address);
-  const auto src = addresses().facts(transfer.src.address);
-  return dst.allocation && src.allocation && dst.allocation->device() == src.allocation->device();
+  const auto device = [](DevicePtr address) {
+    const auto allocation = addresses().facts(address).allocation;
+    return allocation ? allocation->device() : -1;
+  };
+  const Side& dst = transfer.dst;
+  const int at = device(dst.base);
+  const DevicePtr last =
+      dst.address + (transfer.rows - 1) * dst.pitch + (transfer.slices - 1) * dst.slice_pitch;
+  return at >= 0 && at == device(transfer.src.base) &&
+         (transfer.rows * transfer.slices == 1 || device(last) == at);
 }
 
-bool takes_sms(const std::vector<Transfer>& batch, bool overlap) {
-  return !overlap && batch.size() == 1 && batch[0].rows * batch[0].slices == 1 &&
-         within_one_device(batch[0]);
+bool takes_sms(const std::vector<Transfer>& batch) {
+  return std::ranges::any_of(batch, within_one_device);
 }
 
 // Whether its rows begin and end in one allocation.
@@ -163,14 +170,14 @@ Transfer as_done(const Transfer& transfer) {
   return first;
 }
 
-void count_copy(const std::vector<Transfer>& batch, bool overlap) {
+void count_copy(const std::vector<Transfer>& batch) {
   const bool strided = batch.size() == 1 && batch[0].rows * batch[0].slices > 1;
   if (batch.size() != 1) {
     ++tally().batched;
   } else {
     ++(strided ? tally().strided : tally().plain);
-    if (takes_sms(batch, overlap)) ++tally().same_device;
   }
+  if (takes_sms(batch)) ++tally().same_device;
   for (const Transfer& transfer : batch) {
     tally().rows += transfer.rows * transfer.slices;
     tally().bytes += transfer.rows * transfer.slices * transfer.width;
@@ -179,8 +186,8 @@ void count_copy(const std::vector<Transfer>& batch, bool overlap) {
 
 }  // namespace
 
-Work copy_work(std::vector<Transfer> batch, bool overlap) {
-  return [batch = std::move(batch), overlap](Engine& engine) -> Result {
+Work copy_work(std::vector<Transfer> batch) {
+  return [batch = std::move(batch)](Engine& engine) -> Result {
     std::vector<Chunk> chunks;
     for (const Transfer& transfer : batch) add_chunks(as_done(transfer), chunks);
     if (chunks.empty()) return kSuccess;
@@ -188,7 +195,7 @@ Work copy_work(std::vector<Transfer> batch, bool overlap) {
     engine.pause();
     if (const Result code = planted_fault("copy")) return code;
     std::optional<Room> room;
-    if (takes_sms(batch, overlap)) room.emplace(engine.context, 1024);
+    if (takes_sms(batch)) room.emplace(engine.context, 1024);
     const int device = engine.context.physical;
     const bool whole = !engine.loose || chunks.front().bytes == 4;
     const size_t now = whole ? chunks.size() : chunks.size() / 2;
@@ -196,7 +203,7 @@ Work copy_work(std::vector<Transfer> batch, bool overlap) {
       if (i == chunks.size() / 2 && i > 0) engine.pause();
       if (const Result code = copy_chunk(chunks[i], device)) return code;
     }
-    count_copy(batch, overlap);
+    count_copy(batch);
     if (!engine.left.empty()) std::this_thread::sleep_for(std::chrono::microseconds(300));
     if (const Result code = engine.catch_up()) return code;
     for (size_t i = now; i < chunks.size(); ++i) {

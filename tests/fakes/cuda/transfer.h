@@ -15,6 +15,7 @@ namespace fakecuda {
 // One side of a copy. `host`: memory the driver was told nothing about is allowed.
 struct Side {
   DevicePtr address = 0;
+  DevicePtr base = 0;        // what the caller gave, from which offsets lead to the address
   uint64_t pitch = 0;        // from row to row
   uint64_t slice_pitch = 0;  // from slice to slice
   bool host = false;
@@ -27,9 +28,8 @@ struct Transfer {
   uint64_t slices = 1;
 };
 
-// Copies of one batch are in no order among each other. `overlap`: by a copy engine, also within a
-// device.
-Work copy_work(std::vector<Transfer> batch, bool overlap = false);
+// Copies of one batch are in no order among each other.
+Work copy_work(std::vector<Transfer> batch);
 Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_bytes);
 // The operations of one call, in order; waits give up when the context fails.
 Work mem_op_work(std::vector<MemOp> ops);
@@ -37,7 +37,7 @@ Work mem_op_work(std::vector<MemOp> ops);
 // What the stand-in has done, for tests.
 struct Tally {
   std::atomic<uint64_t> plain{0}, strided{0}, batched{0}, fills{0};  // commands run
-  std::atomic<uint64_t> same_device{0};  // plain copies that a GPU would do with a kernel
+  std::atomic<uint64_t> same_device{0};  // commands that a GPU would do with a kernel
   std::atomic<uint64_t> rows{0}, bytes{0}, waits{0}, writes{0};
 };
 Tally& tally();
