@@ -248,10 +248,8 @@ void Courier::enqueue(Lane& lane, const std::shared_ptr<Job>& job) {
   const uint32_t stage = job->cursor_->stage();
   Part part = job->cursor_->next(std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace),
                                  std::max<uint32_t>(1, pace_.ahead_commands / kPartsOfPace));
-  Flight flight{.job = job,
-                .bytes = part.bytes,
-                .commands = part.commands.size(),
-                .ends_stage = part.ends_stage};
+  Flight flight{
+      .job = job, .bytes = part.bytes, .commands = part.copies, .ends_stage = part.ends_stage};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
   const uint64_t strided = part.strided;

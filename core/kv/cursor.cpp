@@ -76,6 +76,10 @@ void Cursor::copy(uint64_t at, std::byte* row, uint64_t bytes, uint64_t rows, ui
     ++part.strided;
   }
   part.commands.push_back(command);
+  ++part.copies;
+  if (rows == 1 && (part.copies - part.strided) % manner_.sub_batch == 0) {
+    part.commands.push_back({.op = Op::fence});
+  }
   if (part.rows == nullptr || row < part.rows) part.rows = row;
   part.rows_span = std::max<uint64_t>(
       part.rows_span, reinterpret_cast<uint64_t>(row) + (rows - 1) * row_step + bytes);
@@ -115,7 +119,7 @@ void Cursor::add(const Run& run, const Fold& fold, Part& part) const {
 Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
   Part part;
   const Stage& stage = (*stages_)[stage_];
-  while (next_ < blocks_.size() && part.commands.size() < commands_max) {
+  while (next_ < blocks_.size() && part.copies < commands_max) {
     const uint64_t room = (bytes_max - std::min(bytes_max, part.bytes)) / stage.bytes;
     if (room == 0 && part.bytes > 0) break;
     const Run found = run(std::max<uint64_t>(1, room));
@@ -126,6 +130,7 @@ Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
   }
   part.rows_span -= reinterpret_cast<uint64_t>(part.rows);
   for (Command& command : part.commands) {
+    if (command.op != Op::copy) continue;
     Slice& host = direction_ == Direction::load ? command.src : command.dst;
     host.offset -= reinterpret_cast<uint64_t>(part.rows);
   }

@@ -28,6 +28,9 @@ std::string_view to_string(Direction direction);
 struct Manner {
   bool strided = true;               // has copies of several rows
   uint64_t plain_from = UINT64_MAX;  // pages of so many bytes go one by one, which may be faster
+  // Plain copies handed over at once: a fence follows. One driver call for many of them is cheap,
+  // but the engine begins when the call returns.
+  uint32_t sub_batch = UINT32_MAX;
 };
 
 // The layers that are copied together, so that they are there together.
@@ -46,7 +49,8 @@ struct Part {
   uint64_t rows_span = 0;
   uint64_t bytes = 0;
   uint64_t pages = 0;    // what one descriptor each would copy
-  uint64_t strided = 0;  // commands of several rows
+  uint64_t copies = 0;   // commands but fences
+  uint64_t strided = 0;  // copies of several rows
   bool ends_stage = false;
 };
 

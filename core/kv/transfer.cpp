@@ -12,6 +12,8 @@
 namespace offcore::kv {
 namespace {
 
+// 256 scattered copies to one H200: calls of 32 are 2 to 3 times as fast as one of all.
+constexpr uint32_t kSubBatch = 32;
 constexpr double kTrialS = 5;
 constexpr double kEndS = 10;
 
@@ -136,7 +138,8 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
   const Manner manner{.strided = backend_->machine().native.strided,
-                      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
+                      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
+                      .sub_batch = backend_->host_visible() ? UINT32_MAX : kSubBatch};
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;

@@ -15,8 +15,8 @@
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
 #include "core/comm/settle.h"
+#include "keep.h"
 #include "module.h"
-#include "released.h"
 
 namespace offcore {
 namespace {
@@ -146,7 +146,7 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
                                std::vector<uintptr_t> streams, nb::object keep, double timeout_s) {
-  drop_released();
+  Released::drop();
   Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
                                std::move(protocol), lane);
   request.streams = std::move(streams);

@@ -11,8 +11,8 @@
 #include "core/backend/registry.h"
 #include "core/base/error.h"
 #include "core/kv/transfer.h"
+#include "keep.h"
 #include "module.h"
-#include "released.h"
 
 namespace offcore {
 namespace {
@@ -110,7 +110,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
 Started start(const std::shared_ptr<Transfer>& self, bool load, uint32_t group,
               const Numbers& blocks, const Numbers& slots, int32_t priority,
               uint32_t layers_together, const std::string& after_is, uintptr_t after) {
-  drop_released();
+  Released::drop();
   kv::Request request{.direction = load ? Direction::load : Direction::store,
                       .group = group,
                       .blocks = copied(blocks),

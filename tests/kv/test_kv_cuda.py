@@ -189,6 +189,20 @@ def test_jobs_that_meet_keep_their_order_on_a_gpu() -> None:
     check_on_gpu(code)
 
 
+def test_pages_one_by_one_are_handed_over_in_sub_batches() -> None:
+    code = """
+    world = World(plain_from=1)
+    blocks = np.random.default_rng(0).permutation(64)[:40]
+    result = world.transfer.store(blocks, np.arange(40)).wait()
+    assert (result.path, result.commands, result.pages) == ("plain", 160, 160)
+    assert (world.rows(range(40)) == world.wanted(blocks)).all()
+    result = world.transfer.load(blocks, np.arange(40)[::-1]).wait()
+    assert (result.path, result.commands) == ("plain", 160)
+    assert (world.read()[:, blocks] == world.image[:, blocks[::-1]]).all()
+    """
+    check_on_gpu(code)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_layers_in_tensors_of_their_own(right: bool) -> None:
     """A driver that does not copy rightly from one allocation to another is found out."""

@@ -10,16 +10,14 @@ namespace offcore::cuda {
 namespace {
 
 constexpr double kServiceWaitS = 5;
-constexpr uint64_t kHeightMax = 4096;
-
-// A wide pitch as so many of a narrower one; 0: it is none.
-uint64_t height_of(uint64_t pitch, uint64_t bytes) {
-  uint64_t height = (pitch + kPitchMax - 1) / kPitchMax;
-  while (height <= kHeightMax && pitch % height != 0) ++height;
-  return height <= kHeightMax && pitch / height >= bytes ? height : 0;
-}
 
 }  // namespace
+
+uint64_t rows_of_slice(uint64_t pitch) {
+  uint64_t rows = 1;
+  while (pitch / rows > kPitchMax) rows *= 2;
+  return pitch % rows == 0 ? rows : 0;
+}
 
 void copy_rows(const Rows& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
@@ -31,8 +29,8 @@ void copy_rows(const Rows& rows, CUstream stream) {
                                .height = rows.rows};
     return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
   }
-  const uint64_t src_height = height_of(rows.src_pitch, rows.bytes);
-  const uint64_t dst_height = height_of(rows.dst_pitch, rows.bytes);
+  const uint64_t src_height = rows_of_slice(rows.src_pitch);
+  const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
   const CUmemcpy3D box{.src = rows.src,
                        .src_pitch = rows.src_pitch / src_height,
                        .src_height = src_height,
@@ -44,8 +42,6 @@ void copy_rows(const Rows& rows, CUstream stream) {
                        .depth = rows.rows};
   check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
 }
-
-bool has_pitch(uint64_t pitch, uint64_t bytes) { return height_of(pitch, bytes) != 0; }
 
 void keep_for_good(std::shared_ptr<void> held) {
   static std::mutex mutex;

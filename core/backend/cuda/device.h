@@ -11,9 +11,13 @@
 namespace offcore::cuda {
 
 inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
-inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider pitches are whole numbers of
+inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider strides are whole numbers of
 
-// Rows at constant steps: one command of a copy engine.
+// A pitch beyond the limit is that of slices of a box, each so many rows of a pitch within it: that
+// number, or 0 where no power of two is one.
+uint64_t rows_of_slice(uint64_t pitch);
+
+// Rows at constant steps, of pitches that have such a number: one command of a copy engine.
 struct Rows {
   CUdeviceptr dst = 0;
   uint64_t dst_pitch = 0;
@@ -23,9 +27,6 @@ struct Rows {
   uint32_t rows = 0;
 };
 void copy_rows(const Rows& rows, CUstream stream);
-// Whether a copy of rows of so many bytes can have that pitch: wider ones than kPitchMax have to be
-// a whole number of such that are not.
-bool has_pitch(uint64_t pitch, uint64_t bytes);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);

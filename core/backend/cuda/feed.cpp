@@ -222,7 +222,11 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   if (command.dst_step == 0) return false;
   if (!pitch(command.dst, command.dst_step, dst, dst_pitch)) return false;
   if (!pitch(command.src, command.src_step, src, src_pitch)) return false;
-  return has_pitch(dst_pitch, command.bytes) && has_pitch(src_pitch, command.bytes);
+  const auto fits = [&](uint64_t result) {
+    const uint64_t height = rows_of_slice(result);
+    return height != 0 && result / height >= command.bytes;
+  };
+  return fits(dst_pitch) && fits(src_pitch);
 }
 
 // The driver has SMs copy what begins and ends in one GPU's memory, and a batch that asks it to
