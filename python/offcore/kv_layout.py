@@ -36,6 +36,8 @@ class _Memory:
 
 def _memory_of(array: Any) -> _Memory:
     if hasattr(array, "data_ptr"):  # a torch tensor
+        if array.device.type not in ("cpu", "cuda"):
+            raise error("invalid", f"a cache lies on {array.device}, not on a GPU or the host")
         itemsize = array.element_size()
         steps = tuple(step * itemsize for step in array.stride())
         device = array.device.index if array.device.type == "cuda" else _HOST

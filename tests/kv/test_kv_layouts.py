@@ -178,6 +178,28 @@ def test_tensors_at_equal_steps_fold_and_others_do_not() -> None:
     assert kv.Layout(turned).copies() == [(1, 60)]
 
 
+@pytest.mark.torch
+def test_torch_tensors_of_any_strides() -> None:
+    import torch
+
+    shape, blocks = (3, 2, 10, 4, 8), [7, 0, 3]
+    tensors = [torch.randn(shape).bfloat16() for _ in range(2)]
+    # As engines hand them out: views, permuted within a block.
+    views = [tensor.transpose(3, 4)[:, :, 1:9] for tensor in tensors]
+    layout = kv.Layout(views, block_axis=2)
+    assert layout.copies() == [(6, 64), (6, 64)]
+    pool = kv.HostPool(layout.block_bytes, 3, backend="host")
+    with pool, kv.BlockTransfer(layout, pool) as transfer:
+        slots = pool.allocate(3, timeout=10)
+        transfer.store(torch.tensor(blocks), slots).wait()
+        for slot, block in zip(slots, blocks, strict=True):
+            wanted = torch.stack([tensor[:, :, block + 1] for tensor in tensors])
+            assert pool.row(slot).tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+        with pytest.raises(offcore.Error) as raised:
+            kv.Layout(torch.empty((2, 3), device="meta"))
+        assert "lies on meta" in str(raised.value)
+
+
 def commands(places: Places, cache: Cache, blocks: list[int], **options: Any) -> int:
     layout = cache.layout(places)
     with places.pool(layout.block_bytes, 16) as pool, kv.BlockTransfer(layout, pool) as transfer:
