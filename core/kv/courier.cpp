@@ -112,7 +112,10 @@ void Courier::admit(const std::shared_ptr<Job>& job) {
   sort(lane);
   for (const std::shared_ptr<Job>& other : job->waits_) hurry(*other, job->urgency_);
   if (!job->cursor_->ended()) return;
-  job->stages_done_ = static_cast<uint32_t>(job->stages_.size());  // there is nothing to copy
+  {  // there is nothing to copy
+    const std::scoped_lock lock(board_->mutex);
+    job->stages_done_ = static_cast<uint32_t>(job->stages_.size());
+  }
   job->report_.layers = job->layers_;
   stop(job, std::nullopt);
 }
@@ -294,7 +297,8 @@ void Courier::finish(const std::shared_ptr<Job>& job) {
   groups_[request.group].pool->unpin(request.slots);
   job->waits_.clear();
   job->request_.after = nullptr;
-  if (job->began_ns_ >= 0) job->report_.copy_ns = backend_->now_ns() - job->began_ns_;
+  const int64_t began_ns = job->began_ns_;
+  if (began_ns >= 0) job->report_.copy_ns = backend_->now_ns() - began_ns;
   std::erase(jobs_, job);
   const std::scoped_lock lock(board_->mutex);
   --board_->under_way;

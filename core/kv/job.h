@@ -93,7 +93,6 @@ class Job {
   uint64_t number_ = 0;
   uint32_t parts_ahead_ = 0;  // enqueued and not ended
   int64_t called_ns_ = 0;
-  int64_t began_ns_ = -1;
 
   // By Board::mutex; the report is the courier's until the job has ended.
   std::vector<std::shared_ptr<Run>> stages_;  // what ends each
@@ -101,6 +100,7 @@ class Job {
   std::optional<Error> failure_;
   JobReport report_;
 
+  std::atomic<int64_t> began_ns_{-1};
   std::atomic<uint32_t> urgent_{0};  // stages for which somebody waits with a stream
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> ended_{false};

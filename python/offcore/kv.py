@@ -33,6 +33,7 @@ __all__ = ["BlockTransfer", "HostPool", "Job", "Layout", "Transferred"]
 
 Slots = NDArray[np.int64]
 _NEVER = (1 << 64) - 1  # bytes that no page has
+_INT_MAX = (1 << 31) - 1  # what counts and priorities may be
 _MACHINES = {"sim": "h200-2", "host": "host-1"}
 _EXIT_S = 10.0  # a process that ends waits so long for copies
 _open_transfers: weakref.WeakSet[BlockTransfer] = weakref.WeakSet()
@@ -198,6 +199,12 @@ def _after(given: Any) -> tuple[str, int]:
     return "stream", _handle(given)
 
 
+def _priority(given: Any) -> int:
+    if not isinstance(given, (int, np.integer)) or abs(given) > _INT_MAX:
+        raise error("invalid", f"priority is {given!r}: it must be a whole number of 31 bits")
+    return int(given)
+
+
 class Job:
     """A load or store under way. It keeps caches and pool alive."""
 
@@ -228,9 +235,9 @@ class Job:
         """
         wait_s = self._transfer.timeout if timeout is None else timeout
         if stream is None:
-            self._core.wait_layer(checked("layer", layer), wait_s)
+            self._core.wait_layer(checked("layer", layer, _INT_MAX), wait_s)
         else:
-            self._core.hold(checked("layer", layer), _handle(stream), wait_s)
+            self._core.hold(checked("layer", layer, _INT_MAX), _handle(stream), wait_s)
 
     def wait_stream(self, stream: Any, timeout: float | None = None) -> None:
         """Makes a stream wait for all layers, as `wait_layer` does for one."""
@@ -253,7 +260,7 @@ class BlockTransfer:
         about 100 us leaves it idle.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
         strided copy; a number, or a pair for load and store. None: never.
-    checked: verify every program of commands before it runs. For tests: it is slow.
+    verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, each direction in a stream of its own. Jobs that touch
     the same block or slot, one of them writing, keep the order of their calls. Tensors and pools
@@ -272,7 +279,7 @@ class BlockTransfer:
         ahead_bytes: int = 32 << 20,
         ahead_commands: int = 256,
         plain_from: int | tuple[int | None, int | None] | None = None,
-        checked: bool = False,
+        verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
         groups = list(caches) if isinstance(caches, (list, tuple)) else [caches]
@@ -294,7 +301,9 @@ class BlockTransfer:
         self.timeout = pools[0].timeout
         self.device = self._gpu(device)
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
-        plain_load, plain_store = (_NEVER if limit is None else limit for limit in limits)
+        plain_load, plain_store = (
+            _NEVER if limit is None else checked("plain_from", limit) for limit in limits
+        )
         self._core = _core.open_transfer(
             self.backend,
             machines.load(pools[0].machine),
@@ -302,10 +311,10 @@ class BlockTransfer:
             [layout._core for layout in groups],
             [pool._core for pool in pools],
             [layout.tensors for layout in groups],
-            ahead_bytes,
-            ahead_commands,
+            checked("ahead_bytes", ahead_bytes),
+            checked("ahead_commands", ahead_commands, _INT_MAX),
             (plain_load, plain_store),
-            checked,
+            verify,
         )
         _open_transfers.add(self)
 
@@ -393,11 +402,18 @@ class BlockTransfer:
     ) -> Job:
         began_ns = time.perf_counter_ns()
         kind, handle = _after(after)
-        numbers = _numbers("blocks", blocks)
+        named = _numbers("blocks", blocks)
         core = self._core.start(
-            load, group, numbers, _numbers("slots", slots), priority, int(by_layer), kind, handle
+            load,
+            checked("group", group, _INT_MAX),
+            named,
+            _numbers("slots", slots),
+            _priority(priority),
+            checked("by_layer", by_layer, _INT_MAX),
+            kind,
+            handle,
         )
-        call = {"direction": "load" if load else "store", "after": after, "asked": len(numbers)}
+        call = {"direction": "load" if load else "store", "after": after, "asked": len(named)}
         job = Job(core, self, call)
         call["submit_us"] = (time.perf_counter_ns() - began_ns) / 1e3
         return job

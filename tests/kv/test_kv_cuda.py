@@ -28,7 +28,7 @@ class World:
         self.pool = kv.HostPool(
             layout.block_bytes, 2 * blocks, backend="cuda", chunk_bytes=8 * layout.block_bytes)
         self.slots = self.pool.allocate(2 * blocks, timeout=20)
-        self.transfer = kv.BlockTransfer(layout, self.pool, checked=True, **options)
+        self.transfer = kv.BlockTransfer(layout, self.pool, verify=True, **options)
         self.fill(1)
 
     def fill(self, seed):

@@ -84,7 +84,23 @@ def test_what_a_call_refuses(world: World) -> None:
     check_refused(lambda: load([1.5], slots[:1]), "invalid", "whole numbers")
     check_refused(lambda: load([1], slots[:1], group=1), "invalid", "no group 1 of 1")
     check_refused(lambda: load([1], slots[:1], after=4711), "unsupported", "no streams")
+    for name, value in [
+        ("priority", 1 << 31),
+        ("priority", "high"),
+        ("by_layer", -1),
+        ("group", -1),
+    ]:
+        options = {name: value}
+        check_refused(lambda o=options: load([1], slots[:1], **o), "invalid", name)
+    for name in ("ahead_bytes", "ahead_commands", "plain_from"):
+        options = {name: -1}
+        check_refused(
+            lambda o=options: kv.BlockTransfer(world.transfer.layouts[0], world.pool, **o),
+            "invalid",
+            name,
+        )
     job = load([1], slots[:1])
+    check_refused(lambda: job.wait_layer(-1), "invalid", "layer is -1")
     check_refused(lambda: job.wait_layer(LAYERS), "invalid", f"there is no layer {LAYERS}")
     check_refused(lambda: job.wait_stream(4711), "unsupported", "no streams")
     job.wait()

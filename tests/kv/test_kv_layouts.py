@@ -78,7 +78,7 @@ class Checked:
         for slot in range(slots):
             self.pool.row(slot)[:] = slot
         self.layers = layout.layers
-        self.transfer = kv.BlockTransfer(layout, self.pool, checked=True, **options)
+        self.transfer = kv.BlockTransfer(layout, self.pool, verify=True, **options)
 
     def run(self, load: bool, blocks: list[int], slots: list[int], by_layer: int) -> None:
         call = self.transfer.load if load else self.transfer.store
