@@ -239,7 +239,9 @@ def basics(args: argparse.Namespace) -> int:
     began = time.monotonic()
     window = comm.window(64 << 20)
     told("window of 64 MiB", began)
-    for variant in ("pcpy", "b2b", "fan", "bcst"):
+    for variant in comm.variants("all_gather", True):
+        if variant.startswith("prelaunch_"):
+            continue
         for protocol in ("promise", "barrier", "eager"):
             for part in (4, 1000, 65536, 1 << 20):
                 filled(window, part, part % 100)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
-LONG_LIMIT_S = 2 * 3600.0  # the longest of --long takes five minutes, sanitized ten times that
+LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 
 # What a sanitizer's build need not run, by the first folder of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), and under the

@@ -32,13 +32,14 @@ void Communicator::lay_view(Request& request) const {
 Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Deadline& deadline) {
   Turn turn(turns_, rendezvous_.get(), checked_lane(index), deadline);
   check_alive();
-  const std::vector<uint64_t> counts(ranks_, bytes);
-  const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
   const auto known = lanes_.find(index);
   if (known != lanes_.end() && known->second) {
     const Slots& views = known->second->track.views;
-    if (views.bytes() >= slot_bytes && views.upcoming().window) return views.upcoming();
+    const Slots::Place place = views.upcoming();
+    if (place.window && bytes <= views.bytes() / ranks_) return place;
   }
+  const std::vector<uint64_t> counts(ranks_, bytes);
+  const uint64_t slot_bytes = moves_all_gather(counts, true).buffers.back().bytes;
   // A call like any other, as far as the ranks can tell: who makes another one finds out.
   const std::string text =
       cat("next_input ranks=", ranks_, " counts=", bytes, "x", ranks_, " lane=", index);

@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "core/backend/registry.h"
@@ -163,19 +164,58 @@ nb::object host_array(Communicator& self, uint64_t bytes) {
       .cast();
 }
 
-// A local rank's part of a window in GPU memory, as a torch tensor.
-nb::object tensor(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
-                  uint64_t bytes) {
+// DLPack's managed tensor, and behind it what keeps its memory and its shape.
+struct Lent {
+  nb::dlpack::dltensor tensor;
+  void* context = nullptr;
+  void (*deleter)(Lent*) = [](Lent* self) { delete self; };
+  std::shared_ptr<Window> window;
+  std::vector<int64_t> shape;
+};
+
+// A capsule that nobody has taken the tensor from, which then would have another name.
+void drop_lent(PyObject* capsule) {
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+  auto* lent = static_cast<Lent*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  lent->deleter(lent);
+}
+
+uint64_t bytes_of(const std::vector<int64_t>& shape, uint64_t item_bytes, uint64_t most) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  uint64_t bytes = item_bytes;
+  for (const int64_t size : shape) {
+    if (size < 0 || bytes > most / static_cast<uint64_t>(size)) {
+      fail(Code::invalid, "an array of such a shape lies outside a window of ", most, " bytes");
+    }
+    bytes *= static_cast<uint64_t>(size);
+  }
+  return bytes;
+}
+
+// A local rank's part of a window from `offset` on, as a DLPack capsule. Made by hand, because an
+// object that torch.from_dlpack has to ask takes ten times as long, and views make one at a call.
+nb::object dlpack(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
+                  std::vector<int64_t> shape, uint8_t code, uint8_t bits) {
   if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
   const int device = window->device(rank);
-  if (device < 0) fail(Code::unsupported, "this window is no memory of a local GPU: use array()");
-  const Region checked = region(window, offset, bytes);
-  auto* owner = new std::shared_ptr<Window>(window);
-  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<decltype(owner)>(p); });
-  return nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::device::cuda>(
-             reinterpret_cast<uint8_t*>(window->base(rank) + checked.offset), {bytes}, capsule, {},
-             nb::dtype<uint8_t>(), nb::device::cuda::value, device)
-      .cast();
+  if (device < 0 && !window->host_visible()) {
+    fail(Code::unsupported, "rank ", rank, " is not local: its own process has its tensors");
+  }
+  const Region checked = region(window, offset, bytes_of(shape, bits / 8, window->bytes()));
+  auto lent = std::make_unique<Lent>();
+  lent->window = window;
+  lent->shape = std::move(shape);
+  lent->tensor.data = window->base(rank) + checked.offset;
+  lent->tensor.device = device < 0 ? nb::dlpack::device{nb::device::cpu::value, 0}
+                                   : nb::dlpack::device{nb::device::cuda::value, device};
+  lent->tensor.ndim = static_cast<int32_t>(lent->shape.size());
+  lent->tensor.dtype = {code, bits, 1};
+  lent->tensor.shape = lent->shape.data();
+  nb::object capsule = nb::steal(PyCapsule_New(lent.get(), "dltensor", drop_lent));
+  if (!capsule.is_valid()) throw nb::python_error();
+  lent.release();
+  return capsule;
 }
 
 void bind_windows(nb::module_& module) {
@@ -185,7 +225,8 @@ void bind_windows(nb::module_& module) {
       .def_prop_ro("phantom", &Window::phantom)
       .def_prop_ro("host_visible", &Window::host_visible)
       .def("view", &view, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
-      .def("tensor", &tensor, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
+      .def("dlpack", &dlpack, nb::arg("rank"), nb::arg("offset"), nb::arg("shape"), nb::arg("code"),
+           nb::arg("bits"), "Memory as a DLPack capsule, of that code and bits.")
       .def(
           "address",
           [](const Window& self, Rank rank) {

@@ -25,7 +25,7 @@ from offcore.operands import (
     same_dtype,
 )
 from offcore.programs import program_of, variants
-from offcore.views import ViewCalls, kind_of, looks_of
+from offcore.views import Look, ViewCalls, kind_of, looks_of, tensor_of
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
@@ -61,7 +61,7 @@ class Window:
 
     def tensor(self, rank: int | None = None) -> Any:
         """cuda: a local rank's part as a one-dimensional torch tensor of uint8, without a copy."""
-        return self._core.tensor(self._local(rank), 0, self.nbytes)
+        return tensor_of(self._core, self._local(rank), 0, (self.nbytes,), np.dtype("uint8"))
 
     def address(self, rank: int | None = None) -> int:
         """Where a local rank's part begins, in this process."""
@@ -460,7 +460,10 @@ class Communicator(ViewCalls):
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
         side, _, _ = self._side(inp, op + "_view", writable=False)
-        looks = looks_of(inp, len(self.local_ranks))
+        if type(side) is _core.Region:
+            looks: list[Look] = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
+        else:
+            looks = looks_of(inp)
         pending = self._core.start(
             op,
             None,
@@ -474,16 +477,16 @@ class Communicator(ViewCalls):
             inp,
             self.timeout,
         )
-        return View(self, pending, [((*rows, *shape), kind) for shape, kind in looks])
+        return View(self, pending, rows, looks)
 
     def _side(self, given: Any, op: str, writable: bool) -> tuple[Any, Any, int]:
         """One side of an operation as the core takes it, and its arrays' dtype and item size."""
-        if isinstance(given, _core.Region):
+        if given is None:
+            return [None] * len(self.local_ranks) if writable else None, None, 0
+        if type(given) is _core.Region:
             return given, None, 0
         if isinstance(given, Window):
             return given.whole, None, 0
-        if given is None:
-            return [None] * len(self.local_ranks) if writable else None, None, 0
         try:
             return places_of(given, self.local_ranks, self._gpus, writable)
         except OperandError as refusal:

@@ -57,16 +57,20 @@ class Handle:
 class View(Handle):
     """A view call under way. Its result's protocol is "view"."""
 
-    __slots__ = ("_looks", "_out")
+    __slots__ = ("_looks", "_out", "_rows")
 
     def __init__(
         self,
         comm: Communicator,
         pending: _core.Pending,
+        rows: tuple[int, ...],
         looks: list[tuple[tuple[int, ...], Any]],
     ) -> None:
-        super().__init__(comm, pending)
-        self._looks = looks  # a local rank's shape and dtype each
+        self._comm = comm
+        self._pending = pending
+        self._result = None
+        self._rows = rows  # the output's shape is this and then the input's
+        self._looks = looks  # each local rank's input's shape and dtype
         self._out: Any = None
 
     @property
@@ -78,9 +82,10 @@ class View(Handle):
         """
         if self._out is None:
             window, offset = self._pending.view
+            comm = self._comm
             arrays = [
-                self._comm._array(window, rank, offset, shape, kind)
-                for rank, (shape, kind) in zip(self._comm.local_ranks, self._looks, strict=True)
+                comm._array(window, rank, offset, (*self._rows, *shape), kind)
+                for rank, (shape, kind) in zip(comm.local_ranks, self._looks, strict=True)
             ]
             self._out = arrays[0] if len(arrays) == 1 else arrays
         return self._out
@@ -96,7 +101,7 @@ class View(Handle):
         window = Window(self._comm, core)
         rank = window._local(rank)
         shape, kind = self._looks[self._comm.local_ranks.index(rank)]
-        nbytes = math.prod(shape) * kind.itemsize
+        nbytes = math.prod((*self._rows, *shape)) * kind.itemsize
         if not 0 <= offset <= nbytes - array.nbytes:
             raise error("invalid", f"{offset}+{array.nbytes} lies outside {nbytes} bytes")
         window.read(array, at + offset, rank)

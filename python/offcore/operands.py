@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,9 @@ class OperandError(Exception):
     """An operand that cannot be used. The text goes on where its name ends: " is read-only"."""
 
 
-@dataclass(slots=True)
-class Memory:
-    """What the core needs of one array: its address and bytes. And what its other sides must be
-    alike in: the dtype, numpy's or torch's."""
-
-    place: tuple[int, int]
-    dtype: Any
-    itemsize: int
+# What the core needs of one array, its address and bytes; and what its other sides must be alike
+# in, the dtype, numpy's or torch's, with its bytes. A plain tuple: every call makes some.
+Memory = tuple[tuple[int, int], Any, int]
 
 
 def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
@@ -44,19 +38,24 @@ def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
     not contiguous or lies elsewhere."""
     if isinstance(array, np.ndarray):
         place = _core.buffer_of(array, writable) or _place_of(array, writable)
-        return Memory(place, array.dtype, array.itemsize)
+        return place, array.dtype, array.itemsize
     if hasattr(array, "data_ptr"):  # a torch tensor, whose dtypes numpy may not know
-        here = array.device.type == "cuda" and array.device.index == gpu
-        if array.device.type != "cpu" and not here:
+        if not ((array.is_cuda and array.get_device() == gpu) or array.is_cpu):
             wanted = "host memory" if gpu == _HOST else f"memory of cuda:{gpu}"
             raise OperandError(f" lies on {array.device}; this rank needs {wanted}")
         if not array.is_contiguous():
             raise OperandError(" is not contiguous; pass array.contiguous()")
-        itemsize = array.element_size()
-        return Memory((array.data_ptr(), array.numel() * itemsize), array.dtype, itemsize)
+        return (array.data_ptr(), array.nbytes), array.dtype, array.itemsize
     if gpu != _HOST and hasattr(array, "__cuda_array_interface__"):
         return _by_interface(array.__cuda_array_interface__, writable)
     return memory_of(_as_numpy(array), writable)
+
+
+def _memory_of_rank(array: Any, writable: bool, rank: int, gpu: int) -> Memory:
+    try:
+        return memory_of(array, writable, gpu)
+    except OperandError as refusal:
+        raise OperandError(f" of rank {rank}{refusal}") from None
 
 
 def _place_of(array: np.ndarray[Any, Any], writable: bool) -> tuple[int, int]:
@@ -77,7 +76,7 @@ def _by_interface(facts: dict[str, Any], writable: bool) -> Memory:
     address, read_only = facts["data"]
     if writable and read_only:
         raise OperandError(_READ_ONLY)
-    return Memory((address or 0, kind.itemsize * math.prod(shape)), kind, kind.itemsize)
+    return (address or 0, kind.itemsize * math.prod(shape)), kind, kind.itemsize
 
 
 def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
@@ -95,32 +94,30 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 def places_of(
     given: Any, local_ranks: Sequence[int], gpus: Sequence[int], writable: bool
-) -> tuple[list[tuple[int, int] | None], Any, int]:
+) -> tuple[Sequence[tuple[int, int] | None], Any, int]:
     """Each local rank's (address, bytes), and the arrays' dtype and item size (None and 0: there is
     no array). Of one array where one rank is local, else of a sequence; a rank's GPU may be -1.
     Raises OperandError, also where the dtypes differ."""
-    alone = len(local_ranks) == 1 and not isinstance(given, (list, tuple))
-    arrays = [given] if alone else given
-    if not isinstance(arrays, (list, tuple)) or len(arrays) != len(local_ranks):
+    if len(local_ranks) == 1 and not isinstance(given, (list, tuple)):
+        place, dtype, itemsize = _memory_of_rank(given, writable, local_ranks[0], gpus[0])
+        return (place,), dtype, itemsize
+    if not isinstance(given, (list, tuple)) or len(given) != len(local_ranks):
         raise OperandError(
             f": this communicator drives {len(local_ranks)} ranks; pass a Window, a region, "
             f"or a list of {len(local_ranks)} arrays"
         )
     places: list[tuple[int, int] | None] = []
-    dtype: Any = None
+    dtype = None
     itemsize = 0
-    for index, array in enumerate(arrays):
+    for array, rank, gpu in zip(given, local_ranks, gpus, strict=True):
         if array is None:
             places.append(None)
             continue
-        try:
-            memory = memory_of(array, writable, gpus[index])
-        except OperandError as refusal:
-            raise OperandError(f" of rank {local_ranks[index]}{refusal}") from None
-        if dtype is not None and not same_dtype(memory.dtype, dtype):
+        place, kind, itemsize = _memory_of_rank(array, writable, rank, gpu)
+        if dtype is not None and not same_dtype(kind, dtype):
             raise OperandError(": the arrays' dtypes differ")
-        dtype, itemsize = memory.dtype, memory.itemsize
-        places.append(memory.place)
+        dtype = kind
+        places.append(place)
     return places, dtype, itemsize
 
 
@@ -136,6 +133,8 @@ def same_dtype(one: Any, other: Any) -> bool:
 
 def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:
     """A whole number from 0 to `last`. Raises `Error`: invalid, naming what it is."""
+    if type(value) is int and 0 <= value <= last:
+        return value
     try:
         number = operator.index(value)
     except TypeError:
@@ -155,6 +154,6 @@ def counts_in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
 def host_place_of(array: Any, writable: bool) -> tuple[int, int]:
     """(address, bytes) of one array in host memory. Raises `Error`: invalid."""
     try:
-        return memory_of(array, writable).place
+        return memory_of(array, writable)[0]
     except OperandError as refusal:
         raise error("invalid", f"the array{refusal}") from None

@@ -16,6 +16,7 @@ docs/cuda.md, Graphs). What it uses must then live as long as the graph is repla
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from offcore import _core, api
 from offcore.crew import free_port
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
+
+
+def _current_stream(device: int) -> int:
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
+# What torch's compiler has its generated code ask, which makes no object of the stream. It is no
+# documented name, so it may be missing.
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 class Communicator(api.Communicator):
@@ -71,4 +82,4 @@ class Communicator(api.Communicator):
         return pool
 
     def _streams(self) -> list[int]:
-        return [torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM]
+        return [_stream_of(self._device) or _LEGACY_STREAM]

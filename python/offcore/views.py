@@ -8,6 +8,7 @@ says why that is safe).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
@@ -16,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from offcore._core import Communicator as CoreCommunicator
-from offcore._core import Region
 from offcore._core import Window as CoreWindow
 from offcore.errors import error
 from offcore.handle import View
-from offcore.operands import NUMBER_MAX, checked
+from offcore.operands import NUMBER_MAX, checked, dtype_name
 
 Look = tuple[tuple[int, ...], Any]  # an array's shape, and its dtype: numpy's or torch's
 
@@ -92,17 +92,40 @@ class ViewCalls(ABC):
         self, window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...], kind: Any
     ) -> Any:
         """Bytes of a local rank's window as an array of that shape and dtype, without a copy."""
-        nbytes = math.prod(shape) * kind.itemsize
         if window.host_visible and isinstance(kind, np.dtype):
-            memory: Any = window.view(rank, offset, nbytes)
+            memory: Any = window.view(rank, offset, math.prod(shape) * kind.itemsize)
             return memory.view(kind).reshape(shape)
-        torch: Any = importlib.import_module("torch")
-        if window.host_visible:
-            tensor = torch.from_numpy(window.view(rank, offset, nbytes))
-        else:
-            tensor = window.tensor(rank, offset, nbytes)
-        kind = getattr(torch, str(kind)) if isinstance(kind, np.dtype) else kind
-        return tensor.view(kind).view(shape)
+        return tensor_of(window, rank, offset, shape, kind)
+
+
+# DLPack's code and bits of the dtypes that every version of it knows, by name.
+_FORMATS = {"bool": (6, 8), "bfloat16": (4, 16)} | {
+    f"{name}{bits}": (code, bits)
+    for name, code in {"int": 0, "uint": 1, "float": 2, "complex": 5}.items()
+    for bits in (8, 16, 32, 64, 128)
+}
+
+
+@functools.cache
+def _torch_format(kind: Any) -> tuple[Any, Any, tuple[int, int] | None]:
+    """How a tensor of that dtype, torch's or numpy's, is made: torch's function, its dtype, and the
+    code and bits for DLPack; None: as bytes, which are looked at as that dtype."""
+    torch: Any = importlib.import_module("torch")
+    kind = getattr(torch, str(kind)) if isinstance(kind, np.dtype) else kind
+    return torch.utils.dlpack.from_dlpack, kind, _FORMATS.get(dtype_name(kind))
+
+
+def tensor_of(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...], kind: Any) -> Any:
+    """Bytes of a local rank's window as a torch tensor, without a copy, which keeps them mapped."""
+    from_dlpack, kind, format = _torch_format(kind)
+    if format is not None:
+        return from_dlpack(window.dlpack(rank, offset, shape, *format))
+    nbytes = math.prod(shape) * kind.itemsize
+    return (
+        from_dlpack(window.dlpack(rank, offset, (nbytes,), *_FORMATS["uint8"]))
+        .view(kind)
+        .view(shape)
+    )
 
 
 def kind_of(dtype: Any) -> Any:
@@ -110,20 +133,16 @@ def kind_of(dtype: Any) -> Any:
     return dtype if type(dtype).__module__ == "torch" else np.dtype(dtype)
 
 
-def looks_of(given: Any, ranks: int) -> list[Look]:
-    """The shape and dtype of each local rank's input."""
-    region = getattr(given, "whole", given)
-    if isinstance(region, Region):
-        return [((region.nbytes,), np.dtype("uint8"))] * ranks
-    arrays = given if isinstance(given, (list, tuple)) else [given]
-    if any(array is None for array in arrays):
-        raise error("invalid", "a view call needs an input of every rank")
-    return [_look_of(array) for array in arrays]
+def looks_of(given: Any) -> list[Look]:
+    """The shape and dtype of each local rank's input: an array, or a list of them."""
+    return [_look_of(array) for array in (given if isinstance(given, (list, tuple)) else (given,))]
 
 
 def _look_of(array: Any) -> Look:
+    if array is None:
+        raise error("invalid", "a view call needs an input of every rank")
     if hasattr(array, "data_ptr") or isinstance(array, np.ndarray):
-        return tuple(array.shape), array.dtype
+        return array.shape, array.dtype
     if hasattr(array, "__cuda_array_interface__"):
         facts = array.__cuda_array_interface__
         return tuple(facts["shape"]), np.dtype(facts["typestr"])

@@ -193,7 +193,7 @@ void Feed::copy(const Command& command) {
       flush();
       check(Driver::get().cuMemcpyAsync(to.address, from.address, command.bytes, stream_),
             "cuMemcpyAsync");
-    } else if (habits_.own_copy_on_sm || !detour(to, from, command.bytes)) {
+    } else if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
       inside(to.address, from.address, command.bytes);
     }
   }

@@ -32,6 +32,7 @@ using Doubles = std::map<const Ring*, std::unique_ptr<Ring>>;
 struct Habits {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
+  bool parked = false;  // a stream of the GPU is, and copies that need not be stand still behind it
 };
 
 // What a queue's signals are copied from.
@@ -99,7 +100,7 @@ class Feed {
   const Program& program_;
   const Launch& launch_;
   const Rings& rings_;
-  const Habits& habits_;
+  const Habits habits_;
   const Doubles* doubles_;
   Notes& notes_;
   std::vector<CUstreamMemOp> ops_;

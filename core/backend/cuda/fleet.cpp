@@ -92,9 +92,11 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
 
 Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
                  bool behind_data) const {
-  const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
+  Habits habits = habits_;
+  habits.parked = parked_lines_ > 0;
+  const bool copied = !habits.parked && (!behind_data || habits.signals == SignalForm::copy_order);
   return Feed(*turn.device, stream, {word, words_->ring(), turn.lane->presets.get(), copied},
-              *flight.cargo->program, flight.launch, *rings_, habits_, nullptr, turn.part->notes);
+              *flight.cargo->program, flight.launch, *rings_, habits, nullptr, turn.part->notes);
 }
 
 // Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
