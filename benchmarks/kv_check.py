@@ -108,7 +108,7 @@ def random_jobs(checks: Checks) -> int:
         ahead = checks.random.choice((1, 1 << 16, 32 << 20))
         jobs = 0
         with kv.BlockTransfer(layout, pool, ahead_bytes=ahead) as transfer:
-            print(f"{name}: {layout.copies()} a block, across tensors: {transfer.across}")
+            copied = pages = 0
             for _ in range(checks.args.jobs // 20):
                 busy.more()
                 waiting = []
@@ -124,10 +124,13 @@ def random_jobs(checks: Checks) -> int:
                             caches[block] = rows[slot]
                         else:
                             rows[slot] = caches[block]
-                jobs += sum(job.wait().asked >= 0 for job in waiting)
+                for job in waiting:
+                    result = job.wait()
+                    copied, pages = copied + result.commands, pages + result.pages
+                jobs += len(waiting)
                 wrong += sum(a != b for a, b in zip(image(), caches, strict=True))
                 wrong += sum(pool.row(k).tobytes() != rows[k] for k in range(layout.blocks))
-        print(f"{name}: {jobs} jobs, {wrong} wrong blocks or rows")
+        print(f"{name}: {jobs} jobs, {wrong} wrong; {pages} pages by {copied} commands")
         pool.close()
     return wrong
 

@@ -13,12 +13,13 @@ std::string_view to_string(Direction direction) {
   return direction == Direction::load ? "load" : "store";
 }
 
-std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together, bool across) {
+std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
+                             std::span<const uint64_t> memories) {
   std::vector<Stage> stages;
   for (uint32_t first = 0; first < layout.layers(); first += layers_together) {
     const uint32_t last = std::min(layout.layers(), first + layers_together);
     Stage& stage = stages.emplace_back();
-    stage.folds = layout.folds(first, last, across);
+    stage.folds = layout.folds(first, last, memories);
     for (const Piece& piece : layout.pieces()) {
       if (piece.layer < first || piece.layer >= last) continue;
       stage.bytes += piece.bytes;

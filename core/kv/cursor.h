@@ -40,7 +40,8 @@ struct Stage {
   uint32_t pieces = 0;  // of a block
 };
 
-std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together, bool across);
+std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
+                             std::span<const uint64_t> memories);
 
 // Commands enqueued at once, on buffers kCache, from Layout::base() on, and kRows, from `rows` on.
 struct Part {

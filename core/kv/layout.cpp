@@ -40,14 +40,18 @@ void check_overlaps(std::vector<Piece> pieces, uint64_t blocks) {
   }
 }
 
+// Whether one command may go over both.
+bool together(const Fold& a, const Fold& b, std::span<const uint64_t> memories) {
+  return memories.empty() || memories[a.tensor] == memories[b.tensor];
+}
+
 // Joins a piece to the one before it where they touch in the cache; in the row all do.
-void append(std::vector<Fold>& folds, const Fold& next, bool across) {
+void append(std::vector<Fold>& folds, const Fold& next, std::span<const uint64_t> memories) {
   if (!folds.empty()) {
     Fold& last = folds.back();
     if (last.at + last.bytes == next.at && last.block_step == next.block_step &&
-        last.bytes + next.bytes <= last.block_step && (across || last.tensor == next.tensor)) {
+        last.bytes + next.bytes <= last.block_step && together(last, next, memories)) {
       last.bytes += next.bytes;
-      last.across = last.across || last.tensor != next.tensor;
       return;
     }
   }
@@ -56,11 +60,11 @@ void append(std::vector<Fold>& folds, const Fold& next, bool across) {
 
 // How many of `folds` follow each other from `first` on at the steps from `first` to `second`.
 std::vector<size_t> progression(const std::vector<Fold>& folds, const std::vector<bool>& taken,
-                                size_t first, size_t second, bool across) {
+                                size_t first, size_t second, std::span<const uint64_t> memories) {
   const Fold& start = folds[first];
   const auto fits = [&](const Fold& fold) {
     return fold.bytes == start.bytes && fold.block_step == start.block_step &&
-           (across || fold.tensor == start.tensor);
+           together(fold, start, memories);
   };
   std::vector<size_t> found = {first};
   const uint64_t step = folds[second].at - start.at;
@@ -105,7 +109,8 @@ bool Layout::meets(const Layout& other) const {
   return base_ < other.base_ + other.span_ && other.base_ < base_ + span_;
 }
 
-std::vector<Fold> Layout::folds(uint32_t first, uint32_t last, bool across) const {
+std::vector<Fold> Layout::folds(uint32_t first, uint32_t last,
+                                std::span<const uint64_t> memories) const {
   std::vector<Fold> single;
   uint64_t row_at = 0;
   for (const Piece& piece : pieces_) {
@@ -115,7 +120,7 @@ std::vector<Fold> Layout::folds(uint32_t first, uint32_t last, bool across) cons
                        .bytes = piece.bytes,
                        .block_step = piece.block_step,
                        .tensor = piece.tensor};
-      append(single, alone, across);
+      append(single, alone, memories);
     }
     row_at += piece.bytes;
   }
@@ -126,15 +131,12 @@ std::vector<Fold> Layout::folds(uint32_t first, uint32_t last, bool across) cons
     std::vector<size_t> best = {i};
     for (size_t j = i + 1; j < std::min(single.size(), i + 1 + kSecondsMax); ++j) {
       if (taken[j]) continue;
-      auto found = progression(single, taken, i, j, across);
+      auto found = progression(single, taken, i, j, memories);
       if (found.size() > best.size()) best = std::move(found);
     }
     Fold fold = single[i];
     fold.pieces = static_cast<uint32_t>(best.size());
-    for (size_t k : best) {
-      taken[k] = true;
-      fold.across = fold.across || single[k].tensor != fold.tensor || single[k].across;
-    }
+    for (size_t k : best) taken[k] = true;
     if (best.size() > 1) {
       fold.step = single[best[1]].at - fold.at;
       fold.row_step = single[best[1]].row_at - fold.row_at;

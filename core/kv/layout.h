@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace offcore::kv {
@@ -16,9 +17,9 @@ namespace offcore::kv {
 struct Piece {
   std::byte* address = nullptr;  // of block 0
   uint64_t block_step = 0;
-  uint64_t bytes = 0;   // of a block
-  uint32_t layer = 0;   // from 0 on, in the order of the list
-  uint32_t tensor = 0;  // pieces of one tensor lie in one allocation
+  uint64_t bytes = 0;  // of a block
+  uint32_t layer = 0;  // from 0 on, in the order of the list
+  uint32_t tensor = 0;
 };
 
 // Pieces of equal size at equal steps, in the cache and in the row.
@@ -30,8 +31,7 @@ struct Fold {
   uint32_t pieces = 1;
   uint64_t step = 0;  // from a piece to the next
   uint64_t row_step = 0;
-  uint32_t tensor = 0;
-  bool across = false;  // from one tensor to another
+  uint32_t tensor = 0;  // of the first
 };
 
 class Layout : public std::enable_shared_from_this<Layout> {
@@ -48,9 +48,9 @@ class Layout : public std::enable_shared_from_this<Layout> {
   uint64_t span() const { return span_; }
   bool meets(const Layout& other) const;  // whether their memory may overlap
 
-  // The fewest folds found for the layers from `first` to before `last`. `across`: also from one
-  // tensor to another.
-  std::vector<Fold> folds(uint32_t first, uint32_t last, bool across) const;
+  // The fewest folds found for the layers from `first` to before `last`. `memories`: what each
+  // tensor lies in, which no fold leaves; empty: all are in one.
+  std::vector<Fold> folds(uint32_t first, uint32_t last, std::span<const uint64_t> memories) const;
 
  private:
   std::vector<Piece> pieces_;

@@ -3,40 +3,37 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <system_error>
 
 #include "core/base/threads.h"
-#include "core/kv/submit.h"
 
 namespace offcore::kv {
 namespace {
 
 // 256 scattered copies to one H200: calls of 32 are 2 to 3 times as fast as one of all.
 constexpr uint32_t kSubBatch = 32;
-constexpr double kTrialS = 5;
 constexpr double kEndS = 10;
 
-// Reads block 0 as transfers do, and page by page: whether the driver does the former, and rightly.
-// What is being written meanwhile may differ too, and counts as wrong.
-bool try_across(Backend& backend, const std::shared_ptr<const Layout>& layout,
-                const std::shared_ptr<const std::vector<Stage>>& stages) {
-  const std::vector<int64_t> blocks = {0};
-  Share shares[2];
-  for (const bool strided : {false, true}) {
-    shares[strided] = backend.allocate_host(layout->row_bytes());
-    Cursor cursor(Direction::store, {.strided = strided}, layout, stages, blocks,
-                  {{.at = shares[strided].data}});
-    Part part = cursor.next(UINT64_MAX, UINT32_MAX);
-    try {
-      submit(backend, Direction::store, *layout, std::move(part), shares[strided].owner, false)
-          ->wait(Deadline::after_s(kTrialS));
-    } catch (const Error&) {
-      if (!strided) throw;
-      return false;
-    }
+// Where each tensor of a cache lies. Layers in allocations of their own may be at equal steps by
+// chance, and the driver refuses a strided copy into them.
+std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
+  struct Extent {
+    std::byte* first = nullptr;
+    std::byte* last = nullptr;
+  };
+  std::vector<Extent> extents;
+  for (const Piece& piece : layout.pieces()) {
+    if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
+    Extent& extent = extents[piece.tensor];
+    std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
+    if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
+    extent.last = std::max(extent.last, end);
   }
-  return std::memcmp(shares[0].data, shares[1].data, layout->row_bytes()) == 0;
+  std::vector<uint64_t> memories;
+  for (const Extent& extent : extents) {
+    memories.push_back(backend.memory_of(extent.first, extent.last));
+  }
+  return memories;
 }
 
 }  // namespace
@@ -65,21 +62,13 @@ Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
            " bytes, one of the host pool ", group.pool->row_bytes());
     }
     named_[i].resize(group.layout->blocks());
+    memories_.push_back(memories_of(*backend_, *group.layout));
   }
   courier_ = std::make_shared<Courier>(board_, backend_, groups_, options_.pace, std::move(keep),
                                        options_.checked);
 }
 
 void Transfer::begin() {
-  for (const Group& group : groups_) {
-    if (backend_->host_visible() || !across_) break;
-    const auto stages =
-        std::make_shared<const std::vector<Stage>>(stages_of(*group.layout, UINT32_MAX, true));
-    const auto& folds = stages->front().folds;
-    if (std::any_of(folds.begin(), folds.end(), [](const Fold& fold) { return fold.across; })) {
-      across_ = try_across(*backend_, group.layout, stages);
-    }
-  }
   const SignalsBlocked blocked;
   try {
     thread_ = std::thread([courier = courier_] { courier->run(); });
@@ -118,7 +107,7 @@ std::shared_ptr<const std::vector<Stage>> Transfer::stages(uint32_t group,
   auto& stages = stages_[{group, layers_together}];
   if (stages == nullptr) {
     stages = std::make_shared<const std::vector<Stage>>(
-        stages_of(*groups_[group].layout, layers_together, across_));
+        stages_of(*groups_[group].layout, layers_together, memories_[group]));
   }
   return stages;
 }

@@ -41,9 +41,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void close(bool cancel, const Deadline& deadline);
 
   Backend& backend() const { return *backend_; }
-  // Whether one strided copy may go from one tensor to another: where layers lie at equal steps by
-  // chance, a driver may refuse it. Tried when the transfer is made.
-  bool across() const { return across_; }
 
  private:
   Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups, TransferOptions options,
@@ -56,7 +53,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::vector<Group> groups_;
   const TransferOptions options_;
   const pid_t process_;
-  bool across_ = true;
+  std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor
   std::shared_ptr<Board> board_ = std::make_shared<Board>();
   std::shared_ptr<Courier> courier_;
   std::thread thread_;

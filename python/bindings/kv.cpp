@@ -130,14 +130,14 @@ void bind_pools(nb::module_& module) {
       .def_prop_ro("row_bytes", &Layout::row_bytes)
       .def(
           "folds",
-          [](const Layout& self, bool across) {
+          [](const Layout& self) {
             std::vector<std::pair<uint32_t, uint64_t>> folds;
-            for (const kv::Fold& fold : self.folds(0, UINT32_MAX, across)) {
+            for (const kv::Fold& fold : self.folds(0, UINT32_MAX, {})) {
               folds.emplace_back(fold.pieces, fold.bytes);
             }
             return folds;
           },
-          nb::arg("across"), "(pieces, bytes of a piece) of every strided copy of one block.");
+          "(pieces, bytes of a piece) of every copy of one block.");
   module.def("kv_layout", &layout_of, nb::arg("pieces"), nb::arg("blocks"),
              "Of pieces (address, block step, bytes, layer, tensor), in the order of the row.");
   nb::class_<HostPool>(module, "HostPool", "core/kv/pool.h")
@@ -210,7 +210,6 @@ void bind_jobs(nb::module_& module) {
   nb::class_<Transfer>(module, "Transfer", "core/kv/transfer.h")
       .def("start", &start, nb::arg("load"), nb::arg("group"), nb::arg("blocks"), nb::arg("slots"),
            nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"))
-      .def_prop_ro("across", &Transfer::across)
       .def(
           "close",
           [](Transfer& self, bool cancel, double timeout_s) {

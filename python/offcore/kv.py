@@ -341,12 +341,6 @@ class BlockTransfer:
             )
         return device
 
-    @property
-    def across(self) -> bool:
-        """Whether one strided copy may go over layers in tensors of their own. False where the
-        driver was seen to refuse it: such layers are then copied one by one."""
-        return self._core.across
-
     def load(
         self,
         blocks: ArrayLike,

@@ -177,8 +177,9 @@ class Layout:
         return self._core.row_bytes
 
     def copies(self) -> list[tuple[int, int]]:
-        """(rows, bytes of a row) of each copy that one block takes, strided where rows > 1."""
-        return self._core.folds(True)
+        """(rows, bytes of a row) of each copy that one block takes, strided where rows > 1. For
+        tensors that lie in several allocations of a GPU's it is more of them: none leaves one."""
+        return self._core.folds()
 
     def __repr__(self) -> str:
         return (

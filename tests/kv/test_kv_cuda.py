@@ -203,12 +203,19 @@ def test_pages_one_by_one_are_handed_over_in_sub_batches() -> None:
     check_on_gpu(code)
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_layers_in_tensors_of_their_own(right: bool) -> None:
-    """A driver that does not copy rightly from one allocation to another is found out."""
+@pytest.mark.parametrize("how", ["one", "allocated", "mapped"])
+def test_layers_in_tensors_of_their_own(how: str) -> None:
+    """At equal steps, which is more than a driver copies by one command."""
     code = """
-    right, MIB = sys.argv[1] == "True", 1 << 20
-    at = driver.map([driver.create(2 * MIB) for _ in range(4)], 2 * MIB)
+    how, MIB = sys.argv[1], 1 << 20
+    if how == "one":
+        at = driver.get(ctypes.c_uint64, "cuMemAlloc", 8 * MIB)
+    elif how == "mapped":
+        at = driver.map([driver.create(2 * MIB) for _ in range(4)], 2 * MIB)
+    else:
+        each = [driver.get(ctypes.c_uint64, "cuMemAlloc", 2 * MIB) for _ in range(4)]
+        at = each[0]
+        assert each == list(range(at, at + 8 * MIB, 2 * MIB))
     tensors = [Gpu(at + k * 2 * MIB, (2, 64, 100)) for k in range(4)]
     layout = kv.Layout(tensors, block_axis=1)
     pool = kv.HostPool(layout.block_bytes, 16, backend="cuda")
@@ -217,19 +224,19 @@ def test_layers_in_tensors_of_their_own(right: bool) -> None:
     for k in range(4):
         driver.put(at + k * 2 * MIB, image[k].tobytes())
     transfer = kv.BlockTransfer(layout, pool)
-    assert transfer.across == right
     result = transfer.store([3, 60, 7], [0, 1, 2]).wait()
-    assert result.commands == 3 * (2 if right else 4), result
+    assert result.commands == 3 * (2 if how == "one" else 4), result
     for slot, block in enumerate([3, 60, 7]):
         assert (pool.row(slot) == image[:, :, block].reshape(-1)).all()
     pool.row(0)[:] = 9
-    assert transfer.load([5], [0]).wait().path == "strided"
+    result = transfer.load([5], [0]).wait()
+    assert (result.path, result.commands) == ("strided", 2 if how == "one" else 4)
     for k in range(4):
         got = np.frombuffer(driver.read(at + k * 2 * MIB, 12800), np.uint8).reshape(2, 64, 100)
         assert (got[:, 5] == 9).all() and (got[:, 4] == image[k, :, 4]).all()
     transfer.close()
     """
-    check_on_gpu(code, str(right), **({} if right else {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}))
+    check_on_gpu(code, how)
 
 
 @pytest.mark.parametrize("step", [3 << 30, (5 << 30) + 4096, (1 << 31) - 4096])

@@ -22,6 +22,8 @@
   X(cuCtxSetCurrent, cuCtxSetCurrent, 4000)                                      \
   X(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000)                                 \
   X(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000)                                   \
+  X(cuMemAlloc, cuMemAlloc_v2, 3020)                                             \
+  X(cuMemFree, cuMemFree_v2, 3020)                                               \
   X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020)         \
   X(cuMemCreate, cuMemCreate, 10020)                                             \
   X(cuMemRelease, cuMemRelease, 10020)                                           \
