@@ -216,11 +216,26 @@ bool Courier::submit(Lane& lane) {
   try {
     enqueue(lane, job);
   } catch (const Error& error) {
-    stop(job, error);
+    refuse(lane, job, error);
   } catch (const std::bad_alloc&) {
-    stop(job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
+    refuse(lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
   }
   return true;
+}
+
+// Some of a part may be enqueued, and is copied all the same: an empty one behind it tells when the
+// job's blocks and slots are out of use.
+void Courier::refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& failure) {
+  const Request& request = job->request_;
+  try {
+    Flight flight{.job = job};
+    flight.run = kv::submit(*backend_, request.direction, *groups_[request.group].layout, Part(),
+                            keep_, false);
+    lane.flights.push_back(std::move(flight));
+    ++job->parts_ahead_;
+  } catch (const Error&) {  // a GPU that takes nothing copies nothing
+  }
+  stop(job, failure);
 }
 
 std::shared_ptr<Job> Courier::pick(Lane& lane) {

@@ -63,6 +63,7 @@ class Courier {
   void drop_cancelled(bool all);
   bool reap(Lane& lane);
   bool submit(Lane& lane);
+  void refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
   std::shared_ptr<Job> pick(Lane& lane);
   bool may_begin(Job& job) const;
   void enqueue(Lane& lane, const std::shared_ptr<Job>& job);

@@ -286,20 +286,56 @@ def test_a_chunk_that_cannot_be_registered() -> None:
     check_on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemHostRegister:3")
 
 
-def test_a_call_that_the_driver_refuses_fails_its_job_alone() -> None:
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize(("call", "ahead"), [(1, 1), (5, 1), (1, 1 << 20), (6, 1 << 20)])
+def test_a_call_that_the_driver_refuses_fails_its_job_alone(
+    load: bool, call: int, ahead: int
+) -> None:
+    """The first one of a transfer or a later one, of a part that is one call or several."""
     code = """
-    world = World(ahead_bytes=1)
-    store = world.transfer.store
-    jobs = [store([k, k + 8, k + 3], [3 * k, 3 * k + 1, 3 * k + 2]) for k in range(4)]
-    codes = [code_of(lambda: job.wait(10))[0] for job in jobs]
-    assert sorted(codes) == ["", "", "", "memory"], codes
+    load, call, ahead = eval(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    world = World(ahead_bytes=ahead)
+    for slot in world.slots:
+        world.pool.row(slot)[:] = slot
+    start = world.transfer.load if load else world.transfer.store
+    named = [[k, k + 8, k + 3] for k in (0, 16, 32, 48)]
+    slots = [[k, k + 9, k + 3] for k in (0, 16, 32, 48)]
+    jobs = [start(*pair) for pair in zip(named, slots)]
+    codes = [code_of(lambda: job.wait(10)) for job in jobs]
+    wanted = [("driver" if (call - 1) // 3 == k else "") for k in range(4)]
+    assert [code for code, told in codes] == wanted, codes
+    assert all("CUDA_ERROR_INVALID_VALUE" in told for code, told in codes if code), codes
     for k in range(4):
-        if not codes[k]:
-            assert (world.rows(range(3 * k, 3 * k + 3)) == world.wanted([k, k + 8, k + 3])).all()
-    assert world.transfer.load([1], [0]).wait().blocks == 1
+        if wanted[k]:
+            # What of it was enqueued has ended, so its slots and blocks can be used at once.
+            world.pool.free(slots[k])
+            assert (world.pool.leaving_blocks, world.pool.free_blocks) == (0, 3)
+        elif load:
+            got = world.read()[:, named[k]]
+            assert (got == np.array(slots[k])[np.newaxis, :, np.newaxis]).all(), k
+        else:
+            assert (world.rows(slots[k]) == world.wanted(named[k])).all(), k
+    # Both directions go on.
+    assert world.transfer.store([1, 2], [7, 20]).wait(10).blocks == 2
+    assert world.transfer.load([5], [7]).wait(10).blocks == 1
+    assert (world.read()[:, 5] == world.read()[:, 1]).all()
+    world.transfer.close()
+    world.pool.close()
+    """
+    check_on_gpu(
+        code, str(load), str(call), str(ahead), OFFCORE_FAKE_CUDA_FAIL=f"cuMemcpy2DAsync:{call}:1"
+    )
+
+
+def test_a_refused_job_ends_behind_what_is_enqueued_of_it() -> None:
+    code = """
+    world = World(blocks=16, page=1 << 18)
+    blocks = [5, 3, 9, 1, 0, 2, 4, 15]
+    assert code_of(lambda: world.transfer.store(blocks, np.arange(8)).wait(10))[0] == "driver"
+    assert (world.rows(range(7)) == world.wanted(blocks[:7])).all()
     world.transfer.close()
     """
-    check_on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:5")
+    check_on_gpu(code, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:8:1")
 
 
 def test_a_gpu_that_fails_ends_every_job() -> None:
