@@ -95,6 +95,7 @@ def run_ranks(role: str, ranks: int, limit_s: float, extra: list[str]) -> bool:
 def environment() -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(SITE), os.environ.get("PYTHONPATH", "")) if p)
     given = {"PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", "CUDA_MODULE_LOADING": "EAGER"}
+    given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # programs may be parked
     return os.environ | given
 
 

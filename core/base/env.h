@@ -21,7 +21,8 @@ namespace offcore {
   X(OFFCORE_LOG, "off", "lines on stderr: off, info (what was chosen), debug (every call)")      \
   X(OFFCORE_NVTX, "0", "1: NVTX ranges around operations; needs the nvtx package")               \
   X(OFFCORE_CACHE, "", "folder of what offcore remembers; by default offcore in XDG_CACHE_HOME") \
-  X(XDG_CACHE_HOME, "~/.cache", "where OFFCORE_CACHE is by default")
+  X(XDG_CACHE_HOME, "~/.cache", "where OFFCORE_CACHE is by default")                             \
+  X(CUDA_DEVICE_MAX_CONNECTIONS, "8", "NVIDIA's: channels of a GPU; 32: programs may be parked")
 
 struct EnvVariable {
   const char* name;

@@ -48,6 +48,7 @@ def offcore_cli():
 def gpu_cli(offcore_cli):
     """The command line on a machine of two GPUs, which the stand-in driver pretends to be."""
     given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
+    given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
     def run(*words, env=None):
         return offcore_cli(*words, env=given | (env or {}))

@@ -21,7 +21,11 @@ def stand_in() -> dict[str, str]:
     origin = "" if spec is None else str(spec.origin)
     preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
     library = fake_cuda_library(preset)
-    return {"OFFCORE_LIBCUDA": str(library), "OFFCORE_FAKE_CUDA_DEVICES": "8"}
+    return {
+        "OFFCORE_LIBCUDA": str(library),
+        "OFFCORE_FAKE_CUDA_DEVICES": "8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # programs may be parked
+    }
 
 
 class GpuArray:

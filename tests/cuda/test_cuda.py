@@ -62,6 +62,7 @@ def code_of(call):
 def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Popen[str]:
     preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in ROOT), None)
     given = {"OFFCORE_LIBCUDA": str(fake_cuda_library(preset)), "PYTHONPATH": ROOT}
+    given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # programs may be parked
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + prelude + textwrap.dedent(code), *args],
         env=os.environ | given | env,
@@ -258,6 +259,21 @@ def test_what_is_parked_has_no_effect_in_the_end() -> None:
         assert (got[rank] == 77).all() and (got[1 - rank] == 2 - rank).all()
     """
     assert run(code) == ""
+
+
+def test_nothing_is_parked_where_channels_are_few() -> None:
+    code = """
+    comm = opened(2)
+    out = comm.window(2 * 1000)
+    for turn in range(3):
+        for rank in range(2):
+            out.write(np.full(1000, turn + rank, np.uint8), rank * 1000, rank)
+        assert not comm.all_gather(out, variant="prelaunch_b2b").wait().armed_ahead
+        for rank in range(2):
+            assert (look(out, rank).reshape(2, 1000) == [[turn], [turn + 1]]).all()
+        comm.barrier()
+    """
+    assert run(code, CUDA_DEVICE_MAX_CONNECTIONS="8") == ""
 
 
 def test_parked_for_other_buffers() -> None:

@@ -1,15 +1,19 @@
 // Programs that the engines hold ahead of their calls.
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "core/backend/cuda/fleet.h"
+#include "core/base/env.h"
 
 namespace offcore::cuda {
 namespace {
 
-// Of a device. Parked streams hold the GPU's channels, and copies of others wait behind them: on
-// 2 x H200, driver 580, random calls ran with 4 and hung with 16.
-constexpr size_t kParkedLinesMax = 4;
+// A parked stream holds a channel of its GPU, and every stream that shares it stands still. The
+// driver does not tell which do, so nothing is parked but where there are as many channels as can
+// be. On 2 x H200, driver 580, with 8 channels, calls hung with 16 parked streams and with 4.
+constexpr size_t kParkedLinesMax = 4;  // of a device
+constexpr std::string_view kChannels = "32";
 constexpr uint32_t kRecallsMax = 3;  // a program whose buffers keep changing is not parked
 constexpr int64_t kPauseNs = 200'000;
 constexpr double kGraceS = 2.0;
@@ -59,6 +63,7 @@ bool Fleet::make_bays(const Cargo& cargo, Hangar& hangar) {
   size_t most = 0;
   for (const LocalProgram& local : cargo.locals) most = std::max(most, local.engines.size());
   if (parked_lines_ + most > kParkedLinesMax) return false;
+  if (env("CUDA_DEVICE_MAX_CONNECTIONS") != kChannels) return false;
   std::vector<std::vector<Hangar::Bay>> made;
   for (const LocalProgram& local : cargo.locals) {
     const std::shared_ptr<Device>& device = devices_[local.device];
