@@ -233,7 +233,7 @@ void Courier::refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& f
                             keep_, false);
     lane.flights.push_back(std::move(flight));
     ++job->parts_ahead_;
-  } catch (const Error&) {  // a GPU that takes nothing copies nothing
+  } catch (const std::exception&) {  // the GPU has failed, or no memory is left: nothing would tell
   }
   stop(job, failure);
 }

@@ -214,10 +214,11 @@ DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation) {
 }
 
 void AddressSpace::free_allocated(DevicePtr start) {
+  Mappings::node_type freed;  // after the lock
   const std::unique_lock lock(mutex_);
   const auto found = mappings_.find(start);
   require(found != mappings_.end() && found->second.plain, kInvalidValue);
-  const auto freed = mappings_.extract(found);  // what it holds goes after the lock
+  freed = mappings_.extract(found);
 }
 
 // The mappings that fill the range exactly, without a gap.

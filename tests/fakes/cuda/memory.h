@@ -92,8 +92,8 @@ class AddressSpace {
   void free(DevicePtr start, uint64_t bytes);
   void map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocation> allocation);
   void unmap(DevicePtr start, uint64_t bytes);
-  // As cuMemAlloc: memory that `device` reaches, behind the last such one where there is room, so
-  // that allocations are at equal steps as they often are.
+  // As cuMemAlloc: an address for the device whose memory it is. They follow each other, so that
+  // allocations of equal size are at equal steps, as they often are.
   DevicePtr allocate(std::shared_ptr<Allocation> allocation);
   void free_allocated(DevicePtr start);
   void set_access(DevicePtr start, uint64_t bytes, const AccessDesc* rights, size_t count);
