@@ -144,6 +144,16 @@ class Run {
   // Throws timeout, or peer when the rank was poisoned; both name, per queue, the command reached.
   virtual void wait(const Deadline& deadline) = 0;
   virtual Report report() const = 0;  // once done
+  // Makes a stream of the caller's (as Launch::streams) wait for the end. Throws unsupported where
+  // there are no streams.
+  virtual void hold(uintptr_t stream);
+};
+
+// What a stream of the caller's has yet to do before something may begin.
+class Mark {
+ public:
+  virtual ~Mark() = default;
+  virtual bool passed() = 0;  // throws driver when the device has failed
 };
 
 // A program made ready for the local ranks.
@@ -191,6 +201,14 @@ class Backend : public Memory {
   // Whether what was launched into that capture neither runs nor can any more: its graphs are
   // destroyed, and all that was made of them. False also where nobody tells.
   virtual bool gone(uint64_t) const { return false; }
+  // What this process's memory from `first` to before `last` lies in: a number that it shares with
+  // all else that one strided copy may go over. Where that is not known, no other range's.
+  virtual uint64_t memory_of(const std::byte*, const std::byte*) const { return 0; }
+  // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
+  // driver's event stands for, which has to live until the mark has passed. Throw unsupported where
+  // there are no streams, and for a stream that is being captured.
+  virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream);
+  virtual std::unique_ptr<Mark> mark_event(uintptr_t event);
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
 };

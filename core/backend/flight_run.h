@@ -17,6 +17,13 @@ class FlightRun final : public Run {
 
   bool done() override { return flight_->ended(); }
   void wait(const Deadline& deadline) override { driver_->wait(*flight_, deadline); }
+  void hold(uintptr_t stream) override {
+    if constexpr (requires { driver_->hold(*flight_, stream); }) {
+      driver_->hold(*flight_, stream);
+    } else {
+      Run::hold(stream);
+    }
+  }
   Report report() const override {
     if (!flight_->ended()) {
       fail(Code::invalid, "a report exists only once the run is done: wait() first");

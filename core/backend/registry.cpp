@@ -68,6 +68,16 @@ std::vector<Probe> probe_backends() {
   return probes;
 }
 
+void Run::hold(uintptr_t) { fail(Code::unsupported, "this backend has no streams that can wait"); }
+
+std::unique_ptr<Mark> Backend::mark_stream(uintptr_t) {
+  fail(Code::unsupported, "this backend has no streams to wait for");
+}
+
+std::unique_ptr<Mark> Backend::mark_event(uintptr_t) {
+  fail(Code::unsupported, "this backend has no events to wait for");
+}
+
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
                                       std::vector<Rank> local_ranks, BackendOptions options) {
   std::string known;

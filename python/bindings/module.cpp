@@ -13,4 +13,5 @@ NB_MODULE(_core, module) {
   offcore::bind_comm(module);
   offcore::bind_proof(module);
   offcore::bind_pool(module);
+  offcore::bind_kv(module);
 }

@@ -6,7 +6,7 @@ virtual time) or `host` (software engines over shared memory). See docs/quicksta
 
 from importlib.metadata import PackageNotFoundError, version
 
-from offcore import machines
+from offcore import kv, machines
 from offcore._core import (
     Counts,
     Machine,
@@ -46,6 +46,7 @@ __all__ = [
     "batch_copy",
     "batch_program",
     "fill",
+    "kv",
     "machines",
     "probe_backends",
     "show_program",

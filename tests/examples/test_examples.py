@@ -61,6 +61,13 @@ def test_batches_are_compared_and_checked():
     assert all(one_by_one > 1.5 * b2b for _, one_by_one, b2b, *_ in times)
 
 
+def test_a_prompt_is_fetched():
+    lines = run(EXAMPLES / "kv_fetch.py").splitlines()
+    assert re.match(r" +store: 6144 pages in 256 commands \(strided\), ", lines[0])
+    assert re.match(r"by layer: 6144 pages in \d{4} commands", lines[2].strip())
+    assert lines[3].startswith("correct, on ")
+
+
 def run_two_ranks(text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,7 +77,7 @@ def run_two_ranks(text):
     assert [process.wait(timeout=60) for process in both] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/batch.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/batch.md", "docs/kv.md"])
 def test_documents_show_python_that_runs(name):
     blocks = blocks_of(name)
     assert blocks

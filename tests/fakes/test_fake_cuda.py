@@ -1,6 +1,7 @@
 """What a libcuda does, stated as tests: memory, copies, words, events."""
 
 import ctypes
+import itertools
 import mmap
 import time
 from ctypes import byref, c_uint64
@@ -96,6 +97,33 @@ def test_one_strided_copy_reaches_every_mapping(d: Driver) -> None:
     for rank in range(4):
         chunk = PATTERN[rank * 2000 : (rank + 1) * 2000]
         assert d.read(window + rank * s + 65536, 2000) == chunk
+
+
+@isolated()
+def test_rows_are_not_written_into_several_allocations(d: Driver) -> None:
+    d.start()
+    found = sorted(d.get(c_uint64, "cuMemAlloc", 4 * MIB) for _ in range(8))
+    step, a = min((b - a, a) for a, b in itertools.pairwise(found))
+    inside, stream = d.memory(4 * MIB), d.stream()
+    d.put(a + step, PATTERN)
+    start, size = (d.get(c_uint64, "cuPointerGetAttribute", k, a + step + 9) for k in (11, 12))
+    assert (start, size) == (a + step, 4 * MIB)
+    assert d.copy_2d(stream, a, step, inside, 4096, 512, 2) == cu.INVALID_VALUE
+    assert d.copy_2d(stream, inside, 4096, a, step, 512, 2) == 0  # they are read
+    assert d.copy_2d(stream, a, MIB, a + step, 512, 512, 4) == 0  # one allocation's rows
+    one = cu.Copy2D(width=100, height=1)  # from a base in another allocation
+    one.src.type = one.dst.type = cu.UNIFIED
+    one.src.device, one.src.pitch = inside + 4096, 512
+    one.dst.device, one.dst.pitch, one.dst.y = a, step, 1
+    assert settle(d, stream) == 0
+    assert d.code("cuMemcpy2DAsync", byref(one), stream) == 0
+    assert settle(d, stream) == 0
+    assert d.read(inside + 4096, 512) == PATTERN[:512]
+    assert d.read(a + 3 * MIB, 512) == PATTERN[1536:2048]
+    assert d.read(a + step, 100) == PATTERN[:100]
+    for start in found:
+        d("cuMemFree", start)
+    assert d.code("cuMemFree", inside) != 0
 
 
 @isolated()

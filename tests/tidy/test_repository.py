@@ -48,10 +48,11 @@ def test_every_environment_reader_exists() -> None:
     assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
 
 
-def test_everything_public_is_documented() -> None:
-    offcore = importlib.import_module("offcore")
-    assert len(offcore.__all__) > 0
-    assert rules.undocumented(offcore) == []
+@pytest.mark.parametrize("name", ["offcore", "offcore.kv"])
+def test_everything_public_is_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(module.__all__) > 0
+    assert rules.undocumented(module) == []
 
 
 def test_links_between_documents_lead_somewhere() -> None:

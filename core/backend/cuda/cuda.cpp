@@ -1,6 +1,7 @@
 #include "core/backend/cuda/cuda.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "core/backend/cuda/fleet.h"
 #include "core/backend/flight_run.h"
@@ -42,6 +43,30 @@ class RecordedRun final : public Run {
 
  private:
   Report report_;
+};
+
+// The place that a stream has come to, or an event of the caller's.
+class EventMark final : public Mark {
+ public:
+  EventMark(std::shared_ptr<const Device> device, CUstream stream)
+      : device_(std::move(device)), own_(device_->event()), event_(own_->handle()) {
+    own_->record(stream);
+  }
+  EventMark(std::shared_ptr<const Device> device, CUevent event)
+      : device_(std::move(device)), event_(event) {}
+
+  bool passed() override {
+    const Current current = device_->current();
+    const CUresult result = Driver::get().cuEventQuery(event_);
+    if (result == kNotReady) return false;
+    check(result, "cuEventQuery of what a transfer comes after");
+    return true;
+  }
+
+ private:
+  std::shared_ptr<const Device> device_;
+  std::optional<Event> own_;
+  CUevent event_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -159,6 +184,36 @@ class CudaBackend final : public Backend {
     return fleet_->capture_of(streams);
   }
   bool gone(uint64_t capture) const override { return fleet_->gone(capture); }
+
+  // An allocation, by where it begins: rows in several were refused as a destination (H200, 580).
+  uint64_t memory_of(const std::byte* first, const std::byte* last) const override {
+    const Driver& driver = Driver::get();
+    const Current current = fleet_->devices().front()->current();
+    const auto at = reinterpret_cast<CUdeviceptr>(first);
+    const uint64_t alone = ~at;  // no allocation begins there
+    CUdeviceptr start = 0;
+    size_t bytes = 0;
+    for (const CUresult result : {driver.cuPointerGetAttribute(&start, kPointerRangeStart, at),
+                                  driver.cuPointerGetAttribute(&bytes, kPointerRangeBytes, at)}) {
+      if (result == kInvalidValue) return alone;  // no memory of the driver's
+      check(result, "cuPointerGetAttribute");
+    }
+    return reinterpret_cast<CUdeviceptr>(last) - start <= bytes ? start : alone;
+  }
+
+  std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
+    const auto& device = fleet_->devices().front();
+    const Current current = device->current();
+    if (capture_of({&stream, 1}) != 0) {
+      fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
+           "graph: call it outside");
+    }
+    return std::make_unique<EventMark>(device, reinterpret_cast<CUstream>(stream));
+  }
+
+  std::unique_ptr<Mark> mark_event(uintptr_t event) override {
+    return std::make_unique<EventMark>(fleet_->devices().front(), reinterpret_cast<CUevent>(event));
+  }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
     if (program->ranks != fleet_->ranks()) {

@@ -256,7 +256,8 @@ void Feed::look_ahead(std::span<const Command> rest) {
   many_ = copies == kHostCopiesMany;
 }
 
-// Whether the stream takes batches of copies: neither a captured one nor the legacy default one does.
+// Whether batches of copies go into the stream: the driver takes none where it is captured, or the
+// legacy default one.
 bool Feed::batches() const {
   return program_.mode != Mode::capture && reinterpret_cast<uintptr_t>(stream_) != kLegacyStream &&
          Driver::get().cuMemcpyBatchAsync != nullptr;

@@ -359,6 +359,13 @@ void Fleet::wait(Flight& flight, const Deadline& deadline) {
   if (const uint32_t by = flight.dead.load(); by != 0) fail_poisoned(by);
 }
 
+void Fleet::hold(const Flight& flight, uintptr_t stream) const {
+  for (size_t i = 0; i < flight.parts.size(); ++i) {
+    const Current current = devices_[flight.cargo->locals[i].device]->current();
+    flight.parts[i].done->hold(reinterpret_cast<CUstream>(stream));
+  }
+}
+
 void Fleet::close() {
   captures_.close();
   const Deadline grace = Deadline::after_s(kGraceS);

@@ -92,6 +92,8 @@ class Fleet {
   void recall(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar);
   // Throws timeout, peer, driver, or cancelled after close().
   void wait(Flight& flight, const Deadline& deadline);
+  // Makes a stream wait for the launch's end.
+  void hold(const Flight& flight, uintptr_t stream) const;
   // Ends what is under way; nothing can be launched afterwards.
   void close();
 

@@ -1,15 +1,16 @@
 #include "core/backend/host/station.h"
 
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <charconv>
 #include <system_error>
 
 #include "core/backend/wakeup.h"
+#include "core/base/clock.h"
 #include "core/base/env.h"
 #include "core/base/error.h"
+#include "core/base/threads.h"
 
 namespace offcore {
 namespace {
@@ -37,20 +38,6 @@ uint32_t cores() {
   CPU_ZERO(&set);
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
-
-// Signals of the process are for its own threads (Ctrl-C for Python's main thread).
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 

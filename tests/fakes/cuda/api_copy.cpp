@@ -106,6 +106,17 @@ uint64_t checked_pitch(uint64_t pitch, uint64_t row_bytes) {
   return pitch == 0 ? row_bytes : pitch;
 }
 
+// A plain allocation cannot be left from row to row where the rows are written (H200, driver 580);
+// memory that the caller mapped side by side can. A copy of one row may start from any base.
+void check_rows(const Transfer& transfer) {
+  const Side& dst = transfer.dst;
+  const auto facts = [&](uint64_t row, uint64_t slice) {
+    return addresses().facts(dst.address + row * dst.pitch + slice * dst.slice_pitch);
+  };
+  const PointerFacts first = facts(0, 0), last = facts(transfer.rows - 1, transfer.slices - 1);
+  require((!first.plain && !last.plain) || first.allocation == last.allocation, kInvalidValue);
+}
+
 void push_fill(StreamHandle handle, DevicePtr dst, size_t count, uint32_t value, unsigned bytes) {
   const auto stream = stream_of(handle);
   require(dst % bytes == 0, kInvalidValue);
@@ -222,6 +233,7 @@ FAKE_API Result cuMemcpy2DAsync_v2(const Memcpy2D* what, StreamHandle stream) {
     transfer.src.pitch = src_pitch;
     transfer.dst.address += c.dst_y * dst_pitch + c.dst_x;
     transfer.src.address += c.src_y * src_pitch + c.src_x;
+    check_rows(transfer);
     push_copies(*target, {transfer});
   });
 }
@@ -253,6 +265,7 @@ FAKE_API Result cuMemcpy3DAsync_v2(const Memcpy3D* what, StreamHandle stream) {
     transfer.src.slice_pitch = src_pitch * src_height;
     transfer.dst.address += (c.dst_z * dst_height + c.dst_y) * dst_pitch + c.dst_x;
     transfer.src.address += (c.src_z * src_height + c.src_y) * src_pitch + c.src_x;
+    check_rows(transfer);
     push_copies(*target, {transfer});
   });
 }

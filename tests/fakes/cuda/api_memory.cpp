@@ -53,6 +53,19 @@ FAKE_API Result cuMemRelease(MemoryHandle handle) {
   return enter("cuMemRelease", [&] { allocations().remove(handle); });
 }
 
+FAKE_API Result cuMemAlloc_v2(DevicePtr* start, size_t bytes) {
+  return enter("cuMemAlloc", [&] {
+    const int device = current_context()->physical;
+    require(start != nullptr && bytes > 0, kInvalidValue);
+    const uint64_t whole = (bytes + kGranularity - 1) / kGranularity * kGranularity;
+    *start = addresses().allocate(Allocation::create(device, whole, kHandleNone));
+  });
+}
+
+FAKE_API Result cuMemFree_v2(DevicePtr start) {
+  return enter("cuMemFree", [&] { addresses().free_allocated(start); });
+}
+
 FAKE_API Result cuMemAddressReserve(DevicePtr* start, size_t bytes, size_t alignment,
                                     DevicePtr hint, unsigned long long flags) {
   return enter("cuMemAddressReserve", [&] {

@@ -20,6 +20,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x6675'6461'6b65'6d31;
 constexpr uint64_t kTrailerBytes = 4096;
+constexpr uint64_t kHeapBytes = uint64_t{64} << 30;  // addresses, reserved at once
 
 struct Used {
   std::mutex mutex;
@@ -193,7 +194,31 @@ void AddressSpace::map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocati
   const auto next = mappings_.lower_bound(start);
   require(mapping_at(start) == mappings_.end(), kInvalidValue);
   require(next == mappings_.end() || next->first >= start + bytes, kInvalidValue);
-  mappings_.emplace(start, Mapping{bytes, std::move(allocation), {}});
+  mappings_.emplace(start, Mapping{bytes, std::move(allocation), {}, false});
+}
+
+DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation) {
+  const uint64_t bytes = allocation->bytes();
+  const std::lock_guard heap(heap_mutex_);
+  if (end_ - behind_ < bytes) {
+    behind_ = reserve(std::max(bytes, kHeapBytes), 0, 0);
+    end_ = behind_ + std::max(bytes, kHeapBytes);
+  }
+  const std::unique_lock lock(mutex_);
+  const DevicePtr start = behind_;
+  behind_ += bytes;
+  const int device = allocation->device();
+  mappings_.emplace(start,
+                    Mapping{bytes, std::move(allocation), {{device, kAccessReadWrite}}, true});
+  return start;
+}
+
+void AddressSpace::free_allocated(DevicePtr start) {
+  Mappings::node_type freed;  // after the lock
+  const std::unique_lock lock(mutex_);
+  const auto found = mappings_.find(start);
+  require(found != mappings_.end() && found->second.plain, kInvalidValue);
+  freed = mappings_.extract(found);
 }
 
 // The mappings that fill the range exactly, without a gap.
@@ -203,7 +228,7 @@ std::vector<AddressSpace::Mappings::iterator> AddressSpace::whole_mappings(Devic
   DevicePtr at = start;
   while (at < start + bytes) {
     const auto mapping = mappings_.find(at);
-    require(mapping != mappings_.end(), kInvalidValue);
+    require(mapping != mappings_.end() && !mapping->second.plain, kInvalidValue);
     found.push_back(mapping);
     at += mapping->second.bytes;
   }
@@ -251,13 +276,13 @@ PointerFacts AddressSpace::facts(DevicePtr address) const {
   const std::shared_lock lock(mutex_);
   if (const auto mapping = mapping_at(address); mapping != mappings_.end()) {
     const auto& [start, what] = *mapping;
-    return {Kind::kMapped, start, what.bytes, what.allocation};
+    return {Kind::kMapped, start, what.bytes, what.allocation, what.plain};
   }
   if (const auto range = range_at(reservations_, address)) {
-    return {Kind::kReserved, range->first, range->second, nullptr};
+    return {Kind::kReserved, range->first, range->second, nullptr, false};
   }
   if (const auto range = range_at(registrations_, address)) {
-    return {Kind::kRegistered, range->first, range->second, nullptr};
+    return {Kind::kRegistered, range->first, range->second, nullptr, false};
   }
   return {};
 }

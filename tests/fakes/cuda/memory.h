@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <vector>
@@ -82,6 +83,7 @@ struct PointerFacts {
   DevicePtr start = 0;
   uint64_t bytes = 0;
   std::shared_ptr<Allocation> allocation;
+  bool plain = false;  // as cuMemAlloc makes it, not mapped by the caller
 };
 
 class AddressSpace {
@@ -90,6 +92,10 @@ class AddressSpace {
   void free(DevicePtr start, uint64_t bytes);
   void map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocation> allocation);
   void unmap(DevicePtr start, uint64_t bytes);
+  // As cuMemAlloc: an address for the device whose memory it is. They follow each other, so that
+  // allocations of equal size are at equal steps, as they often are.
+  DevicePtr allocate(std::shared_ptr<Allocation> allocation);
+  void free_allocated(DevicePtr start);
   void set_access(DevicePtr start, uint64_t bytes, const AccessDesc* rights, size_t count);
   void register_host(DevicePtr start, uint64_t bytes);
   void unregister_host(DevicePtr start);
@@ -110,6 +116,7 @@ class AddressSpace {
     uint64_t bytes;
     std::shared_ptr<Allocation> allocation;
     std::map<int, int> access;  // by physical device
+    bool plain = false;
   };
   using Mappings = std::map<DevicePtr, Mapping>;
   Mappings::const_iterator mapping_at(DevicePtr address) const;
@@ -121,6 +128,9 @@ class AddressSpace {
   std::map<DevicePtr, uint64_t> reservations_;
   std::map<DevicePtr, uint64_t> registrations_;
   Mappings mappings_;
+  std::mutex heap_mutex_;  // of the two below
+  DevicePtr behind_ = 0;   // where the next plain allocation would lie
+  DevicePtr end_ = 0;
 };
 
 AddressSpace& addresses();

@@ -148,15 +148,22 @@ bool takes_sms(const std::vector<Transfer>& batch) {
   return std::ranges::any_of(batch, within_one_device);
 }
 
+// Whether its rows begin and end in one allocation.
+bool within_one_allocation(const Transfer& transfer, const Side& side) {
+  const auto allocation = [&](uint64_t row, uint64_t slice) {
+    return addresses().facts(side.address + row * side.pitch + slice * side.slice_pitch).allocation;
+  };
+  return allocation(0, 0) == allocation(transfer.rows - 1, transfer.slices - 1);
+}
+
 // What a driver makes of the copy that does not do strided copies across allocations well.
 Transfer as_done(const Transfer& transfer) {
-  const auto allocation = [&](uint64_t row, uint64_t slice) {
-    const Side& dst = transfer.dst;
-    return addresses().facts(dst.address + row * dst.pitch + slice * dst.slice_pitch).allocation;
-  };
   static std::atomic<uint64_t> done{0};
   if (transfer.rows * transfer.slices == 1) return transfer;
-  if (allocation(0, 0) == allocation(transfer.rows - 1, transfer.slices - 1)) return transfer;
+  if (within_one_allocation(transfer, transfer.dst) &&
+      within_one_allocation(transfer, transfer.src)) {
+    return transfer;
+  }
   if (done++ < settings().strided_right) return transfer;
   Transfer first = transfer;
   first.rows = first.slices = 1;

@@ -1,0 +1,262 @@
+"""Checks transfers of KV blocks on this machine's GPU, every byte, and tells how fast they are.
+
+    python benchmarks/kv_check.py                    # random transfers, streams, speed
+    python benchmarks/kv_check.py --only speed --pages 8K,32K
+
+Random jobs of all layouts run in both directions at once, in any order and priority, beside matrix
+products that keep the SMs busy. Speed is what a caller sees, from the call until `wait` returns,
+as medians: folded over the layers and page by page, beside one contiguous copy of pinned memory.
+Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from offcore import kv
+from offcore.sizes import parse_sizes
+
+SLEEP_CYCLES = 20_000_000  # a kernel that a store has to come after
+PRODUCT = 4096
+TURNS = 9
+LAYERS = 28
+
+
+class Checks:
+    """What the checks share: where caches lie, and how one is made."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.gpu = args.backend == "cuda"
+        self.device = "cuda" if self.gpu else "cpu"
+        self.random = random.Random(args.seed)
+        torch.manual_seed(args.seed)
+
+    def cache(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device)
+
+    def pool(self, layout: kv.Layout, blocks: int, rows_chunk: int = 0) -> kv.HostPool:
+        chunk = rows_chunk * layout.block_bytes or 1 << 30
+        return kv.HostPool(layout.block_bytes, blocks, backend=self.args.backend, chunk_bytes=chunk)
+
+    def settle(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+
+class Busy:
+    """A matrix product after the other in a stream of its own."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.on = checks.gpu
+        if self.on:
+            self.stream = torch.cuda.Stream()
+            self.a = torch.randn(PRODUCT, PRODUCT, dtype=torch.bfloat16, device="cuda")
+            torch.cuda.synchronize()
+
+    def more(self, count: int = 8) -> None:
+        if self.on:
+            with torch.cuda.stream(self.stream):
+                for _ in range(count):
+                    torch.mm(self.a, self.a)
+
+
+def layouts(checks: Checks) -> list[tuple[str, kv.Layout, Any]]:
+    """Caches of each kind, and a view of each as (blocks, bytes of a row)."""
+    layers, blocks, page = 6, 96, 4096 + 512 * checks.random.randrange(8)
+    each = [checks.cache(blocks, page) for _ in range(layers)]
+    apart = [checks.cache(2, blocks, page) for _ in range(layers)]
+    pairs = [(checks.cache(blocks, page), checks.cache(blocks, 640)) for _ in range(layers)]
+    outermost, contiguous = checks.cache(layers, blocks, page), checks.cache(blocks, layers, page)
+    return [
+        ("a tensor a layer", kv.Layout(each), lambda b: [t[b] for t in each]),
+        ("K and V apart", kv.Layout(apart, block_axis=1), lambda b: [t[:, b] for t in apart]),
+        ("two sizes", kv.Layout(pairs), lambda b: [t[b] for pair in pairs for t in pair]),
+        (
+            "layers outermost",
+            kv.Layout(outermost, block_axis=1, layer_axis=0),
+            lambda b: [outermost[:, b]],
+        ),
+        ("contiguous", kv.Layout(contiguous, layer_axis=1), lambda b: [contiguous[b]]),
+    ]
+
+
+def random_jobs(checks: Checks) -> int:
+    """Jobs of any kind under way together; then all blocks and rows against plain numpy."""
+    wrong = 0
+    busy = Busy(checks)
+    for name, layout, parts in layouts(checks):
+        pool = checks.pool(layout, layout.blocks, rows_chunk=7)
+        slots = pool.allocate(layout.blocks, timeout=60)
+
+        def image(parts: Any = parts, blocks: int = layout.blocks) -> list[bytes]:
+            checks.settle()
+            return [
+                b"".join(p.cpu().numpy().tobytes() for p in parts(block)) for block in range(blocks)
+            ]
+
+        caches = image()
+        rows = [pool.row(slot).tobytes() for slot in slots]
+        ahead = checks.random.choice((1, 1 << 16, 32 << 20))
+        jobs = 0
+        with kv.BlockTransfer(layout, pool, ahead_bytes=ahead) as transfer:
+            copied = pages = 0
+            for _ in range(checks.args.jobs // 20):
+                busy.more()
+                waiting = []
+                for _ in range(20):
+                    count = checks.random.randrange(layout.blocks)
+                    named = [checks.random.sample(range(layout.blocks), count) for _ in range(2)]
+                    load = checks.random.random() < 0.5
+                    call = transfer.load if load else transfer.store
+                    by_layer = checks.random.choice((0, 0, 1, 2))
+                    waiting.append(call(*named, priority=count % 5, by_layer=by_layer))
+                    for block, slot in zip(*named, strict=True):
+                        if load:
+                            caches[block] = rows[slot]
+                        else:
+                            rows[slot] = caches[block]
+                for job in waiting:
+                    result = job.wait()
+                    copied, pages = copied + result.commands, pages + result.pages
+                jobs += len(waiting)
+                wrong += sum(a != b for a, b in zip(image(), caches, strict=True))
+                wrong += sum(pool.row(k).tobytes() != rows[k] for k in range(layout.blocks))
+        print(f"{name}: {jobs} jobs, {wrong} wrong; {pages} pages by {copied} commands")
+        pool.close()
+    return wrong
+
+
+def streams(checks: Checks) -> int:
+    """Stores behind a stream's kernels, kernels behind a load's layers, and a cancelled load."""
+    if not checks.gpu:
+        print("streams: no GPU")
+        return 0
+    cache = checks.cache(LAYERS, 512, 32 << 10)
+    layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+    pool = checks.pool(layout, 256)
+    slots = pool.allocate(256, timeout=60)
+    blocks = torch.randperm(512)[:256]
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    wrong = 0
+    with kv.BlockTransfer(layout, pool) as transfer:
+        for turn in range(10):
+            with torch.cuda.stream(writer):
+                torch.cuda._sleep(SLEEP_CYCLES)
+                cache.fill_(turn + 1)
+            stored = transfer.store(blocks, slots, after=writer)
+            job = transfer.load(blocks, slots, by_layer=True, after=writer)
+            stored.wait()
+            wrong += sum(int((pool.row(slot) != turn + 1).any()) for slot in slots[::16])
+            job.wait()
+            cache.zero_()
+            checks.settle()
+            job = transfer.load(blocks, slots, by_layer=turn % 3)
+            sums = []
+            with torch.cuda.stream(reader):
+                for layer in range(LAYERS):
+                    job.wait_layer(layer, reader)
+                    sums.append((cache[layer, blocks.cuda()] != turn + 1).sum())
+            wrong += int(torch.stack(sums).sum())
+            job = transfer.load(blocks, slots, after=writer)
+            job.cancel()
+            result = job.wait()
+            wrong += result.bytes != result.blocks * layout.block_bytes
+    print(f"streams: {wrong} wrong")
+    return wrong
+
+
+def timed(call: Any) -> float:
+    """Seconds, the median of a few calls."""
+    times = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def ceiling(checks: Checks, nbytes: int) -> list[float]:
+    """GB/s of one contiguous copy, to the device and back."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=checks.gpu)
+    device = torch.empty(nbytes, dtype=torch.uint8, device=checks.device)
+
+    def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+        checks.settle()
+
+    return [nbytes / timed(lambda p=p: copy(*p)) / 1e9 for p in ((device, host), (host, device))]
+
+
+def speed(checks: Checks) -> int:
+    """Scattered blocks of layers outermost, as the facts of peers are given."""
+    load, store = ceiling(checks, 256 << 20)
+    print(f"one contiguous copy: load {load:.1f}, store {store:.1f} GB/s")
+    print("page, blocks, way: load and store in GB/s (share of the ceiling), both; us to submit")
+    for page in parse_sizes(checks.args.pages):
+        blocks = 2048 if checks.gpu else 512
+        cache = checks.cache(LAYERS, blocks, page)
+        layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+        pool = checks.pool(layout, 512)
+        slots = np.random.default_rng(1).permutation(pool.allocate(512, timeout=300))
+        for way, plain_from in (("folded", None), ("by pages", 1)):
+            with kv.BlockTransfer(layout, pool, plain_from=plain_from) as transfer:
+                for count in (64, 256):
+                    named = np.random.default_rng(2).permutation(blocks)[: 2 * count].reshape(2, -1)
+                    one, other = slots[:count], slots[count : 2 * count]
+                    nbytes = count * layout.block_bytes
+                    submit: list[float] = []
+
+                    def both(
+                        t: Any = transfer, n: Any = named, a: Any = one, b: Any = other
+                    ) -> None:
+                        jobs = t.load(n[0], a), t.store(n[1], b)
+                        for job in jobs:
+                            job.wait()
+
+                    def alone(call: Any, n: Any = named, a: Any = one, us: Any = submit) -> None:
+                        us.append(call(n[0], a).wait().submit_us)
+
+                    rates = [
+                        nbytes / timed(lambda c=call, f=alone: f(c)) / 1e9
+                        for call in (transfer.load, transfer.store)
+                    ]
+                    rate = 2 * nbytes / timed(both) / 1e9
+                    print(
+                        f"{page >> 10:5} KiB {count:4} {way:>9}: "
+                        f"{rates[0]:5.1f} ({rates[0] / load:4.0%}) "
+                        f"{rates[1]:5.1f} ({rates[1] / store:4.0%}) both {rate:5.1f}; "
+                        f"{statistics.median(submit):.0f} us",
+                        flush=True,
+                    )
+        pool.close()
+    return 0
+
+
+def main() -> int:
+    known = {"jobs": random_jobs, "streams": streams, "speed": speed}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(known), help="of " + ", ".join(known))
+    parser.add_argument(
+        "--backend", default="cuda" if torch.cuda.is_available() else "host", help="cuda or host"
+    )
+    parser.add_argument("--jobs", type=int, default=400, help="random jobs of each layout")
+    parser.add_argument("--pages", default="8K,16K,32K,64K,256K", help="bytes of a layer's page")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    checks = Checks(args)
+    wrong = sum(known[name](checks) for name in args.only.split(","))
+    print("ALL GOOD" if wrong == 0 else f"{wrong} WRONG")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+// Threads of the library's own, and what has them.
+#pragma once
+#include <signal.h>
+#include <unistd.h>
+
+#include <memory>
+#include <utility>
+
+namespace offcore {
+
+// Signals of the process are for its own threads (Ctrl-C for Python's main thread): threads that
+// are started while this lives get none.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Owns what has threads and locks of its own. Neither survives a fork: a child never destroys it.
+template <typename Type>
+std::shared_ptr<Type> owned_by_process(std::unique_ptr<Type> object) {
+  return {object.release(), [process = getpid()](Type* owned) {
+            if (process == getpid()) delete owned;
+          }};
+}
+
+}  // namespace offcore

@@ -1,0 +1,88 @@
+// The thread that submits what jobs copy, and sees it end. The caller pays for neither.
+//
+// - It keeps a bounded amount enqueued: what is not enqueued yet can be cancelled or overtaken.
+// - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls.
+// - Jobs that touch the same block or slot, one of them writing, are copied in the order of their
+//   calls, whatever their priorities and directions: the later one begins when the earlier one's
+//   copies have ended, or (in one direction, whose copies are in order) are enqueued. Waiting makes
+//   the earlier one as urgent.
+// - A job that comes after a mark is enqueued once that has passed, and holds up no other.
+#pragma once
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "core/kv/job.h"
+#include "core/kv/layout.h"
+#include "core/kv/pool.h"
+
+namespace offcore::kv {
+
+struct Group {
+  std::shared_ptr<const Layout> layout;
+  std::shared_ptr<HostPool> pool;
+};
+
+struct Pace {
+  uint64_t ahead_bytes = uint64_t{32} << 20;  // enqueued in a direction at most, about
+  uint32_t ahead_commands = 256;
+};
+
+class Courier {
+ public:
+  // `keep` is what the caches need, until the last copy has ended.
+  Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend, std::vector<Group> groups,
+          Pace pace, std::shared_ptr<const void> keep, bool checked);
+
+  void run();  // until the board is closing and nothing is left
+
+ private:
+  struct Flight {
+    std::shared_ptr<Job> job;
+    std::shared_ptr<Run> run;
+    uint64_t bytes = 0;
+    uint64_t commands = 0;
+    bool ends_stage = false;
+  };
+  struct Lane {
+    std::vector<std::shared_ptr<Job>> jobs;  // with parts to be enqueued, the most urgent first
+    std::deque<Flight> flights;
+    uint64_t bytes = 0;  // of the flights
+    uint64_t commands = 0;
+  };
+  // Who named a block or slot last, for comparing two jobs: twice the job's number, and 1 if it
+  // writes.
+  using Marks = std::vector<uint64_t>;
+
+  bool collect();
+  void admit(const std::shared_ptr<Job>& job);
+  void mark(const Job& job);
+  bool meets(const Job& job, const Job& other);
+  void hurry(Job& job, int32_t urgency);
+  void sort(Lane& lane);
+  void drop_cancelled(bool all);
+  bool reap(Lane& lane);
+  bool submit(Lane& lane);
+  void refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
+  std::shared_ptr<Job> pick(Lane& lane);
+  bool may_begin(Job& job) const;
+  void enqueue(Lane& lane, const std::shared_ptr<Job>& job);
+  void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
+  void finish(const std::shared_ptr<Job>& job);
+
+  const std::shared_ptr<Board> board_;
+  const std::shared_ptr<Backend> backend_;
+  const std::vector<Group> groups_;
+  const Pace pace_;
+  const std::shared_ptr<const void> keep_;
+  const bool checked_;
+  std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
+  std::array<Lane, 2> lanes_;               // by direction
+  std::vector<size_t> cache_of_;            // of a group: the first one with the same memory
+  std::vector<size_t> pool_of_;             // the first one with the same pool
+  std::vector<Marks> blocks_;
+  std::vector<Marks> slots_;
+  uint64_t number_ = 0;
+};
+
+}  // namespace offcore::kv

@@ -1,0 +1,99 @@
+// Walks over the blocks that a job copies and cuts them into parts: sub-batches of commands, few
+// and short enough that another job can come between.
+//
+// Blocks at equal steps in the cache and among the slots form runs. A run is copied by whichever
+// has fewer commands: a strided copy a block over the pieces of a fold, or one a piece over the
+// blocks; by one plain copy where both sides are contiguous. No command leaves a chunk of the pool.
+//
+// The order is that of the layers' groups (stages), and within one that of the given blocks.
+#pragma once
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/ir/program.h"
+#include "core/kv/layout.h"
+#include "core/kv/pool.h"
+
+namespace offcore::kv {
+
+enum class Direction : uint8_t {
+  load,   // from host rows into blocks
+  store,  // from blocks into host rows
+};
+
+std::string_view to_string(Direction direction);
+
+// How a machine copies.
+struct Manner {
+  bool strided = true;               // has copies of several rows
+  uint64_t plain_from = UINT64_MAX;  // pages of so many bytes go one by one, which may be faster
+  // Plain copies handed over at once: a fence follows. One driver call for many of them is cheap,
+  // but the engine begins when the call returns.
+  uint32_t sub_batch = UINT32_MAX;
+};
+
+// The layers that are copied together, so that they are there together.
+struct Stage {
+  std::vector<Fold> folds;
+  uint64_t bytes = 0;   // of a block
+  uint32_t pieces = 0;  // of a block
+};
+
+std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
+                             std::span<const uint64_t> memories);
+
+// Commands enqueued at once, on buffers kCache, from Layout::base() on, and kRows, from `rows` on.
+struct Part {
+  std::vector<Command> commands;
+  std::byte* rows = nullptr;
+  uint64_t rows_span = 0;
+  uint64_t bytes = 0;
+  uint64_t pages = 0;    // what one descriptor each would copy
+  uint64_t copies = 0;   // commands but fences
+  uint64_t strided = 0;  // copies of several rows
+  bool ends_stage = false;
+};
+
+inline constexpr BufferId kCache = 1;
+inline constexpr BufferId kRows = 2;
+
+class Cursor {
+ public:
+  // `blocks` has to live as long; it is as long as `rows`.
+  Cursor(Direction direction, Manner manner, std::shared_ptr<const Layout> layout,
+         std::shared_ptr<const std::vector<Stage>> stages, std::span<const int64_t> blocks,
+         std::vector<Row> rows);
+
+  bool ended() const { return stage_ == stages_->size(); }
+  uint32_t stage() const { return static_cast<uint32_t>(stage_); }  // the next part's
+  uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
+  // The next commands, about `bytes_max` bytes and `commands_max` commands, of one stage.
+  Part next(uint64_t bytes_max, uint32_t commands_max);
+  void stop() { stage_ = stages_->size(); }  // nothing comes any more
+
+ private:
+  struct Run {
+    size_t first = 0;
+    size_t count = 1;
+    int64_t step = 1;      // in blocks
+    int64_t row_step = 0;  // in bytes
+  };
+
+  Run run(size_t count_max) const;
+  void add(const Run& run, const Fold& fold, Part& part) const;
+  void copy(uint64_t at, std::byte* row, uint64_t bytes, uint64_t rows, uint64_t step,
+            uint64_t row_step, Part& part) const;
+
+  const Direction direction_;
+  const Manner manner_;
+  const std::shared_ptr<const Layout> layout_;
+  const std::shared_ptr<const std::vector<Stage>> stages_;
+  const std::span<const int64_t> blocks_;
+  const std::vector<Row> rows_;
+  size_t stage_ = 0;
+  size_t next_ = 0;  // block of the stage
+  uint64_t copied_ = 0;
+};
+
+}  // namespace offcore::kv

@@ -1,0 +1,95 @@
+#include "core/kv/job.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+namespace offcore::kv {
+namespace {
+
+constexpr int64_t kSpinNs = 100'000;     // before a wait sleeps
+constexpr int64_t kLookNs = 50'000'000;  // bounds a sleep
+
+}  // namespace
+
+Job::Job(std::shared_ptr<Board> board, Request request)
+    : board_(std::move(board)), request_(std::move(request)), urgency_(request_.priority) {}
+
+uint32_t Job::stage_of(uint32_t layer) const {
+  if (layer >= layers_) {
+    fail(Code::invalid, "there is no layer ", layer, ": the cache has ", layers_);
+  }
+  return layer / together_;
+}
+
+void Job::sleep(std::unique_lock<std::mutex>& lock, const Deadline& deadline) const {
+  const int64_t left_ns = std::min(kLookNs, deadline.left_ns());
+  board_->changed.wait_for(lock, std::chrono::nanoseconds(left_ns));
+}
+
+void Job::fail_timeout(const Deadline& deadline) const {
+  fail(Code::timeout, "a ", to_string(request_.direction), " of ", request_.blocks.size(),
+       " blocks did not end within ", shown_s(deadline.wait_ns()), " s: ", stages_done_, " of ",
+       stages_.size(), " groups of layers have arrived, ",
+       began_ns_ < 0 ? "nothing is enqueued yet" : "it is under way");
+}
+
+void Job::fail_layer(uint32_t layer) const {
+  if (failure_) throw *failure_;
+  fail(Code::cancelled, "the ", to_string(request_.direction), " was cancelled before layer ",
+       layer, " was copied");
+}
+
+void Job::wait(const Deadline& deadline) {
+  const int64_t began_ns = now_ns();
+  while (!done() && !deadline.passed() && now_ns() - began_ns < kSpinNs) sched_yield();
+  std::unique_lock lock(board_->mutex);
+  while (!done()) {
+    if (deadline.passed()) fail_timeout(deadline);
+    sleep(lock, deadline);
+  }
+  if (failure_) throw *failure_;
+}
+
+void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
+  const uint32_t stage = stage_of(layer);
+  std::unique_lock lock(board_->mutex);
+  while (stages_done_ <= stage) {
+    if (done()) fail_layer(layer);
+    if (deadline.passed()) fail_timeout(deadline);
+    sleep(lock, deadline);
+  }
+}
+
+void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
+  const uint32_t stage = stage_of(layer);
+  std::unique_lock lock(board_->mutex);
+  if (urgent_ <= stage) {
+    urgent_ = stage + 1;
+    board_->news = true;
+    board_->work.notify_one();
+  }
+  while (stages_[stage] == nullptr) {
+    if (stages_done_ > stage) return;  // there was nothing to copy
+    if (done()) fail_layer(layer);
+    if (deadline.passed()) fail_timeout(deadline);
+    sleep(lock, deadline);
+  }
+  const std::shared_ptr<Run> run = stages_[stage];
+  lock.unlock();
+  run->hold(stream);
+}
+
+void Job::cancel() {
+  const std::scoped_lock lock(board_->mutex);
+  cancelled_ = true;
+  board_->news = true;
+  board_->work.notify_one();
+}
+
+JobReport Job::report() const {
+  if (!done()) fail(Code::invalid, "a report exists only once the job is done: wait() first");
+  return report_;
+}
+
+}  // namespace offcore::kv

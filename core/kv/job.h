@@ -1,0 +1,109 @@
+// A load or store under way, as its caller sees it, and as the courier keeps it.
+#pragma once
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/base/error.h"
+#include "core/kv/cursor.h"
+
+namespace offcore::kv {
+
+class Job;
+
+// Where callers and the courier meet. One mutex guards it, and what of jobs both look at.
+struct Board {
+  std::mutex mutex;
+  std::condition_variable work;     // the courier sleeps here
+  std::condition_variable changed;  // those who wait for jobs
+  std::deque<std::shared_ptr<Job>> inbox;
+  uint64_t under_way = 0;  // jobs that have not ended
+  bool closing = false;
+  bool cancel_all = false;
+  bool ended = false;             // the courier is through
+  std::atomic<bool> news{false};  // for the courier: something above, or a job, has changed
+};
+
+struct Request {
+  Direction direction = Direction::load;
+  uint32_t group = 0;
+  std::vector<int64_t> blocks;
+  std::vector<int64_t> slots;
+  int32_t priority = 0;
+  uint32_t layers_together = 0;  // 0: all
+  std::unique_ptr<Mark> after = nullptr;
+};
+
+// What a job did. All that was enqueued has been copied.
+struct JobReport {
+  uint64_t blocks = 0;  // the first ones of those asked for, with all layers
+  uint32_t layers = 0;  // the first ones, of all blocks
+  uint64_t pages = 0;   // descriptors, if each page had its own
+  uint64_t commands = 0;
+  uint64_t strided = 0;  // of these, commands of several pages
+  uint64_t bytes = 0;
+  int64_t queued_ns = 0;  // from the call until its first command was enqueued
+  int64_t copy_ns = 0;    // from then until its end was seen
+  bool cancelled = false;
+};
+
+class Job {
+ public:
+  Job(std::shared_ptr<Board> board, Request request);
+
+  bool done() const { return ended_.load(std::memory_order_acquire); }
+  // Throws timeout, and what the job failed with.
+  void wait(const Deadline& deadline);
+  // As wait, until that layer has come for all blocks. Throws cancelled if it never will.
+  void wait_layer(uint32_t layer, const Deadline& deadline);
+  // Makes a stream wait for a layer, once its copies are enqueued: until then the caller waits, and
+  // they are enqueued before all bounds.
+  void hold(uint32_t layer, uintptr_t stream, const Deadline& deadline);
+  // What is not enqueued yet is not copied.
+  void cancel();
+  JobReport report() const;  // once done
+  const Request& request() const { return request_; }
+  uint32_t layers() const { return layers_; }
+
+ private:
+  friend class Courier;
+  friend class Transfer;
+
+  uint32_t stage_of(uint32_t layer) const;
+  void sleep(std::unique_lock<std::mutex>& lock, const Deadline& deadline) const;
+  [[noreturn]] void fail_timeout(const Deadline& deadline) const;
+  [[noreturn]] void fail_layer(uint32_t layer) const;
+
+  const std::shared_ptr<Board> board_;
+  Request request_;
+  uint32_t layers_ = 0;
+  uint32_t together_ = 0;
+
+  // The courier's alone.
+  std::optional<Cursor> cursor_;
+  int32_t urgency_ = 0;                      // its priority, or that of a job that waits for it
+  std::vector<std::shared_ptr<Job>> waits_;  // what it may not overtake
+  uint64_t number_ = 0;
+  uint32_t parts_ahead_ = 0;  // enqueued and not ended
+  int64_t called_ns_ = 0;
+
+  // By Board::mutex; the report is the courier's until the job has ended.
+  std::vector<std::shared_ptr<Run>> stages_;  // what ends each
+  uint32_t stages_done_ = 0;
+  std::optional<Error> failure_;
+  JobReport report_;
+
+  std::atomic<int64_t> began_ns_{-1};
+  std::atomic<uint32_t> urgent_{0};  // stages for which somebody waits with a stream
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> ended_{false};
+};
+
+}  // namespace offcore::kv

@@ -1,0 +1,317 @@
+#include "core/kv/pool.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "core/base/threads.h"
+
+namespace offcore::kv {
+namespace {
+
+constexpr uint64_t kRowsMax = uint64_t{1} << 32;
+
+std::chrono::nanoseconds left(const Deadline& deadline) {
+  return std::chrono::nanoseconds(std::min<int64_t>(deadline.left_ns(), INT64_MAX / 4));
+}
+
+}  // namespace
+
+HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes)
+    : backend_(std::move(backend)),
+      row_bytes_(row_bytes),
+      rows_chunk_(row_bytes == 0 ? 0 : std::max<uint64_t>(1, chunk_bytes / row_bytes)),
+      process_(getpid()) {
+  if (row_bytes == 0 || row_bytes > uint64_t{1} << 40) {
+    fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
+  }
+}
+
+std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
+                                           uint64_t chunk_bytes) {
+  return owned_by_process(
+      std::unique_ptr<HostPool>(new HostPool(std::move(backend), row_bytes, chunk_bytes)));
+}
+
+HostPool::~HostPool() {
+  {
+    const Lock lock(mutex_);
+    closed_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+HostPool::Lock HostPool::enter() const {
+  if (process_ != getpid()) {
+    fail(Code::unsupported, "a host pool does not survive a fork: make it in the child");
+  }
+  Lock lock(mutex_);
+  if (closed_) fail(Code::cancelled, "the host pool is closed");
+  return lock;
+}
+
+void HostPool::grow(uint64_t rows) {
+  const Lock lock = enter();
+  if (rows > kRowsMax - slots_.size()) {
+    fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
+  }
+  const bool idle = !registering();
+  const size_t chunks = chunks_.size();
+  const uint64_t before = slots_.size();
+  slots_.resize(before + rows);
+  for (uint64_t first = before; first < slots_.size(); first += rows_chunk_) {
+    const uint64_t count = std::min<uint64_t>(rows_chunk_, slots_.size() - first);
+    chunks_.push_back({.first = first, .rows = count, .share = {}});
+  }
+  failure_.reset();
+  if (!idle || !registering()) return;
+  const SignalsBlocked blocked;
+  try {
+    if (thread_.joinable()) thread_.join();  // it has ended
+    thread_ = std::thread([this] { register_chunks(); });
+  } catch (const std::system_error& error) {
+    chunks_.resize(chunks);
+    slots_.resize(before);
+    fail(Code::driver, "cannot start the thread that registers host memory: ", error.what());
+  }
+}
+
+void HostPool::register_chunks() {
+  Lock lock(mutex_);
+  while (registering() && !closed_) {
+    const size_t index = static_cast<size_t>(
+        std::find_if(chunks_.begin(), chunks_.end(),
+                     [](const Chunk& chunk) { return chunk.share.data == nullptr; }) -
+        chunks_.begin());
+    const uint64_t bytes = chunks_[index].rows * row_bytes_;
+    busy_ = true;
+    lock.unlock();
+    Share share;
+    std::optional<Error> failure;
+    try {
+      share = backend_->allocate_host(bytes);
+    } catch (const Error& error) {
+      failure = error;
+    }
+    lock.lock();
+    busy_ = false;
+    if (failure) {
+      slots_.resize(ready_);
+      chunks_.resize(index);
+      failure_ = Error(failure->code(), cat("the host pool has ", ready_,
+                                            " rows and gets no more: ", failure->message()));
+    } else {
+      Chunk& chunk = chunks_[index];
+      chunk.share = std::move(share);
+      ready_ += chunk.rows;
+      free_ += chunk.rows;
+      give(chunk.first, chunk.rows);
+    }
+    changed_.notify_all();
+  }
+}
+
+uint64_t HostPool::shrink(uint64_t keep) {
+  std::vector<Chunk> gone;  // freed without the mutex
+  const Lock lock = enter();
+  while (!chunks_.empty() && chunks_.back().first >= keep) {
+    const Chunk& last = chunks_.back();
+    if (last.share.data == nullptr) {
+      if (busy_ && last.first == ready_) break;  // under way
+    } else {
+      const auto run = runs_.find(last.first);
+      if (run == runs_.end() || run->second != last.rows) break;
+      remove(last.first, last.rows);
+      ready_ -= last.rows;
+      free_ -= last.rows;
+    }
+    slots_.resize(last.first);
+    gone.push_back(std::move(chunks_.back()));
+    chunks_.pop_back();
+  }
+  changed_.notify_all();
+  return slots_.size();
+}
+
+HostPool::Counts HostPool::counts() const {
+  const Lock lock = enter();
+  return {.rows = slots_.size(), .ready = ready_, .free = free_, .leaving = leaving_};
+}
+
+void HostPool::wait_ready(const Deadline& deadline) {
+  Lock lock = enter();
+  changed_.wait_for(lock, left(deadline), [&] { return closed_ || !registering(); });
+  if (failure_) throw *failure_;
+  if (closed_) fail(Code::cancelled, "the host pool is closed");
+  if (!registering()) return;
+  fail(Code::timeout, ready_, " of ", slots_.size(), " rows of the host pool were ready within ",
+       shown_s(deadline.wait_ns()), " s");
+}
+
+void HostPool::fail_exhausted(uint64_t count) const {
+  fail(Code::memory, "cannot allocate ", count, " rows of ", row_bytes_, " bytes: ", free_, " of ",
+       slots_.size(), " are free, ", slots_.size() - ready_, " are not registered yet, ", leaving_,
+       " are free once their jobs have ended",
+       failure_ ? "; " + failure_->message() : std::string("; free some, wait, or grow the pool"));
+}
+
+std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline) {
+  Lock lock = enter();
+  if (count > slots_.size()) fail_exhausted(count);
+  changed_.wait_for(lock, left(deadline),
+                    [&] { return closed_ || free_ >= count || count > slots_.size(); });
+  if (closed_) fail(Code::cancelled, "the host pool is closed");
+  if (free_ < count) fail_exhausted(count);
+  std::vector<int64_t> slots;
+  slots.reserve(count);
+  while (slots.size() < count) {
+    const uint64_t missing = count - slots.size();
+    auto best = by_count_.lower_bound({missing, 0});
+    if (best == by_count_.end()) best = std::prev(best);
+    const auto [run, first] = *best;
+    const uint64_t taken = std::min(run, missing);
+    remove(first, run);
+    if (taken < run) give(first + taken, run - taken);
+    for (uint64_t slot = first; slot < first + taken; ++slot) {
+      slots_[slot].taken = true;
+      slots.push_back(static_cast<int64_t>(slot));
+    }
+    free_ -= taken;
+  }
+  std::sort(slots.begin(), slots.end());
+  return slots;
+}
+
+void HostPool::free(std::span<const int64_t> slots) {
+  const Lock lock = enter();
+  check(slots, true);
+  for (int64_t number : slots) {
+    Slot& slot = slots_[static_cast<size_t>(number)];
+    slot.leaving = slot.users > 0;
+    leaving_ += slot.leaving;
+    if (!slot.leaving) release(static_cast<uint64_t>(number));
+  }
+  changed_.notify_all();
+}
+
+std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
+  const Lock lock = enter();
+  check_taken(slot);
+  const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
+  return {chunk.share.data + (static_cast<uint64_t>(slot) - chunk.first) * row_bytes_,
+          chunk.share.owner};
+}
+
+std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
+  const Lock lock = enter();
+  check(slots, distinct);
+  std::vector<Row> rows;
+  rows.reserve(slots.size());
+  const Chunk* chunk = nullptr;
+  for (int64_t number : slots) {
+    const auto slot = static_cast<uint64_t>(number);
+    if (chunk == nullptr || slot - chunk->first >= chunk->rows) chunk = &chunk_of(slot);
+    rows.push_back({.at = chunk->share.data + (slot - chunk->first) * row_bytes_,
+                    .chunk = static_cast<uint32_t>(chunk - chunks_.data())});
+    pinned_ += slots_[slot].users++ == 0;
+  }
+  return rows;
+}
+
+void HostPool::unpin(std::span<const int64_t> slots) {
+  const Lock lock(mutex_);
+  for (int64_t number : slots) {
+    Slot& slot = slots_[static_cast<size_t>(number)];
+    if (--slot.users > 0) continue;
+    --pinned_;
+    if (!slot.leaving) continue;
+    slot.leaving = false;
+    --leaving_;
+    release(static_cast<uint64_t>(number));
+  }
+  changed_.notify_all();
+}
+
+void HostPool::close(const Deadline& deadline) {
+  std::vector<Chunk> gone;  // freed without the mutex
+  if (process_ != getpid()) return;
+  {
+    Lock lock(mutex_);
+    changed_.wait_for(lock, left(deadline), [&] { return pinned_ == 0; });
+    if (pinned_ > 0) {
+      fail(Code::timeout, "jobs still use ", pinned_, " rows of the host pool after ",
+           shown_s(deadline.wait_ns()), " s: close their BlockTransfer first");
+    }
+    closed_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  const Lock lock(mutex_);
+  gone.swap(chunks_);
+}
+
+void HostPool::check_taken(int64_t number) const {
+  if (number < 0 || static_cast<uint64_t>(number) >= slots_.size()) {
+    fail(Code::invalid, "slot ", number, " is not one of the host pool's ", slots_.size());
+  }
+  const Slot& slot = slots_[static_cast<size_t>(number)];
+  if (!slot.taken || slot.leaving) {
+    fail(Code::invalid, "slot ", number, " is not allocated", slot.leaving ? " any more" : "",
+         ": it was freed, or never given out");
+  }
+}
+
+void HostPool::check(std::span<const int64_t> slots, bool distinct) {
+  if (++stamp_ == 0) {
+    for (Slot& slot : slots_) slot.stamp = 0;
+    stamp_ = 1;
+  }
+  for (int64_t number : slots) {
+    check_taken(number);
+    Slot& slot = slots_[static_cast<size_t>(number)];
+    if (distinct && slot.stamp == stamp_) fail(Code::invalid, "slot ", number, " is named twice");
+    slot.stamp = stamp_;
+  }
+}
+
+const HostPool::Chunk& HostPool::chunk_of(uint64_t slot) const {
+  const auto after =
+      std::upper_bound(chunks_.begin(), chunks_.end(), slot,
+                       [](uint64_t wanted, const Chunk& chunk) { return wanted < chunk.first; });
+  return *std::prev(after);
+}
+
+void HostPool::give(uint64_t first, uint64_t count) {
+  runs_[first] = count;
+  by_count_.insert({count, first});
+}
+
+void HostPool::remove(uint64_t first, uint64_t count) {
+  runs_.erase(first);
+  by_count_.erase({count, first});
+}
+
+// A slot that nobody has any more: joined to its free neighbours of the same chunk.
+void HostPool::release(uint64_t slot) {
+  slots_[slot].taken = false;
+  ++free_;
+  const Chunk& chunk = chunk_of(slot);
+  uint64_t first = slot;
+  uint64_t count = 1;
+  if (const auto next = runs_.find(slot + 1);
+      next != runs_.end() && next->first < chunk.first + chunk.rows) {
+    count += next->second;
+    remove(next->first, uint64_t{next->second});
+  }
+  auto before = runs_.lower_bound(slot);
+  if (before != runs_.begin() && (--before)->first + before->second == slot &&
+      before->first >= chunk.first) {
+    first = before->first;
+    count += before->second;
+    remove(first, uint64_t{before->second});
+  }
+  give(first, count);
+}
+
+}  // namespace offcore::kv

@@ -1,0 +1,127 @@
+// Host memory for KV blocks: rows of one block each, with all layers side by side (layout.h).
+//
+// The memory comes in chunks, registered one after the other by a thread of the pool, because
+// registering takes about 0.1 s/GB and a whole pool at once may fail. A row lies in one chunk, and
+// so does every copy. Slots (numbers of rows) are given out once their chunk is ready.
+//
+// - A slot is given back by free(). While jobs use it, that is deferred: it cannot be allocated or
+//   named by new jobs meanwhile.
+// - Memory outlives its chunk's place in the pool while somebody holds a view of a row.
+// - Nothing of it survives a fork: a child gets errors of code unsupported.
+#pragma once
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/base/error.h"
+
+namespace offcore::kv {
+
+// Where a slot's row lies.
+struct Row {
+  std::byte* at = nullptr;
+  uint32_t chunk = 0;
+};
+
+class HostPool : public std::enable_shared_from_this<HostPool> {
+ public:
+  static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
+                                          uint64_t chunk_bytes);
+  ~HostPool();
+  HostPool(const HostPool&) = delete;
+  HostPool& operator=(const HostPool&) = delete;
+
+  uint64_t row_bytes() const { return row_bytes_; }
+  uint64_t rows_chunk() const { return rows_chunk_; }
+
+  // Adds rows at the end; they become usable in the background.
+  void grow(uint64_t rows);
+  // Gives back whole chunks at the end in which no slot is taken, as long as at least `keep` rows
+  // are left. Returns how many are.
+  uint64_t shrink(uint64_t keep);
+  struct Counts {
+    uint64_t rows = 0;     // those still to be registered included
+    uint64_t ready = 0;    // registered
+    uint64_t free = 0;     // ready, and to be had
+    uint64_t leaving = 0;  // freed, but jobs still use them
+  };
+  Counts counts() const;
+  // Until all is registered. Throws timeout, or what a registration failed with; the pool then goes
+  // on with what is ready.
+  void wait_ready(const Deadline& deadline);
+
+  // As few runs of consecutive slots in one chunk as the free ones allow, sorted: the smallest run
+  // that holds them all, else the largest runs. Waits for registrations and frees. Throws memory.
+  std::vector<int64_t> allocate(uint64_t count, const Deadline& deadline);
+  // All or none. Throws invalid for slots that are not allocated, or named twice.
+  void free(std::span<const int64_t> slots);
+  // An allocated slot's memory, and what keeps it mapped.
+  std::pair<std::byte*, std::shared_ptr<void>> row(int64_t slot) const;
+
+  // For a job: its rows, which are not given to others until unpin. Throws invalid for slots that
+  // are not allocated, and where `distinct` for those named twice.
+  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct);
+  void unpin(std::span<const int64_t> slots);
+
+  // Waits for the jobs, and lets go of the memory. Throws timeout while jobs go on.
+  void close(const Deadline& deadline);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Chunk {
+    uint64_t first = 0;
+    uint64_t rows = 0;
+    Share share;  // without data: not registered yet
+  };
+  struct Slot {
+    uint32_t users = 0;  // jobs
+    uint32_t stamp = 0;  // of the last call that named it
+    bool taken = false;
+    bool leaving = false;
+  };
+
+  HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes);
+  Lock enter() const;
+  void register_chunks();
+  void check(std::span<const int64_t> slots, bool distinct);
+  void check_taken(int64_t slot) const;
+  const Chunk& chunk_of(uint64_t slot) const;
+  void give(uint64_t first, uint64_t count);
+  void remove(uint64_t first, uint64_t count);
+  void release(uint64_t slot);
+  bool registering() const { return ready_ < slots_.size(); }
+  [[noreturn]] void fail_exhausted(uint64_t count) const;
+
+  const std::shared_ptr<Backend> backend_;
+  const uint64_t row_bytes_;
+  const uint64_t rows_chunk_;
+  const pid_t process_;
+
+  mutable std::mutex mutex_;  // of all below
+  std::condition_variable changed_;
+  std::vector<Chunk> chunks_;  // by their first slot; the ready ones come first
+  std::vector<Slot> slots_;
+  std::map<uint64_t, uint64_t> runs_;                 // free: first slot -> how many, in one chunk
+  std::set<std::pair<uint64_t, uint64_t>> by_count_;  // the same as (how many, first)
+  uint64_t ready_ = 0;
+  uint64_t free_ = 0;
+  uint64_t leaving_ = 0;
+  uint64_t pinned_ = 0;  // slots that jobs use
+  uint32_t stamp_ = 0;
+  std::optional<Error> failure_;
+  bool busy_ = false;  // the thread registers a chunk, without the mutex
+  bool closed_ = false;
+  std::thread thread_;
+};
+
+}  // namespace offcore::kv

@@ -1,0 +1,181 @@
+#include "core/kv/transfer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "core/base/threads.h"
+
+namespace offcore::kv {
+namespace {
+
+// 256 scattered copies to one H200: calls of 32 are 2 to 3 times as fast as one of all.
+constexpr uint32_t kSubBatch = 32;
+constexpr double kEndS = 10;
+
+// Where each tensor of a cache lies. Layers in allocations of their own may be at equal steps by
+// chance, and the driver refuses a strided copy into them.
+std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
+  struct Extent {
+    std::byte* first = nullptr;
+    std::byte* last = nullptr;
+  };
+  std::vector<Extent> extents;
+  for (const Piece& piece : layout.pieces()) {
+    if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
+    Extent& extent = extents[piece.tensor];
+    std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
+    if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
+    extent.last = std::max(extent.last, end);
+  }
+  std::vector<uint64_t> memories;
+  for (const Extent& extent : extents) {
+    memories.push_back(backend.memory_of(extent.first, extent.last));
+  }
+  return memories;
+}
+
+}  // namespace
+
+std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
+                                           std::vector<Group> groups, TransferOptions options,
+                                           std::shared_ptr<const void> keep) {
+  std::unique_ptr<Transfer> transfer(
+      new Transfer(std::move(backend), std::move(groups), options, std::move(keep)));
+  transfer->begin();
+  return owned_by_process(std::move(transfer));
+}
+
+Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
+                   TransferOptions options, std::shared_ptr<const void> keep)
+    : backend_(std::move(backend)),
+      groups_(std::move(groups)),
+      options_(options),
+      process_(getpid()),
+      named_(groups_.size()) {
+  if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const Group& group = groups_[i];
+    if (group.layout->row_bytes() != group.pool->row_bytes()) {
+      fail(Code::invalid, "a block of the cache has ", group.layout->row_bytes(),
+           " bytes, one of the host pool ", group.pool->row_bytes());
+    }
+    named_[i].resize(group.layout->blocks());
+    memories_.push_back(memories_of(*backend_, *group.layout));
+  }
+  courier_ = std::make_shared<Courier>(board_, backend_, groups_, options_.pace, std::move(keep),
+                                       options_.checked);
+}
+
+void Transfer::begin() {
+  const SignalsBlocked blocked;
+  try {
+    thread_ = std::thread([courier = courier_] { courier->run(); });
+  } catch (const std::system_error& error) {
+    fail(Code::driver, "cannot start the thread of a transfer: ", error.what());
+  }
+}
+
+Transfer::~Transfer() {
+  if (!thread_.joinable()) return;
+  try {
+    close(true, Deadline::after_s(kEndS));
+  } catch (const Error&) {
+    thread_.detach();  // a GPU does not end: the thread keeps what its copies need
+  }
+}
+
+void Transfer::check(const Request& request) {
+  const uint64_t blocks = groups_[request.group].layout->blocks();
+  std::vector<uint64_t>& named = named_[request.group];
+  ++calls_;
+  for (int64_t block : request.blocks) {
+    if (block < 0 || static_cast<uint64_t>(block) >= blocks) {
+      fail(Code::invalid, "block ", block, " is not one of the cache's ", blocks);
+    }
+    uint64_t& last = named[static_cast<size_t>(block)];
+    if (last == calls_ && request.direction == Direction::load) {
+      fail(Code::invalid, "block ", block, " is named twice: a load would write it twice");
+    }
+    last = calls_;
+  }
+}
+
+std::shared_ptr<const std::vector<Stage>> Transfer::stages(uint32_t group,
+                                                           uint32_t layers_together) {
+  auto& stages = stages_[{group, layers_together}];
+  if (stages == nullptr) {
+    stages = std::make_shared<const std::vector<Stage>>(
+        stages_of(*groups_[group].layout, layers_together, memories_[group]));
+  }
+  return stages;
+}
+
+std::shared_ptr<Job> Transfer::start(Request request) {
+  if (process_ != getpid()) {
+    fail(Code::unsupported, "a transfer does not survive a fork: make it in the child");
+  }
+  if (request.group >= groups_.size()) {
+    fail(Code::invalid, "there is no group ", request.group, " of ", groups_.size());
+  }
+  if (request.blocks.size() != request.slots.size()) {
+    fail(Code::invalid, request.blocks.size(), " blocks and ", request.slots.size(),
+         " slots: each block needs its slot");
+  }
+  const Group& group = groups_[request.group];
+  const uint32_t layers = group.layout->layers();
+  const bool load = request.direction == Direction::load;
+  const Manner manner{.strided = backend_->machine().native.strided,
+                      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
+                      .sub_batch = backend_->host_visible() ? UINT32_MAX : kSubBatch};
+  auto job = std::make_shared<Job>(board_, std::move(request));
+  job->layers_ = layers;
+  const uint32_t together = job->request_.layers_together;
+  job->together_ = together == 0 ? layers : std::min(together, layers);
+  job->called_ns_ = backend_->now_ns();
+  std::shared_ptr<const std::vector<Stage>> stages;
+  {
+    const std::scoped_lock lock(mutex_);
+    check(job->request_);
+    stages = this->stages(job->request_.group, job->together_);
+  }
+  job->stages_.resize(stages->size());
+  std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
+  job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
+                       job->request_.blocks, std::move(rows));
+  {
+    const std::scoped_lock lock(board_->mutex);
+    if (!board_->closing) {
+      board_->inbox.push_back(job);
+      ++board_->under_way;
+      board_->news = true;
+      board_->work.notify_one();
+      return job;
+    }
+  }
+  group.pool->unpin(job->request_.slots);
+  fail(Code::cancelled, "the transfer is closed");
+}
+
+void Transfer::close(bool cancel, const Deadline& deadline) {
+  if (process_ != getpid()) return;
+  std::unique_lock lock(board_->mutex);
+  board_->closing = true;
+  board_->cancel_all = board_->cancel_all || cancel;
+  board_->news = true;
+  board_->work.notify_one();
+  while (!board_->ended) {
+    if (deadline.passed()) {
+      fail(Code::timeout, board_->under_way, " jobs were still under way after ",
+           shown_s(deadline.wait_ns()), " s");
+    }
+    board_->changed.wait_for(
+        lock, std::chrono::nanoseconds(std::min<int64_t>(deadline.left_ns(), 50'000'000)));
+  }
+  lock.unlock();
+  const std::scoped_lock joining(mutex_);
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace offcore::kv

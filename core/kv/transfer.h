@@ -1,0 +1,67 @@
+// Transfers of paged KV blocks between the caches of one GPU and host pools, by copy engines
+// (DMA-Latte sections 2.1.2, 5.3 and 6).
+//
+// A call checks its blocks and slots, hands a job to a thread (courier.h) and returns. It is for
+// one GPU: rank 0 of the backend it is given, which no other transfer uses. Nothing of it survives
+// a fork.
+#pragma once
+#include <sys/types.h>
+
+#include <map>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/kv/courier.h"
+
+namespace offcore::kv {
+
+struct TransferOptions {
+  Pace pace;
+  // Pages of so many bytes are copied one by one, by direction: see Manner.
+  std::array<uint64_t, 2> plain_from = {UINT64_MAX, UINT64_MAX};
+  bool checked = false;  // verify every program before it is launched
+};
+
+class Transfer : public std::enable_shared_from_this<Transfer> {
+ public:
+  // `keep` lives until the last copy has ended. Throws invalid, and what the backend throws.
+  static std::shared_ptr<Transfer> create(std::shared_ptr<Backend> backend,
+                                          std::vector<Group> groups, TransferOptions options,
+                                          std::shared_ptr<const void> keep);
+  ~Transfer();
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  // Throws invalid for what the request names wrongly; nothing is copied then.
+  std::shared_ptr<Job> start(Request request);
+  // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no
+  // job is taken afterwards all the same.
+  void close(bool cancel, const Deadline& deadline);
+
+  Backend& backend() const { return *backend_; }
+
+ private:
+  Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups, TransferOptions options,
+           std::shared_ptr<const void> keep);
+  void begin();
+  void check(const Request& request);
+  std::shared_ptr<const std::vector<Stage>> stages(uint32_t group, uint32_t layers_together);
+
+  const std::shared_ptr<Backend> backend_;
+  const std::vector<Group> groups_;
+  const TransferOptions options_;
+  const pid_t process_;
+  std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor
+  std::shared_ptr<Board> board_ = std::make_shared<Board>();
+  std::shared_ptr<Courier> courier_;
+  std::thread thread_;
+
+  std::mutex mutex_;                          // of all below
+  std::vector<std::vector<uint64_t>> named_;  // by group, then block: the last call that named it
+  uint64_t calls_ = 0;
+  std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<const std::vector<Stage>>> stages_;
+};
+
+}  // namespace offcore::kv

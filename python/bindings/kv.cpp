@@ -1,0 +1,232 @@
+// Host pools and transfers of KV blocks. The Python layer turns tensors into pieces.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "core/backend/registry.h"
+#include "core/base/error.h"
+#include "core/kv/transfer.h"
+#include "keep.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+using kv::Direction;
+using kv::HostPool;
+using kv::Job;
+using kv::JobReport;
+using kv::Layout;
+using kv::Transfer;
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// A job, and the transfer whose thread it needs.
+struct Started {
+  std::shared_ptr<Transfer> transfer;
+  std::shared_ptr<Job> job;
+};
+
+std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machine, int device) {
+  BackendOptions options;
+  if (device >= 0) options.cuda.devices = {device};
+  return open_backend(name, machine, 1, {0}, std::move(options));
+}
+
+std::vector<int64_t> copied(const Numbers& numbers) {
+  return {numbers.data(), numbers.data() + numbers.size()};
+}
+
+std::shared_ptr<Layout> layout_of(
+    const std::vector<std::tuple<uintptr_t, uint64_t, uint64_t, uint32_t, uint32_t>>& rows,
+    uint64_t blocks) {
+  std::vector<kv::Piece> pieces;
+  for (const auto& [address, block_step, bytes, layer, tensor] : rows) {
+    pieces.push_back({.address = reinterpret_cast<std::byte*>(address),
+                      .block_step = block_step,
+                      .bytes = bytes,
+                      .layer = layer,
+                      .tensor = tensor});
+  }
+  return std::make_shared<Layout>(std::move(pieces), blocks);
+}
+
+std::shared_ptr<HostPool> open_host_pool(const std::string& backend, const Machine& machine,
+                                         int device, uint64_t block_bytes, uint64_t blocks,
+                                         uint64_t chunk_bytes) {
+  auto pool = HostPool::create(open_one(backend, machine, device), block_bytes, chunk_bytes);
+  pool->grow(blocks);
+  return pool;
+}
+
+nb::object allocate(HostPool& pool, uint64_t count, double timeout_s) {
+  auto slots = std::make_unique<std::vector<int64_t>>();
+  {
+    const nb::gil_scoped_release unlocked;
+    *slots = pool.allocate(count, Deadline::after_s(timeout_s));
+  }
+  const size_t size = slots->size();
+  int64_t* data = slots->data();
+  nb::capsule owner(slots.release(),
+                    [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(data, {size}, owner).cast();
+}
+
+nb::object row(const HostPool& pool, int64_t slot) {
+  auto [data, memory] = pool.row(slot);
+  auto* held = new std::shared_ptr<void>(std::move(memory));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(data),
+                                                      {pool.row_bytes()}, owner)
+      .cast();
+}
+
+std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
+                                        int device, std::vector<std::shared_ptr<Layout>> layouts,
+                                        std::vector<std::shared_ptr<HostPool>> pools,
+                                        nb::object keep, uint64_t ahead_bytes,
+                                        uint32_t ahead_commands,
+                                        std::pair<uint64_t, uint64_t> plain_from, bool checked) {
+  if (layouts.size() != pools.size()) {
+    fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
+         " host pools: each cache needs its pool");
+  }
+  std::vector<kv::Group> groups;
+  for (size_t i = 0; i < layouts.size(); ++i) groups.push_back({layouts[i], pools[i]});
+  const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
+  const nb::gil_scoped_release unlocked;
+  return Transfer::create(open_one(backend, machine, device), std::move(groups),
+                          {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
+                           .plain_from = {plain_from.first, plain_from.second},
+                           .checked = checked},
+                          kept);
+}
+
+Started start(const std::shared_ptr<Transfer>& self, bool load, uint32_t group,
+              const Numbers& blocks, const Numbers& slots, int32_t priority,
+              uint32_t layers_together, const std::string& after_is, uintptr_t after) {
+  Released::drop();
+  kv::Request request{.direction = load ? Direction::load : Direction::store,
+                      .group = group,
+                      .blocks = copied(blocks),
+                      .slots = copied(slots),
+                      .priority = priority,
+                      .layers_together = layers_together};
+  const nb::gil_scoped_release unlocked;
+  if (after_is == "stream") request.after = self->backend().mark_stream(after);
+  if (after_is == "event") request.after = self->backend().mark_event(after);
+  return {self, self->start(std::move(request))};
+}
+
+void bind_pools(nb::module_& module) {
+  nb::class_<Layout>(module, "KvLayout", "core/kv/layout.h")
+      .def_prop_ro("blocks", &Layout::blocks)
+      .def_prop_ro("layers", &Layout::layers)
+      .def_prop_ro("row_bytes", &Layout::row_bytes)
+      .def(
+          "folds",
+          [](const Layout& self) {
+            std::vector<std::pair<uint32_t, uint64_t>> folds;
+            for (const kv::Fold& fold : self.folds(0, UINT32_MAX, {})) {
+              folds.emplace_back(fold.pieces, fold.bytes);
+            }
+            return folds;
+          },
+          "(pieces, bytes of a piece) of every copy of one block.");
+  module.def("kv_layout", &layout_of, nb::arg("pieces"), nb::arg("blocks"),
+             "Of pieces (address, block step, bytes, layer, tensor), in the order of the row.");
+  nb::class_<HostPool>(module, "HostPool", "core/kv/pool.h")
+      .def_prop_ro("row_bytes", &HostPool::row_bytes)
+      .def_prop_ro("rows_chunk", &HostPool::rows_chunk)
+      .def_prop_ro("counts",
+                   [](const HostPool& self) {
+                     const HostPool::Counts counts = self.counts();
+                     return std::tuple(counts.rows, counts.ready, counts.free, counts.leaving);
+                   })
+      .def("grow", &HostPool::grow, nb::arg("rows"), Unlocked())
+      .def("shrink", &HostPool::shrink, nb::arg("keep"), Unlocked())
+      .def(
+          "wait_ready",
+          [](HostPool& self, double timeout_s) { self.wait_ready(Deadline::after_s(timeout_s)); },
+          nb::arg("timeout_s"), Unlocked())
+      .def("allocate", &allocate, nb::arg("count"), nb::arg("timeout_s"))
+      .def(
+          "free",
+          [](HostPool& self, const Numbers& slots) {
+            const nb::gil_scoped_release unlocked;
+            self.free({slots.data(), slots.size()});
+          },
+          nb::arg("slots"))
+      .def("row", &row, nb::arg("slot"))
+      .def(
+          "close",
+          [](HostPool& self, double timeout_s) { self.close(Deadline::after_s(timeout_s)); },
+          nb::arg("timeout_s"), Unlocked());
+  module.def("open_host_pool", &open_host_pool, nb::arg("backend"), nb::arg("machine"),
+             nb::arg("device"), nb::arg("block_bytes"), nb::arg("blocks"), nb::arg("chunk_bytes"),
+             Unlocked());
+}
+
+void bind_jobs(nb::module_& module) {
+  nb::class_<JobReport>(module, "KvReport", "What a job did: core/kv/job.h.")
+      .def_ro("blocks", &JobReport::blocks)
+      .def_ro("layers", &JobReport::layers)
+      .def_ro("pages", &JobReport::pages)
+      .def_ro("commands", &JobReport::commands)
+      .def_ro("strided", &JobReport::strided)
+      .def_ro("bytes", &JobReport::bytes)
+      .def_ro("queued_ns", &JobReport::queued_ns)
+      .def_ro("copy_ns", &JobReport::copy_ns)
+      .def_ro("cancelled", &JobReport::cancelled);
+  nb::class_<Started>(module, "KvJob", "core/kv/job.h")
+      .def("done", [](const Started& self) { return self.job->done(); })
+      .def(
+          "wait",
+          [](const Started& self, double timeout_s) {
+            self.job->wait(Deadline::after_s(timeout_s));
+          },
+          nb::arg("timeout_s"), Unlocked())
+      .def(
+          "wait_layer",
+          [](const Started& self, uint32_t layer, double timeout_s) {
+            self.job->wait_layer(layer, Deadline::after_s(timeout_s));
+          },
+          nb::arg("layer"), nb::arg("timeout_s"), Unlocked())
+      .def(
+          "hold",
+          [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
+            self.job->hold(layer, stream, Deadline::after_s(timeout_s));
+          },
+          nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), Unlocked())
+      .def(
+          "cancel", [](const Started& self) { self.job->cancel(); }, Unlocked())
+      .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })
+      .def_prop_ro("report", [](const Started& self) { return self.job->report(); });
+  nb::class_<Transfer>(module, "Transfer", "core/kv/transfer.h")
+      .def("start", &start, nb::arg("load"), nb::arg("group"), nb::arg("blocks"), nb::arg("slots"),
+           nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"))
+      .def(
+          "close",
+          [](Transfer& self, bool cancel, double timeout_s) {
+            self.close(cancel, Deadline::after_s(timeout_s));
+          },
+          nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
+  module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
+             nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("keep"),
+             nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
+             nb::arg("checked"));
+}
+
+}  // namespace
+
+void bind_kv(nb::module_& module) {
+  bind_pools(module);
+  bind_jobs(module);
+}
+
+}  // namespace offcore

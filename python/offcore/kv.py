@@ -1,0 +1,432 @@
+"""Paged KV-cache blocks between a GPU and host memory, by copy engines (DMA-Latte 2.1.2, 5.3, 6).
+
+    layout = kv.Layout(caches)                           # tensors, one a layer: (blocks, page...)
+    pool = kv.HostPool(layout.block_bytes, blocks=1000)  # pinned host memory, a row a block
+    transfer = kv.BlockTransfer(layout, pool)
+    slots = pool.allocate(len(blocks))
+    transfer.store(blocks, slots).wait()
+    transfer.load(other_blocks, slots).wait()
+
+No SM takes part. See docs/kv.md for the layouts, and for what is ordered with what.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from offcore import _core, defaults, machines
+from offcore.errors import error
+from offcore.kv_layout import Layout
+from offcore.operands import checked
+from offcore.transferred import Transferred
+
+__all__ = ["BlockTransfer", "HostPool", "Job", "Layout", "Transferred"]
+
+Slots = NDArray[np.int64]
+_NEVER = (1 << 64) - 1  # bytes that no page has
+_INT_MAX = (1 << 31) - 1  # what counts and priorities may be
+_MACHINES = {"sim": "h200-2", "host": "host-1"}
+_EXIT_S = 10.0  # a process that ends waits so long for copies
+_open_transfers: weakref.WeakSet[BlockTransfer] = weakref.WeakSet()
+_open_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Threads of ours must not outlive the interpreter, nor copies the driver."""
+    for transfer in list(_open_transfers):
+        with contextlib.suppress(_core.Error):  # a GPU that does not end keeps what it has
+            transfer.close(cancel=True, timeout=_EXIT_S)
+    for pool in list(_open_pools):
+        with contextlib.suppress(_core.Error):
+            pool.close(timeout=_EXIT_S)
+
+
+atexit.register(_close_all)
+
+
+def _numbers(name: str, given: ArrayLike) -> Slots:
+    numbers = np.asarray(given)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise error(
+            "invalid",
+            f"{name} must be a list of whole numbers, not {numbers.dtype} of "
+            f"{numbers.ndim} dimensions",
+        )
+    return np.ascontiguousarray(numbers, np.int64)
+
+
+class HostPool:
+    """Pinned host memory for KV blocks: rows of `block_bytes`, one block with all its layers each.
+
+    block_bytes: of a row: `Layout.block_bytes`.
+    blocks: how many rows. They are registered with the driver in the background, which takes about
+        0.1 s/GB, in chunks of `chunk_bytes` that no row and no copy spans; see `progress`.
+    backend: "cuda", "host", "sim" or "auto": cuda where it is available, else host.
+    device: cuda: the GPU near which the memory lies; all GPUs of the process can use it.
+    machine: sim: the machine that is simulated.
+    timeout: seconds that a wait lasts which names none.
+
+    A slot is the number of a row, from 0 on. All methods may be called by any thread. Raises
+    `Error`: invalid, unavailable; a chunk that cannot be had is reported by `wait_ready`.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        blocks: int,
+        *,
+        backend: str = "auto",
+        machine: str | None = None,
+        device: int | None = None,
+        chunk_bytes: int = 1 << 30,
+        timeout: float | None = None,
+    ) -> None:
+        self.timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        self.backend = defaults.backend(None) if backend == "auto" else backend
+        if self.backend != "cuda" and device is not None:
+            raise error("unsupported", f"device is a GPU's number, and backend {backend} has none")
+        self.device = (device or 0) if self.backend == "cuda" else -1
+        default = _MACHINES.get(self.backend) or machines.for_gpus(1)
+        self.machine = default if machine is None else machine
+        self.block_bytes = checked("block_bytes", block_bytes)
+        self._core = _core.open_host_pool(
+            self.backend,
+            machines.load(self.machine),
+            self.device,
+            self.block_bytes,
+            checked("blocks", blocks),
+            checked("chunk_bytes", chunk_bytes),
+        )
+        _open_pools.add(self)
+
+    @property
+    def blocks(self) -> int:
+        """How many rows there are, or will be once all are registered."""
+        return self._core.counts[0]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(rows that are registered, all rows)."""
+        rows, ready, _, _ = self._core.counts
+        return ready, rows
+
+    @property
+    def free_blocks(self) -> int:
+        """Rows that `allocate` can give out now."""
+        return self._core.counts[2]
+
+    @property
+    def leaving_blocks(self) -> int:
+        """Rows that were freed while jobs used them: free again when those have ended."""
+        return self._core.counts[3]
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Until all rows are registered. Raises `Error`: timeout; memory or driver where a chunk
+        could not be had: the pool then goes on with the rows before it."""
+        self._core.wait_ready(self.timeout if timeout is None else timeout)
+
+    def allocate(self, count: int, *, timeout: float = 0.0) -> Slots:
+        """Slots for `count` blocks, sorted, in as few runs of consecutive ones as can be.
+
+        timeout: seconds to wait for rows to be registered, or freed by others. Raises `Error`:
+        memory, with how many are free, not registered yet, and about to be free.
+        """
+        slots: Any = self._core.allocate(checked("count", count), timeout)
+        return cast(Slots, slots)
+
+    def free(self, slots: ArrayLike) -> None:
+        """Gives slots back: all, or none where it raises.
+
+        Those that jobs still use cannot be named by anybody any more, and are free when the last
+        such job has ended. Raises `Error`: invalid for slots that are not allocated (freed twice,
+        another pool's) or named twice.
+        """
+        self._core.free(_numbers("slots", slots))
+
+    def row(self, slot: int) -> NDArray[np.uint8]:
+        """An allocated slot's memory, uint8 of `block_bytes`, without a copy. The memory stays
+        while the array does, but is another block's once the slot is freed."""
+        row: Any = self._core.row(checked("slot", slot))
+        return cast(NDArray[np.uint8], row)
+
+    def grow(self, blocks: int) -> None:
+        """Adds rows at the end, usable once they are registered."""
+        self._core.grow(checked("blocks", blocks))
+
+    def shrink(self, blocks: int = 0) -> int:
+        """Gives memory back: whole chunks at the end that have no slot in use, while at least
+        `blocks` rows are left. Returns how many are."""
+        return self._core.shrink(checked("blocks", blocks))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Gives the memory back, what arrays of `row` still show excepted. Raises `Error`: timeout
+        while jobs use slots; close their `BlockTransfer` first."""
+        self._core.close(self.timeout if timeout is None else timeout)
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _handle(stream: Any) -> int:
+    """The driver's handle of a torch stream, or the handle itself."""
+    return int(getattr(stream, "cuda_stream", stream))
+
+
+def _after(given: Any) -> tuple[str, int]:
+    if given is None:
+        return "", 0
+    if hasattr(given, "cuda_event"):
+        if not given.cuda_event:
+            raise error("invalid", "after: the event was never recorded; record it in a stream")
+        return "event", given.cuda_event
+    return "stream", _handle(given)
+
+
+def _priority(given: Any) -> int:
+    if not isinstance(given, (int, np.integer)) or abs(given) > _INT_MAX:
+        raise error("invalid", f"priority is {given!r}: it must be a whole number of 31 bits")
+    return int(given)
+
+
+class Job:
+    """A load or store under way. It keeps caches and pool alive."""
+
+    def __init__(self, core: _core.KvJob, transfer: BlockTransfer, call: dict[str, Any]) -> None:
+        self._core = core
+        self._transfer = transfer
+        self._call = call  # direction, what it is after, asked, submit_us
+
+    def done(self) -> bool:
+        """Whether it has ended: been copied, been cancelled, or failed."""
+        return self._core.done()
+
+    def wait(self, timeout: float | None = None) -> Transferred:
+        """Waits for the end, and says what was copied; also of a cancelled job.
+
+        Raises `Error`: timeout (the job goes on), driver when the GPU or the driver failed.
+        """
+        self._core.wait(self._transfer.timeout if timeout is None else timeout)
+        return Transferred(self._core.report, self._transfer.backend, self._call)
+
+    def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
+        """Waits until a layer (from 0 on) has arrived for all blocks.
+
+        stream: cuda: a torch.cuda.Stream, or its handle, which then waits instead of the caller:
+        what it is given later runs after the copies of the layer. The caller waits only until
+        those are enqueued. A job that was not started `by_layer` has one event, for all layers.
+        Raises `Error`: timeout; cancelled where the layer will not come.
+        """
+        wait_s = self._transfer.timeout if timeout is None else timeout
+        if stream is None:
+            self._core.wait_layer(checked("layer", layer, _INT_MAX), wait_s)
+        else:
+            self._core.hold(checked("layer", layer, _INT_MAX), _handle(stream), wait_s)
+
+    def wait_stream(self, stream: Any, timeout: float | None = None) -> None:
+        """Makes a stream wait for all layers, as `wait_layer` does for one."""
+        self.wait_layer(self._core.layers - 1, stream, timeout)
+
+    def cancel(self) -> None:
+        """What is not enqueued yet is not copied; `wait` tells what was. Returns at once."""
+        self._core.cancel()
+
+
+class BlockTransfer:
+    """Loads and stores of KV blocks between caches and host pools.
+
+    caches: a `Layout`, or what makes one with `block_axis` and `layer_axis`; for several groups
+        with block numbers of their own, a list of Layouts.
+    pool: the `HostPool` whose rows are as large as a block; a list with one for each group.
+    device: cuda: the GPU that the caches lie on; by default what the tensors say.
+    ahead_bytes, ahead_commands: how much is enqueued ahead in a direction. What is not enqueued
+        yet can be cancelled, or overtaken by a higher priority; less than what an engine copies in
+        about 100 us leaves it idle.
+    plain_from: pages of so many bytes are copied one by one, rather than several layers by one
+        strided copy; a number, or a pair for load and store. None: never.
+    verify: check every program of commands before it runs. For tests: it is slow.
+
+    Loads and stores run at the same time, each direction in a stream of its own. Jobs that touch
+    the same block or slot, one of them writing, keep the order of their calls. Tensors and pools
+    are kept alive by the transfer and its jobs. A transfer that is dropped together with its jobs
+    cancels them. Raises `Error`: invalid, unavailable.
+    """
+
+    def __init__(
+        self,
+        caches: Any,
+        pool: HostPool | Sequence[HostPool],
+        *,
+        block_axis: int = 0,
+        layer_axis: int | None = None,
+        device: int | None = None,
+        ahead_bytes: int = 32 << 20,
+        ahead_commands: int = 256,
+        plain_from: int | tuple[int | None, int | None] | None = None,
+        verify: bool = False,
+    ) -> None:
+        pools = [pool] if isinstance(pool, HostPool) else list(pool)
+        groups = list(caches) if isinstance(caches, (list, tuple)) else [caches]
+        if not groups or not all(isinstance(group, Layout) for group in groups):
+            groups = [
+                caches
+                if isinstance(caches, Layout)
+                else Layout(caches, block_axis=block_axis, layer_axis=layer_axis)
+            ]
+        if not pools or any(
+            (p.backend, p.machine) != (pools[0].backend, pools[0].machine) for p in pools
+        ):
+            raise error(
+                "invalid", "the host pools of a transfer must be of one backend and machine"
+            )
+        self.layouts: list[Layout] = groups
+        self.pools = pools
+        self.backend = pools[0].backend
+        self.timeout = pools[0].timeout
+        self.device = self._gpu(device)
+        limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
+        plain_load, plain_store = (
+            _NEVER if limit is None else checked("plain_from", limit) for limit in limits
+        )
+        self._core = _core.open_transfer(
+            self.backend,
+            machines.load(pools[0].machine),
+            self.device,
+            [layout._core for layout in groups],
+            [pool._core for pool in pools],
+            [layout.tensors for layout in groups],
+            checked("ahead_bytes", ahead_bytes),
+            checked("ahead_commands", ahead_commands, _INT_MAX),
+            (plain_load, plain_store),
+            verify,
+        )
+        _open_transfers.add(self)
+
+    def _gpu(self, device: int | None) -> int:
+        found = {layout.device for layout in self.layouts}
+        if self.backend != "cuda":
+            if found - {-1} or device is not None:
+                raise error(
+                    "invalid", f"caches on a GPU need pools of backend cuda, not {self.backend}"
+                )
+            return -1
+        if -1 in found:
+            raise error(
+                "invalid",
+                "the caches lie in host memory: make the pool with "
+                'backend="host", or pass tensors on a GPU',
+            )
+        known = {gpu for gpu in found if gpu is not None}
+        device = device if device is not None else next(iter(known), self.pools[0].device)
+        if known - {device}:
+            raise error(
+                "invalid",
+                f"the caches lie on GPUs {sorted(known)}; a transfer is of one, here {device}",
+            )
+        return device
+
+    def load(
+        self,
+        blocks: ArrayLike,
+        slots: ArrayLike,
+        *,
+        priority: int = 0,
+        by_layer: bool | int = False,
+        after: Any = None,
+        group: int = 0,
+    ) -> Job:
+        """Copies host rows into blocks: slots[i] into blocks[i].
+
+        blocks, slots: equally long lists of whole numbers, best int64 arrays; no block twice.
+        priority: a higher one goes before what is not enqueued yet.
+        by_layer: False: all layers of a block together, which takes the fewest commands. True:
+            layer after layer, each with an event of its own (`Job.wait_layer`), so that the first
+            one can be computed with before the others have arrived; k: k layers together.
+        after: cuda: begins only when what is now in this torch.cuda.Stream, or before this
+            torch.cuda.Event, has run: what reads the blocks' old contents.
+        group: which of several groups.
+
+        Returns at once; the copies are submitted by a thread. Raises `Error`: invalid for numbers
+        out of range, named twice or not allocated (nothing is copied then), unsupported for
+        `after` without a GPU, cancelled after `close`.
+        """
+        return self._start(True, blocks, slots, priority, by_layer, after, group)
+
+    def store(
+        self,
+        blocks: ArrayLike,
+        slots: ArrayLike,
+        *,
+        priority: int = 0,
+        by_layer: bool | int = False,
+        after: Any = None,
+        group: int = 0,
+    ) -> Job:
+        """Copies blocks into host rows: blocks[i] into slots[i]; no slot twice. As `load`.
+
+        after: cuda: the stream, or the event, of what writes the blocks.
+        """
+        return self._start(False, blocks, slots, priority, by_layer, after, group)
+
+    def _start(
+        self,
+        load: bool,
+        blocks: ArrayLike,
+        slots: ArrayLike,
+        priority: int,
+        by_layer: bool | int,
+        after: Any,
+        group: int,
+    ) -> Job:
+        began_ns = time.perf_counter_ns()
+        kind, handle = _after(after)
+        named = _numbers("blocks", blocks)
+        core = self._core.start(
+            load,
+            checked("group", group, _INT_MAX),
+            named,
+            _numbers("slots", slots),
+            _priority(priority),
+            checked("by_layer", by_layer, _INT_MAX),
+            kind,
+            handle,
+        )
+        call = {"direction": "load" if load else "store", "after": after, "asked": len(named)}
+        job = Job(core, self, call)
+        call["submit_us"] = (time.perf_counter_ns() - began_ns) / 1e3
+        return job
+
+    def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:
+        """Ends the jobs under way and takes no more.
+
+        cancel: what is not enqueued yet is not copied. Raises `Error`: timeout while jobs go on;
+        call it again, or with `cancel`.
+        """
+        self._core.close(cancel, self.timeout if timeout is None else timeout)
+
+    def __enter__(self) -> BlockTransfer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(cancel=kind is not None)

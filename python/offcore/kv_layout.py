@@ -1,0 +1,191 @@
+"""Where KV blocks lie: tensors of any of the usual shapes as the core's list of pieces.
+
+A piece is a part of one layer that is contiguous for a block: (address, step from a block to the
+next, bytes, layer, tensor). A block's row in host memory is its pieces side by side, in this order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offcore import _core
+from offcore.errors import error
+
+_PIECES_MAX = 1 << 16
+_HOST = -1
+
+Piece = tuple[int, int, int, int, int]
+
+
+@dataclass
+class _Memory:
+    """An array's memory. device: the GPU, -1 for the host, None where the array does not say."""
+
+    address: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]  # in bytes
+    itemsize: int
+    device: int | None
+
+
+def _memory_of(array: Any) -> _Memory:
+    if hasattr(array, "data_ptr"):  # a torch tensor
+        if array.device.type not in ("cpu", "cuda"):
+            raise error("invalid", f"a cache lies on {array.device}, not on a GPU or the host")
+        itemsize = array.element_size()
+        steps = tuple(step * itemsize for step in array.stride())
+        device = array.device.index if array.device.type == "cuda" else _HOST
+        return _Memory(array.data_ptr(), tuple(array.shape), steps, itemsize, device)
+    if isinstance(array, np.ndarray):
+        if not array.flags.writeable:
+            raise error("invalid", "a cache is read-only: loads write into it")
+        return _Memory(array.ctypes.data, array.shape, array.strides, array.itemsize, _HOST)
+    facts = getattr(array, "__cuda_array_interface__", None)
+    if facts is None:
+        raise error(
+            "invalid",
+            f"a cache is a {type(array).__name__}: pass torch tensors, numpy "
+            "arrays, or what has CUDA's array interface",
+        )
+    shape = tuple(facts["shape"])
+    itemsize = np.dtype(facts["typestr"]).itemsize
+    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return _Memory(facts["data"][0], shape, facts.get("strides") or dense, itemsize, None)
+
+
+def _axis(name: str, axis: int, memory: _Memory) -> int:
+    if not -len(memory.shape) <= axis < len(memory.shape):
+        raise error("invalid", f"{name} is {axis}, but a cache has shape {memory.shape}")
+    return axis % len(memory.shape)
+
+
+def _places(memory: _Memory, axes: Sequence[int]) -> tuple[list[int], int]:
+    """What a block has of a tensor besides its block and layer axes: where its contiguous parts
+    begin, and their bytes."""
+    rest = [axis for axis in axes if memory.shape[axis] != 1]
+    page = memory.itemsize
+    for axis in sorted(rest, key=lambda axis: memory.steps[axis]):
+        if memory.steps[axis] != page:
+            break
+        page *= memory.shape[axis]
+        rest.remove(axis)
+    if math.prod(memory.shape[axis] for axis in rest) > _PIECES_MAX:
+        raise error(
+            "invalid",
+            f"a block of a cache of shape {memory.shape} is in too many pieces: "
+            "is block_axis right?",
+        )
+    steps = [[k * memory.steps[axis] for k in range(memory.shape[axis])] for axis in rest]
+    return [sum(parts) for parts in itertools.product(*steps)], page
+
+
+def _pieces_of(memory: _Memory, block_axis: int, layer_axis: int | None) -> list[list[Piece]]:
+    """A tensor's pieces by layer. The layer and the tensor are numbered later."""
+    if 0 in memory.shape or any(
+        step <= 0 for step, size in zip(memory.steps, memory.shape, strict=True) if size > 1
+    ):
+        raise error(
+            "invalid",
+            f"a cache of shape {memory.shape} has no memory of its own for each "
+            "element: it is empty, expanded or flipped",
+        )
+    blocks = _axis("block_axis", block_axis, memory)
+    layers = None if layer_axis is None else _axis("layer_axis", layer_axis, memory)
+    if blocks == layers:
+        raise error("invalid", f"block_axis and layer_axis are both {blocks}")
+    places, page = _places(
+        memory, [a for a in range(len(memory.shape)) if a not in (blocks, layers)]
+    )
+    block_step = memory.steps[blocks] if memory.shape[blocks] > 1 else page
+    count, step = (1, 0) if layers is None else (memory.shape[layers], memory.steps[layers])
+    return [
+        [(memory.address + layer * step + place, block_step, page, 0, 0) for place in places]
+        for layer in range(count)
+    ]
+
+
+class Layout:
+    """How the blocks of a KV cache lie in tensors, and in a row of host memory.
+
+    caches: a sequence with a tensor for each layer, or a tuple of tensors where a layer has several
+        (K and V apart, pages of several sizes); with `layer_axis`, one tensor for all layers, or a
+        tuple of such tensors.
+    block_axis: the axis that block numbers index, in every tensor; its length is the same in all.
+    layer_axis: the axis of the layers where tensors have all of them.
+
+    | tensors | arguments |
+    |---|---|
+    | one a layer: (blocks, page...) | `Layout(tensors)` |
+    | one a layer, K and V apart: (2, blocks, page...) | `Layout(tensors, block_axis=1)` |
+    | layers outermost: (layers, blocks, page...) | `Layout(tensor, block_axis=1, layer_axis=0)` |
+    | contiguous over layers: (blocks, layers, page...) | `Layout(tensor, layer_axis=1)` |
+    | K and V tensors for each layer | `Layout([(k0, v0), (k1, v1), ...])` |
+
+    Torch tensors and numpy arrays of any dtype and strides, of which only the bytes count. A row
+    holds a block's layers side by side, in their order. Raises `Error`: invalid for caches whose
+    numbers of blocks differ, that share memory, or lie on several devices.
+    """
+
+    def __init__(self, caches: Any, *, block_axis: int = 0, layer_axis: int | None = None) -> None:
+        entries = caches if isinstance(caches, (list, tuple)) else [caches]
+        if layer_axis is not None:
+            entries = [tuple(entries)]
+        self.tensors = [tensor for entry in entries for tensor in _tensors(entry)]
+        memories = [_memory_of(tensor) for tensor in self.tensors]
+        devices = {memory.device for memory in memories}
+        counts = {memory.shape[_axis("block_axis", block_axis, memory)] for memory in memories}
+        if len(devices) != 1 or len(counts) != 1:
+            raise error(
+                "invalid",
+                f"the tensors of a cache must have one number of blocks, and lie "
+                f"on one device: here {sorted(counts)} on {devices or 'none'}",
+            )
+        self.device: int | None = devices.pop()
+        numbered = enumerate(_pieces_of(memory, block_axis, layer_axis) for memory in memories)
+        pieces: list[Piece] = []
+        layer = 0
+        for entry in entries:
+            own = list(itertools.islice(numbered, len(_tensors(entry))))
+            depths = {len(layers) for _, layers in own}
+            if len(depths) != 1:
+                raise error("invalid", f"tensors of {sorted(depths)} layers cannot go together")
+            for depth in range(depths.pop()):
+                for tensor, layers in own:
+                    pieces += [(*piece[:3], layer, tensor) for piece in layers[depth]]
+                layer += 1
+        self._core = _core.kv_layout(pieces, counts.pop())
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the caches have."""
+        return self._core.blocks
+
+    @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self._core.layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block with all its layers: of a row of host memory."""
+        return self._core.row_bytes
+
+    def copies(self) -> list[tuple[int, int]]:
+        """(rows, bytes of a row) of each copy that one block takes, strided where rows > 1. For
+        tensors that lie in several allocations of a GPU's it is more of them: none leaves one."""
+        return self._core.folds()
+
+    def __repr__(self) -> str:
+        return (
+            f"Layout({self.blocks} blocks, {self.layers} layers, {self.block_bytes} bytes a block)"
+        )
+
+
+def _tensors(entry: Any) -> Sequence[Any]:
+    return entry if isinstance(entry, (list, tuple)) else (entry,)

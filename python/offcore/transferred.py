@@ -1,0 +1,98 @@
+"""What a load or store of KV blocks did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offcore import _core
+
+
+class Transferred:
+    """What a job copied, by which path, and what that cost."""
+
+    def __init__(self, core: _core.KvReport, backend: str, call: dict[str, Any]) -> None:
+        self._core = core
+        self._call = call
+        self.backend = backend
+
+    @property
+    def direction(self) -> str:
+        """load (host to device) or store."""
+        direction: str = self._call["direction"]
+        return direction
+
+    @property
+    def asked(self) -> int:
+        """Blocks that were named."""
+        asked: int = self._call["asked"]
+        return asked
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were copied, with all layers: the first ones of those named. Fewer than
+        asked only where the job was cancelled."""
+        return self._core.blocks
+
+    @property
+    def layers(self) -> int:
+        """Layers that were copied for all blocks: the first ones."""
+        return self._core.layers
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether something was left out."""
+        return self._core.cancelled
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were copied."""
+        return self._core.bytes
+
+    @property
+    def pages(self) -> int:
+        """Descriptors that a call which names each page would have had."""
+        return self._core.pages
+
+    @property
+    def commands(self) -> int:
+        """Copy commands that were submitted."""
+        return self._core.commands
+
+    @property
+    def path(self) -> str:
+        """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
+        "none" where nothing was copied. All by copy engines; on host by threads."""
+        if self.commands == 0:
+            return "none"
+        strided = self._core.strided
+        return "plain" if strided == 0 else "strided" if strided == self.commands else "mixed"
+
+    @property
+    def submit_us(self) -> float:
+        """What the call of load or store took its caller."""
+        submit_us: float = self._call["submit_us"]
+        return submit_us
+
+    @property
+    def queued_us(self) -> float:
+        """From the call until its first command was enqueued."""
+        return self._core.queued_ns / 1e3
+
+    @property
+    def copy_us(self) -> float:
+        """From then until the end was seen; virtual on sim."""
+        return self._core.copy_ns / 1e3
+
+    @property
+    def gbps(self) -> float:
+        """1e9 bytes a second of `copy_us`."""
+        return self.bytes / self.copy_us / 1e3 if self.copy_us > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every fact by name."""
+        names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
+        return {"backend": self.backend} | {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
+        return f"Transferred({facts})"

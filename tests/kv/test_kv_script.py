@@ -1,0 +1,18 @@
+"""The check for GPUs' machines runs here too, on the host backend."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kv_check.py"
+
+
+@pytest.mark.torch
+def test_random_transfers_are_right() -> None:
+    command = [sys.executable, SCRIPT, "--backend", "host", "--only", "jobs", "--jobs", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" 20 jobs, 0 wrong") == 5
+    assert done.stdout.endswith("ALL GOOD\n")
