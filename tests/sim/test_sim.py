@@ -241,7 +241,7 @@ def test_phantom_gigabytes_cost_no_memory() -> None:
 
 
 def test_estimate_agrees_with_the_simulator() -> None:
-    for name, tolerance in (("mi300x-8", 0.05), ("h200-4", 0.35), ("h200-8", 0.35)):
+    for name, tolerance in (("mi300x-8", 0.01), ("h200-4", 0.1), ("h200-8", 0.35)):
         machine = machines.load(name)
         for op, variant in CASES:
             for total in (8192, 1 << 20, 1 << 27):
