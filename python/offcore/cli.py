@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | tune | plot | breakdown | show | verify | doctor | demo`.
+"""The command line: `offcore bench | tune | plot | breakdown | show | explain | verify | ...`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -15,8 +15,18 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report, stress, tune
+from offcore import (
+    bench,
+    breakdown,
+    demo,
+    doctor,
+    plot,
+    report,
+    stress,
+    tune,
+)
 from offcore.errors import error
+from offcore.model_commands import COMMANDS
 from offcore.options import (
     REAL_SIZES,
     SIM_SIZES,
@@ -463,6 +473,10 @@ def demo_command(
         raise error("invalid", f"cannot write to '{folder}': {failure.strerror}") from None
     with JsonLines(json or str(folder / "results.jsonl")) as lines:
         demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
+
+
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -20,7 +20,7 @@ from offcore.sizes import format_bytes
 
 _TICKS_MAX = 12
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
-_COLOURS = {
+COLOURS = {
     "pcpy": "#0072B2",
     "bcst": "#D55E00",
     "swap": "#CC79A7",
@@ -43,14 +43,14 @@ _PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2"
 
 def check_plot(path: Path) -> None:
     """Raises where a plot could not be written: before anything has been measured."""
-    _pyplot()
+    pyplot()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -61,7 +61,7 @@ def _pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     step = -(-len(sizes) // _TICKS_MAX)
     ticks = sizes[::step]
@@ -74,8 +74,8 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     kind = name.removeprefix("prelaunch_").split(":")[0]
     offcore = name not in BASELINES
     style: dict[str, Any] = {
-        "color": _COLOURS.get(kind, _COLOURS["pcpy"]),
-        "linestyle": "--" if offcore and name == kind and kind in _COLOURS else "-",
+        "color": COLOURS.get(kind, COLOURS["pcpy"]),
+        "linestyle": "--" if offcore and name == kind and kind in COLOURS else "-",
         "marker": "s" if not offcore else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
@@ -85,7 +85,7 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     if way > 0:  # the same in another setting
         style |= {"linestyle": _DASHES[(way - 1) % len(_DASHES)], "markerfacecolor": "white"}
         if name == "offcore":
-            style["color"] = list(_COLOURS.values())[way % len(_KINDS)]
+            style["color"] = list(COLOURS.values())[way % len(_KINDS)]
     return style
 
 
@@ -131,7 +131,7 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
         style = _style_of(name, ways.get(name, 0), any(row.native is False for row in line))
         ways[name] = ways.get(name, 0) + 1
         axes.plot([row.bytes for row in line], values[metric], label=label, **style)
-    _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
+    size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
     axes.set_ylabel(_METRIC_LABELS.get(metric, f"times as fast as {over}"))
     if metric == "time":
         axes.set_yscale("log")
@@ -154,7 +154,7 @@ def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
         rows = [row for row in rows if row.named is not False]
-    plt = _pyplot()
+    plt = pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(
         1, len(ops), figsize=(6.4 * len(ops) + 1.6, 4.6), squeeze=False, layout="constrained"
@@ -223,9 +223,14 @@ def plot_figure(records: Iterable[dict[str, Any]], number: int, path: Path) -> N
 def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
+    figure = phases_figure(sizes, phases, title)
+    figure.savefig(path, dpi=140)
+    pyplot().close(figure)
+
+
+def phases_figure(sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str) -> Any:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
     )
     bottoms = [0.0] * len(sizes)
@@ -250,5 +255,4 @@ def plot_phases(
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    return figure
