@@ -40,6 +40,10 @@ class Case:
         return sum(self.phases.values())
 
     @property
+    def name(self) -> str:
+        return self.variant if self.native else f"{self.variant} +"
+
+    @property
     def ahead(self) -> bool:
         return self.variant.startswith("prelaunch_")
 
@@ -99,7 +103,7 @@ def explain(
         in_place=in_place,
         protocol=protocol,
         tuned=tuned,
-        calibrated=loaded.vendor == "amd",
+        calibrated=machines.calibration_of(loaded.name) is not None,
         chosen=chosen,
         runner_up=runner_up,
         others=[case for case in ordered if case is not runner_up],
@@ -146,9 +150,9 @@ def show(why: Why, console: Console) -> None:
     other = why.runner_up
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
-    table.add_column(f"{why.chosen.variant} *", justify="right")
+    table.add_column(f"{why.chosen.name} *", justify="right")
     if other is not None:
-        for name in (other.variant, "saved"):
+        for name in (other.name, "saved"):
             table.add_column(name, justify="right")
         table.add_column("because of")
     for phase in PHASES:
@@ -192,9 +196,7 @@ def _others(others: Sequence[Case]) -> Table:
     for case in others:
         phases = [format_us(case.phases[name]) for name in PHASES]
         counts = map(str, (case.commands, case.engines, case.syncs))
-        table.add_row(
-            case.variant + " +" * (not case.native), *phases, format_us(case.time_us), *counts
-        )
+        table.add_row(case.name, *phases, format_us(case.time_us), *counts)
     return table
 
 
@@ -202,7 +204,7 @@ def _notes(why: Why) -> list[str]:
     notes = ["Phases are those of the path that ends last; what happens beside it costs nothing."]
     if any(case.ahead for case in why.others):
         notes.append("prelaunch_ is for callers that repeat a call: auto never chooses it.")
-    if not all(case.native for case in why.others):
+    if not all(case.native for case in (why.chosen, why.runner_up, *why.others) if case):
         notes.append("+ had to be expanded for this machine.")
     if why.calibrated:
         notes.append(f"{ABSOLUTE}: compare ratios.")

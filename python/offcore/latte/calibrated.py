@@ -1,4 +1,4 @@
-"""What `offcore calibrate` found: machines/calibrated/NAME.json, beside the machine's own file.
+"""What `offcore calibrate` found: machines/calibrated/NAME.json.
 
 Only the engines' costs are in the machine's file, which everybody reads. Here is the rest: RCCL's
 curves, the parameters of power and of KV fetches, and how good the fit is.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offcore import _core, machines
@@ -19,10 +18,6 @@ from offcore.latte.sweep import Curve
 
 NAME = "mi300x-8"
 ABSOLUTE = "absolute times are weakly pinned: published ratios fix them only up to a common factor"
-
-
-def path_of(name: str) -> Path:
-    return machines.path_of(name).parent / "calibrated" / f"{name}.json"
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,8 @@ class Calibrated:
 
 def load(name: str = NAME) -> Calibrated:
     """Raises invalid where the file is missing or does not hold what it should."""
-    path = path_of(name)
+    if (path := machines.calibration_of(name)) is None:
+        raise error("invalid", f"machine {name} is not calibrated: run offcore calibrate")
     try:
         record = json.loads(path.read_text("utf-8"))
         parts = {

@@ -69,6 +69,8 @@ def _bare(axes: Any) -> None:
 def _speedup_axes(axes: Any) -> None:
     size_axis(axes, SIZES)
     axes.set_yscale("log", base=2)
+    axes.set_ylim(0.115, 2)
+    axes.set_yticks([0.125, 0.25, 0.5, 1, 2])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}x")
     axes.axhline(1, color=_RCCL, linewidth=1)
     axes.text(SIZES[0], 1.02, "RCCL", fontsize=8, va="bottom")
@@ -107,7 +109,7 @@ def _figure_7(found: Results) -> Any:
 
 def _speedups(op: str) -> Callable[[Results], Any]:
     def draw(found: Results) -> Any:
-        figure, axes = pyplot().subplots(figsize=(8.2, 4.8), layout="constrained")
+        figure, axes = pyplot().subplots(figsize=(9.6, 4.8), layout="constrained")
         for variant in variants_of(op):
             kind = variant.removeprefix("prelaunch_")
             ahead = variant != kind
@@ -124,7 +126,7 @@ def _speedups(op: str) -> Callable[[Results], Any]:
             )
         _speedup_axes(axes)
         axes.set_title(f"{op} by variant, 8 x MI300X (model)", fontsize=10)
-        axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower center")
+        figure.legend(frameon=False, fontsize=9, loc="outside right upper")
         return figure
 
     return draw

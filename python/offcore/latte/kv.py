@@ -53,17 +53,17 @@ MODELS = (
 
 PARAMETERS = (
     Parameter(
-        "layer_us", "us", "a layer's kernels in a forward pass, without its weights", 2, 60, 12
+        "layer_us", "us", "a layer's kernels in a forward pass, without its weights", 2, 60, 8
     ),
     Parameter("cpu_ms", "ms", "the engine's own time around one request alone", 0.5, 20, 4),
     Parameter("request_ms", "ms", "computing and scheduling of one request of many", 0.3, 20, 2.5),
     Parameter("taken", "share", "of a kernel's fetch, what computing loses to it", 0.05, 1, 0.4),
-    Parameter("kernel_gbps", "GB/s", "a kernel reading host memory", 45, 63, 55),
+    Parameter("call_us", "us", "the host's time for one copy call", 2, 20, 10),
 )
 ASSUMED: Values = {
     "hbm_gbps": 3700.0,  # weights streamed, 70 % of 5.3 TB/s
-    "call_us": 4.0,  # the host's time for one copy call
-    "entry_us": 0.5,  # the host's time for an entry of a batch call
+    "kernel_gbps": 55.0,  # a kernel reading host memory: what PCIe Gen 5 x16 was measured to carry
+    "entry_us": 2.0,  # the host's time for an entry of a batch call: 0.5 to 2.7 were seen elsewhere
     "kernel_us": 10.0,  # a kernel's launch
     "requests": 32.0,  # that share one pass over the weights under load
 }
