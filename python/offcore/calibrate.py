@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offcore import _core, machines
+from offcore.errors import error
 from offcore.latte import calibrated, kv, power, rows, sweep
 from offcore.latte.fit import (
     COSTS,
@@ -55,6 +56,8 @@ Say = Callable[[str], None]
 def calibrate(name: str, seed: int, starts: int, say: Say) -> dict[str, Any]:
     """The record of machines/calibrated/NAME.json."""
     machine = machines.load(name)
+    if machine.ranks < sweep.RANKS or not machine.native.swap:
+        raise error("unsupported", f"the published rows are those of 8 x MI300X, not of {name}")
     made = sweep.programs(machine)
     free = Objective(machine, made, pull=0)
     fits = []

@@ -15,16 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import (
-    bench,
-    breakdown,
-    demo,
-    doctor,
-    plot,
-    report,
-    stress,
-    tune,
-)
+from offcore import bench, demo, doctor, plot, report, stress, tune
 from offcore.errors import error
 from offcore.model_commands import COMMANDS
 from offcore.options import (
@@ -389,48 +380,6 @@ def verify(
             f"ok: {record['op']} of {record['ranks']} ranks: {record['commands']} commands on "
             f"{record['engines']} engines, {record['syncs']} syncs, {record['bytes']} bytes"
         )
-
-
-@app.command("breakdown")
-def breakdown_command(
-    backend: BackendOption = BackendName.auto,
-    machine: MachineOption = None,
-    sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
-    ] = breakdown.SIZES,
-    json: JsonOption = None,
-    plot_to: PlotOption = None,
-) -> None:
-    """Print the phases of a single copy by size (DMA-Latte section 3.2).
-
-    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
-    """
-    if plot_to is not None:
-        plot.check_plot(plot_to)
-    wanted = parsed(parse_sizes, sizes, "--sizes")
-    where = "sim" if backend is BackendName.auto else backend.value
-    bench.check_backend(where)
-    if where == "sim":
-        machine = machine or SIM_MACHINE
-        found = breakdown.copies(machine, wanted)
-    elif where == "cuda":
-        machine = machine or offcore.machines.for_gpus(2)
-        found = breakdown.measured(machine, wanted)
-    else:
-        raise error("unsupported", f"there is no breakdown of {where}: sim and cuda have engines")
-    stamp = vars(Stamp())
-    with JsonLines(json) as lines:
-        for copy in found:
-            place = {"op": "copy", "backend": where, "machine": machine}
-            lines.write(place | copy.to_json() | stamp)
-    console = report.console(stderr=json == "-")
-    console.print(breakdown.table(machine, where, found))
-    for note in breakdown.NOTES if where == "cuda" else ():
-        console.print(note, highlight=False, soft_wrap=True)
-    if plot_to is not None:
-        title = f"Phases of one copy between two ranks of {machine} ({where})"
-        plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
-        typer.echo(f"plot: {plot_to}", err=json == "-")
 
 
 @app.command("doctor")

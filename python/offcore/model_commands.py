@@ -1,4 +1,4 @@
-"""The commands about the calibrated model: `offcore calibrate | reproduce | explain`."""
+"""The commands about models: `offcore breakdown | explain | calibrate | reproduce`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import calibrate, explain, report, reproduce
+from offcore import bench, breakdown, calibrate, explain, plot, report, reproduce
+from offcore.errors import error
 from offcore.latte.calibrated import NAME
 from offcore.options import (
+    SIZES_METAVAR,
+    BackendName,
+    BackendOption,
     InPlaceOption,
     JsonOption,
+    MachineOption,
     OpArgument,
+    PlotOption,
     ProtocolName,
     ProtocolOption,
     RanksOption,
     SimMachineOption,
     parsed,
 )
-from offcore.report import JsonLines
-from offcore.sizes import parse_bytes
+from offcore.report import JsonLines, Stamp
+from offcore.sizes import parse_bytes, parse_sizes
 
 
 def calibrate_command(
@@ -45,10 +51,11 @@ def calibrate_command(
     Prints every parameter with its range, the residual of each row, also as the fit without that
     row predicts it, and what the ratios leave open. Needs scipy.
     """
+    folder = out or offcore.machines.path_of(machine).parent
     record = calibrate.calibrate(machine, seed, starts, partial(typer.echo, err=True))
     console = report.console(stderr=json == "-")
     calibrate.show(record, console)
-    for path in calibrate.write(record, out or offcore.machines.path_of(machine).parent):
+    for path in calibrate.write(record, folder):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     with JsonLines(json) as lines:
         lines.write(record)
@@ -105,7 +112,49 @@ def explain_command(
         explain.show(why, report.console())
 
 
+def breakdown_command(
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
+    sizes: Annotated[
+        str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
+    ] = breakdown.SIZES,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+) -> None:
+    """Print the phases of a single copy by size (DMA-Latte section 3.2).
+
+    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
+    """
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    wanted = parsed(parse_sizes, sizes, "--sizes")
+    where = "sim" if backend is BackendName.auto else backend.value
+    bench.check_backend(where)
+    if where == "sim":
+        machine = machine or NAME
+        found = breakdown.copies(machine, wanted)
+    elif where == "cuda":
+        machine = machine or offcore.machines.for_gpus(2)
+        found = breakdown.measured(machine, wanted)
+    else:
+        raise error("unsupported", f"there is no breakdown of {where}: sim and cuda have engines")
+    stamp = vars(Stamp())
+    with JsonLines(json) as lines:
+        for copy in found:
+            place = {"op": "copy", "backend": where, "machine": machine}
+            lines.write(place | copy.to_json() | stamp)
+    console = report.console(stderr=json == "-")
+    console.print(breakdown.table(machine, where, found))
+    for note in breakdown.NOTES if where == "cuda" else ():
+        console.print(note, highlight=False, soft_wrap=True)
+    if plot_to is not None:
+        title = f"Phases of one copy between two ranks of {machine} ({where})"
+        plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "breakdown": breakdown_command,
     "explain": explain_command,
     "calibrate": calibrate_command,
     "reproduce": reproduce_command,

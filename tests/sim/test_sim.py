@@ -102,7 +102,7 @@ def test_clock_goes_on_from_launch_to_launch() -> None:
     first = session.run(program, checked=False).time_ns
     assert session.now_ns == first
     session.run(program, repeat=4, checked=False)
-    assert session.now_ns == 5 * first
+    assert session.now_ns == pytest.approx(5 * first, abs=5)  # each is rounded
 
 
 SINGLE = "0.0: copy out[1]+0 <- out[0]+0 bytes={}; signal flag[host]:0 = 1"
@@ -237,7 +237,8 @@ def test_phantom_gigabytes_cost_no_memory() -> None:
     program = collective("all_gather", "prelaunch_pcpy", 8, 4 << 30, machine)
     report = _core.Session("sim", machine, 8, phantom=True).run(program)
     busbw = (4 << 30) * 7 / 8 / report.time_ns
-    assert 0.95 * 448 < busbw < 448
+    rate = 7 * machine.links.engine_gbps
+    assert 0.99 * rate < busbw < rate
 
 
 def test_estimate_agrees_with_the_simulator() -> None:

@@ -78,22 +78,22 @@ class Finding:
         return asdict(self)
 
 
-def _over(slow: Times, fast: Times, sizes: Range) -> float:
+def _mean(slow: Times, fast: Times, sizes: Range) -> float:
     at = slice(SIZES.index(sizes[0]), SIZES.index(sizes[1]) + 1)
     return math.exp(float(np.mean(np.log(slow[at] / fast[at]))))
 
 
 def _gap(op: str, variants: tuple[str, ...]) -> Callable[[Sweep], float]:
     """How many times as long as RCCL the best of these takes below 32 MB."""
-    return lambda sweep: _over(sweep.best(op, variants), sweep.rccl[op], BELOW_32M)
+    return lambda sweep: _mean(sweep.best(op, variants), sweep.rccl[op], BELOW_32M)
 
 
-def _speedup(op: str, slow: tuple[str, ...], fast: str, sizes: Range) -> Callable[[Sweep], float]:
-    return lambda sweep: _over(sweep.best(op, slow), sweep.times[op, fast], sizes)
+def _over(op: str, slow: tuple[str, ...], fast: str, sizes: Range) -> Callable[[Sweep], float]:
+    return lambda sweep: _mean(sweep.best(op, slow), sweep.times[op, fast], sizes)
 
 
-def _ahead_of_rccl(op: str, variants: tuple[str, ...], sizes: Range) -> Callable[[Sweep], float]:
-    return lambda sweep: _over(sweep.rccl[op], sweep.best(op, variants), sizes)
+def _ahead(op: str, variants: tuple[str, ...], sizes: Range) -> Callable[[Sweep], float]:
+    return lambda sweep: _mean(sweep.rccl[op], sweep.best(op, variants), sizes)
 
 
 def _worst_gap(op: str) -> Callable[[Sweep], float]:
@@ -103,86 +103,44 @@ def _worst_gap(op: str) -> Callable[[Sweep], float]:
 
 def _rows_of(op: str) -> Iterator[Row]:
     gather = op == "all_gather"
-    pair = pair_of(op)
-
-    def row(
-        key: str, claim: str, published: tuple[float, float], value: Callable[[Sweep], float]
-    ) -> Row:
-        return Row(key, op, claim, published[not gather], value)
-
-    yield row(
-        "L4", "pcpy takes x times as long as RCCL below 32 MB", (4.5, 2.5), _gap(op, ("pcpy",))
-    )
-    yield row("L4", "the same at the worst size", (7, 3.6), _worst_gap(op))
-    yield row(
-        "L5",
-        "pcpy ahead of RCCL from 32 MB",
-        (1.14, 1.18),
-        _ahead_of_rccl(op, ("pcpy",), ABOVE_32M),
-    )
-    key = "L6" if gather else "L7"
-    yield row(
-        key, f"{pair} over pcpy up to 4 MB", (1.7, 1.7), _speedup(op, ("pcpy",), pair, UP_TO_4M)
-    )
-    yield row(key, f"gap to RCCL below 32 MB with {pair}", (3, 1.6), _gap(op, ("pcpy", pair)))
-    yield row(
-        "L8", "b2b over pcpy below 1 MB", (2.7, 2.5), _speedup(op, ("pcpy",), "b2b", BELOW_1M)
-    )
-    yield row(
-        "L9", f"b2b over {pair} below 1 MB", (1.5, 1.4), _speedup(op, (pair,), "b2b", BELOW_1M)
-    )
-    yield row(
-        "L10",
-        f"{pair} over b2b, 1 to 4 MB",
-        (1.4, 1.7),
-        _speedup(op, ("b2b",), pair, FROM_1M_TO_4M),
-    )
-    yield row(
-        "L11", "gap to RCCL below 32 MB with b2b", (2.3, 1.3), _gap(op, ("pcpy", pair, "b2b"))
-    )
+    pair, all_of = pair_of(op), variants_of(op)
+    # (row, claim, published for the all-gather, for the all-to-all, ours)
+    told: list[tuple[str, str, float, float, Callable[[Sweep], float]]] = [
+        ("L4", "pcpy takes x times as long as RCCL below 32 MB", 4.5, 2.5, _gap(op, ("pcpy",))),
+        ("L4", "the same at the worst size", 7, 3.6, _worst_gap(op)),
+        ("L5", "pcpy ahead of RCCL from 32 MB", 1.14, 1.18, _ahead(op, ("pcpy",), ABOVE_32M)),
+        ("L6", f"{pair} over pcpy up to 4 MB", 1.7, 1.7, _over(op, ("pcpy",), pair, UP_TO_4M)),
+        ("L6", f"gap to RCCL below 32 MB with {pair}", 3, 1.6, _gap(op, ("pcpy", pair))),
+        ("L8", "b2b over pcpy below 1 MB", 2.7, 2.5, _over(op, ("pcpy",), "b2b", BELOW_1M)),
+        ("L9", f"b2b over {pair} below 1 MB", 1.5, 1.4, _over(op, (pair,), "b2b", BELOW_1M)),
+        ("L10", f"{pair} over b2b, 1 to 4 MB", 1.4, 1.7, _over(op, ("b2b",), pair, FROM_1M_TO_4M)),
+        ("L11", "gap to RCCL below 32 MB with b2b", 2.3, 1.3, _gap(op, ("pcpy", pair, "b2b"))),
+    ]
     for kind, published in (("pcpy", 1.9), (pair, 1.5), ("b2b", 1.2)):
-        claim = f"prelaunch_{kind} over {kind}, all sizes"
-        yield row(
-            "L12", claim, (published, published), _speedup(op, (kind,), f"prelaunch_{kind}", WHOLE)
+        value = _over(op, (kind,), f"prelaunch_{kind}", WHOLE)
+        told.append(
+            ("L12", f"prelaunch_{kind} over {kind}, all sizes", published, published, value)
         )
     sizes = (M, 256 * M) if gather else (4 * M, 512 * M)
-    yield row(
-        "L13",
-        f"prelaunch_pcpy over the best of pcpy and {pair}, {' - '.join(map(format_bytes, sizes))}",
-        (1.5, 1.3),
-        _speedup(op, ("pcpy", pair), "prelaunch_pcpy", sizes),
-    )
+    claim = f"prelaunch_pcpy over the best of pcpy and {pair}, "
+    claim += " - ".join(map(format_bytes, sizes))
+    told.append(("L13", claim, 1.5, 1.3, _over(op, ("pcpy", pair), "prelaunch_pcpy", sizes)))
     if gather:
-        yield Row(
-            "L14",
-            op,
-            "the best takes x times as long as RCCL below 32 MB",
-            1.3,
-            _gap(op, variants_of(op)),
-        )
+        claim = "the best takes x times as long as RCCL below 32 MB"
+        told.append(("L14", claim, 1.3, 1.3, _gap(op, all_of)))
     else:
-        yield Row(
-            "L14",
-            op,
-            "the best ahead of RCCL below 32 MB",
-            1.2,
-            _ahead_of_rccl(op, variants_of(op), BELOW_32M),
-        )
-    yield row(
-        "L15",
-        "the best ahead of RCCL, 32 MB to 1 GB",
-        (1.2, 1.2),
-        _ahead_of_rccl(op, variants_of(op), LARGE),
+        claim = "the best ahead of RCCL below 32 MB"
+        told.append(("L14", claim, 1.2, 1.2, _ahead(op, all_of, BELOW_32M)))
+    told.append(
+        ("L15", "the best ahead of RCCL, 32 MB to 1 GB", 1.2, 1.2, _ahead(op, all_of, LARGE))
     )
-    if gather:
-        for variant, published in (("pcpy", 0.16), ("bcst", 0.31), ("prelaunch_bcst", 0.6)):
-            yield Row(
-                "L16",
-                op,
-                f"{variant} at 512 KB, speedup over RCCL",
-                published,
-                _ahead_of_rccl(op, (variant,), (512 * K, 512 * K)),
-            )
+    for variant, published in (("pcpy", 0.16), ("bcst", 0.31), ("prelaunch_bcst", 0.6)) * gather:
+        claim = f"{variant} at 512 KB, speedup over RCCL"
+        value = _ahead(op, (variant,), (512 * K, 512 * K))
+        told.append(("L16", claim, published, published, value))
+    for key, claim, of_gather, of_exchange, value in told:
+        name = "L7" if key == "L6" and not gather else key
+        yield Row(name, op, claim, of_gather if gather else of_exchange, value)
 
 
 ROWS = tuple(row for op in OPS for row in _rows_of(op))
