@@ -17,6 +17,7 @@ import typer
 import offcore
 from offcore import bench, demo, doctor, plot, report, stress, tune
 from offcore.errors import error
+from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
 from offcore.options import (
     REAL_SIZES,
@@ -188,7 +189,10 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
     def show() -> None:
         if rows:
             rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
-            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+            console = report.console(stderr=json == "-")
+            report.print_rows(rows, skips, console)
+            if note := caution(request.machine) if request.backend == "sim" else "":
+                console.print(note, highlight=False, soft_wrap=True)
 
     try:
         with JsonLines(json) as lines:

@@ -17,7 +17,7 @@ from rich.table import Table
 from offcore import _core, machines
 from offcore.breakdown import PHASES
 from offcore.errors import error
-from offcore.latte.calibrated import ABSOLUTE
+from offcore.latte.calibrated import caution
 from offcore.programs import moves_of, protocol_of
 from offcore.report import format_us
 from offcore.sizes import format_bytes
@@ -60,7 +60,6 @@ class Why:
     in_place: bool
     protocol: str
     tuned: bool  # a measured table chose
-    calibrated: bool  # to ratios alone: see docs/model.md
     chosen: Case
     runner_up: Case | None  # of those that auto chooses from
     others: Sequence[Case]
@@ -103,7 +102,6 @@ def explain(
         in_place=in_place,
         protocol=protocol,
         tuned=tuned,
-        calibrated=machines.calibration_of(loaded.name) is not None,
         chosen=chosen,
         runner_up=runner_up,
         others=[case for case in ordered if case is not runner_up],
@@ -206,6 +204,6 @@ def _notes(why: Why) -> list[str]:
         notes.append("prelaunch_ is for callers that repeat a call: auto never chooses it.")
     if not all(case.native for case in (why.chosen, why.runner_up, *why.others) if case):
         notes.append("+ had to be expanded for this machine.")
-    if why.calibrated:
-        notes.append(f"{ABSOLUTE}: compare ratios.")
+    if note := caution(why.machine):
+        notes.append(note)
     return notes

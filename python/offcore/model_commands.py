@@ -12,7 +12,7 @@ import typer
 import offcore
 from offcore import bench, breakdown, calibrate, explain, plot, report, reproduce
 from offcore.errors import error
-from offcore.latte.calibrated import NAME
+from offcore.latte.calibrated import NAME, caution
 from offcore.options import (
     SIZES_METAVAR,
     BackendName,
@@ -145,7 +145,7 @@ def breakdown_command(
             lines.write(place | copy.to_json() | stamp)
     console = report.console(stderr=json == "-")
     console.print(breakdown.table(machine, where, found))
-    for note in breakdown.NOTES if where == "cuda" else ():
+    for note in breakdown.NOTES if where == "cuda" else filter(None, [caution(machine)]):
         console.print(note, highlight=False, soft_wrap=True)
     if plot_to is not None:
         title = f"Phases of one copy between two ranks of {machine} ({where})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offcore import _core, machines
@@ -18,6 +19,12 @@ from offcore.latte.sweep import Curve
 
 NAME = "mi300x-8"
 ABSOLUTE = "absolute times are weakly pinned: published ratios fix them only up to a common factor"
+
+
+def caution(machine: str | None) -> str:
+    """What belongs beside times of a machine whose costs were fitted to ratios; else nothing."""
+    fitted = machine is not None and machines.calibration_of(Path(machine).stem) is not None
+    return f"{machine}, simulated: {ABSOLUTE}. Compare ratios." if fitted else ""
 
 
 @dataclass(frozen=True)

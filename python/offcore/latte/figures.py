@@ -284,7 +284,7 @@ FIGURES = (
     Figure(
         "figure-1",
         "Figure 1",
-        "All-gather beside RCCL: below 32 MB the baseline lags, and the features close most of it.",
+        "All-gather: below 32 MB the baseline lags; the features close most of the gap.",
         _figure_1,
     ),
     Figure(

@@ -18,7 +18,7 @@ import numpy as np
 
 from offcore import _core
 from offcore.latte.fit import Parameter, Values, Vector
-from offcore.latte.rows import Finding
+from offcore.latte.rows import Finding, percent
 
 BLOCK_TOKENS = 16
 LENGTHS = (4096, 8192)
@@ -212,7 +212,7 @@ def ratios(all_of: Requests) -> list[tuple[str, str, float, float, str]]:
             max(speedups(all_of, "kernel", "b2b", "loaded_us")),
             times,
         ),
-        ("K2", "TTFT_total of a kernel beside b2b, on average", 0.11, kernel, "{:.1%} lower"),
+        ("K2", "TTFT_total of a kernel beside b2b, on average", 0.11, kernel, "{:.0%} lower"),
     ]
 
 
@@ -229,7 +229,7 @@ def findings(
             claim=f"KV fetch: {claim}",
             published=form.format(published),
             model=form.format(ours),
-            difference=f"{100 * (ours / published - 1):+.1f} %",
+            difference=percent(ours / published - 1),
             met=abs(ours / published - 1) <= BOUND,
         )
         for key, claim, published, ours, form in ratios(requests(found, values))

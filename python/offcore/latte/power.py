@@ -16,7 +16,7 @@ import numpy as np
 
 from offcore import _core
 from offcore.latte.fit import Parameter, Values, Vector
-from offcore.latte.rows import Finding
+from offcore.latte.rows import Finding, percent
 from offcore.latte.sweep import RANKS, SIZES, Key, Sweep, Times, variants_of
 
 OP = "all_gather"
@@ -174,7 +174,7 @@ def findings(one: Shares) -> list[Finding]:
                 claim=f"all_gather: {claim}",
                 published=published,
                 model=f"{value:.2f}x" if name == "xcd_times" else f"{100 * value:.1f} % less",
-                difference=f"{100 * outside:+.1f} %" if abs(outside) >= 5e-4 else "within",
+                difference=percent(outside) if abs(outside) >= 5e-4 else "none",
                 met=abs(outside) <= BOUND,
             )
         )

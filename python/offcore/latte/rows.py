@@ -78,6 +78,11 @@ class Finding:
         return asdict(self)
 
 
+def percent(share: float) -> str:
+    """With its sign, which a zero has not."""
+    return f"{100 * share:+.1f} %" if abs(share) >= 5e-4 else "0.0 %"
+
+
 def _mean(slow: Times, fast: Times, sizes: Range) -> float:
     at = slice(SIZES.index(sizes[0]), SIZES.index(sizes[1]) + 1)
     return math.exp(float(np.mean(np.log(slow[at] / fast[at]))))
@@ -195,7 +200,7 @@ def _ratio(row: Row, sweep: Sweep) -> Finding:
         claim=f"{row.op}: {row.claim}",
         published=f"{row.published:g}x",
         model=f"{value:.3g}x",
-        difference=f"{100 * residual:+.1f} %",
+        difference=percent(residual),
         met=abs(residual) <= RATIO_BOUND,
     )
 
