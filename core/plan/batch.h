@@ -49,8 +49,8 @@ struct Batch {
 };
 
 // `moves` as moves_listed returns them; `swaps`: indices of the moves that exchange their places.
-// `seams`: places where memory begins that no command reaches from before it. An H200's driver (580)
-// refuses to write rows into several allocations, even where these lie at equal steps.
+// `seams`: places where memory begins that no command reaches from before it. An H200's driver
+// (580) refuses to write rows into several allocations, even where these lie at equal steps.
 // Throws invalid, naming both moves, where one writes what another one reads or writes, and for a
 // move across a seam.
 Batch plan_batch(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
