@@ -14,7 +14,12 @@ from offcore.sizes import parse_sizes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/*.md")
-BARE = ("bench", "show", "verify", "explain")  # want arguments: where they stand alone they are only named
+BARE = (
+    "bench",
+    "show",
+    "verify",
+    "explain",
+)  # want arguments: where they stand alone they are only named
 # What a document shows to fail, and how.
 FAILING = {
     "grep -v poll": "offcore: verify: ",
@@ -22,7 +27,7 @@ FAILING = {
 }
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
 ON_GPUS = ("--backend cuda", "--stress")  # their words are read, and nothing is run
-LONG = ("offcore calibrate",)  # so here; it takes minutes and writes beside the machine's file
+LONG = ("offcore calibrate",)  # so here: minutes, and it writes beside the machine's file
 
 
 def commands_of(text: str) -> set[str]:

@@ -43,6 +43,20 @@ def test_a_missing_or_broken_calibration_is_named(
     assert raised.value.code == "invalid"
 
 
+def test_the_document_tells_the_record() -> None:
+    text = (ROOT / "docs" / "model.md").read_text("utf-8")
+    record = calibrated.load().record
+    for part in ("engines", "power", "kv"):
+        for one in record[part]["parameters"]:
+            assert f"| `{one['name']}` | {one['value']:g} {one['unit']} |" in text
+        for name, value in record[part].get("assumed", {}).items():
+            assert f"{value:g}" in text, name
+    for row in record["engines"]["rows"]:
+        shares = f"{100 * row['residual']:+.1f} % | {100 * row['left_out']:+.1f} %"
+        told = f"{row['published']:g} | {row['model']:.2f} | {shares} |"
+        assert f"| {row['key']} | {row['op']}: {row['claim']} | {told}" in text
+
+
 def test_other_machines_have_no_published_rows() -> None:
     with pytest.raises(offcore.Error, match="8 x MI300X") as raised:
         calibrate.calibrate("h200-4", 1, 1, print)
