@@ -185,6 +185,7 @@ def test_kv_fetches(found: figures.Results) -> None:
         assert (each.copies, each.syncs) == (256, 256)
         assert (b2b.copies, b2b.engines, b2b.syncs) == (256, 1, 1)
         least = 256 * model.block_bytes / found.calibrated.machine.links.engine_gbps / 1e3
+        assert b2b.least_us == pytest.approx(least)
         assert least < b2b.us < each.us
     blocks = {model.name: model.block_bytes for model in kv.MODELS}
     assert blocks["Qwen2.5-0.5B"] == 192 << 10

@@ -3,9 +3,9 @@
 A request's 4096 or 8192 tokens are blocks of 16, contiguous over layers and scattered. Three ways
 bring them to the GPU: a copy and a signal for each block on one engine (`each`, the baseline), one
 batch back to back on one engine with one signal (`b2b`), both simulated, and a kernel that reads
-host memory (`kernel`), a rate. Then one forward pass makes the first token: all keys and values are
-there, so nothing is computed anew. Under load, fetches by engines run beside computing; a kernel's
-take a share of the cores.
+host memory as fast as an engine (`kernel`). Then one forward pass makes the first token: all keys
+and values are there, so nothing is computed anew. Under load, fetches by engines run beside
+computing; a kernel's take a share of the cores.
 """
 
 from __future__ import annotations
@@ -55,15 +55,14 @@ PARAMETERS = (
     Parameter(
         "layer_us", "us", "a layer's kernels in a forward pass, without its weights", 2, 60, 8
     ),
-    Parameter("cpu_ms", "ms", "the engine's own time around one request alone", 0.5, 20, 4),
+    Parameter("cpu_ms", "ms", "the engine's own time around one request alone", 1, 20, 3),
     Parameter("request_ms", "ms", "computing and scheduling of one request of many", 0.3, 20, 2.5),
     Parameter("taken", "share", "of a kernel's fetch, what computing loses to it", 0.05, 1, 0.4),
     Parameter("call_us", "us", "the host's time for one copy call", 2, 20, 10),
 )
 ASSUMED: Values = {
     "hbm_gbps": 3700.0,  # weights streamed, 70 % of 5.3 TB/s
-    "kernel_gbps": 55.0,  # a kernel reading host memory: what PCIe Gen 5 x16 was measured to carry
-    "entry_us": 2.0,  # the host's time for an entry of a batch call: 0.5 to 2.7 were seen elsewhere
+    "entry_us": 2.5,  # the host's time for an entry of a batch call: 0.5 to 2.7 were seen elsewhere
     "kernel_us": 10.0,  # a kernel's launch
     "requests": 32.0,  # that share one pass over the weights under load
 }
@@ -74,6 +73,7 @@ class Fetch:
     """Of one request's blocks, on the simulated engine."""
 
     us: float
+    least_us: float  # the bytes alone, at an engine's rate
     copies: int
     engines: int
     syncs: int
@@ -114,10 +114,16 @@ def fetches(machine: _core.Machine) -> dict[tuple[str, str, int], Fetch]:
                 "each": _core.Program.parse(_text(blocks, model.block_bytes)),
                 "b2b": _batch(machine, blocks, model.block_bytes),
             }
+            gbps = min(machine.links.engine_gbps, machine.links.host_gbps)
+            least_us = blocks * model.block_bytes / gbps / 1e3
             for way, program in made.items():
                 counts = program.counts()
                 found[way, model.name, length] = Fetch(
-                    session.run(program).time_ns / 1e3, counts.copies, counts.engines, counts.syncs
+                    us=session.run(program).time_ns / 1e3,
+                    least_us=least_us,
+                    copies=counts.copies,
+                    engines=counts.engines,
+                    syncs=counts.syncs,
                 )
     return found
 
@@ -143,7 +149,7 @@ def request(
     step_us = streamed_us + model.layers * values["layer_us"]
     compute_us = values["request_ms"] * 1e3 + streamed_us / values["requests"]
     if way == "kernel":
-        fetch_us = blocks * model.block_bytes / values["kernel_gbps"] / 1e3
+        fetch_us = found["b2b", model.name, length].least_us
         host_us = values["kernel_us"]
         loaded_us = max(fetch_us, compute_us + values["taken"] * fetch_us)
     elif way == "b2b":
