@@ -7,8 +7,8 @@ namespace offcore {
 namespace {
 
 void refuse_sim(const SimOptions& options) {
-  if (options.phantom || options.seed != 0 || !options.faults.empty()) {
-    fail(Code::unsupported, "phantom memory, seeds and faults are the simulator's");
+  if (options.phantom || options.seed != 0 || !options.faults.empty() || options.packets) {
+    fail(Code::unsupported, "phantom memory, seeds, faults and packets are the simulator's");
   }
 }
 
