@@ -4,9 +4,9 @@
 // Copies, swaps, rectangles and fills are in flight together, each in two pieces, and move in an
 // order that a seed picks, until a FENCE or an ATOMIC waits for all of them: a program that relies
 // on any other order gets wrong bytes. A poll parks the engine while what is in flight goes on.
-// Whatever hardware leaves undefined or forbids (unknown packets, addresses outside of the memory it
-// was given, misaligned ones, packets across the ring's end) stops it for good: state faulted, and a
-// text that names the dword. Seed 0 runs everything in order.
+// Whatever hardware leaves undefined or forbids (unknown packets, addresses outside of the memory
+// it was given, misaligned ones, packets across the ring's end) stops it for good: state faulted,
+// and a text that names the dword. Seed 0 runs everything in order.
 #pragma once
 #include <cstddef>
 #include <cstdint>

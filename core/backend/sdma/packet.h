@@ -2,8 +2,8 @@
 //
 // A packet is a kind and its fields. One table (packet.cpp) says where each field lies; pack and
 // unpack both read it, so what one writes the other reads. Counts, pitches and sizes are here what
-// they mean: the table knows which are stored less one. Every bit that the table does not name is 0,
-// and unpack refuses a packet where it is not. docs/sdma.md shows the table.
+// they mean: the table knows which are stored less one. Every bit that the table does not name is
+// 0, and unpack refuses a packet where it is not. docs/sdma.md shows the table.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -75,8 +75,8 @@ struct Packet {
   friend bool operator==(const Packet&, const Packet&) = default;
 };
 
-// Where a field lies: `bits` bits from bit `bit` of the packet on, of which dword 0 is bits 0 to 31.
-// What is stored is the value less `bias`.
+// Where a field lies: `bits` bits from bit `bit` of the packet on (dword d is bits 32 * d to
+// 32 * d + 31). What is stored is the value less `bias`.
 struct Bits {
   Field field;
   uint16_t bit;

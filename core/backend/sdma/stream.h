@@ -1,8 +1,8 @@
 // From a program to the packets of its engine queues, and to other addresses.
 //
 // What orders what: copies of a queue overlap until a FENCE or an ATOMIC. A signal is a FENCE. A
-// fence command is a FENCE to a scratch word that nobody reads, and so is what a poll or a timestamp
-// needs when data commands precede it; the value tells the two apart.
+// fence command is a FENCE to a scratch word that nobody reads, and so is what a poll or a
+// timestamp needs when data commands precede it; the value tells the two apart.
 //
 // A stream can be launched again elsewhere: its patches name the dwords that change, and replay
 // writes only those. A rectangle never spans ranks, because each rank's buffer may move by itself.
@@ -16,8 +16,7 @@
 
 namespace offcore::sdma {
 
-inline constexpr uint64_t kBaseAlign =
-    64;  // a replay's bases agree with the first ones modulo this
+inline constexpr uint64_t kBaseAlign = 64;  // a replay moves buffers by multiples of it
 inline constexpr uint32_t kFenceCommand = 0;
 inline constexpr uint32_t kFenceImplied = 1;
 

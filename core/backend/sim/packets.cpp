@@ -12,21 +12,13 @@ namespace {
 
 constexpr size_t kRingDwords = 1024;
 
-const Machine& with_sdma(const Machine& machine) {
-  if (machine.vendor != "amd") {
-    fail(Code::unsupported, "machine ", machine.name, " has no SDMA engines: packets are AMD's");
-  }
-  return machine;
-}
-
 }  // namespace
 
 PacketPath::PacketPath(const Program& program, const Machine& machine)
     : program_(program),
       addresses_(sdma::model_addresses(program)),
-      streams_(
-          sdma::encode(program, addresses_,
-                       std::min(with_sdma(machine).limits.copy_bytes_max, sdma::kCopyBytesMax))),
+      streams_(sdma::encode(program, addresses_,
+                            std::min(machine.limits.copy_bytes_max, sdma::kCopyBytesMax))),
       ring_dwords_(kRingDwords),
       ring_({.dwords = ring_dwords_, .rptr = &rptr_, .wptr = &wptr_, .doorbell = &doorbell_}) {}
 

@@ -17,7 +17,7 @@ namespace offcore {
 
 class PacketPath {
  public:
-  // Throws what encode throws; unsupported for a machine that is not AMD's.
+  // Throws what encode throws.
   PacketPath(const Program& program, const Machine& machine);
 
   // The program as its engines fetch it in a launch of this epoch.

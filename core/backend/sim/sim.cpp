@@ -143,6 +143,9 @@ std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions
     fail(Code::invalid, "machine ", machine.name, " has 1 to ", machine.ranks, " ranks, not ",
          ranks);
   }
+  if (options.packets && machine.vendor != "amd") {
+    fail(Code::unsupported, "machine ", machine.name, " has no SDMA engines: packets are AMD's");
+  }
   for (const Fault& fault : options.faults) {
     if (fault.rank >= ranks) fail(Code::invalid, "fault ", to_string(fault), ": no such rank");
     if (!(fault.factor > 0) || !std::isfinite(fault.factor) || fault.ns < 0) {
