@@ -10,6 +10,7 @@
 #include <map>
 #include <tuple>
 
+#include "core/backend/backend.h"
 #include "core/backend/sdma/decode.h"
 #include "core/backend/sdma/encode.h"
 #include "core/backend/sdma/engine.h"
@@ -137,10 +138,11 @@ void bind_streams(nb::module_& module) {
       .def("replay", &replay, nb::arg("old"), nb::arg("to"));
   module.def(
       "sdma_encode",
-      [](const Program& program, const Addresses& addresses, uint64_t copy_bytes_max) {
-        return encode(program, addresses, copy_bytes_max);
-      },
-      nb::arg("program"), nb::arg("addresses"), nb::arg("copy_bytes_max") = kCopyBytesMax);
+      [](const Program& program, const Addresses& addresses, uint64_t copy_bytes_max,
+         bool callers) { return encode(program, addresses, copy_bytes_max, callers); },
+      nb::arg("program"), nb::arg("addresses"), nb::arg("copy_bytes_max") = kCopyBytesMax,
+      nb::arg("callers") = false,
+      "A stream for each engine queue; with `callers` for each caller queue too.");
   module.def(
       "sdma_decode",
       [](const std::map<uint32_t, Dwords>& queues, const Program& program,
@@ -243,6 +245,7 @@ void bind_engines(nb::module_& module) {
 }  // namespace
 
 void bind_sdma(nb::module_& module) {
+  module.attr("SDMA_WORD_BYTES") = kWordBytes;
   bind_packets(module);
   bind_streams(module);
   bind_engines(module);

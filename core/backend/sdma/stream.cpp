@@ -190,13 +190,13 @@ void store64(std::vector<uint32_t>& dwords, uint32_t at, uint64_t value) {
 }  // namespace
 
 std::vector<Stream> encode(const Program& program, const Addresses& addresses,
-                           uint64_t copy_bytes_max) {
+                           uint64_t copy_bytes_max, bool callers) {
   if (program.mode == Mode::capture) {
     fail(Code::unsupported, "a captured program has no packets: its polls set their words to 0");
   }
   std::vector<Stream> streams;
   for (uint32_t index = 0; index < program.queues.size(); ++index) {
-    if (program.queues[index].index == kCallerQueue) continue;
+    if (program.queues[index].index == kCallerQueue && !callers) continue;
     streams.push_back(QueueEncoder(program, addresses, copy_bytes_max).run(index));
   }
   return streams;

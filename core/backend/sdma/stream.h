@@ -56,10 +56,10 @@ struct Stream {
   std::vector<Patch> patches;
 };
 
-// A stream for each engine queue. Throws invalid or unsupported, naming queue and command;
+// A stream for each engine queue, and with `callers` for each caller queue too. Throws invalid or unsupported, naming queue and command;
 // unsupported for a captured program, whose polls consume.
 std::vector<Stream> encode(const Program& program, const Addresses& addresses,
-                           uint64_t copy_bytes_max);
+                           uint64_t copy_bytes_max, bool callers = false);
 
 // The same stream for other addresses or another epoch: writes the dwords that the patches name.
 // Throws invalid where a base does not agree with `from`'s modulo kBaseAlign: encode anew.
