@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE|-")
     target = parser.parse_args().json
+    stamp = vars(Stamp())
     with JsonLines(target) as lines:
         for name, dwords, memory in workloads():
             found = [packets_per_s(dwords, memory, seed) for seed in range(1, REPETITIONS + 1)]
@@ -74,7 +75,7 @@ def main() -> None:
                 "value_per_s": round(statistics.median(found)),
                 "value_per_s_min": round(min(found)),
             }
-            lines.write(row | vars(Stamp()))
+            lines.write(row | stamp)
             if target != "-":
                 print(f"{name:30} {row['value_per_s']:>12,} packets/s (least {min(found):,.0f})")
 

@@ -56,8 +56,8 @@ struct Stream {
   std::vector<Patch> patches;
 };
 
-// A stream for each engine queue, and with `callers` for each caller queue too. Throws invalid or unsupported, naming queue and command;
-// unsupported for a captured program, whose polls consume.
+// A stream for each engine queue, and with `callers` for each caller queue too. Throws invalid or
+// unsupported, naming queue and command; unsupported for a captured program, whose polls consume.
 std::vector<Stream> encode(const Program& program, const Addresses& addresses,
                            uint64_t copy_bytes_max, bool callers = false);
 
