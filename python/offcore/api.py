@@ -158,7 +158,7 @@ class Communicator(ViewCalls):
         given = machine
         if machine is None:
             count = world_size or ranks or 2
-            machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
+            machine = {"sim": "mi300x-8", "sdma": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
                 wanted, f"host-{count}"
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
