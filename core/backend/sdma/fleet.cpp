@@ -37,13 +37,46 @@ void Fleet::enqueue(std::shared_ptr<Flight> flight) {
   work_.notify_one();
 }
 
+void Fleet::send(Flight& flight, const Flight* before) {
+  const Lock lock(mutex_);
+  for (size_t i = 0; before != nullptr && !before->ended() && i < before->parts.size(); ++i) {
+    for (const std::unique_ptr<Task>& task : before->parts[i]) {
+      if (!task->sent()) return;
+    }
+  }
+  for (const auto& part : flight.parts) {
+    for (const std::unique_ptr<Task>& task : part) task->advance();
+  }
+}
+
+void Fleet::take_back(std::shared_ptr<Flight> flight, std::shared_ptr<Flight> before) {
+  const Lock lock(mutex_);
+  doomed_.push_back({std::move(flight), std::move(before)});
+  drop_doomed();
+  work_.notify_one();
+}
+
+void Fleet::drop_doomed() {
+  std::erase_if(doomed_, [&](const Doomed& doomed) {
+    if (doomed.before != nullptr && !doomed.before->ended()) return false;
+    const Flight& flight = *doomed.flight;
+    for (Rank rank = 0; way_ != nullptr && rank < flight.parts.size(); ++rank) {
+      for (const std::unique_ptr<Task>& task : flight.parts[rank]) {
+        way_->drop_ring(flight.ring_group, rank, flight.program->queues[task->queue()].index);
+      }
+    }
+    finished_.push_back(doomed.flight);
+    return true;
+  });
+}
+
 void Fleet::serve() {
   Lock lock(mutex_);
   int64_t moved_ns = now_ns();
   while (true) {
-    if (under_way_ == 0) {
+    if (under_way_ == 0 && finished_.empty()) {
       if (stopping_) return;
-      work_.wait(lock, [&] { return under_way_ > 0 || stopping_; });
+      work_.wait(lock);
       moved_ns = now_ns();
       continue;
     }
@@ -79,6 +112,7 @@ bool Fleet::sweep() {
       if (--flight->parts_left == 0) finish(flight);
     }
   }
+  if (!doomed_.empty()) drop_doomed();
   return moved;
 }
 
@@ -159,6 +193,7 @@ void Fleet::stop() {
     thread_.join();
   }
   lanes_.clear();
+  doomed_.clear();
   way_.reset();  // the runtime's queues go first, so that nothing writes any more
 }
 

@@ -130,6 +130,7 @@ class RingTask final : public Task {
   }
 
   bool ended() const override { return completed_.load(std::memory_order_acquire) != 0; }
+  bool sent() const override { return sent_ == dwords_.size(); }
 
   bool advance() override {
     bool moved = false;
@@ -213,8 +214,7 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.timestamps_ns = timestamps_ns;
-  report.phases.control_ns = static_cast<double>(control_ns);
-  report.phases.sync_ns = static_cast<double>(report.time_ns - control_ns);
+  report.phases.control_ns = static_cast<double>(control_ns);  // the engines show nothing else
   return report;
 }
 

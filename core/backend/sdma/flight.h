@@ -25,6 +25,7 @@ class Task {
   virtual uint32_t reached() const = 0;  // the command that it is at
   // Its run is dead: nothing of it has to be done any more, and what waits has to be let go.
   virtual void release() = 0;
+  virtual bool sent() const { return true; }  // the engine has all of it
 
   uint32_t queue() const { return queue_; }
 
@@ -48,6 +49,7 @@ struct Flight {
   std::vector<int64_t> timestamps_ns;
   std::vector<Rank> stamped_by;  // whose engine a timestamp is; kHostRank: it is in ns already
   uint64_t engine_time = 0;
+  uint32_t ring_group = 0;
   int64_t launch_ns = 0;
   int64_t control_ns = 0;
   int64_t end_ns = 0;

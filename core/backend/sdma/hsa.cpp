@@ -22,6 +22,7 @@ struct Opened {
 };
 
 Opened opened;
+const Runtime* current = nullptr;
 
 template <typename Function>
 Function symbol(void* library, const char* name) {
@@ -133,13 +134,21 @@ const Runtime& Runtime::open() {
     opened.error = error;
     throw;
   }
-  return *opened.runtime;
+  current = opened.runtime.get();
+  return *current;
+}
+
+const Runtime& Runtime::get() {
+  if (current == nullptr || opened.process != getpid()) {
+    fail(Code::driver, "the HSA runtime has not been opened in this process");
+  }
+  return *current;
 }
 
 void check(Status status, std::string_view what) {
   if (status == kSuccess) return;
   const char* text = nullptr;
-  Runtime::open().hsa_status_string(status, &text);
+  Runtime::get().hsa_status_string(status, &text);
   fail(status == kOutOfResources ? Code::memory : Code::driver, what, ": ",
        text != nullptr ? text : "unknown error", " (", status, ")");
 }

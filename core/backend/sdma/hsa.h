@@ -135,6 +135,8 @@ class Runtime {
   // Opens and initialises the runtime, once in a process. Throws unavailable, saying what is
   // missing. A child of a process that had opened it gets an error of code driver.
   static const Runtime& open();
+  // The runtime, once open.
+  static const Runtime& get();
 
   const std::vector<Gpu>& gpus() const { return gpus_; }
   const std::vector<Agent>& agents() const { return agents_; }  // all, CPUs too

@@ -19,7 +19,7 @@ constexpr uint32_t kRingBytes = 64 << 10;
 class UserQueue {
  public:
   UserQueue(hsa::Agent agent, uint32_t engine, std::atomic<hsa::Status>& failed) {
-    const hsa::Runtime& runtime = hsa::Runtime::open();
+    const hsa::Runtime& runtime = hsa::Runtime::get();
     hsa::QueueDescriptor wanted{.queue_size_bytes = kRingBytes,
                                 .callback = note_failure,
                                 .callback_data = &failed,
@@ -44,7 +44,7 @@ class UserQueue {
       throw;
     }
   }
-  ~UserQueue() { hsa::Runtime::open().hsa_queue_destroy(queue_); }
+  ~UserQueue() { hsa::Runtime::get().hsa_queue_destroy(queue_); }
   UserQueue(const UserQueue&) = delete;
   Ring& ring() { return *ring_; }
 
@@ -61,12 +61,12 @@ class HsaTicket final : public Ticket {
  public:
   explicit HsaTicket(size_t copies) {
     hsa::check(
-        hsa::Runtime::open().hsa_signal_create(static_cast<int64_t>(copies), 0, nullptr, &signal),
+        hsa::Runtime::get().hsa_signal_create(static_cast<int64_t>(copies), 0, nullptr, &signal),
         "cannot create a signal");
   }
-  ~HsaTicket() override { hsa::Runtime::open().hsa_signal_destroy(signal); }
+  ~HsaTicket() override { hsa::Runtime::get().hsa_signal_destroy(signal); }
   bool done() override {
-    const int64_t left = hsa::Runtime::open().hsa_signal_load_scacquire(signal);
+    const int64_t left = hsa::Runtime::get().hsa_signal_load_scacquire(signal);
     if (left < 0) fail(Code::driver, "a batch of copies has failed on the engines");
     return left == 0;
   }
@@ -77,7 +77,7 @@ class HsaTicket final : public Ticket {
 class HsaWay final : public Way {
  public:
   HsaWay(const Machine& machine, Rank ranks)
-      : runtime_(hsa::Runtime::open()),
+      : runtime_(hsa::Runtime::get()),
         ranks_(ranks),
         engines_host_(machine.engines_host),
         queues_(runtime_.gpus()[0].name.starts_with("gfx94") && runtime_.has_queues()) {
@@ -101,13 +101,13 @@ class HsaWay final : public Way {
                cat("memory of the caller's (", bytes, " bytes) cannot be pinned"));
     return {.address = reinterpret_cast<uint64_t>(seen),
             .owner = std::shared_ptr<void>(
-                data, [](void* memory) { hsa::Runtime::open().hsa_amd_memory_unlock(memory); })};
+                data, [](void* memory) { hsa::Runtime::get().hsa_amd_memory_unlock(memory); })};
   }
 
   // Peers' engines come behind the host's; queues beyond the engines share them.
   bool has_rings() const override { return queues_; }
-  Ring& ring(uint32_t lane, Rank rank, uint16_t queue) override {
-    std::unique_ptr<UserQueue>& place = rings_[{lane, rank, queue}];
+  Ring& ring(uint32_t group, Rank rank, uint16_t queue) override {
+    std::unique_ptr<UserQueue>& place = rings_[{group, rank, queue}];
     if (place == nullptr) {
       const hsa::Agent agent = runtime_.gpus()[rank].agent;
       uint32_t engines = 0;
@@ -118,6 +118,10 @@ class HsaWay final : public Way {
       place = std::make_unique<UserQueue>(agent, engine, failed_);
     }
     return place->ring();
+  }
+
+  void drop_ring(uint32_t group, Rank rank, uint16_t queue) override {
+    rings_.erase({group, rank, queue});
   }
 
   std::string failure() const override {
@@ -186,7 +190,7 @@ class HsaWay final : public Way {
     own_->add(share.data, bytes);
     share.owner = std::shared_ptr<void>(data, [own = own_](void* memory) {
       own->remove(static_cast<std::byte*>(memory));
-      hsa::Runtime::open().hsa_amd_memory_pool_free(memory);
+      hsa::Runtime::get().hsa_amd_memory_pool_free(memory);
     });
     return share;
   }

@@ -1,8 +1,8 @@
 #include "core/backend/sdma/sdma.h"
 
 #include <algorithm>
-#include <cstring>
-#include <set>
+#include <deque>
+#include <map>
 
 #include "core/backend/flight_run.h"
 #include "core/backend/sdma/encode.h"
@@ -90,7 +90,8 @@ class SdmaLoaded final : public Loaded {
       : fleet_(std::move(fleet)),
         program_(std::move(program)),
         copy_bytes_max_(copy_bytes_max),
-        extents_(extents_of(*program_)) {
+        extents_(extents_of(*program_)),
+        ring_group_(fleet_->new_ring_group()) {
     for (const Queue& queue : program_->queues) {
       engine_queues_ += queue.index != kCallerQueue;
       for (const Command& command : queue.commands) {
@@ -102,30 +103,37 @@ class SdmaLoaded final : public Loaded {
     }
   }
 
-  bool arm(const Launch&) override {
-    if (program_->mode == Mode::armed) return false;
-    fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
-         to_string(program_->mode));
+  ~SdmaLoaded() override { take_back(); }
+
+  // The packets go to the rings, where their first poll holds them until the launch.
+  bool arm(const Launch& launch) override {
+    if (program_->mode != Mode::armed) {
+      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
+           to_string(program_->mode));
+    }
+    if (!fleet_->way().has_rings()) return false;
+    std::shared_ptr<Flight> flight = build(launch);
+    fleet_->send(*flight, (armed_.empty() ? last_.lock() : armed_.back()).get());
+    armed_.push_back(std::move(flight));
+    return true;
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
     const int64_t launch_ns = now_ns();
-    check(launch);
-    auto flight = std::make_shared<Flight>(program_, launch);
-    flight->launch_ns = launch_ns;
-    bind(*flight);
-    if (has_swaps_ && !swaps_fit(*flight)) replace_swaps(*flight);
-    std::unique_lock lock(fleet_->mutex());  // of the way
-    if (fleet_->way().has_rings()) {
-      add_ring_tasks(*flight);
-    } else {
-      flight->timestamps_ns.assign(stamped_by_.size(), -1);
-      add_host_tasks(*flight, true);
+    std::shared_ptr<Flight> flight = take_armed(launch);
+    if (flight == nullptr) {
+      flight = build(launch);
+      if (program_->mode == Mode::armed) fleet_->send(*flight, last_.lock().get());
     }
-    add_host_tasks(*flight, false);
-    flight->engine_time = fleet_->way().engine_time();
-    flight->control_ns = now_ns() - launch_ns;
-    lock.unlock();
+    {
+      const std::lock_guard lock(fleet_->mutex());
+      flight->launch.owner = launch.owner;
+      flight->launch_ns = launch_ns;
+      add_host_tasks(*flight, false);
+      flight->engine_time = fleet_->way().engine_time();
+      flight->control_ns = now_ns() - launch_ns;
+    }
+    last_ = flight;
     fleet_->enqueue(flight);
     return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
   }
@@ -133,6 +141,52 @@ class SdmaLoaded final : public Loaded {
   bool native() const override { return native_; }
 
  private:
+  // All but the callers' queues.
+  std::shared_ptr<Flight> build(const Launch& launch) {
+    check(launch);
+    auto flight = std::make_shared<Flight>(program_, launch);
+    bind(*flight);
+    if (has_swaps_ && !swaps_fit(*flight)) replace_swaps(*flight);
+    flight->parts.resize(program_->ranks);
+    flight->parts_left = program_->ranks;
+    flight->timestamps_ns.assign(stamped_by_.size(), -1);
+    flight->ring_group = program_->mode == Mode::armed ? ring_group_ : launch.lane;
+    const std::lock_guard lock(fleet_->mutex());  // of the way
+    if (fleet_->way().has_rings()) {
+      add_ring_tasks(*flight);
+    } else {
+      add_host_tasks(*flight, true);
+    }
+    return flight;
+  }
+
+  // What was armed for this launch; null where nothing was, or for other memory.
+  std::shared_ptr<Flight> take_armed(const Launch& launch) {
+    if (armed_.empty()) return nullptr;
+    std::shared_ptr<Flight> flight = armed_.front();
+    const Launch& armed = flight->launch;
+    if (armed.epoch != launch.epoch || armed.lane != launch.lane) {
+      fail(Code::invalid, "armed for epoch ", armed.epoch, " of lane ", armed.lane,
+           " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
+    }
+    if (armed.binding == launch.binding) {
+      armed_.pop_front();
+      return flight;
+    }
+    take_back();
+    return nullptr;
+  }
+
+  // What is armed lies in rings that nobody else uses; the next launches get new ones.
+  void take_back() {
+    if (armed_.empty()) return;
+    for (std::shared_ptr<Flight>& flight : armed_) {
+      fleet_->take_back(std::move(flight), last_.lock());
+    }
+    armed_.clear();
+    ring_group_ = fleet_->new_ring_group();
+  }
+
   void check(const Launch& launch) const {
     const Program& program = *program_;
     if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
@@ -199,14 +253,12 @@ class SdmaLoaded final : public Loaded {
     flight.kept.push_back(words.owner);
     flight.stamps = words.data + stamps_at;
     flight.stamped_by = stamped_by_;
-    flight.timestamps_ns.assign(stamped_by_.size(), -1);
     flight.addresses.scratch = reinterpret_cast<uint64_t>(words.data);
     flight.addresses.timestamps = reinterpret_cast<uint64_t>(flight.stamps);
-    flight.parts.resize(program_->ranks);
     std::byte* word = words.data;
     for (const Stream& stream : streams_for(flight)) {
       const Queue& queue = program_->queues[stream.queue];
-      Ring& ring = fleet_->way().ring(flight.launch.lane, queue.rank, queue.index);
+      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index);
       word += kWordBytes;
       flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
     }
@@ -230,13 +282,11 @@ class SdmaLoaded final : public Loaded {
   }
 
   void add_host_tasks(Flight& flight, bool engines) {
-    flight.parts.resize(program_->ranks);
     for (uint32_t index = 0; index < program_->queues.size(); ++index) {
       const Queue& queue = program_->queues[index];
       if ((queue.index == kCallerQueue) == engines) continue;
       flight.parts[queue.rank].push_back(make_host_task(flight, index, fleet_->way()));
     }
-    flight.parts_left = program_->ranks;
   }
 
   std::shared_ptr<Fleet> fleet_;
@@ -249,6 +299,9 @@ class SdmaLoaded final : public Loaded {
   std::atomic<bool> native_{true};
   std::vector<Stream> streams_;
   Addresses encoded_for_;
+  uint32_t ring_group_;  // of an armed program
+  std::deque<std::shared_ptr<Flight>> armed_;
+  std::weak_ptr<Flight> last_;  // launched
 };
 
 class SdmaBackend final : public Backend {

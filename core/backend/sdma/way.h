@@ -72,8 +72,10 @@ class Way {
   virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
 
   virtual bool has_rings() const { return false; }
-  // The ring of a lane's queue, whose only producer is the caller.
-  virtual Ring& ring(uint32_t lane, Rank rank, uint16_t queue);
+  // The ring of a queue of a group's (a lane's, or a prelaunched program's), whose only producer is the caller.
+  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue);
+  // Ends that ring, whatever it holds; the next one is new.
+  virtual void drop_ring(uint32_t, Rank, uint16_t) {}
   // What the runtime has told of an engine that has failed; empty: nothing.
   virtual std::string failure() const { return {}; }
   // A time of the engines' clock, and how long after it a timestamp's ticks are.
