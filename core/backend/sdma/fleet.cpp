@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t kEagerNs = 200'000;  // after something has moved
 constexpr int64_t kPauseNs = 50'000;
-constexpr int64_t kLookNs = 50'000'000;  // for engines that fail
+constexpr int64_t kLookNs = 1'000'000;  // while callers look
+constexpr uint32_t kOwnRingsMax = 48;   // of a GPU's, which has 8 for each of 16 engines
 constexpr int64_t kStopNs = 2'000'000'000;
 
 }  // namespace
@@ -49,23 +50,31 @@ void Fleet::send(Flight& flight, const Flight* before) {
   }
 }
 
-void Fleet::take_back(std::shared_ptr<Flight> flight, std::shared_ptr<Flight> before) {
+uint32_t Fleet::take_rings(const Queues& queues) {
   const Lock lock(mutex_);
-  doomed_.push_back({std::move(flight), std::move(before)});
+  std::map<Rank, uint32_t> wanted = own_rings_;
+  for (const auto& [rank, index] : queues) {
+    if (++wanted[rank] > kOwnRingsMax) return 0;
+  }
+  own_rings_ = std::move(wanted);
+  return ++ring_groups_ | kOwnRings;
+}
+
+void Fleet::take_back(Doomed doomed) {
+  const Lock lock(mutex_);
+  doomed_.push_back(std::move(doomed));
   drop_doomed();
   work_.notify_one();
 }
 
 void Fleet::drop_doomed() {
-  std::erase_if(doomed_, [&](const Doomed& doomed) {
+  std::erase_if(doomed_, [&](Doomed& doomed) {
     if (doomed.before != nullptr && !doomed.before->ended()) return false;
-    const Flight& flight = *doomed.flight;
-    for (Rank rank = 0; way_ != nullptr && rank < flight.parts.size(); ++rank) {
-      for (const std::unique_ptr<Task>& task : flight.parts[rank]) {
-        way_->drop_ring(flight.ring_group, rank, flight.program->queues[task->queue()].index);
-      }
+    for (const auto& [rank, index] : doomed.queues) {
+      --own_rings_[rank];
+      if (way_ != nullptr) way_->drop_ring(doomed.group, rank, index);
     }
-    finished_.push_back(doomed.flight);
+    finished_.insert(finished_.end(), doomed.flights.begin(), doomed.flights.end());
     return true;
   });
 }
@@ -78,6 +87,10 @@ void Fleet::serve() {
       if (stopping_) return;
       work_.wait(lock);
       moved_ns = now_ns();
+      continue;
+    }
+    if (callers_ > 0 && !stopping_) {
+      work_.wait_for(lock, std::chrono::nanoseconds(kLookNs));
       continue;
     }
     if (sweep()) moved_ns = now_ns();
@@ -159,9 +172,21 @@ void Fleet::finish(const std::shared_ptr<Flight>& flight) {
 void Fleet::wait(Flight& flight, const Deadline& deadline) {
   const std::string& op = flight.program->op;
   Lock lock(mutex_);
+  ++callers_;  // who waits looks by itself, so that no thread has to be switched to
+  int64_t moved_ns = now_ns();
   while (!flight.ended() && !stopping_ && !deadline.passed() && way_->failure().empty()) {
-    ended_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kLookNs)));
+    if (sweep()) {
+      moved_ns = now_ns();
+    } else if (now_ns() - moved_ns < kEagerNs) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    } else {
+      ended_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kPauseNs)));
+    }
   }
+  --callers_;
+  work_.notify_one();
   if (!flight.ended()) {
     if (!stopping_ && flight.error) throw *flight.error;
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");

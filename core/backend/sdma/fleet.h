@@ -1,6 +1,7 @@
-// Drives the launches of a backend: one thread looks at every queue whose turn it is.
+// Drives the launches of a backend: whoever waits looks at every queue whose turn it is, and where
+// nobody waits one thread does.
 //
-// A lane's launches take their turns at each rank. The thread looks without a pause while something
+// A lane's launches take their turns at each rank. They look without a pause while something
 // moves, every kPauseNs otherwise, and sleeps while nothing is under way. A launch whose rank is
 // poisoned has its engines' polls released, and ends once the engines have gone through.
 #pragma once
@@ -25,14 +26,23 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   std::mutex& mutex() { return mutex_; }  // guards the way's rings and batches
   // Throws cancelled after stop().
   void enqueue(std::shared_ptr<Flight> flight);
-  // Sends a prelaunched program's packets to its rings ahead of its turn, unless those of the
-  // launch before are not all there yet. The rings are not its lane's but its own: others of the
-  // lane would wait behind its first poll.
+  // Rings of a prelaunched program's own: others of its lane would wait behind its first poll. A
+  // GPU has few: 0 where they do not suffice for these queues (each a rank and an index).
+  using Queues = std::vector<std::pair<Rank, uint16_t>>;
+  uint32_t take_rings(const Queues& queues);
+  // Sends an armed flight's packets to its own rings, ahead of its turn, unless those of the one
+  // before are not all there yet.
   void send(Flight& flight, const Flight* before);
-  // Takes an armed flight back, with its rings, once the launch before it in them has ended: its
-  // first poll has not passed, so nothing of it has run.
-  void take_back(std::shared_ptr<Flight> flight, std::shared_ptr<Flight> before);
-  uint32_t new_ring_group() { return ++ring_groups_ | kOwnRings; }
+  // Ends such rings, with the armed flights in them, once `before` has ended: the first poll of
+  // what is armed has not passed, so nothing of it has run.
+  struct Doomed {
+    uint32_t group = 0;
+    Queues queues;
+    std::vector<std::shared_ptr<Flight>> flights;
+    std::shared_ptr<Flight> before;
+  };
+  void take_back(Doomed doomed);
+
   // Throws timeout, peer, driver, or cancelled after stop().
   void wait(Flight& flight, const Deadline& deadline);
   // Ends all launches, or gives up on engines that do not come to an end.
@@ -42,10 +52,6 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   using Lock = std::unique_lock<std::mutex>;
   using Key = std::pair<uint32_t, Rank>;           // lane, rank
   static constexpr uint32_t kOwnRings = 1u << 31;  // other groups are lanes
-  struct Doomed {
-    std::shared_ptr<Flight> flight;
-    std::shared_ptr<Flight> before;
-  };
 
   void serve();
   bool sweep();
@@ -61,8 +67,10 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   std::map<Key, std::deque<std::shared_ptr<Flight>>> lanes_;
   std::vector<std::shared_ptr<Flight>> finished_;  // freed outside of the mutex
   uint32_t under_way_ = 0;
+  uint32_t callers_ = 0;  // who wait
   std::vector<Doomed> doomed_;
-  std::atomic<uint32_t> ring_groups_{0};
+  std::map<Rank, uint32_t> own_rings_;  // how many, by rank
+  uint32_t ring_groups_ = 0;
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -90,8 +90,7 @@ class SdmaLoaded final : public Loaded {
       : fleet_(std::move(fleet)),
         program_(std::move(program)),
         copy_bytes_max_(copy_bytes_max),
-        extents_(extents_of(*program_)),
-        ring_group_(fleet_->new_ring_group()) {
+        extents_(extents_of(*program_)) {
     for (const Queue& queue : program_->queues) {
       engine_queues_ += queue.index != kCallerQueue;
       for (const Command& command : queue.commands) {
@@ -107,23 +106,28 @@ class SdmaLoaded final : public Loaded {
 
   // The packets go to the rings, where their first poll holds them until the launch.
   bool arm(const Launch& launch) override {
+    const std::lock_guard alone(mutex_);
     if (program_->mode != Mode::armed) {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
            to_string(program_->mode));
     }
     if (!fleet_->way().has_rings()) return false;
-    std::shared_ptr<Flight> flight = build(launch);
+    if (own_rings_ == 0) own_rings_ = fleet_->take_rings(own_queues());
+    if (own_rings_ == 0) return false;
+    std::shared_ptr<Flight> flight = build(launch, own_rings_);
     fleet_->send(*flight, (armed_.empty() ? last_.lock() : armed_.back()).get());
     armed_.push_back(std::move(flight));
     return true;
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
+    const std::lock_guard alone(mutex_);
     const int64_t launch_ns = now_ns();
     std::shared_ptr<Flight> flight = take_armed(launch);
     if (flight == nullptr) {
-      flight = build(launch);
-      if (program_->mode == Mode::armed) fleet_->send(*flight, last_.lock().get());
+      flight = build(launch, launch.lane);
+    } else {
+      last_ = flight;
     }
     {
       const std::lock_guard lock(fleet_->mutex());
@@ -133,7 +137,6 @@ class SdmaLoaded final : public Loaded {
       flight->engine_time = fleet_->way().engine_time();
       flight->control_ns = now_ns() - launch_ns;
     }
-    last_ = flight;
     fleet_->enqueue(flight);
     return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
   }
@@ -142,7 +145,7 @@ class SdmaLoaded final : public Loaded {
 
  private:
   // All but the callers' queues.
-  std::shared_ptr<Flight> build(const Launch& launch) {
+  std::shared_ptr<Flight> build(const Launch& launch, uint32_t ring_group) {
     check(launch);
     auto flight = std::make_shared<Flight>(program_, launch);
     bind(*flight);
@@ -150,7 +153,7 @@ class SdmaLoaded final : public Loaded {
     flight->parts.resize(program_->ranks);
     flight->parts_left = program_->ranks;
     flight->timestamps_ns.assign(stamped_by_.size(), -1);
-    flight->ring_group = program_->mode == Mode::armed ? ring_group_ : launch.lane;
+    flight->ring_group = ring_group;
     const std::lock_guard lock(fleet_->mutex());  // of the way
     if (fleet_->way().has_rings()) {
       add_ring_tasks(*flight);
@@ -177,14 +180,21 @@ class SdmaLoaded final : public Loaded {
     return nullptr;
   }
 
-  // What is armed lies in rings that nobody else uses; the next launches get new ones.
-  void take_back() {
-    if (armed_.empty()) return;
-    for (std::shared_ptr<Flight>& flight : armed_) {
-      fleet_->take_back(std::move(flight), last_.lock());
+  Fleet::Queues own_queues() const {
+    Fleet::Queues queues;
+    for (const Queue& queue : program_->queues) {
+      if (queue.index != kCallerQueue) queues.emplace_back(queue.rank, queue.index);
     }
+    return queues;
+  }
+
+  void take_back() {
+    if (own_rings_ == 0) return;
+    fleet_->take_back({.group = std::exchange(own_rings_, 0),
+                       .queues = own_queues(),
+                       .flights = {armed_.begin(), armed_.end()},
+                       .before = last_.lock()});
     armed_.clear();
-    ring_group_ = fleet_->new_ring_group();
   }
 
   void check(const Launch& launch) const {
@@ -297,11 +307,12 @@ class SdmaLoaded final : public Loaded {
   size_t engine_queues_ = 0;
   bool has_swaps_ = false;
   std::atomic<bool> native_{true};
+  std::mutex mutex_;  // guards what follows
   std::vector<Stream> streams_;
   Addresses encoded_for_;
-  uint32_t ring_group_;  // of an armed program
+  uint32_t own_rings_ = 0;  // a group; 0: none
   std::deque<std::shared_ptr<Flight>> armed_;
-  std::weak_ptr<Flight> last_;  // launched
+  std::weak_ptr<Flight> last_;  // launched, in the own rings
 };
 
 class SdmaBackend final : public Backend {
