@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, demo, doctor, plot, report, stress, tune
+from offcore import bench, demo, doctor, plot, report, sdma, stress, tune
 from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
@@ -66,6 +66,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(sdma.app, name="sdma")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:

@@ -24,6 +24,7 @@ BARE = (
 FAILING = {
     "grep -v poll": "offcore: verify: ",
     "--variants swap": "offcore: unsupported: ",
+    "unfenced.json": "offcore: verify: ",
 }
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
 ON_GPUS = ("--backend cuda", "--stress")  # their words are read, and nothing is run
@@ -81,6 +82,9 @@ def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
     rows = ROOT / "benchmarks" / "results" / "cuda-h200-2.jsonl"
     for copied in (tmp_path / "rows.jsonl", tmp_path / "benchmarks" / "results" / rows.name):
         copied.write_bytes(rows.read_bytes())
+    lists = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "sdma.md").read_text("utf-8"), re.S)
+    for name, commands in zip(("commands.json", "unfenced.json"), lists, strict=True):
+        (tmp_path / name).write_text(commands, "utf-8")
     program = (
         f"{tool} show all_gather --ranks 2 --variant b2b > program.dma; PATH={tool.parent}:$PATH;"
     )
