@@ -25,6 +25,9 @@ struct Rows {
   uint64_t src_pitch = 0;
   uint64_t bytes = 0;  // of a row
   uint32_t rows = 0;
+  // One of them, where the other side is a GPU's: the driver, told so, need not look addresses up.
+  bool dst_host = false;
+  bool src_host = false;
 };
 void copy_rows(const Rows& rows, CUstream stream);
 

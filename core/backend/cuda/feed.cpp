@@ -167,8 +167,13 @@ void Feed::signal(const Command& command) {
     const Place dst = place(command.dst);
     const Ring& words = source_.words;
     const CUdeviceptr src = preset == 0 ? source_.word : preset;
-    return strided(dst.address, dst.ring->stride(), words.repeated(own) + (src - words.part(own)),
-                   words.stride(), sizeof value, command.rows);
+    return copy_rows({.dst = dst.address,
+                      .dst_pitch = dst.ring->stride(),
+                      .src = words.repeated(own) + (src - words.part(own)),
+                      .src_pitch = words.stride(),
+                      .bytes = sizeof value,
+                      .rows = command.rows},
+                     stream_);
   }
   const Rank to = command.dst.rank;
   if (preset != 0 && command.rows == 1 && to != kHostRank && to != own) {
@@ -197,7 +202,15 @@ void Feed::copy(const Command& command) {
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
       flush();
       ++notes_.calls.strided;
-      return strided(dst.address, dst_pitch, src.address, src_pitch, command.bytes, command.rows);
+      return copy_rows({.dst = dst.address,
+                        .dst_pitch = dst_pitch,
+                        .src = src.address,
+                        .src_pitch = src_pitch,
+                        .bytes = command.bytes,
+                        .rows = command.rows,
+                        .dst_host = command.dst.rank == kHostRank,
+                        .src_host = command.src.rank == kHostRank},
+                       stream_);
     }
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
@@ -329,11 +342,6 @@ void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned fl
   dsts_.push_back(dst);
   srcs_.push_back(src);
   sizes_.push_back(bytes);
-}
-
-void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
-                   uint64_t bytes, uint32_t rows) {
-  copy_rows({dst, dst_pitch, src, src_pitch, bytes, rows}, stream_);
 }
 
 void Feed::flush_copies() {

@@ -104,8 +104,6 @@ class Feed {
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
-  void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
-               uint64_t bytes, uint32_t rows);
   void flush_copies();
   void flush_ops();
 
