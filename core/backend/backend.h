@@ -116,12 +116,14 @@ struct Calls {
   uint32_t batched = 0;
   uint32_t plain = 0;
   uint32_t strided = 0;
+  uint32_t kernels = 0;  // that copied instead of engines, where a caller has asked for that
 
   Calls& operator+=(const Calls& other) {
     batches += other.batches;
     batched += other.batched;
     plain += other.plain;
     strided += other.strided;
+    kernels += other.kernels;
     return *this;
   }
 };

@@ -183,6 +183,7 @@ bool Courier::reap(Lane& lane) {
     try {
       if (!first.run->done()) break;
       first.run->wait(Deadline::after_ns(0));  // returns what the launch keeps
+      first.job->report_.calls += first.run->report().calls;
     } catch (const Error& error) {
       failure = error;
     }
@@ -275,8 +276,10 @@ void Courier::enqueue(Lane& lane, const std::shared_ptr<Job>& job) {
     job->began_ns_ = backend_->now_ns();
     report.queued_ns = job->began_ns_ - job->called_ns_;
   }
+  const int64_t began_ns = now_ns();
   flight.run = kv::submit(*backend_, request.direction, *groups_[request.group].layout,
                           std::move(part), keep_, checked_);
+  report.enqueue_ns += now_ns() - began_ns;
   report.pages += pages;
   report.strided += strided;
   report.commands += flight.commands;

@@ -49,8 +49,10 @@ struct JobReport {
   uint64_t commands = 0;
   uint64_t strided = 0;  // of these, commands of several pages
   uint64_t bytes = 0;
-  int64_t queued_ns = 0;  // from the call until its first command was enqueued
-  int64_t copy_ns = 0;    // from then until its end was seen
+  Calls calls;             // as a driver was told of what has ended
+  int64_t enqueue_ns = 0;  // of the thread's time, the driver's calls included
+  int64_t queued_ns = 0;   // from the call until its first command was enqueued
+  int64_t copy_ns = 0;     // from then until its end was seen
   bool cancelled = false;
 };
 

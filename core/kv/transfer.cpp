@@ -126,9 +126,10 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   const Group& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
-  const Manner manner{.strided = backend_->machine().native.strided,
-                      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
-                      .sub_batch = backend_->host_visible() ? UINT32_MAX : kSubBatch};
+  const Manner manner{
+      .strided = backend_->machine().native.strided,
+      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
+      .sub_batch = backend_->host_visible() || options_.kernel ? UINT32_MAX : kSubBatch};
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;

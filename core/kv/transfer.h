@@ -22,6 +22,7 @@ struct TransferOptions {
   // Pages of so many bytes are copied one by one, by direction: see Manner.
   std::array<uint64_t, 2> plain_from = {UINT64_MAX, UINT64_MAX};
   bool checked = false;  // verify every program before it is launched
+  bool kernel = false;   // the backend copies by a kernel, for which more plain copies go together
 };
 
 class Transfer : public std::enable_shared_from_this<Transfer> {

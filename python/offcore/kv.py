@@ -260,6 +260,9 @@ class BlockTransfer:
         about 100 us leaves it idle.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
         strided copy; a number, or a pair for load and store. None: never.
+    kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
+        whole 16 bytes. It takes SMs; for pages so small that engines are slow, if SMs are free.
+        Results say path "kernel".
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, each direction in a stream of its own. Jobs that touch
@@ -279,6 +282,7 @@ class BlockTransfer:
         ahead_bytes: int = 32 << 20,
         ahead_commands: int = 256,
         plain_from: int | tuple[int | None, int | None] | None = None,
+        kernel: bool = False,
         verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
@@ -300,6 +304,8 @@ class BlockTransfer:
         self.backend = pools[0].backend
         self.timeout = pools[0].timeout
         self.device = self._gpu(device)
+        if kernel and self.backend != "cuda":
+            raise error("unsupported", f"backend {self.backend} has no kernels to copy by")
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
         plain_load, plain_store = (
             _NEVER if limit is None else checked("plain_from", limit) for limit in limits
@@ -314,6 +320,7 @@ class BlockTransfer:
             checked("ahead_bytes", ahead_bytes),
             checked("ahead_commands", ahead_commands, _INT_MAX),
             (plain_load, plain_store),
+            kernel,
             verify,
         )
         _open_transfers.add(self)

@@ -334,6 +334,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
     devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
+    if (options.gather) devices.back()->load_gather();
   }
   for (const auto& device : devices) {
     for (const auto& peer : devices) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "core/backend/cuda/gather.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
@@ -42,14 +43,14 @@ void copy_rows(const Rows& rows, CUstream stream) {
   const uint64_t src_height = rows_of_slice(rows.src_pitch);
   const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
   CUmemcpy3D box{.src = rows.src,
-                       .src_pitch = rows.src_pitch / src_height,
-                       .src_height = src_height,
-                       .dst = rows.dst,
-                       .dst_pitch = rows.dst_pitch / dst_height,
-                       .dst_height = dst_height,
-                       .width = rows.bytes,
-                       .height = 1,
-                       .depth = rows.rows};
+                 .src_pitch = rows.src_pitch / src_height,
+                 .src_height = src_height,
+                 .dst = rows.dst,
+                 .dst_pitch = rows.dst_pitch / dst_height,
+                 .dst_height = dst_height,
+                 .width = rows.bytes,
+                 .height = 1,
+                 .depth = rows.rows};
   tell_memories(rows, box);
   check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
 }
@@ -126,6 +127,10 @@ Device::Device(Rank rank, int ordinal)
       context_(std::make_shared<const Context>(ordinal)),
       events_(std::make_shared<Events>(context_)),
       service_(std::make_unique<Stream>(context_)) {}
+
+Device::~Device() = default;
+
+void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
 void Device::reach(const Device& peer) const {
   if (peer.ordinal() == ordinal()) return;

@@ -105,9 +105,12 @@ class Event {
   CUevent handle_;
 };
 
+class Gather;
+
 class Device final : public Port {
  public:
   Device(Rank rank, int ordinal);
+  ~Device() override;
 
   Rank rank() const { return rank_; }
   int ordinal() const { return context_->ordinal(); }
@@ -123,6 +126,10 @@ class Device final : public Port {
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
+  // Loads the kernel that copies between the host and this GPU instead of engines (gather.h).
+  void load_gather();
+  const Gather* gather() const { return gather_.get(); }  // null unless loaded
+
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
   void reach(const Device& peer) const;
@@ -134,6 +141,7 @@ class Device final : public Port {
   std::shared_ptr<const Context> context_;
   std::shared_ptr<Events> events_;
   std::unique_ptr<Stream> service_;
+  std::unique_ptr<const Gather> gather_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 
