@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | tune | plot | breakdown | show | verify | doctor | demo`.
+"""The command line: `offcore bench | kv | tune | plot | breakdown | show | verify | doctor | demo`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report, stress, tune
+from offcore import bench, breakdown, demo, doctor, kv_cli, plot, report, stress, tune
 from offcore.errors import error
 from offcore.options import (
     REAL_SIZES,
@@ -64,6 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(kv_cli.app, name="kv")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:

@@ -43,14 +43,15 @@ _PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2"
 
 def check_plot(path: Path) -> None:
     """Raises where a plot could not be written: before anything has been measured."""
-    _pyplot()
+    pyplot()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's, which draws without a screen. Raises unavailable where there is none."""
     try:
         import matplotlib
     except ImportError:
@@ -154,7 +155,7 @@ def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
         rows = [row for row in rows if row.named is not False]
-    plt = _pyplot()
+    plt = pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(
         1, len(ops), figsize=(6.4 * len(ops) + 1.6, 4.6), squeeze=False, layout="constrained"
@@ -224,7 +225,7 @@ def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(
         figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
     )
