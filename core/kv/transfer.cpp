@@ -36,20 +36,38 @@ std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) 
   return memories;
 }
 
+// The room on neighbours that rows take on their way: a quarter for each lane of a direction.
+std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& backends,
+                               const std::vector<Group>& groups, uint64_t bytes) {
+  std::vector<Neighbour> neighbours;
+  for (const std::shared_ptr<Backend>& backend : backends) {
+    for (const Group& group : groups) {
+      if (group.layout->row_bytes() <= bytes / 4) continue;
+      fail(Code::invalid, "a block of ", group.layout->row_bytes(), " bytes needs links of at ",
+           "least ", 4 * group.layout->row_bytes(), " bytes of a neighbour's memory, not ", bytes);
+    }
+    neighbours.push_back({backend, backend->allocate(kNeighbour, bytes)});
+  }
+  return neighbours;
+}
+
 }  // namespace
 
 std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
+                                           std::vector<std::shared_ptr<Backend>> neighbours,
                                            std::vector<Group> groups, TransferOptions options,
                                            std::shared_ptr<const void> keep) {
-  std::unique_ptr<Transfer> transfer(
-      new Transfer(std::move(backend), std::move(groups), options, std::move(keep)));
+  std::unique_ptr<Transfer> transfer(new Transfer(std::move(backend), std::move(neighbours),
+                                                  std::move(groups), options, std::move(keep)));
   transfer->begin();
   return owned_by_process(std::move(transfer));
 }
 
-Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
+Transfer::Transfer(std::shared_ptr<Backend> backend,
+                   std::vector<std::shared_ptr<Backend>> neighbours, std::vector<Group> groups,
                    TransferOptions options, std::shared_ptr<const void> keep)
     : backend_(std::move(backend)),
+      links_(1 + neighbours.size()),
       groups_(std::move(groups)),
       options_(options),
       process_(getpid()),
@@ -64,8 +82,9 @@ Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
     named_[i].resize(group.layout->blocks());
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
-  courier_ = std::make_shared<Courier>(board_, backend_, groups_, options_.pace, std::move(keep),
-                                       options_.checked);
+  courier_ = std::make_shared<Courier>(board_, backend_, groups_,
+                                       lent_by(neighbours, groups_, options_.link_bytes),
+                                       options_.pace, std::move(keep), options_.checked);
 }
 
 void Transfer::begin() {
@@ -142,6 +161,8 @@ std::shared_ptr<Job> Transfer::start(Request request) {
     stages = this->stages(job->request_.group, job->together_);
   }
   job->stages_.resize(stages->size());
+  job->stages_ahead_.resize(stages->size());
+  job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
   job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
                        job->request_.blocks, std::move(rows));

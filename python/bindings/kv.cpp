@@ -92,7 +92,8 @@ nb::object row(const HostPool& pool, int64_t slot) {
 std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
                                         int device, std::vector<std::shared_ptr<Layout>> layouts,
                                         std::vector<std::shared_ptr<HostPool>> pools,
-                                        nb::object keep, uint64_t ahead_bytes,
+                                        const std::vector<int>& links, const Machine& pair,
+                                        uint64_t link_bytes, nb::object keep, uint64_t ahead_bytes,
                                         uint32_t ahead_commands,
                                         std::pair<uint64_t, uint64_t> plain_from, bool kernel,
                                         bool checked) {
@@ -104,10 +105,19 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   for (size_t i = 0; i < layouts.size(); ++i) groups.push_back({layouts[i], pools[i]});
   const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
   const nb::gil_scoped_release unlocked;
-  return Transfer::create(open_one(backend, machine, device, kernel), std::move(groups),
+  std::vector<std::shared_ptr<Backend>> neighbours;
+  for (const int link : links) {
+    BackendOptions options;
+    if (device >= 0) options.cuda.devices = {device, link};
+    options.cuda.foreign = device >= 0;
+    neighbours.push_back(open_backend(backend, pair, 2, {0, 1}, std::move(options)));
+  }
+  return Transfer::create(open_one(backend, machine, device, kernel), std::move(neighbours),
+                          std::move(groups),
                           {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
                            .plain_from = {plain_from.first, plain_from.second},
                            .checked = checked,
+                           .link_bytes = link_bytes,
                            .kernel = kernel},
                           kept);
 }
@@ -214,6 +224,7 @@ void bind_jobs(nb::module_& module) {
       .def_ro("commands", &JobReport::commands)
       .def_ro("strided", &JobReport::strided)
       .def_ro("bytes", &JobReport::bytes)
+      .def_ro("link_bytes", &JobReport::link_bytes)
       .def_ro("calls", &JobReport::calls)
       .def_ro("enqueue_ns", &JobReport::enqueue_ns)
       .def_ro("queued_ns", &JobReport::queued_ns)
@@ -253,9 +264,10 @@ void bind_jobs(nb::module_& module) {
           },
           nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
-             nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("keep"),
-             nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
-             nb::arg("kernel"), nb::arg("checked"));
+             nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
+             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("keep"), nb::arg("ahead_bytes"),
+             nb::arg("ahead_commands"), nb::arg("plain_from"), nb::arg("kernel"),
+             nb::arg("checked"));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offcore import _core
@@ -10,8 +11,11 @@ from offcore import _core
 class Transferred:
     """What a job copied, by which path, and what that cost."""
 
-    def __init__(self, core: _core.KvReport, backend: str, call: dict[str, Any]) -> None:
+    def __init__(
+        self, core: _core.KvReport, backend: str, call: dict[str, Any], links: Sequence[int]
+    ) -> None:
         self._core = core
+        self._links = links
         self._call = call
         self.backend = backend
 
@@ -47,6 +51,12 @@ class Transferred:
     def bytes(self) -> int:
         """Bytes that were copied."""
         return self._core.bytes
+
+    @property
+    def links(self) -> dict[int, int]:
+        """Bytes by the GPU over whose link to the host they went: the own one, and those that lent
+        theirs."""
+        return dict(zip(self._links, self._core.link_bytes, strict=True))
 
     @property
     def pages(self) -> int:
