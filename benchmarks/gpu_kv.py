@@ -7,6 +7,7 @@
 the driver's own calls cost (kv_calls.py). `pages`: 28 layers, 64 and 256 scattered blocks, pages of
 8 to 256 KiB, beside the loop, one batch call and the kernel. `scattered`: 256 pages that nothing
 folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192 slows down.
+`links`: 1 GiB over the links of other GPUs too, where there are any.
 Each step is a process of its own; one that fails or takes too long is told, and the others go on.
 Rows go to $OUT/cuda-kv.jsonl where OUT is set, else to benchmarks/results; the table comes last.
 """
@@ -23,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offcore import kv_bench
+from offcore import _core, kv_bench
 from offcore.kv_case import torch_with_gpu
 from offcore.kv_models import MODELS, Geometry
 from offcore.report import Stamp, dumps
@@ -39,7 +40,9 @@ LIMITS_S = {  # of a step
     "scattered": 30,
     "submit": 20,
     "gemm": 40,
+    "links": 60,
 }
+GIB = 1 << 30
 LARGE = 128 << 10  # pages from here on: 64 blocks only
 Row = dict[str, Any]
 
@@ -65,6 +68,22 @@ def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
         return [kv_bench.Plan(geometries=geometries, blocks=[256], directions=two, **common)]
     if step == "submit":
         return [kv_bench.Plan(geometries=[MODELS["qwen2.5-0.5b"]], **common)]
+    if step == "links":
+        page = pages[-1] if args.quick else 64 << 10
+        blocks = [(GIB if not args.quick else 1 << 20) // (args.layers * page)]
+        common |= {"peers": ()}
+        return [
+            kv_bench.Plan(
+                geometries=[Geometry("", args.layers, page)],
+                layouts=[layout],
+                blocks=blocks,
+                directions=("load", "store"),
+                links=list(range(1, count)) or None,
+                **common,
+            )
+            for count in range(1, _core.gpus() + 1)
+            for layout in ("contiguous", "layers")
+        ]
     geometries = [Geometry("", args.layers, page) for page in (8 << 10, 64 << 10)]
     common |= {"peers": ("kernel",), "with_gemm": True}
     return [kv_bench.Plan(geometries=geometries, blocks=[64], directions=("load",), **common)]
@@ -76,10 +95,14 @@ def run_step(step: str, args: argparse.Namespace) -> int:
     if step == "gemm" and torch_with_gpu() is None:
         print("gemm: there is no torch with a GPU")
         return 0
+    if step == "links" and _core.gpus() == 1:
+        print("links: there is no other GPU")
+        return 0
     with Path(args.rows).open("a", encoding="utf-8") as out:
         for plan in plans(step, args):
             for row in kv_bench.run(plan):
-                out.write(dumps({"step": step} | row))
+                lent = {"lent": len(plan.links or ())} if step == "links" else {}
+                out.write(dumps({"step": step} | lent | row))
                 out.flush()
                 wrong += row.get("wrong", 0)
     return 1 if wrong else 0
@@ -91,7 +114,8 @@ def command(step: str, args: argparse.Namespace) -> list[str]:
         return [sys.executable, str(FOLDER / "kv_check.py"), *jobs]
     if step == "calls":
         return [sys.executable, str(FOLDER / "kv_calls.py")]
-    words = ["--pages", args.pages, "--rounds", str(args.rounds), "--layers", str(args.layers)]
+    words = ["--quick"] if args.quick else []
+    words += ["--pages", args.pages, "--rounds", str(args.rounds), "--layers", str(args.layers)]
     return [sys.executable, __file__, "--step", step, "--rows", str(args.rows), *words]
 
 
@@ -105,15 +129,21 @@ def ratio(ways: dict[str, Row], name: str) -> str:
     return f"{ways[name]['time_us'] / ways['offcore']['time_us']:5.2f}x"
 
 
+def links_of(row: Row) -> str:
+    """How many MiB each GPU's link carried."""
+    return " + ".join(f"{nbytes >> 20}" for nbytes in row["links"].values())
+
+
 def show(rows: list[Row]) -> None:
     """A line a case and direction."""
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        key = (row["step"], row["page_bytes"], row["blocks"], row["direction"])
+        names = ("step", "page_bytes", "blocks", "direction", "layout", "lent")
+        key = tuple(row.get(name) for name in names)
         groups.setdefault(key, {})[row["impl"]] = row
     print("step, page, blocks, direction: offcore GB/s and % of the ceiling; kernel; times as fast")
     print("as one batch, as the loop; caller's us, thread's us; calls; GEMM slowdown, kernel's")
-    for (step, page, blocks, direction), ways in groups.items():
+    for (step, page, blocks, direction, layout, lent), ways in groups.items():
         own = ways["offcore"]
         kernel = share(ways["kernel"]) if "kernel" in ways else "-"
         calls = own["calls"]
@@ -124,6 +154,7 @@ def show(rows: list[Row]) -> None:
             f"{step:>9} {format_bytes(page):>5} {blocks:4} {direction:>5} {share(own)} | "
             f"{kernel:>13} | {ratio(ways, 'batch')} {ratio(ways, 'loop')} | "
             f"{own['submit_us']:6.1f} {own['enqueue_us']:7.1f} | {told:4} {gemm}"
+            + (f" {layout}: {links_of(own)}" if lent is not None else "")
         )
 
 
@@ -134,6 +165,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
     parser.add_argument("--jobs", type=int, default=200, help="random jobs of each layout")
+    parser.add_argument("--quick", action="store_true", help="few bytes over the links")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     args = parser.parse_args()

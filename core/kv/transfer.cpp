@@ -14,26 +14,41 @@ namespace {
 constexpr uint32_t kSubBatch = 32;
 constexpr double kEndS = 10;
 
-// Where each tensor of a cache lies. Layers in allocations of their own may be at equal steps by
-// chance, and the driver refuses a strided copy into them.
-std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
-  struct Extent {
-    std::byte* first = nullptr;
-    std::byte* last = nullptr;
-  };
+struct Extent {
+  const std::byte* first = nullptr;
+  const std::byte* last = nullptr;
+};
+
+// Of each tensor of a cache.
+std::vector<Extent> extents_of(const Layout& layout) {
   std::vector<Extent> extents;
   for (const Piece& piece : layout.pieces()) {
     if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
     Extent& extent = extents[piece.tensor];
-    std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
+    const std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
     if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
     extent.last = std::max(extent.last, end);
   }
+  return extents;
+}
+
+// Where each tensor lies. Layers in allocations of their own may be at equal steps by chance, and
+// the driver refuses a strided copy into them.
+std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
   std::vector<uint64_t> memories;
-  for (const Extent& extent : extents) {
+  for (const Extent& extent : extents_of(layout)) {
     memories.push_back(backend.memory_of(extent.first, extent.last));
   }
   return memories;
+}
+
+void check_reach(const Backend& neighbour, const Layout& layout) {
+  for (const Extent& extent : extents_of(layout)) {
+    if (neighbour.reaches(kNeighbour, extent.first, extent.last)) continue;
+    fail(Code::unsupported, "GPU ", neighbour.device(kNeighbour), " does not reach the cache, ",
+         "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
+         "otherwise, or leave that link out");
+  }
 }
 
 // The room on neighbours that rows take on their way: a quarter for each lane of a direction.
@@ -42,6 +57,7 @@ std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& back
   std::vector<Neighbour> neighbours;
   for (const std::shared_ptr<Backend>& backend : backends) {
     for (const Group& group : groups) {
+      check_reach(*backend, *group.layout);
       if (group.layout->row_bytes() <= bytes / 4) continue;
       fail(Code::invalid, "a block of ", group.layout->row_bytes(), " bytes needs links of at ",
            "least ", 4 * group.layout->row_bytes(), " bytes of a neighbour's memory, not ", bytes);

@@ -50,6 +50,7 @@ class Plan:
     requests: int = 1
     rounds: int = ROUNDS
     with_gemm: bool = False
+    links: Sequence[int] | str | None = None  # of other GPUs, for offcore alone
     timeout_s: float = 30.0
 
     def cases(self) -> Iterator[tuple[Geometry, str, int, int | None]]:
@@ -206,6 +207,7 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
                         blocks,
                         requests=plan.requests,
                         both="both" in plan.directions,
+                        gpus=_core.gpus() if plan.backend == "cuda" and plan.links else 1,
                     )
                 )
             )
@@ -214,7 +216,7 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
                 for name in dict.fromkeys(("offcore", *plan.peers)):
                     try:
                         ways[name] = opened.enter_context(
-                            closing(open_way(name, case, plan.timeout_s))
+                            closing(open_way(name, case, plan.timeout_s, plan.links))
                         )
                     except Error as failure:
                         if name == "offcore" or failure.code not in ("unavailable", "unsupported"):

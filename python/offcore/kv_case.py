@@ -96,10 +96,11 @@ class TorchMemory:
 
 
 class WindowMemory:
-    """A GPU's, where there is no torch that has one: a window of offcore's."""
+    """A GPU's, where there is no torch that has one: a window of offcore's, which only the GPUs of
+    its ranks reach."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._comm = offcore.Communicator(backend="cuda", ranks=1)
+    def __init__(self, nbytes: int, ranks: int) -> None:
+        self._comm = offcore.Communicator(backend="cuda", ranks=ranks)
         self._window = self._comm.window(nbytes)
         self._nbytes = nbytes
         self.address = self._window.address(0)
@@ -109,11 +110,11 @@ class WindowMemory:
 
     def read(self) -> Bytes:
         found = np.empty(self._nbytes, np.uint8)
-        self._window.read(found)
+        self._window.read(found, rank=0)
         return found
 
     def write(self, data: Bytes) -> None:
-        self._window.write(data)
+        self._window.write(data, rank=0)
 
 
 def torch_with_gpu() -> Any:
@@ -125,11 +126,11 @@ def torch_with_gpu() -> Any:
     return torch if torch.cuda.is_available() else None
 
 
-def memory_of(backend: str, nbytes: int) -> Memory:
-    """Memory that transfers of this backend load into."""
+def memory_of(backend: str, nbytes: int, gpus: int = 1) -> Memory:
+    """Memory that transfers of this backend load into, which the first so many GPUs reach."""
     if backend != "cuda":
         return HostMemory(nbytes)
-    return WindowMemory(nbytes) if torch_with_gpu() is None else TorchMemory(nbytes)
+    return WindowMemory(nbytes, gpus) if torch_with_gpu() is None else TorchMemory(nbytes)
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Case:
         *,
         requests: int = 1,
         both: bool = False,
+        gpus: int = 1,
         seed: int = 1,
     ) -> None:
         self.backend = backend
@@ -191,7 +193,7 @@ class Case:
         self._pieces = _pieces(geometry, layout, total)
         memories = 1 + max(piece.memory for piece in self._pieces)
         nbytes = total * geometry.block_bytes // memories
-        self._memories = [memory_of(backend, nbytes) for _ in range(memories)]
+        self._memories = [memory_of(backend, nbytes, gpus) for _ in range(memories)]
         self.pool = kv.HostPool(geometry.block_bytes, named, backend=backend)
         self.pool.wait_ready(_READY_S)
         slots = rng.permutation(self.pool.allocate(named)).reshape(sets, blocks)

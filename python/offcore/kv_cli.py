@@ -28,19 +28,22 @@ app = typer.Typer(
 )
 
 
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="How the cache lies: layers (outermost, one tensor), tensors (one a layer), "
+        "kv-apart (the same, K and V apart), contiguous (over the layers).",
+    ),
+]
+
+
 @app.command("bench")
 def bench_command(
     model: Annotated[
         str, typer.Option(metavar="NAME,...", help=f"all, or of {', '.join(MODELS)}.")
     ] = "qwen2.5-0.5b",
-    layout: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="How the cache lies: layers (outermost, one tensor), tensors (one a layer), "
-            "kv-apart (the same, K and V apart), contiguous (over the layers).",
-        ),
-    ] = LAYOUTS[0],
+    layout: LayoutOption = LAYOUTS[0],
     tokens: Annotated[
         str, typer.Option(metavar="N,...", help="Tokens of a request, 16 a block.")
     ] = "4096",
@@ -53,6 +56,10 @@ def bench_command(
             metavar="NAME,...", help=f"Of {', '.join(PEERS)}; those absent are told. Default loop."
         ),
     ] = "loop",
+    links: Annotated[
+        str | None,
+        typer.Option(metavar="all|N,...", help="GPUs that lend offcore their links to the host."),
+    ] = None,
     requests: Annotated[
         int, typer.Option(min=1, metavar="N", help="Requests under way at once.")
     ] = 1,
@@ -84,11 +91,12 @@ def bench_command(
     plan = kv_bench.Plan(
         backend=bench.resolve_backend(backend.value, None),
         geometries=[geometry(name) for name in names],
-        tokens=_counts(tokens),
+        tokens=_numbers(tokens, 1, "--tokens"),
         layouts=known_names(layout, "--layout", LAYOUTS),
         directions=known_names(direction, "--direction", DIRECTIONS),
         peers=known_names(baseline, "--baseline", PEERS) if baseline else [],
         requests=requests,
+        links=_links(links),
         rounds=iters,
         with_gemm=with_gemm,
         timeout_s=timeout,
@@ -101,16 +109,20 @@ def bench_command(
         raise typer.Exit(1)
 
 
-def _counts(text: str) -> list[int]:
+def _numbers(text: str, least: int, option: str) -> list[int]:
     try:
-        counts = [int(word) for word in text.split(",")]
-        if min(counts) < 1:
+        numbers = [int(word) for word in text.split(",")]
+        if min(numbers) < least:
             raise ValueError
     except ValueError:
         raise typer.BadParameter(
-            f"'{text}' is no list of numbers of tokens", param_hint="--tokens"
+            f"'{text}' is no list of numbers from {least} on", param_hint=option
         ) from None
-    return counts
+    return numbers
+
+
+def _links(text: str | None) -> list[int] | str | None:
+    return text if text in (None, "all") else _numbers(text, 0, "--links")
 
 
 def _measure(plan: kv_bench.Plan, json: str | None) -> list[dict[str, Any]]:

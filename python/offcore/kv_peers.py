@@ -64,8 +64,10 @@ class Transfers:
         for result in results:
             for name, count in result.calls.items():
                 calls[name] = calls.get(name, 0) + count
+        carried = [result.links for result in results]
         return {
             "path": results[0].path,
+            "links": {gpu: sum(one[gpu] for one in carried) for gpu in carried[0]},
             "commands": sum(result.commands for result in results),
             "calls": calls,
             "enqueue_us": round(sum(result.enqueue_us for result in results), 2),
@@ -101,7 +103,7 @@ class Pages:
         return (time.perf_counter_ns() - began_ns) / 1e3
 
     def settle(self) -> dict[str, Any]:
-        return {"path": None, "commands": None, "calls": None, "enqueue_us": None}
+        return dict.fromkeys(("path", "links", "commands", "calls", "enqueue_us"))
 
     def close(self) -> None:
         pass
@@ -146,10 +148,11 @@ def _vllm(case: Case, name: str) -> Way:
     return Pages(case, copy, lambda column: torch.from_numpy(column.astype(np.int64)))
 
 
-def open_way(name: str, case: Case, timeout_s: float) -> Way:
-    """Raises `Error`: unavailable or unsupported, and why this peer cannot run here."""
+def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
+    """links: as BlockTransfer takes them, for offcore. Raises `Error`: unavailable or unsupported,
+    and why this peer cannot run here."""
     if name == "offcore":
-        return Transfers(case, timeout_s)
+        return Transfers(case, timeout_s, links=links)
     if name == "loop":
         return _driver_peer(case, _core.copy_by_loop)
     if case.backend != "cuda":

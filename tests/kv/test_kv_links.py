@@ -49,7 +49,7 @@ def test_every_byte_arrives(layout, layers, page, blocks, requests, rows, ahead,
 GPUS = """
 class Lent(World):
     def __init__(self, links, **options):
-        at = driver.memory(3 * 256 * 8192, [0, 1, 2, 3])  # what peers may reach
+        at = driver.get(ctypes.c_uint64, "cuMemAlloc", 3 * 256 * 8192)  # what peers may reach
         super().__init__(layers=3, blocks=256, page=8192, links=links, link_bytes=1 << 20,
                          ahead_bytes=1 << 20, at=at, **options)
 """
@@ -244,6 +244,11 @@ def test_what_links_are_refused() -> None:
         assert told[0] == code and words in told[1], told
     """
     check_on_gpu(code)
+    unreached = """
+    told = code_of(lambda: World(links=[2]))  # its cache is mapped for GPU 0 only
+    assert told[0] == "unsupported" and "GPU 2 does not reach the cache" in told[1], told
+    """
+    check_on_gpu(unreached)
     alone = """
     told = code_of(lambda: World(links="all"))
     assert told[0] == "unsupported" and "1 are visible" in told[1], told

@@ -43,7 +43,8 @@ def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
 
 def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     words = ("--only", "pages,scattered,gemm", "--pages", "512", "--layers", "3", "--rounds", "1")
-    done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, OUT=str(tmp_path))
+    alone = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "1"}
+    done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **alone)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "cuda-kv.jsonl").open()]
     told = {(row["step"], row["impl"], row["blocks"], row["direction"]) for row in rows}
@@ -60,6 +61,13 @@ def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     }
     assert "there is no torch with a GPU" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"{len(rows)} rows, 0 wrong bytes, 0 steps")
+    # Two GPUs: the second one's link may be used too.
+    words = ("--only", "links", "--quick", *words[2:])
+    two = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
+    done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "cuda-kv.jsonl").open()]
+    assert [len(row["links"]) for row in rows] == [1, 1, 1, 1, 2, 2, 2, 2]
     # What a step cannot do is told, and the others go on.
     done = on_stand_in(
         BENCHMARKS / "gpu_kv.py",
