@@ -51,7 +51,7 @@ class Lent(World):
     def __init__(self, links, **options):
         at = driver.get(ctypes.c_uint64, "cuMemAlloc", 3 * 256 * 8192)  # what peers may reach
         super().__init__(layers=3, blocks=256, page=8192, links=links, link_bytes=1 << 20,
-                         ahead_bytes=1 << 20, at=at, **options)
+                         ahead_bytes=1 << 16, at=at, **options)
 """
 
 
