@@ -34,13 +34,13 @@ FOLDER = Path(__file__).parent
 LAYERS = 28
 PEERS = ("loop", "batch", "kernel")
 LIMITS_S = {  # of a step
-    "check": 60,
-    "calls": 30,
-    "pages": 120,
-    "scattered": 30,
+    "check": 50,
+    "calls": 20,
+    "pages": 90,
+    "scattered": 20,
     "submit": 20,
-    "gemm": 40,
-    "links": 60,
+    "gemm": 30,
+    "links": 60,  # of several GPUs only
 }
 GIB = 1 << 30
 LARGE = 128 << 10  # pages from here on: 64 blocks only

@@ -152,7 +152,7 @@ class Calls:
         return self.timed(call)
 
     def together(self, host: str, device: str, load: bool, page: int, count: int) -> Times | None:
-        """The same in batches of strided copies; None: this driver has none."""
+        """The same in batches of strided copies; None: this driver has none, or refuses them."""
         function = self.driver.find("cuMemcpy3DBatchAsync")
         if function is None or self.driver.version < 13000:
             return None
@@ -169,9 +169,13 @@ class Calls:
             for first in range(0, BLOCKS, count):
                 code = function(c_size_t(count), byref(copies[first]), c_uint64(0), stream)
                 if code:
-                    raise SystemExit(f"cuMemcpy3DBatchAsync: {code}")
+                    raise OSError(f"cuMemcpy3DBatchAsync: {code}")
 
-        return self.timed(call)
+        try:
+            return self.timed(call)
+        except OSError as refusal:
+            print(f"  {refusal}")
+            return None
 
     def _blocks(self, host: str, device: str, page: int) -> list[tuple[int, int]]:
         rng = np.random.default_rng(1)

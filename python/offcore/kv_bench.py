@@ -154,6 +154,7 @@ class Products:
         self._a = torch.randn(_PRODUCT, _PRODUCT, dtype=torch.bfloat16, device="cuda:0")
         self._c = torch.empty_like(self._a)
         torch.cuda.synchronize()
+        self._run(None)  # the first ones load what they need
 
     def slowdown(self, clock: Clock, way: Way, direction: str) -> float:
         """How many times as long they take while that goes on."""

@@ -160,6 +160,14 @@ def _pieces(geometry: Geometry, layout: str, blocks: int) -> list[_Piece]:
     ]
 
 
+def _differing(found: Bytes, wanted: Bytes) -> int:
+    """How many bytes; by words at first, which is quicker where there are none."""
+    if found.nbytes % 8 == 0 and found.flags.c_contiguous and wanted.flags.c_contiguous:
+        if np.array_equal(found.reshape(-1).view(np.uint64), wanted.reshape(-1).view(np.uint64)):
+            return 0
+    return int((found != wanted).sum())
+
+
 class Case:
     """A cache with scattered blocks that requests name, and rows of pinned memory for them.
 
@@ -252,14 +260,14 @@ class Case:
         wrong = 0
         if direction != "store":
             for (blocks, slots), rows in zip(self.loads, before, strict=True):
-                wrong += int((self._rows(slots) != rows).sum())
+                wrong += _differing(self._rows(slots), rows)
                 self._put(blocks, rows)
         if direction != "load":
             for blocks, slots in self.stores:
-                wrong += int((self._rows(slots) != self._expected(blocks)).sum())
+                wrong += _differing(self._rows(slots), self._expected(blocks))
         for place, memory in enumerate(self._memories):
             found = memory.read()
-            wrong += int((found != self._images[place]).sum())
+            wrong += _differing(found, self._images[place])
             self._images[place] = found
         return wrong
 
