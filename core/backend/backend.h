@@ -116,12 +116,14 @@ struct Calls {
   uint32_t batched = 0;
   uint32_t plain = 0;
   uint32_t strided = 0;
+  uint32_t kernels = 0;  // that copied instead of engines, where a caller has asked for that
 
   Calls& operator+=(const Calls& other) {
     batches += other.batches;
     batched += other.batched;
     plain += other.plain;
     strided += other.strided;
+    kernels += other.kernels;
     return *this;
   }
 };
@@ -204,6 +206,8 @@ class Backend : public Memory {
   // What this process's memory from `first` to before `last` lies in: a number that it shares with
   // all else that one strided copy may go over. Where that is not known, no other range's.
   virtual uint64_t memory_of(const std::byte*, const std::byte*) const { return 0; }
+  // Whether a local rank's engines reach all of that.
+  virtual bool reaches(Rank, const std::byte*, const std::byte*) const { return true; }
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
   // driver's event stands for, which has to live until the mark has passed. Throw unsupported where
   // there are no streams, and for a stream that is being captured.

@@ -15,7 +15,10 @@ namespace {
 constexpr int64_t kLingerNs = 200'000;  // after the last job, before the thread sleeps
 constexpr int64_t kSpinNs = 200'000;
 constexpr uint32_t kPartsOfPace = 4;
-constexpr size_t kFlightsMin = 2;  // so that one is enqueued while another is copied
+constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
+constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
+constexpr double kSlowestOfFastest = 8;
+constexpr uint64_t kShareMin = uint64_t{1} << 20;
 
 // Between two looks at the engines, after so long without a change.
 void nap(int64_t idle_ns) {
@@ -29,16 +32,20 @@ void nap(int64_t idle_ns) {
 }  // namespace
 
 Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
-                 std::vector<Group> groups, Pace pace, std::shared_ptr<const void> keep,
-                 bool checked)
+                 std::vector<Group> groups, std::vector<Neighbour> neighbours, Pace pace,
+                 std::shared_ptr<const void> keep, bool checked)
     : board_(std::move(board)),
       backend_(std::move(backend)),
       groups_(std::move(groups)),
+      neighbours_(std::move(neighbours)),
       pace_(pace),
       keep_(std::move(keep)),
       checked_(checked),
       blocks_(groups_.size()),
       slots_(groups_.size()) {
+  for (uint16_t direction = 0; direction < ways_.size(); ++direction) {
+    ways_[direction].links = links_of(*backend_, neighbours_, direction);
+  }
   for (size_t group = 0; group < groups_.size(); ++group) {
     const auto first = [&](auto same) {
       size_t found = 0;
@@ -61,8 +68,10 @@ void Courier::run() {
   int64_t moved_ns = now_ns();
   while (collect()) {
     bool moved = false;
-    for (Lane& lane : lanes_) moved |= reap(lane);
-    for (Lane& lane : lanes_) moved |= submit(lane);
+    for (Way& way : ways_) {
+      for (Link& link : way.links) moved |= reap(link);
+    }
+    for (Way& way : ways_) moved |= submit(way);
     if (moved) {
       moved_ns = now_ns();
     } else {
@@ -107,9 +116,9 @@ void Courier::admit(const std::shared_ptr<Job>& job) {
     if (meets(*job, *other)) job->waits_.push_back(other);
   }
   jobs_.push_back(job);
-  Lane& lane = lanes_[static_cast<size_t>(job->request_.direction)];
-  lane.jobs.push_back(job);
-  sort(lane);
+  Way& way = ways_[static_cast<size_t>(job->request_.direction)];
+  way.jobs.push_back(job);
+  sort(way);
   for (const std::shared_ptr<Job>& other : job->waits_) hurry(*other, job->urgency_);
   if (!job->cursor_->ended()) return;
   {  // there is nothing to copy
@@ -153,19 +162,19 @@ bool Courier::meets(const Job& job, const Job& other) {
 void Courier::hurry(Job& job, int32_t urgency) {
   if (job.urgency_ >= urgency) return;
   job.urgency_ = urgency;
-  sort(lanes_[static_cast<size_t>(job.request_.direction)]);
+  sort(ways_[static_cast<size_t>(job.request_.direction)]);
   for (const std::shared_ptr<Job>& other : job.waits_) hurry(*other, urgency);
 }
 
-void Courier::sort(Lane& lane) {
-  std::sort(lane.jobs.begin(), lane.jobs.end(), [](const auto& a, const auto& b) {
+void Courier::sort(Way& way) {
+  std::sort(way.jobs.begin(), way.jobs.end(), [](const auto& a, const auto& b) {
     return a->urgency_ != b->urgency_ ? a->urgency_ > b->urgency_ : a->number_ < b->number_;
   });
 }
 
 void Courier::drop_cancelled(bool all) {
-  for (const Lane& lane : lanes_) {
-    const std::vector<std::shared_ptr<Job>> jobs = lane.jobs;
+  for (const Way& way : ways_) {
+    const std::vector<std::shared_ptr<Job>> jobs = way.jobs;
     for (const std::shared_ptr<Job>& job : jobs) {
       if (!all && !job->cancelled_) continue;
       job->report_.cancelled = true;
@@ -175,72 +184,97 @@ void Courier::drop_cancelled(bool all) {
 }
 
 // Lets go of what has ended.
-bool Courier::reap(Lane& lane) {
-  bool moved = false;
+bool Courier::reap(Link& link) {
+  uint64_t flights = 0;
+  uint64_t bytes = 0;
+  for (Lane& lane : link.lanes) {
+    const uint64_t before = lane.bytes;
+    flights += reap(link, lane);
+    bytes += before - lane.bytes;
+  }
+  if (bytes > 0) link.measured(bytes);
+  return flights > 0;
+}
+
+uint64_t Courier::reap(Link& link, Lane& lane) {
+  uint64_t ended = 0;
   while (!lane.flights.empty()) {
-    Flight& first = lane.flights.front();
+    const Flight& first = lane.flights.front();
     std::optional<Error> failure;
     try {
       if (!first.run->done()) break;
       first.run->wait(Deadline::after_ns(0));  // returns what the launch keeps
+      first.job->report_.calls += first.run->report().calls;
     } catch (const Error& error) {
       failure = error;
+      link.lost = link.number > 0;
     }
-    const Flight flight = std::move(first);
-    lane.flights.pop_front();
-    lane.bytes -= flight.bytes;
-    lane.commands -= flight.commands;
-    moved = true;
+    const Flight flight = link.take(lane);
+    ++ended;
     Job& job = *flight.job;
     --job.parts_ahead_;
     if (failure) {
       stop(flight.job, std::move(failure));
       continue;
     }
-    if (flight.ends_stage) {
-      const std::scoped_lock lock(board_->mutex);
-      ++job.stages_done_;
-      board_->changed.notify_all();
+    if (flight.bytes > 0) {
+      --job.stages_ahead_[flight.stage];
+      end_stages(job);
     }
     if (job.cursor_->ended() && job.parts_ahead_ == 0) finish(flight.job);
   }
-  return moved;
+  return ended;
 }
 
-bool Courier::submit(Lane& lane) {
-  const std::shared_ptr<Job> job = pick(lane);
+// Those that are enqueued wholly, and of which nothing is on its way any more.
+void Courier::end_stages(Job& job) {
+  const std::scoped_lock lock(board_->mutex);
+  while (job.stages_done_ < job.enqueued_ && job.stages_ahead_[job.stages_done_] == 0) {
+    ++job.stages_done_;
+    board_->changed.notify_all();
+  }
+}
+
+bool Courier::submit(Way& way) {
+  const std::shared_ptr<Job> job = pick(way);
   if (job == nullptr) return false;
-  const bool urgent = job->cursor_->stage() < job->urgent_;
-  const bool room = lane.bytes < pace_.ahead_bytes && lane.commands < pace_.ahead_commands;
-  if (!room && !urgent && lane.flights.size() >= kFlightsMin) return false;
+  const uint64_t bytes = share_of(way, *job);
+  Link* link = choose(way, *job, bytes);
+  if (link == nullptr) return false;
+  Lane& lane = link->emptiest();
   try {
-    enqueue(lane, job);
+    enqueue(*link, lane, job, bytes);
   } catch (const Error& error) {
-    refuse(lane, job, error);
+    refuse(*link, lane, job, error);
   } catch (const std::bad_alloc&) {
-    refuse(lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
+    refuse(*link, lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
   }
   return true;
 }
 
 // Some of a part may be enqueued, and is copied all the same: an empty one behind it tells when the
 // job's blocks and slots are out of use.
-void Courier::refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& failure) {
+void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
+                     const Error& failure) {
   const Request& request = job->request_;
+  link.lost = link.number > 0 && failure.code() == Code::driver;
   try {
     Flight flight{.job = job};
-    flight.run = kv::submit(*backend_, request.direction, *groups_[request.group].layout, Part(),
-                            keep_, false);
-    lane.flights.push_back(std::move(flight));
+    Part none;
+    none.staged = link.number > 0;
+    flight.run =
+        kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
+                   *groups_[request.group].layout, std::move(none), keep_, false);
+    link.add(lane, std::move(flight));
     ++job->parts_ahead_;
   } catch (const std::exception&) {  // the GPU has failed, or no memory is left: nothing would tell
   }
   stop(job, failure);
 }
 
-std::shared_ptr<Job> Courier::pick(Lane& lane) {
-  for (size_t i = 0; i < lane.jobs.size(); ++i) {
-    const std::shared_ptr<Job> job = lane.jobs[i];
+std::shared_ptr<Job> Courier::pick(Way& way) {
+  for (size_t i = 0; i < way.jobs.size(); ++i) {
+    const std::shared_ptr<Job> job = way.jobs[i];
     try {
       if (may_begin(*job)) return job;
     } catch (const Error& error) {  // the GPU that its mark is on has failed
@@ -253,7 +287,8 @@ std::shared_ptr<Job> Courier::pick(Lane& lane) {
 
 bool Courier::may_begin(Job& job) const {
   std::erase_if(job.waits_, [&](const std::shared_ptr<Job>& other) {
-    const bool in_order = other->request_.direction == job.request_.direction;
+    const bool in_order =
+        neighbours_.empty() && other->request_.direction == job.request_.direction;
     return other->done() || (in_order && other->cursor_->ended());
   });
   if (!job.waits_.empty()) return false;
@@ -261,43 +296,90 @@ bool Courier::may_begin(Job& job) const {
   return job.request_.after == nullptr;
 }
 
-void Courier::enqueue(Lane& lane, const std::shared_ptr<Job>& job) {
+bool Courier::has_room(Link& link) const {
+  const Lane& lane = link.emptiest();
+  if (lane.flights.size() < kFlightsMin) return true;
+  return link.number == 0 && lane.bytes < pace_.ahead_bytes && lane.commands < pace_.ahead_commands;
+}
+
+// The bytes of the job's next part. Over several links they become less towards its end, so that
+// all are through at about the same time.
+uint64_t Courier::share_of(const Way& way, const Job& job) const {
+  const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
+  if (way.links.size() == 1 || job.together_ < job.layers_) return most;
+  const uint64_t share = job.cursor_->left_bytes() / (kSharesOfLink * way.links.size());
+  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
+}
+
+// The link over which that many bytes are expected to be through first; null: it is to be waited
+// for.
+Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
+  Link* best = &way.links[0];
+  if (job.together_ == job.layers_) {
+    double fastest = 0;
+    for (const Link& link : way.links) fastest = std::max(fastest, link.gbps());
+    const auto through = [&](const Link& link) {
+      return link.through_ns(bytes, fastest / kSlowestOfFastest);
+    };
+    for (Link& link : way.links) {
+      if (!link.lost && through(link) < through(*best)) best = &link;
+    }
+  }
+  if (has_room(*best) || job.cursor_->stage() < job.urgent_) return best;
+  for (Link& link : way.links) {
+    if (job.together_ == job.layers_ && !link.lost && link.idle()) return &link;
+  }
+  return nullptr;
+}
+
+void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes) {
   const Request& request = job->request_;
   const uint32_t stage = job->cursor_->stage();
-  Part part = job->cursor_->next(std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace),
-                                 std::max<uint32_t>(1, pace_.ahead_commands / kPartsOfPace));
-  Flight flight{
-      .job = job, .bytes = part.bytes, .commands = part.copies, .ends_stage = part.ends_stage};
+  Part part =
+      link.number > 0
+          ? job->cursor_->next_staged(std::min(bytes, link.stage_bytes))
+          : job->cursor_->next(bytes, std::max<uint32_t>(1, pace_.ahead_commands / kPartsOfPace));
+  Flight flight{.job = job, .bytes = part.bytes, .commands = part.copies, .stage = stage};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
   const uint64_t strided = part.strided;
+  const bool ends_stage = part.ends_stage;
   if (job->began_ns_ < 0) {
     job->began_ns_ = backend_->now_ns();
     report.queued_ns = job->began_ns_ - job->called_ns_;
   }
-  flight.run = kv::submit(*backend_, request.direction, *groups_[request.group].layout,
-                          std::move(part), keep_, checked_);
+  const int64_t began_ns = now_ns();
+  flight.run =
+      kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
+                 *groups_[request.group].layout, std::move(part), keep_, checked_);
+  report.enqueue_ns += now_ns() - began_ns;
   report.pages += pages;
   report.strided += strided;
   report.commands += flight.commands;
   report.bytes += flight.bytes;
+  report.link_bytes[link.number] += flight.bytes;
   report.blocks = job->cursor_->copied();
-  if (flight.ends_stage) {
+  job->last_[{link.number, lane.number}] = flight.run;
+  ++job->stages_ahead_[stage];
+  if (ends_stage) {
     const std::scoped_lock lock(board_->mutex);
-    job->stages_[stage] = flight.run;
+    for (auto& [where, run] : job->last_) job->stages_[stage].push_back(std::move(run));
+    job->last_.clear();
+    job->enqueued_ = stage + 1;
     report.layers = std::min(job->layers_, (stage + 1) * job->together_);
     board_->changed.notify_all();
   }
   ++job->parts_ahead_;
-  lane.bytes += flight.bytes;
-  lane.commands += flight.commands;
-  lane.flights.push_back(std::move(flight));
-  if (job->cursor_->ended()) std::erase(lane.jobs, job);
+  link.add(lane, std::move(flight));
+  if (job->cursor_->ended()) {
+    std::erase(ways_[static_cast<size_t>(request.direction)].jobs, job);
+  }
 }
 
 // Nothing more of the job is enqueued. It ends with its last part that is.
 void Courier::stop(const std::shared_ptr<Job>& job, std::optional<Error> failure) {
-  std::erase(lanes_[static_cast<size_t>(job->request_.direction)].jobs, job);
+  std::erase(ways_[static_cast<size_t>(job->request_.direction)].jobs, job);
   job->cursor_->stop();
   if (failure && !job->failure_) {
     const std::scoped_lock lock(board_->mutex);
@@ -311,6 +393,7 @@ void Courier::finish(const std::shared_ptr<Job>& job) {
   const Request& request = job->request_;
   groups_[request.group].pool->unpin(request.slots);
   job->waits_.clear();
+  job->last_.clear();
   job->request_.after = nullptr;
   const int64_t began_ns = job->began_ns_;
   if (began_ns >= 0) job->report_.copy_ns = backend_->now_ns() - began_ns;

@@ -7,6 +7,9 @@
 //   copies have ended, or (in one direction, whose copies are in order) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
+// - Where there are neighbours' links, large jobs of all layers go over several: each part over the
+//   one that is expected to bring it first, by the speeds that were measured. Then copies of one
+//   direction have no order among each other. A link that fails is not used any more.
 #pragma once
 #include <array>
 #include <memory>
@@ -14,6 +17,7 @@
 
 #include "core/kv/job.h"
 #include "core/kv/layout.h"
+#include "core/kv/link.h"
 #include "core/kv/pool.h"
 
 namespace offcore::kv {
@@ -32,23 +36,15 @@ class Courier {
  public:
   // `keep` is what the caches need, until the last copy has ended.
   Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend, std::vector<Group> groups,
-          Pace pace, std::shared_ptr<const void> keep, bool checked);
+          std::vector<Neighbour> neighbours, Pace pace, std::shared_ptr<const void> keep,
+          bool checked);
 
   void run();  // until the board is closing and nothing is left
 
  private:
-  struct Flight {
-    std::shared_ptr<Job> job;
-    std::shared_ptr<Run> run;
-    uint64_t bytes = 0;
-    uint64_t commands = 0;
-    bool ends_stage = false;
-  };
-  struct Lane {
+  struct Way {
     std::vector<std::shared_ptr<Job>> jobs;  // with parts to be enqueued, the most urgent first
-    std::deque<Flight> flights;
-    uint64_t bytes = 0;  // of the flights
-    uint64_t commands = 0;
+    std::vector<Link> links;
   };
   // Who named a block or slot last, for comparing two jobs: twice the job's number, and 1 if it
   // writes.
@@ -59,25 +55,31 @@ class Courier {
   void mark(const Job& job);
   bool meets(const Job& job, const Job& other);
   void hurry(Job& job, int32_t urgency);
-  void sort(Lane& lane);
+  void sort(Way& way);
   void drop_cancelled(bool all);
-  bool reap(Lane& lane);
-  bool submit(Lane& lane);
-  void refuse(Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
-  std::shared_ptr<Job> pick(Lane& lane);
+  bool reap(Link& link);
+  uint64_t reap(Link& link, Lane& lane);
+  void end_stages(Job& job);
+  bool submit(Way& way);
+  void refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
+  std::shared_ptr<Job> pick(Way& way);
   bool may_begin(Job& job) const;
-  void enqueue(Lane& lane, const std::shared_ptr<Job>& job);
+  bool has_room(Link& link) const;
+  uint64_t share_of(const Way& way, const Job& job) const;
+  Link* choose(Way& way, const Job& job, uint64_t bytes) const;
+  void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
   void finish(const std::shared_ptr<Job>& job);
 
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<Backend> backend_;
   const std::vector<Group> groups_;
+  const std::vector<Neighbour> neighbours_;
   const Pace pace_;
   const std::shared_ptr<const void> keep_;
   const bool checked_;
   std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
-  std::array<Lane, 2> lanes_;               // by direction
+  std::array<Way, 2> ways_;                 // by direction
   std::vector<size_t> cache_of_;            // of a group: the first one with the same memory
   std::vector<size_t> pool_of_;             // the first one with the same pool
   std::vector<Marks> blocks_;

@@ -41,19 +41,23 @@ Cursor::Cursor(Direction direction, Manner manner, std::shared_ptr<const Layout>
   if (blocks_.empty()) stop();
 }
 
+uint64_t Cursor::left_bytes() const {
+  return ended() ? 0 : (blocks_.size() - next_) * (*stages_)[stage_].bytes;
+}
+
 // The longest run from the next block on.
-Cursor::Run Cursor::run(size_t count_max) const {
+Cursor::Run Cursor::run(const Rows& rows, size_t count_max) const {
   Run run{.first = next_};
   const size_t last = std::min(blocks_.size(), next_ + count_max);
   if (next_ + 1 >= last) return run;
   run.step = blocks_[next_ + 1] - blocks_[next_];
-  run.row_step = rows_[next_ + 1].at - rows_[next_].at;
+  run.row_step = rows.of(next_ + 1).at - rows.of(next_).at;
   const bool next_to = run.step == 1 && run.row_step == static_cast<int64_t>(layout_->row_bytes());
   if (run.step < 1 || run.row_step < 1) return run;
   size_t end = next_ + 1;
-  while (end < last && rows_[end].chunk == rows_[next_].chunk &&
+  while (end < last && rows.of(end).chunk == rows.of(next_).chunk &&
          blocks_[end] - blocks_[end - 1] == run.step &&
-         rows_[end].at - rows_[end - 1].at == run.row_step) {
+         rows.of(end).at - rows.of(end - 1).at == run.row_step) {
     ++end;
   }
   const size_t count = end - next_;
@@ -61,39 +65,43 @@ Cursor::Run Cursor::run(size_t count_max) const {
   return run;
 }
 
-void Cursor::copy(uint64_t at, std::byte* row, uint64_t bytes, uint64_t rows, uint64_t step,
+void Cursor::push(const Command& command, Part& part) const {
+  part.commands.push_back(command);
+  ++part.copies;
+  part.strided += command.rows > 1;
+  if (command.rows == 1 && (part.copies - part.strided) % manner_.sub_batch == 0) {
+    part.commands.push_back({.op = Op::fence});
+  }
+}
+
+// Between the cache and a row, wherever that lies.
+void Cursor::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step,
                   uint64_t row_step, Part& part) const {
-  const Slice cache{.offset = at, .rank = 0, .buffer = kCache};
-  const Slice host{.offset = reinterpret_cast<uint64_t>(row), .rank = kHostRank, .buffer = kRows};
+  const Slice cache{.offset = at, .rank = kOwner, .buffer = kCache};
   const bool load = direction_ == Direction::load;
-  Command command{.dst = load ? cache : host,
-                  .src = load ? host : cache,
+  Command command{.dst = load ? cache : row,
+                  .src = load ? row : cache,
                   .bytes = bytes,
                   .rows = static_cast<uint32_t>(rows),
                   .op = Op::copy};
   if (rows > 1) {
     command.dst_step = static_cast<int64_t>(load ? step : row_step);
     command.src_step = static_cast<int64_t>(load ? row_step : step);
-    ++part.strided;
   }
-  part.commands.push_back(command);
-  ++part.copies;
-  if (rows == 1 && (part.copies - part.strided) % manner_.sub_batch == 0) {
-    part.commands.push_back({.op = Op::fence});
-  }
-  if (part.rows == nullptr || row < part.rows) part.rows = row;
-  part.rows_span = std::max<uint64_t>(
-      part.rows_span, reinterpret_cast<uint64_t>(row) + (rows - 1) * row_step + bytes);
+  push(command, part);
 }
 
 // One fold of a run of blocks.
-void Cursor::add(const Run& run, const Fold& fold, Part& part) const {
+void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, Part& part) const {
   const auto at = [&](size_t block, size_t piece) {
     const auto number = static_cast<uint64_t>(blocks_[run.first + block]);
     return fold.at + number * fold.block_step + piece * fold.step;
   };
   const auto row = [&](size_t block, size_t piece) {
-    return rows_[run.first + block].at + fold.row_at + piece * fold.row_step;
+    Slice slice = rows.in;
+    slice.offset = reinterpret_cast<uint64_t>(rows.of(run.first + block).at) + fold.row_at +
+                   piece * fold.row_step;
+    return slice;
   };
   const uint64_t block_step = static_cast<uint64_t>(run.step) * fold.block_step;
   const auto row_step = static_cast<uint64_t>(run.row_step);
@@ -117,23 +125,48 @@ void Cursor::add(const Run& run, const Fold& fold, Part& part) const {
   }
 }
 
-Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
-  Part part;
-  const Stage& stage = (*stages_)[stage_];
-  while (next_ < blocks_.size() && part.copies < commands_max) {
-    const uint64_t room = (bytes_max - std::min(bytes_max, part.bytes)) / stage.bytes;
-    if (room == 0 && part.bytes > 0) break;
-    const Run found = run(std::max<uint64_t>(1, room));
-    for (const Fold& fold : stage.folds) add(found, fold, part);
-    part.bytes += found.count * stage.bytes;
-    part.pages += found.count * stage.pieces;
-    next_ += found.count;
+// Whole rows of the next blocks between the host and the stage: one copy for those side by side.
+void Cursor::add_rows(size_t count, Part& part) const {
+  const uint64_t bytes = layout_->row_bytes();
+  for (size_t i = 0; i < count;) {
+    const Row& first = rows_[next_ + i];
+    size_t together = 1;
+    while (i + together < count && rows_[next_ + i + together].chunk == first.chunk &&
+           rows_[next_ + i + together].at == first.at + together * bytes) {
+      ++together;
+    }
+    const Slice stage{.offset = i * bytes, .rank = kNeighbour, .buffer = kStage};
+    const Slice row{
+        .offset = reinterpret_cast<uint64_t>(first.at), .rank = kHostRank, .buffer = kRows};
+    const bool load = direction_ == Direction::load;
+    push({.dst = load ? stage : row,
+          .src = load ? row : stage,
+          .bytes = together * bytes,
+          .op = Op::copy},
+         part);
+    i += together;
   }
-  part.rows_span -= reinterpret_cast<uint64_t>(part.rows);
-  for (Command& command : part.commands) {
+}
+
+// What all parts end with: their place in the job, and rows that count from the lowest one.
+void Cursor::end(Part& part) {
+  uint64_t first = UINT64_MAX;
+  uint64_t last = 0;
+  for (const Command& command : part.commands) {
     if (command.op != Op::copy) continue;
-    Slice& host = direction_ == Direction::load ? command.src : command.dst;
-    host.offset -= reinterpret_cast<uint64_t>(part.rows);
+    const bool to = command.dst.buffer == kRows;
+    if (!to && command.src.buffer != kRows) continue;
+    const uint64_t at = to ? command.dst.offset : command.src.offset;
+    const auto step = static_cast<uint64_t>(to ? command.dst_step : command.src_step);
+    first = std::min(first, at);
+    last = std::max(last, at + (command.rows - 1) * step + command.bytes);
+  }
+  part.rows = reinterpret_cast<std::byte*>(first);
+  part.rows_span = last - first;
+  for (Command& command : part.commands) {
+    for (Slice* slice : {&command.dst, &command.src}) {
+      if (command.op == Op::copy && slice->buffer == kRows) slice->offset -= first;
+    }
   }
   if (stage_ + 1 == stages_->size()) copied_ = next_;
   part.ends_stage = next_ == blocks_.size();
@@ -141,6 +174,51 @@ Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
     next_ = 0;
     ++stage_;
   }
+}
+
+Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
+  Part part;
+  const Stage& stage = (*stages_)[stage_];
+  while (next_ < blocks_.size() && part.copies < commands_max) {
+    const uint64_t room = (bytes_max - std::min(bytes_max, part.bytes)) / stage.bytes;
+    if (room == 0 && part.bytes > 0) break;
+    const Run found = run(host(), std::max<uint64_t>(1, room));
+    for (const Fold& fold : stage.folds) add(host(), found, fold, part);
+    part.bytes += found.count * stage.bytes;
+    part.pages += found.count * stage.pieces;
+    next_ += found.count;
+  }
+  end(part);
+  return part;
+}
+
+Part Cursor::next_staged(uint64_t bytes_max) {
+  const Stage& stage = (*stages_)[stage_];
+  const size_t count = std::min<size_t>(bytes_max / stage.bytes, blocks_.size() - next_);
+  Part part{.bytes = count * stage.bytes, .pages = count * stage.pieces, .staged = true};
+  std::vector<Row> staged(count);
+  for (size_t i = 0; i < count; ++i) {
+    staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());
+  }
+  const bool load = direction_ == Direction::load;
+  if (load) {
+    add_rows(count, part);
+    part.commands.push_back({.op = Op::fence});
+  }
+  const size_t first = next_;
+  const Rows rows{staged, first, {0, kNeighbour, kStage}};
+  while (next_ < first + count) {
+    const Run found = run(rows, first + count - next_);
+    for (const Fold& fold : stage.folds) add(rows, found, fold, part);
+    next_ += found.count;
+  }
+  if (!load) {
+    part.commands.push_back({.op = Op::fence});
+    next_ = first;
+    add_rows(count, part);
+    next_ = first + count;
+  }
+  end(part);
   return part;
 }
 

@@ -6,6 +6,9 @@
 // blocks; by one plain copy where both sides are contiguous. No command leaves a chunk of the pool.
 //
 // The order is that of the layers' groups (stages), and within one that of the given blocks.
+//
+// Over a neighbour's link a part is two groups of commands: whole rows between the host and the
+// neighbour's memory, where they lie side by side, and from there to or from the cache.
 #pragma once
 #include <memory>
 #include <span>
@@ -43,7 +46,8 @@ struct Stage {
 std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
                              std::span<const uint64_t> memories);
 
-// Commands enqueued at once, on buffers kCache, from Layout::base() on, and kRows, from `rows` on.
+// Commands enqueued at once, on buffers kCache, from Layout::base() on, kRows, from `rows` on, and
+// kStage.
 struct Part {
   std::vector<Command> commands;
   std::byte* rows = nullptr;
@@ -53,10 +57,14 @@ struct Part {
   uint64_t copies = 0;   // commands but fences
   uint64_t strided = 0;  // copies of several rows
   bool ends_stage = false;
+  bool staged = false;  // by rank 1, over whose link and memory they go; else by rank 0
 };
 
 inline constexpr BufferId kCache = 1;
 inline constexpr BufferId kRows = 2;
+inline constexpr BufferId kStage = 3;
+inline constexpr Rank kOwner = 0;      // of the cache
+inline constexpr Rank kNeighbour = 1;  // of the stage
 
 class Cursor {
  public:
@@ -70,6 +78,10 @@ class Cursor {
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
   // The next commands, about `bytes_max` bytes and `commands_max` commands, of one stage.
   Part next(uint64_t bytes_max, uint32_t commands_max);
+  // The same over a neighbour's link, of blocks with all their layers: at most `bytes_max`, which
+  // one block has not to exceed.
+  Part next_staged(uint64_t bytes_max);
+  uint64_t left_bytes() const;               // of the stage
   void stop() { stage_ = stages_->size(); }  // nothing comes any more
 
  private:
@@ -80,10 +92,22 @@ class Cursor {
     int64_t row_step = 0;  // in bytes
   };
 
-  Run run(size_t count_max) const;
-  void add(const Run& run, const Fold& fold, Part& part) const;
-  void copy(uint64_t at, std::byte* row, uint64_t bytes, uint64_t rows, uint64_t step,
-            uint64_t row_step, Part& part) const;
+  // The rows of blocks from `first` on, as a buffer has them.
+  struct Rows {
+    std::span<const Row> rows;
+    size_t first = 0;
+    Slice in;  // which buffer, and whose
+    const Row& of(size_t block) const { return rows[block - first]; }
+  };
+
+  Rows host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
+  Run run(const Rows& rows, size_t count_max) const;
+  void add(const Rows& rows, const Run& run, const Fold& fold, Part& part) const;
+  void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
+            Part& part) const;
+  void add_rows(size_t count, Part& part) const;
+  void push(const Command& command, Part& part) const;
+  void end(Part& part);
 
   const Direction direction_;
   const Manner manner_;

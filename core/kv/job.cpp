@@ -69,15 +69,19 @@ void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
     board_->news = true;
     board_->work.notify_one();
   }
-  while (stages_[stage] == nullptr) {
+  lock.unlock();
+  const int64_t began_ns = now_ns();  // it takes microseconds, as a rule
+  while (enqueued_ <= stage && !done() && now_ns() - began_ns < kSpinNs) sched_yield();
+  lock.lock();
+  while (stages_[stage].empty()) {
     if (stages_done_ > stage) return;  // there was nothing to copy
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
     sleep(lock, deadline);
   }
-  const std::shared_ptr<Run> run = stages_[stage];
+  const std::vector<std::shared_ptr<Run>> runs = stages_[stage];
   lock.unlock();
-  run->hold(stream);
+  for (const std::shared_ptr<Run>& run : runs) run->hold(stream);
 }
 
 void Job::cancel() {

@@ -4,10 +4,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/backend/backend.h"
@@ -49,8 +51,11 @@ struct JobReport {
   uint64_t commands = 0;
   uint64_t strided = 0;  // of these, commands of several pages
   uint64_t bytes = 0;
-  int64_t queued_ns = 0;  // from the call until its first command was enqueued
-  int64_t copy_ns = 0;    // from then until its end was seen
+  std::vector<uint64_t> link_bytes;  // over the own link, then each neighbour's
+  Calls calls;                       // as a driver was told of what has ended
+  int64_t enqueue_ns = 0;            // of the thread's time, the driver's calls included
+  int64_t queued_ns = 0;             // from the call until its first command was enqueued
+  int64_t copy_ns = 0;               // from then until its end was seen
   bool cancelled = false;
 };
 
@@ -91,17 +96,20 @@ class Job {
   int32_t urgency_ = 0;                      // its priority, or that of a job that waits for it
   std::vector<std::shared_ptr<Job>> waits_;  // what it may not overtake
   uint64_t number_ = 0;
-  uint32_t parts_ahead_ = 0;  // enqueued and not ended
+  uint32_t parts_ahead_ = 0;                                          // enqueued and not ended
+  std::vector<uint32_t> stages_ahead_;                                // the same, by stage
+  std::map<std::pair<size_t, uint16_t>, std::shared_ptr<Run>> last_;  // of the stage, by lane
   int64_t called_ns_ = 0;
 
   // By Board::mutex; the report is the courier's until the job has ended.
-  std::vector<std::shared_ptr<Run>> stages_;  // what ends each
+  std::vector<std::vector<std::shared_ptr<Run>>> stages_;  // what ends each; none: it is not whole
   uint32_t stages_done_ = 0;
   std::optional<Error> failure_;
   JobReport report_;
 
   std::atomic<int64_t> began_ns_{-1};
-  std::atomic<uint32_t> urgent_{0};  // stages for which somebody waits with a stream
+  std::atomic<uint32_t> urgent_{0};    // stages for which somebody waits with a stream
+  std::atomic<uint32_t> enqueued_{0};  // stages, wholly
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> ended_{false};
 };

@@ -7,40 +7,65 @@
 namespace offcore::kv {
 namespace {
 
-// What a launch keeps; a failed one poisons its wakeup, so each has its own.
+// What a launch keeps; a failed one poisons its wakeups, so each has its own.
 struct Held {
   std::shared_ptr<const void> keep;
-  Wakeup wakeup{};
+  Wakeup wakeups[2]{};
 };
+
+// The program with the signal by which the cache's owner would learn that a neighbour is through:
+// the courier sees that by the run's end.
+Program told(Program program) {
+  const Slice word{.rank = kOwner, .buffer = kFlagBuffer};
+  program.flag_words = 1;
+  program.flag_span = 1;
+  program.queues[0].commands.push_back({.dst = word, .value = 1, .op = Op::signal});
+  const Command poll{.dst = word, .value = 1, .op = Op::poll};
+  program.queues.insert(program.queues.begin(), {kOwner, kCallerQueue, {poll}});
+  return program;
+}
 
 }  // namespace
 
-std::shared_ptr<Run> submit(Backend& backend, Direction direction, const Layout& layout, Part part,
+std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part part,
                             std::shared_ptr<const void> keep, bool checked) {
-  const auto lane = static_cast<uint16_t>(direction);
+  const bool load = course.direction == Direction::load;
+  const Machine& machine = course.backend.machine();
   auto program = std::make_shared<Program>();
-  program->op = direction == Direction::load ? "kv_load" : "kv_store";
-  program->machine = backend.machine().name;
+  program->op = load ? "kv_load" : "kv_store";
+  program->machine = machine.name;
   program->variant = "b2b";
   program->protocol = "promise";
-  program->ranks = 1;
-  program->native = backend.machine().native.strided;
+  program->ranks = part.staged ? 2 : 1;
+  program->native = machine.native.strided;
   program->buffers = {
       flag_buffer(),
-      {.name = "cache", .kind = Buffer::Kind::local, .bytes = layout.span()},
+      {.name = "cache",
+       .kind = part.staged ? Buffer::Kind::window : Buffer::Kind::local,
+       .bytes = layout.span()},
       {.name = "rows", .kind = Buffer::Kind::host, .bytes = part.rows_span},
   };
-  program->queues.push_back({.rank = 0, .index = lane, .commands = std::move(part.commands)});
-  if (checked) verify(*program);
+  if (part.staged) {
+    program->buffers.push_back(
+        {.name = "stage", .kind = Buffer::Kind::local, .bytes = course.stage_bytes});
+  }
+  program->queues.push_back({.rank = part.staged ? kNeighbour : kOwner,
+                             .index = course.lane,
+                             .commands = std::move(part.commands)});
+  if (checked) verify(part.staged ? told(*program) : *program);
   auto held = std::make_shared<Held>();
   held->keep = std::move(keep);
-  Launch launch{.binding = Binding(program->buffers.size(), 1),
-                .lane = lane,
-                .wakeups = {&held->wakeup},
+  Launch launch{.binding = Binding(program->buffers.size(), program->ranks),
+                .lane = course.lane,
+                .wakeups = {&held->wakeups[kOwner]},
                 .owner = held};
-  launch.binding.base(kCache, 0) = layout.base();
+  launch.binding.base(kCache, kOwner) = layout.base();
   launch.binding.base(kRows, kHostRank) = part.rows;
-  return backend.load(std::move(program))->launch(launch);
+  if (part.staged) {
+    launch.wakeups.push_back(&held->wakeups[kNeighbour]);
+    launch.binding.base(kStage, kNeighbour) = course.stage;
+  }
+  return course.backend.load(std::move(program))->launch(launch);
 }
 
 }  // namespace offcore::kv

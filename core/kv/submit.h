@@ -7,9 +7,18 @@
 
 namespace offcore::kv {
 
-// Parts of one direction run one after the other, those of the two directions at once. `keep` is
-// held until the part has ended. `checked`: verifies the program first. Throws what a launch does.
-std::shared_ptr<Run> submit(Backend& backend, Direction direction, const Layout& layout, Part part,
+// Where a part goes. Those of one lane run one after the other, those of several at once.
+struct Course {
+  Backend& backend;  // of two ranks where parts are staged: the GPU and its neighbour
+  Direction direction;
+  uint16_t lane = 0;
+  std::byte* stage = nullptr;  // the lane's own memory of the neighbour
+  uint64_t stage_bytes = 0;
+};
+
+// `keep` is held until the part has ended. `checked`: verifies the program first. Throws what a
+// launch does.
+std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part part,
                             std::shared_ptr<const void> keep, bool checked);
 
 }  // namespace offcore::kv

@@ -14,42 +14,76 @@ namespace {
 constexpr uint32_t kSubBatch = 32;
 constexpr double kEndS = 10;
 
-// Where each tensor of a cache lies. Layers in allocations of their own may be at equal steps by
-// chance, and the driver refuses a strided copy into them.
-std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
-  struct Extent {
-    std::byte* first = nullptr;
-    std::byte* last = nullptr;
-  };
+struct Extent {
+  const std::byte* first = nullptr;
+  const std::byte* last = nullptr;
+};
+
+// Of each tensor of a cache.
+std::vector<Extent> extents_of(const Layout& layout) {
   std::vector<Extent> extents;
   for (const Piece& piece : layout.pieces()) {
     if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
     Extent& extent = extents[piece.tensor];
-    std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
+    const std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
     if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
     extent.last = std::max(extent.last, end);
   }
+  return extents;
+}
+
+// Where each tensor lies. Layers in allocations of their own may be at equal steps by chance, and
+// the driver refuses a strided copy into them.
+std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
   std::vector<uint64_t> memories;
-  for (const Extent& extent : extents) {
+  for (const Extent& extent : extents_of(layout)) {
     memories.push_back(backend.memory_of(extent.first, extent.last));
   }
   return memories;
 }
 
+void check_reach(const Backend& neighbour, const Layout& layout) {
+  for (const Extent& extent : extents_of(layout)) {
+    if (neighbour.reaches(kNeighbour, extent.first, extent.last)) continue;
+    fail(Code::unsupported, "GPU ", neighbour.device(kNeighbour), " does not reach the cache, ",
+         "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
+         "otherwise, or leave that link out");
+  }
+}
+
+// The room on neighbours that rows take on their way: a quarter for each lane of a direction.
+std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& backends,
+                               const std::vector<Group>& groups, uint64_t bytes) {
+  std::vector<Neighbour> neighbours;
+  for (const std::shared_ptr<Backend>& backend : backends) {
+    for (const Group& group : groups) {
+      check_reach(*backend, *group.layout);
+      if (group.layout->row_bytes() <= bytes / 4) continue;
+      fail(Code::invalid, "a block of ", group.layout->row_bytes(), " bytes needs links of at ",
+           "least ", 4 * group.layout->row_bytes(), " bytes of a neighbour's memory, not ", bytes);
+    }
+    neighbours.push_back({backend, backend->allocate(kNeighbour, bytes)});
+  }
+  return neighbours;
+}
+
 }  // namespace
 
 std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
+                                           std::vector<std::shared_ptr<Backend>> neighbours,
                                            std::vector<Group> groups, TransferOptions options,
                                            std::shared_ptr<const void> keep) {
-  std::unique_ptr<Transfer> transfer(
-      new Transfer(std::move(backend), std::move(groups), options, std::move(keep)));
+  std::unique_ptr<Transfer> transfer(new Transfer(std::move(backend), std::move(neighbours),
+                                                  std::move(groups), options, std::move(keep)));
   transfer->begin();
   return owned_by_process(std::move(transfer));
 }
 
-Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
+Transfer::Transfer(std::shared_ptr<Backend> backend,
+                   std::vector<std::shared_ptr<Backend>> neighbours, std::vector<Group> groups,
                    TransferOptions options, std::shared_ptr<const void> keep)
     : backend_(std::move(backend)),
+      links_(1 + neighbours.size()),
       groups_(std::move(groups)),
       options_(options),
       process_(getpid()),
@@ -64,8 +98,9 @@ Transfer::Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups,
     named_[i].resize(group.layout->blocks());
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
-  courier_ = std::make_shared<Courier>(board_, backend_, groups_, options_.pace, std::move(keep),
-                                       options_.checked);
+  courier_ = std::make_shared<Courier>(board_, backend_, groups_,
+                                       lent_by(neighbours, groups_, options_.link_bytes),
+                                       options_.pace, std::move(keep), options_.checked);
 }
 
 void Transfer::begin() {
@@ -126,9 +161,10 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   const Group& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
-  const Manner manner{.strided = backend_->machine().native.strided,
-                      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
-                      .sub_batch = backend_->host_visible() ? UINT32_MAX : kSubBatch};
+  const Manner manner{
+      .strided = backend_->machine().native.strided,
+      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
+      .sub_batch = backend_->host_visible() || options_.kernel ? UINT32_MAX : kSubBatch};
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;
@@ -141,6 +177,8 @@ std::shared_ptr<Job> Transfer::start(Request request) {
     stages = this->stages(job->request_.group, job->together_);
   }
   job->stages_.resize(stages->size());
+  job->stages_ahead_.resize(stages->size());
+  job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
   job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
                        job->request_.blocks, std::move(rows));

@@ -21,13 +21,17 @@ struct TransferOptions {
   Pace pace;
   // Pages of so many bytes are copied one by one, by direction: see Manner.
   std::array<uint64_t, 2> plain_from = {UINT64_MAX, UINT64_MAX};
-  bool checked = false;  // verify every program before it is launched
+  bool checked = false;                      // verify every program before it is launched
+  uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
+  bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };
 
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
-  // `keep` lives until the last copy has ended. Throws invalid, and what the backend throws.
+  // `neighbours`: backends of two ranks, rank 0 on the same GPU, rank 1 on one whose link is lent.
+  // `keep` lives until the last copy has ended. Throws invalid, and what the backends throw.
   static std::shared_ptr<Transfer> create(std::shared_ptr<Backend> backend,
+                                          std::vector<std::shared_ptr<Backend>> neighbours,
                                           std::vector<Group> groups, TransferOptions options,
                                           std::shared_ptr<const void> keep);
   ~Transfer();
@@ -43,13 +47,14 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Backend& backend() const { return *backend_; }
 
  private:
-  Transfer(std::shared_ptr<Backend> backend, std::vector<Group> groups, TransferOptions options,
-           std::shared_ptr<const void> keep);
+  Transfer(std::shared_ptr<Backend> backend, std::vector<std::shared_ptr<Backend>> neighbours,
+           std::vector<Group> groups, TransferOptions options, std::shared_ptr<const void> keep);
   void begin();
   void check(const Request& request);
   std::shared_ptr<const std::vector<Stage>> stages(uint32_t group, uint32_t layers_together);
 
   const std::shared_ptr<Backend> backend_;
+  const size_t links_;  // the own one included
   const std::vector<Group> groups_;
   const TransferOptions options_;
   const pid_t process_;

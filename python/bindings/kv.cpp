@@ -10,6 +10,7 @@
 
 #include "core/backend/registry.h"
 #include "core/base/error.h"
+#include "core/kv/peers.h"
 #include "core/kv/transfer.h"
 #include "keep.h"
 #include "module.h"
@@ -32,8 +33,10 @@ struct Started {
   std::shared_ptr<Job> job;
 };
 
-std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machine, int device) {
+std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machine, int device,
+                                  bool kernel = false) {
   BackendOptions options;
+  options.cuda.gather = kernel;
   if (device >= 0) options.cuda.devices = {device};
   return open_backend(name, machine, 1, {0}, std::move(options));
 }
@@ -89,9 +92,11 @@ nb::object row(const HostPool& pool, int64_t slot) {
 std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
                                         int device, std::vector<std::shared_ptr<Layout>> layouts,
                                         std::vector<std::shared_ptr<HostPool>> pools,
-                                        nb::object keep, uint64_t ahead_bytes,
+                                        const std::vector<int>& links, const Machine& pair,
+                                        uint64_t link_bytes, nb::object keep, uint64_t ahead_bytes,
                                         uint32_t ahead_commands,
-                                        std::pair<uint64_t, uint64_t> plain_from, bool checked) {
+                                        std::pair<uint64_t, uint64_t> plain_from, bool kernel,
+                                        bool checked) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -100,10 +105,20 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   for (size_t i = 0; i < layouts.size(); ++i) groups.push_back({layouts[i], pools[i]});
   const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
   const nb::gil_scoped_release unlocked;
-  return Transfer::create(open_one(backend, machine, device), std::move(groups),
+  std::vector<std::shared_ptr<Backend>> neighbours;
+  for (const int link : links) {
+    BackendOptions options;
+    if (device >= 0) options.cuda.devices = {device, link};
+    options.cuda.foreign = device >= 0;
+    neighbours.push_back(open_backend(backend, pair, 2, {0, 1}, std::move(options)));
+  }
+  return Transfer::create(open_one(backend, machine, device, kernel), std::move(neighbours),
+                          std::move(groups),
                           {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
                            .plain_from = {plain_from.first, plain_from.second},
-                           .checked = checked},
+                           .checked = checked,
+                           .link_bytes = link_bytes,
+                           .kernel = kernel},
                           kept);
 }
 
@@ -172,6 +187,35 @@ void bind_pools(nb::module_& module) {
              Unlocked());
 }
 
+using Places = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+kv::Pages pages_of(const Places& dsts, const Places& srcs, uint64_t bytes) {
+  return {{dsts.data(), dsts.size()}, {srcs.data(), srcs.size()}, bytes};
+}
+
+void bind_peers(nb::module_& module) {
+  const auto on_gpu = [&](const char* name, auto copy) {
+    module.def(
+        name,
+        [copy](const Places& dsts, const Places& srcs, uint64_t bytes, int device,
+               uintptr_t stream) {
+          const nb::gil_scoped_release unlocked;
+          copy(pages_of(dsts, srcs, bytes), device, stream);
+        },
+        nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
+        "What programs do that have no offcore: core/kv/peers.h.");
+  };
+  on_gpu("copy_by_loop", kv::copy_by_loop);
+  on_gpu("copy_by_batch", kv::copy_by_batch);
+  module.def(
+      "copy_by_hand",
+      [](const Places& dsts, const Places& srcs, uint64_t bytes) {
+        const nb::gil_scoped_release unlocked;
+        kv::copy_by_hand(pages_of(dsts, srcs, bytes));
+      },
+      nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"));
+}
+
 void bind_jobs(nb::module_& module) {
   nb::class_<JobReport>(module, "KvReport", "What a job did: core/kv/job.h.")
       .def_ro("blocks", &JobReport::blocks)
@@ -180,6 +224,9 @@ void bind_jobs(nb::module_& module) {
       .def_ro("commands", &JobReport::commands)
       .def_ro("strided", &JobReport::strided)
       .def_ro("bytes", &JobReport::bytes)
+      .def_ro("link_bytes", &JobReport::link_bytes)
+      .def_ro("calls", &JobReport::calls)
+      .def_ro("enqueue_ns", &JobReport::enqueue_ns)
       .def_ro("queued_ns", &JobReport::queued_ns)
       .def_ro("copy_ns", &JobReport::copy_ns)
       .def_ro("cancelled", &JobReport::cancelled);
@@ -217,8 +264,9 @@ void bind_jobs(nb::module_& module) {
           },
           nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
-             nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("keep"),
-             nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
+             nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
+             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("keep"), nb::arg("ahead_bytes"),
+             nb::arg("ahead_commands"), nb::arg("plain_from"), nb::arg("kernel"),
              nb::arg("checked"));
 }
 
@@ -227,6 +275,7 @@ void bind_jobs(nb::module_& module) {
 void bind_kv(nb::module_& module) {
   bind_pools(module);
   bind_jobs(module);
+  bind_peers(module);
 }
 
 }  // namespace offcore

@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | tune | plot | breakdown | show | explain | verify | ...`.
+"""The command line: `offcore bench | kv | tune | plot | breakdown | show | explain | ...`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, demo, doctor, plot, report, sdma, stress, tune
+from offcore import bench, demo, doctor, kv_cli, plot, report, sdma, stress, tune
 from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
@@ -67,6 +67,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(sdma.app, name="sdma")
+app.add_typer(kv_cli.app, name="kv")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:

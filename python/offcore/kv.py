@@ -223,7 +223,9 @@ class Job:
         Raises `Error`: timeout (the job goes on), driver when the GPU or the driver failed.
         """
         self._core.wait(self._transfer.timeout if timeout is None else timeout)
-        return Transferred(self._core.report, self._transfer.backend, self._call)
+        transfer = self._transfer
+        numbers = (max(0, transfer.device), *transfer.links)
+        return Transferred(self._core.report, transfer.backend, self._call, numbers)
 
     def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
         """Waits until a layer (from 0 on) has arrived for all blocks.
@@ -260,6 +262,13 @@ class BlockTransfer:
         about 100 us leaves it idle.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
         strided copy; a number, or a pair for load and store. None: never.
+    links: GPUs that lend their own links to the host, a list, or "all" others that are visible.
+        Large jobs then go over several at once: bytes wait in memory of such a GPU, at most
+        `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
+        jobs by layer. On host any numbers: further threads.
+    kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
+        whole 16 bytes. It takes SMs; for pages so small that engines are slow, if SMs are free.
+        Results say path "kernel".
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, each direction in a stream of its own. Jobs that touch
@@ -279,6 +288,9 @@ class BlockTransfer:
         ahead_bytes: int = 32 << 20,
         ahead_commands: int = 256,
         plain_from: int | tuple[int | None, int | None] | None = None,
+        links: Sequence[int] | str | None = None,
+        link_bytes: int = 32 << 20,
+        kernel: bool = False,
         verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
@@ -300,6 +312,9 @@ class BlockTransfer:
         self.backend = pools[0].backend
         self.timeout = pools[0].timeout
         self.device = self._gpu(device)
+        if kernel and self.backend != "cuda":
+            raise error("unsupported", f"backend {self.backend} has no kernels to copy by")
+        self.links = self._lent(links)
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
         plain_load, plain_store = (
             _NEVER if limit is None else checked("plain_from", limit) for limit in limits
@@ -310,10 +325,14 @@ class BlockTransfer:
             self.device,
             [layout._core for layout in groups],
             [pool._core for pool in pools],
+            self.links,
+            machines.load(self._pair()),
+            checked("link_bytes", link_bytes),
             [layout.tensors for layout in groups],
             checked("ahead_bytes", ahead_bytes),
             checked("ahead_commands", ahead_commands, _INT_MAX),
             (plain_load, plain_store),
+            kernel,
             verify,
         )
         _open_transfers.add(self)
@@ -340,6 +359,35 @@ class BlockTransfer:
                 f"the caches lie on GPUs {sorted(known)}; a transfer is of one, here {device}",
             )
         return device
+
+    def _lent(self, links: Sequence[int] | str | None) -> list[int]:
+        """The GPUs whose links may be used besides the own one. Raises `Error`."""
+        if links is None:
+            return []
+        if self.backend == "sim":
+            raise error("unsupported", "backend sim has one link to the host for each transfer")
+        visible = _core.gpus() if self.backend == "cuda" else None
+        if links == "all":
+            if visible is None:
+                raise error("invalid", "links: on host name some, there is no end of them")
+            links = [gpu for gpu in range(visible) if gpu != self.device]
+        if isinstance(links, str):
+            raise error("invalid", f"links is '{links}': pass 'all', or a list of GPUs")
+        lent = [checked("links", link, _INT_MAX) for link in links]
+        unseen = [gpu for gpu in lent if visible is not None and gpu >= visible]
+        if unseen or not lent:
+            raise error(
+                "unsupported",
+                f"links of GPUs {unseen or 'besides this one'}: {visible} are visible to this "
+                "process (CUDA_VISIBLE_DEVICES)",
+            )
+        if len(set(lent)) < len(lent) or (visible is not None and self.device in lent):
+            raise error("invalid", f"links {lent}: each once, and GPU {self.device} has its own")
+        return lent
+
+    def _pair(self) -> str:
+        """The machine of this GPU and a neighbour."""
+        return machines.for_gpus(2) if self.backend == "cuda" else "host-2"
 
     def load(
         self,

@@ -51,6 +51,7 @@ def check_plot(path: Path) -> None:
 
 
 def pyplot() -> Any:
+    """matplotlib's, which draws without a screen. Raises unavailable where there is none."""
     try:
         import matplotlib
     except ImportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offcore import _core
@@ -13,8 +14,11 @@ class Transferred(Facts):
 
     _given = ("backend",)
 
-    def __init__(self, core: _core.KvReport, backend: str, call: dict[str, Any]) -> None:
+    def __init__(
+        self, core: _core.KvReport, backend: str, call: dict[str, Any], links: Sequence[int]
+    ) -> None:
         self._core = core
+        self._links = links
         self._call = call
         self.backend = backend
 
@@ -52,6 +56,12 @@ class Transferred(Facts):
         return self._core.bytes
 
     @property
+    def links(self) -> dict[int, int]:
+        """Bytes by the GPU over whose link to the host they went: the own one, and those that lent
+        theirs."""
+        return dict(zip(self._links, self._core.link_bytes, strict=True))
+
+    @property
     def pages(self) -> int:
         """Descriptors that a call which names each page would have had."""
         return self._core.pages
@@ -64,17 +74,34 @@ class Transferred(Facts):
     @property
     def path(self) -> str:
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
-        "none" where nothing was copied. All by copy engines; on host by threads."""
+        "none" where nothing was copied: by copy engines, on host by threads. "kernel": by SMs, as
+        was asked for ("mixed" where it left something to engines)."""
         if self.commands == 0:
             return "none"
+        if self._core.calls.kernels:
+            by_engines = self.calls["batches"] + self.calls["plain"] + self.calls["strided"]
+            return "mixed" if by_engines else "kernel"
         strided = self._core.strided
         return "plain" if strided == 0 else "strided" if strided == self.commands else "mixed"
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """cuda: how often the driver was called for these copies: `batches` of `batched` copies in
+        all, `plain` and `strided` copies, `kernels`."""
+        calls = self._core.calls
+        names = ("batches", "batched", "plain", "strided", "kernels")
+        return {name: getattr(calls, name) for name in names}
 
     @property
     def submit_us(self) -> float:
         """What the call of load or store took its caller."""
         submit_us: float = self._call["submit_us"]
         return submit_us
+
+    @property
+    def enqueue_us(self) -> float:
+        """What handing over the commands took the transfer's thread, its driver calls included."""
+        return self._core.enqueue_ns / 1e3
 
     @property
     def queued_us(self) -> float:

@@ -27,7 +27,8 @@ FAILING = {
     "unfenced.json": "offcore: verify: ",
 }
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
-ON_GPUS = ("--backend cuda", "--stress")  # their words are read, and nothing is run
+# Their words are read, and nothing is run: they want GPUs, or rows of theirs.
+ON_GPUS = ("--backend cuda", "--stress", "kv plot")
 LONG = ("offcore calibrate",)  # so here: minutes, and it writes beside the machine's file
 
 

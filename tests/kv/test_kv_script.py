@@ -1,18 +1,87 @@
-"""The check for GPUs' machines runs here too, on the host backend."""
+"""The scripts for GPUs' machines run here too, on the host backend or the stand-in driver."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cuda_library import fake_cuda_library
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kv_check.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.torch
 def test_random_transfers_are_right() -> None:
-    command = [sys.executable, SCRIPT, "--backend", "host", "--only", "jobs", "--jobs", "20"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "kv_check.py",
+        "--backend",
+        "host",
+        "--only",
+        "jobs",
+        "--jobs",
+        "20",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" 20 jobs, 0 wrong") == 5
     assert done.stdout.endswith("ALL GOOD\n")
+
+
+def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
+    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), **env}
+    return subprocess.run(
+        (sys.executable, *map(str, command)),
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
+    words = ("--only", "pages,scattered,gemm", "--pages", "512", "--layers", "3", "--rounds", "1")
+    alone = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "1"}
+    done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "cuda-kv.jsonl").open()]
+    told = {(row["step"], row["impl"], row["blocks"], row["direction"]) for row in rows}
+    impls = ("offcore", "loop", "batch", "kernel")
+    assert told == {
+        (step, impl, count, direction)
+        for step, counts, directions in (
+            ("pages", (64, 256), ("load", "store", "both")),
+            ("scattered", (256,), ("load", "store")),
+        )
+        for impl in impls
+        for count in counts
+        for direction in directions
+    }
+    assert "there is no torch with a GPU" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"{len(rows)} rows, 0 wrong bytes, 0 steps")
+    # Two GPUs: the second one's link may be used too.
+    words = ("--only", "links", "--quick", *words[2:])
+    two = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
+    done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "cuda-kv.jsonl").open()]
+    assert [len(row["links"]) for row in rows] == [1, 1, 1, 1, 2, 2, 2, 2]
+    # What a step cannot do is told, and the others go on.
+    done = on_stand_in(
+        BENCHMARKS / "gpu_kv.py",
+        *("--only", "calls,scattered", *words[2:]),
+        OUT=str(tmp_path),
+        OFFCORE_FAKE_CUDA_FAIL="cuMemHostRegister:2",
+    )
+    assert (done.returncode, "calls: FAILED" in done.stdout) == (1, True), done.stdout
+
+
+@pytest.mark.long
+def test_the_drivers_own_calls_are_told() -> None:
+    done = on_stand_in(BENCHMARKS / "kv_calls.py", OFFCORE_FAKE_CUDA_SEED="0")
+    assert done.returncode == 0, done.stderr
+    assert "cuMemHostAlloc is absent" in done.stdout
+    assert done.stdout.count("named: calls") == done.stdout.count("unified: calls") == 16
+    assert "batches of 256: calls" in done.stdout

@@ -203,6 +203,23 @@ class CudaBackend final : public Backend {
     return reinterpret_cast<CUdeviceptr>(last) - start <= bytes ? start : alone;
   }
 
+  // What cuMemAlloc gave is open to peers that have asked; what is mapped, to those it was opened
+  // for.
+  bool reaches(Rank rank, const std::byte* first, const std::byte* last) const override {
+    const Driver& driver = Driver::get();
+    const Current current = local(rank)->current();
+    for (const std::byte* byte : {first, last - 1}) {
+      const auto at = reinterpret_cast<CUdeviceptr>(byte);
+      int peers = 0;
+      int access = 0;
+      if (driver.cuPointerGetAttribute(&peers, kPointerPeers, at) != kSuccess) return false;
+      if (peers != 0) continue;
+      if (driver.cuPointerGetAttribute(&access, kPointerAccess, at) != kSuccess) return false;
+      if (access != kAccessReadWrite) return false;
+    }
+    return true;
+  }
+
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const auto& device = fleet_->devices().front();
     const Current current = device->current();
@@ -334,6 +351,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
     devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
+    if (options.gather) devices.back()->load_gather();
   }
   for (const auto& device : devices) {
     for (const auto& peer : devices) {

@@ -1,5 +1,5 @@
 // The cuda backend: NVIDIA's copy engines by the driver API, opened at run time. No
-// operation runs a kernel.
+// operation runs a kernel, unless a caller asks for one (gather.h).
 //
 // All ranks in one process, rank r on device r, or one process a GPU. Windows are physical
 // allocations that every rank maps (memory.h); commands become asynchronous copies and stream
@@ -20,6 +20,7 @@ struct CudaOptions {
   std::string signals = "auto";     // or "fenced", "copy_order": see cuda/feed.h
   std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
   std::string own_copy = "engine";  // copies within a GPU; or "sm"
+  bool gather = false;              // a kernel copies between the host and a GPU: see cuda/gather.h
   bool foreign = false;             // memory that others have allocated goes from GPU to GPU
 
   friend bool operator==(const CudaOptions&, const CudaOptions&) = default;

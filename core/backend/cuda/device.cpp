@@ -4,12 +4,22 @@
 #include <chrono>
 #include <thread>
 
+#include "core/backend/cuda/gather.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
 namespace {
 
 constexpr double kServiceWaitS = 5;
+
+template <typename Copy>
+void tell_memories(const Rows& rows, Copy& copy) {
+  if (rows.dst_host == rows.src_host) return;
+  copy.dst_type = rows.dst_host ? kHostMemoryType : kDeviceMemory;
+  copy.src_type = rows.src_host ? kHostMemoryType : kDeviceMemory;
+  if (rows.dst_host) copy.dst_host = reinterpret_cast<void*>(rows.dst);
+  if (rows.src_host) copy.src_host = reinterpret_cast<const void*>(rows.src);
+}
 
 }  // namespace
 
@@ -21,25 +31,27 @@ uint64_t rows_of_slice(uint64_t pitch) {
 
 void copy_rows(const Rows& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
-    const CUmemcpy2D rectangle{.src = rows.src,
-                               .src_pitch = rows.src_pitch,
-                               .dst = rows.dst,
-                               .dst_pitch = rows.dst_pitch,
-                               .width = rows.bytes,
-                               .height = rows.rows};
+    CUmemcpy2D rectangle{.src = rows.src,
+                         .src_pitch = rows.src_pitch,
+                         .dst = rows.dst,
+                         .dst_pitch = rows.dst_pitch,
+                         .width = rows.bytes,
+                         .height = rows.rows};
+    tell_memories(rows, rectangle);
     return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
   }
   const uint64_t src_height = rows_of_slice(rows.src_pitch);
   const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
-  const CUmemcpy3D box{.src = rows.src,
-                       .src_pitch = rows.src_pitch / src_height,
-                       .src_height = src_height,
-                       .dst = rows.dst,
-                       .dst_pitch = rows.dst_pitch / dst_height,
-                       .dst_height = dst_height,
-                       .width = rows.bytes,
-                       .height = 1,
-                       .depth = rows.rows};
+  CUmemcpy3D box{.src = rows.src,
+                 .src_pitch = rows.src_pitch / src_height,
+                 .src_height = src_height,
+                 .dst = rows.dst,
+                 .dst_pitch = rows.dst_pitch / dst_height,
+                 .dst_height = dst_height,
+                 .width = rows.bytes,
+                 .height = 1,
+                 .depth = rows.rows};
+  tell_memories(rows, box);
   check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
 }
 
@@ -115,6 +127,10 @@ Device::Device(Rank rank, int ordinal)
       context_(std::make_shared<const Context>(ordinal)),
       events_(std::make_shared<Events>(context_)),
       service_(std::make_unique<Stream>(context_)) {}
+
+Device::~Device() = default;
+
+void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
 void Device::reach(const Device& peer) const {
   if (peer.ordinal() == ordinal()) return;

@@ -25,6 +25,9 @@ struct Rows {
   uint64_t src_pitch = 0;
   uint64_t bytes = 0;  // of a row
   uint32_t rows = 0;
+  // One of them, where the other side is a GPU's: the driver, told so, need not look addresses up.
+  bool dst_host = false;
+  bool src_host = false;
 };
 void copy_rows(const Rows& rows, CUstream stream);
 
@@ -102,9 +105,12 @@ class Event {
   CUevent handle_;
 };
 
+class Gather;
+
 class Device final : public Port {
  public:
   Device(Rank rank, int ordinal);
+  ~Device() override;
 
   Rank rank() const { return rank_; }
   int ordinal() const { return context_->ordinal(); }
@@ -120,6 +126,10 @@ class Device final : public Port {
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
+  // Loads the kernel that copies between the host and this GPU instead of engines (gather.h).
+  void load_gather();
+  const Gather* gather() const { return gather_.get(); }  // null unless loaded
+
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
   void reach(const Device& peer) const;
@@ -131,6 +141,7 @@ class Device final : public Port {
   std::shared_ptr<const Context> context_;
   std::shared_ptr<Events> events_;
   std::unique_ptr<Stream> service_;
+  std::unique_ptr<const Gather> gather_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 

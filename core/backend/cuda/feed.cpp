@@ -51,7 +51,9 @@ Feed::Feed(const Device& device, CUstream stream, const Source& source, const Pr
       rings_(rings),
       habits_(habits),
       doubles_(doubles),
-      notes_(notes) {}
+      notes_(notes) {
+  if (device.gather() != nullptr) gathering_.emplace(*device.gather(), stream);
+}
 
 void Feed::run(std::span<const Command> commands) {
   bool in_group = false;
@@ -177,8 +179,13 @@ void Feed::signal(const Command& command) {
     const Place dst = place(command.dst);
     const Ring& words = source_.words;
     const CUdeviceptr src = preset == 0 ? source_.word : preset;
-    return strided(dst.address, dst.ring->stride(), words.repeated(own) + (src - words.part(own)),
-                   words.stride(), sizeof value, command.rows);
+    return copy_rows({.dst = dst.address,
+                      .dst_pitch = dst.ring->stride(),
+                      .src = words.repeated(own) + (src - words.part(own)),
+                      .src_pitch = words.stride(),
+                      .bytes = sizeof value,
+                      .rows = command.rows},
+                     stream_);
   }
   const Rank to = command.dst.rank;
   if (preset != 0 && command.rows == 1 && to != kHostRank && to != own) {
@@ -205,9 +212,18 @@ void Feed::copy(const Command& command) {
     uint64_t dst_pitch = 0;
     uint64_t src_pitch = 0;
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
+      const Rows rows{.dst = dst.address,
+                      .dst_pitch = dst_pitch,
+                      .src = src.address,
+                      .src_pitch = src_pitch,
+                      .bytes = command.bytes,
+                      .rows = command.rows,
+                      .dst_host = command.dst.rank == kHostRank,
+                      .src_host = command.src.rank == kHostRank};
+      if (gather(rows)) return;
       flush();
       ++notes_.calls.strided;
-      return strided(dst.address, dst_pitch, src.address, src_pitch, command.bytes, command.rows);
+      return copy_rows(rows, stream_);
     }
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
@@ -255,6 +271,14 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
   return fits(dst_pitch) && fits(src_pitch);
 }
 
+// Leaves a copy between the host and the GPU to the kernel, where there is one that takes it.
+bool Feed::gather(const Rows& rows) {
+  if (!gathering_ || rows.dst_host == rows.src_host || !Gathering::takes(rows)) return false;
+  flush_ops();
+  notes_.calls.kernels += gathering_->add(rows);
+  return true;
+}
+
 // Whether batches of copies go into the stream: the driver takes none where it is captured, or the
 // legacy default one.
 bool Feed::batches() const {
@@ -265,6 +289,14 @@ bool Feed::batches() const {
 // A copy that leaves the GPU, or comes to it.
 void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
   const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
+  if (gather({.dst = address(dst),
+              .src = address(src),
+              .bytes = bytes,
+              .rows = 1,
+              .dst_host = dst.rank == kHostRank,
+              .src_host = src.rank == kHostRank})) {
+    return;
+  }
   if (!host || !many_ || !batches()) return plain(address(dst), address(src), bytes);
   collect(address(dst), address(src), bytes, 0, kCopiesMax);
 }
@@ -330,12 +362,8 @@ void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned fl
   sizes_.push_back(bytes);
 }
 
-void Feed::strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
-                   uint64_t bytes, uint32_t rows) {
-  copy_rows({dst, dst_pitch, src, src_pitch, bytes, rows}, stream_);
-}
-
 void Feed::flush_copies() {
+  if (gathering_) notes_.calls.kernels += gathering_->flush();
   if (sizes_.empty()) return;
   CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
   size_t first = 0;

@@ -17,9 +17,11 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "core/backend/cuda/gather.h"
 #include "core/backend/cuda/words.h"
 
 namespace offcore::cuda {
@@ -101,14 +103,13 @@ class Feed {
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
+  bool gather(const Rows& rows);
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
-  void strided(CUdeviceptr dst, uint64_t dst_pitch, CUdeviceptr src, uint64_t src_pitch,
-               uint64_t bytes, uint32_t rows);
   void flush_copies();
   void flush_ops();
 
@@ -121,7 +122,8 @@ class Feed {
   const Habits habits_;
   const Doubles* doubles_;
   Notes& notes_;
-  bool many_ = false;  // this group has many copies between the host and the GPU
+  bool many_ = false;                   // this group has many copies between the host and the GPU
+  std::optional<Gathering> gathering_;  // where a kernel copies between the host and the GPU
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;

@@ -253,6 +253,8 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
   const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
   void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
+  // Fewer pages to register, and for the GPU to look up. A kernel without large pages refuses.
+  madvise(data, whole, MADV_HUGEPAGE);
   // Near the GPU, where the kernel lets us: a container may forbid it, and doctor says so.
   const int node = numa_node(pci_address(context->ordinal()));
   if (node >= 0) prefer_node(data, whole, node);

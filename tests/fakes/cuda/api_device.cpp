@@ -273,6 +273,7 @@ FAKE_API Result cuCtxEnablePeerAccess(ContextHandle peer, unsigned flags) {
     require(reachable, kPeerAccessUnsupported);
     const std::lock_guard lock(own->mutex);
     require(own->peers.insert(peer).second, kPeerAccessAlready);
+    addresses().open_to_peer(own->physical, other->physical);
   });
 }
 

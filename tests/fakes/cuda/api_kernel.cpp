@@ -72,9 +72,9 @@ FAKE_API Result cuLaunchKernel(FunctionHandle function, unsigned grid_x, unsigne
     require(shared_bytes == 0 && arguments != nullptr && extra == nullptr, kInvalidValue);
     Launch launch{grid_x, block_x, {}};
     for (size_t i = 0; i < sizes.size(); ++i) {  // as the driver: read before the call returns
-      uint64_t value = 0;
-      std::memcpy(&value, arguments[i], sizes[i]);
-      launch.arguments.push_back(value);
+      std::vector<uint64_t> words((sizes[i] + 7) / 8);
+      std::memcpy(words.data(), arguments[i], sizes[i]);
+      launch.arguments.insert(launch.arguments.end(), words.begin(), words.end());
     }
     stream_of(stream)->push(kernel_work(kernel->name, std::move(launch)));
   });

@@ -187,6 +187,9 @@ FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr addr
       case 9:  // device ordinal
         *static_cast<int*>(value) = ordinal();
         return;
+      case 10:  // as cuMemAlloc gives it
+        *static_cast<int*>(value) = facts.plain;
+        return;
       case 11:  // start of the range
         *static_cast<DevicePtr*>(value) = facts.range_start;
         return;
@@ -199,6 +202,9 @@ FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr addr
       case 14:  // kinds of handles that can be exported
         *static_cast<uint64_t*>(value) =
             device ? static_cast<uint64_t>(facts.allocation->handle_types()) : 0;
+        return;
+      case 16:  // what the current device may do there
+        *static_cast<int*>(value) = addresses().access_of(address, current_context()->physical);
         return;
       default:
         throw Failure{kNotSupported};

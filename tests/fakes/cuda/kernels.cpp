@@ -1,6 +1,7 @@
 #include "tests/fakes/cuda/kernels.h"
 
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 #include "tests/fakes/cuda/memory.h"
@@ -98,8 +99,30 @@ void spin(const std::vector<uint64_t>& arguments, unsigned blocks, Engine& engin
   for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, told ? 2 : 3);
 }
 
+// Rows of 16-byte units, by pairs of places, as core/backend/cuda/gather.cpp says.
+void gather(const std::vector<uint64_t>& a, Engine& engine) {
+  const uint64_t dst_step = a[256];
+  const uint64_t src_step = a[257];
+  const uint64_t units = a[258];
+  const uint64_t rows = a[259];
+  const auto at = [&](uint64_t address, bool write) {
+    std::vector<Piece> found;
+    require(address % 16 == 0, kIllegalAddress);
+    require(addresses().pieces(address, units * 16, engine.context.physical, write, false, found),
+            kIllegalAddress);
+    require(found.size() == 1, kIllegalAddress);
+    return found.front().data;
+  };
+  for (uint64_t row = 0; row * units < a[260]; ++row) {
+    const uint64_t* pair = &a[2 * (row / rows)];
+    std::memcpy(at(pair[0] + row % rows * dst_step, true),
+                at(pair[1] + row % rows * src_step, false), units * 16);
+  }
+}
+
 void play(const std::string& name, const Launch& launch, Engine& engine) {
   const auto& a = launch.arguments;
+  if (name == "gather") return gather(a, engine);
   if (name == "spinner") return spin(a, launch.blocks, engine);
   if (name == "toucher") return Memory(engine).store(a[0], static_cast<uint32_t>(a[1]));
   const auto word = [&](size_t i) { return static_cast<uint32_t>(a[i]); };
@@ -127,6 +150,7 @@ Room::~Room() {
 
 std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
+      {"gather", {2048, 8, 8, 4, 4, 4}},
       {"reader", {8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4}},
       {"spinner", {8, 8, 8}},
       {"toucher", {8, 4}},

@@ -1,5 +1,6 @@
-// Kernels by name, played by the stand-in: those of core/backend/cuda/resident.cpp, as its comments
-// say what they do. And the room that kernels need: threads on the SMs of a device.
+// Kernels by name, played by the stand-in: those of resident.cpp and gather.cpp in
+// core/backend/cuda, whose comments say what they do. And the room that kernels need: threads on
+// the SMs of a device.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -30,7 +31,8 @@ struct Launch {
   std::vector<uint64_t> arguments;
 };
 
-// Bytes of each argument of a kernel that the stand-in plays; empty: it does not know it.
+// Bytes of each argument of a kernel that the stand-in plays, which become whole words; empty: it
+// does not know it.
 std::vector<unsigned> kernel_arguments(const std::string& name);
 Work kernel_work(const std::string& name, Launch launch);
 

@@ -261,6 +261,24 @@ void AddressSpace::set_access(DevicePtr start, uint64_t bytes, const AccessDesc*
   }
 }
 
+void AddressSpace::open_to_peer(int device, int owner) {
+  const std::unique_lock lock(mutex_);
+  peers_.emplace(device, owner);
+}
+
+int AddressSpace::access_of(const Mapping& mapping, int device) const {
+  const auto right = mapping.access.find(device);
+  if (right != mapping.access.end()) return right->second;
+  const bool peer = mapping.plain && peers_.contains({device, mapping.allocation->device()});
+  return peer ? kAccessReadWrite : kAccessNone;
+}
+
+int AddressSpace::access_of(DevicePtr address, int device) const {
+  const std::shared_lock lock(mutex_);
+  const auto mapping = mapping_at(address);
+  return mapping == mappings_.end() ? kAccessNone : access_of(mapping->second, device);
+}
+
 void AddressSpace::register_host(DevicePtr start, uint64_t bytes) {
   const std::unique_lock lock(mutex_);
   require(!overlaps(registrations_, start, bytes), kHostMemoryAlreadyRegistered);
@@ -311,9 +329,8 @@ bool AddressSpace::pieces(DevicePtr address, uint64_t bytes, int device, bool wr
     uint64_t got = left;
     if (const auto mapping = mapping_at(at); mapping != mappings_.end()) {
       const auto& [start, what] = *mapping;
-      const auto right = what.access.find(device);
       const int needed = write ? kAccessReadWrite : kAccessRead;
-      if (right == what.access.end() || (right->second & needed) != needed) return false;
+      if ((access_of(what, device) & needed) != needed) return false;
       got = std::min<uint64_t>(left, start + what.bytes - at);
       out.push_back({what.allocation, what.allocation->data() + (at - start), got});
     } else if (const auto range = range_at(registrations_, at)) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <vector>
 
@@ -101,6 +102,9 @@ class AddressSpace {
   DevicePtr allocate(std::shared_ptr<Allocation> allocation);
   void free_allocated(DevicePtr start);
   void set_access(DevicePtr start, uint64_t bytes, const AccessDesc* rights, size_t count);
+  // What cuMemAlloc gave of the owner's memory is open to that device too.
+  void open_to_peer(int device, int owner);
+  int access_of(DevicePtr address, int device) const;
   void register_host(DevicePtr start, uint64_t bytes);
   void unregister_host(DevicePtr start);
 
@@ -128,6 +132,9 @@ class AddressSpace {
   std::optional<std::pair<DevicePtr, uint64_t>> range_at(
       const std::map<DevicePtr, uint64_t>& ranges, DevicePtr address) const;
 
+  int access_of(const Mapping& mapping, int device) const;
+
+  std::set<std::pair<int, int>> peers_;  // who reaches whose
   mutable std::shared_mutex mutex_;
   std::map<DevicePtr, uint64_t> reservations_;
   std::map<DevicePtr, uint64_t> registrations_;

@@ -1,0 +1,78 @@
+#include "core/kv/link.h"
+
+#include <algorithm>
+
+#include "core/base/clock.h"
+
+namespace offcore::kv {
+namespace {
+
+constexpr uint16_t kLanes = 2;     // of a neighbour's link, in each direction
+constexpr double kHopNs = 30'000;  // that two copies take longer than one
+constexpr double kNewest = 0.25;   // what the last measurement counts
+constexpr double kGbpsMin = 0.1;
+constexpr double kGbpsMax = 1000;
+
+}  // namespace
+
+double Link::through_ns(uint64_t more, double gbps_min) const {
+  uint64_t ahead = more;
+  for (const Lane& lane : lanes) ahead += lane.bytes;
+  const double gbps = idle() ? std::max(gbps_, gbps_min) : gbps_;
+  return static_cast<double>(ahead) / gbps + (number > 0 ? kHopNs : 0);
+}
+
+bool Link::idle() const {
+  return std::all_of(lanes.begin(), lanes.end(),
+                     [](const Lane& lane) { return lane.flights.empty(); });
+}
+
+Lane& Link::emptiest() {
+  return *std::min_element(lanes.begin(), lanes.end(),
+                           [](const Lane& a, const Lane& b) { return a.bytes < b.bytes; });
+}
+
+void Link::add(Lane& lane, Flight flight) {
+  if (idle()) busy_since_ns_ = now_ns();
+  lane.bytes += flight.bytes;
+  lane.commands += flight.commands;
+  lane.flights.push_back(std::move(flight));
+}
+
+Flight Link::take(Lane& lane) {
+  Flight flight = std::move(lane.flights.front());
+  lane.flights.pop_front();
+  lane.bytes -= flight.bytes;
+  lane.commands -= flight.commands;
+  return flight;
+}
+
+void Link::measured(uint64_t bytes) {
+  const int64_t now = now_ns();
+  const auto took_ns = static_cast<double>(std::max<int64_t>(1, now - busy_since_ns_));
+  const double found = std::clamp(static_cast<double>(bytes) / took_ns, kGbpsMin, kGbpsMax);
+  gbps_ += kNewest * (found - gbps_);
+  busy_since_ns_ = now;
+}
+
+std::vector<Link> links_of(Backend& own, const std::vector<Neighbour>& neighbours,
+                           uint16_t direction) {
+  std::vector<Link> links(1);
+  links[0].backend = &own;
+  links[0].lanes.resize(1);
+  links[0].lanes[0].number = direction;
+  for (const Neighbour& neighbour : neighbours) {
+    Link& link = links.emplace_back();
+    link.backend = neighbour.backend.get();
+    link.number = links.size() - 1;
+    link.stage_bytes = neighbour.stage.bytes / (2 * kLanes);
+    link.lanes.resize(kLanes);
+    for (uint16_t i = 0; i < kLanes; ++i) {
+      link.lanes[i].number = direction * kLanes + i;
+      link.lanes[i].stage = neighbour.stage.data + link.lanes[i].number * link.stage_bytes;
+    }
+  }
+  return links;
+}
+
+}  // namespace offcore::kv

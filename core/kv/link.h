@@ -1,0 +1,67 @@
+// How copies of one direction go between the host and the GPU of a cache: over that GPU's own link,
+// and over those of neighbours that lend theirs. A neighbour's bytes cross its link to or from
+// memory of its own, and NVLink from there.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore::kv {
+
+class Job;
+
+// A part of a job on its way.
+struct Flight {
+  std::shared_ptr<Job> job;
+  std::shared_ptr<Run> run;
+  uint64_t bytes = 0;
+  uint64_t commands = 0;
+  uint32_t stage = 0;  // of the job
+};
+
+// A queue of a link, whose flights are copied one after the other.
+struct Lane {
+  uint16_t number = 0;         // of the backend's
+  std::byte* stage = nullptr;  // memory of a neighbour for this lane alone
+  std::deque<Flight> flights;
+  uint64_t bytes = 0;  // of the flights
+  uint64_t commands = 0;
+};
+
+// A neighbour's has two lanes: while one's bytes come from the host the other's go on.
+struct Link {
+  Backend* backend = nullptr;
+  size_t number = 0;         // 0: the GPU's own
+  uint64_t stage_bytes = 0;  // of a lane
+  std::vector<Lane> lanes;
+  bool lost = false;  // it has failed: nothing goes over it any more
+
+  double gbps() const { return gbps_; }  // as measured
+  // When so many bytes more would be through, from now on, by that speed. An idle link is taken to
+  // have at least `gbps_min`: else one that was slow once would never be measured again.
+  double through_ns(uint64_t more, double gbps_min) const;
+  bool idle() const;
+  Lane& emptiest();
+  void add(Lane& lane, Flight flight);
+  Flight take(Lane& lane);        // the first one, which has ended
+  void measured(uint64_t bytes);  // so many have come through since it was busy
+
+ private:
+  double gbps_ = 50;
+  int64_t busy_since_ns_ = 0;  // or since it was measured
+};
+
+// A GPU whose link is used too: kNeighbour of a backend of two ranks.
+struct Neighbour {
+  std::shared_ptr<Backend> backend;
+  Share stage;  // the room that it lends
+};
+
+// The links of one direction, 0 or 1: the own one, then the neighbours'.
+std::vector<Link> links_of(Backend& own, const std::vector<Neighbour>& neighbours,
+                           uint16_t direction);
+
+}  // namespace offcore::kv

@@ -1,0 +1,77 @@
+"""Plots of KV rows, after DMA-Latte's Figures 16 and 17: per model, how many times as fast as a
+copy for each page each way is. 16 is of one request alone, a latency; 17 of several under way at
+once, a throughput. The paper times whole inferences, which hold much besides fetching: here are the
+fetches alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offcore.errors import error
+from offcore.plot import pyplot
+
+FIGURES = {16: "one request", 17: "several requests at once"}
+_REFERENCE = "loop"
+_COLOURS = {
+    "offcore": "#009E73",
+    "batch": "#0072B2",
+    "vllm": "#56B4E9",
+    "triton": "#E69F00",
+    "kernel": "#D55E00",
+}
+
+
+def speedups(records: Sequence[dict[str, Any]], figure: int | None) -> dict[str, dict[str, float]]:
+    """By case ("qwen2.5-7b, 4096"), then by way: the loop's time over its own, in the same run.
+    Raises `Error`: invalid where rows of the loop are missing."""
+    rows = [
+        row
+        for row in records
+        if "time_us" in row and (figure is None or (row["requests"] > 1) == (figure == 17))
+    ]
+    several = {
+        name: len({row[name] for row in rows}) > 1 for name in ("direction", "layout", "tokens")
+    }
+    found: dict[str, dict[str, float]] = {}
+    for loop in (row for row in rows if row["impl"] == _REFERENCE):
+        label = loop["model"] or "-"
+        label += "".join(f"\n{loop[name]}" for name, differ in several.items() if differ)
+        for row in rows:
+            same = ("run", "model", "direction", "layout", "blocks", "requests", "page_bytes")
+            if row["impl"] in _COLOURS and all(row.get(one) == loop.get(one) for one in same):
+                ways = found.setdefault(label, {})
+                ways[row["impl"]] = loop["time_us"] / row["time_us"]
+    if not found:
+        wanted = "" if figure is None else f" of {FIGURES[figure]}"
+        raise error(
+            "invalid", f"no rows{wanted} with the loop's in the same run: add --baseline loop"
+        )
+    return found
+
+
+def plot_rows(records: Sequence[dict[str, Any]], path: Path, figure: int | None = None) -> None:
+    """A group of bars a case, a bar a way. Raises as `speedups` does."""
+    found = speedups(records, figure)
+    plt = pyplot()
+    names = [name for name in _COLOURS if any(name in ways for ways in found.values())]
+    width = 0.8 / len(names)
+    drawn, axes = plt.subplots(
+        figsize=(max(5.0, 1.1 * len(found) + 2.5), 4.2), layout="constrained"
+    )
+    for place, name in enumerate(names):
+        at = [group + (place - (len(names) - 1) / 2) * width for group in range(len(found))]
+        heights = [ways.get(name, 0.0) for ways in found.values()]
+        bars = axes.bar(at, heights, width, color=_COLOURS[name], label=name)
+        axes.bar_label(bars, fmt=lambda value: f"{value:.1f}" if value else "", fontsize=7)
+    axes.set_xticks(range(len(found)), list(found), fontsize=8)
+    axes.axhline(1, color="#000000", linewidth=0.8, alpha=0.6)
+    axes.set_ylabel(f"times as fast as the {_REFERENCE}")
+    axes.set_title("KV blocks" + ("" if figure is None else f": {FIGURES[figure]}"), fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    drawn.legend(loc="outside right upper", frameon=False, fontsize=9)
+    drawn.savefig(path, dpi=140)
+    plt.close(drawn)

@@ -1,0 +1,140 @@
+"""How the driver is told of KV copies: the calls that each way takes, and the kernel that copies
+instead of engines where a caller asks for it. On the stand-in driver."""
+
+import numpy as np
+import pytest
+from test_kv_cuda import check_on_gpu
+from test_kv_pool import check_refused
+
+from offcore import kv
+
+
+def test_calls_are_counted() -> None:
+    """Folded: a strided copy a block. By layer: pages in calls of 32, and few of them singly."""
+    code = """
+    world = World(layers=4, blocks=128)
+    blocks = np.random.default_rng(5).permutation(128)[:70]
+    slots = np.random.default_rng(6).permutation(256)[:70]
+    counted = lambda: {name: calls(name) for name in (
+        "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuMemcpy2DAsync")}
+    before = counted()
+    result = world.transfer.store(blocks, slots).wait()
+    assert result.calls == {"batches": 0, "batched": 0, "plain": 0, "strided": 70, "kernels": 0}
+    spent = {name: counted()[name] - before[name] for name in before}
+    assert spent == {"cuMemcpyBatchAsync": 0, "cuMemcpyAsync": 0, "cuMemcpy2DAsync": 70}
+    assert result.path == "strided" and 0 < result.enqueue_us
+    for start in (world.transfer.store, world.transfer.load):
+        before = counted()
+        result = start(blocks, slots, by_layer=True).wait()
+        # Each layer has 70 pages: parts of 64 and of 6, batches of 32, and the 6 singly.
+        wanted = {"batches": 8, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
+        assert result.calls == wanted, result
+        spent = {name: counted()[name] - before[name] for name in before}
+        assert spent == {"cuMemcpyBatchAsync": 8, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
+    assert (world.rows(slots) == world.wanted(blocks)).all()
+    assert (world.read() == world.image).all()
+    """
+    check_on_gpu(code)
+
+
+def test_a_kernel_copies_where_it_is_asked_for() -> None:
+    code = """
+    world = World(layers=5, blocks=64, page=4096 + 16, kernel=True)
+    rng = np.random.default_rng(1)
+    launches = 0
+    for turn, by_layer in enumerate((False, True, 2, False, True)):
+        blocks, slots = rng.permutation(64)[:40], rng.permutation(128)[:40]
+        engines = calls("cuMemcpyBatchAsync") + calls("cuMemcpyAsync") + calls("cuMemcpy2DAsync")
+        before = calls("cuLaunchKernel")
+        stored = world.transfer.store(blocks, slots, by_layer=by_layer).wait()
+        assert stored.path == "kernel" and stored.calls["kernels"] > 0, stored
+        assert stored.calls["kernels"] == calls("cuLaunchKernel") - before
+        assert engines == (
+            calls("cuMemcpyBatchAsync") + calls("cuMemcpyAsync") + calls("cuMemcpy2DAsync"))
+        assert (world.rows(slots) == world.wanted(blocks)).all()
+        others = rng.permutation(64)[:40]
+        world.image[:, others] = world.image[:, blocks].copy()
+        loaded = world.transfer.load(others, slots, by_layer=by_layer).wait()
+        assert loaded.path == "kernel"
+        assert (world.read() == world.image).all(), turn
+    # Both at once, and jobs that meet.
+    jobs = [world.transfer.store([1, 2], [0, 1]), world.transfer.load([2, 3], [0, 1]),
+            world.transfer.store([3], [2], priority=5)]
+    for job in jobs:
+        job.wait(10)
+    first, second = world.wanted([1])[0], world.wanted([2])[0]
+    assert (world.rows([0, 1, 2]) == np.stack([first, second, second])).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_what_the_kernel_does_not_take_goes_by_engines() -> None:
+    """It moves 16 bytes at a time; the result says that engines took part."""
+    code = """
+    for page, path in ((4096 + 8, "strided"), (4096, "kernel")):
+        world = World(blocks=32, page=page, kernel=True)
+        result = world.transfer.store([3, 9, 4], [0, 5, 1]).wait()
+        assert result.path == path, result
+        assert (world.rows([0, 5, 1]) == world.wanted([3, 9, 4])).all()
+        world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData:1", "cuLaunchKernel:2"])
+def test_a_kernel_that_the_driver_refuses(call: str) -> None:
+    code = """
+    if "Load" in sys.argv[1]:
+        assert code_of(lambda: World(kernel=True))[0] == "driver"
+    else:
+        world = World(kernel=True)
+        assert world.transfer.store([1], [0]).wait().path == "kernel"
+        assert code_of(lambda: world.transfer.store([2], [1]).wait(10))[0] == "driver"
+        assert world.transfer.store([2], [1]).wait().path == "kernel"
+        assert (world.rows([0, 1]) == world.wanted([1, 2])).all()
+    """
+    check_on_gpu(code, call, OFFCORE_FAKE_CUDA_FAIL=f"{call}:1")
+
+
+def test_only_gpus_have_the_kernel() -> None:
+    pool = kv.HostPool(64, 4, backend="sim")
+    layout = kv.Layout(np.zeros((4, 64), np.uint8))
+    check_refused(lambda: kv.BlockTransfer(layout, pool, kernel=True), "unsupported", "no kernels")
+
+
+def test_peers_copy_pages_too() -> None:
+    """The driver's calls that a measurement is made beside."""
+    code = """
+    world, watch = World(), _core.Stopwatch(0)
+    pages = [(layer, block) for layer in range(4) for block in (3, 60, 7)]
+    device = np.array([world.at + (l * 64 + b) * 4096 for l, b in pages], np.uint64)
+    rows = {block: world.pool.row(slot) for slot, block in enumerate((3, 60, 7))}
+    host = np.array([rows[b].ctypes.data + l * 4096 for l, b in pages], np.uint64)
+    for turn, copy in enumerate((_core.copy_by_loop, _core.copy_by_batch)):
+        world.fill(turn)
+        copy(host, device, 4096, 0, watch.stream)
+        assert passed(watch)
+        assert (world.rows([0, 1, 2]) == world.wanted([3, 60, 7])).all()
+        world.fill(9)
+        copy(device, host, 4096, 0, watch.stream)
+        assert passed(watch)
+        assert (world.read()[:, [3, 60, 7]].transpose(1, 0, 2).reshape(3, -1)
+                == world.rows([0, 1, 2])).all()
+    assert calls("cuMemcpyBatchAsync") == 2
+    short = device[:3]
+    assert code_of(lambda: _core.copy_by_loop(host, short, 4096, 0, watch.stream))[0] == "invalid"
+    """
+    check_on_gpu(code)
+
+
+def test_a_driver_without_batches() -> None:
+    code = """
+    world, watch = World(plain_from=1), _core.Stopwatch(0)
+    result = world.transfer.store(np.arange(0, 64, 2), np.arange(32)[::-1].copy()).wait()
+    assert result.calls["batches"] == 0 and result.calls["plain"] == 128, result
+    place = np.zeros(1, np.uint64)
+    assert code_of(lambda: _core.copy_by_batch(place, place, 8, 0, watch.stream))[0] == (
+        "unsupported")
+    """
+    check_on_gpu(code, OFFCORE_FAKE_CUDA_LACKS="cuMemcpyBatchAsync")
