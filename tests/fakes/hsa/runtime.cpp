@@ -42,17 +42,17 @@ Machine::Machine()
       seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)) {}
 
 void Machine::count(const char* function) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   ++calls_[function];
 }
 
 uint64_t Machine::calls(const std::string& function) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   return calls_[function];
 }
 
 uint64_t Machine::done(const std::string& what) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   uint64_t sum = done_[what];
   for (const auto& queue : queues_) {
     const offcore::sdma::EngineCounts& counts = queue->engine->counts();
@@ -68,14 +68,14 @@ Status Machine::allocate(uint64_t bytes, void** data) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return kOutOfResources;
   std::memset(memory, 0xA5, bytes);  // nobody promises zeros
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   allocations_[memory] = {.bytes = bytes};
   *data = memory;
   return kOk;
 }
 
 Status Machine::release(void* data) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   const auto found = allocations_.find(data);
   if (found == allocations_.end()) return kInvalidArgument;
   if (found->second.allowed) memory_.remove(reinterpret_cast<uint64_t>(data));
@@ -85,7 +85,7 @@ Status Machine::release(void* data) {
 }
 
 Status Machine::allow(const void* data) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   const auto found = allocations_.find(const_cast<void*>(data));
   if (found == allocations_.end()) return kInvalidArgument;
   if (found->second.allowed) return kOk;
@@ -97,7 +97,7 @@ Status Machine::allow(const void* data) {
 
 Status Machine::lock(void* data, uint64_t bytes, void** seen) {
   if (data == nullptr || bytes == 0) return kInvalidArgument;
-  const std::lock_guard held(mutex_);
+  const Turn held(*this);
   // As a page's address modulo its size: what is aligned stays aligned.
   const uint64_t address = next_address_ + reinterpret_cast<uint64_t>(data) % 4096;
   next_address_ += (bytes + 3 * 4096) / 4096 * 4096;
@@ -110,7 +110,7 @@ Status Machine::lock(void* data, uint64_t bytes, void** seen) {
 }
 
 Status Machine::unlock(void* data) {
-  const std::lock_guard held(mutex_);
+  const Turn held(*this);
   const auto found = locked_.find(data);
   if (found == locked_.end()) return kInvalidArgument;
   if (--found->second.count > 0) return kOk;
@@ -132,7 +132,7 @@ Status Machine::create(QueueDescriptor& wanted) {
       (!any && wanted.sdma_engine_id >= kEngines)) {
     return kInvalidQueueCreation;
   }
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   auto made = std::make_unique<UserQueue>();
   made->dwords.assign(size / 4, 0xFFFFFFFF);
   made->queue = {.type = 1, .base_address = made->dwords.data(), .size = size};
@@ -152,7 +152,7 @@ Status Machine::create(QueueDescriptor& wanted) {
 }
 
 Status Machine::destroy(Queue* queue) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   const auto found = std::find_if(queues_.begin(), queues_.end(),
                                   [&](const auto& one) { return &one->queue == queue; });
   if (found == queues_.end()) return kInvalidArgument;
@@ -165,7 +165,7 @@ Status Machine::destroy(Queue* queue) {
 }
 
 UserQueue* Machine::find(Queue* queue) {
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   for (const auto& one : queues_) {
     if (&one->queue == queue) return one.get();
   }
@@ -175,7 +175,7 @@ UserQueue* Machine::find(Queue* queue) {
 Status Machine::batch(const CopyOp* ops, uint32_t count) {
   if (ops == nullptr || count == 0) return kInvalidArgument;
   auto* signal = reinterpret_cast<std::atomic<int64_t>*>(ops[0].completion_signal.handle);
-  const std::lock_guard lock(mutex_);
+  const Turn lock(*this);
   for (uint32_t i = 0; i < count; ++i) {
     const CopyOp& op = ops[i];
     const bool swap = op.type == offcore::hsa::kOpSwap;
@@ -217,7 +217,8 @@ void Machine::serve() {
       work_.wait(lock);
     } else if (now - moved_at < kEager) {
       lock.unlock();
-      sched_yield();
+      do sched_yield();
+      while (callers_.load() > 0);  // they come first
       lock.lock();
     } else {
       work_.wait_for(lock, kPause);

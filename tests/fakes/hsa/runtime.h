@@ -75,6 +75,18 @@ class Machine {
   bool copy_one();
   void start();
 
+  // The mutex for a caller, before whom the engines' thread steps back.
+  class Turn {
+   public:
+    explicit Turn(Machine& machine) {
+      ++machine.callers_;
+      lock_ = std::unique_lock(machine.mutex_);
+      --machine.callers_;
+    }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+  };
   struct Allocation {
     uint64_t bytes = 0;
     bool allowed = false;
@@ -86,6 +98,7 @@ class Machine {
 
   std::mutex mutex_;
   std::condition_variable work_;
+  std::atomic<int> callers_{0};
   uint64_t gpus_ = 8;
   std::string name_ = "gfx942";
   uint64_t seed_ = 1;
