@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, plot, report, stress, tune
+from offcore import bench, breakdown, demo, doctor, mcast_cli, plot, report, stress, tune
 from offcore.errors import error
 from offcore.options import (
     REAL_SIZES,
@@ -64,6 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(mcast_cli.app, name="mcast")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:

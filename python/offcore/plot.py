@@ -20,7 +20,7 @@ from offcore.sizes import format_bytes
 
 _TICKS_MAX = 12
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
-_COLOURS = {
+COLOURS = {
     "pcpy": "#0072B2",
     "bcst": "#D55E00",
     "swap": "#CC79A7",
@@ -38,19 +38,19 @@ _METRIC_LABELS = {"time": "time (us)", "busbw": "busbw (1e9 bytes/s)"}
 _WAYS = {"auto": "safe", "promise": "promised"}
 _KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 _DASHES = (":", "-.", "-")
-_PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
+PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
 
 def check_plot(path: Path) -> None:
     """Raises where a plot could not be written: before anything has been measured."""
-    _pyplot()
+    pyplot()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -61,7 +61,7 @@ def _pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     step = -(-len(sizes) // _TICKS_MAX)
     ticks = sizes[::step]
@@ -74,8 +74,8 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     kind = name.removeprefix("prelaunch_").split(":")[0]
     offcore = name not in BASELINES
     style: dict[str, Any] = {
-        "color": _COLOURS.get(kind, _COLOURS["pcpy"]),
-        "linestyle": "--" if offcore and name == kind and kind in _COLOURS else "-",
+        "color": COLOURS.get(kind, COLOURS["pcpy"]),
+        "linestyle": "--" if offcore and name == kind and kind in COLOURS else "-",
         "marker": "s" if not offcore else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
@@ -85,7 +85,7 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     if way > 0:  # the same in another setting
         style |= {"linestyle": _DASHES[(way - 1) % len(_DASHES)], "markerfacecolor": "white"}
         if name == "offcore":
-            style["color"] = list(_COLOURS.values())[way % len(_KINDS)]
+            style["color"] = list(COLOURS.values())[way % len(_KINDS)]
     return style
 
 
@@ -131,7 +131,7 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
         style = _style_of(name, ways.get(name, 0), any(row.native is False for row in line))
         ways[name] = ways.get(name, 0) + 1
         axes.plot([row.bytes for row in line], values[metric], label=label, **style)
-    _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
+    size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
     axes.set_ylabel(_METRIC_LABELS.get(metric, f"times as fast as {over}"))
     if metric == "time":
         axes.set_yscale("log")
@@ -154,7 +154,7 @@ def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
         rows = [row for row in rows if row.named is not False]
-    plt = _pyplot()
+    plt = pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
     figure, panels = plt.subplots(
         1, len(ops), figsize=(6.4 * len(ops) + 1.6, 4.6), squeeze=False, layout="constrained"
@@ -224,7 +224,7 @@ def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(
         figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
     )
@@ -232,7 +232,7 @@ def plot_phases(
     totals = [sum(one.values()) for one in phases]
     # A phase that is a difference of measurements may come out below 0: it has no bar.
     wholes = [sum(max(0.0, value) for value in one.values()) for one in phases]
-    for name, colour in _PHASE_COLOURS.items():
+    for name, colour in PHASE_COLOURS.items():
         shares = [
             100 * max(0.0, one[f"{name}_us"]) / whole if whole > 0 else 0.0
             for one, whole in zip(phases, wholes, strict=True)
