@@ -4,7 +4,7 @@
 
 namespace offcore::mcast {
 
-Fabric::Node::Node(Fabric& in, const Group& group)
+Fabric::Station::Station(Fabric& in, const Group& group)
     : fabric(in), rank(group.rank), last_ns(group.ranks, 0) {
   endpoint = std::make_unique<Endpoint>(group, *this);
 }
@@ -14,11 +14,13 @@ Fabric::Fabric(const Group& group, const Faults& faults)
   for (Rank rank = 0; rank < group.ranks; ++rank) {
     Group own = group;
     own.rank = rank;
-    nodes_.push_back(std::make_unique<Node>(*this, own));
+    stations_.push_back(std::make_unique<Station>(*this, own));
   }
 }
 
-Fabric::~Fabric() = default;
+Fabric::~Fabric() {
+  stations_.clear();  // which say goodbye: the rest must still be there
+}
 
 // Uniform in [0, 1): splitmix64.
 double Fabric::chance() {
@@ -28,7 +30,7 @@ double Fabric::chance() {
   return static_cast<double>((word ^ (word >> 31)) >> 11) * 0x1p-53;
 }
 
-void Fabric::at(int64_t at_ns, Rank rank, std::function<void(Node&)> run) {
+void Fabric::at(int64_t at_ns, Rank rank, std::function<void(Station&)> run) {
   events_.push({std::max(at_ns, now_ns_), events_made_++, rank, std::move(run)});
 }
 
@@ -37,7 +39,7 @@ bool Fabric::run_until(int64_t until_ns) {
     const Event event = events_.top();
     events_.pop();
     now_ns_ = event.at_ns;
-    Node& node = *nodes_[event.rank];
+    Station& node = *stations_[event.rank];
     if (!node.dead) event.run(node);
   }
   if (!events_.empty()) now_ns_ = until_ns;
@@ -45,12 +47,12 @@ bool Fabric::run_until(int64_t until_ns) {
 }
 
 // The endpoint has done something: it may die of it, and may want to be called later.
-void Fabric::after_call(Node& node) {
+void Fabric::after_call(Station& node) {
   if (++node.calls >= node.kill_after && !node.dead) {
     node.dead = true;
     for (Rank rank = 0; node.told_ns >= 0 && rank < group_.ranks; ++rank) {
       if (rank == node.rank) continue;
-      at(now_ns_ + node.told_ns, rank, [this, lost = node.rank](Node& told) {
+      at(now_ns_ + node.told_ns, rank, [this, lost = node.rank](Station& told) {
         told.endpoint->on_peer_lost(lost, "connection reset", now_ns_);
         after_call(told);
       });
@@ -60,7 +62,7 @@ void Fabric::after_call(Node& node) {
   const int64_t next_ns = node.endpoint->next_time();
   if (next_ns == kNever || next_ns >= node.timer_ns) return;
   node.timer_ns = next_ns;
-  at(next_ns, node.rank, [this, next_ns](Node& due) {
+  at(next_ns, node.rank, [this, next_ns](Station& due) {
     if (due.timer_ns != next_ns) return;  // an earlier one took its place
     due.timer_ns = kNever;
     due.endpoint->on_time(now_ns_);
@@ -77,9 +79,9 @@ void Fabric::cut(const std::set<Rank>& side, int64_t from_ns, int64_t until_ns, 
 }
 
 void Fabric::kill(Rank rank, uint64_t after_calls, int64_t told_ns) {
-  nodes_[rank]->kill_after = after_calls;
-  nodes_[rank]->told_ns = told_ns;
-  if (after_calls == 0) after_call(*nodes_[rank]);
+  stations_[rank]->kill_after = after_calls;
+  stations_[rank]->told_ns = told_ns;
+  if (after_calls == 0) after_call(*stations_[rank]);
 }
 
 int64_t Fabric::opens_ns(Rank a, Rank b, bool reliable) const {
@@ -92,27 +94,29 @@ int64_t Fabric::opens_ns(Rank a, Rank b, bool reliable) const {
   return opens;
 }
 
-void Fabric::Node::wake() {
+void Fabric::Station::wake() {
   if (std::exchange(woken, true)) return;
-  fabric.at(fabric.now_ns_, rank, [](Node& node) {
+  fabric.at(fabric.now_ns_, rank, [](Station& node) {
     node.woken = false;
     node.endpoint->on_time(node.fabric.now_ns_);
     node.fabric.after_call(node);
   });
 }
 
-void Fabric::Node::stop() {
+void Fabric::Station::stop() {
   stopped = true;
   sending = {};
 }
 
-void Fabric::Node::send(Rank to, const Message& message) { fabric.carry(*this, to, message, {}); }
+void Fabric::Station::send(Rank to, const Message& message) {
+  fabric.carry(*this, to, message, {});
+}
 
-void Fabric::Node::send(Rank to, const Message& reply, std::span<const std::byte> data) {
+void Fabric::Station::send(Rank to, const Message& reply, std::span<const std::byte> data) {
   fabric.carry(*this, to, reply, {data.begin(), data.end()});
 }
 
-void Fabric::carry(Node& from, Rank to, const Message& message, std::vector<std::byte> data) {
+void Fabric::carry(Station& from, Rank to, const Message& message, std::vector<std::byte> data) {
   if (from.stopped || from.dead) return;
   const double wire_ns =
       static_cast<double>(kMessageBytes + data.size()) / group_.link_bytes_s * 1e9;
@@ -120,23 +124,24 @@ void Fabric::carry(Node& from, Rank to, const Message& message, std::vector<std:
       std::max(opens_ns(from.rank, to, true) + faults_.latency_ns, from.last_ns[to]);
   if (free_ns == kNever) return;
   from.last_ns[to] = free_ns + static_cast<int64_t>(wire_ns);
-  at(from.last_ns[to], to, [this, sender = from.rank, message, data = std::move(data)](Node& node) {
-    if (!data.empty()) {
-      const std::span<std::byte> place = node.endpoint->place_of(sender, message);
-      if (place.size() == data.size()) std::ranges::copy(data, place.begin());
-    }
-    node.endpoint->on_message(sender, message, now_ns_);
-    after_call(node);
-  });
+  at(from.last_ns[to], to,
+     [this, sender = from.rank, message, data = std::move(data)](Station& node) {
+       if (!data.empty()) {
+         const std::span<std::byte> place = node.endpoint->place_of(sender, message);
+         if (place.size() == data.size()) std::ranges::copy(data, place.begin());
+       }
+       node.endpoint->on_message(sender, message, now_ns_);
+       after_call(node);
+     });
 }
 
-void Fabric::Node::multicast(const Part& part) {
+void Fabric::Station::multicast(const Part& part) {
   const bool idle = sending.empty();
   sending.push({part});
-  if (idle) fabric.at(fabric.now_ns_, rank, [](Node& node) { node.fabric.send_next(node); });
+  if (idle) fabric.at(fabric.now_ns_, rank, [](Station& node) { node.fabric.send_next(node); });
 }
 
-void Fabric::send_next(Node& node) {
+void Fabric::send_next(Station& node) {
   if (node.sending.empty()) return;
   Sending& sending = node.sending.front();
   const Part& part = sending.part;
@@ -147,16 +152,16 @@ void Fabric::send_next(Node& node) {
   write_head(group_, part, sending.index, datagram->bytes.data());
   std::copy_n(part.data + part.offset(sending.index, group_.chunk_bytes),
               datagram->bytes.size() - head, datagram->bytes.begin() + head);
-  for (const auto& to : nodes_) {
+  for (const auto& to : stations_) {
     if (to->rank != node.rank) deliver(node, *to, datagram);
   }
   const double wire_ns = static_cast<double>(datagram->bytes.size()) / group_.link_bytes_s * 1e9;
   const int64_t out_ns = now_ns_ + static_cast<int64_t>(wire_ns);
   if (++sending.index < part.chunks) {
-    at(out_ns, node.rank, [this](Node& more) { send_next(more); });
+    at(out_ns, node.rank, [this](Station& more) { send_next(more); });
     return;
   }
-  at(out_ns, node.rank, [this, part](Node& done) {
+  at(out_ns, node.rank, [this, part](Station& done) {
     if (done.sending.empty()) return;  // stopped
     done.sending.pop();
     if (!done.sending.empty()) send_next(done);
@@ -165,7 +170,7 @@ void Fabric::send_next(Node& node) {
   });
 }
 
-void Fabric::deliver(Node& from, Node& to, const Shared& datagram) {
+void Fabric::deliver(Station& from, Station& to, const Shared& datagram) {
   if (faults_.burst_begin > 0) {
     to.burst = to.burst ? chance() >= faults_.burst_end : chance() < faults_.burst_begin;
   }
@@ -179,22 +184,26 @@ void Fabric::deliver(Node& from, Node& to, const Shared& datagram) {
     delay_ns += chance() * static_cast<double>(faults_.jitter_ns);
     if (chance() < faults_.reorder) delay_ns += static_cast<double>(faults_.reorder_ns);
     at(now_ns_ + static_cast<int64_t>(delay_ns), to.rank,
-       [this, datagram](Node& node) { arrive(node, datagram); });
+       [this, datagram](Station& node) { arrive(node, datagram); });
   }
 }
 
-void Fabric::arrive(Node& node, const Shared& datagram) {
+int64_t Fabric::drain_ns(const Station& node, uint64_t bytes) const {
+  if (!node.slow) return faults_.gather_ns;
+  return static_cast<int64_t>(static_cast<double>(bytes) / faults_.drain_bytes_s * 1e9);
+}
+
+void Fabric::arrive(Station& node, const Shared& datagram) {
   const uint64_t bytes = datagram->bytes.size();
   if (node.slow && node.arrived_bytes + bytes > faults_.queue_bytes) return;  // overrun
   node.arrived.push(datagram);
   node.arrived_bytes += bytes;
   if (std::exchange(node.draining, true)) return;
-  const double wait_ns = node.slow ? static_cast<double>(bytes) / faults_.drain_bytes_s * 1e9 : 0;
-  at(now_ns_ + static_cast<int64_t>(wait_ns), node.rank, [this](Node& due) { drain(due); });
+  at(now_ns_ + drain_ns(node, bytes), node.rank, [this](Station& due) { drain(due); });
 }
 
 // Hands over the first datagrams that have arrived, as one buffer where GRO would make it one.
-void Fabric::drain(Node& node) {
+void Fabric::drain(Station& node) {
   node.draining = false;
   if (node.arrived.empty()) return;
   const uint32_t subgroup = node.arrived.front()->subgroup;
@@ -212,21 +221,19 @@ void Fabric::drain(Node& node) {
   Receiver::Batch(node.endpoint->receiver(subgroup)).take(buffer, static_cast<uint32_t>(segment));
   if (node.arrived.empty()) return;
   node.draining = true;
-  const double wait_ns =
-      node.slow ? static_cast<double>(buffer.size()) / faults_.drain_bytes_s * 1e9 : 0;
-  at(now_ns_ + static_cast<int64_t>(wait_ns), node.rank, [this](Node& due) { drain(due); });
+  at(now_ns_ + drain_ns(node, buffer.size()), node.rank, [this](Station& due) { drain(due); });
 }
 
 void Fabric::inject(Rank to, uint32_t subgroup, std::span<const std::byte> bytes,
                     uint32_t segment_bytes) {
-  if (nodes_[to]->dead) return;
-  Receiver::Batch(nodes_[to]->endpoint->receiver(subgroup)).take(bytes, segment_bytes);
+  if (stations_[to]->dead) return;
+  Receiver::Batch(stations_[to]->endpoint->receiver(subgroup)).take(bytes, segment_bytes);
 }
 
 void Fabric::inject(Rank to, Rank from, const Message& message) {
-  if (nodes_[to]->dead) return;
-  nodes_[to]->endpoint->on_message(from, message, now_ns_);
-  after_call(*nodes_[to]);
+  if (stations_[to]->dead) return;
+  stations_[to]->endpoint->on_message(from, message, now_ns_);
+  after_call(*stations_[to]);
 }
 
 }  // namespace offcore::mcast
