@@ -186,20 +186,25 @@ void bind_fabric(nb::module_& module) {
       .def_rw("drain_bytes_s", &Faults::drain_bytes_s)
       .def_rw("together", &Faults::together);
   nb::class_<Fabric>(module, "McastFabric", "core/mcast/fabric.h")
-      .def(nb::init<const Group&, const Faults&>(), nb::arg("group"), nb::arg("faults"))
+      .def(nb::init<std::vector<Group>, const Faults&>(), nb::arg("groups"), nb::arg("faults"))
       .def_prop_ro("now_ns", &Fabric::now_ns)
       .def(
           "submit",
           [](Fabric& self, Rank rank, const std::string& kind, Rank root, uintptr_t out,
-             std::vector<uint64_t> counts, nb::object keep) {
-            return submit(self.endpoint(rank), kind, root, out, std::move(counts), std::move(keep));
+             std::vector<uint64_t> counts, nb::object keep, size_t communicator) {
+            return submit(self.endpoint(rank, communicator), kind, root, out, std::move(counts),
+                          std::move(keep));
           },
           nb::arg("rank"), nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
-          nb::arg("keep").none())
+          nb::arg("keep").none(), nb::arg("communicator") = 0)
       .def("run_until", &Fabric::run_until, nb::arg("until_ns"))
-      .def("close", [](Fabric& self, Rank rank) { self.endpoint(rank).close(); })
-      .def("counters",
-           [](Fabric& self, Rank rank) { return dict_of(self.endpoint(rank).counters()); })
+      .def("close", [](Fabric& self, Rank rank) { self.endpoint(rank, 0).close(); })
+      .def(
+          "counters",
+          [](Fabric& self, Rank rank, size_t communicator) {
+            return dict_of(self.endpoint(rank, communicator).counters());
+          },
+          nb::arg("rank"), nb::arg("communicator") = 0)
       .def("drop", &Fabric::drop, nb::arg("receiver"), nb::arg("source"), nb::arg("psn"))
       .def("slow", &Fabric::slow, nb::arg("rank"))
       .def("cut", &Fabric::cut, nb::arg("side"), nb::arg("from_ns"), nb::arg("until_ns"),

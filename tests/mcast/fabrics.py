@@ -131,5 +131,5 @@ def run(fabric: _core.McastFabric, calls: list[Call], ranks: int, limit_s: int =
 
 
 def run_once(ranks: int, call: Call, faults: dict[str, Any] | None = None, **group: Any) -> Outcome:
-    fabric = _core.McastFabric(group_of(ranks, **group), faults_of(**(faults or {})))
+    fabric = _core.McastFabric([group_of(ranks, **group)], faults_of(**(faults or {})))
     return run(fabric, [call], ranks)[0]
