@@ -60,13 +60,14 @@ class Receiver {
     bool ended = false;    // every root's last chunk has come
   };
   State state() const;
-  bool has(Rank source, uint32_t psn, uint32_t chunks) const;  // of this subgroup's part
+  bool has(const Run& run) const;  // of this subgroup's part; of this rank's block always
   // The next run of missing chunks of a source's part at or after `psn`, at most `most` chunks; they
   // are claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
   Run claim(Rank source, uint32_t psn, uint32_t most);
   void fetched(const Run& run);  // what was claimed has come
 
   ReceiverCounters counters() const;
+  uint64_t state_bytes() const;  // bitmaps and table: what grows with the buffer and the ranks
 
  private:
   struct Source {             // what a datagram of this source is checked against

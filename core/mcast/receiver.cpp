@@ -1,0 +1,161 @@
+#include "core/mcast/receiver.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace offcore::mcast {
+
+void ReceiverCounters::add(const ReceiverCounters& other) {
+  taken += other.taken;
+  bytes += other.bytes;
+  duplicates += other.duplicates;
+  foreign += other.foreign;
+  stale += other.stale;
+  malformed += other.malformed;
+  forged += other.forged;
+}
+
+Receiver::Receiver(const Group& group, uint32_t subgroup, std::function<void()> wake)
+    : group_(group), subgroup_(subgroup), wake_(std::move(wake)) {}
+
+Receiver::Batch::~Batch() {
+  const bool news = std::exchange(receiver_.news_, false);
+  lock_.unlock();
+  if (news) receiver_.wake_();
+}
+
+void Receiver::Batch::take(std::span<const std::byte> buffer, uint32_t segment_bytes) {
+  if (segment_bytes == 0) {
+    if (!buffer.empty()) ++receiver_.counters_.foreign;
+    return;
+  }
+  while (!buffer.empty()) {
+    const size_t bytes = std::min<size_t>(segment_bytes, buffer.size());
+    receiver_.take_one(buffer.data(), static_cast<uint32_t>(bytes));
+    buffer = buffer.subspan(bytes);
+  }
+}
+
+void Receiver::take_one(const std::byte* datagram, uint32_t bytes) {
+  const uint32_t head = head_bytes(group_);
+  // Magic, version and flags are one word, and the tag is another.
+  const uint32_t first = uint32_t{kMagic} << 16 | uint32_t{kVersion} << 8 |
+                         (group_.sealed ? uint32_t{kFlagSealed} : 0);
+  if (bytes < head || load_big<uint32_t>(datagram) != first ||
+      load_big<uint64_t>(datagram + 8) != group_.key.tag) {
+    ++counters_.foreign;
+    return;
+  }
+  if (layout_ == nullptr || load_big<uint64_t>(datagram + 16) != layout_->op()) {
+    ++counters_.stale;
+    return;
+  }
+  const auto source = load_big<Rank>(datagram + 24);
+  const uint32_t chunk_bytes = bytes - head;
+  const bool fits = source < sources_.size() && load_big<uint16_t>(datagram + 28) == subgroup_ &&
+                    load_big<uint16_t>(datagram + 30) == chunk_bytes;
+  const Source& from = sources_[fits ? source : 0];
+  const uint32_t index = load_big<uint32_t>(datagram + 4) - from.psn;  // wraps where it is less
+  if (!fits || index >= from.chunks ||
+      chunk_bytes != (index + 1 == from.chunks ? from.last_bytes : group_.chunk_bytes)) {
+    ++counters_.malformed;
+    return;
+  }
+  // Before the bit is set: who forges a datagram must not make the right one a duplicate.
+  const std::span<const std::byte> chunk(datagram + head, chunk_bytes);
+  if (group_.sealed &&
+      load_big<uint64_t>(datagram + kHeaderBytes) != mac_of(group_.key, datagram, chunk)) {
+    ++counters_.forged;
+    return;
+  }
+  if (!taken_.set(from.bit + index)) {
+    ++counters_.duplicates;
+    return;
+  }
+  std::memcpy(from.place + static_cast<uint64_t>(index) * group_.chunk_bytes, chunk.data(),
+              chunk_bytes);
+  ++counters_.taken;
+  counters_.bytes += chunk_bytes;
+  ++taken_now_;
+  --missing_;
+  if (index + 1 == from.chunks) --lasts_missing_;
+  if (missing_ == 0 || (index + 1 == from.chunks && lasts_missing_ == 0)) news_ = true;
+}
+
+void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
+  const std::lock_guard lock(mutex_);
+  layout_ = std::move(layout);
+  sources_.assign(layout_->ranks(), {});
+  missing_ = lasts_missing_ = taken_now_ = 0;
+  uint64_t bits = 0;
+  for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
+    const Run part = layout_->part(rank, subgroup_);
+    if (rank == group_.rank || part.chunks == 0) continue;
+    const Run last{.source = rank, .psn = part.psn + part.chunks - 1, .chunks = 1};
+    sources_[rank] = {.bit = bits,
+                      .psn = part.psn,
+                      .chunks = part.chunks,
+                      .last_bytes = static_cast<uint32_t>(layout_->bytes_of(last)),
+                      .place = out + layout_->offset(rank, part.psn)};
+    bits += part.chunks;
+    ++lasts_missing_;
+  }
+  missing_ = bits;
+  taken_.resize(bits);
+  claimed_.resize(0);
+}
+
+void Receiver::disarm() {
+  const std::lock_guard lock(mutex_);
+  layout_.reset();
+}
+
+Receiver::State Receiver::state() const {
+  const std::lock_guard lock(mutex_);
+  return {.missing = missing_, .taken = taken_now_, .ended = lasts_missing_ == 0};
+}
+
+bool Receiver::has(const Run& run) const {
+  const std::lock_guard lock(mutex_);
+  if (run.source == group_.rank) return true;
+  const Source& from = sources_[run.source];
+  const uint64_t first = from.bit + (run.psn - from.psn);
+  const uint64_t end = first + run.chunks;
+  return taken_.find_clear(first, end) == end &&
+         (claimed_.empty() || claimed_.find_set(first, end) == end);
+}
+
+Run Receiver::claim(Rank source, uint32_t psn, uint32_t most) {
+  const std::lock_guard lock(mutex_);
+  const Source& from = sources_[source];
+  const uint64_t end = from.bit + from.chunks;
+  uint64_t bit = taken_.find_clear(from.bit + (psn - from.psn), end);
+  Run run{.source = source, .psn = from.psn + static_cast<uint32_t>(bit - from.bit)};
+  if (claimed_.empty()) claimed_.resize(taken_.bytes() * 8);
+  for (; bit < end && run.chunks < most && taken_.set(bit); ++bit) {
+    claimed_.set(bit);
+    ++run.chunks;
+  }
+  return run;
+}
+
+void Receiver::fetched(const Run& run) {
+  const std::lock_guard lock(mutex_);
+  const Source& from = sources_[run.source];
+  const uint64_t first = from.bit + (run.psn - from.psn);
+  for (uint64_t bit = first; bit < first + run.chunks; ++bit) claimed_.clear(bit);
+  missing_ -= run.chunks;
+}
+
+ReceiverCounters Receiver::counters() const {
+  const std::lock_guard lock(mutex_);
+  return counters_;
+}
+
+uint64_t Receiver::state_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return taken_.bytes() + claimed_.bytes() + sources_.size() * sizeof(Source);
+}
+
+}  // namespace offcore::mcast
