@@ -28,6 +28,7 @@ struct Faults {
   int64_t reorder_ns = 50'000;
   int64_t latency_ns = 5'000;
   int64_t jitter_ns = 0;       // up to so much more, each datagram by itself
+  int64_t gather_ns = 3'000;   // a receiver hands over what has come in this time
   uint64_t queue_bytes = 0;    // of a slow receiver; 0: nobody is slow
   double drain_bytes_s = 1e8;  // by a slow receiver
   uint32_t together = 8;       // datagrams handed over as one buffer, at most
@@ -35,26 +36,30 @@ struct Faults {
 
 class Fabric {
  public:
-  // `group` is every rank's, but for its rank.
-  Fabric(const Group& group, const Faults& faults);
+  // A communicator for each group, which is every rank's but for its rank. They share the network,
+  // and their datagrams reach each other's receivers.
+  Fabric(std::vector<Group> groups, const Faults& faults);
   ~Fabric();
+  Fabric(const Fabric&) = delete;
+  Fabric& operator=(const Fabric&) = delete;
 
-  Endpoint& endpoint(Rank rank) { return *nodes_[rank]->endpoint; }
+  Endpoint& endpoint(Rank rank, size_t communicator) {
+    return *station(rank, communicator).endpoint;
+  }
   int64_t now_ns() const { return now_ns_; }
-  const Group& group() const { return group_; }
 
   // Chosen faults.
-  void drop(Rank receiver, Rank source, uint32_t psn);  // once
-  void slow(Rank rank) { nodes_[rank]->slow = true; }
+  void drop(Rank receiver, Rank source, uint32_t psn);    // once
+  void slow(Rank rank) { station(rank, 0).slow = true; }  // at communicator 0
   // No datagram, and no message where `reliable_too`, passes between two sides in this time.
   void cut(const std::set<Rank>& side, int64_t from_ns, int64_t until_ns, bool reliable_too);
-  // The rank does nothing more after so many calls of its endpoint. Peers are told `told_ns` later;
+  // The rank does nothing more after so many calls of its endpoint of communicator 0. Peers are told `told_ns` later;
   // negative: never.
   void kill(Rank rank, uint64_t after_calls, int64_t told_ns);
-  bool dead(Rank rank) const { return nodes_[rank]->dead; }
-  uint64_t calls(Rank rank) const { return nodes_[rank]->calls; }
+  bool dead(Rank rank) const { return station(rank, 0).dead; }
+  uint64_t calls(Rank rank) const { return station(rank, 0).calls; }
 
-  // A stranger's: reaches a rank now.
+  // A stranger's: reaches a rank's communicator 0 now.
   void inject(Rank to, uint32_t subgroup, std::span<const std::byte> bytes, uint32_t segment_bytes);
   void inject(Rank to, Rank from, const Message& message);
 
@@ -62,7 +67,7 @@ class Fabric {
   bool run_until(int64_t until_ns);
 
  private:
-  struct Node;
+  struct Station;
   struct Sending {
     Part part;
     uint32_t index = 0;
@@ -80,15 +85,16 @@ class Fabric {
   struct Event {
     int64_t at_ns;
     uint64_t number;  // those of one time keep their order
-    Rank rank;
-    std::function<void(Node&)> run;
+    Station* station;
+    std::function<void(Station&)> run;
     bool operator>(const Event& other) const {
       return std::tie(at_ns, number) > std::tie(other.at_ns, other.number);
     }
   };
 
-  struct Node : Transport {
-    Node(Fabric& fabric, const Group& group);
+  struct Station : Transport {
+    Station(Fabric& fabric, const Group& group, size_t communicator);
+    ~Station() override { endpoint.reset(); }  // it says goodbye by way of the rest
     void send(Rank to, const Message& message) override;
     void send(Rank to, const Message& reply, std::span<const std::byte> data) override;
     void multicast(const Part& part) override;
@@ -96,6 +102,8 @@ class Fabric {
     void stop() override;
 
     Fabric& fabric;
+    const Group group;
+    const size_t communicator;
     const Rank rank;
     std::unique_ptr<Endpoint> endpoint;
     bool slow = false, dead = false, stopped = false, woken = false, burst = false;
@@ -109,19 +117,21 @@ class Fabric {
     std::vector<int64_t> last_ns;  // when the last message to each rank arrives
   };
 
-  void at(int64_t at_ns, Rank rank, std::function<void(Node&)> run);
-  void after_call(Node& node);
-  void send_next(Node& node);
-  void deliver(Node& from, Node& to, const Shared& datagram);
-  void arrive(Node& to, const Shared& datagram);
-  void drain(Node& node);
-  void carry(Node& from, Rank to, const Message& message, std::vector<std::byte> data);
+  Station& station(Rank rank, size_t communicator) const;
+  void at(int64_t at_ns, Station& station, std::function<void(Station&)> run);
+  void after_call(Station& node);
+  void send_next(Station& node);
+  void deliver(Station& from, Station& to, const Shared& datagram);
+  void arrive(Station& to, const Shared& datagram);
+  void drain(Station& node);
+  int64_t drain_ns(const Station& node, uint64_t bytes) const;
+  void carry(Station& from, Rank to, const Message& message, std::vector<std::byte> data);
   int64_t opens_ns(Rank a, Rank b, bool reliable) const;  // when a cut between them ends; or now
   double chance();
 
-  const Group group_;
+  const Rank ranks_;
   const Faults faults_;
-  std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<std::unique_ptr<Station>> stations_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   uint64_t events_made_ = 0;
   int64_t now_ns_ = 0;

@@ -18,7 +18,8 @@ namespace offcore::mcast {
 
 class Endpoint;
 
-// Nothing here blocks, and nothing calls the endpoint back from inside.
+// Nothing here blocks, and nothing calls the endpoint back from inside. A transport outlives its
+// endpoint, whose destructor sends and stops.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -14,4 +14,5 @@ NB_MODULE(_core, module) {
   offcore::bind_proof(module);
   offcore::bind_pool(module);
   offcore::bind_kv(module);
+  offcore::bind_mcast(module);
 }
