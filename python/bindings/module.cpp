@@ -15,4 +15,5 @@ NB_MODULE(_core, module) {
   offcore::bind_pool(module);
   offcore::bind_kv(module);
   offcore::bind_mcast(module);
+  offcore::bind_mcast_udp(module);
 }
