@@ -3,11 +3,12 @@
 // Operations run one after the other, in the order in which they were submitted, which is the same
 // at all ranks. Each goes through: barrier (recursive doubling: every receiver is armed before a
 // root sends), multicast (roots send by chains; leaves count chunks until all are there or the
-// cutoff timer fires), recovery (the fetch ring), handshake (`final` to the left neighbour, and from
-// the right one). The first error ends the communicator: every operation fails with it, peers are
-// told, and nothing can be submitted any more.
+// cutoff timer fires), recovery (the fetch ring), handshake (`final` to the left neighbour, and
+// from the right one). The first error ends the communicator: every operation fails with it, peers
+// are told, and nothing can be submitted any more.
 //
-// Time comes in as `now_ns`, any clock that never goes back. What it does goes out through Transport.
+// Time comes in as `now_ns`, of any clock that never goes back. What it does goes out through
+// Transport.
 #pragma once
 #include <array>
 #include <atomic>

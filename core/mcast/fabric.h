@@ -53,8 +53,8 @@ class Fabric {
   void slow(Rank rank) { station(rank, 0).slow = true; }  // at communicator 0
   // No datagram, and no message where `reliable_too`, passes between two sides in this time.
   void cut(const std::set<Rank>& side, int64_t from_ns, int64_t until_ns, bool reliable_too);
-  // The rank does nothing more after so many calls of its endpoint of communicator 0. Peers are told `told_ns` later;
-  // negative: never.
+  // The rank does nothing more after so many calls of its endpoint of communicator 0. Peers are
+  // told `told_ns` later; negative: never.
   void kill(Rank rank, uint64_t after_calls, int64_t told_ns);
   bool dead(Rank rank) const { return station(rank, 0).dead; }
   uint64_t calls(Rank rank) const { return station(rank, 0).calls; }

@@ -43,7 +43,7 @@ class Layout {
   // less.
   Run part(Rank source, uint32_t subgroup) const;
   uint32_t subgroup_of(Rank source, uint32_t psn) const;
-  // Where a chunk lies in the operation's buffer, and bytes of a run, whose last chunk may be short.
+  // Where a chunk lies in the operation's buffer; bytes of a run, whose last chunk may be short.
   uint64_t offset(Rank source, uint32_t psn) const {
     return blocks_[source].offset + static_cast<uint64_t>(psn) * chunk_bytes_;
   }

@@ -1,6 +1,7 @@
 // How an operation goes from phase to phase. Each function may be called at any time: it looks at
 // what has been noted and does what follows from it.
 #include <algorithm>
+#include <utility>
 
 #include "core/mcast/endpoint.h"
 
@@ -188,7 +189,10 @@ void Endpoint::run_recovery(int64_t now_ns) {
                   .psn = run.psn,
                   .chunks = run.chunks});
   });
-  if (received().missing == 0) enter(Phase::handshake, now_ns);
+  const Receiver::State state = received();
+  if (state.missing == 0) return enter(Phase::handshake, now_ns);
+  // A late datagram may be what the right neighbour waits for, while this rank waits itself.
+  if (std::exchange(running_->looked_taken, state.taken) != state.taken) ring_.look_again();
 }
 
 void Endpoint::run_handshake(int64_t now_ns) {
@@ -205,6 +209,9 @@ void Endpoint::enter(Phase phase, int64_t now_ns) {
   run.phase = phase;
   run.phase_ns = now_ns;
   ring_.look_again();
+  if (phase == Phase::recovery) {
+    for (const auto& receiver : receivers_) receiver->tell_all();
+  }
   if (phase == Phase::handshake && group_.ranks > 1) {
     send(left(), {.kind = MessageKind::final, .op = op_});
   }

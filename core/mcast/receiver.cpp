@@ -80,7 +80,8 @@ void Receiver::take_one(const std::byte* datagram, uint32_t bytes) {
   ++taken_now_;
   --missing_;
   if (index + 1 == from.chunks) --lasts_missing_;
-  if (missing_ == 0 || (index + 1 == from.chunks && lasts_missing_ == 0)) news_ = true;
+  const bool last = index + 1 == from.chunks && lasts_missing_ == 0;
+  news_ = news_ || missing_ == 0 || last || tells_all_;
 }
 
 void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
@@ -88,6 +89,7 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
   layout_ = std::move(layout);
   sources_.assign(layout_->ranks(), {});
   missing_ = lasts_missing_ = taken_now_ = 0;
+  tells_all_ = false;
   uint64_t bits = 0;
   for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
     const Run part = layout_->part(rank, subgroup_);
@@ -109,6 +111,11 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
 void Receiver::disarm() {
   const std::lock_guard lock(mutex_);
   layout_.reset();
+}
+
+void Receiver::tell_all() {
+  const std::lock_guard lock(mutex_);
+  tells_all_ = true;
 }
 
 Receiver::State Receiver::state() const {

@@ -53,6 +53,7 @@ class Receiver {
   // Control thread, from here on. What comes is for this operation, until disarm.
   void arm(std::shared_ptr<const Layout> layout, std::byte* out);
   void disarm();
+  void tell_all();  // from now on every chunk that comes is news, until the next arm
 
   struct State {
     uint64_t missing = 0;  // chunks
@@ -61,8 +62,8 @@ class Receiver {
   };
   State state() const;
   bool has(const Run& run) const;  // of this subgroup's part; of this rank's block always
-  // The next run of missing chunks of a source's part at or after `psn`, at most `most` chunks; they
-  // are claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
+  // The next run of missing chunks of a source's part at or after `psn`, at most `most`; they are
+  // claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
   Run claim(Rank source, uint32_t psn, uint32_t most);
   void fetched(const Run& run);  // what was claimed has come
 
@@ -91,6 +92,7 @@ class Receiver {
   uint64_t missing_ = 0;
   uint64_t lasts_missing_ = 0;
   uint64_t taken_now_ = 0;
+  bool tells_all_ = false;
   bool news_ = false;  // for the control thread
   ReceiverCounters counters_;
 };

@@ -1,6 +1,6 @@
-// The fetch ring of one operation (section III-C of the paper): what this rank misses it asks of its
-// left neighbour, run by run, nearest source first; what the right neighbour asks it answers as soon
-// as it has it. See docs/decisions/0005-mcast.md for why this order cannot deadlock.
+// The fetch ring of one operation (section III-C of the paper): what this rank misses it asks of
+// its left neighbour, run by run, nearest source first; what the right neighbour asks it answers as
+// soon as it has it. See docs/decisions/0005-mcast.md for why this order cannot deadlock.
 #pragma once
 #include <deque>
 #include <functional>

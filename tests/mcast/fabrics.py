@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ class Outcome:
         assert all(report is not None for report in self.reports)
         assert all(self.right)
 
-    def check_bytes_or_error(self, dead: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def check_bytes_or_error(self, dead: Collection[int] = ()) -> None:
         for rank, report in enumerate(self.reports):
             if rank not in dead:
                 assert (report is None) != (self.errors[rank] is None), rank  # it has ended
@@ -104,6 +105,10 @@ class Started:
                 )
             except _core.Error as refusal:  # what ended the communicator before
                 self.operations.append(refusal.code)
+
+    def ended(self, rank: int) -> bool:
+        operation = self.operations[rank]
+        return isinstance(operation, str) or operation.ended
 
     def outcome(self) -> Outcome:
         result = Outcome()

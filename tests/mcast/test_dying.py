@@ -187,7 +187,7 @@ def test_ranks_may_close_as_soon_as_they_have_done() -> None:
         closed: set[int] = set()
         while len(closed) < ranks:
             fabric.run_until(fabric.now_ns + 1000)
-            ended = {rank for rank in range(ranks) if started.operations[rank].ended}  # type: ignore[union-attr]
+            ended = {rank for rank in range(ranks) if started.ended(rank)}
             for rank in ended - closed:
                 fabric.close(rank)
             closed |= ended

@@ -212,6 +212,14 @@ def test_where_all_last_chunks_have_come_a_loss_costs_only_the_settling_time() -
     assert report["multicast_ns"] < 1_000_000
 
 
+def test_late_datagrams_answer_requests_that_wait() -> None:
+    """Cut off much too early, one chunk asked for at a time: what a rank is asked for reaches it by
+    multicast, while all that it asks for itself waits in the same way, around the ring."""
+    group = {"chains": 4, "chunk_bytes": 1, "fetch_bytes": 1, "fetches_in_flight": 1, "alpha_ns": 0}
+    call = all_gather([99] * 7)
+    run_once(7, call, {"loss": 0.1, "seed": 0, "together": 1}, **group).check_all_right()
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     faults = {"loss": 0.3, "jitter_ns": 20_000, "duplicate": 0.2, "seed": 5}
     one = run_once(5, all_gather([777] * 5), faults)
