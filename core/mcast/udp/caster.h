@@ -38,6 +38,9 @@ class Caster {
   static constexpr size_t kSliceChunks = 256;
   static constexpr int64_t kPatienceMinNs = 4'000'000;
   static constexpr int64_t kPatienceMaxNs = 64'000'000;
+
+  static constexpr int64_t kPatienceMinNs = 4'000'000;
+  static constexpr int64_t kPatienceMaxNs = 64'000'000;
   void work();
   void wait();
   bool held_up() const;  // by the window
@@ -51,6 +54,8 @@ class Caster {
   uint32_t next_ = 0;       // chunk of the first part
   bool working_ = false;    // work() is posted or waits
   bool waiting_ = false;    // for credits
+  int64_t waiting_ns_ = 0;  // since when
+  int64_t patience_ns_ = kPatienceMinNs;
   bool stopped_ = false;
   Window window_;
   std::vector<std::array<std::byte, kHeadBytesMax>> heads_;
