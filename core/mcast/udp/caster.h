@@ -39,6 +39,7 @@ class Caster {
   static constexpr int64_t kPatienceMinNs = 4'000'000;
   static constexpr int64_t kPatienceMaxNs = 64'000'000;
 
+  void work();
   void wait();
   bool held_up() const;  // by the window
   bool send_slice();     // false: the kernel has no room
