@@ -84,7 +84,7 @@ class Endpoint {
     int64_t began_ns = 0;
     int64_t phase_ns = 0;  // when the phase began
     int64_t cutoff_ns = kNever;
-    int64_t looked_ns = 0;  // when `looked_taken` was
+    int64_t looked_ns = kNever;  // when `looked_taken` was
     uint64_t looked_taken = 0;
     bool settling = false;  // every root's last chunk has come
     Report report;
@@ -99,7 +99,7 @@ class Endpoint {
   void run_handshake(int64_t now_ns);
   void send_block();
   void enter(Phase phase, int64_t now_ns);
-  void cut_off(int64_t now_ns);
+  bool still_comes(uint64_t taken, int64_t now_ns) const;
   Receiver::State received() const;  // by all receivers
   void finish(int64_t now_ns);
 

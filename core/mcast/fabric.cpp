@@ -128,9 +128,9 @@ void Fabric::carry(Station& from, Rank to, const Message& message, std::vector<s
   if (from.stopped || from.dead) return;
   const double wire_ns =
       static_cast<double>(kMessageBytes + data.size()) / from.group.link_bytes_s * 1e9;
-  const int64_t free_ns =
-      std::max(opens_ns(from.rank, to, true) + faults_.latency_ns, from.last_ns[to]);
-  if (free_ns == kNever) return;
+  const int64_t open_ns = opens_ns(from.rank, to, true);
+  if (open_ns == kNever) return;
+  const int64_t free_ns = std::max(open_ns + faults_.latency_ns, from.last_ns[to]);
   from.last_ns[to] = free_ns + static_cast<int64_t>(wire_ns);
   at(from.last_ns[to], station(to, from.communicator),
      [this, sender = from.rank, message, data = std::move(data)](Station& station) {

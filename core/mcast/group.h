@@ -42,4 +42,6 @@ struct Group {
   uint32_t fetches_in_flight = 8;
 };
 
+void check(const Group& group);  // throws invalid
+
 }  // namespace offcore::mcast

@@ -113,10 +113,9 @@ bool Endpoint::run_barrier(int64_t now_ns) {
   }
   barrier_.forget(op_);
   enter(Phase::multicast, now_ns);
-  const double bytes = static_cast<double>(run.layout->bytes());
-  const double whole_ns = std::min(bytes / group_.link_bytes_s * 1e9, 1e18);
-  run.cutoff_ns = plus(now_ns, plus(static_cast<int64_t>(whole_ns), group_.alpha_ns));
-  run.looked_ns = now_ns;
+  // N/B_link; then alpha more, in which something must come.
+  const double whole_ns = static_cast<double>(run.layout->bytes()) / group_.link_bytes_s * 1e9;
+  run.cutoff_ns = plus(now_ns, static_cast<int64_t>(std::min(whole_ns, 1e18)));
   return true;
 }
 
@@ -150,6 +149,13 @@ Receiver::State Endpoint::received() const {
   return all;
 }
 
+// Slower than thought, but not over: since the last look, at least a sixteenth of B_link came.
+bool Endpoint::still_comes(uint64_t taken, int64_t now_ns) const {
+  const double came = static_cast<double>(taken - running_->looked_taken) * group_.chunk_bytes;
+  const auto since_ns = static_cast<double>(now_ns - running_->looked_ns);
+  return came > 0 && came * 16 >= group_.link_bytes_s * since_ns / 1e9;
+}
+
 void Endpoint::run_multicast(int64_t now_ns) {
   Running& run = *running_;
   send_block();
@@ -161,11 +167,9 @@ void Endpoint::run_multicast(int64_t now_ns) {
     run.cutoff_ns = std::min(run.cutoff_ns, plus(now_ns, group_.settle_ns));
   }
   if (now_ns < run.cutoff_ns) return;
-  ++run.report.cutoffs;
-  // Slower than thought, but not over: as long as a sixteenth of B_link comes.
-  const double came = static_cast<double>(state.taken - run.looked_taken) * group_.chunk_bytes;
-  const double expected = group_.link_bytes_s * static_cast<double>(now_ns - run.looked_ns) / 1e9;
-  if (!run.settling && came > 0 && came * 16 >= expected) {
+  const bool first = run.looked_ns == kNever;
+  if (!first || run.settling) ++run.report.cutoffs;
+  if (!run.settling && (first || still_comes(state.taken, now_ns))) {
     run.looked_ns = now_ns;
     run.looked_taken = state.taken;
     run.cutoff_ns = plus(now_ns, std::max<int64_t>(group_.alpha_ns, 1));

@@ -114,6 +114,7 @@ void bind_group(nb::module_& module) {
           [](Group& self, uint64_t tag) { self.key.tag = tag; })
       .def("set_secret",
            [](Group& self, const nb::bytes& bytes) { self.key.secret = secret_of(bytes); })
+      .def("check", [](const Group& self) { mcast::check(self); })
       .def_rw("rank", &Group::rank)
       .def_rw("ranks", &Group::ranks)
       .def_rw("chunk_bytes", &Group::chunk_bytes)

@@ -123,7 +123,9 @@ class Started:
         return result
 
 
-def run(fabric: _core.McastFabric, calls: list[Call], ranks: int, limit_s: int = 60) -> list[Outcome]:
+def run(
+    fabric: _core.McastFabric, calls: list[Call], ranks: int, limit_s: int = 60
+) -> list[Outcome]:
     """Makes the calls at all ranks and runs the network until nothing is left to do."""
     started = [Started(fabric, call, ranks) for call in calls]
     assert fabric.run_until(fabric.now_ns + limit_s * SECOND), "it has not come to rest"
