@@ -306,7 +306,7 @@ size_t ReceiveSocket::take() {
       std::memcpy(&merged, CMSG_DATA(at), sizeof(merged));
       if (merged > 0) segment = static_cast<uint32_t>(merged);
     }
-    bursts_[bursts++] = {{&ring_[i * slot_bytes_], bytes}, segment};
+    bursts_[bursts++] = {{ring_.data() + i * slot_bytes_, bytes}, segment};
     counters_.bytes.add(bytes);
     counters_.datagrams.add((bytes + segment - 1) / segment);
   }
@@ -320,6 +320,20 @@ uint64_t ReceiveSocket::dropped() const {
   socklen_t bytes = sizeof(memory);
   if (getsockopt(fd(), SOL_SOCKET, SO_MEMINFO, memory.data(), &bytes) != 0) return 0;
   return memory[kDrops];
+}
+
+Descriptor open_datagrams(const Address& at) {
+  Descriptor opened(socket(at.family(), SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!opened || bind(opened.get(), at.raw(), at.bytes) != 0) {
+    fail_errno(Code::driver, cat("cannot open a UDP socket at ", at.host()));
+  }
+  return opened;
+}
+
+uint32_t receive_buffer_bytes(int family, uint32_t asked_bytes) {
+  const Descriptor trial(socket(family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!trial) fail_errno(Code::driver, "cannot open a UDP socket");
+  return grow_buffer(trial.get(), SO_RCVBUF, SO_RCVBUFFORCE, asked_bytes);
 }
 
 }  // namespace offcore::mcast

@@ -83,7 +83,8 @@ class ReceiveSocket {
 
   // Takes what has arrived, at most one ring full, without waiting. Calls back for every run of
   // datagrams that the kernel merged: their bytes one after the other, and the bytes of each, of
-  // which only the last may have fewer. They are good until the next call. How many runs there were.
+  // which only the last may have fewer. The caller may scribble on
+  // them until the next call. How many runs there were.
   template <typename Each>
   size_t receive(Each&& each) {
     const size_t count = take();
@@ -105,7 +106,7 @@ class ReceiveSocket {
 
  private:
   struct Burst {
-    std::span<const std::byte> bytes;
+    std::span<std::byte> bytes;
     uint32_t segment_bytes = 0;
   };
   size_t take();
@@ -121,5 +122,10 @@ class ReceiveSocket {
   std::vector<Burst> bursts_;
   Counters counters_;
 };
+
+// What a receiving socket's buffer will hold, of what is asked for.
+uint32_t receive_buffer_bytes(int family, uint32_t asked_bytes);
+// A plain UDP socket at an address, on a port that the kernel picks.
+Descriptor open_datagrams(const Address& at);
 
 }  // namespace offcore::mcast

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <sstream>
 #include <utility>
@@ -18,25 +19,30 @@
 namespace offcore::mcast {
 namespace {
 
-constexpr int kTakesMax = 4;  // rings full of datagrams a turn
+constexpr int kTakesMax = 4;      // rings full of datagrams a turn
+constexpr int kCreditsMax = 256;  // a turn
 constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
 
-// What a rank tells the others, as text: version, place, largest datagram, port, address.
+// What a rank tells the others, as text.
 struct Card {
   uint64_t place = 0;
-  uint32_t datagram_bytes = 0;
-  uint16_t port = 0;
+  uint32_t datagram_bytes = 0;  // the largest that it sends or receives
+  uint32_t buffer_bytes = 0;    // of a receiving socket
+  uint16_t port = 0;            // TCP
+  uint16_t credit_port = 0;     // UDP
   std::string host;
 
   std::string text() const {
-    return cat("udp1 ", place, " ", datagram_bytes, " ", port, " ", host);
+    return cat("udp1 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
+               " ", host);
   }
   static Card parse(const std::string& text) {
     std::istringstream stream(text);
     std::string version;
     Card card;
-    stream >> version >> card.place >> card.datagram_bytes >> card.port >> card.host;
+    stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
+        card.credit_port >> card.host;
     if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
       fail(Code::mismatch, "'", text, "' is no address of a multicast rank: the ranks run ",
            "different versions of offcore, or different transports");
@@ -119,6 +125,8 @@ class UdpNode final : public Node, Transport, Ears {
   void look();
   void look_later();
   void on_datagrams(uint32_t subgroup);
+  void on_credits();
+  void answer(const std::byte* head);
   Loop& receive_loop(uint32_t subgroup) const;
   Loop& send_loop(uint32_t subgroup) const;
 
@@ -128,9 +136,12 @@ class UdpNode final : public Node, Transport, Ears {
   Interface interface_;
   Card card_;
   std::unique_ptr<Peers> peers_;
+  Descriptor credits_;  // UDP: to roots, and from leaves
+  std::vector<Address> credit_addresses_;
   std::vector<std::unique_ptr<ReceiveSocket>> sockets_;  // by subgroup
   std::vector<std::unique_ptr<Caster>> casters_;
   std::unique_ptr<Endpoint> endpoint_;
+  uint32_t window_bytes_ = UINT32_MAX;
   std::atomic<bool> woken_{false};
   bool stopped_ = false;
 };
@@ -148,6 +159,11 @@ UdpNode::UdpNode(const UdpOptions& options, Loops loops)
   const uint32_t fits = interface_.datagram_bytes();
   card_.datagram_bytes =
       options.datagram_bytes == 0 ? fits : std::min(fits, options.datagram_bytes);
+  in_namespace(namespace_.get(), [&] {
+    credits_ = open_datagrams(interface_.address);
+    card_.buffer_bytes = receive_buffer_bytes(interface_.address.family(), options.buffer_bytes);
+  });
+  card_.credit_port = Address::bound_to(credits_.get()).port();
   peers_ = std::make_unique<Peers>(*loops_.control, interface_.address, namespace_.get(),
                                    static_cast<Ears&>(*this));
   card_.port = peers_->address().port();
@@ -168,11 +184,16 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   for (Rank rank = 0; rank < group.ranks; ++rank) {
     const Card card = Card::parse(addresses[rank]);
     peers.push_back(Address::of(card.host, card.port));
+    credit_addresses_.push_back(peers.back().with_port(card.credit_port));
+    window_bytes_ = std::min(window_bytes_, card.buffer_bytes);
     loop = loop || (rank != group.rank && card.place == card_.place);
   }
   in_namespace(namespace_.get(), [&] { open_subgroups(group, loop); });
   endpoint_ = std::make_unique<Endpoint>(group, static_cast<Transport&>(*this));
-  loops_.control->call([&] { peers_->start(group, std::move(peers)); });
+  loops_.control->call([&] {
+    peers_->start(group, std::move(peers));
+    loops_.control->watch(credits_.get(), EPOLLIN, [this] { on_credits(); });
+  });
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     receive_loop(subgroup).call([&] {
       receive_loop(subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN,
@@ -199,7 +220,7 @@ void UdpNode::open_subgroups(const Group& group, bool loop) {
                        .datagram_bytes = group.chunk_bytes + head_bytes(group)}));
     if (loop) sockets_.back()->ignore(socket->source());
     casters_.push_back(std::make_unique<Caster>(send_loop(subgroup), std::move(socket), group,
-                                                [this](const Part& part) {
+                                                window_bytes_, [this](const Part& part) {
                                                   loops_.control->post([this, part] {
                                                     if (stopped_) return;
                                                     endpoint_->on_sent(part, now_ns());
@@ -226,6 +247,7 @@ void UdpNode::stop() {
     Loop& loop = receive_loop(subgroup);
     loop.call([&] { loop.unwatch(sockets_[subgroup]->fd()); });
   }
+  loops_.control->unwatch(credits_.get());
   for (const auto& caster : casters_) caster->stop();
   peers_->stop();
   loops_.control->remind(this, INT64_MAX, nullptr);
@@ -253,9 +275,40 @@ void UdpNode::look_later() {
 void UdpNode::on_datagrams(uint32_t subgroup) {
   Receiver::Batch batch(endpoint_->receiver(subgroup));
   for (int i = 0; i < kTakesMax; ++i) {
-    const size_t runs = sockets_[subgroup]->receive(
-        [&](std::span<const std::byte> bytes, uint32_t each) { batch.take(bytes, each); });
+    const size_t runs =
+        sockets_[subgroup]->receive([&](std::span<std::byte> bytes, uint32_t segment_bytes) {
+          const std::byte* question = nullptr;
+          for (size_t at = 0; at + kHeaderBytes <= bytes.size(); at += segment_bytes) {
+            if (take_question(&bytes[at])) question = &bytes[at];
+          }
+          batch.take(bytes, segment_bytes);
+          if (question != nullptr) answer(question);
+        });
     if (runs == 0) break;
+  }
+}
+
+// It may be lost, or find no room: then the root waits in vain, and goes on.
+void UdpNode::answer(const std::byte* head) {
+  const Group& group = endpoint_->group();
+  const auto source = load_big<Rank>(head + 24);
+  if (load_big<uint64_t>(head + 8) != group.key.tag || source >= group.ranks) return;
+  if (!answers(group, group.rank, source)) return;
+  std::array<std::byte, kCreditBytes> credit;
+  write_credit(head, group.rank, credit.data());
+  const Address& to = credit_addresses_[source];
+  sendto(credits_.get(), credit.data(), credit.size(), MSG_DONTWAIT | MSG_NOSIGNAL, to.raw(),
+         to.bytes);
+}
+
+void UdpNode::on_credits() {
+  std::array<std::byte, kCreditBytes + 1> bytes;
+  for (int i = 0; i < kCreditsMax; ++i) {
+    const ssize_t got = recv(credits_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (got < 0) return;
+    const std::optional<Credit> credit =
+        read_credit(endpoint_->group(), std::span(bytes).first(static_cast<size_t>(got)));
+    if (credit && credit->subgroup < casters_.size()) casters_[credit->subgroup]->take(*credit);
   }
 }
 
@@ -271,13 +324,16 @@ Loop& UdpNode::send_loop(uint32_t subgroup) const {
 
 std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
   uint64_t sent = 0, sent_bytes = 0, send_calls = 0, refused = 0, failures = 0, gso = 0;
+  uint64_t waits = 0, give_ups = 0;
   for (const auto& caster : casters_) {
     const SendSocket::Counters& counted = caster->socket().counters();
     sent += counted.datagrams;
     sent_bytes += counted.bytes;
     send_calls += counted.calls;
     refused += counted.refused;
-    failures += caster->failures();
+    failures += caster->counters().failures;
+    waits += caster->counters().waits;
+    give_ups += caster->counters().give_ups;
     gso += caster->socket().gso();
   }
   uint64_t received = 0, received_bytes = 0, receive_calls = 0, runs = 0, dropped = 0, gro = 0;
@@ -298,6 +354,8 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
           {"udp_send_refused", refused},
           {"udp_send_failures", failures},
           {"udp_gso_sockets", gso},
+          {"udp_credit_waits", waits},
+          {"udp_credit_give_ups", give_ups},
           {"udp_received_datagrams", received},
           {"udp_received_bytes", received_bytes},
           {"udp_receive_calls", receive_calls},
