@@ -324,7 +324,7 @@ void ReceiveSocket::count(size_t bytes, uint32_t segment_bytes) {
 size_t ReceiveSocket::take() {
   for (mmsghdr& message : messages_) message.msg_hdr.msg_controllen = CMSG_SPACE(sizeof(int));
   const int got = recvmmsg(fd(), messages_.data(), static_cast<unsigned>(messages_.size()),
-                             MSG_DONTWAIT, nullptr);
+                           MSG_DONTWAIT, nullptr);
   counters_.calls.add(1);
   if (got < 0) {
     if (no_room(errno) || errno == ECONNREFUSED) return 0;
