@@ -215,6 +215,25 @@ void Fabric::arrive(Station& station, const Shared& datagram) {
   at(now_ns_ + drain_ns(station, bytes), station, [this](Station& due) { drain(due); });
 }
 
+// As one buffer, or scattered: chunks at once to where they belong if they come in order.
+void Fabric::hand_over(Station& station, uint32_t subgroup, std::span<const std::byte> buffer,
+                       uint32_t segment) {
+  Receiver::Batch batch(station.endpoint->receiver(subgroup));
+  const uint32_t head = head_bytes(station.group);
+  const size_t whole = segment == head + station.group.chunk_bytes ? buffer.size() / segment : 0;
+  if (whole > 0 && chance() < faults_.scatter) {
+    std::vector<std::byte*> places(whole);
+    places.resize(batch.next_places(places));
+    std::vector<std::byte> heads(places.size() * head);
+    for (size_t i = 0; i < places.size(); ++i) {
+      std::copy_n(buffer.begin() + i * segment, head, heads.begin() + i * head);
+      std::copy_n(buffer.begin() + i * segment + head, segment - head, places[i]);
+    }
+    buffer = buffer.subspan(batch.take_placed(heads, places) * segment);
+  }
+  if (!buffer.empty()) batch.take(buffer, segment);
+}
+
 // Hands over the first datagrams that have arrived, as one buffer where GRO would make it one.
 void Fabric::drain(Station& station) {
   station.draining = false;
@@ -231,8 +250,7 @@ void Fabric::drain(Station& station) {
     if (last) break;
   }
   station.arrived_bytes -= buffer.size();
-  Receiver::Batch(station.endpoint->receiver(subgroup))
-      .take(buffer, static_cast<uint32_t>(segment));
+  hand_over(station, subgroup, buffer, static_cast<uint32_t>(segment));
   if (station.arrived.empty()) return;
   station.draining = true;
   at(now_ns_ + drain_ns(station, buffer.size()), station, [this](Station& due) { drain(due); });

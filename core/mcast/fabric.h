@@ -32,6 +32,7 @@ struct Faults {
   uint64_t queue_bytes = 0;    // of a slow receiver; 0: nobody is slow
   double drain_bytes_s = 1e8;  // by a slow receiver
   uint32_t together = 8;       // datagrams handed over as one buffer, at most
+  double scatter = 0.5;        // chance that a buffer is received scattered
 };
 
 class Fabric {
@@ -124,6 +125,8 @@ class Fabric {
   void deliver(Station& from, Station& to, const Shared& datagram);
   void arrive(Station& to, const Shared& datagram);
   void drain(Station& node);
+  void hand_over(Station& station, uint32_t subgroup, std::span<const std::byte> buffer,
+                 uint32_t segment);
   int64_t drain_ns(const Station& node, uint64_t bytes) const;
   void carry(Station& from, Rank to, const Message& message, std::vector<std::byte> data);
   int64_t opens_ns(Rank a, Rank b, bool reliable) const;  // when a cut between them ends; or now

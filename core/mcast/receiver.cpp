@@ -30,14 +30,44 @@ void Receiver::Batch::take(std::span<const std::byte> buffer, uint32_t segment_b
     if (!buffer.empty()) ++receiver_.counters_.foreign;
     return;
   }
+  const uint32_t head = head_bytes(receiver_.group_);
   while (!buffer.empty()) {
     const size_t bytes = std::min<size_t>(segment_bytes, buffer.size());
-    receiver_.take_one(buffer.data(), static_cast<uint32_t>(bytes));
+    // What is too short for a head is not looked at behind it.
+    receiver_.take_one(buffer.data(), buffer.data() + head, static_cast<uint32_t>(bytes));
     buffer = buffer.subspan(bytes);
   }
 }
 
-void Receiver::take_one(const std::byte* datagram, uint32_t bytes) {
+size_t Receiver::Batch::next_places(std::span<std::byte*> places) const {
+  const Receiver& own = receiver_;
+  if (own.layout_ == nullptr) return 0;
+  const Source& from = own.sources_[own.next_source_];
+  const uint32_t chunk_bytes = own.group_.chunk_bytes;
+  size_t count = 0;
+  for (uint32_t index = own.next_index_; count < places.size(); ++index, ++count) {
+    const bool whole =
+        index + 1 < from.chunks || (index + 1 == from.chunks && from.last_bytes == chunk_bytes);
+    if (!whole || own.taken_.test(from.bit + index)) break;
+    places[count] = from.place + static_cast<uint64_t>(index) * chunk_bytes;
+  }
+  return count;
+}
+
+size_t Receiver::Batch::take_placed(std::span<const std::byte> heads,
+                                    std::span<std::byte* const> places) {
+  Receiver& own = receiver_;
+  const uint32_t head = head_bytes(own.group_);
+  const uint32_t first = own.sources_[own.next_source_].psn + own.next_index_;
+  for (uint32_t i = 0; i < places.size(); ++i) {
+    const std::byte* at = heads.data() + size_t{i} * head;
+    if (load_big<uint32_t>(at + 4) != first + i) return i;
+    own.take_one(at, places[i], head + own.group_.chunk_bytes);
+  }
+  return places.size();
+}
+
+void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uint32_t bytes) {
   const uint32_t head = head_bytes(group_);
   // Magic, version and flags are one word, and the tag is another.
   const uint32_t first = uint32_t{kMagic} << 16 | uint32_t{kVersion} << 8 |
@@ -63,7 +93,7 @@ void Receiver::take_one(const std::byte* datagram, uint32_t bytes) {
     return;
   }
   // Before the bit is set: who forges a datagram must not make the right one a duplicate.
-  const std::span<const std::byte> chunk(datagram + head, chunk_bytes);
+  const std::span<const std::byte> chunk(payload, chunk_bytes);
   if (group_.sealed &&
       load_big<uint64_t>(datagram + kHeaderBytes) != mac_of(group_.key, datagram, chunk)) {
     ++counters_.forged;
@@ -73,8 +103,10 @@ void Receiver::take_one(const std::byte* datagram, uint32_t bytes) {
     ++counters_.duplicates;
     return;
   }
-  std::memcpy(from.place + static_cast<uint64_t>(index) * group_.chunk_bytes, chunk.data(),
-              chunk_bytes);
+  std::byte* place = from.place + static_cast<uint64_t>(index) * group_.chunk_bytes;
+  if (payload != place) std::memcpy(place, payload, chunk_bytes);
+  next_source_ = source;
+  next_index_ = index + 1;
   ++counters_.taken;
   counters_.bytes += chunk_bytes;
   ++taken_now_;
@@ -90,6 +122,8 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
   sources_.assign(layout_->ranks(), {});
   missing_ = lasts_missing_ = taken_now_ = 0;
   tells_all_ = false;
+  next_source_ = 0;
+  next_index_ = 0;
   uint64_t bits = 0;
   for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
     const Run part = layout_->part(rank, subgroup_);

@@ -45,6 +45,16 @@ class Receiver {
     // be shorter (GRO). One datagram: segment_bytes = buffer.size(). Any bytes are safe.
     void take(std::span<const std::byte> buffer, uint32_t segment_bytes);
 
+    // For a network that can scatter: where the chunks go that follow the last one that came, so
+    // that they need not be copied if it is they that come next. Fills `places` from its front, each
+    // with room for chunk_bytes; how many. They are missing, so whatever is written there does no
+    // harm as long as this batch lives.
+    size_t next_places(std::span<std::byte*> places) const;
+    // Datagrams of chunk_bytes, heads (head_bytes of each, one after the other) and chunks apart,
+    // the chunks in the first of next_places' places. Stops at the first that is not the one whose
+    // place it has, before anything is written over; how many were taken.
+    size_t take_placed(std::span<const std::byte> heads, std::span<std::byte* const> places);
+
    private:
     Receiver& receiver_;
     std::unique_lock<std::mutex> lock_;
@@ -78,7 +88,7 @@ class Receiver {
     uint32_t last_bytes = 0;  // of the last chunk
     std::byte* place = nullptr;
   };
-  void take_one(const std::byte* datagram, uint32_t bytes);
+  void take_one(const std::byte* datagram, const std::byte* payload, uint32_t bytes);
 
   const Group& group_;
   const uint32_t subgroup_;
@@ -93,6 +103,8 @@ class Receiver {
   uint64_t lasts_missing_ = 0;
   uint64_t taken_now_ = 0;
   bool tells_all_ = false;
+  Rank next_source_ = 0;  // of the chunk that may come next
+  uint32_t next_index_ = 0;
   bool news_ = false;  // for the control thread
   ReceiverCounters counters_;
 };

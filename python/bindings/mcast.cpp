@@ -185,7 +185,8 @@ void bind_fabric(nb::module_& module) {
       .def_rw("gather_ns", &Faults::gather_ns)
       .def_rw("queue_bytes", &Faults::queue_bytes)
       .def_rw("drain_bytes_s", &Faults::drain_bytes_s)
-      .def_rw("together", &Faults::together);
+      .def_rw("together", &Faults::together)
+      .def_rw("scatter", &Faults::scatter);
   nb::class_<Fabric>(module, "McastFabric", "core/mcast/fabric.h")
       .def(nb::init<std::vector<Group>, const Faults&>(), nb::arg("groups"), nb::arg("faults"))
       .def_prop_ro("now_ns", &Fabric::now_ns)

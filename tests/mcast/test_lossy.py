@@ -33,6 +33,7 @@ LOSSES = st.fixed_dictionaries(
         "reorder_ns": st.sampled_from([1_000, 50_000, 5_000_000]),
         "jitter_ns": st.sampled_from([0, 10_000, 3_000_000]),
         "together": st.sampled_from([1, 3, 64]),
+        "scatter": st.sampled_from([0, 0.5, 1]),
         "queue_bytes": st.sampled_from([200, 2_000, 65_536]),
         "drain_bytes_s": st.sampled_from([1e6, 1e8]),
     }

@@ -78,6 +78,17 @@ Address scoped(Address group, const Interface& interface) {
 
 bool no_room(int error) { return error == EAGAIN || error == EINTR || error == ENOBUFS; }
 
+// Bytes of each datagram of a run.
+uint32_t segment_of(msghdr& message, size_t run_bytes) {
+  for (cmsghdr* at = CMSG_FIRSTHDR(&message); at != nullptr; at = CMSG_NXTHDR(&message, at)) {
+    int merged = 0;
+    if (at->cmsg_level != IPPROTO_UDP || at->cmsg_type != UDP_GRO) continue;
+    std::memcpy(&merged, CMSG_DATA(at), sizeof(merged));
+    if (merged > 0) return static_cast<uint32_t>(merged);
+  }
+  return static_cast<uint32_t>(run_bytes);
+}
+
 // What the kernel answers where a device or a route cannot do GSO.
 bool no_gso(int error) { return error == EIO || error == EINVAL || error == EOPNOTSUPP; }
 
@@ -281,17 +292,46 @@ void ReceiveSocket::ignore(const Address& source) {
   }
 }
 
+ReceiveSocket::Run ReceiveSocket::receive_run(std::span<iovec> parts) {
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  const ssize_t got = recvmsg(fd(), &message, MSG_DONTWAIT);
+  counters_.calls.add(1);
+  if (got < 0) {
+    if (no_room(errno)) return {};
+    if (errno == ECONNREFUSED) return {.more = true};
+    fail_errno(Code::driver, "cannot receive multicast");
+  }
+  if ((message.msg_flags & MSG_TRUNC) != 0) counters_.cut.add(1);
+  if (got == 0 || (message.msg_flags & MSG_TRUNC) != 0) return {.more = true};
+  const Run run{.bytes = static_cast<size_t>(got),
+                .segment_bytes = segment_of(message, static_cast<size_t>(got)),
+                .more = true};
+  count(run.bytes, run.segment_bytes);
+  return run;
+}
+
+void ReceiveSocket::count(size_t bytes, uint32_t segment_bytes) {
+  counters_.bursts.add(1);
+  counters_.bytes.add(bytes);
+  counters_.datagrams.add((bytes + segment_bytes - 1) / segment_bytes);
+}
+
 size_t ReceiveSocket::take() {
   for (mmsghdr& message : messages_) message.msg_hdr.msg_controllen = CMSG_SPACE(sizeof(int));
-  const int count = recvmmsg(fd(), messages_.data(), static_cast<unsigned>(messages_.size()),
-                             MSG_DONTWAIT, nullptr);
+  const int got = recvmmsg(fd(), messages_.data(), static_cast<unsigned>(messages_.size()),
+                           MSG_DONTWAIT, nullptr);
   counters_.calls.add(1);
-  if (count < 0) {
+  if (got < 0) {
     if (no_room(errno) || errno == ECONNREFUSED) return 0;
     fail_errno(Code::driver, "cannot receive multicast");
   }
   size_t bursts = 0;
-  for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+  for (size_t i = 0; i < static_cast<size_t>(got); ++i) {
     msghdr& message = messages_[i].msg_hdr;
     const size_t bytes = messages_[i].msg_len;
     if ((message.msg_flags & MSG_TRUNC) != 0 || bytes == slot_bytes_) {
@@ -299,18 +339,9 @@ size_t ReceiveSocket::take() {
       continue;
     }
     if (bytes == 0) continue;
-    auto segment = static_cast<uint32_t>(bytes);
-    for (cmsghdr* at = CMSG_FIRSTHDR(&message); at != nullptr; at = CMSG_NXTHDR(&message, at)) {
-      int merged = 0;
-      if (at->cmsg_level != IPPROTO_UDP || at->cmsg_type != UDP_GRO) continue;
-      std::memcpy(&merged, CMSG_DATA(at), sizeof(merged));
-      if (merged > 0) segment = static_cast<uint32_t>(merged);
-    }
-    bursts_[bursts++] = {{ring_.data() + i * slot_bytes_, bytes}, segment};
-    counters_.bytes.add(bytes);
-    counters_.datagrams.add((bytes + segment - 1) / segment);
+    bursts_[bursts] = {{ring_.data() + i * slot_bytes_, bytes}, segment_of(message, bytes)};
+    count(bytes, bursts_[bursts++].segment_bytes);
   }
-  counters_.bursts.add(bursts);
   return bursts;
 }
 

@@ -92,6 +92,15 @@ class ReceiveSocket {
     return count;
   }
 
+  // One run, scattered over these parts, which hold the longest; 0 bytes: none. `more`: there may be
+  // another all the same.
+  struct Run {
+    size_t bytes = 0;
+    uint32_t segment_bytes = 0;
+    bool more = false;
+  };
+  Run receive_run(std::span<iovec> parts);
+
   int fd() const { return socket_.get(); }
   bool gro() const { return gro_; }
   uint32_t buffer_bytes() const { return buffer_bytes_; }  // what the kernel gave
@@ -110,6 +119,7 @@ class ReceiveSocket {
     uint32_t segment_bytes = 0;
   };
   size_t take();
+  void count(size_t bytes, uint32_t segment_bytes);
 
   Descriptor socket_;
   bool gro_ = false;

@@ -14,12 +14,12 @@
 #include "core/base/error.h"
 #include "core/mcast/endpoint.h"
 #include "core/mcast/udp/caster.h"
+#include "core/mcast/udp/intake.h"
 #include "core/mcast/udp/peers.h"
 
 namespace offcore::mcast {
 namespace {
 
-constexpr int kTakesMax = 4;      // rings full of datagrams a turn
 constexpr int kCreditsMax = 256;  // a turn
 constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
@@ -124,7 +124,6 @@ class UdpNode final : public Node, Transport, Ears {
   void open_subgroups(const Group& group, bool loop);
   void look();
   void look_later();
-  void on_datagrams(uint32_t subgroup);
   void on_credits();
   void answer(const std::byte* head);
   Loop& receive_loop(uint32_t subgroup) const;
@@ -139,6 +138,7 @@ class UdpNode final : public Node, Transport, Ears {
   Descriptor credits_;  // UDP: to roots, and from leaves
   std::vector<Address> credit_addresses_;
   std::vector<std::unique_ptr<ReceiveSocket>> sockets_;  // by subgroup
+  std::vector<std::unique_ptr<Intake>> intakes_;
   std::vector<std::unique_ptr<Caster>> casters_;
   std::unique_ptr<Endpoint> endpoint_;
   uint32_t window_bytes_ = UINT32_MAX;
@@ -190,6 +190,11 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   }
   in_namespace(namespace_.get(), [&] { open_subgroups(group, loop); });
   endpoint_ = std::make_unique<Endpoint>(group, static_cast<Transport&>(*this));
+  for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
+    intakes_.push_back(std::make_unique<Intake>(*sockets_[subgroup], endpoint_->receiver(subgroup),
+                                                group,
+                                                [this](const std::byte* head) { answer(head); }));
+  }
   loops_.control->call([&] {
     peers_->start(group, std::move(peers));
     loops_.control->watch(credits_.get(), EPOLLIN, [this] { on_credits(); });
@@ -197,7 +202,7 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     receive_loop(subgroup).call([&] {
       receive_loop(subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN,
-                                   [this, subgroup] { on_datagrams(subgroup); });
+                                   [this, subgroup] { intakes_[subgroup]->turn(); });
     });
   }
   wake();
@@ -272,22 +277,6 @@ void UdpNode::look_later() {
   loops_.control->remind(this, endpoint_->next_time(), [this] { look(); });
 }
 
-void UdpNode::on_datagrams(uint32_t subgroup) {
-  Receiver::Batch batch(endpoint_->receiver(subgroup));
-  for (int i = 0; i < kTakesMax; ++i) {
-    const size_t runs =
-        sockets_[subgroup]->receive([&](std::span<std::byte> bytes, uint32_t segment_bytes) {
-          const std::byte* question = nullptr;
-          for (size_t at = 0; at + kHeaderBytes <= bytes.size(); at += segment_bytes) {
-            if (take_question(&bytes[at])) question = &bytes[at];
-          }
-          batch.take(bytes, segment_bytes);
-          if (question != nullptr) answer(question);
-        });
-    if (runs == 0) break;
-  }
-}
-
 // It may be lost, or find no room: then the root waits in vain, and goes on.
 void UdpNode::answer(const std::byte* head) {
   const Group& group = endpoint_->group();
@@ -348,6 +337,8 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
     gro += socket->gro();
     buffer_bytes += socket->buffer_bytes();
   }
+  uint64_t placed = 0;
+  for (const auto& intake : intakes_) placed += intake->counters().placed;
   return {{"udp_sent_datagrams", sent},
           {"udp_sent_bytes", sent_bytes},
           {"udp_send_calls", send_calls},
@@ -360,6 +351,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
           {"udp_received_bytes", received_bytes},
           {"udp_receive_calls", receive_calls},
           {"udp_receive_runs", runs},
+          {"udp_receive_placed", placed},
           {"udp_receive_dropped", dropped},
           {"udp_gro_sockets", gro},
           {"udp_receive_buffer_bytes", buffer_bytes},
