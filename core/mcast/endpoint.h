@@ -87,7 +87,7 @@ class Endpoint {
     int64_t cutoff_ns = kNever;
     int64_t looked_ns = kNever;  // when `looked_taken` was
     uint64_t looked_taken = 0;
-    bool settling = false;  // every root's last chunk has come
+    bool settling = false;  // every chain's last chunk has come
     Report report;
   };
 

@@ -165,15 +165,18 @@ void Endpoint::run_multicast(int64_t now_ns) {
   if (!group_.multicast) return enter(Phase::recovery, now_ns);
   if (state.ended && !run.settling) {
     run.settling = true;
-    run.cutoff_ns = std::min(run.cutoff_ns, plus(now_ns, group_.settle_ns));
+    run.looked_ns = now_ns;
+    run.looked_taken = state.taken;
+    run.cutoff_ns = plus(now_ns, group_.settle_ns);
   }
   if (now_ns < run.cutoff_ns) return;
   const bool first = run.looked_ns == kNever;
-  if (!first || run.settling) ++run.report.cutoffs;
-  if (!run.settling && (first || still_comes(state.taken, now_ns))) {
+  if (!first) ++run.report.cutoffs;
+  if (first || still_comes(state.taken, now_ns)) {
     run.looked_ns = now_ns;
     run.looked_taken = state.taken;
-    run.cutoff_ns = plus(now_ns, std::max<int64_t>(group_.alpha_ns, 1));
+    const int64_t more_ns = run.settling ? group_.settle_ns : group_.alpha_ns;
+    run.cutoff_ns = plus(now_ns, std::max<int64_t>(more_ns, 1));
     return;
   }
   run.report.lost_chunks = state.missing;

@@ -138,7 +138,7 @@ class Communicator:
         timeout: float | None = None,
         silence: float = 5.0,
         link_gbps: float = 10.0,
-        alpha_us: float = 2000.0,
+        alpha_us: float = 10_000.0,
         settle_us: float = 200.0,
         spin_us: float = 0.0,
         ipv6: bool = False,
