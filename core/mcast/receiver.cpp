@@ -173,7 +173,6 @@ Receiver::State Receiver::state() const {
 
 bool Receiver::has(const Run& run) const {
   const std::lock_guard lock(mutex_);
-  if (run.source == group_.rank) return true;
   const Source& from = sources_[run.source];
   const uint64_t first = from.bit + (run.psn - from.psn);
   const uint64_t end = first + run.chunks;

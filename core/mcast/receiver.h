@@ -71,7 +71,7 @@ class Receiver {
     bool ended = false;    // every chain's last chunk has come
   };
   State state() const;
-  bool has(const Run& run) const;  // of this subgroup's part; of this rank's block always
+  bool has(const Run& run) const;  // of this subgroup's part, and not this rank's block
   // The next run of missing chunks of a source's part at or after `psn`, at most `most`; they are
   // claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
   Run claim(Rank source, uint32_t psn, uint32_t most);
