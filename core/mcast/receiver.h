@@ -46,9 +46,9 @@ class Receiver {
     void take(std::span<const std::byte> buffer, uint32_t segment_bytes);
 
     // For a network that can scatter: where the chunks go that follow the last one that came, so
-    // that they need not be copied if it is they that come next. Fills `places` from its front, each
-    // with room for chunk_bytes; how many. They are missing, so whatever is written there does no
-    // harm as long as this batch lives.
+    // that they need not be copied if it is they that come next. Fills `places` from its front,
+    // each with room for chunk_bytes; how many. They are missing, so whatever is written there does
+    // no harm as long as this batch lives.
     size_t next_places(std::span<std::byte*> places) const;
     // Datagrams of chunk_bytes, heads (head_bytes of each, one after the other) and chunks apart,
     // the chunks in the first of next_places' places. Stops at the first that is not the one whose

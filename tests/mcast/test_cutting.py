@@ -1,7 +1,7 @@
 """How buffers are cut into parts and chunks, and how roots take turns."""
 
 import pytest
-from fabrics import group_of
+from fabrics import faults_of, group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +77,16 @@ def test_a_block_of_more_chunks_than_a_psn_can_tell_is_refused(counts: list[int]
     with pytest.raises(_core.Error, match="split it") as caught:
         layout_of(counts, chunk_bytes=1)
     assert caught.value.code == "invalid"
+
+
+@pytest.mark.parametrize(("chunk_bytes", "bits"), [(4096, 3_906_250), (1440, 11_111_112)])
+def test_state_of_a_16_gb_buffer(chunk_bytes: int, bits: int) -> None:
+    """A bit a chunk, and a table of the sources: armed, but nothing of the buffer is touched."""
+    ranks = 4
+    counts = [16 * 10**9 // (ranks - 1) if rank else 0 for rank in range(ranks)]
+    group = group_of(ranks, chunk_bytes=chunk_bytes, multicast=True)
+    fabric = _core.McastFabric([group], faults_of())
+    fabric.submit(0, "all_gather", 0, 0, counts, None)
+    fabric.run_until(0)
+    state = fabric.counters(0)["state_bytes"]
+    assert bits / 8 <= state < bits / 8 + 1000
