@@ -42,7 +42,7 @@ bool answers(const Group& group, Rank leaf, Rank source);
 // How far a root may go with the parts of one subgroup.
 class Window {
  public:
-  // `bytes`: what the smallest receive buffer of all ranks holds, however it is filled; 0: no limit.
+  // `bytes`: of the smallest receive buffer of all ranks; 0: no limit.
   Window(const Group& group, uint64_t bytes);
 
   void begin(const Part& part);
