@@ -89,6 +89,20 @@ def test_lost_credits_slow_but_do_not_stop() -> None:
     assert done.counters[0]["udp_credit_give_ups"] > 0
 
 
+def test_credits_that_come_now_and_then() -> None:
+    rules = tuple(dropping(host, "udp length 40 numgen random mod 10 < 8") for host in range(3))
+    done = on_hosts(
+        3,
+        [("all_gather", 1_000_000)] * 3,
+        commands=rules,
+        tools=("nft",),
+        options={"buffer_bytes": 1 << 18},
+    )
+    assert done.total("wrong") == 0
+    assert done.counters[0]["udp_credit_give_ups"] > 0
+    assert [counters["malformed"] for counters in done.counters] == [0, 0, 0]
+
+
 def test_a_small_socket_buffer_is_paced_for() -> None:
     done = on_hosts(
         3, [("all_gather", 4_000_000)] * 2, options={"by_host": {"2": {"buffer_bytes": 1 << 16}}}
