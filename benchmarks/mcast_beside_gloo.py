@@ -3,8 +3,8 @@
     python benchmarks/mcast_beside_gloo.py --hosts 4
 
 Each host is a network namespace at one bridge, with the kernel's default offloads for both, and has
-one rank: a process that calls both implementations in turn. A call begins at a barrier, and its
-time is the slowest rank's; medians. Bytes are compared in calls of their own. Rows go to
+one rank: a process that calls both implementations in turn. Ranks meet before a batch of calls,
+one after the other; its time is the slowest rank's, divided by the calls; medians of batches. Bytes are compared in calls of their own. Rows go to
 mcast-beside-gloo-HOSTS-MTU.jsonl in $OUT where it is set, else in benchmarks/results. It needs
 torch, iproute2, and a kernel that gives unprivileged users namespaces.
 """
@@ -32,7 +32,8 @@ from offcore.sizes import parse_sizes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = {"all_gather": "64K,256K,1M,4M,16M", "broadcast": "1M,4M,16M,64M"}
-CALL_BYTES = 256 << 20  # of all calls of one size, about
+BATCH_BYTES = 64 << 20  # that a rank receives in a batch, about, but in 3 calls at least
+BATCHES = 9
 
 
 def shell(*commands: str) -> None:
@@ -91,17 +92,19 @@ def wrong_bytes(op: str, count: int, comm: mcast.Communicator) -> int:
 
 
 def measure(op: str, count: int, comm: mcast.Communicator) -> dict[str, list[float]]:
-    """Seconds of each call of each implementation, of the slowest rank."""
+    """Seconds of a call of each implementation, batch by batch, of the slowest rank."""
     calls = calls_of(op, count, comm)
     times: dict[str, list[float]] = {impl: [] for impl in calls}
-    rounds = max(5, min(100, CALL_BYTES // count // comm.ranks))
-    for step in range(rounds + 2):
+    received = count * (comm.ranks - 1 if op == "all_gather" else 1)
+    batch = min(20, max(3, BATCH_BYTES // received))
+    for step in range(BATCHES + 1):
         for impl, call in calls.items():
             dist.barrier()
             began = time.perf_counter()
-            call()
-            if step >= 2:
-                times[impl].append(time.perf_counter() - began)
+            for _ in range(batch):
+                call()
+            if step > 0:
+                times[impl].append((time.perf_counter() - began) / batch)
     for impl, own in times.items():
         slowest = torch.tensor(own)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
