@@ -1,4 +1,4 @@
-// Socket addresses and network interfaces, IPv4 and IPv6, in whatever network namespace the thread is.
+// Socket addresses and network interfaces, IPv4 and IPv6, in the network namespace of the thread.
 #pragma once
 #include <sys/socket.h>
 
@@ -14,7 +14,7 @@ struct Address {
   sockaddr_storage storage{};
   socklen_t bytes = 0;
 
-  // `host` is a number ("10.0.0.1", "fd00::1", "fe80::1%eth0"), never a name that must be looked up.
+  // `host` is a number ("10.0.0.1", "fd00::1", "fe80::1%eth0"), never a name to be looked up.
   static Address of(const std::string& host, uint16_t port);
   static Address bound_to(int fd);  // where a socket is bound
 

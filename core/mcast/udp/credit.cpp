@@ -75,6 +75,8 @@ void Window::begin(const Part& part) {
   part_ = part;
   std::fill(seen_.begin(), seen_.end(), 0);
   needed_ = 0;
+  limit_ = 0;
+  open();
   if (chunks_ == 0 || part.chunks == 0) return;
   const uint64_t before = uint64_t{part.source} * part.chunks;
   if ((before + part.chunks) / chunks_ == before / chunks_) return;
@@ -89,9 +91,10 @@ bool Window::asks(uint32_t index) const {
   return end || (part_.chunks > chunks_ / 2 && (index + 1) % step_ == 0);
 }
 
-uint32_t Window::limit() const {
-  if (chunks_ == 0) return part_.chunks;
-  return static_cast<uint32_t>(std::min<uint64_t>(part_.chunks, uint64_t{slowest()} + chunks_));
+// A leaf that answers again after a silence may be far behind: what was open stays open.
+void Window::open() {
+  const uint64_t far = chunks_ == 0 ? part_.chunks : uint64_t{slowest()} + chunks_;
+  limit_ = std::max(limit_, static_cast<uint32_t>(std::min<uint64_t>(part_.chunks, far)));
 }
 
 uint32_t Window::slowest() const {
@@ -108,11 +111,13 @@ void Window::take(const Credit& credit) {
   const uint32_t index = credit.psn - part_.psn;
   if (credit.op != part_.op || index >= part_.chunks) return;
   seen_[leaf] = std::max(seen_[leaf], index + 1);
+  open();
 }
 
 void Window::give_up() {
   const uint32_t slow = slowest();
   for (size_t i = 0; i < seen_.size(); ++i) silent_[i] = silent_[i] || seen_[i] == slow;
+  open();
 }
 
 }  // namespace offcore::mcast

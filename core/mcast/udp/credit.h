@@ -42,14 +42,15 @@ bool answers(const Group& group, Rank leaf, Rank source);
 // How far a root may go with the parts of one subgroup.
 class Window {
  public:
-  // `bytes`: what the smallest receive buffer of all ranks holds, however it is filled; 0: no limit.
+  // `bytes`: of the smallest receive buffer of all ranks; 0: no limit.
   Window(const Group& group, uint64_t bytes);
 
   void begin(const Part& part);
   // Whether the part's index-th chunk asks for a credit.
   bool asks(uint32_t index) const;
-  // Chunks [0, limit()) may be sent now; a part has ended when all are sent and ended() is true.
-  uint32_t limit() const;
+  // Chunks [0, limit()) may be sent now, which only grows; a part has ended when all are sent and
+  // ended() is true.
+  uint32_t limit() const { return limit_; }
   bool ended() const { return slowest() >= needed_; }
   void take(const Credit& credit);
   // Nothing came for long: the leaves that are waited for are left out until they answer again.
@@ -57,10 +58,12 @@ class Window {
 
  private:
   uint32_t slowest() const;
+  void open();
 
   const Group& group_;
   uint32_t chunks_ = 0;  // of the window; 0: no limit
   Part part_;
+  uint32_t limit_ = 0;
   uint32_t step_ = 0;           // chunks between two questions
   uint32_t needed_ = 0;         // chunks that leaves must have seen before the next root begins
   std::vector<uint32_t> seen_;  // chunks, by leaf's distance to the right, less one

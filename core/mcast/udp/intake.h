@@ -1,9 +1,9 @@
 // Takes what a subgroup's socket has received to its places in the user's buffer.
 //
-// The kernel copies a run of datagrams once, and we would have to copy its chunks a second time. But
-// mostly the chunks that come are those that follow the last ones: so the kernel is told to scatter
-// a run, its heads to one side and its chunks to the places where the next ones belong. If others
-// come, the run is gathered into a staging buffer, and its chunks are copied from there.
+// The kernel copies a run of datagrams once, and we would have to copy its chunks a second time.
+// But mostly the chunks that come are those that follow the last ones: so the kernel is told to
+// scatter a run, its heads to one side and its chunks to the places where the next ones belong. If
+// others come, the run is gathered into a staging buffer, and its chunks are copied from there.
 #pragma once
 #include <sys/uio.h>
 

@@ -92,8 +92,8 @@ class ReceiveSocket {
     return count;
   }
 
-  // One run, scattered over these parts, which hold the longest; 0 bytes: none. `more`: there may be
-  // another all the same.
+  // One run, scattered over these parts, which hold the longest; 0 bytes: none. `more`: there may
+  // be another all the same.
   struct Run {
     size_t bytes = 0;
     uint32_t segment_bytes = 0;
