@@ -3,10 +3,11 @@
     python benchmarks/mcast_beside_gloo.py --hosts 4
 
 Each host is a network namespace at one bridge, with the kernel's default offloads for both, and has
-one rank: a process that calls both implementations in turn. Ranks meet before a batch of calls,
-one after the other; its time is the slowest rank's, divided by the calls; medians of batches. Bytes are compared in calls of their own. Rows go to
-mcast-beside-gloo-HOSTS-MTU.jsonl in $OUT where it is set, else in benchmarks/results. It needs
-torch, iproute2, and a kernel that gives unprivileged users namespaces.
+one rank: a process that calls both implementations in turn. Ranks meet before a batch of calls, one
+after the other; its time is the slowest rank's, divided by the calls; medians of batches. Bytes are
+compared in calls of their own. Rows go to mcast-beside-gloo-HOSTS-MTU.jsonl in $OUT where it is
+set, else in benchmarks/results. It needs torch, iproute2, and a kernel that gives unprivileged
+users namespaces.
 """
 
 from __future__ import annotations
