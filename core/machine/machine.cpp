@@ -38,9 +38,9 @@ uint64_t digest(const Machine& machine) {
   const auto add = [&](const auto&... values) { (result.add(values), ...); };
   // Bound by number: a field more does not compile before it is added here.
   const auto& [name, vendor, ranks, engines_peer, engines_host, topology, flags, native, limits,
-               links, cost, batches, tuned, tuned_version] = machine;
+               links, cost, batches, tuned, signals, tuned_version] = machine;
   add(std::string_view(vendor), ranks, engines_peer, engines_host, topology, flags,
-      std::string_view(tuned_version));
+      std::string_view(signals), std::string_view(tuned_version));
   const auto& [strided, bcst_rows, swap, strided_flags] = native;
   add(strided, bcst_rows, swap, strided_flags);
   const auto& [copy_max, pitch_max, rows_max, swap_align, bcst_align, swap_scratch] = limits;
@@ -53,8 +53,9 @@ uint64_t digest(const Machine& machine) {
       trigger);
   const auto& [b2b_max, sub_batch] = batches;
   add(b2b_max, sub_batch);
-  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant] : tuned) {
-    add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant));
+  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form] : tuned) {
+    add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),
+        std::string_view(form));
   }
   return result.value();
 }

@@ -81,6 +81,7 @@ struct TunedRow {
   uint64_t bytes_min = 0;
   uint64_t bytes_max = 0;  // inclusive
   std::string variant;
+  std::string signals;  // the form of signals it was measured with; empty: there is but one
 };
 
 struct Machine {
@@ -97,6 +98,7 @@ struct Machine {
   Cost cost;
   Batches batches;
   std::vector<TunedRow> tuned;
+  std::string signals;        // the form that runs; rows measured with another count less
   std::string tuned_version;  // part of the plan key; empty without a table
 };
 

@@ -1,5 +1,6 @@
 // Which variant: the tuned table's, else the cheapest by the cost model.
 #include <limits>
+#include <optional>
 
 #include "core/base/error.h"
 #include "core/machine/cost.h"
@@ -7,13 +8,31 @@
 
 namespace offcore {
 
+namespace {
+
+// The first row that fits; one measured with another form of signals is a better guess than the
+// model's.
+std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
+                             const Protocol& protocol) {
+  for (const bool same_form : {true, false}) {
+    for (const TunedRow& row : machine.tuned) {
+      if ((row.signals == machine.signals) != same_form) continue;
+      if (row.op != moves.op || row.ranks != moves.ranks) continue;
+      if (row.in_place != moves.in_place) continue;
+      if (total_bytes < row.bytes_min || total_bytes > row.bytes_max) continue;
+      const Variant variant = parse_variant(row.variant);
+      if (why_not(moves, variant, protocol).empty()) return variant;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
               const Protocol& protocol) {
-  for (const TunedRow& row : machine.tuned) {
-    if (row.op != moves.op || row.ranks != moves.ranks || row.in_place != moves.in_place) continue;
-    if (total_bytes < row.bytes_min || total_bytes > row.bytes_max) continue;
-    const Variant variant = parse_variant(row.variant);
-    if (why_not(moves, variant, protocol).empty()) return {.variant = variant, .tuned = true};
+  if (const auto variant = tuned(moves, total_bytes, machine, protocol)) {
+    return {.variant = *variant, .tuned = true};
   }
   Choice best;
   double best_ns = std::numeric_limits<double>::infinity();

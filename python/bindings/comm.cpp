@@ -326,6 +326,7 @@ void bind_comm(nb::module_& module) {
   nb::class_<Communicator>(module, "Communicator")
       .def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)
+      .def_prop_ro("machine", [](Communicator& self) { return self.backend().machine(); })
       .def_prop_ro("now_ns", [](Communicator& self) { return self.backend().now_ns(); })
       .def(
           "window",

@@ -68,7 +68,8 @@ void bind_machine(nb::module_& module) {
       .def_rw("in_place", &TunedRow::in_place)
       .def_rw("bytes_min", &TunedRow::bytes_min)
       .def_rw("bytes_max", &TunedRow::bytes_max)
-      .def_rw("variant", &TunedRow::variant);
+      .def_rw("variant", &TunedRow::variant)
+      .def_rw("signals", &TunedRow::signals);
   nb::class_<Machine>(module, "Machine", "A machine as data: see core/machine/machine.h.")
       .def(nb::init<>())
       .def_rw("name", &Machine::name)
@@ -84,6 +85,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("cost", &Machine::cost)
       .def_rw("batches", &Machine::batches)
       .def_rw("tuned", &Machine::tuned)
+      .def_rw("signals", &Machine::signals)
       .def_rw("tuned_version", &Machine::tuned_version)
       .def(
           "check", [](const Machine& machine) { check(machine); },

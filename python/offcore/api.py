@@ -162,13 +162,11 @@ class Communicator(ViewCalls):
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
         cuda = stress.cuda_options(wanted, devices, signals, own_copy)
-        form = cuda.proven if signals == "auto" else signals
-        loaded = machines.load(machine, form if wanted == "cuda" else None)
+        loaded = machines.load(machine)
         if store is None and ranks is None:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
-        self._loaded = loaded
         self._options: dict[str, Any] = {"backend": wanted, "machine": given, "device": device}
         self._options |= {"signals": signals, "own_copy": own_copy}
         opened = _core.open_communicator(
@@ -371,7 +369,7 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
     ) -> _core.Program:
         """The program that would run for S = `nbytes` on this communicator's machine."""
-        return program_of(self._loaded, op, self.ranks, nbytes, variant, in_place, protocol)
+        return program_of(self._core.machine, op, self.ranks, nbytes, variant, in_place, protocol)
 
     @property
     def now_ns(self) -> int:

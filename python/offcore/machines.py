@@ -6,6 +6,8 @@ section are the fields of the struct of that name in core/machine/machine.h: non
 none unknown. A limit, or a number of `batches`, of null means that there is none. `host-N`, for N
 of 1 to 64, comes from host.json.
 
+calibrated/NAME.json, in the same folders, is what `offcore calibrate` found (docs/model.md).
+
 tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
 measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
 `bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is
@@ -63,24 +65,23 @@ def names() -> list[str]:
     return sorted(found)
 
 
-def load(name_or_path: str | Path, signals: str | None = None) -> _core.Machine:
-    """The machine of that name, or of that file (a path that ends in .json), with its tuned table:
-    first the rows of that signal form.
+def load(name_or_path: str | Path) -> _core.Machine:
+    """The machine of that name, or of that file (a path that ends in .json), with its tuned table.
 
     Raises `Error`: invalid for an unknown name, or for a file with a wrong, missing or unknown key.
     """
     name = str(name_or_path)
     if name.endswith(".json"):
-        return _with_tuned(_load_file(Path(name)), [Path(name).parent], signals)
+        return _with_tuned(_load_file(Path(name)), [Path(name).parent])
     host = re.fullmatch(r"host-([1-9][0-9]?)", name)
     if host and int(host[1]) <= _HOST_RANKS_MAX:
         loaded = _load_file(_find("host", name), rename=name, ranks=int(host[1]))
-        return _with_tuned(_on_this_host(loaded), _folders(), signals)
+        return _with_tuned(_on_this_host(loaded), _folders())
     if re.fullmatch(r"host-[0-9]+", name):
         raise error("invalid", f"{name}: this host can be 1 to {_HOST_RANKS_MAX} ranks")
     if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise _unknown(name)
-    return _with_tuned(_load_file(_find(name, name)), _folders(), signals)
+    return _with_tuned(_load_file(_find(name, name)), _folders())
 
 
 def _on_this_host(machine: _core.Machine) -> _core.Machine:
@@ -98,6 +99,17 @@ def _on_this_host(machine: _core.Machine) -> _core.Machine:
 def tuned_path(name: str) -> Path:
     """Where a tuned table of that machine is looked up first."""
     return next(iter(_folders()), Path()) / "tuned" / f"{name}.json"
+
+
+def path_of(name: str) -> Path:
+    """The file of that machine. Raises invalid for an unknown name."""
+    return _find(name, name)
+
+
+def calibration_of(name: str) -> Path | None:
+    """What `offcore calibrate` found for that machine; None where nothing was fitted."""
+    paths = (folder / "calibrated" / f"{name}.json" for folder in _folders())
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _folders() -> list[Path]:
@@ -285,20 +297,20 @@ _TUNED_KEYS = (
 _SIGNALS = ("fenced", "copy_order")
 
 
-def _with_tuned(machine: _core.Machine, folders: list[Path], signals: str | None) -> _core.Machine:
+def _with_tuned(machine: _core.Machine, folders: list[Path]) -> _core.Machine:
     """The first table found counts."""
     for folder in folders:
         if (path := folder / "tuned" / f"{machine.name}.json").is_file():
-            _load_tuned(machine, path, signals)
+            _load_tuned(machine, path)
             break
     return machine
 
 
-def _load_tuned(machine: _core.Machine, path: Path, signals: str | None) -> None:
+def _load_tuned(machine: _core.Machine, path: Path) -> None:
     rows, raw = _read(path)
     if not isinstance(rows, list):
         raise error("invalid", f"{path}: must be a list of rows")
-    table: list[tuple[bool, _core.TunedRow]] = []
+    table: list[_core.TunedRow] = []
     for index, value in enumerate(rows):
         row = _Section(path, f"[{index}].", value, _TUNED_KEYS)
         tuned = _core.TunedRow()
@@ -314,7 +326,7 @@ def _load_tuned(machine: _core.Machine, path: Path, signals: str | None) -> None
             raise error("invalid", f"{path}: [{index}].signals: must be null, fenced or copy_order")
         row.text("date")
         row.text("commit")
-        table.append((form != signals, tuned))
-    # The core takes the first row that fits. Another form's is a better guess than the model's.
-    machine.tuned = [row for _, row in sorted(table, key=lambda pair: pair[0])]
+        tuned.signals = form or ""
+        table.append(tuned)
+    machine.tuned = table
     machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]

@@ -223,9 +223,14 @@ def plot_figure(records: Iterable[dict[str, Any]], number: int, path: Path) -> N
 def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
+    figure = phases_figure(sizes, phases, title)
+    figure.savefig(path, dpi=140)
+    pyplot().close(figure)
+
+
+def phases_figure(sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str) -> Any:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
-    plt = pyplot()
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
     )
     bottoms = [0.0] * len(sizes)
@@ -250,5 +255,4 @@ def plot_phases(
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    return figure

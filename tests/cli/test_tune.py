@@ -8,6 +8,7 @@ import pytest
 import offcore
 from offcore import machines, tune
 from offcore.bench import Request
+from offcore.programs import program_of
 
 FIELDS = {
     "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",
@@ -103,10 +104,16 @@ def test_from_recorded_rows_to_a_table_that_machines_read(offcore_cli, tmp_path,
         assert found["time_us"] > 0
         assert (found["date"], found["commit"]) == ("2026-11-22", "abc")
     monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
-    # The rows of the form that is used come first.
-    assert [r.variant for r in machines.load("h200-2", "fenced").tuned] == ["fan", "pcpy"]
-    assert [r.variant for r in machines.load("h200-2", "copy_order").tuned] == ["pcpy", "fan"]
-    assert machines.load("h200-2").tuned_version == machines.load("h200-2", "fenced").tuned_version
+    # The rows of the form that is used count first.
+    machine = machines.load("h200-2")
+    assert {(r.variant, r.signals) for r in machine.tuned} == {
+        ("fan", "fenced"),
+        ("pcpy", "copy_order"),
+    }
+    for form, chosen in (("fenced", "fan"), ("copy_order", "pcpy"), ("", machine.tuned[0].variant)):
+        machine.signals = form
+        program = program_of(machine, "all_gather", 2, 1024, "auto", True, "promise")
+        assert program.variant == chosen
 
 
 def test_host_is_tuned_by_measuring(offcore_cli, tmp_path):

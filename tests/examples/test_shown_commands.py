@@ -14,7 +14,12 @@ from offcore.sizes import parse_sizes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/*.md")
-BARE = ("bench", "show", "verify")  # want arguments: where they stand alone they are only named
+BARE = (
+    "bench",
+    "show",
+    "verify",
+    "explain",
+)  # want arguments: where they stand alone they are only named
 # What a document shows to fail, and how.
 FAILING = {
     "grep -v poll": "offcore: verify: ",
@@ -22,12 +27,14 @@ FAILING = {
 }
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
 ON_GPUS = ("--backend cuda", "--stress")  # their words are read, and nothing is run
+LONG = ("offcore calibrate",)  # so here: minutes, and it writes beside the machine's file
 
 
 def commands_of(text: str) -> set[str]:
     text = text.replace("\\\n", " ")
     lines = re.findall(r"^    (offcore .*)$", text, re.M)
-    spans = [span.replace(r"\|", "|") for span in re.findall(r"`(offcore [^`]+)`", text)]
+    spans = re.findall(r"`(offcore [^`]+)`", text)
+    spans = [span.replace(r"\|", "|").replace("\n", " ") for span in spans]
     found = set()
     for command in (*lines, *spans):
         command = re.sub(r"\s+(#.*)?$", "", re.sub(r" +", " ", command))
@@ -50,7 +57,7 @@ def shown() -> list[str]:
 def made_cheap(command: str) -> str:
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"\b{name}\b", value, command)
-    if any(part in command for part in ON_GPUS):
+    if any(part in command for part in (*ON_GPUS, *LONG)):
         return command + " --help"
     if importlib.util.find_spec("torch") is None:
         command = command.replace("--baseline gloo,memcpy", "--baseline memcpy")

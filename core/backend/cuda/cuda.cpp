@@ -116,7 +116,9 @@ class CudaBackend final : public Backend {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<Device>> devices,
               Habits habits)
-      : machine_(machine), fleet_(std::make_shared<Fleet>(ranks, std::move(devices), habits)) {}
+      : machine_(machine), fleet_(std::make_shared<Fleet>(ranks, std::move(devices), habits)) {
+    machine_.signals = to_string(habits.signals);
+  }
   ~CudaBackend() override {
     try {
       fleet_->close();

@@ -20,6 +20,16 @@ CUdeviceptr device_pointer(std::byte* host) {
 
 }  // namespace
 
+bool worth_batches(std::span<const Command> rest) {
+  size_t copies = 0;
+  for (const Command& command : rest) {
+    if (!moves_data(command.op) || copies == kHostCopiesMany) break;
+    copies +=
+        command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
+  }
+  return copies == kHostCopiesMany;
+}
+
 std::string_view to_string(SignalForm form) {
   return form == SignalForm::copy_order ? "copy_order" : "fenced";
 }
@@ -47,7 +57,7 @@ void Feed::run(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
     const bool data = moves_data(commands[i].op);
-    if (data && !in_group) look_ahead(commands.subspan(i));
+    if (data && !in_group) many_ = worth_batches(commands.subspan(i));
     in_group = data;
     run(commands[i]);
   }
@@ -243,17 +253,6 @@ bool Feed::pitches(const Command& command, Place& dst, Place& src, uint64_t& dst
     return height != 0 && result / height >= command.bytes;
   };
   return fits(dst_pitch) && fits(src_pitch);
-}
-
-// Whether the group that begins here is worth batches.
-void Feed::look_ahead(std::span<const Command> rest) {
-  size_t copies = 0;
-  for (const Command& command : rest) {
-    if (!moves_data(command.op) || copies == kHostCopiesMany) break;
-    copies +=
-        command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
-  }
-  many_ = copies == kHostCopiesMany;
 }
 
 // Whether batches of copies go into the stream: the driver takes none where it is captured, or the

@@ -66,6 +66,10 @@ struct Notes {
   }
 };
 
+// Whether the group of data commands that begins here has so many copies between the host and a GPU
+// that they go as batches.
+bool worth_batches(std::span<const Command> rest);
+
 class Feed {
  public:
   // `doubles` may be null.
@@ -97,7 +101,6 @@ class Feed {
   void copy(const Command& command);
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
-  void look_ahead(std::span<const Command> rest);
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);

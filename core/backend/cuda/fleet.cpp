@@ -21,6 +21,15 @@ constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the
 // A GPU that does not let go of memory: it stays mapped for good.
 void leak(std::shared_ptr<void> memory) { new std::shared_ptr<void>(std::move(memory)); }
 
+bool has_batches(const Cargo& cargo, const LocalProgram& local) {
+  return std::any_of(local.engines.begin(), local.engines.end(), [&](uint32_t engine) {
+    const std::span<const Command> commands = cargo.program->queues[engine].commands;
+    const auto data = std::find_if(commands.begin(), commands.end(),
+                                   [](const Command& command) { return moves_data(command.op); });
+    return worth_batches(commands.subspan(static_cast<size_t>(data - commands.begin())));
+  });
+}
+
 }  // namespace
 
 void nap(int64_t waited_ns) {
@@ -114,8 +123,10 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
             .joins = {}};
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
   // The per-thread default stream is another one in each thread, under one name: the lane's own
-  // stream stands in for it.
-  const bool named = given == kPerThreadStream;
+  // stream stands in for it. So it does for the legacy one where that costs less than to make one
+  // by one the copies of which it takes no batches.
+  const bool named =
+      given == kPerThreadStream || (given == kLegacyStream && has_batches(*flight.cargo, local));
   if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream) own.last_done->hold(turn.stream);
   own.presets->prepare(flight.launch.epoch + 1, flight.cargo->program->flag_span);
