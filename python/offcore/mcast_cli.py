@@ -9,12 +9,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from offcore import fat_tree, mcast_plot, plot, report, testbed_run
+from offcore import fat_tree, mcast_bench, mcast_plot, plot, report, testbed_run
 from offcore.errors import error
 from offcore.fat_tree import ALGORITHMS, MULTICAST, Load, Row, Wire
 from offcore.options import SIZES_METAVAR, JsonOption, PlotOption, known_names, parsed
 from offcore.report import JsonLines, Stamp
-from offcore.sizes import format_bytes, parse_sizes
+from offcore.sizes import format_bytes, parse_bytes, parse_sizes
 from offcore.testbed_faults import Faults
 
 app = typer.Typer(
@@ -246,5 +246,102 @@ def _checked(found: dict[str, Any]) -> Table:
             str(one["wrong"]),
             f"{carried / 1e6:.2f}",
             f"{carried / ring:.2f}" if ring else "-",
+        )
+    return table
+
+
+@app.command("bench")
+def bench_command(
+    op: Annotated[str, typer.Argument(metavar="OP", help=", ".join(mcast_bench.OPS))],
+    hosts: HostsOption = 4,
+    sizes: Annotated[
+        str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes (K = 1024).")
+    ] = "256K:16M:4",
+    per_rank: Annotated[
+        bool, typer.Option("--per-rank", metavar="", help="Sizes are what one rank gives.")
+    ] = False,
+    impls: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="offcore, ring (offcore with multicast off), gloo."),
+    ] = "offcore,ring",
+    per_leaf: PerLeafOption = 16,
+    mtu: MtuOption = 1500,
+    offloads: OffloadsOption = True,
+    loss: LossOption = 0.0,
+    bursts: BurstsOption = None,
+    duplicates: DuplicatesOption = 0.0,
+    reordering: ReorderingOption = 0.0,
+    buffer: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
+    ] = "4M",
+    batches: Annotated[int, typer.Option(min=1, metavar="N", help="Time is their median.")] = 5,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
+    ] = 60.0,
+    meeting: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Real hosts: where rank 0 listens (3 ports)."),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, metavar="R", help="Real hosts: this one's.")] = 0,
+    interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
+    json: JsonOption = None,
+) -> None:
+    """Time broadcast or all-gather between hosts, check every byte, count what switches carried.
+
+    On a testbed that is built and taken away, or, with --meeting, on real hosts: the same command
+    on each, with its --rank.
+
+    \b
+    offcore mcast bench all_gather --hosts 4 --sizes 64K:1M:4 --per-rank --impls offcore,ring,gloo
+    offcore mcast bench all_gather --hosts 188 --sizes 64K --per-rank
+    offcore mcast bench broadcast --hosts 4 --loss 0.01 --no-offloads
+    """
+    factor = hosts if per_rank and op == "all_gather" else 1
+    request = mcast_bench.Request(
+        op=op,
+        sizes=[size * factor for size in parsed(parse_sizes, sizes, "--sizes")],
+        impls=known_names(impls, "--impls", mcast_bench.IMPLS),
+        batches=batches,
+        timeout_s=timeout,
+        buffer_bytes=parsed(parse_bytes, buffer, "--buffer"),
+    )
+    if meeting is None:
+        place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
+        found = mcast_bench.on_testbed(request, place)
+    else:
+        found = mcast_bench.on_real_hosts(request, hosts, rank, meeting, interface)
+    rows: list[dict[str, Any]] = []
+    stamp = vars(Stamp())
+    try:
+        with JsonLines(json) as lines:
+            for row in found:
+                rows.append(row)
+                lines.write(row | stamp)
+    finally:
+        if rows:
+            report.console(stderr=json == "-").print(_measured(rows))
+    if any(row["wrong"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(rows: list[dict[str, Any]]) -> Table:
+    first = rows[0]
+    title = f"{first['op']} between {first['hosts']} hosts, ranks as {first['ranks_as']}"
+    names = ("impl", "size", "time us", "GB/s a leaf", "#wrong", "fetched", "duplicates")
+    table = _table(title, (*names, "switch ports MB"), 1)
+    for row in rows:
+        carried = row["switch_bytes"]
+        table.add_row(
+            row["impl"],
+            format_bytes(row["bytes"]),
+            report.format_us(row["time_us"]),
+            f"{row['goodput_gbps']:.3f}",
+            str(row["wrong"]),
+            *(
+                "-" if row[name] is None else str(row[name])
+                for name in ("fetched_chunks", "duplicates")
+            ),
+            "-" if carried is None else f"{carried / 1e6:,.2f}",
+            style="bold red" if row["wrong"] else None,
         )
     return table

@@ -167,17 +167,24 @@ class Link:
         packed = struct.pack("16sIi", socket.inet_pton(socket.AF_INET6, ipv6), bits, index)
         self._control(0x8916, packed, socket.AF_INET6)
 
-    def route(self, ipv4: str, mask: str) -> None:
-        """All of a network leaves by this interface."""
+    def route(self, ipv4: str, mask: str, gateway: str = "") -> None:
+        """All of a network leaves by this interface, through the gateway if there is one."""
         addresses = [
-            struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(one))
-            for one in (ipv4, "0.0.0.0", mask)
+            struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(one or "0.0.0.0"))
+            for one in (ipv4, gateway, mask)
         ]
+        flags = 1 | (2 if gateway else 0) | (4 if mask == "255.255.255.255" else 0)
         name = ctypes.create_string_buffer(self._name)
         packed = struct.pack(
-            "L16s16s16sHhLPhPLLH", 0, *addresses, 1, 0, 0, 0, 0, ctypes.addressof(name), 0, 0, 0
+            "L16s16s16sHhLPhPLLH", 0, *addresses, flags, 0, 0, 0, 0, ctypes.addressof(name), 0, 0, 0
         )
         self._control(0x890B, packed)
+
+    def neighbour(self, ipv4: str, mac: str) -> None:
+        """The hardware address of a neighbour, for good."""
+        place = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(ipv4))
+        hardware = struct.pack("H6s8x", 1, bytes.fromhex(mac.replace(":", "")))
+        self._control(0x8955, struct.pack("16s16si16s16s", place, hardware, 6, b"", self._name))
 
     def _ethtool(self, data: array.array[int]) -> None:
         self._control(0x8946, self._request(struct.pack("P", data.buffer_info()[0])))

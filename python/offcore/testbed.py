@@ -8,6 +8,10 @@ it is gone when that process is.
 Bridges learn addresses and flood multicast to every port: no snooping, so no querier and no join
 to wait for, and what is counted is a group that every host has joined. Reports of joins (IGMP, MLD)
 go no farther than the leaf: switches keep them to themselves, and flooded they would be a storm.
+
+Nobody asks for addresses (ARP): kernels share one table of neighbours between all namespaces, too
+small for hundreds of hosts that know each other. Every host sends to one address that is not
+there, and its leaf writes the right one, which follows from the host's number, into the frame.
 """
 
 from __future__ import annotations
@@ -28,17 +32,9 @@ from offcore.namespaces import Link
 DEVICE = "eth0"
 HOSTS_MAX = 4096
 _NETWORK = (10, 77)  # hosts are 10.77.0.1 and on
-_MASK = "255.255.0.0"
+_MASK, _ONE = "255.255.0.0", "255.255.255.255"
+_GATEWAY, _GATEWAY_MAC = "10.77.255.254", "02:4f:43:ff:ff:fe"
 _PORTS_MAX = 1023  # of a Linux bridge
-_JOINS = """
-table bridge offcore_joins {
-  chain input {
-    type filter hook prerouting priority -300;
-    ip protocol igmp drop
-    icmpv6 type { mld-listener-report, mld2-listener-report } drop
-  }
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,10 @@ class Testbed:
     def address(self, host: int) -> str:
         return "{}.{}.{}.{}".format(*_NETWORK, *divmod(host + 1, 256))
 
+    def mac(self, host: int) -> str:
+        """The hardware address of the host's interface."""
+        return "02:4f:43:00:{:02x}:{:02x}".format(*divmod(host + 1, 256))
+
     def address6(self, host: int) -> str:
         return f"fd77::{host + 1:x}"
 
@@ -132,7 +132,7 @@ class Testbed:
         Link("lo").up()
         self._namespaces = [namespaces.create() for _ in range(self.hosts)]
         self._batch(self._lines())
-        run_tool(["nft", "-f", "-"], _JOINS, "nftables")
+        run_tool(["nft", "-f", "-"], self._switching(), "nftables")
         for host in range(self.hosts):
             with namespaces.within(self.namespace(host)):
                 self._configure(host)
@@ -152,13 +152,28 @@ class Testbed:
             place = f"netns /proc/{process}/fd/{namespace}"
             yield (
                 f"link add h{host} mtu {self.mtu} type veth "
-                f"peer name {DEVICE} mtu {self.mtu} {place}"
+                f"peer name {DEVICE} address {self.mac(host)} mtu {self.mtu} {place}"
             )
             yield f"link set h{host} master leaf{host // self._hosts_per_leaf} up"
         for leaf in range(self.leaves if self.leaves > 1 else 0):
             yield f"link add up{leaf} mtu {self.mtu} type veth peer name down{leaf} mtu {self.mtu}"
             yield f"link set up{leaf} master leaf{leaf} up"
             yield f"link set down{leaf} master spine up"
+
+    def _switching(self) -> str:
+        """What the leaves do with what comes from hosts."""
+        pairs = [f"{self.address(host)} : {self.mac(host)}" for host in range(self.hosts)]
+        return f"""
+            table bridge offcore_switching {{
+              map hosts {{ type ipv4_addr : ether_addr; elements = {{ {", ".join(pairs)} }} }}
+              chain input {{
+                type filter hook prerouting priority -300;
+                ip protocol igmp drop
+                icmpv6 type {{ mld-listener-report, mld2-listener-report }} drop
+                ether daddr {_GATEWAY_MAC} ether daddr set ip daddr map @hosts
+              }}
+            }}
+        """
 
     def _batch(self, lines: Iterable[str]) -> None:
         run_tool(["ip", "-batch", "-"], "".join(line + "\n" for line in lines), "iproute2")
@@ -169,9 +184,12 @@ class Testbed:
         else:
             namespaces.write_sysctl("net.ipv6.conf.all.disable_ipv6", 1)
         device = Link(DEVICE)
-        device.address(self.address(host), _MASK)
+        device.address(self.address(host), _ONE)
         Link("lo").up()
         device.up()
+        device.neighbour(_GATEWAY, _GATEWAY_MAC)
+        device.route(_GATEWAY, _ONE)
+        device.route("{}.{}.0.0".format(*_NETWORK), _MASK, _GATEWAY)
         device.route("224.0.0.0", "240.0.0.0")
         if self.ipv6:
             device.address6(self.address6(host), 64)
