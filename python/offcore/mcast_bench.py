@@ -1,7 +1,7 @@
 """`offcore mcast bench`: broadcast and all-gather between hosts, beside gloo and a ring of ours.
 
 On a testbed of up to PROCESSES_MAX hosts every rank is a process that runs all implementations in
-turn; beyond, offcore's ranks share one process (see mcast_nodes). On real hosts each rank is
+turn; beyond, offcore's ranks share few processes (see mcast_nodes). On real hosts each rank is
 started by hand and measures the same.
 """
 
@@ -66,33 +66,33 @@ def row_of(record: dict[str, Any], request: Request, hosts: int, **facts: Any) -
 
 def on_testbed(request: Request, place: Place) -> Iterator[dict[str, Any]]:
     """Rows measured on a testbed. Raises as what it runs does."""
-    request.check(place.hosts)
     together = place.hosts > PROCESSES_MAX
     if together and "gloo" in request.impls:
         raise error(
             "unsupported",
             f"gloo is measured on up to {PROCESSES_MAX} hosts, a process each: leave it out",
         )
-    task = "offcore.mcast_bench:" + ("in_one_process" if together else "in_processes")
+    request.check(place.hosts)
+    task = "offcore.mcast_bench:" + ("in_few_processes" if together else "in_processes")
     facts = {
         "loss": place.faults.loss,
         "faults": {k: v for k, v in asdict(place.faults).items() if v and k != "loss"},
         "mtu": place.mtu,
         "offloads": place.offloads,
-        "ranks_as": "nodes of one process" if together else "processes",
+        "ranks_as": "nodes" if together else "processes",
     }
     for record in testbed_run.run(task, place, {"request": asdict(request)}):
         yield row_of(record, request, place.hosts, **facts)
 
 
-def in_one_process(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def in_few_processes(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs on the testbed: sizes and implementations one after the other."""
     wanted = Request(**request)
     for impl in wanted.impls:
         nodes = Nodes(testbed, impl == "offcore", wanted.timeout_s, wanted.buffer_bytes)
         for nbytes in wanted.sizes:
-            nodes.run(wanted.op, nbytes, check=False)  # bridges and hosts learn addresses
-            runs = [nodes.run(wanted.op, nbytes, check=True) for _ in range(wanted.batches)]
+            nodes.run(wanted.op, nbytes)  # bridges learn where hosts are
+            runs = [nodes.run(wanted.op, nbytes) for _ in range(wanted.batches)]
             times = [one.time_us for one in runs]
             yield {
                 "impl": impl,
@@ -101,7 +101,7 @@ def in_one_process(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[s
                 "time_us_min": round(min(times), 3),
                 "time_us_max": round(max(times), 3),
                 "calls": len(runs),
-                "wrong": sum(one.wrong or 0 for one in runs),
+                "wrong": sum(one.wrong for one in runs),
                 "fetched_chunks": sum(one.fetched_chunks for one in runs),
                 "duplicates": sum(one.duplicates for one in runs),
                 "switch_bytes": int(statistics.median(one.switch_bytes for one in runs)),

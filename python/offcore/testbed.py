@@ -262,19 +262,15 @@ class Testbed:
 
     def close(self) -> None:
         """Takes the tree away. What still runs on a host keeps running, cut off."""
-        names = [f"leaf{leaf}" for leaf in range(self.leaves)]
-        if self._namespaces:
-            lines = [f"link del {name}" for name in [*self._switch_ports(), *names, "spine"]]
-            subprocess.run(
-                ["ip", "-force", "-batch", "-"],
-                input="\n".join(line for line in lines if not line.startswith("link del down")),
-                text=True,
-                capture_output=True,
-                timeout=120,
-            )
+        if not self._namespaces:
+            return
         for namespace in self._namespaces:
             os.close(namespace)
         self._namespaces = []
+        names = [*self._switch_ports(), *(f"leaf{leaf}" for leaf in range(self.leaves)), "spine"]
+        lines = [f"link del {name}\n" for name in names if not name.startswith("down")]
+        command = ["ip", "-force", "-batch", "-"]
+        subprocess.run(command, input="".join(lines), text=True, capture_output=True, timeout=120)
 
 
 def run_tool(words: Sequence[str], text: str, package: str) -> str:

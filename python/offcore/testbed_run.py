@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -129,6 +130,8 @@ def _ended(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of hosts have thousands
     order = json.loads(sys.argv[1])
     with open(int(sys.argv[2]), "w", encoding="utf-8") as lines:
         os.set_inheritable(lines.fileno(), False)
