@@ -171,20 +171,21 @@ def findings(found: Results) -> list[Finding]:
     def best(*names: str) -> float:
         """Times as fast as the quickest of these forms, where that is most."""
         forms = zip(*(casts[name] for name in names), strict=True)
-        quickest = [min(row.time_us for row in rows) for rows in forms]
+        quickest: list[float] = [min(row.time_us for row in rows) for rows in forms]
         pairs = zip(casts["multicast"], quickest, strict=True)
-        return max(other / ours.time_us for ours, other in pairs)
+        return float(max(other / ours.time_us for ours, other in pairs))
 
     same = [
         ring.time_us / ours.time_us
         for ours, ring in zip(gathers["multicast"][-2:], gathers["ring"][-2:], strict=True)
     ]
+    traffic = found.traffic["ring"][-1]
     ports = found.ports
     share = _share(found.phases[PHASE_BYTES[-1]][PHASE_HOSTS.index(16)], "multicast")
     line = 200 / 8 * 1e9 / GIB
     at = {name: dict(zip(THREADS, values, strict=True)) for name, values in found.threads.items()}
     return [
-        near("F2", "bytes of a ring over multicast, 1024 nodes", 2, found.traffic["ring"][-1], 0.05),
+        near("F2", "bytes of a ring over multicast, 1024 nodes", 2, traffic, 0.05),
         near("F7", "GB addressed by a bitmap of 1.5 MB", 50, LLC_BYTES * 8 * CHUNK / 1e9, 0.05),
         near("F10", "% of the time moving data, 16 nodes, 256 KiB", 99, 100 * share, 0.02),
         least("F11", "broadcast over k-nomial, 188 nodes", 1.3, best(*_KNOMIAL)),
