@@ -15,4 +15,7 @@ NB_MODULE(_core, module) {
   offcore::bind_pool(module);
   offcore::bind_kv(module);
   offcore::bind_sdma(module);
+  offcore::bind_tree(module);
+  offcore::bind_mcast(module);
+  offcore::bind_mcast_udp(module);
 }

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, demo, doctor, kv_cli, plot, report, sdma, stress, tune
+from offcore import bench, demo, doctor, kv_cli, mcast_cli, plot, report, sdma, stress, tune
 from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
@@ -68,6 +68,7 @@ app = typer.Typer(
 )
 app.add_typer(sdma.app, name="sdma")
 app.add_typer(kv_cli.app, name="kv")
+app.add_typer(mcast_cli.app, name="mcast")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:

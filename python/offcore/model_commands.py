@@ -62,7 +62,7 @@ def calibrate_command(
 
 
 def reproduce_command(
-    paper: Annotated[str | None, typer.Argument(metavar="[PAPER]", help="latte")] = None,
+    paper: Annotated[str | None, typer.Argument(metavar="[PAPER]", help="latte, mcast")] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For the page and the figures.")
     ] = Path("reproduce-out"),

@@ -38,7 +38,7 @@ _METRIC_LABELS = {"time": "time (us)", "busbw": "busbw (1e9 bytes/s)"}
 _WAYS = {"auto": "safe", "promise": "promised"}
 _KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 _DASHES = (":", "-.", "-")
-_PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
+PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
 
 def check_plot(path: Path) -> None:
@@ -238,7 +238,7 @@ def phases_figure(sizes: Sequence[int], phases: Sequence[dict[str, float]], titl
     totals = [sum(one.values()) for one in phases]
     # A phase that is a difference of measurements may come out below 0: it has no bar.
     wholes = [sum(max(0.0, value) for value in one.values()) for one in phases]
-    for name, colour in _PHASE_COLOURS.items():
+    for name, colour in PHASE_COLOURS.items():
         shares = [
             100 * max(0.0, one[f"{name}_us"]) / whole if whole > 0 else 0.0
             for one, whole in zip(phases, wholes, strict=True)

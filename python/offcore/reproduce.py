@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offcore import calibrate, plot
+from offcore import calibrate, plot, reproduce_mcast
 from offcore.errors import error
 from offcore.latte import calibrated, figures, kv, page, power, rows
 from offcore.latte.rows import Finding
@@ -20,6 +20,8 @@ from offcore.latte.rows import Finding
 Reproduction = Callable[[Path, Console], list[Finding]]
 
 _DPI = 140
+# Of a checkout: what was measured is drawn where it is at hand.
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def latte(folder: Path, console: Console) -> list[Finding]:
@@ -46,6 +48,23 @@ def latte(folder: Path, console: Console) -> list[Finding]:
     return findings
 
 
+def mcast(folder: Path, console: Console) -> list[Finding]:
+    """Paper 004's figures 2, 7, 10 to 13 and S: multicast broadcast and all-gather, simulated"""
+    plot.pyplot()
+    found = reproduce_mcast.results()
+    findings = reproduce_mcast.findings(found)
+    rows = reproduce_mcast.recorded(RESULTS)
+    drawn = [
+        (one.title, one.caption, _save(one.draw(found, rows), folder / one.name))
+        for one in reproduce_mcast.FIGURES
+    ]
+    html = folder / "mcast.html"
+    html.write_text(reproduce_mcast.page(findings, drawn), "utf-8")
+    console.print(table(findings))
+    console.print(f"page: {html}", highlight=False, soft_wrap=True)
+    return findings
+
+
 def _save(figure: Any, path: Path) -> bytes:
     """As PNG and SVG; the SVG's bytes, the same each time."""
     plt = plot.pyplot()
@@ -58,7 +77,7 @@ def _save(figure: Any, path: Path) -> bytes:
     return buffer.getvalue()
 
 
-PAPERS: dict[str, Reproduction] = {"latte": latte}
+PAPERS: dict[str, Reproduction] = {"latte": latte, "mcast": mcast}
 
 
 def known() -> list[str]:

@@ -11,7 +11,7 @@ from offcore.latte.calibrated import ABSOLUTE
 from offcore.latte.rows import Finding
 from offcore.sizes import format_bytes
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto;
        max-width: 62rem; padding: 2rem 1rem 4rem; }
@@ -43,7 +43,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
     return f'<div class="scroll">{table}</div>'
 
 
-def _claims(findings: Sequence[Finding]) -> str:
+def claims(findings: Sequence[Finding]) -> str:
+    """The table of them, as HTML."""
+
     def cells(one: Finding) -> list[str]:
         met = '<span class="met">met</span>' if one.met else '<span class="missed">not met</span>'
         plain = (one.key, one.claim, one.published, one.model, one.difference)
@@ -118,7 +120,7 @@ def page(
     equally = engines["equally_good"]["fits"]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>DMA-Latte, reproduced by a model</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
 <body>
 <h1>DMA-Latte on 8 x MI300X, reproduced by offcore's model</h1>
 <p class="note">No MI300X was measured here. These numbers are a simulator's, whose costs were
@@ -127,7 +129,7 @@ a curve of two numbers for each collective, fitted too.</p>
 <p><strong>{met} of {len(findings)} claims are met</strong>: ratios within 15 % (power and KV
 fetches 20 %), shares within 5 points, orders and counts exactly.</p>
 <h2>Claims</h2>
-{_claims(findings)}
+{claims(findings)}
 <h2>Figures and tables</h2>
 {drawn}
 <h2>Parameters: engines and RCCL's curves</h2>
