@@ -200,6 +200,7 @@ void Endpoint::on_sent(const Part& part, int64_t now_ns) {
   }
   if (--running_->parts_sending == 0) {
     running_->sent = true;
+    ring_.offer_own();
     const Rank next = running_->layout->next(group_.rank);
     if (next != group_.rank) send(next, {.kind = MessageKind::activate, .op = op_});
   }

@@ -87,7 +87,7 @@ class Endpoint {
     int64_t cutoff_ns = kNever;
     int64_t looked_ns = kNever;  // when `looked_taken` was
     uint64_t looked_taken = 0;
-    bool settling = false;  // every root's last chunk has come
+    bool settling = false;  // every chain's last chunk has come
     Report report;
   };
 
@@ -134,7 +134,8 @@ class Endpoint {
   std::vector<std::string> gone_;  // why, by rank; empty: it is there
   std::vector<int64_t> heard_ns_;  // last word, by rank
   std::optional<Rank> watched_;
-  int64_t watched_ns_ = 0;     // since when
+  int64_t watched_ns_ = 0;  // since when
+  int64_t probe_wait_ns_ = 0;
   int64_t probe_ns_ = kNever;  // when to ask next
 
   mutable std::mutex mutex_;  // of what follows

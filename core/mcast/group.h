@@ -34,8 +34,8 @@ struct Group {
 
   // Times, and other matters of this rank alone.
   double link_bytes_s = 1.25e9;         // B_link of the cutoff timer
-  int64_t alpha_ns = 2'000'000;         // alpha of the cutoff timer
-  int64_t settle_ns = 200'000;          // after every root's last chunk: for reordered ones
+  int64_t alpha_ns = 10'000'000;        // alpha of the cutoff timer
+  int64_t settle_ns = 200'000;          // after every chain's last chunk: for reordered ones
   int64_t timeout_ns = 30'000'000'000;  // of one operation, from its barrier on
   int64_t silence_ns = 5'000'000'000;   // a peer waited for that says nothing for so long is dead
   uint32_t fetch_bytes = 256 << 10;     // of one fetch, about

@@ -11,6 +11,10 @@ namespace {
 
 // Of `count` things in `parts` nearly equal stretches: where stretch `index` begins.
 uint64_t begin_of(uint64_t index, uint64_t count, uint64_t parts) { return index * count / parts; }
+// And the stretch that thing `at` belongs to: the last one that begins at or before it.
+uint64_t stretch_of(uint64_t at, uint64_t count, uint64_t parts) {
+  return ((at + 1) * parts - 1) / count;
+}
 
 }  // namespace
 
@@ -56,11 +60,7 @@ Run Layout::part(Rank source, uint32_t subgroup) const {
 }
 
 uint32_t Layout::subgroup_of(Rank source, uint32_t psn) const {
-  // The first guess is the subgroup or the one before it: begin_of rounds down.
-  const uint64_t all = chunks(source);
-  auto subgroup = static_cast<uint32_t>(uint64_t{psn} * subgroups_ / all);
-  while (begin_of(subgroup + 1, all, subgroups_) <= psn) ++subgroup;
-  return subgroup;
+  return static_cast<uint32_t>(stretch_of(psn, chunks(source), subgroups_));
 }
 
 uint64_t Layout::bytes_of(const Run& run) const {
@@ -74,22 +74,20 @@ bool Layout::holds(const Run& run) const {
          uint64_t{run.psn} + run.chunks <= chunks(run.source);
 }
 
+uint64_t Layout::chain_of(Rank rank) const {
+  return stretch_of(place_[rank], senders_.size(), chains_);
+}
+
 bool Layout::begins(Rank rank) const { return sends(rank) && previous(rank) == rank; }
 
 Rank Layout::next(Rank rank) const {
-  const uint64_t at = place_[rank] + 1;
-  for (uint64_t chain = 1; chain <= chains_; ++chain) {
-    if (begin_of(chain, senders_.size(), chains_) == at) return rank;  // the next one begins
-  }
-  return senders_[at];
+  const size_t at = place_[rank] + size_t{1};
+  return at < senders_.size() && chain_of(senders_[at]) == chain_of(rank) ? senders_[at] : rank;
 }
 
 Rank Layout::previous(Rank rank) const {
-  const uint64_t at = place_[rank];
-  for (uint64_t chain = 0; chain < chains_; ++chain) {
-    if (begin_of(chain, senders_.size(), chains_) == at) return rank;
-  }
-  return senders_[at - 1];
+  const size_t at = place_[rank];
+  return at > 0 && chain_of(senders_[at - 1]) == chain_of(rank) ? senders_[at - 1] : rank;
 }
 
 }  // namespace offcore::mcast

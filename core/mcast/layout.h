@@ -60,6 +60,7 @@ class Layout {
 
  private:
   uint32_t chunks_of(uint64_t bytes) const;
+  uint64_t chain_of(Rank rank) const;
 
   uint64_t op_;
   uint32_t chunk_bytes_;

@@ -79,6 +79,7 @@ void Endpoint::begin_next(int64_t now_ns) {
   running_->began_ns = running_->phase_ns = now_ns;
   running_->report.bytes = running_->layout->bytes();
   ring_.begin(running_->layout, running_->out);
+  if (running_->sent) ring_.offer_own();
   uint64_t state_bytes = 0;
   for (const auto& receiver : receivers_) {
     receiver->arm(running_->layout, running_->out);
@@ -150,11 +151,11 @@ Receiver::State Endpoint::received() const {
   return all;
 }
 
-// Slower than thought, but not over: since the last look, at least a sixteenth of B_link came.
+// Slower than thought, but not over: since the last look, at least a 256th of B_link came.
 bool Endpoint::still_comes(uint64_t taken, int64_t now_ns) const {
   const double came = static_cast<double>(taken - running_->looked_taken) * group_.chunk_bytes;
   const auto since_ns = static_cast<double>(now_ns - running_->looked_ns);
-  return came > 0 && came * 16 >= group_.link_bytes_s * since_ns / 1e9;
+  return came > 0 && came * 256 >= group_.link_bytes_s * since_ns / 1e9;
 }
 
 void Endpoint::run_multicast(int64_t now_ns) {
@@ -165,15 +166,18 @@ void Endpoint::run_multicast(int64_t now_ns) {
   if (!group_.multicast) return enter(Phase::recovery, now_ns);
   if (state.ended && !run.settling) {
     run.settling = true;
-    run.cutoff_ns = std::min(run.cutoff_ns, plus(now_ns, group_.settle_ns));
+    run.looked_ns = now_ns;
+    run.looked_taken = state.taken;
+    run.cutoff_ns = plus(now_ns, group_.settle_ns);
   }
   if (now_ns < run.cutoff_ns) return;
   const bool first = run.looked_ns == kNever;
-  if (!first || run.settling) ++run.report.cutoffs;
-  if (!run.settling && (first || still_comes(state.taken, now_ns))) {
+  if (!first) ++run.report.cutoffs;
+  if (first || still_comes(state.taken, now_ns)) {
     run.looked_ns = now_ns;
     run.looked_taken = state.taken;
-    run.cutoff_ns = plus(now_ns, std::max<int64_t>(group_.alpha_ns, 1));
+    const int64_t more_ns = run.settling ? group_.settle_ns : group_.alpha_ns;
+    run.cutoff_ns = plus(now_ns, std::max<int64_t>(more_ns, 1));
     return;
   }
   run.report.lost_chunks = state.missing;
@@ -246,13 +250,16 @@ std::optional<Rank> Endpoint::awaited() const {
   return {};
 }
 
-// Asks who is waited for whether it lives, and fails where it does not.
+// Asks who is waited for whether it lives, and fails where it does not. Soon at first: a message
+// that TCP has lost, with nothing behind it, is sent again after 200 ms, but at once where the
+// receiver acknowledges a later one, and the answer is one.
 void Endpoint::watch(int64_t now_ns) {
   const std::optional<Rank> rank = awaited();
   if (rank != watched_) {
     watched_ = rank;
     watched_ns_ = now_ns;
-    probe_ns_ = rank ? plus(now_ns, group_.silence_ns / 4) : kNever;
+    probe_wait_ns_ = std::min(group_.alpha_ns, group_.silence_ns) / 4 + 1;
+    probe_ns_ = rank ? plus(now_ns, probe_wait_ns_) : kNever;
   }
   if (!rank) return;
   if (const auto why = gone(*rank)) {
@@ -267,7 +274,8 @@ void Endpoint::watch(int64_t now_ns) {
         *rank);
   }
   if (now_ns < probe_ns_) return;
-  probe_ns_ = plus(now_ns, std::max<int64_t>(group_.silence_ns / 4, 1));
+  probe_wait_ns_ = std::min(2 * probe_wait_ns_, group_.silence_ns / 4 + 1);
+  probe_ns_ = plus(now_ns, probe_wait_ns_);
   send(*rank, {.kind = MessageKind::probe, .op = op_});
 }
 

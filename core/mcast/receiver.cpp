@@ -111,8 +111,9 @@ void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uin
   counters_.bytes += chunk_bytes;
   ++taken_now_;
   --missing_;
-  if (index + 1 == from.chunks) --lasts_missing_;
-  const bool last = index + 1 == from.chunks && lasts_missing_ == 0;
+  const bool closes = from.closes && index + 1 == from.chunks;
+  if (closes) --lasts_missing_;
+  const bool last = closes && lasts_missing_ == 0;
   news_ = news_ || missing_ == 0 || last || tells_all_;
 }
 
@@ -135,11 +136,24 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
                       .last_bytes = static_cast<uint32_t>(layout_->bytes_of(last)),
                       .place = out + layout_->offset(rank, part.psn)};
     bits += part.chunks;
-    ++lasts_missing_;
   }
+  close_chains();
   missing_ = bits;
   taken_.resize(bits);
   claimed_.resize(0);
+}
+
+// Roots of a chain send one after the other, so the last one's last chunk closes the chain.
+void Receiver::close_chains() {
+  Source* last = nullptr;
+  for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
+    if (!layout_->sends(rank)) continue;
+    if (sources_[rank].chunks > 0) last = &sources_[rank];
+    if (layout_->next(rank) != rank || last == nullptr) continue;
+    last->closes = true;
+    ++lasts_missing_;
+    last = nullptr;
+  }
 }
 
 void Receiver::disarm() {
@@ -159,7 +173,6 @@ Receiver::State Receiver::state() const {
 
 bool Receiver::has(const Run& run) const {
   const std::lock_guard lock(mutex_);
-  if (run.source == group_.rank) return true;
   const Source& from = sources_[run.source];
   const uint64_t first = from.bit + (run.psn - from.psn);
   const uint64_t end = first + run.chunks;

@@ -68,10 +68,10 @@ class Receiver {
   struct State {
     uint64_t missing = 0;  // chunks
     uint64_t taken = 0;    // datagrams that brought one, for this operation
-    bool ended = false;    // every root's last chunk has come
+    bool ended = false;    // every chain's last chunk has come
   };
   State state() const;
-  bool has(const Run& run) const;  // of this subgroup's part; of this rank's block always
+  bool has(const Run& run) const;  // of this subgroup's part, and not this rank's block
   // The next run of missing chunks of a source's part at or after `psn`, at most `most`; they are
   // claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
   Run claim(Rank source, uint32_t psn, uint32_t most);
@@ -86,8 +86,10 @@ class Receiver {
     uint32_t psn = 0;         // of the first chunk
     uint32_t chunks = 0;      // 0: no datagram of it is expected
     uint32_t last_bytes = 0;  // of the last chunk
+    bool closes = false;      // its last chunk is the last one of its chain here
     std::byte* place = nullptr;
   };
+  void close_chains();
   void take_one(const std::byte* datagram, const std::byte* payload, uint32_t bytes);
 
   const Group& group_;

@@ -21,7 +21,10 @@ void FetchRing::begin(std::shared_ptr<const Layout> layout, std::byte* out) {
   subgroup_ = psn_ = 0;
   asked_for_.clear();
   bytes_asked_for_ = 0;
+  // What is asked for is no longer taken from datagrams: little, until it is plain that it is lost.
+  window_bytes_ = group_.multicast ? group_.fetch_bytes : window_bytes_most();
   waiting_.clear();
+  own_offered_ = false;
   fetches_ = fetched_chunks_ = served_chunks_ = 0;
 }
 
@@ -42,9 +45,12 @@ Run FetchRing::next() {
   return {};
 }
 
+uint64_t FetchRing::window_bytes_most() const {
+  return uint64_t{group_.fetch_bytes} * group_.fetches_in_flight;
+}
+
 void FetchRing::ask(const Ask& ask) {
-  const uint64_t bytes_most = uint64_t{group_.fetch_bytes} * group_.fetches_in_flight;
-  while (bytes_asked_for_ < bytes_most && asked_for_.size() < kFetchesWaitingMax) {
+  while (bytes_asked_for_ < window_bytes_ && asked_for_.size() < kFetchesWaitingMax) {
     const Run run = next();
     if (run.chunks == 0) return;
     asked_for_.push_back(run);
@@ -71,6 +77,7 @@ bool FetchRing::arrived(const Run& run) {
   if (found == asked_for_.end()) return false;
   asked_for_.erase(found);
   bytes_asked_for_ -= layout_->bytes_of(run);
+  window_bytes_ = std::min(window_bytes_most(), window_bytes_ + layout_->bytes_of(run));
   fetched_chunks_ += run.chunks;
   receivers_[layout_->subgroup_of(run.source, run.psn)]->fetched(run);
   changed_ = changed_ ||
@@ -91,8 +98,8 @@ bool FetchRing::asked(const Run& run) {
 }
 
 bool FetchRing::has(const Run& run) const {
-  return run.source == group_.rank ||
-         receivers_[layout_->subgroup_of(run.source, run.psn)]->has(run);
+  if (run.source == group_.rank) return own_offered_;
+  return receivers_[layout_->subgroup_of(run.source, run.psn)]->has(run);
 }
 
 void FetchRing::answer(const Answer& answer) {

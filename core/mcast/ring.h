@@ -26,6 +26,9 @@ class FetchRing {
       : group_(group), receivers_(receivers) {}
 
   void begin(std::shared_ptr<const Layout> layout, std::byte* out);
+  // This rank's own block may be asked for. Not before it has been multicast: who is impatient
+  // would get twice what is on its way.
+  void offer_own() { own_offered_ = changed_ = true; }
 
   // Asks for missing chunks while few enough are on their way.
   void ask(const Ask& ask);
@@ -47,6 +50,7 @@ class FetchRing {
   bool has(const Run& run) const;
   std::span<std::byte> bytes_of(const Run& run) const;
   Run next();
+  uint64_t window_bytes_most() const;
 
   const Group& group_;
   const Receivers& receivers_;
@@ -60,8 +64,10 @@ class FetchRing {
 
   std::vector<Run> asked_for_;  // of the left neighbour
   uint64_t bytes_asked_for_ = 0;
-  std::deque<Run> waiting_;  // the right neighbour's
-  bool changed_ = false;     // something has come that may answer one of them
+  uint64_t window_bytes_ = 0;  // of them, at most; grows with what arrives
+  std::deque<Run> waiting_;    // the right neighbour's
+  bool own_offered_ = false;
+  bool changed_ = false;  // something has come that may answer one of them
   uint64_t fetches_ = 0;
   uint64_t fetched_chunks_ = 0;
   uint64_t served_chunks_ = 0;
