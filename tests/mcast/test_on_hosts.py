@@ -22,6 +22,17 @@ def test_every_byte_arrives(ipv6: bool, merged: bool) -> None:
         assert merges == merged
 
 
+def test_addresses_of_the_link_will_do() -> None:
+    only = tuple(
+        f"ip -n h{host} -6 address flush dev v0; ip -n h{host} address add fe80::{host + 1}/64 "
+        "dev v0 nodad"
+        for host in range(3)
+    )
+    done = on_hosts(3, [("all_gather", 100_000)], commands=only, options={"ipv6": True})
+    assert done.total("wrong") == 0
+    assert done.total("datagrams") == 3 * 2 * 71
+
+
 def test_chosen_chunks_that_are_lost_are_fetched() -> None:
     lost = ("0", "7", "69")  # 100,000 bytes are 70 chunks
     rules = tuple(dropping(1, f"udp length > 40 @th,96,32 {psn}") for psn in lost)

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kResendUs = 10'000;
 
-constexpr size_t kInputBytes = 64 << 10;
+constexpr size_t kInputBytes = 8 << 10;  // payloads go past it
 constexpr size_t kPartsMax = 64;
 constexpr int kReadsMax = 64;  // a turn
 constexpr int kBacklog = 4096;
