@@ -2,8 +2,9 @@
 //
 // Both move many datagrams a system call. The sender hands the kernel runs of equal datagrams as
 // one (GSO), gathered from headers and from the user's buffer without a copy of ours; the receiver
-// takes runs that the kernel has merged (GRO). Where the kernel refuses either, datagrams go one by one, and `path()` says so. Each
-// socket is one thread's at a time; counters may be read by any.
+// takes runs that the kernel has merged (GRO). Where the kernel refuses either, datagrams go one by
+// one, and gso() and gro() say so. Each socket is one thread's at a time; counters may be read by
+// any.
 #pragma once
 #include <sys/socket.h>
 
@@ -81,7 +82,8 @@ class ReceiveSocket {
   void ignore(const Address& source);
 
   // Where gro() is false: takes what has arrived, at most one ring full, without waiting, and calls
-  // back for every datagram. The caller may scribble on it until the next call. How many there were.
+  // back for every datagram. The caller may scribble on it until the next call. How many there
+  // were.
   template <typename Each>
   size_t receive(Each&& each) {
     const size_t count = take();

@@ -33,7 +33,7 @@ bool again(int error) { return error == EAGAIN || error == EINTR; }
 Stream::Stream(Descriptor socket) : socket_(std::move(socket)), input_(kInputBytes) {
   const int on = 1;
   setsockopt(fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  // A lone lost segment is sent again after 200 ms otherwise. Older kernels cannot; it is only slow.
+  // A lone lost segment is sent again after 200 ms otherwise, as it still is by older kernels.
   setsockopt(fd(), IPPROTO_TCP, TCP_RTO_MIN_US, &kResendUs, sizeof(kResendUs));
 }
 
