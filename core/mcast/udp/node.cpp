@@ -247,7 +247,9 @@ UdpNode::~UdpNode() {
     if (endpoint_ != nullptr) endpoint_->on_time(now_ns());
     stop();
   });
-  loops_.control->call([] {});  // after what was posted meanwhile
+  // After what was posted meanwhile, which may still look at what goes now.
+  for (const auto& loop : loops_.send) loop->call([] {});
+  loops_.control->call([] {});
 }
 
 // On the control thread, also from inside the endpoint's calls. Workers wait for nobody, so waiting
