@@ -134,7 +134,8 @@ class Endpoint {
   std::vector<std::string> gone_;  // why, by rank; empty: it is there
   std::vector<int64_t> heard_ns_;  // last word, by rank
   std::optional<Rank> watched_;
-  int64_t watched_ns_ = 0;  // since when
+  int64_t looked_round_ns_ = 0;  // when it was last seen to that
+  int64_t watched_ns_ = 0;       // since when
   int64_t probe_wait_ns_ = 0;
   int64_t probe_ns_ = kNever;  // when to ask next
 

@@ -272,6 +272,9 @@ void Endpoint::watch(int64_t now_ns) {
     probe_wait_ns_ = std::min(std::max(group_.alpha_ns, kAlphaMinNs), group_.silence_ns) / 4 + 1;
     probe_ns_ = rank ? plus(now_ns, probe_wait_ns_) : kNever;
   }
+  // Where this rank itself was not run for long (a machine that was stopped), nobody was asked.
+  const int64_t idle_ns = now_ns - std::exchange(looked_round_ns_, now_ns);
+  if (idle_ns > group_.silence_ns / 2) watched_ns_ = now_ns;
   if (!rank) return;
   if (const auto why = gone(*rank)) {
     return fail_with(Code::peer, cat("rank ", *rank, " is lost (", *why, "): ", state_text()),
