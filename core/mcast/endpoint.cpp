@@ -163,7 +163,7 @@ bool Endpoint::on_running(Rank from, const Message& message) {
     case MessageKind::fetch:
       return from == right() && !running_->final_heard && ring_.asked(run_of(message));
     case MessageKind::reply:
-      return from == left() && ring_.arrived(run_of(message));
+      return from == left() && ring_.arrived(run_of(message), message.payload_bytes);
     case MessageKind::final:
       if (from != right()) return false;
       running_->final_heard = true;

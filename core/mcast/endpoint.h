@@ -53,8 +53,8 @@ class Endpoint {
 
   // Any thread.
   const Group& group() const { return group_; }
-  std::shared_ptr<Operation> submit(
-      Request request);  // throws what ended the communicator; invalid
+  // Throws invalid, and what ended the communicator.
+  std::shared_ptr<Operation> submit(Request request);
   Receiver& receiver(uint32_t subgroup) { return *receivers_[subgroup]; }
   Counters counters() const;
   void close();                            // soon; operations that have not ended fail as cancelled
@@ -93,6 +93,7 @@ class Endpoint {
 
   // What happened is noted; these draw the conclusions.
   void progress(int64_t now_ns);
+  void advance(int64_t now_ns);
   void begin_next(int64_t now_ns);
   bool run_barrier(int64_t now_ns);
   void run_multicast(int64_t now_ns);
@@ -104,7 +105,6 @@ class Endpoint {
   Receiver::State received() const;  // by all receivers
   void finish(int64_t now_ns);
 
-  void on_barrier(Rank from, const Message& message);
   bool on_running(Rank from, const Message& message);  // false: refused
   void on_abort(Rank from, const Message& message);
 
@@ -134,7 +134,8 @@ class Endpoint {
   std::vector<std::string> gone_;  // why, by rank; empty: it is there
   std::vector<int64_t> heard_ns_;  // last word, by rank
   std::optional<Rank> watched_;
-  int64_t watched_ns_ = 0;  // since when
+  int64_t looked_round_ns_ = 0;  // when it was last seen to that
+  int64_t watched_ns_ = 0;       // since when
   int64_t probe_wait_ns_ = 0;
   int64_t probe_ns_ = kNever;  // when to ask next
 

@@ -1,12 +1,15 @@
 // How an operation goes from phase to phase. Each function may be called at any time: it looks at
 // what has been noted and does what follows from it.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "core/mcast/endpoint.h"
 
 namespace offcore::mcast {
 namespace {
+
+constexpr int64_t kAlphaMinNs = 1'000'000;  // as far as questions go that are asked too soon
 
 const char* name_of(Kind kind) { return kind == Kind::broadcast ? "broadcast" : "all-gather"; }
 
@@ -36,6 +39,14 @@ void add(Report& sum, const Report& report) {
 }  // namespace
 
 void Endpoint::progress(int64_t now_ns) {
+  try {
+    advance(now_ns);
+  } catch (const std::bad_alloc&) {  // bitmaps grow with the buffer
+    fail_with(Code::memory, cat("out of memory in operation ", op_), group_.rank);
+  }
+}
+
+void Endpoint::advance(int64_t now_ns) {
   while (!closed_) {
     if (!running_) begin_next(now_ns);
     if (!running_) return;
@@ -258,9 +269,12 @@ void Endpoint::watch(int64_t now_ns) {
   if (rank != watched_) {
     watched_ = rank;
     watched_ns_ = now_ns;
-    probe_wait_ns_ = std::min(group_.alpha_ns, group_.silence_ns) / 4 + 1;
+    probe_wait_ns_ = std::min(std::max(group_.alpha_ns, kAlphaMinNs), group_.silence_ns) / 4 + 1;
     probe_ns_ = rank ? plus(now_ns, probe_wait_ns_) : kNever;
   }
+  // Where this rank itself was not run for long (a machine that was stopped), nobody was asked.
+  const int64_t idle_ns = now_ns - std::exchange(looked_round_ns_, now_ns);
+  if (idle_ns > group_.silence_ns / 2) watched_ns_ = now_ns;
   if (!rank) return;
   if (const auto why = gone(*rank)) {
     return fail_with(Code::peer, cat("rank ", *rank, " is lost (", *why, "): ", state_text()),

@@ -71,10 +71,10 @@ std::span<std::byte> FetchRing::place_of(const Run& run, uint64_t bytes) const {
   return {};
 }
 
-bool FetchRing::arrived(const Run& run) {
+bool FetchRing::arrived(const Run& run, uint64_t bytes) {
   const auto found =
       std::ranges::find_if(asked_for_, [&](const Run& mine) { return same(mine, run); });
-  if (found == asked_for_.end()) return false;
+  if (found == asked_for_.end() || layout_->bytes_of(run) != bytes) return false;
   asked_for_.erase(found);
   bytes_asked_for_ -= layout_->bytes_of(run);
   window_bytes_ = std::min(window_bytes_most(), window_bytes_ + layout_->bytes_of(run));

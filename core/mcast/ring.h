@@ -34,7 +34,7 @@ class FetchRing {
   void ask(const Ask& ask);
   // Where the bytes of a run that was asked for go; empty: it was not.
   std::span<std::byte> place_of(const Run& run, uint64_t bytes) const;
-  bool arrived(const Run& run);  // the bytes are there; false: it was not asked for
+  bool arrived(const Run& run, uint64_t bytes);  // are there; false: it was not asked for
 
   // The right neighbour asks. False: for what no rank would ask.
   bool asked(const Run& run);

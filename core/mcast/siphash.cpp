@@ -8,7 +8,7 @@ namespace {
 
 uint64_t load_little(const std::byte* from, size_t bytes) {
   uint64_t word = 0;
-  std::memcpy(&word, from, bytes);
+  if (bytes > 0) std::memcpy(&word, from, bytes);  // nothing may be at nowhere
   return word;
 }
 

@@ -167,7 +167,7 @@ class Communicator:
         loops = _core.McastLoops.start(
             _workers(receive_workers, min(subgroups, _cores() // 2)),
             _workers(send_workers, 1 if _cores() >= 4 else 0),
-            int(spin_us * 1e3),
+            _nanoseconds("spin_us", spin_us, 1e3),
         )
         self._node = _core.open_udp_node(options, loops)
 
@@ -175,10 +175,11 @@ class Communicator:
         group.rank, group.ranks = self._rank, self._ranks
         group.subgroups, group.chains = subgroups, chains
         group.multicast, group.sealed = multicast, sealed
-        group.timeout_ns = int(self._timeout * 1e9)
-        group.silence_ns = int(silence * 1e9)
+        group.timeout_ns = _nanoseconds("timeout", self._timeout, 1e9)
+        group.silence_ns = _nanoseconds("silence", silence, 1e9)
         group.link_bytes_s = link_gbps * 1e9 / 8
-        group.alpha_ns, group.settle_ns = int(alpha_us * 1e3), int(settle_us * 1e3)
+        group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
+        group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
         group.check()
         addresses = self._meet(met, group)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
@@ -321,6 +322,12 @@ class Communicator:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _nanoseconds(name: str, time: float, unit: float) -> int:
+    if not 0 <= time * unit <= 1e18:  # nor is NaN a time
+        raise error("invalid", f"{name} is {time}: it must be a time, and at most 30 years")
+    return int(time * unit)
 
 
 def _cores() -> int:

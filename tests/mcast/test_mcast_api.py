@@ -176,7 +176,19 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"chains": 0}, {"subgroups": 65}, {"interface": "no-such"}, {"link_gbps": 0.0}]
+    "options",
+    [
+        {"chains": 0},
+        {"subgroups": 65},
+        {"interface": "no-such"},
+        {"link_gbps": 0.0},
+        {"timeout": float("inf")},
+        {"timeout": -1.0},
+        {"silence": float("nan")},
+        {"alpha_us": 1e20},
+        {"receive_workers": -1},
+    ],
+    ids=str,
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     given = {"interface": "lo", **options}

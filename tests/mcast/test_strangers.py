@@ -219,6 +219,22 @@ def test_a_peer_gone_mad_ends_in_bytes_or_an_error(seed: int) -> None:
         assert (outcome.reports[rank] is None) != (outcome.errors[rank] is None)
 
 
+def test_a_reply_that_is_not_what_was_asked_for_is_dropped() -> None:
+    fabric = _core.McastFabric([group_of(2)], faults_of())
+    fabric.drop(1, 0, 3)
+    fabric.cut({0}, 40_000, SECOND // 20, True)  # the real reply is late
+    started = Started(fabric, broadcast(2, 950), 2)
+    fabric.run_until(SECOND // 40)
+    assert fabric.counters(1)["refused_messages"] == 0
+    for psn, chunks, nbytes in [(3, 1, 0), (3, 1, 99), (3, 2, 200), (4, 1, 100), (9, 1, 50)]:
+        reply = struct.pack(">HBBIQIIIIQQ", 0x4F43, 1, 4, 0, 1, 0, psn, chunks, 0, 0, nbytes)
+        assert fabric.inject_message(1, 0, reply)
+    assert fabric.counters(1)["refused_messages"] == 5
+    assert not started.ended(1)
+    assert fabric.run_until(SECOND)
+    started.outcome().check_all_right()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offcore import mcast_torch
+from offcore import mcast, mcast_torch
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -82,6 +82,15 @@ def groups(rank: int, ranks: int) -> None:
     assert single.communicator.counters["datagrams"] == 0
 
 
+def communicators_of_groups(rank: int, ranks: int) -> None:
+    for group in (None, dist.new_group(backend="gloo")):
+        with mcast.Communicator(group, interface="lo") as comm:
+            assert (comm.rank, comm.ranks) == (rank, ranks)
+            tensor = torch.full((9, 7), rank, dtype=torch.bfloat16)
+            assert comm.broadcast(tensor, root=1).wait().op == "broadcast"
+            assert (tensor == 1).all()
+
+
 def main() -> None:
     rank, ranks, port = map(int, sys.argv[1:])
     mcast_torch.configure(interface="lo")
@@ -95,6 +104,7 @@ def main() -> None:
     own_collectives(rank, ranks)
     handed_to_gloo(rank, ranks)
     groups(rank, ranks)
+    communicators_of_groups(rank, ranks)
     dist.barrier()
     dist.destroy_process_group()
     print("done")

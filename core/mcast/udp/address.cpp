@@ -84,12 +84,25 @@ uint16_t Address::port() const {
 std::string Address::host() const {
   char text[NI_MAXHOST] = "";
   getnameinfo(raw(), bytes, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
-  return text;
+  const std::string host = text;
+  return host.substr(0, host.find('%'));
 }
 
 bool Address::multicast() const {
   if (family() == AF_INET6) return IN6_IS_ADDR_MULTICAST(&v6(storage).sin6_addr);
   return family() == AF_INET && IN_MULTICAST(ntohl(v4(storage).sin_addr.s_addr));
+}
+
+bool Address::link_local() const {
+  return family() == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6(storage).sin6_addr);
+}
+
+Address Address::scoped_to(const Interface& interface) const {
+  Address address = *this;
+  if (link_local() || (family() == AF_INET6 && multicast())) {
+    v6(address.storage).sin6_scope_id = interface.index;
+  }
+  return address;
 }
 
 Address Address::with_port(uint16_t port) const {
@@ -142,11 +155,11 @@ Interface find_interface(const std::string& name_or_address, int family) {
       fail(Code::invalid, "interface ", at->ifa_name, " is down or takes no multicast");
     }
     if (!named && !(name_or_address.empty() && able)) continue;
-    // A named one is taken at once; of the others the first that is no loopback.
-    if (found.name.empty() || (found.loopback && !loopback)) {
-      found = {.name = at->ifa_name, .loopback = loopback, .address = address.with_port(0)};
-    }
-    if (named) break;
+    // No loopback unless it is named, and of one interface an address that is not of its link only.
+    const bool better = found.name.empty() || (found.loopback && !loopback && !named) ||
+                        (found.name == at->ifa_name && found.address.link_local());
+    if (!better) continue;
+    found = {.name = at->ifa_name, .loopback = loopback, .address = address.with_port(0)};
   }
   if (found.name.empty()) {
     fail(Code::invalid, "no interface ", name_or_address.empty() ? "" : cat(name_or_address, " "),

@@ -9,22 +9,27 @@
 
 namespace offcore::mcast {
 
+struct Interface;
+
 // An address and a port, as the kernel wants them.
 struct Address {
   sockaddr_storage storage{};
   socklen_t bytes = 0;
 
-  // `host` is a number ("10.0.0.1", "fd00::1", "fe80::1%eth0"), never a name to be looked up.
+  // `host` is a number ("10.0.0.1", "fd00::1"), never a name to be looked up.
   static Address of(const std::string& host, uint16_t port);
   static Address bound_to(int fd);  // where a socket is bound
 
   int family() const { return storage.ss_family; }
   uint16_t port() const;
-  std::string host() const;
+  std::string host() const;  // without a scope, which means something on one host only
   bool multicast() const;
+  bool link_local() const;  // IPv6
   // The same host and scope, with a port; the n-th multicast group after this one.
   Address with_port(uint16_t port) const;
   Address next_group(uint32_t n) const;
+  // Addresses and groups of one link (IPv6) need to be told which link.
+  Address scoped_to(const Interface& interface) const;
   std::string text() const;  // "10.0.0.1:4000", "[fd00::1]:4000"
   const sockaddr* raw() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };

@@ -41,8 +41,8 @@ void Intake::turn() {
     for (int i = 0; i < kRunsMax && take_scattered(batch); ++i) continue;
     return;
   }
-  const auto each = [&](std::span<std::byte> run, uint32_t segment_bytes) {
-    take(batch, run, segment_bytes);
+  const auto each = [&](std::span<std::byte> datagram) {
+    take(batch, datagram, static_cast<uint32_t>(datagram.size()));
   };
   for (int i = 0; i < kTakesMax && socket_.receive(each) > 0; ++i) continue;
 }

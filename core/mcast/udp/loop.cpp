@@ -136,12 +136,13 @@ void Loop::remind(const void* who, int64_t at_ns, Call call) {
 void Loop::run() {
   while (true) {
     const bool worked = run_posted();
-    run_reminders();
     if (ending_ && !worked) {
       const std::scoped_lock lock(mutex_);
       if (posted_.empty()) return;
     }
     wait();
+    // After the sockets: what has come may make it needless.
+    run_reminders();
   }
 }
 
@@ -156,8 +157,10 @@ bool Loop::run_posted() {
   return !calls.empty();
 }
 
+// Those that are due now: one that sets itself anew at once must not keep sockets waiting.
 void Loop::run_reminders() {
-  while (next_ns() <= now_ns()) {
+  const int64_t now = now_ns();
+  for (size_t left = times_.size(); left > 0 && next_ns() <= now; --left) {
     const auto first = times_.begin();
     const auto found = reminders_.find(first->second);
     const Call call = std::move(found->second.call);

@@ -32,7 +32,6 @@ constexpr size_t kRunBytesMax = 65'000;  // below the largest IP packet with all
 constexpr size_t kRunsMax = 8;           // a system call
 constexpr size_t kDatagramsMax = 64;     // a system call
 constexpr size_t kSlotsMax = 256;
-constexpr uint32_t kMergedBytes = 65536;  // the most that GRO makes
 
 void set(int fd, int level, int name, int value, std::string_view what) {
   if (setsockopt(fd, level, name, &value, sizeof(value)) != 0) {
@@ -66,14 +65,6 @@ Descriptor open_udp(const Interface& interface, const Address& group) {
   Descriptor opened(socket(group.family(), SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!opened) fail_errno(Code::driver, "cannot open a UDP socket");
   return opened;
-}
-
-// Groups of one link need to be told which.
-Address scoped(Address group, const Interface& interface) {
-  if (group.family() == AF_INET6) {
-    reinterpret_cast<sockaddr_in6&>(group.storage).sin6_scope_id = interface.index;
-  }
-  return group;
 }
 
 bool no_room(int error) { return error == EAGAIN || error == EINTR || error == ENOBUFS; }
@@ -116,7 +107,7 @@ SendSocket::SendSocket(const Interface& interface, const Address& group, const S
   if (bind(fd, interface.address.raw(), interface.address.bytes) != 0) {
     fail_errno(Code::driver, cat("cannot send from ", interface.address.host()));
   }
-  const Address to = scoped(group, interface);
+  const Address to = group.scoped_to(interface);
   if (connect(fd, to.raw(), to.bytes) != 0) {
     fail_errno(Code::driver, cat("no route from ", interface.name, " to group ", group.host()));
   }
@@ -224,7 +215,7 @@ ReceiveSocket::ReceiveSocket(const Interface& interface, const Address& group,
     : socket_(open_udp(interface, group)) {
   const int fd = socket_.get();
   set(fd, SOL_SOCKET, SO_REUSEADDR, 1, "sharing of its port");
-  const Address at = scoped(group, interface);
+  const Address at = group.scoped_to(interface);
   if (bind(fd, at.raw(), at.bytes) != 0) {
     fail_errno(Code::driver, cat("cannot receive at ", group.text()));
   }
@@ -245,19 +236,20 @@ ReceiveSocket::ReceiveSocket(const Interface& interface, const Address& group,
   gro_ = options.gro && setsockopt(fd, IPPROTO_UDP, UDP_GRO, &on, sizeof(on)) == 0;
   buffer_bytes_ = grow_buffer(fd, SO_RCVBUF, SO_RCVBUFFORCE, options.buffer_bytes);
 
-  // One byte more than expected tells a longer datagram; 64 is for the copies' sake.
-  slot_bytes_ = gro_ ? kMergedBytes : (options.datagram_bytes + 1 + 63) / 64 * 64;
+  if (!gro_) make_ring(options);
+}
+
+// One byte more than expected tells a longer datagram; 64 is for the copies' sake.
+void ReceiveSocket::make_ring(const ReceiveOptions& options) {
+  slot_bytes_ = (options.datagram_bytes + 1 + 63) / 64 * 64;
   const size_t slots = std::clamp<size_t>(options.ring_bytes / slot_bytes_, 1, kSlotsMax);
-  const size_t control_bytes = CMSG_SPACE(sizeof(int));
   ring_.resize(slots * slot_bytes_);
-  controls_.resize(slots * control_bytes);
-  bursts_.resize(slots);
-  for (size_t i = 0; i < slots; ++i) parts_.push_back({&ring_[i * slot_bytes_], slot_bytes_});
+  taken_.resize(slots);
   messages_.resize(slots);
+  for (size_t i = 0; i < slots; ++i) parts_.push_back({&ring_[i * slot_bytes_], slot_bytes_});
   for (size_t i = 0; i < slots; ++i) {
     messages_[i].msg_hdr.msg_iov = &parts_[i];
     messages_[i].msg_hdr.msg_iovlen = 1;
-    messages_[i].msg_hdr.msg_control = &controls_[i * control_bytes];
   }
 }
 
@@ -316,13 +308,12 @@ ReceiveSocket::Run ReceiveSocket::receive_run(std::span<iovec> parts) {
 }
 
 void ReceiveSocket::count(size_t bytes, uint32_t segment_bytes) {
-  counters_.bursts.add(1);
+  counters_.runs.add(1);
   counters_.bytes.add(bytes);
   counters_.datagrams.add((bytes + segment_bytes - 1) / segment_bytes);
 }
 
 size_t ReceiveSocket::take() {
-  for (mmsghdr& message : messages_) message.msg_hdr.msg_controllen = CMSG_SPACE(sizeof(int));
   const int got = recvmmsg(fd(), messages_.data(), static_cast<unsigned>(messages_.size()),
                            MSG_DONTWAIT, nullptr);
   counters_.calls.add(1);
@@ -330,19 +321,17 @@ size_t ReceiveSocket::take() {
     if (no_room(errno) || errno == ECONNREFUSED) return 0;
     fail_errno(Code::driver, "cannot receive multicast");
   }
-  size_t bursts = 0;
+  size_t taken = 0;
   for (size_t i = 0; i < static_cast<size_t>(got); ++i) {
-    msghdr& message = messages_[i].msg_hdr;
     const size_t bytes = messages_[i].msg_len;
-    if ((message.msg_flags & MSG_TRUNC) != 0 || bytes == slot_bytes_) {
+    if ((messages_[i].msg_hdr.msg_flags & MSG_TRUNC) != 0 || bytes == slot_bytes_) {
       counters_.cut.add(1);
-      continue;
+    } else if (bytes > 0) {
+      taken_[taken++] = {ring_.data() + i * slot_bytes_, bytes};
+      count(bytes, static_cast<uint32_t>(bytes));
     }
-    if (bytes == 0) continue;
-    bursts_[bursts] = {{ring_.data() + i * slot_bytes_, bytes}, segment_of(message, bytes)};
-    count(bytes, bursts_[bursts++].segment_bytes);
   }
-  return bursts;
+  return taken;
 }
 
 uint64_t ReceiveSocket::dropped() const {

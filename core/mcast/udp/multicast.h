@@ -2,9 +2,9 @@
 //
 // Both move many datagrams a system call. The sender hands the kernel runs of equal datagrams as
 // one (GSO), gathered from headers and from the user's buffer without a copy of ours; the receiver
-// takes runs that the kernel has merged (GRO) into a ring of staging buffers that stays in the
-// cache. Where the kernel refuses either, datagrams go one by one, and `path()` says so. Each
-// socket is one thread's at a time; counters may be read by any.
+// takes runs that the kernel has merged (GRO). Where the kernel refuses either, datagrams go one by
+// one, and gso() and gro() say so. Each socket is one thread's at a time; counters may be read by
+// any.
 #pragma once
 #include <sys/socket.h>
 
@@ -69,7 +69,7 @@ class SendSocket {
 struct ReceiveOptions {
   bool gro = true;
   uint32_t buffer_bytes = 4 << 20;  // the kernel's, before datagrams are dropped
-  uint32_t ring_bytes = 1 << 20;    // of staging buffers
+  uint32_t ring_bytes = 1 << 20;    // of staging buffers, where there is no GRO
   uint32_t datagram_bytes = 65507;  // the largest that is expected: longer ones are cut and counted
 };
 
@@ -81,19 +81,19 @@ class ReceiveSocket {
   // one call.
   void ignore(const Address& source);
 
-  // Takes what has arrived, at most one ring full, without waiting. Calls back for every run of
-  // datagrams that the kernel merged: their bytes one after the other, and the bytes of each, of
-  // which only the last may have fewer. The caller may scribble on
-  // them until the next call. How many runs there were.
+  // Where gro() is false: takes what has arrived, at most one ring full, without waiting, and calls
+  // back for every datagram. The caller may scribble on it until the next call. How many there
+  // were.
   template <typename Each>
   size_t receive(Each&& each) {
     const size_t count = take();
-    for (size_t i = 0; i < count; ++i) each(bursts_[i].bytes, bursts_[i].segment_bytes);
+    for (size_t i = 0; i < count; ++i) each(taken_[i]);
     return count;
   }
 
-  // One run, scattered over these parts, which hold the longest; 0 bytes: none. `more`: there may
-  // be another all the same.
+  // One run of datagrams, scattered over these parts, which hold the longest: each has
+  // segment_bytes, only the last one may have fewer. 0 bytes: none, or one that does not count, and
+  // then there may be `more`.
   struct Run {
     size_t bytes = 0;
     uint32_t segment_bytes = 0;
@@ -108,16 +108,13 @@ class ReceiveSocket {
 
   struct Counters {
     Tally datagrams, bytes, calls;
-    Tally bursts;  // what the kernel handed over; fewer than datagrams where it merged
-    Tally cut;     // longer than a staging buffer
+    Tally runs;  // what the kernel handed over; fewer than datagrams where it merged
+    Tally cut;   // longer than a staging buffer
   };
   const Counters& counters() const { return counters_; }
 
  private:
-  struct Burst {
-    std::span<std::byte> bytes;
-    uint32_t segment_bytes = 0;
-  };
+  void make_ring(const ReceiveOptions& options);
   size_t take();
   void count(size_t bytes, uint32_t segment_bytes);
 
@@ -129,7 +126,7 @@ class ReceiveSocket {
   std::vector<std::byte> controls_;
   std::vector<iovec> parts_;
   std::vector<mmsghdr> messages_;
-  std::vector<Burst> bursts_;
+  std::vector<std::span<std::byte>> taken_;
   Counters counters_;
 };
 

@@ -96,7 +96,10 @@ class UdpNode final : public Node, Transport, Ears {
   std::string address() const override { return card_.text(); }
   void start(const Group& group, const std::vector<std::string>& addresses,
              const Deadline& deadline) override;
-  Endpoint& endpoint() override { return *endpoint_; }
+  Endpoint& endpoint() override {
+    if (endpoint_ == nullptr) fail(Code::invalid, "the node has not been started: call start");
+    return *endpoint_;
+  }
   std::vector<std::pair<std::string, uint64_t>> counters() const override;
 
  private:
@@ -124,6 +127,7 @@ class UdpNode final : public Node, Transport, Ears {
   void open_subgroups(const Group& group, bool loop);
   void look();
   void look_later();
+  void receive(uint32_t subgroup);
   void on_credits();
   void answer(const std::byte* head);
   Loop& receive_loop(uint32_t subgroup) const;
@@ -142,6 +146,7 @@ class UdpNode final : public Node, Transport, Ears {
   std::vector<std::unique_ptr<Caster>> casters_;
   std::unique_ptr<Endpoint> endpoint_;
   uint32_t window_bytes_ = UINT32_MAX;
+  std::atomic<uint64_t> receive_failures_{0};
   std::atomic<bool> woken_{false};
   bool stopped_ = false;
 };
@@ -172,6 +177,7 @@ UdpNode::UdpNode(const UdpOptions& options, Loops loops)
 
 void UdpNode::start(const Group& group, const std::vector<std::string>& addresses,
                     const Deadline&) {
+  if (endpoint_ != nullptr) fail(Code::invalid, "the node has been started already");
   if (addresses.size() != group.ranks || group.rank >= group.ranks) {
     fail(Code::invalid, addresses.size(), " addresses for rank ", group.rank, " of ", group.ranks);
   }
@@ -183,7 +189,7 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   bool loop = false;
   for (Rank rank = 0; rank < group.ranks; ++rank) {
     const Card card = Card::parse(addresses[rank]);
-    peers.push_back(Address::of(card.host, card.port));
+    peers.push_back(Address::of(card.host, card.port).scoped_to(interface_));
     credit_addresses_.push_back(peers.back().with_port(card.credit_port));
     window_bytes_ = std::min(window_bytes_, card.buffer_bytes);
     loop = loop || (rank != group.rank && card.place == card_.place);
@@ -202,7 +208,7 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     receive_loop(subgroup).call([&] {
       receive_loop(subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN,
-                                   [this, subgroup] { intakes_[subgroup]->turn(); });
+                                   [this, subgroup] { receive(subgroup); });
     });
   }
   wake();
@@ -241,7 +247,9 @@ UdpNode::~UdpNode() {
     if (endpoint_ != nullptr) endpoint_->on_time(now_ns());
     stop();
   });
-  loops_.control->call([] {});  // after what was posted meanwhile
+  // After what was posted meanwhile, which may still look at what goes now.
+  for (const auto& loop : loops_.send) loop->call([] {});
+  loops_.control->call([] {});
 }
 
 // On the control thread, also from inside the endpoint's calls. Workers wait for nobody, so waiting
@@ -256,6 +264,16 @@ void UdpNode::stop() {
   for (const auto& caster : casters_) caster->stop();
   peers_->stop();
   loops_.control->remind(this, INT64_MAX, nullptr);
+}
+
+// Where the socket fails nothing more comes from it, and the ring brings everything.
+void UdpNode::receive(uint32_t subgroup) {
+  try {
+    intakes_[subgroup]->turn();
+  } catch (const Error&) {
+    receive_loop(subgroup).unwatch(sockets_[subgroup]->fd());
+    receive_failures_ += 1;
+  }
 }
 
 void UdpNode::wake() {
@@ -332,7 +350,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
     received += counted.datagrams;
     received_bytes += counted.bytes;
     receive_calls += counted.calls;
-    runs += counted.bursts;
+    runs += counted.runs;
     dropped += socket->dropped();
     gro += socket->gro();
     buffer_bytes += socket->buffer_bytes();
@@ -351,6 +369,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
           {"udp_received_bytes", received_bytes},
           {"udp_receive_calls", receive_calls},
           {"udp_receive_runs", runs},
+          {"udp_receive_failures", receive_failures_},
           {"udp_receive_placed", placed},
           {"udp_receive_dropped", dropped},
           {"udp_gro_sockets", gro},

@@ -26,7 +26,8 @@ struct UdpOptions {
   int namespace_fd = -1;            // network namespace of the sockets; -1: the caller's
 };
 
-// Whose threads a node runs on. No receive or send loops: the control loop does it.
+// Whose threads a node runs on. No receive or send loops: the control loop does it. Nodes may share
+// loops, if each is a control loop or a worker's for all of them.
 struct Loops {
   std::shared_ptr<Loop> control;
   std::vector<std::shared_ptr<Loop>> receive;  // subgroup s is received on s modulo their number

@@ -70,7 +70,11 @@ void Peers::accept() {
       }
       return;
     }
-    adopt(std::move(socket));
+    try {
+      adopt(std::move(socket));
+    } catch (const Error&) {  // no room to watch it
+      counters_.strangers.add(1);
+    }
   }
   hang_up_on_strangers();
 }

@@ -12,10 +12,16 @@
 
 #include "core/base/error.h"
 
+#ifndef TCP_RTO_MIN_US
+#define TCP_RTO_MIN_US 45
+#endif
+
 namespace offcore::mcast {
 namespace {
 
-constexpr size_t kInputBytes = 64 << 10;
+constexpr int kResendUs = 10'000;
+
+constexpr size_t kInputBytes = 8 << 10;  // payloads go past it
 constexpr size_t kPartsMax = 64;
 constexpr int kReadsMax = 64;  // a turn
 constexpr int kBacklog = 4096;
@@ -27,6 +33,8 @@ bool again(int error) { return error == EAGAIN || error == EINTR; }
 Stream::Stream(Descriptor socket) : socket_(std::move(socket)), input_(kInputBytes) {
   const int on = 1;
   setsockopt(fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  // A lone lost segment is sent again after 200 ms otherwise, as it still is by older kernels.
+  setsockopt(fd(), IPPROTO_TCP, TCP_RTO_MIN_US, &kResendUs, sizeof(kResendUs));
 }
 
 void Stream::push(const Message& message, std::span<const std::byte> data) {
