@@ -44,20 +44,25 @@ DuplicatesOption = Annotated[
 ReorderingOption = Annotated[
     float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams that others overtake.")
 ]
+TreeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="paper (12 leaf, 6 spine switches), radix:PORTS (full bandwidth), leaf:HOSTS (as "
+        "the testbed: one spine).",
+    ),
+]
+MeetingOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Real hosts: where rank 0 listens (3 ports)."),
+]
 
 
 @app.command()
 def simulate(
     op: Annotated[str, typer.Argument(metavar="OP", help=", ".join(ALGORITHMS))],
     hosts: HostsOption = 188,
-    tree: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="paper (12 leaf, 6 spine switches), radix:PORTS (full bandwidth), leaf:HOSTS (as "
-            "the testbed: one spine).",
-        ),
-    ] = "paper",
+    tree: TreeOption = "paper",
     sizes: Annotated[
         str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes: 1M:1G:4, 12M (K = 1024).")
     ] = "1M:64M:4",
@@ -278,10 +283,7 @@ def bench_command(
     timeout: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
     ] = 60.0,
-    meeting: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Real hosts: where rank 0 listens (3 ports)."),
-    ] = None,
+    meeting: MeetingOption = None,
     rank: Annotated[int, typer.Option(min=0, metavar="R", help="Real hosts: this one's.")] = 0,
     interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
     json: JsonOption = None,

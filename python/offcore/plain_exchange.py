@@ -44,6 +44,12 @@ def blocks(hosts: int, nbytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.u
     return ((ranks * 131 + places * 7 + (places >> 8) * 13 + 1) & 0xFF).astype(np.uint8)
 
 
+def _received(source: object, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    """Bytes that came from a socket into the array's start."""
+    assert isinstance(source, socket.socket)  # a selector calls it a file
+    return source.recv_into(into.data)
+
+
 def datagram_bytes(testbed: Testbed) -> int:
     """The payload of one packet of the testbed."""
     return testbed.mtu - 28
@@ -129,7 +135,8 @@ def _collect(
             host = key.data
             try:
                 while got[host] < nbytes:
-                    size = key.fileobj.recv_into(outputs[host, root, got[host] :].data)  # type: ignore[union-attr]
+                    rest = outputs[host, root, got[host] :]
+                    size = _received(key.fileobj, rest)
                     got[host] += size
                     missing -= size
             except BlockingIOError:
@@ -215,7 +222,7 @@ def _turn(
                 host = key.data
                 first = place(host - 1, got[host])
                 end = first + nbytes - got[host] % nbytes
-                got[host] += key.fileobj.recv_into(flat[host, first:end].data)  # type: ignore[union-attr]
+                got[host] += _received(key.fileobj, flat[host, first:end])
                 if got[host] == total:
                     selector.unregister(key.fileobj)
                 push(host)

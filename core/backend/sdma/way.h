@@ -72,7 +72,8 @@ class Way {
   virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
 
   virtual bool has_rings() const { return false; }
-  // The ring of a queue of a group's (a lane's, or a prelaunched program's), whose only producer is the caller.
+  // The ring of a queue of a group's (a lane's, or a prelaunched program's); its only producer
+  // is the caller.
   virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue);
   // Ends that ring, whatever it holds; the next one is new.
   virtual void drop_ring(uint32_t, Rank, uint16_t) {}

@@ -1,4 +1,5 @@
-// The runtime's C entry points, as core/backend/sdma/hsa.h declares them, and what only this one has.
+// The runtime's C entry points, as core/backend/sdma/hsa.h declares them, and what only this one
+// has.
 #include <chrono>
 #include <cstring>
 
