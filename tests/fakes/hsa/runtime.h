@@ -2,8 +2,8 @@
 // engines (core/backend/sdma/engine.h), which one thread runs in turn.
 //
 // It keeps the runtime's rules and is strict where they leave room: engines reach an allocation
-// only once all agents were allowed to, pinned memory lies at another address for them, a descriptor's
-// reserved bytes are 0, a batch's signal begins as the number of its copies.
+// only once all agents were allowed to, pinned memory lies at another address for them,
+// a descriptor's reserved bytes are 0, a batch's signal begins as the number of its copies.
 #pragma once
 #include <atomic>
 #include <condition_variable>
