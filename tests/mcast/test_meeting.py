@@ -116,7 +116,7 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
         (7, 0, 2),
         (Store(), 3, 3),
     ],
-    ids=str,
+    ids=["no port", "an empty port", "a port too large", "no such rank", "no place", "no rank 3"],
 )
 def test_places_that_are_none_are_refused(place: Any, rank: int, ranks: int) -> None:
     with pytest.raises(offcore.Error) as caught:

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "core/base/error.h"
 
@@ -199,10 +200,8 @@ Status Machine::batch(const CopyOp* ops, uint32_t count) {
 }
 
 void Machine::start() {
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { serve(); });
-    thread_.detach();
-  }
+  if (!serving_) std::thread([this] { serve(); }).detach();  // it lives as long as the process
+  serving_ = true;
   work_.notify_one();
 }
 

@@ -13,7 +13,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/backend/sdma/engine.h"
@@ -111,7 +110,7 @@ class Machine {
   std::vector<std::unique_ptr<UserQueue>> queues_;
   std::vector<CopyOp> copies_;  // in no order
   uint64_t draws_ = 0;
-  std::thread thread_;
+  bool serving_ = false;
 };
 
 }  // namespace fakehsa
