@@ -16,12 +16,17 @@ from hypothesis import HealthCheck, settings
 TESTS = Path(__file__).parent
 LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 
-# What a sanitizer's build need not run, by the first folder of a test's path: what does not touch
-# the core, what loads the stand-in driver (which is built without a sanitizer), and under the
-# thread sanitizer also what starts no thread.
+# What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
+# the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
+# the network's, and under the thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
-    "asan": {"cli", "tidy", "examples", "cuda", "fakes"},
-    "tsan": {"cli", "tidy", "examples", "cuda", "fakes", "golden", "ir", "plan", "property", "sim"},
+    "asan": {"cli", "tidy", "examples", "cuda", "fakes", "test_mcast_bench.py", "test_testbed.py"},
+}
+NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
+# What takes minutes there and is left to --long.
+LONG_SANITIZED = {
+    "asan": {"model", "test_fat_tree.py", "test_kv_script.py", "test_possible.py"},
+    "tsan": {"conformance", "faults", "test_fat_tree.py", "test_kv_script.py"},
 }
 
 _shared = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -50,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if sanitizer := config.getoption("--sanitized"):
-        folders = NOT_SANITIZED[sanitizer]
-        if sanitizer == "tsan" and not config.getoption("--long"):
-            folders = folders | {"conformance", "faults"}  # minutes, under that sanitizer
+        places = NOT_SANITIZED[sanitizer]
+        if not config.getoption("--long"):
+            places = places | LONG_SANITIZED[sanitizer]
         skipped = [
             item
             for item in items
-            if item.path.relative_to(TESTS).parts[0] in folders or "cuda" in item.nodeid
+            if places & set(item.path.relative_to(TESTS).parts) or "cuda" in item.nodeid
         ]
         config.hook.pytest_deselected(items=skipped)
         items[:] = [item for item in items if item not in set(skipped)]

@@ -27,7 +27,8 @@ Fabric::Station& Fabric::station(Rank rank, size_t communicator) const {
 }
 
 Fabric::~Fabric() {
-  stations_.clear();  // which say goodbye: the rest must still be there
+  for (const auto& one : stations_) one->dead = true;  // nobody is left to say goodbye to
+  stations_.clear();
 }
 
 // Uniform in [0, 1): splitmix64.
