@@ -214,6 +214,8 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.timestamps_ns = timestamps_ns;
+  report.native = native;
+  report.way = way;
   report.phases.control_ns = static_cast<double>(control_ns);  // the engines show nothing else
   return report;
 }

@@ -45,6 +45,8 @@ struct Flight {
   std::vector<std::shared_ptr<void>> kept;                // pinned memory, words
   std::vector<std::vector<std::unique_ptr<Task>>> parts;  // of each rank
   uint32_t parts_left = 0;
+  std::string_view way;         // that it takes (way.h)
+  bool native = true;           // false: its swaps are copies
   std::byte* stamps = nullptr;  // of the engines, kTimestampAlign apart; null without rings
   std::vector<int64_t> timestamps_ns;
   std::vector<Rank> stamped_by;  // whose engine a timestamp is; kHostRank: it is in ns already

@@ -18,13 +18,13 @@ constexpr uint32_t kRingBytes = 64 << 10;
 // A queue of the runtime's and the ring in it.
 class UserQueue {
  public:
-  UserQueue(hsa::Agent agent, uint32_t engine, std::atomic<hsa::Status>& failed) {
+  UserQueue(const hsa::Gpu& gpu, uint32_t engine, std::atomic<hsa::Status>& failed) {
     const hsa::Runtime& runtime = hsa::Runtime::get();
     hsa::QueueDescriptor wanted{.queue_size_bytes = kRingBytes,
                                 .callback = note_failure,
                                 .callback_data = &failed,
                                 .sdma_engine_id = engine};
-    hsa::check(runtime.hsa_amd_queue_create(agent, &wanted, 1),
+    hsa::check(runtime.hsa_amd_queue_create(gpu.agent, &wanted, 1),
                cat("cannot create a queue on SDMA engine ", engine));
     queue_ = wanted.queue;
     try {
@@ -57,6 +57,14 @@ class UserQueue {
   std::optional<Ring> ring_;
 };
 
+// Queues beyond the engines of their kind share them.
+uint32_t engine_of(const hsa::Gpu& gpu, uint16_t queue, bool host) {
+  const bool front = host || gpu.engines_peer == 0;
+  const uint32_t count = front ? gpu.engines_host : gpu.engines_peer;
+  if (count == 0) return hsa::kAnyEngine;
+  return (front ? 0 : gpu.engines_host) + queue % count;
+}
+
 class HsaTicket final : public Ticket {
  public:
   explicit HsaTicket(size_t copies) {
@@ -76,11 +84,7 @@ class HsaTicket final : public Ticket {
 
 class HsaWay final : public Way {
  public:
-  HsaWay(const Machine& machine, Rank ranks)
-      : runtime_(hsa::Runtime::get()),
-        ranks_(ranks),
-        engines_host_(machine.engines_host),
-        queues_(runtime_.gpus()[0].name.starts_with("gfx94") && runtime_.has_queues()) {
+  HsaWay(Rank ranks, bool queues) : runtime_(hsa::Runtime::get()), ranks_(ranks), queues_(queues) {
     hsa::check(runtime_.hsa_system_get_info(hsa::SystemInfo::timestamp_frequency, &frequency_),
                "the clock's frequency cannot be had");
   }
@@ -104,24 +108,19 @@ class HsaWay final : public Way {
                 data, [](void* memory) { hsa::Runtime::get().hsa_amd_memory_unlock(memory); })};
   }
 
-  // Peers' engines come behind the host's; queues beyond the engines share them.
   bool has_rings() const override { return queues_; }
-  Ring& ring(uint32_t group, Rank rank, uint16_t queue) override {
-    std::unique_ptr<UserQueue>& place = rings_[{group, rank, queue}];
+  bool swaps() const override { return runtime_.gpus()[0].has_swaps(); }
+  Ring& ring(uint32_t group, Rank rank, uint16_t queue, bool host) override {
+    std::unique_ptr<UserQueue>& place = rings_[{group, rank, queue, host}];
     if (place == nullptr) {
-      const hsa::Agent agent = runtime_.gpus()[rank].agent;
-      uint32_t engines = 0;
-      hsa::check(runtime_.hsa_agent_get_info(agent, hsa::AgentInfo::sdma_engines, &engines),
-                 "the number of SDMA engines cannot be had");
-      const uint32_t first = engines_host_ < engines ? engines_host_ : 0;
-      const uint32_t engine = first + queue % std::max(1u, engines - first);
-      place = std::make_unique<UserQueue>(agent, engine, failed_);
+      const hsa::Gpu& gpu = runtime_.gpus()[rank];
+      place = std::make_unique<UserQueue>(gpu, engine_of(gpu, queue, host), failed_);
     }
     return place->ring();
   }
 
   void drop_ring(uint32_t group, Rank rank, uint16_t queue) override {
-    rings_.erase({group, rank, queue});
+    for (const bool host : {false, true}) rings_.erase({group, rank, queue, host});
   }
 
   std::string failure() const override {
@@ -197,18 +196,32 @@ class HsaWay final : public Way {
 
   const hsa::Runtime& runtime_;
   const Rank ranks_;
-  const uint32_t engines_host_;
   const bool queues_;
   uint64_t frequency_ = 1;
   std::atomic<hsa::Status> failed_{hsa::kSuccess};
   std::shared_ptr<Ranges> own_ = std::make_shared<Ranges>();
-  std::map<std::tuple<uint32_t, Rank, uint16_t>, std::unique_ptr<UserQueue>> rings_;
+  std::map<std::tuple<uint32_t, Rank, uint16_t, bool>, std::unique_ptr<UserQueue>> rings_;
 };
 
 }  // namespace
 
-std::unique_ptr<Way> make_hsa_way(const Machine& machine, Rank ranks) {
-  return std::make_unique<HsaWay>(machine, ranks);
+// The symbol alone tells little: older drivers of the kernel refuse such queues.
+std::string why_no_queues() {
+  const hsa::Runtime& runtime = hsa::Runtime::get();
+  const hsa::Gpu& gpu = runtime.gpus()[0];
+  if (!runtime.has_queues()) return "this HSA runtime lacks hsa_amd_queue_create";
+  if (!gpu.has_packets()) return cat("no packets of ", gpu.name, " are known");
+  try {
+    std::atomic<hsa::Status> failed{hsa::kSuccess};
+    UserQueue(gpu, engine_of(gpu, 0, false), failed);
+    return {};
+  } catch (const Error& error) {
+    return error.message();
+  }
+}
+
+std::unique_ptr<Way> make_hsa_way(Rank ranks, bool queues) {
+  return std::make_unique<HsaWay>(ranks, queues);
 }
 
 }  // namespace offcore::sdma

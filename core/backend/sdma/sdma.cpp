@@ -15,6 +15,7 @@ namespace {
 
 using namespace sdma;
 
+constexpr std::string_view kUntried = "packets and rings tested, never yet run on AMD hardware";
 constexpr uint64_t kScratchBytes = 64 << 10;  // of a queue whose swaps are not aligned
 
 // Swaps by three copies through scratch memory of the queue's own.
@@ -83,6 +84,15 @@ Extents extents_of(const Program& program) {
   return extents;
 }
 
+bool moves_host_memory(const Program& program, const Queue& queue) {
+  const auto host = [&](const Slice& slice) {
+    return program.buffers[slice.buffer].kind == Buffer::Kind::host;
+  };
+  return std::any_of(queue.commands.begin(), queue.commands.end(), [&](const Command& command) {
+    return moves_data(command.op) && (host(command.dst) || host(command.src));
+  });
+}
+
 class SdmaLoaded final : public Loaded {
  public:
   SdmaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Program> program,
@@ -141,8 +151,6 @@ class SdmaLoaded final : public Loaded {
     return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
   }
 
-  bool native() const override { return native_; }
-
  private:
   // All but the callers' queues.
   std::shared_ptr<Flight> build(const Launch& launch, uint32_t ring_group) {
@@ -154,6 +162,7 @@ class SdmaLoaded final : public Loaded {
     flight->parts_left = program_->ranks;
     flight->timestamps_ns.assign(stamped_by_.size(), -1);
     flight->ring_group = ring_group;
+    flight->way = fleet_->way().name();
     const std::lock_guard lock(fleet_->mutex());  // of the way
     if (fleet_->way().has_rings()) {
       add_ring_tasks(*flight);
@@ -245,7 +254,7 @@ class SdmaLoaded final : public Loaded {
   }
 
   void replace_swaps(Flight& flight) {
-    native_ = false;
+    flight.native = false;
     flight.program = std::make_shared<const Program>(without_swaps(*program_));
     const auto scratch = static_cast<BufferId>(program_->buffers.size());
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
@@ -268,7 +277,8 @@ class SdmaLoaded final : public Loaded {
     std::byte* word = words.data;
     for (const Stream& stream : streams_for(flight)) {
       const Queue& queue = program_->queues[stream.queue];
-      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index);
+      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index,
+                                      moves_host_memory(*program_, queue));
       word += kWordBytes;
       flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
     }
@@ -306,7 +316,6 @@ class SdmaLoaded final : public Loaded {
   std::vector<Rank> stamped_by_;
   size_t engine_queues_ = 0;
   bool has_swaps_ = false;
-  std::atomic<bool> native_{true};
   std::mutex mutex_;  // guards what follows
   std::vector<Stream> streams_;
   Addresses encoded_for_;
@@ -320,7 +329,7 @@ class SdmaBackend final : public Backend {
   SdmaBackend(const Machine& machine, Rank ranks)
       : machine_(machine),
         ranks_(ranks),
-        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(machine, ranks)))) {}
+        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(ranks)))) {}
   ~SdmaBackend() override { fleet_->stop(); }
 
   const Machine& machine() const override { return machine_; }
@@ -352,9 +361,9 @@ class SdmaBackend final : public Backend {
 
 Probe probe_sdma() {
   try {
-    return {.name = "sdma", .available = true, .reason = told_way()};
+    return {.name = "sdma", .available = true, .reason = cat(told_way(), "; ", kUntried)};
   } catch (const Error& error) {
-    return {.name = "sdma", .reason = error.message()};
+    return {.name = "sdma", .reason = cat(error.message(), "; ", kUntried)};
   }
 }
 

@@ -72,10 +72,10 @@ class Way {
   virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
 
   virtual bool has_rings() const { return false; }
-  // The ring of a queue of a group's (a lane's, or a prelaunched program's); its only producer
-  // is the caller.
-  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue);
-  // Ends that ring, whatever it holds; the next one is new.
+  // The ring of a queue of a group's (a lane's, or a prelaunched program's) whose copies are to and
+  // from the host, or between ranks; its only producer is the caller.
+  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue, bool host);
+  // Ends that queue's rings, whatever they hold; the next ones are new.
   virtual void drop_ring(uint32_t, Rank, uint16_t) {}
   // What the runtime has told of an engine that has failed; empty: nothing.
   virtual std::string failure() const { return {}; }
@@ -89,12 +89,16 @@ class Way {
 };
 
 // The best way there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
-std::unique_ptr<Way> open_way(const Machine& machine, Rank ranks);
+std::unique_ptr<Way> open_way(Rank ranks);
 
-// What open_way would find: how many GPUs, their name, the way; or throws unavailable.
+// What open_way would find: how many GPUs, their name, the way, and why none of those before it; or
+// throws unavailable.
 std::string told_way();
 
-std::unique_ptr<Way> make_hsa_way(const Machine& machine, Rank ranks);
+// Why the runtime, which is open, gives no rings; empty: it does, one has been made to see.
+std::string why_no_queues();
+
+std::unique_ptr<Way> make_hsa_way(Rank ranks, bool queues);
 std::unique_ptr<Way> make_hip_way(Rank ranks);
 
 }  // namespace offcore::sdma

@@ -66,8 +66,11 @@ Status hsa_agent_get_info(Agent agent, AgentInfo which, void* value) {
     case AgentInfo::device:
       give<uint32_t>(value, is_gpu(agent) ? kDeviceGpu : kDeviceCpu);
       return kSuccess;
-    case AgentInfo::sdma_engines:
-      give<uint32_t>(value, 16);
+    case AgentInfo::sdma_engines_host:
+      give<uint32_t>(value, fakehsa::kHostEngines);
+      return kSuccess;
+    case AgentInfo::sdma_engines_peer:
+      give<uint32_t>(value, fakehsa::kPeerEngines);
       return kSuccess;
   }
   return fakehsa::kInvalidArgument;
@@ -169,8 +172,10 @@ Status hsa_amd_memory_async_batch_copy(const CopyOp* ops, uint32_t count, uint32
   return waits != 0 ? fakehsa::kInvalidArgument : Machine::get().batch(ops, count);
 }
 
-// How often a function was called; what engines did: packets, moves, laps, queues, batched.
+// How often a function was called; what engines did: packets, moves, laps, queues, batched; how many
+// queues were made on an engine, of any GPU.
 uint64_t fakehsa_calls(const char* function) { return Machine::get().calls(function); }
 uint64_t fakehsa_done(const char* what) { return Machine::get().done(what); }
+uint64_t fakehsa_made_on(uint32_t engine) { return Machine::get().made_on(engine); }
 
 }  // extern "C"

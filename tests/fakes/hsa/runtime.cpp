@@ -15,7 +15,7 @@
 namespace fakehsa {
 namespace {
 
-constexpr uint32_t kEngines = 16;
+constexpr uint32_t kEngines = kHostEngines + kPeerEngines;
 constexpr uint64_t kPacketsATurn = 16;
 constexpr auto kEager = std::chrono::microseconds(200);
 constexpr auto kPause = std::chrono::microseconds(50);
@@ -40,7 +40,8 @@ Machine& Machine::get() {
 Machine::Machine()
     : gpus_(std::strtoull(setting("OFFCORE_FAKE_HSA_GPUS", "8").c_str(), nullptr, 10)),
       name_(setting("OFFCORE_FAKE_HSA_NAME", "gfx942")),
-      seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)) {}
+      seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)),
+      refuses_queues_(setting("OFFCORE_FAKE_HSA_NO_QUEUES", "") == "1") {}
 
 void Machine::count(const char* function) {
   const Turn lock(*this);
@@ -63,6 +64,11 @@ uint64_t Machine::done(const std::string& what) {
                              : 0;
   }
   return what == "queues" ? queues_.size() : sum;
+}
+
+uint64_t Machine::made_on(uint32_t engine) {
+  const Turn lock(*this);
+  return made_on_[engine];
 }
 
 Status Machine::allocate(uint64_t bytes, void** data) {
@@ -129,7 +135,7 @@ Status Machine::create(QueueDescriptor& wanted) {
                      zero(wanted.reserved, sizeof wanted.reserved);
   if (!valid) return kInvalidArgument;
   const bool any = wanted.sdma_engine_id == offcore::hsa::kAnyEngine;
-  if (wanted.engine_type != offcore::hsa::kEngineSdma ||
+  if (refuses_queues_ || wanted.engine_type != offcore::hsa::kEngineSdma ||
       (!any && wanted.sdma_engine_id >= kEngines)) {
     return kInvalidQueueCreation;
   }
@@ -144,10 +150,10 @@ Status Machine::create(QueueDescriptor& wanted) {
                                        .wptr = &made->wptr,
                                        .doorbell = &made->doorbell};
   made->engine = std::make_unique<offcore::sdma::Engine>(
-      ring, memory_,
-      offcore::sdma::EngineOptions{.seed = seed_ == 0 ? 0 : seed_ + queues_.size()});
+      ring, memory_, offcore::sdma::EngineOptions{.seed = seed_ == 0 ? 0 : seed_ + queues_.size()});
   wanted.queue = &made->queue;
   queues_.push_back(std::move(made));
+  ++made_on_[wanted.sdma_engine_id];
   start();
   return kOk;
 }

@@ -33,6 +33,9 @@ inline constexpr Status kInvalidAgent = 0x1004;
 inline constexpr Status kOutOfResources = 0x1008;
 inline constexpr Status kNotInitialized = 0x100B;
 
+inline constexpr uint32_t kHostEngines = 2;
+inline constexpr uint32_t kPeerEngines = 14;
+
 // A queue of a GPU's and the engine behind it.
 struct UserQueue {
   Queue queue;
@@ -55,6 +58,7 @@ class Machine {
   void count(const char* function);
   uint64_t calls(const std::string& function);
   uint64_t done(const std::string& what);
+  uint64_t made_on(uint32_t engine);
 
   Status allocate(uint64_t bytes, void** data);
   Status release(void* data);
@@ -101,8 +105,10 @@ class Machine {
   uint64_t gpus_ = 8;
   std::string name_ = "gfx942";
   uint64_t seed_ = 1;
+  bool refuses_queues_ = false;
   std::map<std::string, uint64_t> calls_;
   std::map<std::string, uint64_t> done_;
+  std::map<uint32_t, uint64_t> made_on_;
   offcore::sdma::Memory memory_;
   std::map<void*, Allocation> allocations_;
   std::map<void*, Locked> locked_;
