@@ -89,8 +89,8 @@ class Result(Facts):
 
     @property
     def way(self) -> str | None:
-        """sdma: how copies got to the engines: "queues" of packets, "batch_copy" or "hip_batch" (see
-        docs/sdma.md). None on other backends."""
+        """sdma: how copies got to the engines, "queues" of packets, "batch_copy" or "hip_batch"
+        (see docs/sdma.md). None on other backends."""
         return self._core.way or None
 
     @property

@@ -217,9 +217,9 @@ void Fleet::stop() {
     }
     thread_.join();
   }
+  way_.reset();  // the runtime's queues end first: then nothing writes to what the flights keep
   lanes_.clear();
   doomed_.clear();
-  way_.reset();  // the runtime's queues go first, so that nothing writes any more
 }
 
 }  // namespace offcore::sdma

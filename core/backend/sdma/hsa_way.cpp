@@ -2,12 +2,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <tuple>
 
 #include "core/backend/sdma/hsa.h"
 #include "core/backend/sdma/way.h"
+#include "core/base/clock.h"
 #include "core/base/error.h"
 
 namespace offcore::sdma {
@@ -65,6 +68,19 @@ uint32_t engine_of(const hsa::Gpu& gpu, uint16_t queue, bool host) {
   return (front ? 0 : gpu.engines_host) + queue % count;
 }
 
+// What the runtime has told of queues that failed. It may tell after a queue's end, so each way's
+// word lives as long as the process.
+std::atomic<hsa::Status>& new_word() {
+  static std::mutex mutex;
+  static auto* const words = new std::deque<std::atomic<hsa::Status>>;
+  const std::lock_guard lock(mutex);
+  return words->emplace_back(hsa::kSuccess);
+}
+
+// A refusal rolls nothing back and does not tell how many copies were begun: they have ended once
+// the signal has not changed for so long.
+constexpr int64_t kQuietNs = 1'000'000'000;
+
 class HsaTicket final : public Ticket {
  public:
   explicit HsaTicket(size_t copies) {
@@ -72,14 +88,32 @@ class HsaTicket final : public Ticket {
         hsa::Runtime::get().hsa_signal_create(static_cast<int64_t>(copies), 0, nullptr, &signal),
         "cannot create a signal");
   }
-  ~HsaTicket() override { hsa::Runtime::get().hsa_signal_destroy(signal); }
+  // A signal that copies may still count down is left to them.
+  ~HsaTicket() override {
+    if (left() == 0) hsa::Runtime::get().hsa_signal_destroy(signal);
+  }
+  void refuse(const Error& why) {
+    refused_ = why;
+    seen_ = left();
+    seen_ns_ = now_ns();
+  }
   bool done() override {
-    const int64_t left = hsa::Runtime::get().hsa_signal_load_scacquire(signal);
-    if (left < 0) fail(Code::driver, "a batch of copies has failed on the engines");
-    return left == 0;
+    const int64_t now_left = left();
+    if (now_left < 0) fail(Code::driver, "a batch of copies has failed on the engines");
+    if (!refused_) return now_left == 0;
+    if (std::exchange(seen_, now_left) != now_left) seen_ns_ = now_ns();
+    if (now_left > 0 && now_ns() - seen_ns_ < kQuietNs) return false;
+    throw *refused_;
   }
 
   hsa::Signal signal;
+
+ private:
+  int64_t left() const { return hsa::Runtime::get().hsa_signal_load_scacquire(signal); }
+
+  std::optional<Error> refused_;
+  int64_t seen_ = 0;
+  int64_t seen_ns_ = 0;
 };
 
 class HsaWay final : public Way {
@@ -95,11 +129,13 @@ class HsaWay final : public Way {
     return allocate_from(runtime_.gpus()[rank].pool, rank, bytes);
   }
   Share allocate_host(uint64_t bytes) override {
-    return allocate_from(runtime_.host_pool(), 0, bytes);
+    return allocate_from(runtime_.host_pool(), kHostRank, bytes);
   }
 
   Pinned pin(std::byte* data, uint64_t bytes) override {
-    if (own_->hold(data)) return {.address = reinterpret_cast<uint64_t>(data)};
+    if (const std::optional<Rank> place = own_->place_of(data)) {
+      return {.address = reinterpret_cast<uint64_t>(data), .place = *place, .owner = nullptr};
+    }
     void* seen = nullptr;
     hsa::check(runtime_.hsa_amd_memory_lock(data, bytes, nullptr, 0, &seen),
                cat("memory of the caller's (", bytes, " bytes) cannot be pinned"));
@@ -149,34 +185,39 @@ class HsaWay final : public Way {
 
   std::unique_ptr<Ticket> copy(Rank rank, std::span<const Piece> pieces) override {
     auto ticket = std::make_unique<HsaTicket>(pieces.size());
-    // Copies between two places of the host's are this rank's GPU's to make.
     const auto agent_of = [&](Rank place) {
-      return runtime_.gpus()[place == kHostRank ? rank : place].agent;
+      return place == kHostRank ? runtime_.host() : runtime_.gpus()[place].agent;
     };
     std::vector<hsa::CopyOp> ops;
     for (const Piece& piece : pieces) {
+      // Copies between two places of the host's are this rank's GPU's to make.
+      const bool within_host = piece.src_rank == kHostRank && piece.dst_rank == kHostRank;
       ops.push_back({.type = piece.swap ? hsa::kOpSwap : hsa::kOpLinear,
                      .completion_signal = ticket->signal,
                      .src = reinterpret_cast<void*>(piece.src),
                      .src_agent = agent_of(piece.src_rank),
-                     .dst_agent = agent_of(piece.dst_rank),
+                     .dst_agent = agent_of(within_host ? rank : piece.dst_rank),
                      .dst = reinterpret_cast<void*>(piece.dst),
                      .size = piece.bytes,
                      .dst_size = piece.swap ? piece.bytes : 0});
     }
-    hsa::check(runtime_.hsa_amd_memory_async_batch_copy(
-                   ops.data(), static_cast<uint32_t>(ops.size()), 0, nullptr),
-               cat("a batch of ", ops.size(), " copies was refused"));
+    try {
+      hsa::check(runtime_.hsa_amd_memory_async_batch_copy(
+                     ops.data(), static_cast<uint32_t>(ops.size()), 0, nullptr),
+                 cat("a batch of ", ops.size(), " copies was refused"));
+    } catch (const Error& error) {
+      ticket->refuse(error);
+    }
     return ticket;
   }
 
  private:
-  Share allocate_from(hsa::MemoryPool pool, Rank rank, uint64_t bytes) {
-    Share share{.rank = rank, .bytes = bytes};
+  Share allocate_from(hsa::MemoryPool pool, Rank place, uint64_t bytes) {
+    Share share{.rank = place == kHostRank ? Rank{0} : place, .bytes = bytes};
     if (bytes == 0) return share;
     void* data = nullptr;
     hsa::check(runtime_.hsa_amd_memory_pool_allocate(pool, bytes, 0, &data),
-               cat("cannot allocate ", bytes, " bytes for rank ", rank));
+               cat("cannot allocate ", bytes, " bytes for rank ", share.rank));
     const std::vector<hsa::Agent>& agents = runtime_.agents();
     const hsa::Status allowed = runtime_.hsa_amd_agents_allow_access(
         static_cast<uint32_t>(agents.size()), agents.data(), nullptr, data);
@@ -186,7 +227,7 @@ class HsaWay final : public Way {
     }
     std::memset(data, 0, bytes);
     share.data = static_cast<std::byte*>(data);
-    own_->add(share.data, bytes);
+    own_->add(share.data, bytes, place);
     share.owner = std::shared_ptr<void>(data, [own = own_](void* memory) {
       own->remove(static_cast<std::byte*>(memory));
       hsa::Runtime::get().hsa_amd_memory_pool_free(memory);
@@ -198,7 +239,7 @@ class HsaWay final : public Way {
   const Rank ranks_;
   const bool queues_;
   uint64_t frequency_ = 1;
-  std::atomic<hsa::Status> failed_{hsa::kSuccess};
+  std::atomic<hsa::Status>& failed_ = new_word();
   std::shared_ptr<Ranges> own_ = std::make_shared<Ranges>();
   std::map<std::tuple<uint32_t, Rank, uint16_t, bool>, std::unique_ptr<UserQueue>> rings_;
 };
@@ -212,7 +253,7 @@ std::string why_no_queues() {
   if (!runtime.has_queues()) return "this HSA runtime lacks hsa_amd_queue_create";
   if (!gpu.has_packets()) return cat("no packets of ", gpu.name, " are known");
   try {
-    std::atomic<hsa::Status> failed{hsa::kSuccess};
+    static std::atomic<hsa::Status>& failed = new_word();
     UserQueue(gpu, engine_of(gpu, 0, false), failed);
     return {};
   } catch (const Error& error) {

@@ -84,10 +84,9 @@ Extents extents_of(const Program& program) {
   return extents;
 }
 
-bool moves_host_memory(const Program& program, const Queue& queue) {
-  const auto host = [&](const Slice& slice) {
-    return program.buffers[slice.buffer].kind == Buffer::Kind::host;
-  };
+// Whether some of the queue's copies are to or from the host's memory, as it is bound.
+bool moves_host_memory(const Flight& flight, const Queue& queue) {
+  const auto host = [&](const Slice& slice) { return flight.place_of(slice) == kHostRank; };
   return std::any_of(queue.commands.begin(), queue.commands.end(), [&](const Command& command) {
     return moves_data(command.op) && (host(command.dst) || host(command.src));
   });
@@ -234,6 +233,7 @@ class SdmaLoaded final : public Loaded {
       }
       Way::Pinned pinned = fleet_->way().pin(base + extent.begin, extent.end - extent.begin);
       flight.addresses.bases[place] = pinned.address - extent.begin;
+      flight.places[place] = pinned.place;
       if (pinned.owner != nullptr) flight.kept.push_back(std::move(pinned.owner));
     }
   }
@@ -260,6 +260,7 @@ class SdmaLoaded final : public Loaded {
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
       Share share = fleet_->way().allocate(rank, flight.program->buffers.back().bytes);
       flight.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
+      flight.places[{scratch, rank}] = rank;
       flight.kept.push_back(share.owner);
     }
   }
@@ -278,7 +279,7 @@ class SdmaLoaded final : public Loaded {
     for (const Stream& stream : streams_for(flight)) {
       const Queue& queue = program_->queues[stream.queue];
       Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index,
-                                      moves_host_memory(*program_, queue));
+                                      moves_host_memory(flight, queue));
       word += kWordBytes;
       flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
     }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,26 +19,33 @@
 
 namespace offcore::sdma {
 
-// Ranges of memory that a way has allocated itself: what needs no pinning.
+// Ranges of memory that a way has allocated itself: what needs no pinning. `place` is the rank on
+// whose GPU it lies, or kHostRank.
 class Ranges {
  public:
-  void add(const std::byte* data, uint64_t bytes) {
+  void add(const std::byte* data, uint64_t bytes, Rank place) {
     const std::lock_guard lock(mutex_);
-    ranges_[data] = bytes;
+    ranges_[data] = {bytes, place};
   }
   void remove(const std::byte* data) {
     const std::lock_guard lock(mutex_);
     ranges_.erase(data);
   }
-  bool hold(const std::byte* data) const {
+  std::optional<Rank> place_of(const std::byte* data) const {
     const std::lock_guard lock(mutex_);
     const auto after = ranges_.upper_bound(data);
-    return after != ranges_.begin() && data < std::prev(after)->first + std::prev(after)->second;
+    if (after == ranges_.begin()) return std::nullopt;
+    const auto& [begin, range] = *std::prev(after);
+    return data < begin + range.bytes ? std::optional(range.place) : std::nullopt;
   }
 
  private:
+  struct Range {
+    uint64_t bytes = 0;
+    Rank place = kHostRank;
+  };
   mutable std::mutex mutex_;
-  std::map<const std::byte*, uint64_t> ranges_;
+  std::map<const std::byte*, Range> ranges_;
 };
 
 // One copy or swap of a batch, with the ranks whose memory it is (kHostRank: the host's).
@@ -54,7 +62,9 @@ struct Piece {
 class Ticket {
  public:
   virtual ~Ticket() = default;
-  virtual bool done() = 0;  // throws driver where it has failed
+  // Throws driver, or memory, where it has failed or was refused in part: in the end, because until
+  // then copies that were not refused may still be under way.
+  virtual bool done() = 0;
 };
 
 class Way {
@@ -64,9 +74,10 @@ class Way {
   virtual Share allocate(Rank rank, uint64_t bytes) = 0;
   virtual Share allocate_host(uint64_t bytes) = 0;
 
-  // Where engines see this memory of the process's, for as long as the owner lives.
+  // Where engines see this memory of the process's, as long as the owner lives, and whose it is.
   struct Pinned {
     uint64_t address = 0;
+    Rank place = kHostRank;
     std::shared_ptr<void> owner;
   };
   virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;

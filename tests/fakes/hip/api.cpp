@@ -1,5 +1,5 @@
-// A stand-in HIP runtime, as core/backend/sdma/hip.h declares it: memory, registrations by the page,
-// streams, and batches whose copies are made in any order, some at each look at their stream.
+// A stand-in HIP runtime, as core/backend/sdma/hip.h declares it: memory, registrations by the
+// page, streams, and batches whose copies are made in any order, some at each look at a stream.
 #include <sys/mman.h>
 
 #include <algorithm>

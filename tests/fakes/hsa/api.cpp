@@ -10,7 +10,7 @@ namespace {
 using namespace offcore::hsa;
 using fakehsa::Machine;
 
-constexpr uint64_t kCpu = 1;
+using fakehsa::kCpu;
 constexpr uint64_t kFirstGpu = 100;
 
 bool initialized = false;
@@ -98,9 +98,9 @@ Status hsa_amd_memory_pool_get_info(MemoryPool pool, PoolInfo which, void* value
   return kSuccess;
 }
 
-Status hsa_amd_memory_pool_allocate(MemoryPool, size_t bytes, uint32_t flags, void** data) {
+Status hsa_amd_memory_pool_allocate(MemoryPool pool, size_t bytes, uint32_t flags, void** data) {
   Machine::get().count("hsa_amd_memory_pool_allocate");
-  return flags != 0 ? fakehsa::kInvalidArgument : Machine::get().allocate(bytes, data);
+  return flags != 0 ? fakehsa::kInvalidArgument : Machine::get().allocate(bytes, pool.handle, data);
 }
 
 Status hsa_amd_memory_pool_free(void* data) { return Machine::get().release(data); }
@@ -132,8 +132,9 @@ Status hsa_signal_create(int64_t value, uint32_t, const Agent*, Signal* signal) 
 }
 
 Status hsa_signal_destroy(Signal signal) {
-  delete value_of(signal);
-  return kSuccess;
+  const Status status = Machine::get().forget(signal);
+  if (status == kSuccess) delete value_of(signal);
+  return status;
 }
 
 int64_t hsa_signal_load_scacquire(Signal signal) { return value_of(signal)->load(); }
@@ -172,8 +173,8 @@ Status hsa_amd_memory_async_batch_copy(const CopyOp* ops, uint32_t count, uint32
   return waits != 0 ? fakehsa::kInvalidArgument : Machine::get().batch(ops, count);
 }
 
-// How often a function was called; what engines did: packets, moves, laps, queues, batched; how many
-// queues were made on an engine, of any GPU.
+// How often a function was called; what engines did: packets, moves, laps, queues, batched; how
+// many queues were made on an engine, of any GPU.
 uint64_t fakehsa_calls(const char* function) { return Machine::get().calls(function); }
 uint64_t fakehsa_done(const char* what) { return Machine::get().done(what); }
 uint64_t fakehsa_made_on(uint32_t engine) { return Machine::get().made_on(engine); }

@@ -41,7 +41,9 @@ Machine::Machine()
     : gpus_(std::strtoull(setting("OFFCORE_FAKE_HSA_GPUS", "8").c_str(), nullptr, 10)),
       name_(setting("OFFCORE_FAKE_HSA_NAME", "gfx942")),
       seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)),
-      refuses_queues_(setting("OFFCORE_FAKE_HSA_NO_QUEUES", "") == "1") {}
+      refuses_queues_(setting("OFFCORE_FAKE_HSA_NO_QUEUES", "") == "1"),
+      refuse_(std::strtoull(setting("OFFCORE_FAKE_HSA_REFUSE", "18446744073709551615").c_str(),
+                            nullptr, 10)) {}
 
 void Machine::count(const char* function) {
   const Turn lock(*this);
@@ -71,12 +73,12 @@ uint64_t Machine::made_on(uint32_t engine) {
   return made_on_[engine];
 }
 
-Status Machine::allocate(uint64_t bytes, void** data) {
+Status Machine::allocate(uint64_t bytes, uint64_t agent, void** data) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return kOutOfResources;
   std::memset(memory, 0xA5, bytes);  // nobody promises zeros
   const Turn lock(*this);
-  allocations_[memory] = {.bytes = bytes};
+  allocations_[memory] = {.bytes = bytes, .agent = agent};
   *data = memory;
   return kOk;
 }
@@ -179,30 +181,57 @@ UserQueue* Machine::find(Queue* queue) {
   return nullptr;
 }
 
+// Whose memory it is; what was not allocated here is the host's.
+uint64_t Machine::agent_of(const void* address) const {
+  const auto after = allocations_.upper_bound(const_cast<void*>(address));
+  if (after == allocations_.begin()) return kCpu;
+  const auto& [begin, allocation] = *std::prev(after);
+  return address < static_cast<std::byte*>(begin) + allocation.bytes ? allocation.agent : kCpu;
+}
+
+bool Machine::allowed(const CopyOp& op, const CopyOp& first) const {
+  const bool swap = op.type == offcore::hsa::kOpSwap;
+  const bool form = op.version == 1 && op.type != 1 && op.type <= 2 && op.num_entries == 0 &&
+                    op.completion_signal.handle == first.completion_signal.handle && op.size > 0 &&
+                    op.dst_size == (swap ? op.size : 0) && zero(op.wait, sizeof op.wait) &&
+                    zero(op.signal, sizeof op.signal) && op.reserved == 0;
+  const auto dst = reinterpret_cast<uint64_t>(op.dst);
+  const auto src = reinterpret_cast<uint64_t>(op.src);
+  const bool aligned = !swap || (dst | src) % 64 == 0;
+  // The agents are those whose memory it is; within the host a GPU stands for one of the two.
+  const bool within_host = agent_of(op.dst) == kCpu && agent_of(op.src) == kCpu;
+  const bool agents = within_host ? (op.dst_agent.handle == kCpu) != (op.src_agent.handle == kCpu)
+                                  : op.dst_agent.handle == agent_of(op.dst) &&
+                                        op.src_agent.handle == agent_of(op.src);
+  return form && aligned && agents && memory_.find(dst, op.size) != nullptr &&
+         memory_.find(src, op.size) != nullptr;
+}
+
+// What is refused is refused alone: the copies before it are made.
 Status Machine::batch(const CopyOp* ops, uint32_t count) {
   if (ops == nullptr || count == 0) return kInvalidArgument;
   auto* signal = reinterpret_cast<std::atomic<int64_t>*>(ops[0].completion_signal.handle);
   const Turn lock(*this);
   for (uint32_t i = 0; i < count; ++i) {
-    const CopyOp& op = ops[i];
-    const bool swap = op.type == offcore::hsa::kOpSwap;
-    const bool form = op.version == 1 && op.type != 1 && op.type <= 2 && op.num_entries == 0 &&
-                      op.completion_signal.handle == ops[0].completion_signal.handle &&
-                      op.src_agent.handle != 0 && op.dst_agent.handle != 0 && op.size > 0 &&
-                      op.dst_size == (swap ? op.size : 0) && zero(op.wait, sizeof op.wait) &&
-                      zero(op.signal, sizeof op.signal) && op.reserved == 0;
-    const auto dst = reinterpret_cast<uint64_t>(op.dst);
-    const auto src = reinterpret_cast<uint64_t>(op.src);
-    const bool aligned = !swap || (dst | src) % 64 == 0;
-    if (!form || !aligned || memory_.find(dst, op.size) == nullptr ||
-        memory_.find(src, op.size) == nullptr) {
-      return kInvalidArgument;
-    }
+    if (!allowed(ops[i], ops[0])) return kInvalidArgument;
   }
   if (signal == nullptr || signal->load() != count) return kInvalidArgument;
-  copies_.insert(copies_.end(), ops, ops + count);
+  const bool refused = count > refuse_;
+  const uint64_t taken = refused ? std::exchange(refuse_, UINT64_MAX) : count;
+  copies_.insert(copies_.end(), ops, ops + taken);
   start();
-  return kOk;
+  return refused ? kOutOfResources : kOk;
+}
+
+// Copies that are to count down a signal keep it.
+Status Machine::forget(Signal signal) {
+  const Turn lock(*this);
+  const bool wanted = std::any_of(copies_.begin(), copies_.end(), [&](const CopyOp& op) {
+    return op.completion_signal.handle == signal.handle;
+  });
+  if (!wanted) return kOk;
+  std::fprintf(stderr, "fake HSA: a signal was destroyed that copies under way count down\n");
+  std::abort();
 }
 
 void Machine::start() {

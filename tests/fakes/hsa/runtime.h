@@ -23,6 +23,7 @@ namespace fakehsa {
 using offcore::hsa::CopyOp;
 using offcore::hsa::Queue;
 using offcore::hsa::QueueDescriptor;
+using offcore::hsa::Signal;
 using offcore::hsa::Status;
 
 inline constexpr Status kOk = 0;
@@ -33,6 +34,7 @@ inline constexpr Status kInvalidAgent = 0x1004;
 inline constexpr Status kOutOfResources = 0x1008;
 inline constexpr Status kNotInitialized = 0x100B;
 
+inline constexpr uint64_t kCpu = 1;  // its agent
 inline constexpr uint32_t kHostEngines = 2;
 inline constexpr uint32_t kPeerEngines = 14;
 
@@ -60,7 +62,7 @@ class Machine {
   uint64_t done(const std::string& what);
   uint64_t made_on(uint32_t engine);
 
-  Status allocate(uint64_t bytes, void** data);
+  Status allocate(uint64_t bytes, uint64_t agent, void** data);
   Status release(void* data);
   Status allow(const void* data);
   Status lock(void* data, uint64_t bytes, void** seen);
@@ -70,12 +72,15 @@ class Machine {
   Status destroy(Queue* queue);
   UserQueue* find(Queue* queue);
   Status batch(const CopyOp* ops, uint32_t count);
+  Status forget(Signal signal);
 
  private:
   Machine();
   void serve();
   bool sweep();
   bool copy_one();
+  bool allowed(const CopyOp& op, const CopyOp& first) const;
+  uint64_t agent_of(const void* address) const;
   void start();
 
   // The mutex for a caller, before whom the engines' thread steps back.
@@ -92,6 +97,7 @@ class Machine {
   };
   struct Allocation {
     uint64_t bytes = 0;
+    uint64_t agent = 0;
     bool allowed = false;
   };
   struct Locked {
@@ -106,6 +112,7 @@ class Machine {
   std::string name_ = "gfx942";
   uint64_t seed_ = 1;
   bool refuses_queues_ = false;
+  uint64_t refuse_ = UINT64_MAX;  // the batches' copies from this one on, of the first that long
   std::map<std::string, uint64_t> calls_;
   std::map<std::string, uint64_t> done_;
   std::map<uint32_t, uint64_t> made_on_;
