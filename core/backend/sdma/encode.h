@@ -21,8 +21,8 @@ class Encoder {
  public:
   explicit Encoder(uint64_t copy_bytes_max = kCopyBytesMax);
 
-  // Each throws invalid for what no packet can say and for more than kPacketsMax packets, unsupported
-  // for what another machine's could.
+  // Each throws invalid for what no packet can say and for more than kPacketsMax packets,
+  // unsupported for what another machine's could.
   void copy(uint64_t dst, uint64_t src, uint64_t bytes);
   // Pairs of destinations; an odd last one gets a plain copy.
   void broadcast(std::span<const uint64_t> dsts, uint64_t src, uint64_t bytes);

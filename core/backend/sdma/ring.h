@@ -37,8 +37,8 @@ class Ring {
   // engine makes no room in time; the message says how many dwords are submitted all the same.
   void submit(std::span<const uint32_t> packets, const Deadline& deadline);
 
-  // All of them or none, of which false tells: there is no room now. Throws timeout, as submit does,
-  // where a producer that was before it has not finished writing: such a ring is lost.
+  // All of them or none, of which false tells: there is no room now. Throws timeout, as submit
+  // does, where a producer before it does not finish its writing: such a ring is lost.
   bool try_submit(std::span<const uint32_t> packets);
 
   const RingMemory& memory() const { return memory_; }
