@@ -276,7 +276,7 @@ void UdpNode::receive(uint32_t subgroup) {
   const int fd = sockets_[subgroup]->fd();
   try {
     if (!intakes_[subgroup]->turn()) return;
-    // Where packets come one by one, waking this thread for each costs the sender more than sending.
+    // Where packets come one by one, to wake this thread for each costs more than to send it.
     loop.rewatch(fd, 0);
     loop.remind(intakes_[subgroup].get(), now_ns() + kNapNs,
                 [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
