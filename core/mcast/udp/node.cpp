@@ -20,7 +20,8 @@
 namespace offcore::mcast {
 namespace {
 
-constexpr int kCreditsMax = 256;  // a turn
+constexpr int64_t kNapNs = 200'000;  // of a receiver that would be woken for single packets
+constexpr int kCreditsMax = 256;     // a turn
 constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
 
@@ -258,7 +259,10 @@ void UdpNode::stop() {
   if (std::exchange(stopped_, true)) return;
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     Loop& loop = receive_loop(subgroup);
-    loop.call([&] { loop.unwatch(sockets_[subgroup]->fd()); });
+    loop.call([&] {
+      loop.unwatch(sockets_[subgroup]->fd());
+      loop.remind(intakes_[subgroup].get(), INT64_MAX, nullptr);
+    });
   }
   loops_.control->unwatch(credits_.get());
   for (const auto& caster : casters_) caster->stop();
@@ -268,10 +272,16 @@ void UdpNode::stop() {
 
 // Where the socket fails nothing more comes from it, and the ring brings everything.
 void UdpNode::receive(uint32_t subgroup) {
+  Loop& loop = receive_loop(subgroup);
+  const int fd = sockets_[subgroup]->fd();
   try {
-    intakes_[subgroup]->turn();
+    if (!intakes_[subgroup]->turn()) return;
+    // Where packets come one by one, to wake this thread for each costs more than to send it.
+    loop.rewatch(fd, 0);
+    loop.remind(intakes_[subgroup].get(), now_ns() + kNapNs,
+                [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
   } catch (const Error&) {
-    receive_loop(subgroup).unwatch(sockets_[subgroup]->fd());
+    loop.unwatch(fd);
     receive_failures_ += 1;
   }
 }
