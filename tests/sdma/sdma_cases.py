@@ -135,5 +135,13 @@ def refused() -> Any:
     return [failure(on, copies(500)), right(run(on, copies(500)), 500)]
 
 
+def failed() -> Any:
+    """A run whose engine stops, one on the same backend, and one on a backend of its own."""
+    on = session()
+    found = [failure(on, copies(500)), failure(on, copies(500))]
+    del on  # its queues end; the runtime tells of them later
+    return [*found, right(run(session(), copies(500)), 500)]
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]]()))

@@ -110,6 +110,14 @@ def test_hip_tells_which_copy_was_refused() -> None:
     assert right
 
 
+def test_an_engine_that_stops() -> None:
+    first, second, right = case("failed", OFFCORE_FAKE_HSA_FAULT="9")
+    for code, why in (first, second):
+        assert code == "driver"
+        assert "an SDMA queue has failed: a generic error (4096)" in why
+    assert right
+
+
 def test_a_batch_that_is_refused_in_part() -> None:
     """The copies before it count down its signal: the stand-in ends a process that has freed it."""
     (code, why), right = case("refused", "batch_copy", OFFCORE_FAKE_HSA_REFUSE="321")

@@ -127,15 +127,11 @@ Status hsa_amd_profiling_convert_tick_to_system_domain(Agent, uint64_t ticks, ui
 }
 
 Status hsa_signal_create(int64_t value, uint32_t, const Agent*, Signal* signal) {
-  signal->handle = reinterpret_cast<uint64_t>(new std::atomic<int64_t>(value));
+  *signal = Machine::get().make_signal(value);
   return kSuccess;
 }
 
-Status hsa_signal_destroy(Signal signal) {
-  const Status status = Machine::get().forget(signal);
-  if (status == kSuccess) delete value_of(signal);
-  return status;
-}
+Status hsa_signal_destroy(Signal signal) { return Machine::get().forget(signal); }
 
 int64_t hsa_signal_load_scacquire(Signal signal) { return value_of(signal)->load(); }
 

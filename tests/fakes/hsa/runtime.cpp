@@ -42,6 +42,8 @@ Machine::Machine()
       name_(setting("OFFCORE_FAKE_HSA_NAME", "gfx942")),
       seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)),
       refuses_queues_(setting("OFFCORE_FAKE_HSA_NO_QUEUES", "") == "1"),
+      fault_(std::strtoull(setting("OFFCORE_FAKE_HSA_FAULT", "18446744073709551615").c_str(),
+                           nullptr, 10)),
       refuse_(std::strtoull(setting("OFFCORE_FAKE_HSA_REFUSE", "18446744073709551615").c_str(),
                             nullptr, 10)) {}
 
@@ -169,6 +171,11 @@ Status Machine::destroy(Queue* queue) {
   done_["packets"] += counts.packets;
   done_["moves"] += counts.moves;
   done_["laps"] += counts.laps;
+  if ((*found)->told && (*found)->callback != nullptr) {  // a queue's end is told, too, and late
+    late_.push_back([callback = (*found)->callback, data = (*found)->callback_data] {
+      callback(kError, nullptr, data);
+    });
+  }
   queues_.erase(found);
   return kOk;
 }
@@ -223,13 +230,21 @@ Status Machine::batch(const CopyOp* ops, uint32_t count) {
   return refused ? kOutOfResources : kOk;
 }
 
+Signal Machine::make_signal(int64_t value) {
+  const Turn lock(*this);
+  auto made = std::make_unique<std::atomic<int64_t>>(value);
+  const auto handle = reinterpret_cast<uint64_t>(made.get());
+  signals_[handle] = std::move(made);
+  return {handle};
+}
+
 // Copies that are to count down a signal keep it.
 Status Machine::forget(Signal signal) {
   const Turn lock(*this);
   const bool wanted = std::any_of(copies_.begin(), copies_.end(), [&](const CopyOp& op) {
     return op.completion_signal.handle == signal.handle;
   });
-  if (!wanted) return kOk;
+  if (!wanted) return signals_.erase(signal.handle) == 1 ? kOk : kInvalidArgument;
   std::fprintf(stderr, "fake HSA: a signal was destroyed that copies under way count down\n");
   std::abort();
 }
@@ -262,14 +277,20 @@ void Machine::serve() {
 
 bool Machine::sweep() {
   bool moved = copy_one();
+  for (const auto& tell : std::exchange(late_, {})) tell();
   for (const auto& queue : queues_) {
     using State = offcore::sdma::Engine::State;
     const uint64_t before = queue->engine->counts().packets;
-    const State state = queue->engine->run(kPacketsATurn);
+    if (before >= fault_) {
+      fault_ = UINT64_MAX;
+      queue->stopped = true;
+    }
+    const State state = queue->stopped ? State::faulted : queue->engine->run(kPacketsATurn);
     moved |= queue->engine->counts().packets != before;
     if (state != State::faulted || queue->told) continue;
     queue->told = true;
-    std::fprintf(stderr, "fake HSA: an engine stopped: %s\n", queue->engine->fault().c_str());
+    const std::string why = queue->stopped ? "as asked" : queue->engine->fault();
+    std::fprintf(stderr, "fake HSA: an engine stopped: %s\n", why.c_str());
     if (queue->callback != nullptr) queue->callback(kError, &queue->queue, queue->callback_data);
   }
   return moved;

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -49,6 +50,7 @@ struct UserQueue {
   void (*callback)(Status, Queue*, void*) = nullptr;
   void* callback_data = nullptr;
   bool told = false;
+  bool stopped = false;
 };
 
 class Machine {
@@ -72,6 +74,7 @@ class Machine {
   Status destroy(Queue* queue);
   UserQueue* find(Queue* queue);
   Status batch(const CopyOp* ops, uint32_t count);
+  Signal make_signal(int64_t value);
   Status forget(Signal signal);
 
  private:
@@ -112,6 +115,7 @@ class Machine {
   std::string name_ = "gfx942";
   uint64_t seed_ = 1;
   bool refuses_queues_ = false;
+  uint64_t fault_ = UINT64_MAX;   // an engine stops that has fetched so many packets, one in all
   uint64_t refuse_ = UINT64_MAX;  // the batches' copies from this one on, of the first that long
   std::map<std::string, uint64_t> calls_;
   std::map<std::string, uint64_t> done_;
@@ -119,6 +123,8 @@ class Machine {
   offcore::sdma::Memory memory_;
   std::map<void*, Allocation> allocations_;
   std::map<void*, Locked> locked_;
+  std::map<uint64_t, std::unique_ptr<std::atomic<int64_t>>> signals_;
+  std::vector<std::function<void()>> late_;  // what is told of queues that are no more
   uint64_t next_address_ = uint64_t{1} << 46;
   std::vector<std::unique_ptr<UserQueue>> queues_;
   std::vector<CopyOp> copies_;  // in no order
