@@ -44,6 +44,7 @@ class Operation {
   const Request& request() const { return request_; }
 
   bool ended() const;
+  bool ended_by(const Deadline& deadline) const;  // waits for it
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
   Report wait(const Deadline& deadline) const;
   void end(std::optional<Error> error, const Report& report);  // once, by the endpoint

@@ -81,10 +81,10 @@ void Endpoint::begin_next(int64_t now_ns) {
   }
   const Request& request = operation->request();
   running_.emplace();
+  running_->operation = std::move(operation);  // first: it is told if there is no memory for more
   running_->layout =
       std::make_shared<Layout>(group_, op_, request.kind, request.root, request.counts);
   running_->out = request.out;
-  running_->operation = std::move(operation);
   running_->sent = group_.ranks == 1 || !group_.multicast || !running_->layout->sends(group_.rank);
   running_->turn = running_->layout->begins(group_.rank);
   running_->began_ns = running_->phase_ns = now_ns;
@@ -212,7 +212,9 @@ void Endpoint::run_recovery(int64_t now_ns) {
 
 void Endpoint::run_handshake(int64_t now_ns) {
   send_block();
-  if (running_->sent && (running_->final_heard || group_.ranks == 1)) finish(now_ns);
+  if (!running_->sent) return;
+  // Who is gone will fetch nothing; whether it had everything is for those who wait for it.
+  if (running_->final_heard || group_.ranks == 1 || gone(right())) finish(now_ns);
 }
 
 void Endpoint::enter(Phase phase, int64_t now_ns) {

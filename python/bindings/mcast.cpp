@@ -31,6 +31,8 @@ using mcast::Report;
 using mcast::Run;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
+constexpr int64_t kSliceNs = 100'000'000;
+
 std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
   std::array<std::byte, 16> secret{};
   if (bytes.size() != secret.size()) {
@@ -97,13 +99,17 @@ std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, R
   return endpoint.submit(std::move(request));
 }
 
+// In slices, so that Ctrl-C gets through.
 nb::dict wait(const Operation& operation, double timeout_s) {
-  Report report;
-  {
+  const Deadline deadline = Deadline::after_s(timeout_s);
+  const auto ended = [&] {
     const nb::gil_scoped_release unlocked;
-    report = operation.wait(Deadline::after_s(timeout_s));
+    return operation.ended_by(deadline.slice(kSliceNs));
+  };
+  while (!ended() && !deadline.passed()) {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
-  return dict_of(report);
+  return dict_of(operation.wait(deadline));
 }
 
 void bind_group(nb::module_& module) {
@@ -161,7 +167,7 @@ void bind_node(nb::module_& module) {
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
           nb::arg("keep").none())
       .def(
-          "close", [](Node& self) { self.endpoint().close(); }, Unlocked())
+          "close", [](Node& self) { self.close(); }, Unlocked())
       .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
       .def_prop_ro("counters", [](Node& self) {
         nb::dict dict = dict_of(self.endpoint().counters());

@@ -169,7 +169,8 @@ class Communicator:
             _workers(send_workers, 1 if _cores() >= 4 else 0),
             _nanoseconds("spin_us", spin_us, 1e3),
         )
-        self._node = _core.open_udp_node(options, loops)
+        self._node: _core.McastNode | None = _core.open_udp_node(options, loops)
+        self._counters: dict[str, int] = {}  # once it is closed
 
         group = _core.McastGroup()
         group.rank, group.ranks = self._rank, self._ranks
@@ -181,18 +182,18 @@ class Communicator:
         group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
         group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
         group.check()
-        addresses = self._meet(met, group)
+        addresses = self._meet(met, group, self._node.address)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
         self._node.start(group, addresses, self._timeout - (time.monotonic() - began))
 
-    def _meet(self, met: Any, group: _core.McastGroup) -> list[bytes]:
+    def _meet(self, met: Any, group: _core.McastGroup, address: bytes) -> list[bytes]:
         """All ranks' addresses; the group gets its key, rank 0's."""
         agreed = {
             name: getattr(group, name)
             for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
         }
         key = secrets.token_bytes(_TAG_BYTES + _SECRET_BYTES)
-        card = {"agreed": agreed, "address": self._node.address.hex()}
+        card = {"agreed": agreed, "address": address.hex()}
         if self._rank == 0:
             card["key"] = key.hex()
         blobs = met.all_gather(json.dumps(card).encode(), self._timeout)
@@ -296,21 +297,29 @@ class Communicator:
 
     def _submit(self, op: str, root: int, address: int, counts: list[int], keep: Any) -> Handle:
         kind = "broadcast" if op in ("broadcast", "barrier") else "all_gather"
+        if self._node is None:
+            raise error("cancelled", "the communicator was closed")
         operation = self._node.submit(kind, root, address, counts, keep)
         return Handle(op, self._ranks, operation, self._timeout + 1.0)
 
     @property
     def counters(self) -> dict[str, int]:
         """What was counted since the beginning, by name: see docs/mcast.md."""
-        return dict(self._node.counters)
+        node = self._node
+        return dict(self._counters if node is None else node.counters)
 
     def metrics(self) -> str:
         """The counters as Prometheus text."""
         return prometheus(self.counters, {"rank": str(self._rank)})
 
     def close(self) -> None:
-        """Says goodbye to the peers. Operations that have not ended fail as cancelled."""
-        self._node.close()
+        """Says goodbye to the peers, which takes a second where they do not hear it, and gives up
+        threads and sockets. Operations that have not ended fail as cancelled."""
+        node = self._node
+        if node is not None:
+            node.close()
+            self._counters = dict(node.counters)
+            self._node = None
 
     def __enter__(self) -> Communicator:
         return self
