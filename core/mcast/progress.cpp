@@ -1,6 +1,7 @@
 // How an operation goes from phase to phase. Each function may be called at any time: it looks at
 // what has been noted and does what follows from it.
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -85,6 +86,9 @@ void Endpoint::begin_next(int64_t now_ns) {
   running_->layout =
       std::make_shared<Layout>(group_, op_, request.kind, request.root, request.counts);
   running_->out = request.out;
+  if (const uint64_t own = request.counts[group_.rank]; request.in != nullptr && own > 0) {
+    std::memmove(running_->out + running_->layout->offset(group_.rank, 0), request.in, own);
+  }
   running_->sent = group_.ranks == 1 || !group_.multicast || !running_->layout->sends(group_.rank);
   running_->turn = running_->layout->begins(group_.rank);
   running_->began_ns = running_->phase_ns = now_ns;

@@ -88,11 +88,13 @@ nb::dict dict_of(const Counters& counters) {
 }
 
 std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, Rank root,
-                                  uintptr_t out, std::vector<uint64_t> counts, nb::object keep) {
+                                  uintptr_t out, std::vector<uint64_t> counts, nb::object keep,
+                                  uintptr_t in = 0) {
   Released::drop();
   mcast::Request request{.kind = kind_of(kind),
                          .root = root,
                          .out = reinterpret_cast<std::byte*>(out),
+                         .in = reinterpret_cast<const std::byte*>(in),
                          .counts = std::move(counts),
                          .keep = keep_alive(std::move(keep))};
   const nb::gil_scoped_release unlocked;
@@ -161,11 +163,11 @@ void bind_node(nb::module_& module) {
       .def(
           "submit",
           [](Node& self, const std::string& kind, Rank root, uintptr_t out,
-             std::vector<uint64_t> counts, nb::object keep) {
-            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep));
+             std::vector<uint64_t> counts, nb::object keep, uintptr_t in) {
+            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in);
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
-          nb::arg("keep").none())
+          nb::arg("keep").none(), nb::arg("inp") = 0)
       .def(
           "close", [](Node& self) { self.close(); }, Unlocked())
       .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
