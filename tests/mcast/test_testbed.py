@@ -72,8 +72,8 @@ def test_counters_are_the_simulators() -> None:
     [load] = [Load("all_gather", "multicast", 12 * 64 * 1024)]
     simulated = run(tree, datagrams, [load]).switch_bytes
     assert found["multicast"]["switch_bytes"] == pytest.approx(simulated, rel=0.02)
-    # Of TCP the simulator can only guess how many acknowledgements there are; the ports have counted
-    # them, as the packets that hold no data.
+    # Of TCP the simulator can only guess how many acknowledgements there are: the ports count them,
+    # as the packets that hold no data.
     headers = plain_exchange.STREAM_HEADERS
     payload, data, guessed = (
         run(tree, wire, [Load("all_gather", "ring", 12 * 64 * 1024)]).switch_bytes
