@@ -167,6 +167,8 @@ def on_real_hosts(
 ) -> Iterator[dict[str, Any]]:
     """This host's rank of a measurement that every host starts alike; rows at rank 0."""
     request.check(hosts)
+    if not 0 <= rank < hosts:
+        raise error("invalid", f"--rank {rank}: {hosts} hosts have the ranks 0 to {hosts - 1}")
     order = next(
         one
         for one in orders(request, hosts, meeting, False, interface=interface)
