@@ -62,13 +62,16 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
   if (gpus.empty()) gpus.insert(gpu);
   entries.gpus.assign(gpus.begin(), gpus.end());
   entries.ranks = static_cast<Rank>(gpus.size());
+  const auto rank_of = [&](int owner) {
+    if (owner == cuda::kHostMemory) return kHostHome;
+    const auto at = std::lower_bound(entries.gpus.begin(), entries.gpus.end(), owner);
+    return static_cast<int32_t>(at - entries.gpus.begin());
+  };
   for (auto* homes : {&entries.dst_homes, &entries.src_homes}) {
-    for (int32_t& home : *homes) {
-      if (home == kHostHome) continue;
-      const auto at = std::lower_bound(entries.gpus.begin(), entries.gpus.end(), home);
-      home = static_cast<int32_t>(at - entries.gpus.begin());
-    }
+    for (int32_t& home : *homes) home = rank_of(home);
   }
+  for (const auto& [begin, owner] : atlas.ranges())
+    entries.seams.emplace_back(begin, rank_of(owner));
 }
 
 void check_kind(const BatchEntries& entries, const std::string& kind) {
@@ -83,7 +86,8 @@ void check_kind(const BatchEntries& entries, const std::string& kind) {
   }
 }
 
-Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases) {
+Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
+               std::vector<Slice>& seams) {
   std::vector<Range> device(entries.ranks);
   Range host;
   const size_t count = entries.sizes.size();
@@ -131,6 +135,10 @@ Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases) {
                   .src = slice_of(entries.srcs[i], entries.src_homes[i]),
                   .bytes = entries.sizes[i]};
     }
+  }
+  for (const auto& [at, home] : entries.seams) {
+    const Range& range = range_of(home);
+    if (at > range.begin && at < range.end) seams.push_back(slice_of(at, home));
   }
   return moves_listed(entries.ranks, std::move(buffers), std::move(moves));
 }

@@ -174,8 +174,9 @@ std::unique_ptr<BatchRun> Copier::start(BatchCall call, const Deadline& deadline
          "GPU, or collectives of a communicator");
   }
   BatchBases bases;
-  const Moves moves = moves_of(call.entries, call.phantom, bases);
-  result->plan = plan_batch(moves, call.swaps, call.policy, machine);
+  std::vector<Slice> seams;
+  const Moves moves = moves_of(call.entries, call.phantom, bases, seams);
+  result->plan = plan_batch(moves, call.swaps, call.policy, machine, seams);
   const std::shared_ptr<const Program>& program = result->plan.program;
   result->mode = program->mode;
   result->plan_ns = now_ns() - start_ns;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/backend/registry.h"
@@ -29,6 +30,8 @@ struct BatchEntries {
   std::vector<int32_t> dst_homes;
   std::vector<int32_t> src_homes;
   std::vector<int> gpus = {};  // by rank, where ranks are GPUs
+  std::vector<std::pair<uint64_t, int32_t>> seams =
+      {};  // places and homes, as plan_batch takes them
   Rank ranks = 1;
 };
 
@@ -46,8 +49,9 @@ struct BatchBases {
   uint64_t host = 0;
 };
 
-// The entries as moves between at most two buffers, `device` and `host`.
-Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases);
+// The entries as moves between at most two buffers, `device` and `host`, and their seams in these.
+Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
+               std::vector<Slice>& seams);
 
 struct BatchCall {
   BatchEntries entries;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "core/base/error.h"
@@ -14,18 +15,18 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kOffsetMask = (uint64_t{1} << kPositionBits) - 1;
-constexpr size_t kMemoriesMax = 4096;
+constexpr size_t kMemoriesMax = size_t{1} << (64 - kPositionBits);
 
 class Planner {
  public:
   Planner(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
-          const Machine& machine)
+          const Machine& machine, std::span<const Slice> seams)
       : moves_(moves),
         policy_(policy),
         machine_(machine),
         resources_(machine, moves.ranks),
         work_(moves.ranks) {
-    number_memories();
+    number_memories(seams);
     place(swaps);
   }
 
@@ -58,25 +59,34 @@ class Planner {
     size_t first_queue = 0;
   };
 
-  // In the order of buffers and ranks, so that positions are in it too.
-  void number_memories() {
-    const auto less = [](const Slice& a, const Slice& b) {
-      return std::pair(a.buffer, a.rank) < std::pair(b.buffer, b.rank);
-    };
+  static bool same_buffer(const Slice& a, const Slice& b) {
+    return a.buffer == b.buffer && a.rank == b.rank;
+  }
+
+  static bool less(const Slice& a, const Slice& b) {
+    return std::tuple(a.buffer, a.rank, a.offset) < std::tuple(b.buffer, b.rank, b.offset);
+  }
+
+  // In the order of buffers, ranks and seams, so that positions are in it too.
+  void number_memories(std::span<const Slice> seams) {
     const Slice* last = nullptr;
     for (const Move& move : moves_.moves) {
       for (const Slice* slice : {&move.dst, &move.src}) {
-        if (last != nullptr && !less(*last, *slice) && !less(*slice, *last)) continue;
+        if (last != nullptr && same_buffer(*last, *slice)) continue;
         last = slice;
-        const auto at = std::lower_bound(memories_.begin(), memories_.end(), *slice, less);
-        if (at != memories_.end() && !less(*slice, *at)) continue;
-        memories_.insert(at, {0, slice->rank, slice->buffer});
+        add_memory({0, slice->rank, slice->buffer});
       }
     }
+    for (const Slice& seam : seams) add_memory(seam);
     if (memories_.size() > kMemoriesMax) {
       fail(Code::unsupported, "a batch has at most ", kMemoriesMax, " memories, this one has ",
            memories_.size());
     }
+  }
+
+  void add_memory(const Slice& begin) {
+    const auto at = std::lower_bound(memories_.begin(), memories_.end(), begin, less);
+    if (at == memories_.end() || less(begin, *at)) memories_.insert(at, begin);
   }
 
   void place(std::span<const uint32_t> swaps) {
@@ -96,8 +106,8 @@ class Planner {
         ++batch_.empty;
         continue;
       }
-      const Span span{position(move.dst, move.bytes), position(move.src, move.bytes), move.bytes,
-                      i};
+      const Span span{position(move.dst, move.bytes, i), position(move.src, move.bytes, i),
+                      move.bytes, i};
       (swapped[i] ? swaps_ : spans_).push_back(span);
     }
     batch_.moves = static_cast<uint32_t>(moves_.moves.size());
@@ -107,12 +117,23 @@ class Planner {
     }
   }
 
-  uint64_t position(const Slice& slice, uint64_t bytes) {
-    while (memories_[last_].buffer != slice.buffer || memories_[last_].rank != slice.rank) {
-      last_ = (last_ + 1) % memories_.size();
+  // Whether the byte is in that memory, which lasts until the next one begins.
+  bool holds(size_t memory, const Slice& byte) const {
+    return same_buffer(memories_[memory], byte) && memories_[memory].offset <= byte.offset &&
+           (memory + 1 == memories_.size() || less(byte, memories_[memory + 1]));
+  }
+
+  uint64_t position(const Slice& slice, uint64_t bytes, uint32_t move) {
+    if (!holds(last_, slice)) {
+      const auto next = std::upper_bound(memories_.begin(), memories_.end(), slice, less);
+      last_ = static_cast<size_t>(next - memories_.begin()) - 1;
     }
     if (slice.offset > kOffsetMask || bytes > kOffsetMask - slice.offset) {
       fail(Code::unsupported, "a batch spans at most 2^", kPositionBits, " bytes of a memory");
+    }
+    if (!holds(last_, {slice.offset + bytes - 1, slice.rank, slice.buffer})) {
+      fail(Code::invalid, "entry ", move, " goes from one part of memory into the next, which no ",
+           "command does: make two of it");
     }
     return uint64_t{last_} << kPositionBits | slice.offset;
   }
@@ -406,8 +427,8 @@ class Planner {
 }  // namespace
 
 Batch plan_batch(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
-                 const Machine& machine) {
-  return Planner(moves, swaps, policy, machine).run();
+                 const Machine& machine, std::span<const Slice> seams) {
+  return Planner(moves, swaps, policy, machine, seams).run();
 }
 
 }  // namespace offcore

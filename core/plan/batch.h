@@ -49,13 +49,16 @@ struct Batch {
 };
 
 // `moves` as moves_listed returns them; `swaps`: indices of the moves that exchange their places.
-// Throws invalid, naming both moves, where one writes what another one reads or writes.
+// `seams`: places where memory begins that no command reaches from before it. An H200's driver
+// (580) refuses to write rows into several allocations, even where these lie at equal steps.
+// Throws invalid, naming both moves, where one writes what another one reads or writes, and for a
+// move across a seam.
 Batch plan_batch(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
-                 const Machine& machine);
+                 const Machine& machine, std::span<const Slice> seams = {});
 
 // A move between positions: an offset in one of the memories of a batch, whose number is in the
 // bits from kPositionBits on. So neither sorting nor arithmetic has to ask where a place lies.
-inline constexpr int kPositionBits = 52;
+inline constexpr int kPositionBits = 48;
 struct Span {
   uint64_t dst = 0;
   uint64_t src = 0;

@@ -9,6 +9,7 @@
 #include "core/comm/copier.h"
 #include "keep.h"
 #include "module.h"
+#include "place.h"
 
 namespace offcore {
 namespace {
@@ -67,7 +68,9 @@ void bind_entries(nb::module_& module) {
          const Machine& machine, bool phantom) {
         const nb::gil_scoped_release release;
         BatchBases bases;
-        return plan_batch(moves_of(entries, phantom, bases), swaps, policy, machine);
+        std::vector<Slice> seams;
+        const Moves moves = moves_of(entries, phantom, bases, seams);
+        return plan_batch(moves, swaps, policy, machine, seams);
       },
       nb::arg("entries"), nb::arg("swaps"), nb::arg("policy"), nb::arg("machine"),
       nb::arg("phantom"));
@@ -171,12 +174,14 @@ void bind_batch(nb::module_& module) {
   module.def(
       "plan_batch",
       [](const Moves& moves, const std::vector<uint32_t>& swaps, const BatchPolicy& policy,
-         const Machine& machine) {
+         const Machine& machine, const std::vector<Place>& seams) {
         const nb::gil_scoped_release release;
-        return plan_batch(moves, swaps, policy, machine);
+        std::vector<Slice> slices;
+        for (const Place& seam : seams) slices.push_back(slice_of(seam));
+        return plan_batch(moves, swaps, policy, machine, slices);
       },
       nb::arg("moves"), nb::arg("swaps"), nb::arg("policy"), nb::arg("machine"),
-      "moves: as moves_listed gives them.");
+      nb::arg("seams") = std::vector<Place>{}, "moves: as moves_listed gives them.");
   bind_run(module);
 }
 

@@ -7,22 +7,13 @@
 #include "core/base/error.h"
 #include "core/plan/plan.h"
 #include "module.h"
+#include "place.h"
 
 namespace offcore {
 namespace {
 
 using Counts64 = std::vector<uint64_t>;
 // (buffer, rank, offset); rank -1 is the host.
-using Place = std::tuple<uint32_t, int32_t, uint64_t>;
-
-Slice slice_of(const Place& place) {
-  const auto& [buffer, rank, offset] = place;
-  if (buffer > UINT8_MAX || rank < -1 || rank >= kHostRank) {
-    fail(Code::invalid, "there is no buffer ", buffer, " of rank ", rank);
-  }
-  return {offset, rank < 0 ? kHostRank : static_cast<Rank>(rank), static_cast<BufferId>(buffer)};
-}
-
 Place place_of(const Slice& slice) {
   return {slice.buffer, slice.rank == kHostRank ? -1 : int32_t{slice.rank}, slice.offset};
 }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from offcore import _core
-from offcore.result import Phases
+from offcore.result import Facts, Phases, phases_of
 
 
-class BatchResult:
+class BatchResult(Facts):
     """What a batch did: what became of its entries, the path that really ran, and what it cost."""
 
     __slots__ = ("_report", "_run", "backend", "machine", "ranks")
@@ -141,20 +139,4 @@ class BatchResult:
     @property
     def phases(self) -> Phases:
         """The parts of that time."""
-        phases = self._report.phases
-        return Phases(
-            control_us=phases.control_ns / 1e3,
-            schedule_us=phases.schedule_ns / 1e3,
-            copy_us=phases.copy_ns / 1e3,
-            sync_us=phases.sync_ns / 1e3,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every fact by name."""
-        names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
-        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks")}
-        return own | {name: getattr(self, name) for name in names}
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
-        return f"BatchResult({facts})"
+        return phases_of(self._report.phases)

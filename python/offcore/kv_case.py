@@ -160,11 +160,15 @@ def _pieces(geometry: Geometry, layout: str, blocks: int) -> list[_Piece]:
     ]
 
 
+def _words(array: Bytes) -> Addresses:
+    return array.reshape(-1).view(np.uint64)
+
+
 def _differing(found: Bytes, wanted: Bytes) -> int:
     """How many bytes; by words at first, which is quicker where there are none."""
-    if found.nbytes % 8 == 0 and found.flags.c_contiguous and wanted.flags.c_contiguous:
-        if np.array_equal(found.reshape(-1).view(np.uint64), wanted.reshape(-1).view(np.uint64)):
-            return 0
+    whole = found.nbytes % 8 == 0 and found.flags.c_contiguous and wanted.flags.c_contiguous
+    if whole and np.array_equal(_words(found), _words(wanted)):
+        return 0
     return int((found != wanted).sum())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from offcore import _core
 
@@ -18,7 +18,33 @@ class Phases:
     sync_us: float
 
 
-class Result:
+def phases_of(core: _core.Phases) -> Phases:
+    return Phases(
+        control_us=core.control_ns / 1e3,
+        schedule_us=core.schedule_ns / 1e3,
+        copy_us=core.copy_ns / 1e3,
+        sync_us=core.sync_ns / 1e3,
+    )
+
+
+class Facts:
+    """What ran, told by a class's properties and by the attributes that `_given` names."""
+
+    __slots__ = ()
+    _given: ClassVar[tuple[str, ...]] = ("backend", "machine", "ranks")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every fact by name."""
+        own = vars(type(self))
+        names = [*self._given, *(name for name in own if isinstance(own[name], property))]
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
+        return f"{type(self).__name__}({facts})"
+
+
+class Result(Facts):
     """What an operation did: the path that really ran, and what it cost."""
 
     __slots__ = ("_core", "backend", "machine", "ranks")
@@ -115,25 +141,9 @@ class Result:
     @property
     def phases(self) -> Phases:
         """The parts of that time."""
-        phases = self._core.phases
-        return Phases(
-            control_us=phases.control_ns / 1e3,
-            schedule_us=phases.schedule_ns / 1e3,
-            copy_us=phases.copy_ns / 1e3,
-            sync_us=phases.sync_ns / 1e3,
-        )
+        return phases_of(self._core.phases)
 
     @property
     def kernels(self) -> int | None:
         """Kernels that ran; None: nothing was profiled."""
         return None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every fact by name."""
-        names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
-        own = {name: getattr(self, name) for name in ("backend", "machine", "ranks")}
-        return own | {name: getattr(self, name) for name in names}
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
-        return f"Result({facts})"

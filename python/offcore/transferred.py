@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from offcore import _core
+from offcore.result import Facts
 
 
-class Transferred:
+class Transferred(Facts):
     """What a job copied, by which path, and what that cost."""
+
+    _given = ("backend",)
 
     def __init__(
         self, core: _core.KvReport, backend: str, call: dict[str, Any], links: Sequence[int]
@@ -114,12 +117,3 @@ class Transferred:
     def gbps(self) -> float:
         """1e9 bytes a second of `copy_us`."""
         return self.bytes / self.copy_us / 1e3 if self.copy_us > 0 else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every fact by name."""
-        names = [name for name in vars(type(self)) if isinstance(vars(type(self))[name], property)]
-        return {"backend": self.backend} | {name: getattr(self, name) for name in names}
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
-        return f"Transferred({facts})"

@@ -292,6 +292,36 @@ def test_layers_further_apart_than_a_pitch_may_be() -> None:
     assert run(code, prelude=PRELUDE) == ""
 
 
+@pytest.mark.parametrize("how", ["allocated", "one"])
+def test_no_command_has_rows_in_several_allocations(how: str) -> None:
+    """Even where they lie at equal steps: an H200's driver refuses to write such rows."""
+    code = """
+    memory = Memory()
+    d = memory.gpus.driver
+    if sys.argv[1] == "one":
+        start = d.get(ctypes.c_uint64, "cuMemAlloc", 8 * MIB)
+    else:
+        each = [d.get(ctypes.c_uint64, "cuMemAlloc", 2 * MIB) for _ in range(4)]
+        start = each[0]
+        assert each == list(range(start, start + 8 * MIB, 2 * MIB))
+    memory.host[:] = noise(memory.room, 5)
+    first = memory.host.copy()
+    blocks = (3, 0, 2, 9)
+    places = [(start + layer * 2 * MIB + 512 * block, memory.at(-1, (7 * block + layer) * 512))
+              for block in blocks for layer in range(4)]
+    dsts, srcs = zip(*places)
+    result = batch_copy(list(dsts), list(srcs), [512] * len(places)).wait()
+    strided = 4 if sys.argv[1] == "one" else 0
+    assert (calls("cuMemcpy2DAsync"), result.folded) == (strided, 4 * strided), result
+    memory.host[:] = 0
+    batch_copy(list(srcs), list(dsts), [512] * len(places)).wait()
+    for _, at in places:
+        at -= memory.at(-1, 0)
+        assert np.array_equal(memory.host[at : at + 512], first[at : at + 512])
+    """
+    assert run(code, how, prelude=PRELUDE) == ""
+
+
 def test_threads_and_streams_of_their_own() -> None:
     code = """
     memory = Memory()

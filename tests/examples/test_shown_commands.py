@@ -28,7 +28,8 @@ ON_GPUS = ("--backend cuda", "--stress", "kv plot")
 def commands_of(text: str) -> set[str]:
     text = text.replace("\\\n", " ")
     lines = re.findall(r"^    (offcore .*)$", text, re.M)
-    spans = [span.replace(r"\|", "|") for span in re.findall(r"`(offcore [^`]+)`", text)]
+    spans = re.findall(r"`(offcore [^`]+)`", text)
+    spans = [span.replace(r"\|", "|").replace("\n", " ") for span in spans]
     found = set()
     for command in (*lines, *spans):
         command = re.sub(r"\s+(#.*)?$", "", re.sub(r" +", " ", command))

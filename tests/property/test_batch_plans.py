@@ -71,6 +71,57 @@ def engine_queues(program: _core.Program) -> list[Any]:
     return [queue for queue in queues_of(program) if queue.is_engine]
 
 
+Seams = list[tuple[str, int, int]]
+
+
+def part_of(place: tuple[str, int, int], seams: Seams) -> int:
+    """How many parts of its memory begin before or at a byte."""
+    return sum(seam[:2] == place[:2] and seam[2] <= place[2] for seam in seams)
+
+
+def assert_within_parts(program: _core.Program, ranks: int, seams: Seams) -> None:
+    """No command, over all of its rows, goes from one part of a memory into another."""
+    for command in (c for queue in queues_of(program) for c in queue.commands if c.moves_data):
+        for side in zip(*command.pairs(ranks), strict=True):
+            ends = [(n, r, at + more) for n, r, at in side for more in (0, command.bytes - 1)]
+            for memory in {end[:2] for end in ends}:
+                assert len({part_of(end, seams) for end in ends if end[:2] == memory}) == 1, command
+
+
+@given(st.data(), machines(), POLICIES)
+def test_no_command_crosses_a_seam(
+    data: st.DataObject, machine: _core.Machine, policy: dict
+) -> None:
+    batch = data.draw(batches(True, machine.ranks))
+    assume(policy.get("engines", 0) <= machine.engines_peer)
+    place = st.sampled_from(batch.places)
+    draws = data.draw(st.lists(st.tuples(place, st.integers(0, ROOM)), max_size=6))
+    seams = sorted({(*memory, offset) for memory, offset in draws})
+    ids = {name: i for i, name in enumerate(Batch.KINDS, 1)}
+    crossing = [
+        i
+        for i, (dst, src, nbytes) in enumerate(batch.moves)
+        for name, rank, at in (dst, src)
+        if nbytes
+        and part_of((name, rank, at), seams) != part_of((name, rank, at + nbytes - 1), seams)
+    ]
+
+    def planned() -> _core.Batch:
+        parts = [(ids[name], rank, at) for name, rank, at in seams]
+        return _core.plan_batch(listed(batch), [], _core.BatchPolicy(**policy), machine, parts)
+
+    if crossing:
+        with pytest.raises(offcore.Error, match=rf"entry {crossing[0]} goes from one part"):
+            planned()
+        return
+    plan = planned()
+    assert_within_parts(plan.program, batch.ranks, seams)
+    before = batch.memory()
+    after, _ = run(plan.program, before, machine)
+    expected = after_moves(before, batch.moves)
+    assert all(after[memory] == expected[memory] for memory in expected if memory in after)
+
+
 @given(st.data(), machines(), POLICIES, st.integers(0, 1 << 30))
 def test_batches(data: st.DataObject, machine: _core.Machine, policy: dict, seed: int) -> None:
     batch = data.draw(batches(True, machine.ranks))

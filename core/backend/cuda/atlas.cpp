@@ -56,9 +56,18 @@ int Atlas::home(uint64_t address, uint64_t bytes, const char* side, size_t index
                  more.home == kHostMemory ? std::string("in host memory")
                                           : cat("on GPU ", more.home)));
     }
+    if (more.range != first.range) crossed_.insert(more.range);
     at = more.end;
   }
   return first.home;
+}
+
+std::set<std::pair<uint64_t, int>> Atlas::ranges() const {
+  std::set<std::pair<uint64_t, int>> ranges;
+  for (const Extent& extent : extents_) {
+    if (!crossed_.contains(extent.range)) ranges.emplace(extent.range, extent.home);
+  }
+  return ranges;
 }
 
 const Atlas::Extent& Atlas::extent(uint64_t address, const char* side, size_t index) {
@@ -84,7 +93,7 @@ Atlas::Extent Atlas::look_up(uint64_t address, const char* side, size_t index) c
   }
   const uint64_t begin = attribute_of<CUdeviceptr>(address, kPointerRangeStart).value_or(address);
   const uint64_t size = attribute_of<size_t>(address, kPointerRangeBytes).value_or(1);
-  Extent extent{.begin = begin, .end = begin + size};
+  Extent extent{.range = begin, .begin = begin, .end = begin + size};
   if (*attribute_of<int>(address, kPointerMemoryType) != kDeviceMemory) return extent;
   const auto gpu_at = [](uint64_t at) { return attribute_of<int>(at, kPointerOrdinal); };
   extent.home = gpu_at(address).value_or(0);

@@ -1,7 +1,9 @@
 // Where memory lies, as the driver tells: for addresses of a caller, which nobody vouches for.
 #pragma once
 #include <cstdint>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/backend/cuda/device.h"
@@ -21,8 +23,13 @@ class Atlas {
   // beginning with "entry INDEX: its SIDE", for what copy engines cannot reach in one copy.
   int home(uint64_t address, uint64_t bytes, const char* side, size_t index);
 
+  // Where the driver's ranges of memory begin that were looked up, with their homes: allocations,
+  // or reserved addresses. No place that was looked up goes from one into the next.
+  std::set<std::pair<uint64_t, int>> ranges() const;
+
  private:
   struct Extent {
+    uint64_t range = 0;  // begins here
     uint64_t begin = 0;
     uint64_t end = 0;
     int home = kHostMemory;
@@ -34,6 +41,7 @@ class Atlas {
   Current current_;
   std::vector<Extent> extents_;  // by begin
   size_t last_ = 0;              // the one found last
+  std::set<uint64_t> crossed_;   // ranges that go on from the one before
 };
 
 }  // namespace offcore::cuda

@@ -191,10 +191,10 @@ FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr addr
         *static_cast<int*>(value) = facts.plain;
         return;
       case 11:  // start of the range
-        *static_cast<DevicePtr*>(value) = facts.start;
+        *static_cast<DevicePtr*>(value) = facts.range_start;
         return;
       case 12:  // its size
-        *static_cast<size_t*>(value) = facts.bytes;
+        *static_cast<size_t*>(value) = facts.range_bytes;
         return;
       case 13:  // mapped
         *static_cast<unsigned*>(value) = 1;

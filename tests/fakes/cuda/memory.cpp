@@ -11,6 +11,7 @@
 #include <climits>
 #include <ctime>
 #include <mutex>
+#include <tuple>
 
 #include "tests/fakes/cuda/entry.h"
 #include "tests/fakes/cuda/settings.h"
@@ -294,13 +295,22 @@ PointerFacts AddressSpace::facts(DevicePtr address) const {
   const std::shared_lock lock(mutex_);
   if (const auto mapping = mapping_at(address); mapping != mappings_.end()) {
     const auto& [start, what] = *mapping;
-    return {Kind::kMapped, start, what.bytes, what.allocation, what.plain};
+    PointerFacts facts{Kind::kMapped,    start, what.bytes, what.allocation,
+                       what.plain, start, what.bytes};
+    if (const auto range = range_at(reservations_, address); range && !what.plain) {
+      std::tie(facts.range_start, facts.range_bytes) = *range;
+    }
+    return facts;
   }
+  const auto as_a_whole = [](Kind kind, const auto& range) {
+    return PointerFacts{kind,  range.first, range.second, nullptr,
+                        false, range.first, range.second};
+  };
   if (const auto range = range_at(reservations_, address)) {
-    return {Kind::kReserved, range->first, range->second, nullptr, false};
+    return as_a_whole(Kind::kReserved, *range);
   }
   if (const auto range = range_at(registrations_, address)) {
-    return {Kind::kRegistered, range->first, range->second, nullptr, false};
+    return as_a_whole(Kind::kRegistered, *range);
   }
   return {};
 }

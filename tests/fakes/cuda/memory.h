@@ -85,6 +85,10 @@ struct PointerFacts {
   uint64_t bytes = 0;
   std::shared_ptr<Allocation> allocation;
   bool plain = false;  // as cuMemAlloc makes it, not mapped by the caller
+  // What the driver calls the range: all addresses that were reserved together, mapped or not; else
+  // the allocation or registration.
+  DevicePtr range_start = 0;
+  uint64_t range_bytes = 0;
 };
 
 class AddressSpace {
