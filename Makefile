@@ -62,7 +62,7 @@ tsan: build build/tsan/.installed  ## tests under the thread sanitizer
 	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
 
 clean:  ## remove .venv and everything that was built
-	rm -rf .venv build dist demo-out .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv build dist demo-out reproduce-out .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.tools: pyproject.toml

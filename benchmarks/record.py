@@ -1,8 +1,8 @@
 """Records what the simulator says: `python benchmarks/record.py [FOLDER]` (benchmarks/results).
 
 Runs the commands below, as a user would, and writes their rows, one file a command. Into
-`sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's ratios
-beside those of the rows; the README's plot is drawn from the rows too.
+`sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's claims
+beside the model's numbers; the README's plot is drawn from the rows too.
 
 `python benchmarks/record.py --gpus` runs nothing: it makes the README's tables of GPUs anew from
 the recorded rows, which gpu_bench.py measures.
@@ -24,7 +24,9 @@ from typing import Any
 
 from PIL import Image
 
-from offcore import claims, plot, versus
+from offcore import plot, versus
+from offcore.latte import calibrated, sweep
+from offcore.latte import rows as claims
 from offcore.report import Row, Stamp, read_records, rows_of
 
 MACHINE = "mi300x-8"
@@ -97,7 +99,12 @@ def measure(folder: Path) -> None:
             "rows": len(rows),
         }
     ]
-    measures += [{"measure": "ratio"} | claim for claim in claims.to_json(rows)]
+    model = calibrated.load(MACHINE)
+    found = sweep.simulated(model.machine, model.rccl)
+    measures += [
+        {"measure": "claim"} | claim.to_json()
+        for claim in claims.findings(found, sweep.programs(model.machine))
+    ]
     lines = [json.dumps(one | stamp) + "\n" for one in measures]
     (folder / f"sim-{MACHINE}-measures.jsonl").write_text("".join(lines), "utf-8")
     draw(rows, folder / f"sim-{MACHINE}.png")

@@ -1,14 +1,15 @@
 #include "core/backend/registry.h"
 
 #include "core/backend/host/host.h"
+#include "core/backend/sdma/sdma.h"
 #include "core/base/error.h"
 
 namespace offcore {
 namespace {
 
 void refuse_sim(const SimOptions& options) {
-  if (options.phantom || options.seed != 0 || !options.faults.empty()) {
-    fail(Code::unsupported, "phantom memory, seeds and faults are the simulator's");
+  if (options.phantom || options.seed != 0 || !options.faults.empty() || options.packets) {
+    fail(Code::unsupported, "phantom memory, seeds, faults and packets are the simulator's");
   }
 }
 
@@ -41,6 +42,13 @@ std::unique_ptr<Backend> open_cuda(const Machine& machine, Rank ranks,
   return make_cuda(machine, ranks, std::move(local_ranks), options.cuda);
 }
 
+std::unique_ptr<Backend> open_sdma(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks, BackendOptions options) {
+  refuse_sim(options.sim);
+  refuse_cuda(options.cuda);
+  return make_sdma(machine, ranks, std::move(local_ranks));
+}
+
 struct Row {
   const char* name;
   Probe (*probe)();
@@ -48,16 +56,13 @@ struct Row {
 };
 
 Probe probe_sim() { return {.name = "sim", .available = true, .reason = "runs anywhere"}; }
-Probe probe_sdma() {
-  return {.name = "sdma", .reason = "not in this version: AMD's SDMA engines come later"};
-}
 Probe probe_host() { return {.name = "host", .available = true, .reason = "runs on any Linux"}; }
 
 constexpr Row kRows[] = {
     {"sim", probe_sim, open_sim},
     {"host", probe_host, open_host},
     {"cuda", probe_cuda, open_cuda},
-    {"sdma", probe_sdma, nullptr},
+    {"sdma", probe_sdma, open_sdma},
 };
 
 }  // namespace

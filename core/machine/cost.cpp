@@ -32,9 +32,10 @@ class Estimate {
       push(i, submitted[i]);
     }
     while (!heap_.empty()) {
-      const uint32_t i = heap_.top().actor;
+      const Turn turn = heap_.top();
       heap_.pop();
-      step(i);
+      now_ns_ = turn.at_ns;
+      step(turn.actor);
     }
     Moment last;
     for (uint32_t i = 0; i < actors_.size(); ++i) {
@@ -91,11 +92,11 @@ class Estimate {
     }
   }
 
-  // The time at which the queue's next command has been fetched.
-  Moment fetched(const Actor& actor, bool caller) const {
+  // When the queue's first `count` commands have been fetched.
+  Moment fetched(const Actor& actor, bool caller, uint32_t count) const {
     if (caller || program_.mode == Mode::armed) return actor.submitted;
     return actor.submitted.after(&Phases::schedule_ns,
-                                 machine_.cost.wake_ns + machine_.cost.fetch_ns * (actor.next + 1));
+                                 machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
   }
 
   void step(uint32_t i) {
@@ -104,9 +105,11 @@ class Estimate {
     if (actor.next == queue.commands.size()) return;
     const bool caller = queue.index == kCallerQueue;
     const Command& command = queue.commands[actor.next];
-    const Moment start = latest(actor.now, fetched(actor, caller));
+    const Moment start = latest(actor.now, fetched(actor, caller, actor.next + 1));
     if (moves_data(command.op)) {
-      actor.now = start.after(&Phases::copy_ns, take_group(queue, actor));
+      const Group group = take_group(queue, actor);
+      actor.now = latest(start.after(&Phases::copy_ns, group.whole_ns),
+                         fetched(actor, caller, actor.next).after(&Phases::copy_ns, group.last_ns));
     } else if (command.op == Op::signal) {
       signal(queue, actor, command, start);
     } else if (command.op == Op::poll) {
@@ -118,8 +121,14 @@ class Estimate {
     push(i, actor.now);
   }
 
-  // The duration of the group of data commands at the queue's front, which it passes over.
-  double take_group(const Queue& queue, Actor& actor) {
+  // How long a group of data commands takes, and its last one alone.
+  struct Group {
+    double whole_ns;
+    double last_ns;
+  };
+
+  // The group at the queue's front, which it passes over.
+  Group take_group(const Queue& queue, Actor& actor) {
     const Cost& cost = machine_.cost;
     const std::vector<double>& capacities = resources_.capacities_gbps();
     double engine_ns = 0;
@@ -155,7 +164,8 @@ class Estimate {
     const uint32_t copies = actor.next - first;
     const double pipelined_ns =
         cost.setup_ns + std::max({(copies - 1) * cost.issue_ns + last_ns, engine_ns, link_ns});
-    return std::max(pipelined_ns, serial_ns / std::min(cost.overlap, copies));
+    return {.whole_ns = std::max(pipelined_ns, serial_ns / std::min(cost.overlap, copies)),
+            .last_ns = cost.setup_ns + last_ns};
   }
 
   void signal(const Queue& queue, Actor& actor, const Command& command, const Moment& start) {
@@ -193,8 +203,12 @@ class Estimate {
       if (change != nullptr) changed = latest(changed, *change);
     }
     Actor& actor = actors_[i];
-    ++actor.next;
     const Queue& queue = program_.queues[i];
+    if (queue.index == kCallerQueue && changed.at_ns > now_ns_) {
+      push(i, changed);  // until then the host thread is others' to use
+      return false;
+    }
+    ++actor.next;
     if (queue.index != kCallerQueue) {
       actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
       return true;
@@ -243,6 +257,7 @@ class Estimate {
   std::vector<Actor> actors_;
   std::vector<Word> words_;
   std::priority_queue<Turn> heap_;
+  double now_ns_ = 0;
 };
 
 }  // namespace

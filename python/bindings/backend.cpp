@@ -301,13 +301,14 @@ void bind_backend(nb::module_& module) {
       .def(
           "__init__",
           [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
-             bool phantom, uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda) {
+             bool phantom, uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda,
+             bool packets) {
             new (place) Session(backend, machine, ranks,
-                                {.sim = {phantom, seed, std::move(faults)}, .cuda = cuda});
+                                {.sim = {phantom, seed, std::move(faults), packets}, .cuda = cuda});
           },
           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{},
-          nb::arg("cuda") = CudaOptions{})
+          nb::arg("cuda") = CudaOptions{}, nb::arg("packets") = false)
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,

@@ -106,12 +106,13 @@ nb::object buffer_of(nb::handle array, bool writable) {
 std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
                                                 Rank ranks, const std::string& store, Rank rank,
                                                 Rank world_size, bool phantom, uint64_t seed,
-                                                std::vector<Fault> faults, const CudaOptions& cuda,
-                                                double timeout_s) {
+                                                std::vector<Fault> faults, bool packets,
+                                                const CudaOptions& cuda, double timeout_s) {
   const nb::gil_scoped_release release;
   const Deadline deadline = Deadline::after_s(timeout_s);
-  BackendOptions options{.sim = {.phantom = phantom, .seed = seed, .faults = std::move(faults)},
-                         .cuda = cuda};
+  BackendOptions options{
+      .sim = {.phantom = phantom, .seed = seed, .faults = std::move(faults), .packets = packets},
+      .cuda = cuda};
   if (store.empty()) {
     std::vector<Rank> all(ranks);
     std::iota(all.begin(), all.end(), Rank{0});
@@ -322,7 +323,7 @@ void bind_comm(nb::module_& module) {
   module.def("open_communicator", &open_communicator, nb::arg("backend"), nb::arg("machine"),
              nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
              nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
-             nb::arg("cuda"), nb::arg("timeout_s"));
+             nb::arg("packets"), nb::arg("cuda"), nb::arg("timeout_s"));
   nb::class_<Communicator>(module, "Communicator")
       .def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)

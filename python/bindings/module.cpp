@@ -14,4 +14,8 @@ NB_MODULE(_core, module) {
   offcore::bind_proof(module);
   offcore::bind_pool(module);
   offcore::bind_kv(module);
+  offcore::bind_sdma(module);
+  offcore::bind_tree(module);
+  offcore::bind_mcast(module);
+  offcore::bind_mcast_udp(module);
 }

@@ -17,5 +17,9 @@ void bind_comm(nb::module_& module);
 void bind_proof(nb::module_& module);
 void bind_pool(nb::module_& module);  // after bind_comm, which binds Window
 void bind_kv(nb::module_& module);
+void bind_sdma(nb::module_& module);  // after bind_ir, which binds Program
+void bind_tree(nb::module_& module);
+void bind_mcast(nb::module_& module);
+void bind_mcast_udp(nb::module_& module);  // after bind_mcast, which binds Node
 
 }  // namespace offcore

@@ -6,7 +6,7 @@ virtual time) or `host` (software engines over shared memory). See docs/quicksta
 
 from importlib.metadata import PackageNotFoundError, version
 
-from offcore import kv, machines
+from offcore import kv, machines, mcast
 from offcore._core import (
     Counts,
     Machine,
@@ -48,6 +48,7 @@ __all__ = [
     "fill",
     "kv",
     "machines",
+    "mcast",
     "probe_backends",
     "show_program",
     "variants",

@@ -107,8 +107,8 @@ class Communicator(ViewCalls):
         passed); whether copies within a GPU ask for an "engine" or take "sm"s (see docs/cuda.md).
     near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
-    seed, faults: sim only: the order of simultaneous events, and faults to inject (dicts with
-        kind, rank, queue, nth, factor, ns).
+    seed, faults, packets: sim only: the order of simultaneous events; faults to inject (dicts with
+        kind, rank, queue, nth, factor, ns); whether commands go through SDMA packets (sdma.md).
     timeout: seconds that a wait lasts which names none.
 
     Operations take arrays (one; or a list of one for each local rank), Windows or their regions.
@@ -141,6 +141,7 @@ class Communicator(ViewCalls):
         phantom: bool = False,
         seed: int = 0,
         faults: Sequence[dict[str, Any]] = (),
+        packets: bool = False,
         timeout: float | None = None,
     ) -> None:
         self.timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
@@ -157,7 +158,7 @@ class Communicator(ViewCalls):
         given = machine
         if machine is None:
             count = world_size or ranks or 2
-            machine = {"sim": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
+            machine = {"sim": "mi300x-8", "sdma": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
                 wanted, f"host-{count}"
             )
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
@@ -179,6 +180,7 @@ class Communicator(ViewCalls):
             phantom=phantom,
             seed=seed,
             faults=[_core.Fault(**fault) for fault in faults],
+            packets=packets,
             cuda=cuda,
             timeout_s=self.timeout,
         )

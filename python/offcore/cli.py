@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | kv | tune | plot | breakdown | show | verify | doctor | demo`.
+"""The command line: `offcore bench | kv | tune | plot | breakdown | show | explain | ...`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, demo, doctor, kv_cli, plot, report, stress, tune
+from offcore import bench, demo, doctor, kv_cli, mcast_cli, plot, report, sdma, stress, tune
 from offcore.errors import error
+from offcore.latte.calibrated import caution
+from offcore.model_commands import COMMANDS
 from offcore.options import (
     REAL_SIZES,
     SIM_SIZES,
@@ -64,7 +66,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(sdma.app, name="sdma")
 app.add_typer(kv_cli.app, name="kv")
+app.add_typer(mcast_cli.app, name="mcast")
 
 
 def _default_ranks(backend: str, machine: str | None) -> int:
@@ -188,7 +192,10 @@ def _measure(request: bench.Request, json: str | None) -> list[Row]:
     def show() -> None:
         if rows:
             rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
-            report.print_rows(rows, skips, report.console(stderr=json == "-"))
+            console = report.console(stderr=json == "-")
+            report.print_rows(rows, skips, console)
+            if note := caution(request.machine) if request.backend == "sim" else "":
+                console.print(note, highlight=False, soft_wrap=True)
 
     try:
         with JsonLines(json) as lines:
@@ -382,48 +389,6 @@ def verify(
         )
 
 
-@app.command("breakdown")
-def breakdown_command(
-    backend: BackendOption = BackendName.auto,
-    machine: MachineOption = None,
-    sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Bytes of the copy (K = 1024).")
-    ] = breakdown.SIZES,
-    json: JsonOption = None,
-    plot_to: PlotOption = None,
-) -> None:
-    """Print the phases of a single copy by size (DMA-Latte section 3.2).
-
-    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
-    """
-    if plot_to is not None:
-        plot.check_plot(plot_to)
-    wanted = parsed(parse_sizes, sizes, "--sizes")
-    where = "sim" if backend is BackendName.auto else backend.value
-    bench.check_backend(where)
-    if where == "sim":
-        machine = machine or SIM_MACHINE
-        found = breakdown.copies(machine, wanted)
-    elif where == "cuda":
-        machine = machine or offcore.machines.for_gpus(2)
-        found = breakdown.measured(machine, wanted)
-    else:
-        raise error("unsupported", f"there is no breakdown of {where}: sim and cuda have engines")
-    stamp = vars(Stamp())
-    with JsonLines(json) as lines:
-        for copy in found:
-            place = {"op": "copy", "backend": where, "machine": machine}
-            lines.write(place | copy.to_json() | stamp)
-    console = report.console(stderr=json == "-")
-    console.print(breakdown.table(machine, where, found))
-    for note in breakdown.NOTES if where == "cuda" else ():
-        console.print(note, highlight=False, soft_wrap=True)
-    if plot_to is not None:
-        title = f"Phases of one copy between two ranks of {machine} ({where})"
-        plot.plot_phases(wanted, [copy.phases for copy in found], title, plot_to)
-        typer.echo(f"plot: {plot_to}", err=json == "-")
-
-
 @app.command("doctor")
 def doctor_command(
     stressed: StressOption = False,
@@ -464,6 +429,10 @@ def demo_command(
         raise error("invalid", f"cannot write to '{folder}': {failure.strerror}") from None
     with JsonLines(json or str(folder / "results.jsonl")) as lines:
         demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
+
+
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 @app.callback(invoke_without_command=True)

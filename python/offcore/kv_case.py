@@ -160,13 +160,13 @@ def _pieces(geometry: Geometry, layout: str, blocks: int) -> list[_Piece]:
     ]
 
 
-def _words(array: Bytes) -> Addresses:
+def _words(array: Bytes) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return array.reshape(-1).view(np.uint64)
 
 
 def _differing(found: Bytes, wanted: Bytes) -> int:
     """How many bytes; by words at first, which is quicker where there are none."""
-    whole = found.nbytes % 8 == 0 and found.flags.c_contiguous and wanted.flags.c_contiguous
+    whole = found.flags.c_contiguous and wanted.flags.c_contiguous and found.nbytes % 8 == 0
     if whole and np.array_equal(_words(found), _words(wanted)):
         return 0
     return int((found != wanted).sum())

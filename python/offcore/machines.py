@@ -6,6 +6,8 @@ section are the fields of the struct of that name in core/machine/machine.h: non
 none unknown. A limit, or a number of `batches`, of null means that there is none. `host-N`, for N
 of 1 to 64, comes from host.json.
 
+calibrated/NAME.json, in the same folders, is what `offcore calibrate` found (docs/model.md).
+
 tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
 measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
 `bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is
@@ -97,6 +99,17 @@ def _on_this_host(machine: _core.Machine) -> _core.Machine:
 def tuned_path(name: str) -> Path:
     """Where a tuned table of that machine is looked up first."""
     return next(iter(_folders()), Path()) / "tuned" / f"{name}.json"
+
+
+def path_of(name: str) -> Path:
+    """The file of that machine. Raises invalid for an unknown name."""
+    return _find(name, name)
+
+
+def calibration_of(name: str) -> Path | None:
+    """What `offcore calibrate` found for that machine; None where nothing was fitted."""
+    paths = (folder / "calibrated" / f"{name}.json" for folder in _folders())
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _folders() -> list[Path]:

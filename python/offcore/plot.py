@@ -20,7 +20,7 @@ from offcore.sizes import format_bytes
 
 _TICKS_MAX = 12
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
-_COLOURS = {
+COLOURS = {
     "pcpy": "#0072B2",
     "bcst": "#D55E00",
     "swap": "#CC79A7",
@@ -38,7 +38,7 @@ _METRIC_LABELS = {"time": "time (us)", "busbw": "busbw (1e9 bytes/s)"}
 _WAYS = {"auto": "safe", "promise": "promised"}
 _KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 _DASHES = (":", "-.", "-")
-_PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
+PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
 
 def check_plot(path: Path) -> None:
@@ -62,7 +62,7 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     step = -(-len(sizes) // _TICKS_MAX)
     ticks = sizes[::step]
@@ -75,8 +75,8 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     kind = name.removeprefix("prelaunch_").split(":")[0]
     offcore = name not in BASELINES
     style: dict[str, Any] = {
-        "color": _COLOURS.get(kind, _COLOURS["pcpy"]),
-        "linestyle": "--" if offcore and name == kind and kind in _COLOURS else "-",
+        "color": COLOURS.get(kind, COLOURS["pcpy"]),
+        "linestyle": "--" if offcore and name == kind and kind in COLOURS else "-",
         "marker": "s" if not offcore else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
@@ -86,7 +86,7 @@ def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
     if way > 0:  # the same in another setting
         style |= {"linestyle": _DASHES[(way - 1) % len(_DASHES)], "markerfacecolor": "white"}
         if name == "offcore":
-            style["color"] = list(_COLOURS.values())[way % len(_KINDS)]
+            style["color"] = list(COLOURS.values())[way % len(_KINDS)]
     return style
 
 
@@ -132,7 +132,7 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
         style = _style_of(name, ways.get(name, 0), any(row.native is False for row in line))
         ways[name] = ways.get(name, 0) + 1
         axes.plot([row.bytes for row in line], values[metric], label=label, **style)
-    _size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
+    size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
     axes.set_ylabel(_METRIC_LABELS.get(metric, f"times as fast as {over}"))
     if metric == "time":
         axes.set_yscale("log")
@@ -224,16 +224,21 @@ def plot_figure(records: Iterable[dict[str, Any]], number: int, path: Path) -> N
 def plot_phases(
     sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str, path: Path
 ) -> None:
+    figure = phases_figure(sizes, phases, title)
+    figure.savefig(path, dpi=140)
+    pyplot().close(figure)
+
+
+def phases_figure(sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str) -> Any:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
-    plt = pyplot()
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
     )
     bottoms = [0.0] * len(sizes)
     totals = [sum(one.values()) for one in phases]
     # A phase that is a difference of measurements may come out below 0: it has no bar.
     wholes = [sum(max(0.0, value) for value in one.values()) for one in phases]
-    for name, colour in _PHASE_COLOURS.items():
+    for name, colour in PHASE_COLOURS.items():
         shares = [
             100 * max(0.0, one[f"{name}_us"]) / whole if whole > 0 else 0.0
             for one, whole in zip(phases, wholes, strict=True)
@@ -251,5 +256,4 @@ def plot_phases(
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    return figure

@@ -9,7 +9,7 @@ from offcore.sizes import split_evenly
 
 def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
     """The variants that an operation of that many ranks can have, its output in a window."""
-    return _core.variants_of(_moves(op, ranks, ranks * 1024, in_place), _core.Protocol())
+    return _core.variants_of(moves_of(op, ranks, ranks * 1024, in_place), _core.Protocol())
 
 
 def show_program(
@@ -30,7 +30,7 @@ def show_program(
     return program_of(machines.load(machine), op, ranks, nbytes, variant, in_place, protocol)
 
 
-def _moves(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
+def moves_of(op: str, ranks: int, nbytes: int, in_place: bool) -> _core.Moves:
     if op == "all_gather":
         return _core.moves_all_gather(split_evenly(nbytes, ranks), in_place)
     if op == "all_to_all":
@@ -56,12 +56,17 @@ def program_of(
 ) -> _core.Program:
     if not 1 <= ranks <= machine.ranks:
         raise error("invalid", f"machine {machine.name} has {machine.ranks} ranks, not {ranks}")
-    moves = _moves(op, ranks, nbytes, in_place)
-    if protocol not in ("auto", "barrier", "promise", "eager"):
-        raise error("invalid", f"unknown protocol {protocol!r}: auto, barrier, promise, eager")
-    staged = protocol == "eager"
-    entry = protocol in ("auto", "barrier") or (staged and not moves.full_exchange)
-    entering = _core.Protocol(entry=entry, staged=staged)
+    moves = moves_of(op, ranks, nbytes, in_place)
+    entering = protocol_of(moves, protocol)
     if variant == "auto":
         variant, _ = _core.choose(moves, nbytes, machine, entering)
     return _core.plan(moves, variant, machine, entering)
+
+
+def protocol_of(moves: _core.Moves, name: str) -> _core.Protocol:
+    """auto: what is always safe. Raises invalid for an unknown name."""
+    if name not in ("auto", "barrier", "promise", "eager"):
+        raise error("invalid", f"unknown protocol {name!r}: auto, barrier, promise, eager")
+    staged = name == "eager"
+    entry = name in ("auto", "barrier") or (staged and not moves.full_exchange)
+    return _core.Protocol(entry=entry, staged=staged)

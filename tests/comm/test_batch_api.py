@@ -92,7 +92,7 @@ def test_back_to_back_beats_fan_out_for_small_batches_and_loses_for_large() -> N
     def time_us(count: int, nbytes: int, **policy: Any) -> float:
         return batch_copy(*scatter(count, nbytes), policy=BatchPolicy(**policy)).wait().time_us
 
-    assert time_us(8, 512, engines=1) < time_us(8, 512, engines=2)
+    assert time_us(4, 512, engines=1) < time_us(4, 512, engines=2)
     assert time_us(256, 1 << 18, engines=1) > time_us(256, 1 << 18, engines=2)
     one = batch_copy(*scatter(256, 1 << 14)).wait()
     several = batch_copy(*scatter(256, 1 << 15)).wait()
@@ -116,9 +116,9 @@ def test_overlapped_copies_beat_copies_one_by_one() -> None:
 def test_a_broadcast_is_inferred_where_the_machine_has_one() -> None:
     srcs = [(0, 0)] * 4
     dsts = [(rank, 4096) for rank in (1, 2, 3, 4)]
-    result = batch_copy(dsts, srcs, [1 << 16] * 4).wait()
+    result = batch_copy(dsts, srcs, [1 << 12] * 4).wait()
     assert (result.ranks, result.bcst, result.commands) == (5, 4, 2)
-    forced = batch_copy(dsts, srcs, [1 << 16] * 4, policy=BatchPolicy(bcst=False)).wait()
+    forced = batch_copy(dsts, srcs, [1 << 12] * 4, policy=BatchPolicy(bcst=False)).wait()
     assert (forced.bcst, forced.commands) == (0, 4)
     assert result.time_us < forced.time_us
 

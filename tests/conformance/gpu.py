@@ -12,15 +12,24 @@ import numpy as np
 import offcore
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from cuda_library import fake_cuda_library
+from cuda_library import fake_cuda_library, fake_hsa_library
+
+
+def sanitizer() -> str | None:
+    """Whose build of the package this is."""
+    spec = importlib.util.find_spec("offcore")
+    origin = "" if spec is None else str(spec.origin)
+    return next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
+
+
+def hsa_stand_in() -> dict[str, str]:
+    """The environment in which the stand-in HSA runtime is AMD's, with eight GPUs."""
+    return {"OFFCORE_LIBHSA": str(fake_hsa_library(preset=sanitizer()))}
 
 
 def stand_in() -> dict[str, str]:
     """The environment in which the stand-in libcuda is the driver, with eight GPUs."""
-    spec = importlib.util.find_spec("offcore")
-    origin = "" if spec is None else str(spec.origin)
-    preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
-    library = fake_cuda_library(preset)
+    library = fake_cuda_library(sanitizer())
     return {
         "OFFCORE_LIBCUDA": str(library),
         "OFFCORE_FAKE_CUDA_DEVICES": "8",

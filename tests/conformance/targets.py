@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from gpu import GpuCommunicator, stand_in
+from gpu import GpuCommunicator, hsa_stand_in, stand_in
 
 import offcore
 from offcore import _core
@@ -21,6 +21,8 @@ class Target:
     machine: str
     swaps: bool = True  # runs swap commands that were not legalized for a machine
     watched: bool = True  # shows when each command ran, on one clock
+    batches: bool = True  # takes batches of copies
+    cyclic: bool = True  # compares flag values cyclically
 
     def name(self, ranks: int) -> str:
         return self.machine.format(ranks)
@@ -93,10 +95,31 @@ class Gpus(Target):
             pytest.skip(f"{ranks} ranks need as many GPUs; there are {found}")
 
 
+class AmdGpus(Target):
+    """GPUs of a stand-in HSA runtime, whose SDMA queues are emulated engines."""
+
+    @staticmethod
+    def driver() -> Any:
+        return patch.dict(os.environ, hsa_stand_in())
+
+    def need(self, ranks: int) -> None:
+        with self.driver():
+            super().need(ranks)
+
+    def communicator(self, ranks: int, **options: Any) -> offcore.Communicator:
+        with self.driver():
+            return super().communicator(ranks, **options)
+
+    def session(self, ranks: int) -> _core.Session:
+        with self.driver():
+            return super().session(ranks)
+
+
 TARGETS = {
     "sim-mi300x-8": Target("sim", "mi300x-8"),
     "sim-h200-8": Target("sim", "h200-8"),
     "sim-h200-4": Target("sim", "h200-4"),
     "host": Target("host", "host-{}"),
     "cuda": Gpus("cuda", "h200", swaps=False, watched=False),
+    "sdma": AmdGpus("sdma", "mi300x-8", watched=False, batches=False, cyclic=False),
 }

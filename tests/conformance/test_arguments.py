@@ -347,12 +347,12 @@ OPENED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "faults of real engines": (
         {"backend": "host", "ranks": 2, "faults": [{"kind": "lost_signal"}]},
         "unsupported",
-        ("phantom memory, seeds and faults are the simulator's",),
+        ("phantom memory, seeds, faults and packets are the simulator's",),
     ),
     "phantom memory of real engines": (
         {"backend": "host", "ranks": 2, "phantom": True},
         "unsupported",
-        ("phantom memory, seeds and faults are the simulator's",),
+        ("phantom memory, seeds, faults and packets are the simulator's",),
     ),
     "unknown fault": (
         {"backend": "sim", "faults": [{"kind": "gremlin"}]},

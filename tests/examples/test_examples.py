@@ -68,6 +68,14 @@ def test_a_prompt_is_fetched():
     assert lines[3].startswith("correct, on ")
 
 
+def test_multicast_between_processes():
+    lines = sorted(run(EXAMPLES / "mcast.py").splitlines())
+    assert [line.partition(";")[0] for line in lines] == [
+        f"rank {r} of 3: correct" for r in range(3)
+    ]
+    assert all("3 MiB by multicast" in line for line in lines)
+
+
 def run_two_ranks(text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,7 +85,9 @@ def run_two_ranks(text):
     assert [process.wait(timeout=60) for process in both] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/batch.md", "docs/kv.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/quickstart.md", "docs/batch.md", "docs/kv.md", "docs/mcast.md"]
+)
 def test_documents_show_python_that_runs(name):
     blocks = blocks_of(name)
     assert blocks

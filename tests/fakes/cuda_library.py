@@ -1,4 +1,4 @@
-"""Where the stand-in libcuda is, built first if need be. As a program: prints its path."""
+"""Where the stand-in drivers are, built first if need be. As a program: prints libcuda's path."""
 
 import fcntl
 import functools
@@ -30,6 +30,11 @@ def fake_cuda_library(preset: str | None = None) -> Path:
             if done.returncode != 0:
                 raise RuntimeError(f"{' '.join(step)}:\n{done.stdout}{done.stderr}")
     return build / "libcuda.so.1"
+
+
+def fake_hsa_library(kind: str = "", preset: str | None = None) -> Path:
+    """The stand-in HSA runtime; `_batch` has no queues, `_old` no batch copy either."""
+    return fake_cuda_library(preset).with_name(f"libhsa-runtime64{kind}.so.1")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_clock_goes_on_from_launch_to_launch() -> None:
     first = session.run(program, checked=False).time_ns
     assert session.now_ns == first
     session.run(program, repeat=4, checked=False)
-    assert session.now_ns == 5 * first
+    assert session.now_ns == pytest.approx(5 * first, abs=5)  # each is rounded
 
 
 SINGLE = "0.0: copy out[1]+0 <- out[0]+0 bytes={}; signal flag[host]:0 = 1"
@@ -237,11 +237,12 @@ def test_phantom_gigabytes_cost_no_memory() -> None:
     program = collective("all_gather", "prelaunch_pcpy", 8, 4 << 30, machine)
     report = _core.Session("sim", machine, 8, phantom=True).run(program)
     busbw = (4 << 30) * 7 / 8 / report.time_ns
-    assert 0.95 * 448 < busbw < 448
+    rate = 7 * machine.links.engine_gbps
+    assert 0.99 * rate < busbw < rate
 
 
 def test_estimate_agrees_with_the_simulator() -> None:
-    for name, tolerance in (("mi300x-8", 0.05), ("h200-4", 0.35), ("h200-8", 0.35)):
+    for name, tolerance in (("mi300x-8", 0.01), ("h200-4", 0.1), ("h200-8", 0.35)):
         machine = machines.load(name)
         for op, variant in CASES:
             for total in (8192, 1 << 20, 1 << 27):

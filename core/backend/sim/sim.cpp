@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <mutex>
+#include <optional>
 
+#include "core/backend/sim/packets.h"
 #include "core/backend/sim/simulation.h"
 #include "core/base/error.h"
 
@@ -36,7 +38,10 @@ struct SimShared {
 class SimLoaded : public Loaded {
  public:
   SimLoaded(std::shared_ptr<SimShared> shared, std::shared_ptr<const Program> program)
-      : shared_(std::move(shared)), program_(std::move(program)) {}
+      : shared_(std::move(shared)), program_(std::move(program)) {
+    const SimState& state = shared_->state;
+    if (state.options.packets) packets_.emplace(*program_, state.machine);
+  }
 
   bool arm(const Launch& launch) override {
     if (program_->mode != Mode::armed) {
@@ -55,7 +60,11 @@ class SimLoaded : public Loaded {
     }
     const std::lock_guard lock(shared_->mutex);
     if (program_->mode == Mode::armed) start_armed(launch);
-    return std::make_unique<SimRun>(Simulation(shared_->state, *program_, launch).run());
+    if (!packets_) {
+      return std::make_unique<SimRun>(Simulation(shared_->state, *program_, launch).run());
+    }
+    const Program fetched = packets_->fetched(launch.epoch);
+    return std::make_unique<SimRun>(Simulation(shared_->state, fetched, launch).run());
   }
 
  private:
@@ -77,6 +86,7 @@ class SimLoaded : public Loaded {
 
   std::shared_ptr<SimShared> shared_;
   std::shared_ptr<const Program> program_;
+  std::optional<PacketPath> packets_;
   std::vector<Armed> armed_;  // in order
 };
 
@@ -132,6 +142,9 @@ std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions
   if (ranks < 1 || ranks > machine.ranks) {
     fail(Code::invalid, "machine ", machine.name, " has 1 to ", machine.ranks, " ranks, not ",
          ranks);
+  }
+  if (options.packets && machine.vendor != "amd") {
+    fail(Code::unsupported, "machine ", machine.name, " has no SDMA engines: packets are AMD's");
   }
   for (const Fault& fault : options.faults) {
     if (fault.rank >= ranks) fail(Code::invalid, "fault ", to_string(fault), ": no such rank");

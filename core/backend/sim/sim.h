@@ -18,6 +18,7 @@ struct SimOptions {
   bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
   uint64_t seed = 0;
   std::vector<Fault> faults;
+  bool packets = false;  // engine queues go through SDMA packets: see packets.h
 };
 
 // A backend for the first `ranks` ranks of a machine, all of them local.

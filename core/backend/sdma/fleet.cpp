@@ -1,0 +1,225 @@
+#include "core/backend/sdma/fleet.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+#include "core/backend/sdma/encode.h"
+#include "core/base/error.h"
+#include "core/base/threads.h"
+
+namespace offcore::sdma {
+namespace {
+
+constexpr int64_t kEagerNs = 200'000;  // after something has moved
+constexpr int64_t kPauseNs = 50'000;
+constexpr int64_t kLookNs = 1'000'000;  // while callers look
+constexpr uint32_t kOwnRingsMax = 48;   // of a GPU's, which has 8 for each of 16 engines
+constexpr int64_t kStopNs = 2'000'000'000;
+
+}  // namespace
+
+Way& Fleet::way() {
+  if (way_ == nullptr) fail(Code::cancelled, "the sdma backend is closed");
+  return *way_;
+}
+
+void Fleet::enqueue(std::shared_ptr<Flight> flight) {
+  const Lock lock(mutex_);
+  if (stopping_) fail(Code::cancelled, "the sdma backend is closed");
+  if (!thread_.joinable()) {
+    const SignalsBlocked blocked;
+    thread_ = std::thread([this] { serve(); });
+  }
+  ++under_way_;
+  for (Rank rank = 0; rank < flight->parts.size(); ++rank) {
+    lanes_[{flight->launch.lane, rank}].push_back(flight);
+  }
+  work_.notify_one();
+}
+
+void Fleet::send(Flight& flight, const Flight* before) {
+  const Lock lock(mutex_);
+  for (size_t i = 0; before != nullptr && !before->ended() && i < before->parts.size(); ++i) {
+    for (const std::unique_ptr<Task>& task : before->parts[i]) {
+      if (!task->sent()) return;
+    }
+  }
+  for (const auto& part : flight.parts) {
+    for (const std::unique_ptr<Task>& task : part) task->advance();
+  }
+}
+
+uint32_t Fleet::take_rings(const Queues& queues) {
+  const Lock lock(mutex_);
+  std::map<Rank, uint32_t> wanted = own_rings_;
+  for (const auto& [rank, index] : queues) {
+    if (++wanted[rank] > kOwnRingsMax) return 0;
+  }
+  own_rings_ = std::move(wanted);
+  return ++ring_groups_ | kOwnRings;
+}
+
+void Fleet::take_back(Doomed doomed) {
+  const Lock lock(mutex_);
+  doomed_.push_back(std::move(doomed));
+  drop_doomed();
+  work_.notify_one();
+}
+
+void Fleet::drop_doomed() {
+  std::erase_if(doomed_, [&](Doomed& doomed) {
+    if (doomed.before != nullptr && !doomed.before->ended()) return false;
+    for (const auto& [rank, index] : doomed.queues) {
+      --own_rings_[rank];
+      if (way_ != nullptr) way_->drop_ring(doomed.group, rank, index);
+    }
+    finished_.insert(finished_.end(), doomed.flights.begin(), doomed.flights.end());
+    return true;
+  });
+}
+
+void Fleet::serve() {
+  Lock lock(mutex_);
+  int64_t moved_ns = now_ns();
+  while (true) {
+    if (under_way_ == 0 && finished_.empty()) {
+      if (stopping_) return;
+      work_.wait(lock);
+      moved_ns = now_ns();
+      continue;
+    }
+    if (callers_ > 0 && !stopping_) {
+      work_.wait_for(lock, std::chrono::nanoseconds(kLookNs));
+      continue;
+    }
+    if (sweep()) moved_ns = now_ns();
+    std::vector<std::shared_ptr<Flight>> finished;
+    finished.swap(finished_);
+    if (stopping_ && now_ns() - moved_ns > kStopNs) return;
+    lock.unlock();
+    finished.clear();
+    if (now_ns() - moved_ns < kEagerNs) {
+      sched_yield();
+      lock.lock();
+    } else {
+      lock.lock();
+      work_.wait_for(lock, std::chrono::nanoseconds(kPauseNs));
+    }
+  }
+}
+
+// Looks at the first launch of every lane, rank by rank.
+bool Fleet::sweep() {
+  bool moved = false;
+  for (auto& [key, flights] : lanes_) {
+    while (!flights.empty()) {
+      const std::shared_ptr<Flight> flight = flights.front();
+      look(*flight, key.second, moved);
+      const auto& part = flight->parts[key.second];
+      const bool ended =
+          std::all_of(part.begin(), part.end(), [](const auto& task) { return task->ended(); });
+      if (!ended) break;
+      moved = true;
+      flights.pop_front();
+      if (--flight->parts_left == 0) finish(flight);
+    }
+  }
+  if (!doomed_.empty()) drop_doomed();
+  return moved;
+}
+
+bool Fleet::poisoned(Flight& flight) const {
+  for (Wakeup* wakeup : flight.launch.wakeups) {
+    const uint32_t by = wakeup->poison.load(std::memory_order_acquire);
+    if (by != 0) flight.poisoned_by.store(by, std::memory_order_release);
+  }
+  if (const std::string told = way_->failure(); !told.empty() && !flight.error) {
+    flight.error.emplace(Code::driver, told);
+  }
+  return flight.poisoned_by.load() != 0 || flight.error || stopping_;
+}
+
+void Fleet::look(Flight& flight, Rank rank, bool& moved) {
+  const bool dead = poisoned(flight);
+  for (const std::unique_ptr<Task>& task : flight.parts[rank]) {
+    if (task->ended()) continue;
+    try {
+      if (dead) task->release();
+      moved |= task->advance();
+    } catch (const Error& error) {
+      flight.error = error;
+    }
+  }
+}
+
+void Fleet::finish(const std::shared_ptr<Flight>& flight) {
+  for (size_t i = 0; i < flight->stamped_by.size(); ++i) {
+    if (flight->stamped_by[i] == kHostRank || flight->stamps == nullptr) continue;
+    const std::byte* place = flight->stamps + i * kTimestampAlign;
+    uint64_t ticks = 0;
+    std::copy_n(place, sizeof ticks, reinterpret_cast<std::byte*>(&ticks));
+    if (ticks == 0) continue;  // never reached
+    flight->timestamps_ns[i] = way_->since_ns(flight->stamped_by[i], ticks, flight->engine_time);
+  }
+  flight->end_ns = now_ns();
+  flight->done.store(true, std::memory_order_release);
+  finished_.push_back(flight);
+  --under_way_;
+  ended_.notify_all();
+}
+
+void Fleet::wait(Flight& flight, const Deadline& deadline) {
+  const std::string& op = flight.program->op;
+  Lock lock(mutex_);
+  ++callers_;  // who waits looks by itself, so that no thread has to be switched to
+  int64_t moved_ns = now_ns();
+  while (!flight.ended() && !stopping_ && !deadline.passed() && way_->failure().empty()) {
+    if (sweep()) {
+      moved_ns = now_ns();
+    } else if (now_ns() - moved_ns < kEagerNs) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    } else {
+      ended_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kPauseNs)));
+    }
+  }
+  --callers_;
+  work_.notify_one();
+  if (!flight.ended()) {
+    if (!stopping_ && flight.error) throw *flight.error;
+    if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
+    fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
+         " s: ", flight.position());
+  }
+  // Freed by this thread: the service's might have to wait for an interpreter's lock.
+  std::shared_ptr<void> owner = std::move(flight.launch.owner);
+  std::vector<std::shared_ptr<void>> kept = std::move(flight.kept);
+  lock.unlock();
+  if (const uint32_t by = flight.poisoned_by.load(); by != 0) {
+    fail(Code::peer, "rank ", by - 1, " died or aborted during ", op);
+  }
+  if (flight.error) throw *flight.error;
+}
+
+void Fleet::stop() {
+  {
+    const Lock lock(mutex_);
+    stopping_ = true;
+    work_.notify_all();
+    ended_.notify_all();
+  }
+  if (thread_.joinable()) {
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();  // an owner that it released has let go of the backend
+      return;
+    }
+    thread_.join();
+  }
+  lanes_.clear();
+  doomed_.clear();
+  way_.reset();  // the runtime's queues go first, so that nothing writes any more
+}
+
+}  // namespace offcore::sdma

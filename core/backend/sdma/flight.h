@@ -1,0 +1,72 @@
+// A launch under way: its queues as tasks that go on a little whenever somebody looks.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/sdma/stream.h"
+#include "core/backend/sdma/way.h"
+#include "core/base/error.h"
+
+namespace offcore::sdma {
+
+struct Flight;
+
+// One queue of one launch.
+class Task {
+ public:
+  Task(Flight& flight, uint32_t queue) : flight_(flight), queue_(queue) {}
+  virtual ~Task() = default;
+  virtual bool advance() = 0;  // as far as it gets now; false where that is nowhere
+  virtual bool ended() const = 0;
+  virtual uint32_t reached() const = 0;  // the command that it is at
+  // Its run is dead: nothing of it has to be done any more, and what waits has to be let go.
+  virtual void release() = 0;
+  virtual bool sent() const { return true; }  // the engine has all of it
+
+  uint32_t queue() const { return queue_; }
+
+ protected:
+  const Queue& commands() const;
+  Flight& flight_;
+  const uint32_t queue_;
+};
+
+struct Flight {
+  Flight(std::shared_ptr<const Program> program_, Launch launch_)
+      : program(std::move(program_)), launch(std::move(launch_)) {}
+
+  std::shared_ptr<const Program> program;  // as it is laid out for this launch's addresses
+  Launch launch;
+  Addresses addresses;
+  std::vector<std::shared_ptr<void>> kept;                // pinned memory, words
+  std::vector<std::vector<std::unique_ptr<Task>>> parts;  // of each rank
+  uint32_t parts_left = 0;
+  std::byte* stamps = nullptr;  // of the engines, kTimestampAlign apart; null without rings
+  std::vector<int64_t> timestamps_ns;
+  std::vector<Rank> stamped_by;  // whose engine a timestamp is; kHostRank: it is in ns already
+  uint64_t engine_time = 0;
+  uint32_t ring_group = 0;
+  int64_t launch_ns = 0;
+  int64_t control_ns = 0;
+  int64_t end_ns = 0;
+  std::atomic<uint32_t> poisoned_by{0};
+  std::optional<Error> error;  // what a task threw
+  std::atomic<bool> done{false};
+
+  bool ended() const { return done.load(std::memory_order_acquire); }
+  std::string position() const;
+  Report report() const;
+};
+
+// Executes a queue itself: a caller's, or one whose data goes by batches.
+std::unique_ptr<Task> make_host_task(Flight& flight, uint32_t queue, Way& way);
+
+// Sends a queue's packets through a ring; `completed` is a word of the flight's, 0 at first.
+std::unique_ptr<Task> make_ring_task(Flight& flight, const Stream& stream, Ring& ring,
+                                     std::byte* completed);
+
+}  // namespace offcore::sdma

@@ -1,0 +1,50 @@
+#include "core/backend/sdma/hip.h"
+
+#include <dlfcn.h>
+
+#include "core/base/env.h"
+#include "core/base/error.h"
+
+namespace offcore::hip {
+
+Runtime::Runtime() {
+  const std::string path = env("OFFCORE_LIBHIP");
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    fail(Code::unavailable, "AMD's HIP runtime cannot be opened (", dlerror(), ")");
+  }
+  std::string missing;
+#define OFFCORE_HIP_FIND(name, returns, parameters)                      \
+  name = reinterpret_cast<returns(*) parameters>(dlsym(library, #name)); \
+  if (name == nullptr) missing += cat(missing.empty() ? "" : ", ", #name);
+  OFFCORE_HIP_TABLE(OFFCORE_HIP_FIND)
+#undef OFFCORE_HIP_FIND
+  if (!missing.empty()) fail(Code::unavailable, path, " lacks ", missing);
+  if (hipInit(0) != kSuccess || hipGetDeviceCount(&devices_) != kSuccess || devices_ == 0) {
+    fail(Code::unavailable, "AMD's HIP runtime finds no GPU");
+  }
+}
+
+const Runtime& Runtime::open() {
+  static const Runtime* const runtime = new Runtime();
+  return *runtime;
+}
+
+bool can_open(std::string& why_not) {
+  try {
+    Runtime::open();
+    return true;
+  } catch (const offcore::Error& error) {
+    why_not = error.message();
+    return false;
+  }
+}
+
+void check(Error error, std::string_view what) {
+  if (error == kSuccess) return;
+  const char* text = Runtime::open().hipGetErrorString(error);
+  fail(error == kOutOfMemory ? Code::memory : Code::driver, what, ": ",
+       text != nullptr ? text : "unknown error", " (", error, ")");
+}
+
+}  // namespace offcore::hip

@@ -1,0 +1,166 @@
+// AMD's HSA runtime, opened at run time: the one place that knows its names and layouts.
+//
+// The tables below are the whole surface. Types are declared here by hand, as the runtime's public
+// headers (interface 1.31) lay them out, so that nothing needs them. What `optional` names comes
+// with newer runtimes only: hsa_amd_queue_create with interface 1.26 (its queues' pointers with
+// 1.31), the batch copy with 1.17. None of this has run on AMD's hardware yet.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/base/error.h"
+
+namespace offcore::hsa {
+
+using Status = uint32_t;
+struct Agent {
+  uint64_t handle = 0;
+};
+struct MemoryPool {
+  uint64_t handle = 0;
+};
+struct Signal {
+  uint64_t handle = 0;
+};
+
+inline constexpr Status kSuccess = 0;
+inline constexpr Status kStopIterating = 1;  // HSA_STATUS_INFO_BREAK
+inline constexpr Status kOutOfResources = 0x1008;
+
+enum class SystemInfo : uint32_t { timestamp = 2, timestamp_frequency = 3 };
+enum class AgentInfo : uint32_t { name = 0, device = 17, sdma_engines = 0xA10A };
+inline constexpr uint32_t kDeviceCpu = 0;
+inline constexpr uint32_t kDeviceGpu = 1;
+enum class PoolInfo : uint32_t { segment = 0, global_flags = 1, alloc_allowed = 5 };
+inline constexpr uint32_t kSegmentGlobal = 0;
+inline constexpr uint32_t kFineGrained = 2;
+inline constexpr uint32_t kCoarseGrained = 4;
+enum class QueueInfo : uint32_t { doorbell = 1, read_pointer = 15, write_pointer = 16 };
+
+struct Queue {
+  uint32_t type = 0;
+  uint32_t features = 0;
+  void* base_address = nullptr;
+  Signal doorbell_signal;
+  uint32_t size = 0;  // bytes, of SDMA queues
+  uint32_t reserved = 0;
+  uint64_t id = 0;
+};
+static_assert(sizeof(Queue) == 40);
+
+inline constexpr uint16_t kQueueDescriptorVersion = 1;
+inline constexpr uint8_t kEngineSdma = 1;
+inline constexpr uint32_t kPriorityNormal = 1;
+inline constexpr uint32_t kAnyEngine = UINT32_MAX;
+
+// hsa_amd_queue_create_desc_t
+struct QueueDescriptor {
+  uint16_t version = kQueueDescriptorVersion;
+  uint16_t flags = 0;  // the ring in system memory
+  uint8_t engine_type = kEngineSdma;
+  uint8_t reserved_header[3] = {};
+  uint32_t queue_size_bytes = 0;
+  uint32_t priority = kPriorityNormal;
+  void (*callback)(Status, Queue*, void*) = nullptr;
+  void* callback_data = nullptr;
+  Queue* queue = nullptr;
+  uint32_t sdma_engine_id = kAnyEngine;
+  uint32_t reserved_engine[7] = {};
+  uint32_t traffic_class = 0;
+  uint8_t reserved[20] = {};
+};
+static_assert(sizeof(QueueDescriptor) == 96 && offsetof(QueueDescriptor, queue) == 32 &&
+              offsetof(QueueDescriptor, sdma_engine_id) == 40 &&
+              offsetof(QueueDescriptor, traffic_class) == 72);
+
+// hsa_amd_memory_copy_op_t. All ops of a batch share one completion signal, whose value begins as
+// their number.
+inline constexpr uint16_t kOpLinear = 0;
+inline constexpr uint16_t kOpSwap = 2;
+struct CopyOp {
+  uint16_t version = 1;
+  uint16_t type = kOpLinear;
+  uint16_t num_entries = 0;  // one copy; lists begin at 1
+  uint16_t traffic_class = 0;
+  Signal completion_signal;
+  void* src = nullptr;
+  Agent src_agent;
+  Agent dst_agent;
+  void* dst = nullptr;
+  size_t size = 0;
+  size_t dst_size = 0;  // of swaps
+  uint64_t wait[4] = {};
+  uint64_t signal[3] = {};
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(CopyOp) == 128 && offsetof(CopyOp, size) == 48);
+
+// name, what it returns, parameters
+#define OFFCORE_HSA_TABLE(X)                                                                     \
+  X(hsa_init, Status, ())                                                                        \
+  X(hsa_status_string, Status, (Status, const char**))                                           \
+  X(hsa_iterate_agents, Status, (Status (*)(Agent, void*), void*))                               \
+  X(hsa_agent_get_info, Status, (Agent, AgentInfo, void*))                                       \
+  X(hsa_system_get_info, Status, (SystemInfo, void*))                                            \
+  X(hsa_amd_agent_iterate_memory_pools, Status, (Agent, Status (*)(MemoryPool, void*), void*))   \
+  X(hsa_amd_memory_pool_get_info, Status, (MemoryPool, PoolInfo, void*))                         \
+  X(hsa_amd_memory_pool_allocate, Status, (MemoryPool, size_t, uint32_t, void**))                \
+  X(hsa_amd_memory_pool_free, Status, (void*))                                                   \
+  X(hsa_amd_agents_allow_access, Status, (uint32_t, const Agent*, const uint32_t*, const void*)) \
+  X(hsa_amd_memory_lock, Status, (void*, size_t, Agent*, int, void**))                           \
+  X(hsa_amd_memory_unlock, Status, (void*))                                                      \
+  X(hsa_amd_profiling_convert_tick_to_system_domain, Status, (Agent, uint64_t, uint64_t*))       \
+  X(hsa_signal_create, Status, (int64_t, uint32_t, const Agent*, Signal*))                       \
+  X(hsa_signal_destroy, Status, (Signal))                                                        \
+  X(hsa_signal_load_scacquire, int64_t, (Signal))                                                \
+  X(hsa_queue_destroy, Status, (Queue*))
+
+// Null where the runtime is older.
+#define OFFCORE_HSA_OPTIONAL_TABLE(X)                                  \
+  X(hsa_amd_queue_create, Status, (Agent, QueueDescriptor*, uint32_t)) \
+  X(hsa_amd_queue_get_info, Status, (Queue*, QueueInfo, void*))        \
+  X(hsa_amd_memory_async_batch_copy, Status, (const CopyOp*, uint32_t, uint32_t, const Signal*))
+
+struct Gpu {
+  Agent agent;
+  std::string name;  // "gfx942"
+  MemoryPool pool;   // coarse-grained memory of its own
+};
+
+class Runtime {
+ public:
+  // Opens and initialises the runtime, once in a process. Throws unavailable, saying what is
+  // missing. A child of a process that had opened it gets an error of code driver.
+  static const Runtime& open();
+  // The runtime, once open.
+  static const Runtime& get();
+
+  const std::vector<Gpu>& gpus() const { return gpus_; }
+  const std::vector<Agent>& agents() const { return agents_; }  // all, CPUs too
+  MemoryPool host_pool() const { return host_pool_; }           // fine-grained host memory
+  bool has_queues() const { return hsa_amd_queue_create != nullptr && hsa_amd_queue_get_info; }
+  bool has_batch_copy() const { return hsa_amd_memory_async_batch_copy != nullptr; }
+
+#define OFFCORE_HSA_MEMBER(name, returns, parameters) returns(*name) parameters = nullptr;
+  OFFCORE_HSA_TABLE(OFFCORE_HSA_MEMBER)
+  OFFCORE_HSA_OPTIONAL_TABLE(OFFCORE_HSA_MEMBER)
+#undef OFFCORE_HSA_MEMBER
+
+ private:
+  Runtime();
+  void resolve(void* library);
+  void find_agents();
+  MemoryPool find_pool(Agent agent, uint32_t flag) const;
+
+  std::vector<Gpu> gpus_;
+  std::vector<Agent> agents_;
+  MemoryPool host_pool_;
+};
+
+// Throws memory or driver, with the runtime's own text.
+void check(Status status, std::string_view what);
+
+}  // namespace offcore::hsa

@@ -1,0 +1,374 @@
+#include "core/backend/sdma/sdma.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+
+#include "core/backend/flight_run.h"
+#include "core/backend/sdma/encode.h"
+#include "core/backend/sdma/fleet.h"
+#include "core/base/error.h"
+#include "core/base/threads.h"
+
+namespace offcore {
+namespace {
+
+using namespace sdma;
+
+constexpr uint64_t kScratchBytes = 64 << 10;  // of a queue whose swaps are not aligned
+
+// Swaps by three copies through scratch memory of the queue's own.
+Program without_swaps(const Program& program) {
+  Program result = program;
+  const auto scratch = static_cast<BufferId>(result.buffers.size());
+  uint16_t queues = 0;
+  for (Queue& queue : result.queues) {
+    if (queue.index == kCallerQueue) continue;
+    queues = std::max<uint16_t>(queues, queue.index + 1);
+    std::vector<Command> commands;
+    for (const Command& command : queue.commands) {
+      if (command.op != Op::swap) {
+        commands.push_back(command);
+        continue;
+      }
+      const Command fence{.op = Op::fence};
+      const Slice own{kScratchBytes * queue.index, queue.rank, scratch};
+      commands.push_back(fence);
+      for (uint32_t row = 0; row < command.rows; ++row) {
+        for (uint64_t done = 0; done < command.bytes; done += kScratchBytes) {
+          Slice a = row_of(command.dst, command.dst_step, row, program.ranks);
+          Slice b = row_of(command.src, command.src_step, row, program.ranks);
+          a.offset += done;
+          b.offset += done;
+          const uint64_t bytes = std::min(kScratchBytes, command.bytes - done);
+          for (const auto& [dst, src] : {std::pair{own, a}, {a, b}, {b, own}}) {
+            commands.push_back({.dst = dst, .src = src, .bytes = bytes, .op = Op::copy});
+            commands.push_back(fence);
+          }
+        }
+      }
+    }
+    queue.commands = std::move(commands);
+  }
+  result.buffers.push_back(
+      {.name = "swap_scratch", .kind = Buffer::Kind::local, .bytes = kScratchBytes * queues});
+  return result;
+}
+
+// What of a buffer the program touches: what of the caller's memory has to be pinned.
+struct Extent {
+  uint64_t begin = UINT64_MAX;
+  uint64_t end = 0;
+};
+using Extents = std::map<std::pair<BufferId, Rank>, Extent>;
+
+Extents extents_of(const Program& program) {
+  Extents extents;
+  const auto add = [&](const Slice& slice, uint64_t bytes) {
+    Extent& extent = extents[{slice.buffer, slice.rank}];
+    const uint64_t at = slice.buffer == kFlagBuffer ? slice.offset * kWordBytes : slice.offset;
+    extent.begin = std::min(extent.begin, at);
+    extent.end = std::max(extent.end, at + bytes);
+  };
+  for (const Queue& queue : program.queues) {
+    for (const Command& command : queue.commands) {
+      if (command.op == Op::timestamp || command.op == Op::fence) continue;
+      const bool data = moves_data(command.op);
+      for (uint32_t row = 0; row < command.rows; ++row) {
+        add(row_of(command.dst, command.dst_step, row, program.ranks), data ? command.bytes : 4);
+        if (data) add(row_of(command.src, command.src_step, row, program.ranks), command.bytes);
+      }
+    }
+  }
+  return extents;
+}
+
+class SdmaLoaded final : public Loaded {
+ public:
+  SdmaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Program> program,
+             uint64_t copy_bytes_max)
+      : fleet_(std::move(fleet)),
+        program_(std::move(program)),
+        copy_bytes_max_(copy_bytes_max),
+        extents_(extents_of(*program_)) {
+    for (const Queue& queue : program_->queues) {
+      engine_queues_ += queue.index != kCallerQueue;
+      for (const Command& command : queue.commands) {
+        has_swaps_ |= command.op == Op::swap;
+        if (command.op != Op::timestamp) continue;
+        if (stamped_by_.size() <= command.value) stamped_by_.resize(command.value + 1, kHostRank);
+        if (queue.index != kCallerQueue) stamped_by_[command.value] = queue.rank;
+      }
+    }
+  }
+
+  ~SdmaLoaded() override { take_back(); }
+
+  // The packets go to the rings, where their first poll holds them until the launch.
+  bool arm(const Launch& launch) override {
+    const std::lock_guard alone(mutex_);
+    if (program_->mode != Mode::armed) {
+      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
+           to_string(program_->mode));
+    }
+    if (!fleet_->way().has_rings()) return false;
+    if (own_rings_ == 0) own_rings_ = fleet_->take_rings(own_queues());
+    if (own_rings_ == 0) return false;
+    std::shared_ptr<Flight> flight = build(launch, own_rings_);
+    fleet_->send(*flight, (armed_.empty() ? last_.lock() : armed_.back()).get());
+    armed_.push_back(std::move(flight));
+    return true;
+  }
+
+  std::unique_ptr<Run> launch(const Launch& launch) override {
+    const std::lock_guard alone(mutex_);
+    const int64_t launch_ns = now_ns();
+    std::shared_ptr<Flight> flight = take_armed(launch);
+    if (flight == nullptr) {
+      flight = build(launch, launch.lane);
+    } else {
+      last_ = flight;
+    }
+    {
+      const std::lock_guard lock(fleet_->mutex());
+      flight->launch.owner = launch.owner;
+      flight->launch_ns = launch_ns;
+      add_host_tasks(*flight, false);
+      flight->engine_time = fleet_->way().engine_time();
+      flight->control_ns = now_ns() - launch_ns;
+    }
+    fleet_->enqueue(flight);
+    return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
+  }
+
+  bool native() const override { return native_; }
+
+ private:
+  // All but the callers' queues.
+  std::shared_ptr<Flight> build(const Launch& launch, uint32_t ring_group) {
+    check(launch);
+    auto flight = std::make_shared<Flight>(program_, launch);
+    bind(*flight);
+    if (has_swaps_ && !swaps_fit(*flight)) replace_swaps(*flight);
+    flight->parts.resize(program_->ranks);
+    flight->parts_left = program_->ranks;
+    flight->timestamps_ns.assign(stamped_by_.size(), -1);
+    flight->ring_group = ring_group;
+    const std::lock_guard lock(fleet_->mutex());  // of the way
+    if (fleet_->way().has_rings()) {
+      add_ring_tasks(*flight);
+    } else {
+      add_host_tasks(*flight, true);
+    }
+    return flight;
+  }
+
+  // What was armed for this launch; null where nothing was, or for other memory.
+  std::shared_ptr<Flight> take_armed(const Launch& launch) {
+    if (armed_.empty()) return nullptr;
+    std::shared_ptr<Flight> flight = armed_.front();
+    const Launch& armed = flight->launch;
+    if (armed.epoch != launch.epoch || armed.lane != launch.lane) {
+      fail(Code::invalid, "armed for epoch ", armed.epoch, " of lane ", armed.lane,
+           " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
+    }
+    if (armed.binding == launch.binding) {
+      armed_.pop_front();
+      return flight;
+    }
+    take_back();
+    return nullptr;
+  }
+
+  Fleet::Queues own_queues() const {
+    Fleet::Queues queues;
+    for (const Queue& queue : program_->queues) {
+      if (queue.index != kCallerQueue) queues.emplace_back(queue.rank, queue.index);
+    }
+    return queues;
+  }
+
+  void take_back() {
+    if (own_rings_ == 0) return;
+    fleet_->take_back({.group = std::exchange(own_rings_, 0),
+                       .queues = own_queues(),
+                       .flights = {armed_.begin(), armed_.end()},
+                       .before = last_.lock()});
+    armed_.clear();
+  }
+
+  void check(const Launch& launch) const {
+    const Program& program = *program_;
+    if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
+        launch.binding.buffers() != program.buffers.size()) {
+      fail(Code::invalid, program.op, " needs bases of ", program.buffers.size(), " buffers at ",
+           program.ranks, " ranks, and a wakeup for each rank");
+    }
+    if (std::find(launch.wakeups.begin(), launch.wakeups.end(), nullptr) != launch.wakeups.end()) {
+      fail(Code::invalid, program.op, " was launched without every rank's wakeup");
+    }
+    if (launch.epoch + program.flag_span < launch.epoch) {
+      fail(Code::unsupported, "the lane's flag values would wrap, and these engines compare them ",
+           "plain: make a new communicator");
+    }
+  }
+
+  // The addresses of all that the program touches; the caller's own memory is pinned for that.
+  void bind(Flight& flight) const {
+    flight.addresses.epoch = flight.launch.epoch;
+    for (const auto& [place, extent] : extents_) {
+      const auto& [buffer, rank] = place;
+      std::byte* base = flight.launch.binding.base(buffer, rank);
+      if (base == nullptr) {
+        fail(Code::invalid, "buffer ", program_->buffers[buffer].name, " of ",
+             rank == kHostRank ? "the host" : cat("rank ", rank), " is not mapped here");
+      }
+      Way::Pinned pinned = fleet_->way().pin(base + extent.begin, extent.end - extent.begin);
+      flight.addresses.bases[place] = pinned.address - extent.begin;
+      if (pinned.owner != nullptr) flight.kept.push_back(std::move(pinned.owner));
+    }
+  }
+
+  bool swaps_fit(const Flight& flight) const {
+    if (!fleet_->way().swaps()) return false;
+    for (const Queue& queue : program_->queues) {
+      for (const Command& command : queue.commands) {
+        if (command.op != Op::swap) continue;
+        for (uint32_t row = 0; row < command.rows; ++row) {
+          const Slice dst = row_of(command.dst, command.dst_step, row, program_->ranks);
+          const Slice src = row_of(command.src, command.src_step, row, program_->ranks);
+          if ((flight.addresses.of(dst) | flight.addresses.of(src)) % kSwapAlign != 0) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  void replace_swaps(Flight& flight) {
+    native_ = false;
+    flight.program = std::make_shared<const Program>(without_swaps(*program_));
+    const auto scratch = static_cast<BufferId>(program_->buffers.size());
+    for (Rank rank = 0; rank < program_->ranks; ++rank) {
+      Share share = fleet_->way().allocate(rank, flight.program->buffers.back().bytes);
+      flight.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
+      flight.kept.push_back(share.owner);
+    }
+  }
+
+  // Words of the launch's own: the fences', one for the end of each queue, the timestamps.
+  void add_ring_tasks(Flight& flight) {
+    const uint64_t stamps_at = kWordBytes * (1 + engine_queues_);
+    const Share words = fleet_->way().allocate_host(
+        stamps_at + kTimestampAlign * std::max<size_t>(1, stamped_by_.size()));
+    flight.kept.push_back(words.owner);
+    flight.stamps = words.data + stamps_at;
+    flight.stamped_by = stamped_by_;
+    flight.addresses.scratch = reinterpret_cast<uint64_t>(words.data);
+    flight.addresses.timestamps = reinterpret_cast<uint64_t>(flight.stamps);
+    std::byte* word = words.data;
+    for (const Stream& stream : streams_for(flight)) {
+      const Queue& queue = program_->queues[stream.queue];
+      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index);
+      word += kWordBytes;
+      flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
+    }
+  }
+
+  // Encoded once; later launches replay the same packets where their memory is aligned alike.
+  std::vector<Stream> streams_for(const Flight& flight) {
+    if (flight.program != program_)
+      return encode(*flight.program, flight.addresses, copy_bytes_max_);
+    if (!streams_.empty()) {
+      try {
+        std::vector<Stream> streams = streams_;
+        for (Stream& stream : streams) replay(stream, encoded_for_, flight.addresses);
+        return streams;
+      } catch (const Error&) {  // moved by no multiple of kBaseAlign
+      }
+    }
+    streams_ = encode(*program_, flight.addresses, copy_bytes_max_);
+    encoded_for_ = flight.addresses;
+    return streams_;
+  }
+
+  void add_host_tasks(Flight& flight, bool engines) {
+    for (uint32_t index = 0; index < program_->queues.size(); ++index) {
+      const Queue& queue = program_->queues[index];
+      if ((queue.index == kCallerQueue) == engines) continue;
+      flight.parts[queue.rank].push_back(make_host_task(flight, index, fleet_->way()));
+    }
+  }
+
+  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<const Program> program_;
+  const uint64_t copy_bytes_max_;
+  const Extents extents_;
+  std::vector<Rank> stamped_by_;
+  size_t engine_queues_ = 0;
+  bool has_swaps_ = false;
+  std::atomic<bool> native_{true};
+  std::mutex mutex_;  // guards what follows
+  std::vector<Stream> streams_;
+  Addresses encoded_for_;
+  uint32_t own_rings_ = 0;  // a group; 0: none
+  std::deque<std::shared_ptr<Flight>> armed_;
+  std::weak_ptr<Flight> last_;  // launched, in the own rings
+};
+
+class SdmaBackend final : public Backend {
+ public:
+  SdmaBackend(const Machine& machine, Rank ranks)
+      : machine_(machine),
+        ranks_(ranks),
+        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(machine, ranks)))) {}
+  ~SdmaBackend() override { fleet_->stop(); }
+
+  const Machine& machine() const override { return machine_; }
+  Share allocate(Rank rank, uint64_t bytes) override { return fleet_->way().allocate(rank, bytes); }
+  Share allocate_host(uint64_t bytes) override { return fleet_->way().allocate_host(bytes); }
+  Share import(Rank, uint64_t, int) override {
+    fail(Code::unsupported, "the sdma backend runs all ranks in one process: nothing to import");
+  }
+  std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
+    if (program->ranks != ranks_) {
+      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
+           ranks_);
+    }
+    if (program->mode == Mode::capture) {
+      fail(Code::unsupported, "the sdma backend has no graphs to capture into");
+    }
+    const uint64_t largest = std::min(machine_.limits.copy_bytes_max, kCopyBytesMax);
+    return std::make_unique<SdmaLoaded>(fleet_, std::move(program), largest);
+  }
+  int64_t now_ns() const override { return offcore::now_ns(); }
+
+ private:
+  Machine machine_;
+  Rank ranks_;
+  std::shared_ptr<Fleet> fleet_;
+};
+
+}  // namespace
+
+Probe probe_sdma() {
+  try {
+    return {.name = "sdma", .available = true, .reason = told_way()};
+  } catch (const Error& error) {
+    return {.name = "sdma", .reason = error.message()};
+  }
+}
+
+std::unique_ptr<Backend> make_sdma(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks) {
+  check(machine);
+  if (machine.vendor != "amd") {
+    fail(Code::unsupported, "machine ", machine.name, " has no SDMA engines: packets are AMD's");
+  }
+  if (local_ranks.size() != ranks) {
+    fail(Code::unsupported, "the sdma backend runs all ", ranks, " ranks in one process, not ",
+         local_ranks.size());
+  }
+  return std::make_unique<SdmaBackend>(machine, ranks);
+}
+
+}  // namespace offcore

@@ -1,0 +1,22 @@
+// The sdma backend: AMD's copy engines, by rings of packets where the runtime gives them, else by
+// its batch copies (way.h). No operation runs a kernel.
+//
+// All ranks in one process, rank r on GPU r. The host's thread executes callers' queues. Values of
+// flag words are compared plain: a launch whose values would wrap is refused. Nothing can be armed
+// ahead yet: a prelaunched program is enqueued at its launch. A program whose swaps are not aligned
+// for this launch's memory goes through scratch memory. Never yet run on AMD hardware; tests run it
+// on a stand-in for the HSA runtime whose queues are emulated engines.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore {
+
+Probe probe_sdma();
+
+std::unique_ptr<Backend> make_sdma(const Machine& machine, Rank ranks,
+                                   std::vector<Rank> local_ranks);
+
+}  // namespace offcore

@@ -1,0 +1,100 @@
+// How bytes get to the copy engines of AMD GPUs: memory that the engines reach, and either rings of
+// their own or calls of AMD's runtimes. Three ways, the first that is there is taken:
+//
+//   queues      user-mode SDMA rings (hsa_amd_queue_create); waits and signals are packets
+//   batch_copy  hsa_amd_memory_async_batch_copy; the host waits and signals between batches
+//   hip_batch   hipMemcpyBatchAsync, likewise, in calls of at most 8192 copies
+#pragma once
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/backend/backend.h"
+#include "core/backend/sdma/ring.h"
+
+namespace offcore::sdma {
+
+// Ranges of memory that a way has allocated itself: what needs no pinning.
+class Ranges {
+ public:
+  void add(const std::byte* data, uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ranges_[data] = bytes;
+  }
+  void remove(const std::byte* data) {
+    const std::lock_guard lock(mutex_);
+    ranges_.erase(data);
+  }
+  bool hold(const std::byte* data) const {
+    const std::lock_guard lock(mutex_);
+    const auto after = ranges_.upper_bound(data);
+    return after != ranges_.begin() && data < std::prev(after)->first + std::prev(after)->second;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, uint64_t> ranges_;
+};
+
+// One copy or swap of a batch, with the ranks whose memory it is (kHostRank: the host's).
+struct Piece {
+  uint64_t dst = 0;
+  uint64_t src = 0;
+  uint64_t bytes = 0;
+  Rank dst_rank = 0;
+  Rank src_rank = 0;
+  bool swap = false;
+};
+
+// A batch under way.
+class Ticket {
+ public:
+  virtual ~Ticket() = default;
+  virtual bool done() = 0;  // throws driver where it has failed
+};
+
+class Way {
+ public:
+  virtual ~Way() = default;
+  virtual std::string_view name() const = 0;
+  virtual Share allocate(Rank rank, uint64_t bytes) = 0;
+  virtual Share allocate_host(uint64_t bytes) = 0;
+
+  // Where engines see this memory of the process's, for as long as the owner lives.
+  struct Pinned {
+    uint64_t address = 0;
+    std::shared_ptr<void> owner;
+  };
+  virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
+
+  virtual bool has_rings() const { return false; }
+  // The ring of a queue of a group's (a lane's, or a prelaunched program's); its only producer
+  // is the caller.
+  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue);
+  // Ends that ring, whatever it holds; the next one is new.
+  virtual void drop_ring(uint32_t, Rank, uint16_t) {}
+  // What the runtime has told of an engine that has failed; empty: nothing.
+  virtual std::string failure() const { return {}; }
+  // A time of the engines' clock, and how long after it a timestamp's ticks are.
+  virtual uint64_t engine_time() const { return 0; }
+  virtual int64_t since_ns(Rank, uint64_t, uint64_t) const { return 0; }
+
+  // Where there are no rings: begins a batch, unordered. At most one call at a time.
+  virtual std::unique_ptr<Ticket> copy(Rank rank, std::span<const Piece> pieces);
+  virtual bool swaps() const { return true; }
+};
+
+// The best way there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
+std::unique_ptr<Way> open_way(const Machine& machine, Rank ranks);
+
+// What open_way would find: how many GPUs, their name, the way; or throws unavailable.
+std::string told_way();
+
+std::unique_ptr<Way> make_hsa_way(const Machine& machine, Rank ranks);
+std::unique_ptr<Way> make_hip_way(Rank ranks);
+
+}  // namespace offcore::sdma

@@ -1,0 +1,38 @@
+#include "core/mcast/operation.h"
+
+#include <algorithm>
+
+namespace offcore::mcast {
+
+bool Operation::ended() const {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+Report Operation::wait(const Deadline& deadline) const {
+  std::unique_lock lock(mutex_);
+  // Not wait_until: a deadline that never comes would overflow the clock's type.
+  while (!done_) {
+    if (deadline.passed()) {
+      fail(Code::timeout, "the operation has not ended within ", shown_s(deadline.wait_ns()),
+           " s; it goes on: wait again, or close the communicator");
+    }
+    const int64_t nap_ns = std::min<int64_t>(deadline.left_ns(), 3'600'000'000'000);
+    ended_.wait_for(lock, std::chrono::nanoseconds(nap_ns));
+  }
+  if (error_) throw Error(*error_);
+  return report_;
+}
+
+void Operation::end(std::optional<Error> error, const Report& report) {
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    report_ = report;
+    request_.keep.reset();
+    done_ = true;
+  }
+  ended_.notify_all();
+}
+
+}  // namespace offcore::mcast

@@ -1,0 +1,60 @@
+// One broadcast or all-gather: what is asked for, and the handle that waits for it.
+#pragma once
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/base/clock.h"
+#include "core/base/error.h"
+#include "core/mcast/layout.h"
+
+namespace offcore::mcast {
+
+struct Request {
+  Kind kind = Kind::broadcast;
+  Rank root = 0;                     // of a broadcast
+  std::byte* out = nullptr;          // all blocks; this rank's own is in it already
+  std::vector<uint64_t> counts;      // bytes of each rank's block; broadcast: of the root's only
+  std::shared_ptr<const void> keep;  // lives until the operation has ended
+};
+
+enum class Phase : uint8_t { queued, barrier, multicast, recovery, handshake, ended };
+
+// What an operation took, at this rank.
+struct Report {
+  uint64_t bytes = 0;           // of all blocks
+  uint64_t datagrams = 0;       // that brought a chunk
+  uint64_t lost_chunks = 0;     // missing when the multicast phase was cut off
+  uint64_t fetched_chunks = 0;  // came through the ring
+  uint64_t fetches = 0;
+  uint64_t cutoffs = 0;    // firings of the cutoff timer, those that only prolonged it too
+  int64_t barrier_ns = 0;  // the phases of the paper's Figure 10
+  int64_t multicast_ns = 0;
+  int64_t recovery_ns = 0;
+  int64_t handshake_ns = 0;
+};
+
+// Any thread.
+class Operation {
+ public:
+  explicit Operation(Request request) : request_(std::move(request)) {}
+  const Request& request() const { return request_; }
+
+  bool ended() const;
+  // Throws the operation's error, or timeout where it has not ended by then; it goes on.
+  Report wait(const Deadline& deadline) const;
+  void end(std::optional<Error> error, const Report& report);  // once, by the endpoint
+
+ private:
+  Request request_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable ended_;
+  bool done_ = false;
+  std::optional<Error> error_;
+  Report report_;
+};
+
+}  // namespace offcore::mcast

@@ -1,0 +1,123 @@
+#include "core/mcast/udp/credit.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace offcore::mcast {
+namespace {
+
+constexpr Rank kLeavesMax = 8;      // that answer a root
+constexpr uint32_t kQuestions = 4;  // in a window
+constexpr uint32_t kTailChunks = 64;
+constexpr auto kFlagAsks = std::byte{0x40};
+constexpr auto kFlagCredit = std::byte{0x80};
+constexpr size_t kFlagsAt = 3;
+
+Rank distance(const Group& group, Rank leaf, Rank source) {
+  return (leaf + group.ranks - source) % group.ranks;
+}
+
+}  // namespace
+
+void ask_for_credit(std::byte* head) { head[kFlagsAt] |= kFlagAsks; }
+
+bool take_question(std::byte* head) {
+  if ((head[kFlagsAt] & kFlagAsks) == std::byte{0}) return false;
+  head[kFlagsAt] &= ~kFlagAsks;
+  return true;
+}
+
+void write_credit(const std::byte* head, Rank from, std::byte* out) {
+  std::memcpy(out, head, kHeaderBytes);
+  out[kFlagsAt] = kFlagCredit;
+  store_big(out + 30, static_cast<uint16_t>(from));
+}
+
+std::optional<Credit> read_credit(const Group& group, std::span<const std::byte> datagram) {
+  const std::byte* head = datagram.data();
+  if (datagram.size() != kCreditBytes || load_big<uint16_t>(head) != kMagic ||
+      head[2] != std::byte{kVersion} || head[kFlagsAt] != kFlagCredit ||
+      load_big<uint64_t>(head + 8) != group.key.tag) {
+    return {};
+  }
+  const Credit credit{.op = load_big<uint64_t>(head + 16),
+                      .source = load_big<Rank>(head + 24),
+                      .subgroup = load_big<uint16_t>(head + 28),
+                      .psn = load_big<uint32_t>(head + 4),
+                      .from = load_big<uint16_t>(head + 30)};
+  if (credit.source != group.rank || credit.subgroup >= group.subgroups ||
+      credit.from >= group.ranks || !answers(group, credit.from, credit.source)) {
+    return {};
+  }
+  return credit;
+}
+
+bool answers(const Group& group, Rank leaf, Rank source) {
+  const Rank right = distance(group, leaf, source);
+  return right >= 1 && right <= kLeavesMax;
+}
+
+// Half of what a buffer holds: what earlier roots have sent since leaves were last waited for may
+// fill the other half. Chains send at once.
+Window::Window(const Group& group, uint64_t bytes) : group_(group) {
+  const uint64_t share = bytes / 2 / std::max(group.chains, 1u);
+  if (bytes > 0) {
+    chunks_ = static_cast<uint32_t>(std::clamp<uint64_t>(share / group.chunk_bytes, 1, UINT32_MAX));
+  }
+  step_ = std::max(1u, chunks_ / kQuestions);
+  seen_.resize(std::min(group.ranks - 1, kLeavesMax));
+  silent_.resize(seen_.size());
+}
+
+// Small blocks are not waited for one by one, but where a window's worth has been sent by all roots
+// since, going by blocks as large as this one.
+void Window::begin(const Part& part) {
+  part_ = part;
+  std::fill(seen_.begin(), seen_.end(), 0);
+  needed_ = 0;
+  limit_ = 0;
+  open();
+  if (chunks_ == 0 || part.chunks == 0) return;
+  const uint64_t before = uint64_t{part.source} * part.chunks;
+  if ((before + part.chunks) / chunks_ == before / chunks_) return;
+  needed_ = part.chunks < chunks_ ? part.chunks - std::min(part.chunks - 1, kTailChunks)
+                                  : part.chunks - chunks_ / 2;
+}
+
+bool Window::asks(uint32_t index) const {
+  if (chunks_ == 0) return false;
+  // Two questions at the end: one may be lost.
+  const bool end = needed_ > 0 && (index + 1 == part_.chunks || index + 1 == needed_);
+  return end || (part_.chunks > chunks_ / 2 && (index + 1) % step_ == 0);
+}
+
+// A leaf that answers again after a silence may be far behind: what was open stays open.
+void Window::open() {
+  const uint64_t far = chunks_ == 0 ? part_.chunks : uint64_t{slowest()} + chunks_;
+  limit_ = std::max(limit_, static_cast<uint32_t>(std::min<uint64_t>(part_.chunks, far)));
+}
+
+uint32_t Window::slowest() const {
+  uint32_t slowest = UINT32_MAX;
+  for (size_t i = 0; i < seen_.size(); ++i) {
+    if (!silent_[i]) slowest = std::min(slowest, seen_[i]);
+  }
+  return slowest;
+}
+
+void Window::take(const Credit& credit) {
+  const Rank leaf = distance(group_, credit.from, credit.source) - 1;
+  silent_[leaf] = false;
+  const uint32_t index = credit.psn - part_.psn;
+  if (credit.op != part_.op || index >= part_.chunks) return;
+  seen_[leaf] = std::max(seen_[leaf], index + 1);
+  open();
+}
+
+void Window::give_up() {
+  const uint32_t slow = slowest();
+  for (size_t i = 0; i < seen_.size(); ++i) silent_[i] = silent_[i] || seen_[i] == slow;
+  open();
+}
+
+}  // namespace offcore::mcast

@@ -1,0 +1,200 @@
+#include "core/mcast/udp/peers.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/base/clock.h"
+#include "core/base/error.h"
+
+namespace offcore::mcast {
+namespace {
+
+constexpr int64_t kStrangerNs = 5'000'000'000;  // to say hello
+constexpr int64_t kPatrolNs = 1'000'000'000;
+constexpr size_t kStrangersMax = 256;
+constexpr int kAcceptsMax = 64;  // a turn
+
+}  // namespace
+
+struct Peers::Link final : Reader {
+  Link(Peers& owner, Descriptor socket) : peers(owner), stream(std::move(socket)) {}
+  std::span<std::byte> place_of(const Message& reply) override {
+    return greeted ? peers.ears_.place_of(*rank, reply) : std::span<std::byte>();
+  }
+  bool read(const Message& message) override { return peers.on_message(*this, message); }
+
+  Peers& peers;
+  Stream stream;
+  std::optional<Rank> rank;  // who is there, or has to be
+  bool greeted = false;      // and has proved it
+  bool connecting = false;
+  bool ended = false;
+  int64_t since_ns = now_ns();
+};
+
+Peers::Peers(Loop& loop, const Address& at, int namespace_fd, Ears& ears)
+    : loop_(loop), namespace_fd_(namespace_fd), ears_(ears) {
+  in_namespace(namespace_fd, [&] { listener_ = listen_tcp(at); });
+  address_ = Address::bound_to(listener_.get());
+}
+
+Peers::~Peers() = default;
+
+void Peers::start(const Group& group, std::vector<Address> addresses) {
+  group_ = group;
+  addresses_ = std::move(addresses);
+  outgoing_.resize(group.ranks);
+  lost_.resize(group.ranks);
+  loop_.watch(listener_.get(), EPOLLIN, [this] { accept(); });
+}
+
+Peers::Link& Peers::adopt(Descriptor socket) {
+  auto link = std::make_unique<Link>(*this, std::move(socket));
+  Link& adopted = *link;
+  loop_.watch(adopted.stream.fd(), EPOLLIN, [this, &adopted] { on_ready(adopted); });
+  links_[adopted.stream.fd()] = std::move(link);
+  counters_.connections.add(1);
+  return adopted;
+}
+
+void Peers::accept() {
+  for (int i = 0; i < kAcceptsMax; ++i) {
+    Descriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE) {  // the listener stays ready: look again later
+        loop_.rewatch(listener_.get(), 0);
+        loop_.remind(&listener_, now_ns() + kPatrolNs,
+                     [this] { loop_.rewatch(listener_.get(), EPOLLIN); });
+      }
+      return;
+    }
+    try {
+      adopt(std::move(socket));
+    } catch (const Error&) {  // no room to watch it
+      counters_.strangers.add(1);
+    }
+  }
+  hang_up_on_strangers();
+}
+
+// Those that have said nothing for long, and of the others the oldest where there are too many.
+void Peers::hang_up_on_strangers() {
+  std::vector<Link*> strangers;
+  for (const auto& [fd, link] : links_) {
+    if (!link->rank) strangers.push_back(link.get());
+  }
+  std::sort(strangers.begin(), strangers.end(),
+            [](const Link* a, const Link* b) { return a->since_ns > b->since_ns; });
+  const int64_t now = now_ns();
+  for (size_t i = 0; i < strangers.size(); ++i) {
+    if (i >= kStrangersMax || now - strangers[i]->since_ns > kStrangerNs) end(*strangers[i], "");
+  }
+  if (!strangers.empty()) loop_.remind(this, now + kPatrolNs, [this] { hang_up_on_strangers(); });
+}
+
+Peers::Link& Peers::open(Rank to) {
+  Descriptor socket;
+  in_namespace(namespace_fd_, [&] { socket = connect_tcp(address_.with_port(0), addresses_[to]); });
+  Link& link = adopt(std::move(socket));
+  link.rank = to;
+  link.connecting = true;
+  link.stream.push(hello_to(*group_, group_->rank, to));
+  outgoing_[to] = &link;
+  return link;
+}
+
+void Peers::send(Rank to, const Message& message, std::span<const std::byte> data) {
+  if (stopped_ || lost_[to]) return;
+  try {
+    Link& link = outgoing_[to] != nullptr ? *outgoing_[to] : open(to);
+    link.stream.push(message, data);
+    settle(link);
+  } catch (const Error& error) {
+    // The ears are told later, not from inside.
+    loop_.post([this, to, reason = error.message()] { lose(to, reason); });
+  }
+}
+
+// Sends what goes, and waits for room for the rest. A failure shows at the next look.
+void Peers::settle(Link& link) {
+  if (!link.connecting && link.stream.pending() && link.stream.flush() != Stream::State::open) {
+    loop_.rewatch(link.stream.fd(), EPOLLIN | EPOLLOUT);
+    return;
+  }
+  const bool waits = link.connecting || link.stream.pending();
+  loop_.rewatch(link.stream.fd(), waits ? EPOLLIN | EPOLLOUT : EPOLLIN);
+}
+
+void Peers::on_ready(Link& link) {
+  if (link.connecting) {
+    if (const int error = connect_error(link.stream.fd()); error != 0) {
+      return end(link, cat("cannot be reached at ", addresses_[*link.rank].text(), ": ",
+                           std::strerror(error)));
+    }
+    link.connecting = false;
+  }
+  Stream::State state = link.stream.receive(link);
+  if (state == Stream::State::open && !link.ended) {
+    state = link.stream.flush();
+    if (state == Stream::State::open) return settle(link);
+  }
+  if (link.ended) return;
+  end(link, state == Stream::State::closed ? "closed its connection" : link.stream.reason());
+}
+
+bool Peers::on_hello(Link& link, const Message& message) {
+  const std::optional<Rank> rank = check_hello(*group_, message);
+  if (!rank || (link.rank && *link.rank != *rank)) return false;
+  link.greeted = true;
+  if (link.rank) return true;  // the answer of whom this rank called
+  link.rank = rank;
+  link.stream.push(hello_to(*group_, group_->rank, *rank));
+  if (outgoing_[*rank] == nullptr && !lost_[*rank]) outgoing_[*rank] = &link;
+  return true;
+}
+
+// False: the link is of no use any more.
+bool Peers::on_message(Link& link, const Message& message) {
+  if (stopped_) return false;
+  if (!link.greeted) return message.kind == MessageKind::hello && on_hello(link, message);
+  if (message.kind == MessageKind::hello) return false;
+  const Rank from = *link.rank;
+  if (message.kind == MessageKind::goodbye) lost_[from] = true;  // its closing is no news then
+  ears_.on_message(from, message);
+  return !stopped_;
+}
+
+void Peers::end(Link& link, const std::string& reason) {
+  link.ended = true;
+  loop_.unwatch(link.stream.fd());
+  const std::optional<Rank> rank = link.rank;
+  if (!rank) counters_.strangers.add(1);
+  if (rank && outgoing_[*rank] == &link) outgoing_[*rank] = nullptr;
+  // It may be in the middle of a call: it goes when that is over.
+  const auto found = links_.find(link.stream.fd());
+  loop_.post([gone = std::shared_ptr<Link>(std::move(found->second))] {});
+  links_.erase(found);
+  if (rank && !stopped_) lose(*rank, reason);
+}
+
+void Peers::lose(Rank rank, const std::string& reason) {
+  if (stopped_ || lost_[rank]) return;
+  lost_[rank] = true;
+  ears_.on_lost(rank, reason);
+}
+
+void Peers::stop() {
+  if (std::exchange(stopped_, true)) return;
+  loop_.unwatch(listener_.get());
+  loop_.remind(this, INT64_MAX, nullptr);
+  loop_.remind(&listener_, INT64_MAX, nullptr);
+  for (const auto& [fd, link] : links_) {
+    loop_.unwatch(fd);
+    link->stream.flush();
+    link->stream.drop();
+  }
+}
+
+}  // namespace offcore::mcast

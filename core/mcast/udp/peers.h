@@ -1,0 +1,79 @@
+// The reliable connections of a rank: one for every peer that it talks with, made when it is first
+// needed by whichever side sends first. Where both do at once there are two, and each side keeps
+// sending on its own, so that messages stay in order.
+//
+// Either side begins with a hello that proves that it knows the communicator's secret; strangers
+// are hung up on. All of it happens on one loop.
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/mcast/group.h"
+#include "core/mcast/udp/address.h"
+#include "core/mcast/udp/loop.h"
+#include "core/mcast/udp/stream.h"
+#include "core/mcast/udp/tally.h"
+
+namespace offcore::mcast {
+
+// Whom peers' messages are for. Not called from inside send() or stop().
+class Ears {
+ public:
+  virtual ~Ears() = default;
+  virtual std::span<std::byte> place_of(Rank from, const Message& reply) = 0;
+  virtual void on_message(Rank from, const Message& message) = 0;
+  virtual void on_lost(Rank rank, const std::string& reason) = 0;  // once for each, then never
+};
+
+class Peers {
+ public:
+  // Listens there, on a port that the kernel picks, in a namespace (see in_namespace).
+  Peers(Loop& loop, const Address& at, int namespace_fd, Ears& ears);
+  ~Peers();
+
+  Address address() const { return address_; }
+
+  // On the loop, all of them.
+  void start(const Group& group, std::vector<Address> addresses);
+  void send(Rank to, const Message& message, std::span<const std::byte> data = {});
+  void stop();  // what is queued still goes out where the kernel takes it
+
+  struct Counters {
+    Tally connections;
+    Tally strangers;  // connections that were hung up on
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  struct Link;
+  void accept();
+  Link& open(Rank to);
+  Link& adopt(Descriptor socket);
+  void on_ready(Link& link);
+  bool on_message(Link& link, const Message& message);
+  bool on_hello(Link& link, const Message& message);
+  void settle(Link& link);  // after its queue has changed
+  void end(Link& link, const std::string& reason);
+  void lose(Rank rank, const std::string& reason);
+  void hang_up_on_strangers();
+
+  Loop& loop_;
+  const int namespace_fd_;
+  Ears& ears_;
+  Descriptor listener_;
+  Address address_;
+  std::optional<Group> group_;
+  std::vector<Address> addresses_;
+  std::unordered_map<int, std::unique_ptr<Link>> links_;
+  std::vector<Link*> outgoing_;  // by rank
+  std::vector<bool> lost_;       // or has said goodbye
+  bool stopped_ = false;
+  Counters counters_;
+};
+
+}  // namespace offcore::mcast

@@ -1,0 +1,75 @@
+// A TCP connection between two ranks: messages in order, some of them with data that goes from the
+// sender's buffer to the receiver's without a copy in between.
+//
+// Nothing here waits. Bytes that are no message break the connection, whoever sent them.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/base/descriptor.h"
+#include "core/mcast/udp/address.h"
+#include "core/mcast/wire.h"
+
+namespace offcore::mcast {
+
+// What reads a stream's messages.
+class Reader {
+ public:
+  virtual ~Reader() = default;
+  // Where the payload of a reply goes; empty: it is read and dropped.
+  virtual std::span<std::byte> place_of(const Message& reply) = 0;
+  // False: enough, read no more of this stream.
+  virtual bool read(const Message& message) = 0;
+};
+
+class Stream {
+ public:
+  enum class State : uint8_t { open, closed, broken };
+
+  explicit Stream(Descriptor socket);  // connected, or about to be
+
+  int fd() const { return socket_.get(); }
+  // Queues. The data stays where it is until it has been sent, or drop().
+  void push(const Message& message, std::span<const std::byte> data = {});
+  bool pending() const { return !queue_.empty(); }
+  // Sends what the kernel takes now.
+  State flush();
+  // Forgets what is queued, and tells the peer that nothing more will come.
+  void drop();
+  // Reads what has come, up to a bound so that others get their turn.
+  State receive(Reader& reader);
+  // Why the last call said `broken`.
+  const std::string& reason() const { return reason_; }
+
+ private:
+  struct Queued {
+    std::array<std::byte, kMessageBytes> message;
+    std::span<const std::byte> data;
+    size_t bytes() const { return message.size() + data.size(); }
+  };
+  State broken(std::string reason);
+  State parse(Reader& reader);
+
+  Descriptor socket_;
+  std::deque<Queued> queue_;
+  size_t sent_ = 0;  // of the first queued
+  std::vector<std::byte> input_;
+  size_t begin_ = 0, end_ = 0;  // of what was read and not parsed yet
+  bool in_payload_ = false;
+  Message reply_;               // whose payload is being read
+  std::span<std::byte> place_;  // what of it is to come; empty: dropped
+  uint64_t payload_left_ = 0;
+  std::string reason_;
+};
+
+// A listener at an address, port 0: any. Throws driver.
+Descriptor listen_tcp(const Address& address);
+// Begins to connect; ready for writing once it is there. Throws driver.
+Descriptor connect_tcp(const Address& from, const Address& to);
+// How that has ended: 0 or an errno.
+int connect_error(int fd);
+
+}  // namespace offcore::mcast

@@ -1,0 +1,87 @@
+#include "core/mcast/wire.h"
+
+#include "core/mcast/siphash.h"
+
+namespace offcore::mcast {
+namespace {
+
+// Proof that the sender of a hello knows the secret: of the tag and both ranks.
+uint64_t proof_of(const Key& key, Rank from, Rank to) {
+  std::array<std::byte, 16> said;
+  store_big(said.data(), key.tag);
+  store_big(said.data() + 8, from);
+  store_big(said.data() + 12, to);
+  return siphash(key.secret, said, {});
+}
+
+}  // namespace
+
+void write_head(const Group& group, const Part& part, uint32_t index, std::byte* out) {
+  const uint32_t bytes = part.chunk_size(index, group.chunk_bytes);
+  store_big(out, kMagic);
+  out[2] = std::byte{kVersion};
+  out[3] = std::byte{group.sealed ? kFlagSealed : uint8_t{0}};
+  store_big(out + 4, part.psn + index);
+  store_big(out + 8, group.key.tag);
+  store_big(out + 16, part.op);
+  store_big(out + 24, part.source);
+  store_big(out + 28, static_cast<uint16_t>(part.subgroup));
+  store_big(out + 30, static_cast<uint16_t>(bytes));
+  if (group.sealed) {
+    const std::byte* chunk = part.data + part.offset(index, group.chunk_bytes);
+    store_big(out + kHeaderBytes, mac_of(group.key, out, {chunk, bytes}));
+  }
+}
+
+uint64_t mac_of(const Key& key, const std::byte* header, std::span<const std::byte> chunk) {
+  return siphash(key.secret, {header, kHeaderBytes}, chunk);
+}
+
+void encode(const Message& message, std::byte* out) {
+  std::memset(out, 0, kMessageBytes);
+  store_big(out, kMagic);
+  out[2] = std::byte{kVersion};
+  out[3] = static_cast<std::byte>(message.kind);
+  store_big(out + 4, message.detail);
+  store_big(out + 8, message.op);
+  store_big(out + 16, message.source);
+  store_big(out + 20, message.psn);
+  store_big(out + 24, message.chunks);
+  store_big(out + 32, message.value);
+  store_big(out + 40, message.payload_bytes);
+}
+
+std::optional<Message> decode(const std::byte* bytes) {
+  const auto kind = static_cast<uint8_t>(bytes[3]);
+  if (load_big<uint16_t>(bytes) != kMagic || bytes[2] != std::byte{kVersion} ||
+      kind >= kMessageKinds) {
+    return {};
+  }
+  const Message message{.kind = static_cast<MessageKind>(kind),
+                        .detail = load_big<uint32_t>(bytes + 4),
+                        .op = load_big<uint64_t>(bytes + 8),
+                        .source = load_big<Rank>(bytes + 16),
+                        .psn = load_big<uint32_t>(bytes + 20),
+                        .chunks = load_big<uint32_t>(bytes + 24),
+                        .value = load_big<uint64_t>(bytes + 32),
+                        .payload_bytes = load_big<uint64_t>(bytes + 40)};
+  const bool carries = message.kind == MessageKind::reply;
+  if (message.payload_bytes > (carries ? kReplyBytesMax : 0)) return {};
+  return message;
+}
+
+Message hello_to(const Group& group, Rank from, Rank to) {
+  return {.kind = MessageKind::hello,
+          .op = group.key.tag,
+          .source = from,
+          .value = proof_of(group.key, from, to)};
+}
+
+std::optional<Rank> check_hello(const Group& group, const Message& message) {
+  const bool fits = message.kind == MessageKind::hello && message.op == group.key.tag &&
+                    message.source < group.ranks && message.source != group.rank &&
+                    message.value == proof_of(group.key, message.source, group.rank);
+  return fits ? std::optional(message.source) : std::nullopt;
+}
+
+}  // namespace offcore::mcast

@@ -1,0 +1,282 @@
+// The multicast protocol: groups, nodes that run it, and the network in memory.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/base/error.h"
+#include "core/mcast/fabric.h"
+#include "core/mcast/siphash.h"
+#include "keep.h"
+#include "module.h"
+
+namespace offcore {
+namespace {
+
+using mcast::Counters;
+using mcast::Endpoint;
+using mcast::Fabric;
+using mcast::Faults;
+using mcast::Group;
+using mcast::Key;
+using mcast::Kind;
+using mcast::Layout;
+using mcast::Message;
+using mcast::Node;
+using mcast::Operation;
+using mcast::Rank;
+using mcast::Report;
+using mcast::Run;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
+  std::array<std::byte, 16> secret{};
+  if (bytes.size() != secret.size()) {
+    fail(Code::invalid, "a secret of ", bytes.size(), " bytes: it must have ", secret.size());
+  }
+  std::memcpy(secret.data(), bytes.c_str(), secret.size());
+  return secret;
+}
+
+std::span<const std::byte> span_of(const nb::bytes& bytes) {
+  return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
+}
+
+Kind kind_of(const std::string& name) {
+  if (name == "broadcast") return Kind::broadcast;
+  if (name == "all_gather") return Kind::all_gather;
+  fail(Code::invalid, "no operation ", name, ": broadcast or all_gather");
+}
+
+nb::dict dict_of(const Report& report) {
+  nb::dict dict;
+  dict["bytes"] = report.bytes;
+  dict["datagrams"] = report.datagrams;
+  dict["lost_chunks"] = report.lost_chunks;
+  dict["fetched_chunks"] = report.fetched_chunks;
+  dict["fetches"] = report.fetches;
+  dict["cutoffs"] = report.cutoffs;
+  dict["barrier_ns"] = report.barrier_ns;
+  dict["multicast_ns"] = report.multicast_ns;
+  dict["recovery_ns"] = report.recovery_ns;
+  dict["handshake_ns"] = report.handshake_ns;
+  return dict;
+}
+
+nb::dict dict_of(const Counters& counters) {
+  nb::dict dict = dict_of(counters.sum);
+  dict["datagrams"] = counters.received.taken;
+  dict["datagram_bytes"] = counters.received.bytes;
+  dict["duplicates"] = counters.received.duplicates;
+  dict["foreign"] = counters.received.foreign;
+  dict["stale"] = counters.received.stale;
+  dict["malformed"] = counters.received.malformed;
+  dict["forged"] = counters.received.forged;
+  dict["operations"] = counters.operations;
+  dict["failed"] = counters.failed;
+  dict["sent_datagrams"] = counters.sent_datagrams;
+  dict["sent_bytes"] = counters.sent_bytes;
+  dict["served_chunks"] = counters.served_chunks;
+  dict["messages"] = counters.messages;
+  dict["refused_messages"] = counters.refused_messages;
+  dict["state_bytes"] = counters.state_bytes;
+  return dict;
+}
+
+std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, Rank root,
+                                  uintptr_t out, std::vector<uint64_t> counts, nb::object keep) {
+  Released::drop();
+  mcast::Request request{.kind = kind_of(kind),
+                         .root = root,
+                         .out = reinterpret_cast<std::byte*>(out),
+                         .counts = std::move(counts),
+                         .keep = keep_alive(std::move(keep))};
+  const nb::gil_scoped_release unlocked;
+  return endpoint.submit(std::move(request));
+}
+
+nb::dict wait(const Operation& operation, double timeout_s) {
+  Report report;
+  {
+    const nb::gil_scoped_release unlocked;
+    report = operation.wait(Deadline::after_s(timeout_s));
+  }
+  return dict_of(report);
+}
+
+void bind_group(nb::module_& module) {
+  nb::class_<Group>(module, "McastGroup", "core/mcast/group.h")
+      .def(nb::init<>())
+      .def_prop_rw(
+          "tag", [](const Group& self) { return self.key.tag; },
+          [](Group& self, uint64_t tag) { self.key.tag = tag; })
+      .def("set_secret",
+           [](Group& self, const nb::bytes& bytes) { self.key.secret = secret_of(bytes); })
+      .def("check", [](const Group& self) { mcast::check(self); })
+      .def_rw("rank", &Group::rank)
+      .def_rw("ranks", &Group::ranks)
+      .def_rw("chunk_bytes", &Group::chunk_bytes)
+      .def_rw("subgroups", &Group::subgroups)
+      .def_rw("chains", &Group::chains)
+      .def_rw("multicast", &Group::multicast)
+      .def_rw("sealed", &Group::sealed)
+      .def_rw("first_op", &Group::first_op)
+      .def_rw("link_bytes_s", &Group::link_bytes_s)
+      .def_rw("alpha_ns", &Group::alpha_ns)
+      .def_rw("settle_ns", &Group::settle_ns)
+      .def_rw("timeout_ns", &Group::timeout_ns)
+      .def_rw("silence_ns", &Group::silence_ns)
+      .def_rw("fetch_bytes", &Group::fetch_bytes)
+      .def_rw("fetches_in_flight", &Group::fetches_in_flight);
+  nb::class_<Operation>(module, "McastOperation", "core/mcast/operation.h")
+      .def_prop_ro("ended", &Operation::ended)
+      .def("wait", &wait, nb::arg("timeout_s"), "The report; throws the operation's error.");
+}
+
+void bind_node(nb::module_& module) {
+  nb::class_<Node>(module, "McastNode", "core/mcast/transport.h")
+      .def_prop_ro("address",
+                   [](const Node& self) {
+                     const std::string address = self.address();
+                     return nb::bytes(address.data(), address.size());
+                   })
+      .def(
+          "start",
+          [](Node& self, const Group& group, const std::vector<nb::bytes>& addresses,
+             double timeout_s) {
+            std::vector<std::string> all;
+            for (const nb::bytes& one : addresses) all.emplace_back(one.c_str(), one.size());
+            const nb::gil_scoped_release unlocked;
+            self.start(group, all, Deadline::after_s(timeout_s));
+          },
+          nb::arg("group"), nb::arg("addresses"), nb::arg("timeout_s"))
+      .def(
+          "submit",
+          [](Node& self, const std::string& kind, Rank root, uintptr_t out,
+             std::vector<uint64_t> counts, nb::object keep) {
+            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep));
+          },
+          nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
+          nb::arg("keep").none())
+      .def(
+          "close", [](Node& self) { self.endpoint().close(); }, Unlocked())
+      .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
+      .def_prop_ro("counters", [](Node& self) {
+        nb::dict dict = dict_of(self.endpoint().counters());
+        for (const auto& [name, value] : self.counters()) dict[name.c_str()] = value;
+        return dict;
+      });
+}
+
+void bind_fabric(nb::module_& module) {
+  nb::class_<Faults>(module, "McastFaults", "core/mcast/fabric.h")
+      .def(nb::init<>())
+      .def_rw("seed", &Faults::seed)
+      .def_rw("loss", &Faults::loss)
+      .def_rw("burst_begin", &Faults::burst_begin)
+      .def_rw("burst_end", &Faults::burst_end)
+      .def_rw("duplicate", &Faults::duplicate)
+      .def_rw("reorder", &Faults::reorder)
+      .def_rw("reorder_ns", &Faults::reorder_ns)
+      .def_rw("latency_ns", &Faults::latency_ns)
+      .def_rw("jitter_ns", &Faults::jitter_ns)
+      .def_rw("gather_ns", &Faults::gather_ns)
+      .def_rw("queue_bytes", &Faults::queue_bytes)
+      .def_rw("drain_bytes_s", &Faults::drain_bytes_s)
+      .def_rw("together", &Faults::together)
+      .def_rw("scatter", &Faults::scatter);
+  nb::class_<Fabric>(module, "McastFabric", "core/mcast/fabric.h")
+      .def(nb::init<std::vector<Group>, const Faults&>(), nb::arg("groups"), nb::arg("faults"))
+      .def_prop_ro("now_ns", &Fabric::now_ns)
+      .def(
+          "submit",
+          [](Fabric& self, Rank rank, const std::string& kind, Rank root, uintptr_t out,
+             std::vector<uint64_t> counts, nb::object keep, size_t communicator) {
+            return submit(self.endpoint(rank, communicator), kind, root, out, std::move(counts),
+                          std::move(keep));
+          },
+          nb::arg("rank"), nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
+          nb::arg("keep").none(), nb::arg("communicator") = 0)
+      .def("run_until", &Fabric::run_until, nb::arg("until_ns"))
+      .def("close", [](Fabric& self, Rank rank) { self.endpoint(rank, 0).close(); })
+      .def(
+          "counters",
+          [](Fabric& self, Rank rank, size_t communicator) {
+            return dict_of(self.endpoint(rank, communicator).counters());
+          },
+          nb::arg("rank"), nb::arg("communicator") = 0)
+      .def("drop", &Fabric::drop, nb::arg("receiver"), nb::arg("source"), nb::arg("psn"))
+      .def("slow", &Fabric::slow, nb::arg("rank"))
+      .def("cut", &Fabric::cut, nb::arg("side"), nb::arg("from_ns"), nb::arg("until_ns"),
+           nb::arg("reliable_too"))
+      .def("kill", &Fabric::kill, nb::arg("rank"), nb::arg("after_calls"), nb::arg("told_ns"))
+      .def("dead", &Fabric::dead, nb::arg("rank"))
+      .def("calls", &Fabric::calls, nb::arg("rank"))
+      .def(
+          "inject",
+          [](Fabric& self, Rank to, uint32_t subgroup, const nb::bytes& bytes,
+             uint32_t segment_bytes) { self.inject(to, subgroup, span_of(bytes), segment_bytes); },
+          nb::arg("to"), nb::arg("subgroup"), nb::arg("bytes"), nb::arg("segment_bytes"))
+      .def(
+          "inject_message",
+          [](Fabric& self, Rank to, Rank from, const nb::bytes& bytes) {
+            if (bytes.size() != mcast::kMessageBytes) return false;
+            const std::optional<Message> message = mcast::decode(span_of(bytes).data());
+            if (message) self.inject(to, from, *message);
+            return message.has_value();
+          },
+          nb::arg("to"), nb::arg("sender"), nb::arg("bytes"),
+          "Whether the bytes are a message at all.");
+}
+
+// What tests and tools ask about formats and schedules.
+void bind_formats(nb::module_& module) {
+  module.def(
+      "mcast_siphash",
+      [](const nb::bytes& key, const nb::bytes& bytes) {
+        return mcast::siphash(secret_of(key), {}, span_of(bytes));
+      },
+      nb::arg("key"), nb::arg("bytes"));
+  nb::class_<Layout>(module, "McastLayout", "core/mcast/layout.h")
+      .def(
+          "__init__",
+          [](Layout* self, const Group& group, const std::string& kind, Rank root,
+             const std::vector<uint64_t>& counts) {
+            new (self) Layout(group, group.first_op, kind_of(kind), root, counts);
+          },
+          nb::arg("group"), nb::arg("kind"), nb::arg("root"), nb::arg("counts"))
+      .def_prop_ro("bytes", &Layout::bytes)
+      .def("chunks", &Layout::chunks, nb::arg("source"))
+      .def("offset", &Layout::offset, nb::arg("source"), nb::arg("psn"))
+      .def(
+          "part",
+          [](const Layout& self, Rank source, uint32_t subgroup) {
+            const Run part = self.part(source, subgroup);
+            return std::pair(part.psn, part.chunks);
+          },
+          nb::arg("source"), nb::arg("subgroup"), "(first PSN, chunks)")
+      .def("subgroup_of", &Layout::subgroup_of, nb::arg("source"), nb::arg("psn"))
+      .def(
+          "bytes_of",
+          [](const Layout& self, Rank source, uint32_t psn, uint32_t chunks) {
+            return self.bytes_of({.source = source, .psn = psn, .chunks = chunks});
+          },
+          nb::arg("source"), nb::arg("psn"), nb::arg("chunks"))
+      .def("begins", &Layout::begins, nb::arg("rank"))
+      .def("sends", &Layout::sends, nb::arg("rank"))
+      .def("next", &Layout::next, nb::arg("rank"))
+      .def("previous", &Layout::previous, nb::arg("rank"));
+}
+
+}  // namespace
+
+void bind_mcast(nb::module_& module) {
+  bind_group(module);
+  bind_node(module);
+  bind_fabric(module);
+  bind_formats(module);
+}
+
+}  // namespace offcore

@@ -1,0 +1,63 @@
+"""What `offcore calibrate` found: machines/calibrated/NAME.json.
+
+Only the engines' costs are in the machine's file, which everybody reads. Here is the rest: RCCL's
+curves, the parameters of power and of KV fetches, and how good the fit is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offcore import _core, machines
+from offcore.errors import error
+from offcore.latte import kv, power
+from offcore.latte.fit import Values, curves_of
+from offcore.latte.sweep import Curve
+
+NAME = "mi300x-8"
+ABSOLUTE = "absolute times are weakly pinned: published ratios fix them only up to a common factor"
+
+
+def caution(machine: str | None) -> str:
+    """What belongs beside times of a machine whose costs were fitted to ratios; else nothing."""
+    fitted = machine is not None and machines.calibration_of(Path(machine).stem) is not None
+    return f"{machine}, simulated: {ABSOLUTE}. Compare ratios." if fitted else ""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    machine: _core.Machine
+    values: Values  # of the engines' costs and RCCL's curves
+    power: Values
+    kv: Values
+    record: dict[str, Any]  # the file
+
+    @property
+    def rccl(self) -> dict[str, Curve]:
+        return curves_of(self.values)
+
+
+def load(name: str = NAME) -> Calibrated:
+    """Raises invalid where the file is missing or does not hold what it should."""
+    if (path := machines.calibration_of(name)) is None:
+        raise error("invalid", f"machine {name} is not calibrated: run offcore calibrate")
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        parts = {
+            part: {one["name"]: float(one["value"]) for one in record[part]["parameters"]}
+            for part in ("engines", "power", "kv")
+        }
+        return Calibrated(
+            machines.load(name),
+            parts["engines"],
+            parts["power"] | power.ASSUMED,
+            parts["kv"] | kv.ASSUMED,
+            record,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise error(
+            "invalid", f"{path}: not a calibration ({cause!r}): run offcore calibrate"
+        ) from cause

@@ -1,0 +1,338 @@
+"""Broadcast and all-gather of host memory across hosts, over UDP multicast.
+
+    comm = offcore.mcast.Communicator("10.0.0.1:29400", rank=rank, world_size=4)
+    comm.broadcast(weights, root=0).wait()        # numpy arrays and CPU torch tensors
+    comm.all_gather(out, shard).wait(timeout=5.0)
+
+Every byte crosses each link once; what the network loses is fetched from the left neighbour in a
+ring over TCP. docs/mcast.md explains the protocol and what is and is not protected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from offcore import _core
+from offcore.errors import error
+from offcore.meeting import meeting_of
+from offcore.metrics import prometheus
+from offcore.operands import OperandError, checked, memory_of, same_dtype
+
+__all__ = ["Communicator", "Handle", "Result"]
+
+_TAG_BYTES, _SECRET_BYTES = 8, 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operation took, at this rank. The phases are those of the paper's Figure 10."""
+
+    op: str
+    ranks: int
+    bytes: int  # S, the whole array
+    path: str  # what brought this rank its bytes: "multicast", "ring", "multicast+ring" or "none"
+    datagrams: int
+    lost_chunks: int  # missing when the multicast phase was cut off
+    fetched_chunks: int
+    fetches: int
+    cutoffs: int  # how often the cutoff timer fired
+    barrier_us: float
+    multicast_us: float
+    recovery_us: float
+    handshake_us: float
+
+
+class Handle:
+    """An operation under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(
+        self, op: str, ranks: int, operation: _core.McastOperation, timeout: float
+    ) -> None:
+        self._op = op
+        self._ranks = ranks
+        self._operation = operation
+        self._timeout = timeout
+        self._result: Result | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        return self._operation.ended
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits until this rank's output is complete and nobody reads its buffers any more.
+
+        timeout: seconds; None: the communicator's, and a little. Raises `Error`: timeout (it goes
+        on where only this wait was too short), peer, cancelled, mismatch. After any but the first
+        the communicator is dead.
+        """
+        if self._result is None:
+            report = self._operation.wait(self._timeout if timeout is None else timeout)
+            self._result = self._result_of(report)
+        return self._result
+
+    def _result_of(self, report: dict[str, int]) -> Result:
+        ways = [
+            name
+            for name, count in (
+                ("multicast", report["datagrams"]),
+                ("ring", report["fetched_chunks"]),
+            )
+            if count > 0
+        ]
+        return Result(
+            op=self._op,
+            ranks=self._ranks,
+            bytes=report["bytes"],
+            path="+".join(ways) or "none",
+            datagrams=report["datagrams"],
+            lost_chunks=report["lost_chunks"],
+            fetched_chunks=report["fetched_chunks"],
+            fetches=report["fetches"],
+            cutoffs=report["cutoffs"],
+            barrier_us=report["barrier_ns"] / 1e3,
+            multicast_us=report["multicast_ns"] / 1e3,
+            recovery_us=report["recovery_ns"] / 1e3,
+            handshake_us=report["handshake_ns"] / 1e3,
+        )
+
+
+class Communicator:
+    """The ranks of a group, joined by multicast. Collective: all ranks open it alike.
+
+    meeting: where they find each other: "host:port", at which rank 0 listens (OFFCORE_STORE), a
+    torch.distributed store, or a process group; None without OFFCORE_STORE: the default group.
+    rank, world_size: needed except for a group (OFFCORE_RANK, OFFCORE_WORLD_SIZE).
+    interface: name or address of the network interface; None: the first that can multicast.
+    subgroups: multicast groups that a buffer is split over. chains: roots of an all-gather that
+    send at once. multicast: False sends everything through the ring. sealed: a MAC in every
+    datagram. receive_workers, send_workers: threads besides the one that decides; None: by cores.
+    timeout: seconds of one operation (OFFCORE_TIMEOUT_S). silence: seconds after which a peer that
+    says nothing is taken for dead. link_gbps, alpha_us: of the cutoff timer N/B + alpha. The rest:
+    the UDP transport's, see docs/mcast.md.
+
+    Calls are enqueued and run one after the other; all ranks make the same ones in the same order.
+    Raises `Error`: invalid, timeout (ranks that did not come), mismatch, driver.
+    """
+
+    def __init__(
+        self,
+        meeting: Any = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        interface: str | None = None,
+        subgroups: int = 1,
+        chains: int = 1,
+        multicast: bool = True,
+        sealed: bool = False,
+        receive_workers: int | None = None,
+        send_workers: int | None = None,
+        timeout: float | None = None,
+        silence: float = 5.0,
+        link_gbps: float = 10.0,
+        alpha_us: float = 10_000.0,
+        settle_us: float = 200.0,
+        spin_us: float = 0.0,
+        ipv6: bool = False,
+        hops: int = 1,
+        multicast_group: str = "",
+        port: int = 0,
+        gso: bool = True,
+        gro: bool = True,
+        datagram_bytes: int = 0,
+        buffer_bytes: int = 4 << 20,
+    ) -> None:
+        self._timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        began = time.monotonic()
+        met = meeting_of(meeting, rank, world_size)
+        self._rank, self._ranks = met.rank, met.world_size
+
+        options = _core.McastUdpOptions()
+        options.interface = interface or ""
+        options.ipv6 = ipv6
+        options.multicast_group = multicast_group
+        options.port = port
+        options.hops = hops
+        options.gso, options.gro = gso, gro
+        options.datagram_bytes = datagram_bytes
+        options.buffer_bytes = buffer_bytes
+        loops = _core.McastLoops.start(
+            _workers(receive_workers, min(subgroups, _cores() // 2)),
+            _workers(send_workers, 1 if _cores() >= 4 else 0),
+            _nanoseconds("spin_us", spin_us, 1e3),
+        )
+        self._node = _core.open_udp_node(options, loops)
+
+        group = _core.McastGroup()
+        group.rank, group.ranks = self._rank, self._ranks
+        group.subgroups, group.chains = subgroups, chains
+        group.multicast, group.sealed = multicast, sealed
+        group.timeout_ns = _nanoseconds("timeout", self._timeout, 1e9)
+        group.silence_ns = _nanoseconds("silence", silence, 1e9)
+        group.link_bytes_s = link_gbps * 1e9 / 8
+        group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
+        group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
+        group.check()
+        addresses = self._meet(met, group)
+        group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
+        self._node.start(group, addresses, self._timeout - (time.monotonic() - began))
+
+    def _meet(self, met: Any, group: _core.McastGroup) -> list[bytes]:
+        """All ranks' addresses; the group gets its key, rank 0's."""
+        agreed = {
+            name: getattr(group, name)
+            for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
+        }
+        key = secrets.token_bytes(_TAG_BYTES + _SECRET_BYTES)
+        card = {"agreed": agreed, "address": self._node.address.hex()}
+        if self._rank == 0:
+            card["key"] = key.hex()
+        blobs = met.all_gather(json.dumps(card).encode(), self._timeout)
+        cards = [json.loads(blob) for blob in blobs]
+        for rank, other in enumerate(cards):
+            if other["agreed"] != agreed:
+                raise error(
+                    "mismatch",
+                    f"rank {rank} opens its communicator with {other['agreed']}, rank "
+                    f"{self._rank} with {agreed}: they must be alike",
+                )
+        key = bytes.fromhex(cards[0]["key"])
+        group.tag = int.from_bytes(key[:_TAG_BYTES], "big")
+        group.set_secret(key[_TAG_BYTES:])
+        return [bytes.fromhex(other["address"]) for other in cards]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._ranks
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an operation gives up."""
+        return self._timeout
+
+    def broadcast(self, array: Any, root: int = 0) -> Handle:
+        """The root's array, to all: contiguous, and of as many bytes at every rank."""
+        root = checked("root", root, self._ranks - 1)
+        place, _ = self._place("broadcast", array, "array", self._rank != root)
+        counts = [0] * self._ranks
+        counts[root] = place[1]
+        return self._submit("broadcast", root, place[0], counts, array)
+
+    def all_gather(self, out: Any, inp: Any = None) -> Handle:
+        """Every rank's `inp`, in the order of the ranks, in every rank's `out`, which is as many
+        times as large. None: this rank's part lies in `out` already."""
+        place, dtype = self._place("all_gather", out, "out", True)
+        if place[1] % self._ranks:
+            raise error(
+                "invalid",
+                f"all_gather: out has {place[1]} bytes, which {self._ranks} ranks do not divide; "
+                "use all_gather_v",
+            )
+        counts = [place[1] // self._ranks] * self._ranks
+        return self._gather("all_gather", place, dtype, counts, out, inp)
+
+    def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
+        """As all_gather, but rank r gives `counts[r]` elements."""
+        place, dtype = self._place("all_gather_v", out, "out", True)
+        if len(counts) != self._ranks:
+            raise error("invalid", f"all_gather_v: {len(counts)} counts, but {self._ranks} ranks")
+        itemsize: int = memory_of(out, True)[2]
+        in_bytes = [checked("all_gather_v: a count", count) * itemsize for count in counts]
+        if sum(in_bytes) != place[1]:
+            raise error(
+                "invalid",
+                f"all_gather_v: the counts make {sum(in_bytes)} bytes, out has {place[1]}",
+            )
+        return self._gather("all_gather_v", place, dtype, in_bytes, out, inp)
+
+    def barrier(self) -> Handle:
+        """Ends once all ranks have called it."""
+        return self._submit("barrier", 0, 0, [0] * self._ranks, None)
+
+    def _gather(
+        self,
+        op: str,
+        place: tuple[int, int],
+        dtype: Any,
+        counts: list[int],
+        out: Any,
+        inp: Any,
+    ) -> Handle:
+        if inp is not None:
+            source, kind = self._place(op, inp, "inp", False)
+            if not same_dtype(dtype, kind):
+                raise error("invalid", f"{op}: out has dtype {dtype}, inp {kind}")
+            if source[1] != counts[self._rank]:
+                raise error(
+                    "invalid",
+                    f"{op}: inp has {source[1]} bytes, but {counts[self._rank]} of out are this "
+                    "rank's",
+                )
+            own = place[0] + sum(counts[: self._rank])
+            if own != source[0]:
+                ctypes.memmove(own, source[0], source[1])
+        return self._submit(op, 0, place[0], counts, out)
+
+    def _place(self, op: str, array: Any, name: str, writable: bool) -> tuple[tuple[int, int], Any]:
+        try:
+            place, dtype, _ = memory_of(array, writable)
+        except OperandError as refusal:
+            raise error("invalid", f"{op}: {name}{refusal}") from None
+        return place, dtype
+
+    def _submit(self, op: str, root: int, address: int, counts: list[int], keep: Any) -> Handle:
+        kind = "broadcast" if op in ("broadcast", "barrier") else "all_gather"
+        operation = self._node.submit(kind, root, address, counts, keep)
+        return Handle(op, self._ranks, operation, self._timeout + 1.0)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was counted since the beginning, by name: see docs/mcast.md."""
+        return dict(self._node.counters)
+
+    def metrics(self) -> str:
+        """The counters as Prometheus text."""
+        return prometheus(self.counters, {"rank": str(self._rank)})
+
+    def close(self) -> None:
+        """Says goodbye to the peers. Operations that have not ended fail as cancelled."""
+        self._node.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _nanoseconds(name: str, time: float, unit: float) -> int:
+    if not 0 <= time * unit <= 1e18:  # nor is NaN a time
+        raise error("invalid", f"{name} is {time}: it must be a time, and at most 30 years")
+    return int(time * unit)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _workers(given: int | None, by_cores: int) -> int:
+    return by_cores if given is None else checked("workers", given, 64)

@@ -1,0 +1,189 @@
+"""torch.distributed over multicast: the backend "offcore_mcast" for CPU tensors.
+
+    import offcore.mcast_torch                      # registers it
+    dist.init_process_group("cpu:offcore_mcast")
+
+broadcast, all_gather, all_gather_into_tensor and barrier are offcore's own; everything else is
+handed to gloo. Group options: `McastOptions(chains=2, ...)` as `pg_options`, with the arguments of
+offcore.mcast.Communicator; `configure` sets them for every group of this process.
+
+A group of this backend is a process group of its own, so torch makes no other backend beside it:
+tensors on GPUs want a group of theirs, dist.new_group(backend="nccl").
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offcore import mcast
+from offcore.errors import error
+
+__all__ = ["McastGroup", "McastOptions", "configure"]
+
+_configured: dict[str, Any] = {}
+
+
+class McastOptions:
+    """What is passed as `pg_options`: arguments of offcore.mcast.Communicator."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def configure(**arguments: Any) -> None:
+    """Sets arguments of offcore.mcast.Communicator for groups that this process makes from now
+    on; `McastOptions` go before them. All ranks configure alike, but for their interface."""
+    _configured.update(arguments)
+
+
+class _Work(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
+    """A call under way. Its outputs are where they belong once it has been waited for."""
+
+    def __init__(
+        self, handle: mcast.Handle, outputs: Any, copies: Sequence[tuple[Any, Any]]
+    ) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outputs = outputs
+        self._copies = copies
+        self._done = False
+
+    def is_completed(self) -> bool:
+        """Whether the network has done; `wait` may still have bytes to copy."""
+        return self._handle.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Raises `offcore.Error`. No timeout: the group's."""
+        if not self._done:
+            seconds = timeout.total_seconds()  # torch says -1 ms for none
+            self._handle.wait(seconds if seconds > 0 else None)
+            for to, what in self._copies:
+                to.copy_(what)
+            self._done = True
+        return True
+
+    def result(self) -> Any:
+        """The outputs."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """A future that is done: this waits."""
+        future: Any = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there for mypy
+    """A process group whose calls on CPU tensors go by multicast, and else to gloo."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        timeout: datetime.timedelta,
+        arguments: dict[str, Any],
+    ) -> None:
+        super().__init__(rank, ranks)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, ranks, timeout=timeout)
+        # What this class does not override, torch dispatches to the device's backend.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        defaults = {"timeout": timeout.total_seconds()}
+        self.communicator = mcast.Communicator(
+            dist.PrefixStore("offcore/", store),
+            rank=rank,
+            world_size=ranks,
+            **{**defaults, **_configured, **arguments},
+        )
+
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """dist.broadcast."""
+        if not _all_on_cpu(tensors) or len(tensors) != 1:
+            return super().broadcast(tensors, *args, **kwargs)
+        (tensor,) = tensors
+        opts = args[0] if args else kwargs["opts"]
+        flat, back = _flat(tensor, opts.rootRank == self.rank())
+        return _Work(self.communicator.broadcast(flat, opts.rootRank), tensors, back)
+
+    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """dist.all_gather: also of tensors of different sizes, as the outputs say."""
+        if not _all_on_cpu(inputs) or len(inputs) != 1:
+            return super().allgather(outputs, inputs, *args, **kwargs)
+        (parts,) = outputs
+        if len(parts) != self.size() or any(part.dtype != inputs[0].dtype for part in parts):
+            raise error(
+                "invalid", f"all_gather: {self.size()} outputs of the input's dtype, please"
+            )
+        counts = [part.numel() for part in parts]
+        whole = torch.empty(sum(counts), dtype=inputs[0].dtype)
+        handle = self.communicator.all_gather_v(whole, inputs[0].contiguous(), counts)
+        pieces = [
+            (part, piece.view(part.shape))
+            for part, piece in zip(parts, whole.split(counts), strict=True)
+        ]
+        return _Work(handle, outputs, pieces)
+
+    def _allgather_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
+        """dist.all_gather_into_tensor."""
+        if not _all_on_cpu([output, inp]):
+            return super()._allgather_base(output, inp, *args, **kwargs)
+        flat, back = _flat(output, False)
+        handle = self.communicator.all_gather(flat, inp.contiguous())
+        return _Work(handle, output, back)
+
+    def all_gather_single(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
+        """What newer versions of torch call `_allgather_base`."""
+        return self._allgather_base(output, inp)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        """dist.barrier."""
+        return _Work(self.communicator.barrier(), None, ())
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """For torch's messages."""
+        return "offcore_mcast"
+
+    def shutdown(self) -> None:
+        """What dist.destroy_process_group calls."""
+        self.communicator.close()
+
+
+def _all_on_cpu(tensors: Any) -> bool:
+    return all(
+        isinstance(tensor, torch.Tensor) and tensor.is_cpu and not tensor.is_sparse
+        for tensor in tensors
+    )
+
+
+def _flat(tensor: Any, only_read: bool) -> tuple[Any, Sequence[tuple[Any, Any]]]:
+    """The tensor, or a contiguous copy of it and what must be copied back."""
+    if tensor.is_contiguous():
+        return tensor, ()
+    copy = tensor.contiguous()
+    return copy, () if only_read else ((tensor, copy),)
+
+
+def _create(options: Any, given: Any) -> McastGroup:
+    if given is not None and not isinstance(given, McastOptions):
+        raise error("invalid", f"pg_options is a {type(given).__name__}: pass McastOptions(...)")
+    return McastGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        given.arguments if given else {},
+    )
+
+
+dist.Backend.register_backend("offcore_mcast", _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,155 @@
+"""What runs on a testbed, in namespaces of its own: `offcore mcast testbed`.
+
+`run` starts this module again as root of those namespaces (`python -m offcore.testbed_run JSON`),
+which builds the tree and writes what it finds to its standard output, a JSON object a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from offcore import namespaces, plain_exchange, testbed_faults
+from offcore.errors import Error, error
+from offcore.testbed import DEVICE, Testbed
+from offcore.testbed_faults import Faults
+
+_STORE_PORT = 29500
+_CHECK_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """The testbed that something runs on."""
+
+    hosts: int
+    hosts_per_leaf: int = 16
+    mtu: int = 1500
+    offloads: bool = True
+    ipv6: bool = False
+    faults: Faults = field(default_factory=Faults)
+
+    @contextlib.contextmanager
+    def built(self) -> Iterator[Testbed]:
+        with Testbed(self.hosts, self.hosts_per_leaf, self.mtu, self.offloads, self.ipv6) as made:
+            if self.faults != Faults():
+                testbed_faults.apply(made, self.faults)
+            yield made
+
+    @staticmethod
+    def from_json(record: dict[str, Any]) -> Place:
+        return Place(**record | {"faults": Faults(**record["faults"])})
+
+
+def run(task: str, place: Place, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs `module:function(testbed, **arguments)` on a testbed and yields what that yields.
+
+    Raises what it raises, and unavailable where there are no namespaces.
+    """
+    order = json.dumps({"task": task, "place": asdict(place), "arguments": arguments})
+    words = [sys.executable, "-m", "offcore.testbed_run", order]
+    kept, given = os.pipe()
+    with open(kept, encoding="utf-8") as lines:
+        with namespaces.inside([*words, str(given)], pass_fds=(given,)) as child:
+            os.close(given)
+            ended = False
+            for line in lines:
+                record = json.loads(line)
+                if "raised" in record:
+                    raise error(*record["raised"])
+                ended = "ended" in record
+                if not ended:
+                    yield record
+            status = child.wait()
+        if not ended:
+            why = namespaces.refused() or f"what ran on the testbed ended with status {status}"
+            raise error("unavailable", f"no testbed: {why}")
+
+
+def check(testbed: Testbed) -> Iterator[dict[str, Any]]:
+    """That every host reaches every other one, by multicast and around a ring; what ports count."""
+    multicast = plain_exchange.multicast_all_gather(testbed, _CHECK_BYTES)
+    ring = plain_exchange.ring_all_gather(testbed, _CHECK_BYTES)
+    yield {
+        "hosts": testbed.hosts,
+        "leaves": testbed.leaves,
+        "mtu": testbed.mtu,
+        "offloads": testbed.offloads,
+        "built_s": round(testbed.built_s, 3),
+        "bytes": _CHECK_BYTES * testbed.hosts,
+        "multicast": vars(multicast),
+        "ring": vars(ring),
+    }
+
+
+def command(testbed: Testbed, words: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """A command on every host, which finds its rank where torch.distributed looks for it."""
+    before = testbed.ports()
+    started_s = time.monotonic()
+    children = []
+    for host in range(testbed.hosts):
+        variables = {
+            "RANK": host,
+            "WORLD_SIZE": testbed.hosts,
+            "MASTER_ADDR": testbed.address(0),
+            "MASTER_PORT": _STORE_PORT,
+            "GLOO_SOCKET_IFNAME": DEVICE,
+        }
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        children.append(testbed.spawn(host, ["env", *settings, *words]))
+    late = [child for child in children if not _ended(child, started_s + timeout_s)]
+    for child in late:
+        child.kill()
+    if late:
+        raise error("timeout", f"on {len(late)} hosts the command took more than {timeout_s:g} s")
+    yield {
+        "hosts": testbed.hosts,
+        "seconds": round(time.monotonic() - started_s, 3),
+        "status": [child.wait() for child in children],
+        "switch_bytes": testbed.switch_bytes(before),
+    }
+
+
+def _ended(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
+    try:
+        child.wait(max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of hosts have thousands
+    order = json.loads(sys.argv[1])
+    with open(int(sys.argv[2]), "w", encoding="utf-8") as lines:
+        os.set_inheritable(lines.fileno(), False)
+
+        def tell(record: dict[str, Any]) -> None:
+            lines.write(json.dumps(record) + "\n")
+            lines.flush()
+
+        try:
+            module, _, name = order["task"].partition(":")
+            body = getattr(importlib.import_module(module), name)
+            with Place.from_json(order["place"]).built() as testbed:
+                for record in body(testbed, **order["arguments"]):
+                    tell(record)
+            tell({"ended": True})
+        except Error as failure:
+            tell({"raised": [failure.code, str(failure)]})
+
+
+if __name__ == "__main__":
+    main()

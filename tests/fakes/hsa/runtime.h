@@ -1,0 +1,116 @@
+// The stand-in HSA runtime: GPUs whose memory is this process's and whose SDMA queues are emulated
+// engines (core/backend/sdma/engine.h), which one thread runs in turn.
+//
+// It keeps the runtime's rules and is strict where they leave room: engines reach an allocation
+// only once all agents were allowed to, pinned memory lies at another address for them,
+// a descriptor's reserved bytes are 0, a batch's signal begins as the number of its copies.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/backend/sdma/engine.h"
+#include "core/backend/sdma/hsa.h"
+
+namespace fakehsa {
+
+using offcore::hsa::CopyOp;
+using offcore::hsa::Queue;
+using offcore::hsa::QueueDescriptor;
+using offcore::hsa::Status;
+
+inline constexpr Status kOk = 0;
+inline constexpr Status kError = 0x1000;
+inline constexpr Status kInvalidArgument = 0x1001;
+inline constexpr Status kInvalidQueueCreation = 0x1002;
+inline constexpr Status kInvalidAgent = 0x1004;
+inline constexpr Status kOutOfResources = 0x1008;
+inline constexpr Status kNotInitialized = 0x100B;
+
+// A queue of a GPU's and the engine behind it.
+struct UserQueue {
+  Queue queue;
+  std::vector<uint32_t> dwords;
+  uint64_t rptr = 0;
+  uint64_t wptr = 0;
+  uint64_t doorbell = 0;
+  std::unique_ptr<offcore::sdma::Engine> engine;
+  void (*callback)(Status, Queue*, void*) = nullptr;
+  void* callback_data = nullptr;
+  bool told = false;
+};
+
+class Machine {
+ public:
+  static Machine& get();
+
+  uint64_t gpus() const { return gpus_; }
+  const std::string& name() const { return name_; }
+  void count(const char* function);
+  uint64_t calls(const std::string& function);
+  uint64_t done(const std::string& what);
+
+  Status allocate(uint64_t bytes, void** data);
+  Status release(void* data);
+  Status allow(const void* data);
+  Status lock(void* data, uint64_t bytes, void** seen);
+  Status unlock(void* data);
+
+  Status create(QueueDescriptor& wanted);
+  Status destroy(Queue* queue);
+  UserQueue* find(Queue* queue);
+  Status batch(const CopyOp* ops, uint32_t count);
+
+ private:
+  Machine();
+  void serve();
+  bool sweep();
+  bool copy_one();
+  void start();
+
+  // The mutex for a caller, before whom the engines' thread steps back.
+  class Turn {
+   public:
+    explicit Turn(Machine& machine) {
+      ++machine.callers_;
+      lock_ = std::unique_lock(machine.mutex_);
+      --machine.callers_;
+    }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+  };
+  struct Allocation {
+    uint64_t bytes = 0;
+    bool allowed = false;
+  };
+  struct Locked {
+    uint32_t count = 0;
+    std::vector<uint64_t> addresses;
+  };
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::atomic<int> callers_{0};
+  uint64_t gpus_ = 8;
+  std::string name_ = "gfx942";
+  uint64_t seed_ = 1;
+  std::map<std::string, uint64_t> calls_;
+  std::map<std::string, uint64_t> done_;
+  offcore::sdma::Memory memory_;
+  std::map<void*, Allocation> allocations_;
+  std::map<void*, Locked> locked_;
+  uint64_t next_address_ = uint64_t{1} << 46;
+  std::vector<std::unique_ptr<UserQueue>> queues_;
+  std::vector<CopyOp> copies_;  // in no order
+  uint64_t draws_ = 0;
+  bool serving_ = false;
+};
+
+}  // namespace fakehsa

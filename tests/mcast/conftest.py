@@ -1,0 +1,1 @@
+"""Tests of multicast share fabrics.py."""

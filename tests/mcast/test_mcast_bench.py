@@ -1,0 +1,121 @@
+"""`offcore mcast bench` and `simulate`: rows, refusals, and bytes that are right under loss."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offcore import namespaces
+
+REFUSED = namespaces.refused()
+on_namespaces = pytest.mark.skipif(REFUSED is not None, reason=f"no namespaces: {REFUSED}")
+ROW = {
+    "impl", "op", "hosts", "bytes", "loss", "time_us", "goodput_gbps", "wrong", "fetched_chunks",
+    "duplicates", "switch_bytes", "run", "versions", "commit", "date",
+}  # fmt: skip
+
+
+def offcore(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "offcore.cli", "mcast", *words)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def rows_of(*words: str) -> list[dict]:
+    done = offcore(*words, "--json", "-")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@on_namespaces
+def test_rows_of_processes() -> None:
+    rows = rows_of("bench", "all_gather", "--hosts", "3", "--sizes", "20K", "--per-rank",
+                   "--batches", "1")  # fmt: skip
+    assert [row["impl"] for row in rows] == ["offcore", "ring"]
+    for row in rows:
+        assert row.keys() >= ROW
+        assert (row["bytes"], row["hosts"], row["wrong"]) == (60 * 1024, 3, 0)
+        assert row["goodput_gbps"] == pytest.approx(40 * 1024 / row["time_us"] / 1e3, rel=0.01)
+        assert row["ranks_as"] == "processes"
+    multicast, ring = rows
+    assert multicast["fetched_chunks"] == 0
+    assert ring["fetched_chunks"] > 0
+    assert multicast["switch_bytes"] < 0.9 * ring["switch_bytes"]
+
+
+@on_namespaces
+def test_rows_of_nodes_are_half_the_rings_bytes() -> None:
+    multicast, ring = rows_of("bench", "all_gather", "--hosts", "40", "--per-leaf", "8", "--sizes",
+                              "16K", "--per-rank", "--batches", "2")  # fmt: skip
+    assert multicast["ranks_as"] == "nodes"
+    assert multicast["wrong"] == ring["wrong"] == 0
+    assert multicast["switch_bytes"] < 0.56 * ring["switch_bytes"]
+
+
+@on_namespaces
+@pytest.mark.parametrize("fault", ["--loss=0.05", "--bursts=10/200", "--duplicates=0.05"])
+def test_no_wrong_byte_under_faults(fault: str) -> None:
+    [row] = rows_of("bench", "broadcast", "--hosts", "3", "--sizes", "300003", "--impls", "offcore",
+                    "--batches", "2", "--no-offloads", fault)  # fmt: skip
+    assert row["wrong"] == 0
+    assert row["fetched_chunks"] > 0 or row["duplicates"] > 0
+    assert row["loss"] == (0.05 if "loss" in fault else 0)
+
+
+@on_namespaces
+@pytest.mark.torch
+def test_gloo_beside() -> None:
+    rows = rows_of("bench", "broadcast", "--hosts", "2", "--sizes", "64K", "--impls",
+                   "offcore,gloo", "--batches", "1")  # fmt: skip
+    assert [row["impl"] for row in rows] == ["offcore", "gloo"]
+    assert [row["wrong"] for row in rows] == [0, 0]
+    assert rows[1]["fetched_chunks"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "gather"], "no operation 'gather'"),
+        (["bench", "all_gather", "--hosts", "3", "--sizes", "64K"], "do not divide"),
+        (["bench", "all_gather", "--impls", "nccl"], "nccl"),
+        (["bench", "broadcast", "--hosts", "64", "--impls", "gloo"], "up to 16 hosts"),
+        (["bench", "broadcast", "--bursts", "9"], "is no burst"),
+        (["simulate", "gather"], "no operation 'gather' is simulated"),
+        (["simulate", "all_gather", "--tree", "star"], "is no tree"),
+        (["simulate", "broadcast", "--beside-reduce-scatter"], "beside an all_gather"),
+        (["simulate", "broadcast", "--algorithms", "ring"], "ring"),
+    ],
+)
+def test_refusals(words: list[str], says: str) -> None:
+    command = (sys.executable, "-m", "offcore.cli", "mcast", *words)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+
+
+def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    rows = rows_of("simulate", "all_gather", "--hosts", "32", "--sizes", "1M", "--chains", "1,4",
+                   "--loss", "0.01", "--plot", str(plot))  # fmt: skip
+    names = [(row["algorithm"], row["chains"]) for row in rows]
+    assert names[:2] == [("multicast", 1), ("multicast", 4)]
+    assert {"ring", "linear", "doubling"} == {name for name, _ in names[2:]}
+    assert rows[0]["fetched_chunks"] > 0
+    assert rows[0]["impl"] == "simulated"
+    assert sum(rows[0]["phases_us"].values()) <= rows[0]["time_us"]
+    assert "multicast, 4 chains" in plot.read_text()
+
+
+def test_reproduce_mcast_draws_every_figure(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "offcore.cli", "reproduce", "mcast", "--out", str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {"figure2", "figure7", "figure10", "figure11", "figure12", "figure13", "speedup"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == names
+    assert {path.stem for path in tmp_path.glob("*.svg")} == names
+    html = (tmp_path / "mcast.html").read_text()
+    assert html.count("data:image/svg+xml") == len(names)
+    assert "http" not in html.replace("http://www.w3.org", "")
+    assert "14 of 14 are met" in done.stdout

@@ -1,0 +1,114 @@
+"""A rank of test_mcast_torch.py, as a process: torch_ranks.py RANK RANKS PORT."""
+
+import datetime
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offcore import mcast, mcast_torch
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def operations(group: Any = None) -> int:
+    """How many collectives multicast has carried."""
+    world = dist.group.WORLD if group is None else group
+    count: int = world.communicator.counters["operations"]
+    return count
+
+
+def own_collectives(rank: int, ranks: int) -> None:
+    before = operations()
+    tensor = torch.arange(5000.0) if rank == 1 else torch.zeros(5000)
+    dist.broadcast(tensor, 1)
+    assert (tensor == torch.arange(5000.0)).all()
+    turned = torch.full((30, 20), rank, dtype=torch.int16).t()  # not contiguous
+    dist.broadcast(turned, 0)
+    assert (turned == 0).all()
+    assert not turned.is_contiguous()
+    whole = torch.zeros(ranks, 1000, dtype=torch.bfloat16)
+    work = dist.all_gather_into_tensor(
+        whole, torch.full((1000,), rank, dtype=torch.bfloat16), async_op=True
+    )
+    assert work.wait()
+    assert (whole == torch.arange(ranks).view(-1, 1)).all()
+    parts = [torch.zeros(4, 3).t() for _ in range(ranks)]
+    dist.all_gather(parts, torch.full((3, 4), float(rank)))
+    assert all((part == index).all() for index, part in enumerate(parts))
+    uneven = [torch.zeros(index) for index in range(ranks)]
+    future = dist.all_gather(uneven, torch.full((rank,), float(rank)), async_op=True).get_future()
+    future.wait()
+    assert all((part == index).all() for index, part in enumerate(uneven))
+    dist.barrier()
+    assert operations() - before == 6
+
+
+def handed_to_gloo(rank: int, ranks: int) -> None:
+    before = operations()
+    tensor = torch.full((100,), float(rank))
+    dist.all_reduce(tensor)
+    assert (tensor == sum(range(ranks))).all()
+    out = torch.zeros(ranks)
+    dist.all_to_all_single(out, torch.full((ranks,), float(rank)))
+    assert (out == torch.arange(ranks)).all()
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    elif rank == 1:
+        got = torch.zeros(3)
+        dist.recv(got, 0)
+        assert (got == 1).all()
+    assert operations() == before
+    things: list[Any] = [None] * ranks
+    dist.all_gather_object(things, {"rank": rank})  # made of all_gather
+    assert things == [{"rank": index} for index in range(ranks)]
+
+
+def groups(rank: int, ranks: int) -> None:
+    pair = dist.new_group([0, ranks - 1])
+    single = dist.new_group(
+        list(range(ranks)), pg_options=mcast_torch.McastOptions(multicast=False)
+    )
+    if rank in (0, ranks - 1):
+        tensor = torch.full((70,), rank)
+        dist.broadcast(tensor, ranks - 1, group=pair)
+        assert (tensor == ranks - 1).all()
+        assert operations(pair) == 1
+    whole = torch.zeros(ranks * 70)
+    dist.all_gather_into_tensor(whole, torch.full((70,), float(rank)), group=single)
+    assert (whole.view(ranks, 70) == torch.arange(ranks).view(-1, 1)).all()
+    assert single.communicator.counters["datagrams"] == 0
+
+
+def communicators_of_groups(rank: int, ranks: int) -> None:
+    for group in (None, dist.new_group(backend="gloo")):
+        with mcast.Communicator(group, interface="lo") as comm:
+            assert (comm.rank, comm.ranks) == (rank, ranks)
+            tensor = torch.full((9, 7), rank, dtype=torch.bfloat16)
+            assert comm.broadcast(tensor, root=1).wait().op == "broadcast"
+            assert (tensor == 1).all()
+
+
+def main() -> None:
+    rank, ranks, port = map(int, sys.argv[1:])
+    mcast_torch.configure(interface="lo")
+    dist.init_process_group(
+        "cpu:offcore_mcast",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    own_collectives(rank, ranks)
+    handed_to_gloo(rank, ranks)
+    groups(rank, ranks)
+    communicators_of_groups(rank, ranks)
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`offcore reproduce` and `offcore explain`, as a user runs them."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import offcore
+from offcore import _core, explain, machines, reproduce
+from offcore.latte import figures, rows
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"figure-{n}" for n in (1, 7, 13, 14, 15, 16, 17)] + ["table-2", "table-3"]
+
+
+def offcore_command(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        (sys.executable, "-m", "offcore.cli", *words),
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("reproduced")
+    start_s = time.monotonic()
+    ran = offcore_command("reproduce", "latte", "--out", "out", "--json", "rows.jsonl", cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    return folder, ran.stdout, time.monotonic() - start_s
+
+
+def test_every_figure_is_there_as_png_and_svg(reproduced: tuple[Path, str, float]) -> None:
+    folder, _, took_s = reproduced
+    assert [one.name for one in figures.FIGURES] == NAMES
+    for name in NAMES:
+        png, svg = ((folder / "out" / f"{name}.{kind}").read_bytes() for kind in ("png", "svg"))
+        assert png.startswith(b"\x89PNG")
+        assert len(png) > 8000
+        assert b"<svg" in svg
+    assert took_s < 60
+
+
+def test_the_page_holds_everything_and_needs_nothing(reproduced: tuple[Path, str, float]) -> None:
+    folder, _, _ = reproduced
+    html = (folder / "out" / "latte.html").read_text("utf-8")
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert len(images) == len(NAMES) == html.count("<img")
+    for name, image in zip(NAMES, images, strict=True):
+        assert base64.b64decode(image) == (folder / "out" / f"{name}.svg").read_bytes()
+    outside = re.sub(r'src="data:[^"]+"', "", html)
+    assert not re.search(r"(https?:)?//|<script|@import|<link", outside)
+    assert "absolute times are weakly pinned" in html
+    for row in rows.ROWS:
+        assert row.claim in html
+
+
+def test_claims_and_residuals_are_printed(reproduced: tuple[Path, str, float]) -> None:
+    folder, out, _ = reproduced
+    told = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert {one["key"] for one in told} >= {"L1", "L16", "L20", "P3", "K3"}
+    assert all(one["met"] for one in told)
+    for words in ("left out", "wake_ns", "weakly pinned", f"{len(told)} of {len(told)} are met"):
+        assert words in out
+
+
+def test_a_model_that_is_wrong_does_not_pass(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = json.loads((ROOT / "machines" / "mi300x-8.json").read_text())
+    data["cost"]["doorbell_ns"] *= 3
+    (tmp_path / "mi300x-8.json").write_text(json.dumps(data))
+    ran = offcore_command("reproduce", "latte", cwd=tmp_path, OFFCORE_MACHINES=str(tmp_path))
+    assert ran.returncode == 1
+    assert "not met" in ran.stdout
+    assert (tmp_path / "reproduce-out" / "latte.html").read_text().count("not met") >= 3
+
+
+def test_known_papers_are_listed(tmp_path: Path) -> None:
+    listed = offcore_command("reproduce", cwd=tmp_path)
+    assert listed.stdout.startswith("latte: DMA-Latte's figures 1, 7, 13 to 17 and tables 2 and 3")
+    with pytest.raises(offcore.Error, match="unknown paper 'mocha': known are latte") as raised:
+        reproduce.run("mocha", tmp_path, None)
+    assert raised.value.code == "invalid"
+
+
+CASES = [
+    ("all_gather", "mi300x-8", 8, 4096, True),
+    ("all_gather", "mi300x-8", 8, 1 << 28, True),
+    ("all_to_all", "mi300x-8", 5, 1 << 20, False),
+    ("broadcast", "h200-4", 4, 1 << 16, True),
+    ("gather", "host-2", 2, 12345, False),
+]
+
+
+@pytest.mark.parametrize(("op", "machine", "ranks", "nbytes", "in_place"), CASES)
+def test_phases_add_up_to_the_simulated_time(
+    op: str, machine: str, ranks: int, nbytes: int, in_place: bool
+) -> None:
+    why = explain.explain(op, machine=machine, ranks=ranks, nbytes=nbytes, in_place=in_place)
+    session = _core.Session("sim", machines.load(machine), ranks, phantom=True)
+    for case in (why.chosen, why.runner_up, *why.others):
+        program = offcore.show_program(
+            op,
+            machine=machine,
+            ranks=ranks,
+            nbytes=nbytes,
+            variant=case.variant,
+            in_place=in_place,
+            protocol="promise",
+        )
+        assert sum(case.phases.values()) == pytest.approx(
+            session.run(program).time_ns / 1e3, abs=2e-3
+        )
+        assert case.syncs == program.counts().syncs
+    chosen = offcore.show_program(
+        op, machine=machine, ranks=ranks, nbytes=nbytes, in_place=in_place, protocol="promise"
+    )
+    assert why.chosen.variant == chosen.variant
+    assert not why.runner_up.ahead
+    assert all(case.time_us >= why.runner_up.time_us for case in why.others if not case.ahead)
+
+
+def test_explain_says_why(tmp_path: Path) -> None:
+    words = ("explain", "all_gather", "--bytes", "256M", "--machine", "mi300x-8", "--in-place")
+    shown = offcore_command(*words, cwd=tmp_path)
+    assert shown.returncode == 0
+    for part in ("pcpy *", "bcst", "control", "schedule", "copy", "sync", "total", "because of"):
+        assert part in shown.stdout
+    assert "times as fast" in shown.stdout
+    assert "weakly pinned" in shown.stdout
+    record = json.loads(offcore_command(*words, "--json", "-", cwd=tmp_path).stdout)
+    assert (record["chosen"]["variant"], record["runner_up"]["variant"]) == ("pcpy", "bcst")
+    assert record["chosen"]["time_us"] < record["runner_up"]["time_us"]
+    refused = offcore_command(
+        "explain", "all_gather", "--bytes", "1K", "--ranks", "9", cwd=tmp_path
+    )
+    assert refused.returncode == 1
+    assert refused.stderr == "offcore: invalid: machine mi300x-8 has 8 ranks, not 9\n"
