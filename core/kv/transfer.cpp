@@ -180,20 +180,29 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   job->stages_ahead_.resize(stages->size());
   job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
-  job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
-                       job->request_.blocks, std::move(rows));
-  {
+  try {
+    job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
+                         job->request_.blocks, std::move(rows));
     const std::scoped_lock lock(board_->mutex);
-    if (!board_->closing) {
-      board_->inbox.push_back(job);
-      ++board_->under_way;
-      board_->news = true;
-      board_->work.notify_one();
-      return job;
-    }
+    if (board_->closing) fail(Code::cancelled, "the transfer is closed");
+    board_->inbox.push_back(job);
+    ++board_->under_way;
+    board_->news = true;
+    board_->work.notify_one();
+  } catch (...) {
+    group.pool->unpin(job->request_.slots);
+    throw;
   }
-  group.pool->unpin(job->request_.slots);
-  fail(Code::cancelled, "the transfer is closed");
+  return job;
+}
+
+void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const {
+  if (backend_->capture_of({&stream, 1}) != 0) {
+    fail(Code::unsupported,
+         "the stream is being captured, and a graph cannot wait for a transfer: ",
+         "call it outside");
+  }
+  job.hold(layer, stream, deadline);
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {

@@ -122,6 +122,13 @@ bool Event::passed() const {
   return true;
 }
 
+double Event::us_since(const Event& first) const {
+  const Current current = pool_->current();
+  float ms = 0;
+  check(Driver::get().cuEventElapsedTime(&ms, first.handle(), handle_), "cuEventElapsedTime");
+  return double{ms} * 1e3;
+}
+
 Device::Device(Rank rank, int ordinal)
     : rank_(rank),
       context_(std::make_shared<const Context>(ordinal)),

@@ -97,7 +97,8 @@ class Event {
   void hold(CUstream stream) const {
     check(Driver::get().cuStreamWaitEvent(stream, handle_, 0), "cuStreamWaitEvent");
   }
-  bool passed() const;  // throws driver when the device has failed
+  bool passed() const;                        // throws driver when the device has failed
+  double us_since(const Event& first) const;  // both timed, and passed
 
  private:
   std::shared_ptr<Events> pool_;
