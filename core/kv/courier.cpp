@@ -12,7 +12,6 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kLingerNs = 200'000;  // after the last job, before the thread sleeps
 constexpr int64_t kSpinNs = 200'000;
 constexpr uint32_t kPartsOfPace = 4;
 constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
@@ -101,7 +100,7 @@ bool Courier::turn(int64_t& moved_ns) {
 bool Courier::collect() {
   if (jobs_.empty()) {
     const int64_t began_ns = now_ns();
-    while (!board_->news && now_ns() - began_ns < kLingerNs) sched_yield();
+    while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
   } else if (!board_->news) {
     return true;
   }
