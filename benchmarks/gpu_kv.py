@@ -1,14 +1,17 @@
 """Checks and measures transfers of KV blocks on one GPU, in steps that are bounded in time.
 
-    python benchmarks/gpu_kv.py                    # about three minutes
-    python benchmarks/gpu_kv.py --only pages,gemm
+    python benchmarks/gpu_kv.py                    # less than four minutes
+    python benchmarks/gpu_kv.py --only calls,strided
 
 `check`: random jobs beside matrix products, and streams, every byte (kv_check.py). `calls`: what
-the driver's own calls cost (kv_calls.py). `pages`: 28 layers, 64 and 256 scattered blocks, pages of
+the driver's own calls cost (kv_calls.py). `strided`: 28 layers with strided copies told to the
+driver one by one, and 4 to 32 at once, in turn; beside the shares of the ceiling that are aimed at.
+`pages`: 28 layers, 64 and 256 scattered blocks, pages of
 8 to 256 KiB, beside the loop, one batch call and the kernel. `scattered`: 256 pages that nothing
 folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192 slows down.
 `links`: 1 GiB over the links of other GPUs too, where there are any.
-Each step is a process of its own; one that fails or takes too long is told, and the others go on.
+Each step is a process of its own; one that fails or takes too long is told, and the others go on,
+as long as all of them together have time.
 Rows go to $OUT/cuda-kv.jsonl where OUT is set, else to benchmarks/results; the table comes last.
 """
 
@@ -22,9 +25,10 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from offcore import _core, kv_bench
+from offcore import _core, kv_bench, machines
 from offcore.kv_case import torch_with_gpu
 from offcore.kv_models import MODELS, Geometry
 from offcore.report import Stamp, dumps
@@ -36,21 +40,57 @@ PEERS = ("loop", "batch", "kernel")
 LIMITS_S = {  # of a step
     "check": 50,
     "calls": 20,
+    "strided": 40,
     "pages": 90,
     "scattered": 20,
     "submit": 20,
     "gemm": 30,
     "links": 60,  # of several GPUs only
 }
+ALL_S = 235  # where all GPUs but one are left out
+STRIDED = (4, 8, 16, 32)
+AIMS = {  # % of the ceiling, load and store
+    8 << 10: (60, 57),
+    16 << 10: (75, 73),
+    32 << 10: (84, 79),
+    64 << 10: (92, 88),
+}
 GIB = 1 << 30
 LARGE = 128 << 10  # pages from here on: 64 blocks only
+SMALL = 16 << 10
 Row = dict[str, Any]
 
 
-def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
+def machine_files(folder: Path) -> dict[str, str]:
+    """This machine, told of so many strided copies at once, by the names that rows have."""
+    path = machines.path_of(machines.for_gpus(1))
+    machine = json.loads(path.read_text("utf-8"))
+    files = {}
+    for count in STRIDED:
+        machine["batches"]["strided_batch"] = count
+        file = folder / str(count) / path.name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(machine), "utf-8")
+        files[f"{count} at once"] = str(file)
+    return files
+
+
+def plans(step: str, args: argparse.Namespace, folder: Path) -> list[kv_bench.Plan]:
     """What a step measures."""
     pages = parse_sizes(args.pages)
     common = {"backend": "cuda", "peers": PEERS, "rounds": args.rounds}
+    if step == "strided":
+        common |= {"peers": (), "machines": machine_files(folder)}
+        return [
+            kv_bench.Plan(
+                geometries=[Geometry("", args.layers, page)],
+                blocks=[64, 256] if page <= SMALL else [64],
+                directions=("load", "store", "both"),
+                **common,
+            )
+            for page in pages
+            if page < LARGE
+        ]
     if step == "pages":
         three = ("load", "store", "both")
         return [
@@ -98,8 +138,8 @@ def run_step(step: str, args: argparse.Namespace) -> int:
     if step == "links" and _core.gpus() == 1:
         print("links: there is no other GPU")
         return 0
-    with Path(args.rows).open("a", encoding="utf-8") as out:
-        for plan in plans(step, args):
+    with Path(args.rows).open("a", encoding="utf-8") as out, TemporaryDirectory() as folder:
+        for plan in plans(step, args, Path(folder)):
             for row in kv_bench.run(plan):
                 lent = {"lent": len(plan.links or ())} if step == "links" else {}
                 out.write(dumps({"step": step} | lent | row))
@@ -134,6 +174,27 @@ def links_of(row: Row) -> str:
     return " + ".join(f"{nbytes >> 20}" for nbytes in row["links"].values())
 
 
+def show_strided(rows: list[Row]) -> None:
+    """A line a case and direction: what each number of copies at once reaches."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = row["page_bytes"], row["blocks"], row["direction"]
+        cases.setdefault(key, {})[row["impl"]] = row
+    if cases:
+        print("strided copies told at once: % of the ceiling (GB/s; the thread's us), the best")
+    for (page, blocks, direction), ways in cases.items():
+        line = f"{format_bytes(page):>5} {blocks:4} {direction:>5}"
+        for name, row in ways.items():
+            percent = 100 * row["gbps"] / row["ceiling_gbps"]
+            named = name.replace("offcore", "as now").replace(" at once", "")
+            line += f" | {named} {percent:3.0f} ({row['gbps']:.1f}; {row['enqueue_us']:.0f})"
+        best = max(ways, key=lambda name: ways[name]["gbps"])
+        line += f" | {best.replace('offcore', 'as now')}"
+        if page in AIMS and direction != "both":
+            line += f", aim {AIMS[page][direction == 'store']}"
+        print(line)
+
+
 def show(rows: list[Row]) -> None:
     """A line a case and direction."""
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
@@ -141,6 +202,8 @@ def show(rows: list[Row]) -> None:
         names = ("step", "page_bytes", "blocks", "direction", "layout", "lent")
         key = tuple(row.get(name) for name in names)
         groups.setdefault(key, {})[row["impl"]] = row
+    if not groups:
+        return
     print("step, page, blocks, direction: offcore GB/s and % of the ceiling; kernel; times as fast")
     print("as one batch, as the loop; caller's us, thread's us; calls; GEMM slowdown, kernel's")
     for (step, page, blocks, direction, layout, lent), ways in groups.items():
@@ -176,21 +239,24 @@ def main() -> int:
     args.rows = folder / "cuda-kv.rows"
     args.rows.write_text("", "utf-8")
     verdicts = []
+    end = time.monotonic() + ALL_S
     for step in args.only.split(","):
         began = time.monotonic()
         print(f"== {step}", flush=True)
+        limit_s = LIMITS_S[step] if step == "links" else min(LIMITS_S[step], max(1, end - began))
         try:
-            done = subprocess.run(command(step, args), timeout=LIMITS_S[step], check=False)
+            done = subprocess.run(command(step, args), timeout=limit_s, check=False)
             verdict = "ok" if done.returncode == 0 else f"FAILED ({done.returncode})"
         except subprocess.TimeoutExpired:
-            verdict = f"FAILED: more than {LIMITS_S[step]} s"
+            verdict = f"FAILED: more than {limit_s:.0f} s"
         verdicts.append(f"{step}: {verdict}, {time.monotonic() - began:.0f} s")
     stamp = asdict(Stamp())
     rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
     final.write_text("".join(dumps(row | stamp) for row in rows), "utf-8")
     args.rows.unlink()
     measured = [row for row in rows if "absent" not in row]
-    show(measured)
+    show([row for row in measured if row["step"] != "strided"])
+    show_strided([row for row in measured if row["step"] == "strided"])
     for row in rows:
         if "absent" in row:
             print(row["absent"])

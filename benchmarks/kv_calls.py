@@ -4,21 +4,27 @@
 
 It tells where the time of a transfer goes that offcore does not spend itself. `strided`: a copy of
 28 rows for each of 64 scattered blocks, by cuMemcpy2DAsync, whose sides are named (host, device) or
-left to the driver to find out (unified), and in one cuMemcpy3DBatchAsync of 32. `pages`: 256
-scattered pages of a block each, by cuMemcpyBatchAsync of so many. Host memory is the driver's own
-(cuMemHostAlloc), a HostPool's, or registered in small pages; a GPU's comes from cuMemAlloc or is a
-window. Times are medians: until the calls have returned, and until the copies have ended.
+left to the driver to find out (unified); with other numbers of rows, which tells what a row costs
+and what a call; by two threads with a stream each, half of the blocks each or a direction each (the
+interpreter's lock goes to and fro between calls); and in some cuMemcpy3DBatchAsync of so many.
+`pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. Host memory is a
+HostPool's, the driver's own (cuMemHostAlloc), or registered, for which small or huge pages were
+asked; a GPU's comes from cuMemAlloc or is a window. Times are medians: until the calls have
+returned, and until the copies have ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 from gpu_batch import Attributes, Driver
@@ -33,6 +39,7 @@ TURNS = 11
 HOST, DEVICE, UNIFIED = 1, 2, 4
 PORTABLE = 3  # and mapped
 POINTER = 1  # an operand of a 3-D batch
+DEVICE_HINT, HOST_HINT = 1, 2
 
 
 class Side(ctypes.Structure):
@@ -80,6 +87,7 @@ class Copy3D(ctypes.Structure):
 
 
 Times = tuple[float, float]
+Copies = list["Copy2D"]
 
 
 class Calls:
@@ -87,7 +95,14 @@ class Calls:
 
     def __init__(self) -> None:
         self.driver = Driver(0)
-        self.hosts = {"pool": self._pool(), "small pages": self._registered()}
+        self.context = c_uint64()
+        self.driver("cuDevicePrimaryCtxRetain", byref(self.context), c_uint64(0))
+        self.mapped: list[mmap.mmap] = []
+        self.hosts = {
+            "pool": self._pool(),
+            "small pages": self._registered("MADV_NOHUGEPAGE"),
+            "huge pages": self._registered("MADV_HUGEPAGE"),
+        }
         self.devices = {"window": self._window()}
         for kinds, name, given in (
             (self.hosts, "cuMemHostAlloc", (c_size_t(ROOM), c_uint(PORTABLE))),
@@ -105,12 +120,15 @@ class Calls:
         self.host_pool.allocate(1, timeout=60.0)
         return self.host_pool.row(0).ctypes.data
 
-    def _registered(self) -> int:
-        self.mapped = mmap.mmap(-1, ROOM)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            self.mapped.madvise(mmap.MADV_NOHUGEPAGE)
-        self.mapped.write(bytes(ROOM))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
+    def _registered(self, advice: str) -> int:
+        """Registered memory for which small or huge pages were asked of the kernel."""
+        mapped = mmap.mmap(-1, ROOM, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.mapped.append(mapped)
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(getattr(mmap, advice))
+        mapped.write(bytes(ROOM))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.driver("cuMemHostRegister", c_void_p(address), c_size_t(ROOM), c_uint(PORTABLE))
         return address
 
@@ -118,6 +136,11 @@ class Calls:
         self.comm = offcore.Communicator(backend="cuda", ranks=1)
         self.held = self.comm.window(ROOM)
         return self.held.address(0)
+
+    @property
+    def device(self) -> str:
+        """What the cache lies in where that is not compared."""
+        return next(reversed(self.devices))
 
     def timed(self, call: Callable[[], None]) -> Times:
         taken = []
@@ -128,38 +151,76 @@ class Calls:
             self.driver.settle()
             ended = time.perf_counter_ns()
             taken.append(((submitted - began) / 1e3, (ended - began) / 1e3))
-        submit, whole = (statistics.median(column) for column in zip(*taken[2:], strict=True))
-        return submit, whole
+        return medians(taken)
 
-    def strided(self, host: str, device: str, load: bool, page: int, named: bool) -> Times:
-        """64 calls of 28 rows."""
-        copies = [Copy2D(width=page, height=LAYERS) for _ in range(BLOCKS)]
-        for copy, (cache, row) in zip(copies, self._blocks(host, device, page), strict=True):
+    def copies(
+        self, host: str, device: str, load: bool, page: int, named: bool = True, rows: int = LAYERS
+    ) -> Copies:
+        """One of so many rows for each block."""
+        copies = [Copy2D(width=page, height=rows) for _ in range(BLOCKS)]
+        places = self._blocks(host, device, page, rows)
+        for copy, (cache, row) in zip(copies, places, strict=True):
             on_gpu, on_host = (copy.dst, copy.src) if load else (copy.src, copy.dst)
             on_gpu.type, on_gpu.device, on_gpu.pitch = DEVICE, cache, 2 * BLOCKS * page
             on_host.type, on_host.host, on_host.pitch = HOST, row, page
             on_host.device = row
             if not named:
                 on_gpu.type = on_host.type = UNIFIED
-        function, stream = self.driver.find("cuMemcpy2DAsync"), c_uint64(self.driver.stream)
-        pointers = [byref(copy) for copy in copies]
+        return copies
 
-        def call() -> None:
-            for pointer in pointers:
-                if code := function(pointer, stream):
-                    raise SystemExit(f"cuMemcpy2DAsync: {code}")
+    def enqueue(self, copies: Copies, stream: int) -> None:
+        function, handle = self.driver.find("cuMemcpy2DAsync"), c_uint64(stream)
+        for copy in copies:
+            if code := function(byref(copy), handle):
+                raise SystemExit(f"cuMemcpy2DAsync: {code}")
 
-        return self.timed(call)
+    def strided(self, copies: Copies) -> Times:
+        return self.timed(lambda: self.enqueue(copies, self.driver.stream))
 
-    def together(self, host: str, device: str, load: bool, page: int, count: int) -> Times | None:
+    def threads(self, parts: list[Copies]) -> Times:
+        """Each part by a thread of its own, in a stream of its own."""
+        streams = []
+        for _ in parts:
+            stream = c_uint64()
+            self.driver("cuStreamCreateWithPriority", byref(stream), c_uint64(1), c_uint64(0))
+            streams.append(stream.value)
+        taken = []
+        for _ in range(TURNS + 2):
+            times: list[tuple[int, int, int]] = []
+            ready = threading.Barrier(len(parts))
+
+            def work(copies: Copies, stream: int, ready: Any = ready, times: Any = times) -> None:
+                self.driver("cuCtxSetCurrent", self.context)
+                ready.wait(10)
+                began = time.perf_counter_ns()
+                self.enqueue(copies, stream)
+                submitted = time.perf_counter_ns()
+                self.driver("cuStreamSynchronize", c_uint64(stream))
+                times.append((began, submitted, time.perf_counter_ns()))
+
+            workers = [
+                threading.Thread(target=work, args=pair)
+                for pair in zip(parts, streams, strict=True)
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            first = min(began for began, _, _ in times)
+            submitted, ended = (max(one[k] for one in times) for k in (1, 2))
+            taken.append(((submitted - first) / 1e3, (ended - first) / 1e3))
+        return medians(taken)
+
+    def together(self, load: bool, page: int, count: int) -> Times | None:
         """The same in batches of strided copies; None: this driver has none, or refuses them."""
         function = self.driver.find("cuMemcpy3DBatchAsync")
         if function is None or self.driver.version < 13000:
             return None
         copies = (Copy3D * BLOCKS)()
-        for copy, (cache, row) in zip(copies, self._blocks(host, device, page), strict=True):
-            on_gpu = Operand(POINTER, cache, 2 * BLOCKS * page, LAYERS)
-            on_host = Operand(POINTER, row, page, LAYERS)
+        places = self._blocks("pool", self.device, page, LAYERS)
+        for copy, (cache, row) in zip(copies, places, strict=True):
+            on_gpu = Operand(POINTER, cache, 2 * BLOCKS * page, LAYERS, (DEVICE_HINT, 0))
+            on_host = Operand(POINTER, row, page, LAYERS, (HOST_HINT, 0))
             copy.dst, copy.src = (on_gpu, on_host) if load else (on_host, on_gpu)
             copy.extent[:] = (page, LAYERS, 1)
             copy.order = 1
@@ -177,19 +238,19 @@ class Calls:
             print(f"  {refusal}")
             return None
 
-    def _blocks(self, host: str, device: str, page: int) -> list[tuple[int, int]]:
+    def _blocks(self, host: str, device: str, page: int, rows: int) -> list[tuple[int, int]]:
         rng = np.random.default_rng(1)
-        caches, rows = (rng.permutation(2 * BLOCKS)[:BLOCKS].tolist() for _ in range(2))
+        caches, slots = (rng.permutation(2 * BLOCKS)[:BLOCKS].tolist() for _ in range(2))
         return [
-            (self.devices[device] + block * page, self.hosts[host] + row * LAYERS * page)
-            for block, row in zip(caches, rows, strict=True)
+            (self.devices[device] + block * page, self.hosts[host] + slot * rows * page)
+            for block, slot in zip(caches, slots, strict=True)
         ]
 
     def pages(self, load: bool, page: int, count: int) -> Times:
         """256 scattered pages in batches of so many."""
         rng = np.random.default_rng(2)
         slots = [rng.permutation(4 * PAGES)[:PAGES].astype(np.uint64) * page for _ in range(2)]
-        cache = slots[0] + next(reversed(self.devices.values()))
+        cache = slots[0] + self.devices[self.device]
         rows = slots[1] + self.hosts["pool"]
         columns = (cache, rows) if load else (rows, cache)
         sizes = np.full(PAGES, page, np.uint64)
@@ -206,35 +267,71 @@ class Calls:
         return self.timed(call)
 
 
-def show(what: str, times: Times | None, nbytes: int) -> None:
-    if times is None:
-        print(f"  {what}: absent")
-    else:
-        submit, whole = times
-        print(f"  {what}: calls {submit:7.1f} us, all {whole:7.1f} us, {nbytes / whole / 1e3:5.1f}")
+def medians(taken: Iterable[Sequence[float]]) -> Times:
+    submit, whole = (statistics.median(column) for column in zip(*list(taken)[2:], strict=True))
+    return submit, whole
+
+
+def show(what: str, cells: dict[str, tuple[Times | None, int]]) -> None:
+    """A line: under each name the times, and GB/s of so many bytes."""
+    line = f"  {what:16}"
+    for name, (times, nbytes) in cells.items():
+        told = "absent"
+        if times is not None:
+            submit, whole = times
+            told = f"{submit:.0f}/{whole:.0f} {nbytes / whole / 1e3:.1f}"
+        line += f" | {name} {told}"
+    print(line)
+
+
+def show_strided(calls: Calls, page: int, load: bool) -> None:
+    nbytes = LAYERS * BLOCKS * page
+    print(f"strided, {'load' if load else 'store'} of {format_bytes(page)} pages")
+    for host in calls.hosts:
+        cells = {}
+        for device in calls.devices:
+            for named in (True, False):
+                name = f"{device} {'named' if named else 'unified'}"
+                cells[name] = (
+                    calls.strided(calls.copies(host, device, load, page, named)),
+                    nbytes,
+                )
+        show(host, cells)
+
+    def copies(load: bool, rows: int = LAYERS) -> Copies:
+        return calls.copies("pool", calls.device, load, page, rows=rows)
+
+    show(
+        "rows of a copy",
+        {str(n): (calls.strided(copies(load, n)), n * BLOCKS * page) for n in (7, 14, 28, 56)},
+    )
+    half = copies(load)
+    show(
+        "threads",
+        {
+            "one": (calls.threads([half]), nbytes),
+            "two": (calls.threads([half[::2], half[1::2]]), nbytes),
+            "one each way": (calls.threads([copies(True), copies(False)]), 2 * nbytes),
+        },
+    )
+    show(
+        "3-D batches of",
+        {str(n): (calls.together(load, page, n), nbytes) for n in (4, 8, 16, 32, 64)},
+    )
 
 
 def main() -> int:
     calls = Calls()
+    print("us until the calls have returned / until the copies have ended, and GB/s")
     for page in (8 << 10, 16 << 10):
-        nbytes = LAYERS * BLOCKS * page
         for load in (True, False):
-            name = "load" if load else "store"
-            print(f"strided, {name} of {format_bytes(page)} pages (GB/s last)")
-            for host in calls.hosts:
-                for device in calls.devices:
-                    for named in (True, False):
-                        what = f"{host}, {device}, {'named' if named else 'unified'}"
-                        show(what, calls.strided(host, device, load, page, named), nbytes)
-            device = next(reversed(calls.devices))
-            for count in (8, 32, 64):
-                times = calls.together("pool", device, load, page, count)
-                show(f"3-D batches of {count}", times, nbytes)
+            show_strided(calls, page, load)
+    print(f"{PAGES} scattered pages in batches")
     for page in (8 << 10, 32 << 10):
         for load in (True, False):
-            print(f"pages, {'load' if load else 'store'} of {format_bytes(page)}")
-            for count in (8, 16, 32, 64, 128, 256):
-                show(f"batches of {count}", calls.pages(load, page, count), PAGES * page)
+            sizes = (8, 16, 32, 64, 128, 256)
+            cells = {str(n): (calls.pages(load, page, n), PAGES * page) for n in sizes}
+            show(f"{'load' if load else 'store'} of {format_bytes(page)}", cells)
     return 0
 
 

@@ -211,8 +211,8 @@ class Backend : public Memory {
   // Whether a local rank's engines reach all of that.
   virtual bool reaches(Rank, const std::byte*, const std::byte*) const { return true; }
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
-  // driver's event stands for, which has to live until the mark has passed. Throw unsupported where
-  // there are no streams, and for a stream that is being captured.
+  // driver's event stands for now. Throw unsupported where there are no streams, and for a stream
+  // that is being captured.
   virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream);
   virtual std::unique_ptr<Mark> mark_event(uintptr_t event);
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;

@@ -8,6 +8,10 @@
 
 namespace offcore {
 
+// The cores that threads of this process may run on, or as many as OFFCORE_HOST_CORES says. Throws
+// invalid where that is no number.
+uint32_t usable_cores();
+
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread): threads that
 // are started while this lives get none.
 class SignalsBlocked {

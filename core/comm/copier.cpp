@@ -81,15 +81,7 @@ void Copier::close_all() {
 }
 
 Copier::Copier(std::unique_ptr<Backend> backend, Rank ranks)
-    : ranks_(ranks), backend_(std::move(backend)) {
-  for (Rank rank = 0; rank < ranks; ++rank) wakeups_.emplace_back();
-}
-
-void Copier::forget() {
-  Copiers& all = copiers();
-  const std::scoped_lock lock(all.mutex);
-  std::erase_if(all.open, [&](const auto& entry) { return entry.second.get() == this; });
-}
+    : ranks_(ranks), backend_(std::move(backend)) {}
 
 void Copier::close() {
   const std::scoped_lock lock(mutex_);
@@ -104,7 +96,7 @@ uint32_t Copier::lane_of(const std::vector<uintptr_t>& streams) {
   if (lanes_.size() == kLanesMax) {
     return static_cast<uint32_t>(streams.empty() ? 0 : (streams[0] >> 6) % kLanesMax);
   }
-  lanes_.push_back({.streams = streams, .flags = {}, .scratch = {}});
+  lanes_.push_back({.streams = streams, .flags = {}, .wakeups = {}, .scratch = {}});
   return static_cast<uint32_t>(lanes_.size() - 1);
 }
 
@@ -123,11 +115,15 @@ Launch Copier::bind(const Program& program, const BatchBases& bases, BatchCall& 
   Launch launch{
       .binding = Binding(program.buffers.size(), ranks_), .lane = index, .streams = call.streams};
   std::vector<std::shared_ptr<void>> held{std::move(call.keep)};
-  for (Wakeup& wakeup : wakeups_) launch.wakeups.push_back(&wakeup);
+  // A launch that fails half-way poisons its wakeups, and all that wait for words of its lane with
+  // it: what has none fails alone.
+  auto wakeups = std::make_shared<Wakeups>(ranks_);
   if (has_flags(program)) {
     if (lane.flags.words == 0) {
       lane.flags = Flags::create(*backend_, nullptr, ranks_, program.flag_words, deadline);
+      lane.wakeups = wakeups;
     }
+    wakeups = lane.wakeups;
     launch.epoch = std::exchange(lane.flags.epoch, lane.flags.epoch + program.flag_span);
     for (Rank rank = 0; rank < ranks_; ++rank) {
       launch.binding.base(kFlagBuffer, rank) = lane.flags.base(rank);
@@ -135,6 +131,8 @@ Launch Copier::bind(const Program& program, const BatchBases& bases, BatchCall& 
     launch.binding.base(kFlagBuffer, kHostRank) = lane.flags.base(kHostRank);
     held.push_back(lane.flags.memory.owner);
   }
+  for (Wakeup& wakeup : *wakeups) launch.wakeups.push_back(&wakeup);
+  held.push_back(std::move(wakeups));
   for (size_t i = 1; i < program.buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = program.buffers[i];
@@ -185,12 +183,12 @@ std::unique_ptr<BatchRun> Copier::start(BatchCall call, const Deadline& deadline
   result->within = is_copy_within(*program);
   const std::unique_ptr<Loaded> loaded = backend_->load(program);
   if (call.policy.captured) call.keep = nullptr;
-  const Launch launch = bind(*program, bases, call, lane_of(call.streams), deadline);
+  const uint32_t lane = lane_of(call.streams);
+  const Launch launch = bind(*program, bases, call, lane, deadline);
   try {
     result->run = loaded->launch(launch);
   } catch (...) {
-    // Half of it may be enqueued: then it was poisoned, and with it all that this copier launches.
-    if (wakeups_.front().poison.load() != 0) forget();
+    if (has_flags(*program)) lanes_[lane].flags = {};  // its words are as it has left them
     throw;
   }
   result->submit_ns = now_ns() - start_ns - result->plan_ns;

@@ -88,10 +88,12 @@ class Copier : public std::enable_shared_from_this<Copier> {
   std::unique_ptr<BatchRun> start(BatchCall call, const Deadline& deadline);
 
  private:
+  using Wakeups = std::deque<Wakeup>;  // one a rank
   struct Lane {
     std::vector<uintptr_t> streams;
     Flags flags;
-    std::vector<Share> scratch;  // by rank
+    std::shared_ptr<Wakeups> wakeups;  // of those that use the flags
+    std::vector<Share> scratch;        // by rank
   };
 
   Copier(std::unique_ptr<Backend> backend, Rank ranks);
@@ -99,13 +101,11 @@ class Copier : public std::enable_shared_from_this<Copier> {
   Share scratch_of(Lane& lane, Rank rank, uint64_t bytes, bool captured);
   Launch bind(const Program& program, const BatchBases& bases, BatchCall& call, uint32_t index,
               const Deadline& deadline);
-  void forget();  // the next batch opens another one
   void close();
 
   const Rank ranks_;
   std::mutex mutex_;  // of all below
   std::unique_ptr<Backend> backend_;
-  std::deque<Wakeup> wakeups_;
   std::deque<Lane> lanes_;
 };
 

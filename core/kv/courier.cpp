@@ -12,13 +12,26 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kLingerNs = 200'000;  // after the last job, before the thread sleeps
 constexpr int64_t kSpinNs = 200'000;
 constexpr uint32_t kPartsOfPace = 4;
 constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
 constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
+
+// Of each group: the first of those whose caches share memory with its own, or with one that does.
+std::vector<size_t> caches_of(const std::vector<Group>& groups) {
+  std::vector<size_t> caches;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    caches.push_back(group);
+    for (size_t other = 0; other < group; ++other) {
+      if (!groups[other].layout->meets(*groups[group].layout)) continue;
+      const auto [kept, joined] = std::minmax(caches[other], caches[group]);
+      std::replace(caches.begin(), caches.end(), size_t{joined}, size_t{kept});
+    }
+  }
+  return caches;
+}
 
 // Between two looks at the engines, after so long without a change.
 void nap(int64_t idle_ns) {
@@ -41,50 +54,53 @@ Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
       pace_(pace),
       keep_(std::move(keep)),
       checked_(checked),
+      cache_of_(caches_of(groups_)),
       blocks_(groups_.size()),
       slots_(groups_.size()) {
   for (uint16_t direction = 0; direction < ways_.size(); ++direction) {
     ways_[direction].links = links_of(*backend_, neighbours_, direction);
   }
   for (size_t group = 0; group < groups_.size(); ++group) {
-    const auto first = [&](auto same) {
-      size_t found = 0;
-      while (found < group && !same(groups_[found])) ++found;
-      return found;
-    };
     const Group& own = groups_[group];
-    cache_of_.push_back(
-        first([&](const Group& other) { return other.layout->meets(*own.layout); }));
-    pool_of_.push_back(first([&](const Group& other) { return other.pool == own.pool; }));
-    if (groups_[cache_of_[group]].layout->blocks() != own.layout->blocks()) {
-      fail(Code::invalid, "groups ", cache_of_[group], " and ", group,
-           " share memory, but have other numbers of blocks");
-    }
+    const auto same = std::find_if(groups_.begin(), groups_.end(),
+                                   [&](const Group& other) { return other.pool == own.pool; });
+    pool_of_.push_back(static_cast<size_t>(same - groups_.begin()));
     blocks_[group].resize(cache_of_[group] == group ? own.layout->blocks() : 0);
   }
 }
 
 void Courier::run() {
   int64_t moved_ns = now_ns();
-  while (collect()) {
-    bool moved = false;
-    for (Way& way : ways_) {
-      for (Link& link : way.links) moved |= reap(link);
-    }
-    for (Way& way : ways_) moved |= submit(way);
-    if (moved) {
-      moved_ns = now_ns();
-    } else {
-      nap(now_ns() - moved_ns);
+  for (bool goes_on = true; goes_on;) {
+    try {
+      goes_on = turn(moved_ns);
+    } catch (const std::bad_alloc&) {  // it would end the process: tried again
+      board_->news = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
+}
+
+bool Courier::turn(int64_t& moved_ns) {
+  if (!collect()) return false;
+  bool moved = false;
+  for (Way& way : ways_) {
+    for (Link& link : way.links) moved |= reap(link);
+  }
+  for (Way& way : ways_) moved |= submit(way);
+  if (moved) {
+    moved_ns = now_ns();
+  } else {
+    nap(now_ns() - moved_ns);
+  }
+  return true;
 }
 
 // Takes what callers have left. False: nothing is left, and nothing will come.
 bool Courier::collect() {
   if (jobs_.empty()) {
     const int64_t began_ns = now_ns();
-    while (!board_->news && now_ns() - began_ns < kLingerNs) sched_yield();
+    while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
   } else if (!board_->news) {
     return true;
   }
@@ -104,7 +120,13 @@ bool Courier::collect() {
     taken.swap(board_->inbox);
     cancel_all = board_->cancel_all;
   }
-  for (const std::shared_ptr<Job>& job : taken) admit(job);
+  for (const std::shared_ptr<Job>& job : taken) {
+    try {
+      admit(job);
+    } catch (const std::bad_alloc&) {
+      stop(job, Error(Code::memory, "no memory left"));  // so short that it needs none
+    }
+  }
   drop_cancelled(cancel_all);
   return true;
 }
@@ -265,7 +287,7 @@ void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
     flight.run =
         kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
                    *groups_[request.group].layout, std::move(none), keep_, false);
-    link.add(lane, std::move(flight));
+    link.add(lane, std::move(flight), now_ns());
     ++job->parts_ahead_;
   } catch (const std::exception&) {  // the GPU has failed, or no memory is left: nothing would tell
   }
@@ -371,7 +393,7 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
     board_->changed.notify_all();
   }
   ++job->parts_ahead_;
-  link.add(lane, std::move(flight));
+  link.add(lane, std::move(flight), began_ns);
   if (job->cursor_->ended()) {
     std::erase(ways_[static_cast<size_t>(request.direction)].jobs, job);
   }

@@ -50,6 +50,7 @@ class Courier {
   // writes.
   using Marks = std::vector<uint64_t>;
 
+  bool turn(int64_t& moved_ns);  // `moved_ns`: when one last found anything to do
   bool collect();
   void admit(const std::shared_ptr<Job>& job);
   void mark(const Job& job);
@@ -80,7 +81,7 @@ class Courier {
   const bool checked_;
   std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
   std::array<Way, 2> ways_;                 // by direction
-  std::vector<size_t> cache_of_;            // of a group: the first one with the same memory
+  const std::vector<size_t> cache_of_;      // of a group: the first one with the same memory
   std::vector<size_t> pool_of_;             // the first one with the same pool
   std::vector<Marks> blocks_;
   std::vector<Marks> slots_;

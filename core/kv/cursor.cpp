@@ -6,6 +6,8 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
+constexpr uint32_t kFirstStrided =
+    4;  // of a job in a batch: the engine begins when the call is made
 
 }  // namespace
 
@@ -70,6 +72,11 @@ void Cursor::push(const Command& command, Part& part) const {
   ++part.copies;
   part.strided += command.rows > 1;
   if (command.rows == 1 && (part.copies - part.strided) % manner_.sub_batch == 0) {
+    part.commands.push_back({.op = Op::fence});
+  }
+  if (command.rows == 1 || manner_.strided_batch == 0) return;
+  const uint64_t first = part.begins ? std::min(kFirstStrided, manner_.strided_batch) : 0;
+  if (part.strided >= first && (part.strided - first) % manner_.strided_batch == 0) {
     part.commands.push_back({.op = Op::fence});
   }
 }
@@ -177,9 +184,10 @@ void Cursor::end(Part& part) {
 }
 
 Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
-  Part part;
+  Part part{.begins = stage_ == 0 && next_ == 0};
   const Stage& stage = (*stages_)[stage_];
-  while (next_ < blocks_.size() && part.copies < commands_max) {
+  while (next_ < blocks_.size() && part.copies < commands_max &&
+         part.strided < manner_.strided_max) {
     const uint64_t room = (bytes_max - std::min(bytes_max, part.bytes)) / stage.bytes;
     if (room == 0 && part.bytes > 0) break;
     const Run found = run(host(), std::max<uint64_t>(1, room));
@@ -195,7 +203,10 @@ Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
 Part Cursor::next_staged(uint64_t bytes_max) {
   const Stage& stage = (*stages_)[stage_];
   const size_t count = std::min<size_t>(bytes_max / stage.bytes, blocks_.size() - next_);
-  Part part{.bytes = count * stage.bytes, .pages = count * stage.pieces, .staged = true};
+  Part part{.bytes = count * stage.bytes,
+            .pages = count * stage.pieces,
+            .begins = stage_ == 0 && next_ == 0,
+            .staged = true};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
     staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());

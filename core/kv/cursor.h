@@ -34,6 +34,11 @@ struct Manner {
   // Plain copies handed over at once: a fence follows. One driver call for many of them is cheap,
   // but the engine begins when the call returns.
   uint32_t sub_batch = UINT32_MAX;
+  // The same for strided copies; 0: each by a call of its own, which needs no fence.
+  uint32_t strided_batch = 0;
+  // Of a part, so that the other direction's come between soon: telling the driver of one takes as
+  // long as several plain ones.
+  uint32_t strided_max = UINT32_MAX;
 };
 
 // The layers that are copied together, so that they are there together.
@@ -56,6 +61,7 @@ struct Part {
   uint64_t pages = 0;    // what one descriptor each would copy
   uint64_t copies = 0;   // commands but fences
   uint64_t strided = 0;  // copies of several rows
+  bool begins = false;   // with the job's first block
   bool ends_stage = false;
   bool staged = false;  // by rank 1, over whose link and memory they go; else by rank 0
 };

@@ -71,7 +71,7 @@ void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
   }
   lock.unlock();
   const int64_t began_ns = now_ns();  // it takes microseconds, as a rule
-  while (enqueued_ <= stage && !done() && now_ns() - began_ns < kSpinNs) sched_yield();
+  while (enqueued_ <= stage && !done() && now_ns() - began_ns < board_->linger_ns) sched_yield();
   lock.lock();
   while (stages_[stage].empty()) {
     if (stages_done_ > stage) return;  // there was nothing to copy

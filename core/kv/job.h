@@ -14,11 +14,14 @@
 
 #include "core/backend/backend.h"
 #include "core/base/error.h"
+#include "core/base/threads.h"
 #include "core/kv/cursor.h"
 
 namespace offcore::kv {
 
 class Job;
+
+inline constexpr uint32_t kCoresMany = 4;  // two that look out leave as many to others
 
 // Where callers and the courier meet. One mutex guards it, and what of jobs both look at.
 struct Board {
@@ -31,6 +34,9 @@ struct Board {
   bool cancel_all = false;
   bool ended = false;             // the courier is through
   std::atomic<bool> news{false};  // for the courier: something above, or a job, has changed
+  // How long the courier, and who waits for it to enqueue, look out before they sleep: to be woken
+  // takes tens of microseconds of a transfer that takes hundreds.
+  const int64_t linger_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
 };
 
 struct Request {

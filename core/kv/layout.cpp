@@ -15,29 +15,39 @@ uint64_t end_of(const Piece& piece, uint64_t blocks) {
   return begin_of(piece) + (blocks - 1) * piece.block_step + piece.bytes;
 }
 
+// A layout's piece, and how many blocks it has.
+struct Placed {
+  Piece piece;
+  uint64_t blocks = 0;
+  const Layout* layout = nullptr;
+  uint64_t begin() const { return begin_of(piece); }
+};
+
 // Whether blocks of the two may share bytes, given that `second` begins no lower.
-bool overlap(const Piece& first, const Piece& second, uint64_t blocks) {
-  if (begin_of(second) >= end_of(first, blocks)) return false;
-  if (first.block_step != second.block_step) return true;
-  const uint64_t shift = (begin_of(second) - begin_of(first)) % first.block_step;
-  return shift < first.bytes || first.block_step - shift < second.bytes;
+bool overlap(const Placed& first, const Placed& second) {
+  if (second.begin() >= end_of(first.piece, first.blocks)) return false;
+  if (first.piece.block_step != second.piece.block_step) return true;
+  const uint64_t shift = (second.begin() - first.begin()) % first.piece.block_step;
+  return shift < first.piece.bytes || first.piece.block_step - shift < second.piece.bytes;
 }
 
-void check_overlaps(std::vector<Piece> pieces, uint64_t blocks) {
-  std::vector<size_t> order(pieces.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return begin_of(pieces[a]) < begin_of(pieces[b]); });
-  for (size_t i = 0; i < order.size(); ++i) {
-    const Piece& first = pieces[order[i]];
-    for (size_t j = i + 1; j < order.size(); ++j) {
-      const Piece& second = pieces[order[j]];
-      if (begin_of(second) >= end_of(first, blocks)) break;
-      if (!overlap(first, second, blocks)) continue;
-      fail(Code::invalid, "layers ", first.layer, " and ", second.layer,
-           " of the cache share memory: pass each tensor once");
+// Calls `found` with each two that may share bytes, the lower one first.
+template <typename Found>
+void each_overlap(std::vector<Placed> placed, const Found& found) {
+  std::stable_sort(placed.begin(), placed.end(),
+                   [](const Placed& a, const Placed& b) { return a.begin() < b.begin(); });
+  for (auto first = placed.begin(); first != placed.end(); ++first) {
+    const uint64_t end = end_of(first->piece, first->blocks);
+    for (auto second = first + 1; second != placed.end() && second->begin() < end; ++second) {
+      if (overlap(*first, *second)) found(*first, *second);
     }
   }
+}
+
+std::vector<Placed> placed(const Layout& layout) {
+  std::vector<Placed> result;
+  for (const Piece& piece : layout.pieces()) result.push_back({piece, layout.blocks(), &layout});
+  return result;
 }
 
 // Whether one command may go over both.
@@ -102,11 +112,30 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
   }
   if (pieces_.front().layer != 0) fail(Code::invalid, "layers are counted from 0 on");
   span_ = last - reinterpret_cast<uint64_t>(base_);
-  check_overlaps(pieces_, blocks);
+  each_overlap(placed(*this), [](const Placed& first, const Placed& second) {
+    fail(Code::invalid, "layers ", first.piece.layer, " and ", second.piece.layer,
+         " of the cache share memory: pass each tensor once");
+  });
 }
 
 bool Layout::meets(const Layout& other) const {
-  return base_ < other.base_ + other.span_ && other.base_ < base_ + span_;
+  if (this == &other) return true;
+  std::vector<Placed> all = placed(*this);
+  for (const Placed& one : placed(other)) all.push_back(one);
+  bool found = false;
+  each_overlap(std::move(all), [&](const Placed& first, const Placed& second) {
+    found = found || first.layout != second.layout;
+    if (first.layout == second.layout) return;
+    const uint64_t step = first.piece.block_step;
+    if (blocks_ == other.blocks_ && step == second.piece.block_step &&
+        second.begin() - first.begin() + second.piece.bytes <= step) {
+      return;
+    }
+    fail(Code::invalid, "layers ", first.piece.layer, " and ", second.piece.layer,
+         " of two groups share memory, but not block by block: one's block ",
+         "numbers would tell nothing about the other's");
+  });
+  return found;
 }
 
 std::vector<Fold> Layout::folds(uint32_t first, uint32_t last,

@@ -46,7 +46,9 @@ class Layout : public std::enable_shared_from_this<Layout> {
   // The lowest address, and the bytes from there to the highest.
   std::byte* base() const { return base_; }
   uint64_t span() const { return span_; }
-  bool meets(const Layout& other) const;  // whether their memory may overlap
+  // Whether their blocks of one number may share memory. Throws invalid where others do, or where
+  // it cannot tell.
+  bool meets(const Layout& other) const;
 
   // The fewest folds found for the layers from `first` to before `last`. `memories`: what each
   // tensor lies in, which no fold leaves; empty: all are in one.

@@ -32,8 +32,8 @@ Lane& Link::emptiest() {
                            [](const Lane& a, const Lane& b) { return a.bytes < b.bytes; });
 }
 
-void Link::add(Lane& lane, Flight flight) {
-  if (idle()) busy_since_ns_ = now_ns();
+void Link::add(Lane& lane, Flight flight, int64_t began_ns) {
+  if (idle()) busy_since_ns_ = began_ns;
   lane.bytes += flight.bytes;
   lane.commands += flight.commands;
   lane.flights.push_back(std::move(flight));

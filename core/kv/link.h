@@ -45,8 +45,8 @@ struct Link {
   double through_ns(uint64_t more, double gbps_min) const;
   bool idle() const;
   Lane& emptiest();
-  void add(Lane& lane, Flight flight);
-  Flight take(Lane& lane);        // the first one, which has ended
+  void add(Lane& lane, Flight flight, int64_t began_ns);  // when it began to be enqueued
+  Flight take(Lane& lane);                                // the first one, which has ended
   void measured(uint64_t bytes);  // so many have come through since it was busy
 
  private:

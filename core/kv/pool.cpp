@@ -35,11 +35,16 @@ std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uin
 }
 
 HostPool::~HostPool() {
-  {
-    const Lock lock(mutex_);
-    closed_ = true;
-  }
-  if (thread_.joinable()) thread_.join();
+  Lock lock(mutex_);
+  closed_ = true;
+  end_thread(std::move(lock));
+}
+
+// The thread is taken over under the mutex, so that nobody else joins it too.
+void HostPool::end_thread(Lock lock) {
+  std::thread thread = std::move(thread_);
+  lock.unlock();
+  if (thread.joinable()) thread.join();
 }
 
 HostPool::Lock HostPool::enter() const {
@@ -56,25 +61,35 @@ void HostPool::grow(uint64_t rows) {
   if (rows > kRowsMax - slots_.size()) {
     fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
   }
-  const bool idle = !registering();
   const size_t chunks = chunks_.size();
   const uint64_t before = slots_.size();
-  slots_.resize(before + rows);
-  for (uint64_t first = before; first < slots_.size(); first += rows_chunk_) {
-    const uint64_t count = std::min<uint64_t>(rows_chunk_, slots_.size() - first);
-    chunks_.push_back({.first = first, .rows = count, .share = {}});
-  }
-  failure_.reset();
-  if (!idle || !registering()) return;
-  const SignalsBlocked blocked;
-  try {
-    if (thread_.joinable()) thread_.join();  // it has ended
-    thread_ = std::thread([this] { register_chunks(); });
-  } catch (const std::system_error& error) {
+  const auto undo = [&] {
     chunks_.resize(chunks);
     slots_.resize(before);
+  };
+  try {
+    slots_.resize(before + rows);
+    for (uint64_t first = before; first < slots_.size(); first += rows_chunk_) {
+      const uint64_t count = std::min<uint64_t>(rows_chunk_, slots_.size() - first);
+      chunks_.push_back({.first = first, .rows = count, .share = {}});
+    }
+    if (registering() && !running_) start_thread();
+  } catch (const std::bad_alloc&) {
+    undo();
+    fail(Code::memory, "no memory is left to keep account of ", rows, " rows");
+  } catch (const std::system_error& error) {
+    undo();
     fail(Code::driver, "cannot start the thread that registers host memory: ", error.what());
   }
+  failure_.reset();
+}
+
+// A former one has left the mutex for good, and is joined without a wait.
+void HostPool::start_thread() {
+  const SignalsBlocked blocked;
+  if (thread_.joinable()) thread_.join();
+  thread_ = std::thread([this] { register_chunks(); });
+  running_ = true;
 }
 
 void HostPool::register_chunks() {
@@ -93,6 +108,8 @@ void HostPool::register_chunks() {
       share = backend_->allocate_host(bytes);
     } catch (const Error& error) {
       failure = error;
+    } catch (const std::exception& error) {  // an exception that leaves a thread ends the process
+      failure.emplace(Code::memory, error.what());
     }
     lock.lock();
     busy_ = false;
@@ -105,11 +122,11 @@ void HostPool::register_chunks() {
       Chunk& chunk = chunks_[index];
       chunk.share = std::move(share);
       ready_ += chunk.rows;
-      free_ += chunk.rows;
       give(chunk.first, chunk.rows);
     }
     changed_.notify_all();
   }
+  running_ = false;
 }
 
 uint64_t HostPool::shrink(uint64_t keep) {
@@ -124,7 +141,6 @@ uint64_t HostPool::shrink(uint64_t keep) {
       if (run == runs_.end() || run->second != last.rows) break;
       remove(last.first, last.rows);
       ready_ -= last.rows;
-      free_ -= last.rows;
     }
     slots_.resize(last.first);
     gone.push_back(std::move(chunks_.back()));
@@ -177,7 +193,6 @@ std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline
       slots_[slot].taken = true;
       slots.push_back(static_cast<int64_t>(slot));
     }
-    free_ -= taken;
   }
   std::sort(slots.begin(), slots.end());
   return slots;
@@ -219,7 +234,7 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
   return rows;
 }
 
-void HostPool::unpin(std::span<const int64_t> slots) {
+void HostPool::unpin(std::span<const int64_t> slots) noexcept {
   const Lock lock(mutex_);
   for (int64_t number : slots) {
     Slot& slot = slots_[static_cast<size_t>(number)];
@@ -245,10 +260,10 @@ void HostPool::close(const Deadline& deadline) {
     }
     closed_ = true;
     changed_.notify_all();
+    end_thread(std::move(lock));
   }
-  if (thread_.joinable()) thread_.join();
   const Lock lock(mutex_);
-  gone.swap(chunks_);
+  if (!running_) gone.swap(chunks_);  // else another close() waits for the thread, and frees them
 }
 
 void HostPool::check_taken(int64_t number) const {
@@ -282,12 +297,19 @@ const HostPool::Chunk& HostPool::chunk_of(uint64_t slot) const {
   return *std::prev(after);
 }
 
-void HostPool::give(uint64_t first, uint64_t count) {
-  runs_[first] = count;
-  by_count_.insert({count, first});
+// Where no memory is left to keep account of them, they are lost until the pool is closed.
+void HostPool::give(uint64_t first, uint64_t count) noexcept {
+  free_ += count;
+  try {
+    runs_[first] = count;
+    by_count_.insert({count, first});
+  } catch (const std::bad_alloc&) {
+    remove(first, count);
+  }
 }
 
 void HostPool::remove(uint64_t first, uint64_t count) {
+  free_ -= count;
   runs_.erase(first);
   by_count_.erase({count, first});
 }
@@ -295,7 +317,6 @@ void HostPool::remove(uint64_t first, uint64_t count) {
 // A slot that nobody has any more: joined to its free neighbours of the same chunk.
 void HostPool::release(uint64_t slot) {
   slots_[slot].taken = false;
-  ++free_;
   const Chunk& chunk = chunk_of(slot);
   uint64_t first = slot;
   uint64_t count = 1;

@@ -71,7 +71,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   // For a job: its rows, which are not given to others until unpin. Throws invalid for slots that
   // are not allocated, and where `distinct` for those named twice.
   std::vector<Row> pin(std::span<const int64_t> slots, bool distinct);
-  void unpin(std::span<const int64_t> slots);
+  void unpin(std::span<const int64_t> slots) noexcept;
 
   // Waits for the jobs, and lets go of the memory. Throws timeout while jobs go on.
   void close(const Deadline& deadline);
@@ -92,11 +92,13 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
   HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes);
   Lock enter() const;
+  void start_thread();
+  void end_thread(Lock lock);
   void register_chunks();
   void check(std::span<const int64_t> slots, bool distinct);
   void check_taken(int64_t slot) const;
   const Chunk& chunk_of(uint64_t slot) const;
-  void give(uint64_t first, uint64_t count);
+  void give(uint64_t first, uint64_t count) noexcept;
   void remove(uint64_t first, uint64_t count);
   void release(uint64_t slot);
   bool registering() const { return ready_ < slots_.size(); }
@@ -119,7 +121,8 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   uint64_t pinned_ = 0;  // slots that jobs use
   uint32_t stamp_ = 0;
   std::optional<Error> failure_;
-  bool busy_ = false;  // the thread registers a chunk, without the mutex
+  bool running_ = false;  // the thread has yet to leave the mutex for the last time
+  bool busy_ = false;     // the thread registers a chunk, without the mutex
   bool closed_ = false;
   std::thread thread_;
 };

@@ -12,6 +12,7 @@ namespace {
 
 // 256 scattered copies to one H200: calls of 32 are 2 to 3 times as fast as one of all.
 constexpr uint32_t kSubBatch = 32;
+constexpr uint32_t kStridedMax = 16;
 constexpr double kEndS = 10;
 
 struct Extent {
@@ -161,10 +162,13 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   const Group& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
-  const Manner manner{
-      .strided = backend_->machine().native.strided,
-      .plain_from = options_.plain_from[static_cast<size_t>(request.direction)],
-      .sub_batch = backend_->host_visible() || options_.kernel ? UINT32_MAX : kSubBatch};
+  Manner manner{.strided = backend_->machine().native.strided,
+                .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
+  if (!backend_->host_visible() && !options_.kernel) {
+    manner.sub_batch = kSubBatch;
+    manner.strided_batch = backend_->machine().batches.strided_batch;
+    manner.strided_max = std::max(kStridedMax, manner.strided_batch);
+  }
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;
@@ -180,20 +184,29 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   job->stages_ahead_.resize(stages->size());
   job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
-  job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
-                       job->request_.blocks, std::move(rows));
-  {
+  try {
+    job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
+                         job->request_.blocks, std::move(rows));
     const std::scoped_lock lock(board_->mutex);
-    if (!board_->closing) {
-      board_->inbox.push_back(job);
-      ++board_->under_way;
-      board_->news = true;
-      board_->work.notify_one();
-      return job;
-    }
+    if (board_->closing) fail(Code::cancelled, "the transfer is closed");
+    board_->inbox.push_back(job);
+    ++board_->under_way;
+    board_->news = true;
+    board_->work.notify_one();
+  } catch (...) {
+    group.pool->unpin(job->request_.slots);
+    throw;
   }
-  group.pool->unpin(job->request_.slots);
-  fail(Code::cancelled, "the transfer is closed");
+  return job;
+}
+
+void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const {
+  if (backend_->capture_of({&stream, 1}) != 0) {
+    fail(Code::unsupported,
+         "the stream is being captured, and a graph cannot wait for a transfer: ",
+         "call it outside");
+  }
+  job.hold(layer, stream, deadline);
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {

@@ -40,6 +40,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // Throws invalid for what the request names wrongly; nothing is copied then.
   std::shared_ptr<Job> start(Request request);
+  // Job::hold of a job of its own. Throws unsupported for a stream that is being captured.
+  void hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
   // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no
   // job is taken afterwards all the same.
   void close(bool cancel, const Deadline& deadline);

@@ -247,7 +247,7 @@ void bind_jobs(nb::module_& module) {
       .def(
           "hold",
           [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
-            self.job->hold(layer, stream, Deadline::after_s(timeout_s));
+            self.transfer->hold(*self.job, layer, stream, Deadline::after_s(timeout_s));
           },
           nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), Unlocked())
       .def(

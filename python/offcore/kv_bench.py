@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ class Plan:
     rounds: int = ROUNDS
     with_gemm: bool = False
     links: Sequence[int] | str | None = None  # of other GPUs, for offcore alone
+    machines: Mapping[str, str] = field(default_factory=dict)  # offcore again, as machine files say
     timeout_s: float = 30.0
 
     def cases(self) -> Iterator[tuple[Geometry, str, int, int | None]]:
@@ -214,11 +215,9 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
             )
             with ExitStack() as opened:
                 ways: dict[str, Way] = {}
-                for name in dict.fromkeys(("offcore", *plan.peers)):
+                for name in dict.fromkeys(("offcore", *plan.machines, *plan.peers)):
                     try:
-                        ways[name] = opened.enter_context(
-                            closing(open_way(name, case, plan.timeout_s, plan.links))
-                        )
+                        ways[name] = opened.enter_context(closing(_open(plan, name, case)))
                     except Error as failure:
                         if name == "offcore" or failure.code not in ("unavailable", "unsupported"):
                             raise
@@ -230,6 +229,16 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
                     for row in _measure(plan, case, ways, direction, clock, products):
                         yield place | row | {"ceiling_gbps": ceilings[direction]}
             case.close()
+
+
+def _open(plan: Plan, name: str, case: Case) -> Way:
+    usual = case.pool.machine
+    case.pool.machine = plan.machines.get(name, usual)  # a transfer is of its pool's machine
+    try:
+        way = "offcore" if name in plan.machines else name
+        return open_way(way, case, plan.timeout_s, plan.links)
+    finally:
+        case.pool.machine = usual
 
 
 def _ceiling(clock: Clock, contiguous: Contiguous, direction: str) -> float:

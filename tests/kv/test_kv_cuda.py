@@ -85,6 +85,40 @@ def test_a_store_comes_after_a_streams_work(event: bool) -> None:
     check_on_gpu(code, str(event))
 
 
+def test_an_event_is_of_no_use_to_a_job_any_more() -> None:
+    """It may be recorded anew, or destroyed, once the call has returned."""
+    code = """
+    world, gate, later = World(), _core.Stopwatch(0), _core.Stopwatch(0)
+    class Event: cuda_event = driver.event(2)
+    for turn in range(3):
+        gate.shut()
+        later.shut()
+        driver("cuEventRecord", Event.cuda_event, gate.stream)
+        job = world.transfer.store([5], [turn], after=Event)
+        driver("cuEventRecord", Event.cuda_event, later.stream)
+        if turn == 2:
+            driver("cuEventDestroy", Event.cuda_event)
+        assert code_of(lambda: job.wait(0.02))[0] == "timeout"
+        gate.open()
+        assert job.wait(10).blocks == 1
+        later.open()
+    assert (world.rows(range(3)) == world.wanted([5])).all()
+    # One that never passes holds up no other, nor does its job's end wait for it.
+    gate.shut()
+    Event.cuda_event = driver.event(2)
+    driver("cuEventRecord", Event.cuda_event, gate.stream)
+    stuck = world.transfer.store([6], [3], after=Event)
+    Event.cuda_event = driver.event(2)
+    driver("cuEventRecord", Event.cuda_event, later.stream)
+    assert world.transfer.store([7], [4], after=Event).wait(10).blocks == 1
+    stuck.cancel()
+    assert stuck.wait(10).cancelled
+    gate.open()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
 def test_what_cannot_be_waited_for() -> None:
     code = """
     world = World()
@@ -95,7 +129,16 @@ def test_what_cannot_be_waited_for() -> None:
     with driver.capture(stream, graphs):
         code, told = code_of(lambda: world.transfer.load([0], [0], after=stream))
         assert (code, "cannot be part of a graph" in told) == ("unsupported", True), told
+        gate = _core.Stopwatch(0)
+        gate.shut()
+        job = world.transfer.load([1], [1], after=gate.stream)
+        for wait in (lambda: job.wait_stream(stream), lambda: job.wait_layer(0, stream)):
+            code, told = code_of(wait)
+            assert (code, "a graph cannot wait" in told) == ("unsupported", True), told
+        gate.open()
+        job.wait(10)
         driver("cuMemsetD8Async", world.at, 1, 16, stream)
+    driver("cuGraphLaunch", graphs[0], stream)
     assert world.transfer.load([0], [0]).wait().blocks == 1
     host = kv.HostPool(4 * 4096, 4, backend="host")
     for pool, caches, options in [

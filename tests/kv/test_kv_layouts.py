@@ -247,3 +247,45 @@ def test_caches_that_are_none(caches: Any, options: dict[str, int], says: str) -
         kv.Layout(caches, **options)
     assert raised.value.code == "invalid"
     assert says in str(raised.value)
+
+
+def test_groups_in_one_allocation(places: Places) -> None:
+    """Layers that take turns share no memory; where bytes are shared, jobs are in order."""
+    apart = [Tensor(2000 * k, (blocks, 64), "uint8", 0) for k, blocks in enumerate((10, 5) * 2)]
+    first, second = Cache([(apart[0],), (apart[2],)]), Cache([(apart[1],), (apart[3],)])
+    layouts = [first.layout(places), second.layout(places)]
+    image = np.random.default_rng(1).integers(0, 256, ROOM, dtype=np.uint8)
+    places.write(image)
+    with places.pool(128, 16) as pool, kv.BlockTransfer(layouts, [pool] * 2) as transfer:
+        slots = pool.allocate(16, timeout=10)
+        jobs = [transfer.store([9, 4], slots[:2]), transfer.store([4, 0], slots[2:4], group=1)]
+        for job in jobs:
+            job.wait(10)
+        wanted = [first.store(image, 9), first.store(image, 4)]
+        wanted += [second.store(image, 4), second.store(image, 0)]
+        assert [pool.row(slot).tobytes() for slot in slots[:4]] == wanted
+
+
+def test_groups_that_share_layers(places: Places) -> None:
+    """The first shares nothing with the last, but both do with the one between."""
+    tensors = [Tensor(640 * k, (10, 64), "uint8", 0) for k in range(3)]
+    groups = [Cache([(t,) for t in tensors[at : at + 2]]) for at in (0, 1)]
+    groups.append(Cache([(tensors[2],), (Tensor(4000, (10, 64), "uint8", 0),)]))
+    layouts = [group.layout(places) for group in groups]
+    with places.pool(128, 8) as pool, kv.BlockTransfer(layouts, [pool] * 3) as transfer:
+        slots = pool.allocate(8, timeout=10)
+        for turn in range(20):
+            for slot in slots:
+                pool.row(slot)[:] = 8 * turn + slot
+            jobs = [transfer.load([3], [k], group=k, priority=k) for k in range(3)]
+            jobs.append(transfer.store([3], [7], group=1, priority=9))
+            for job in jobs:
+                job.wait(10)
+            row = pool.row(7)
+            assert (row[:64] == 8 * turn + 1).all()
+            assert (row[64:] == 8 * turn + 2).all()
+        moved = Cache([(Tensor(64, (9, 64), "uint8", 0),), (Tensor(8000, (9, 64), "uint8", 0),)])
+        for other in (moved, Cache([(Tensor(0, (5, 128), "uint8", 0),)])):
+            with pytest.raises(offcore.Error) as raised:
+                kv.BlockTransfer([layouts[0], other.layout(places)], [pool] * 2)
+            assert "but not block by block" in str(raised.value)

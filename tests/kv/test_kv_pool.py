@@ -250,3 +250,34 @@ def test_a_dropped_pool_is_gone() -> None:
     gc.collect()
     row[:] = 1
     assert row.sum() == 64
+
+
+def within(seconds: float, work: Callable[[], object], times: int = 1) -> bool:
+    """Whether so many threads that do it at once end in time."""
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_rows_come_back_while_the_thread_begins() -> None:
+    """The thread that registers may find nothing to do, and the next one begin at once."""
+
+    def work() -> None:
+        for _ in range(20):
+            pool = kv.HostPool(4096, 4, backend="host")
+            pool.shrink(0)
+            pool.grow(4)
+            assert pool.allocate(4, timeout=10).tolist() == [0, 1, 2, 3]
+            pool.close()
+
+    assert within(30, work)
+
+
+def test_several_close_a_pool_at_once() -> None:
+    for _ in range(20):
+        pool = kv.HostPool(64, 1000, backend="host", chunk_bytes=64)
+        assert within(30, pool.close, times=4)
+        check_refused(lambda pool=pool: pool.allocate(1), "cancelled", "closed")

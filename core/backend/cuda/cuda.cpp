@@ -1,6 +1,7 @@
 #include "core/backend/cuda/cuda.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 
 #include "core/backend/cuda/fleet.h"
@@ -45,28 +46,59 @@ class RecordedRun final : public Run {
   Report report_;
 };
 
-// The place that a stream has come to, or an event of the caller's.
+// Streams with nothing in them.
+class IdleStreams {
+ public:
+  std::unique_ptr<Stream> take(const Device& device) {
+    const std::scoped_lock lock(mutex_);
+    if (streams_.empty()) return device.stream();
+    std::unique_ptr<Stream> stream = std::move(streams_.back());
+    streams_.pop_back();
+    return stream;
+  }
+  void give(std::unique_ptr<Stream> stream) {
+    const std::scoped_lock lock(mutex_);
+    streams_.push_back(std::move(stream));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+};
+
+// The place that a stream has come to.
+class StreamMark : public Mark {
+ public:
+  StreamMark(const Device& device, CUstream stream) : event_(device.event()) {
+    event_.record(stream);
+  }
+  bool passed() override { return event_.passed(); }
+
+ private:
+  Event event_;
+};
+
+// What an event of the caller's stands for now. It may be recorded anew or destroyed meanwhile, so
+// a stream of ours waits for it, and an event of ours behind that is looked at.
 class EventMark final : public Mark {
  public:
-  EventMark(std::shared_ptr<const Device> device, CUstream stream)
-      : device_(std::move(device)), own_(device_->event()), event_(own_->handle()) {
-    own_->record(stream);
+  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle, CUevent event)
+      : idle_(std::move(idle)), stream_(idle_->take(device)) {
+    check(Driver::get().cuStreamWaitEvent(stream_->handle(), event, 0),
+          "cuStreamWaitEvent for what a transfer comes after");
+    mark_.emplace(device, stream_->handle());
   }
-  EventMark(std::shared_ptr<const Device> device, CUevent event)
-      : device_(std::move(device)), event_(event) {}
 
   bool passed() override {
-    const Current current = device_->current();
-    const CUresult result = Driver::get().cuEventQuery(event_);
-    if (result == kNotReady) return false;
-    check(result, "cuEventQuery of what a transfer comes after");
+    if (!mark_->passed()) return false;
+    if (stream_ != nullptr) idle_->give(std::move(stream_));
     return true;
   }
 
  private:
-  std::shared_ptr<const Device> device_;
-  std::optional<Event> own_;
-  CUevent event_;
+  std::shared_ptr<IdleStreams> idle_;
+  std::unique_ptr<Stream> stream_;
+  std::optional<StreamMark> mark_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -227,11 +259,13 @@ class CudaBackend final : public Backend {
       fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
            "graph: call it outside");
     }
-    return std::make_unique<EventMark>(device, reinterpret_cast<CUstream>(stream));
+    return std::make_unique<StreamMark>(*device, reinterpret_cast<CUstream>(stream));
   }
 
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
-    return std::make_unique<EventMark>(fleet_->devices().front(), reinterpret_cast<CUevent>(event));
+    const auto& device = fleet_->devices().front();
+    const Current current = device->current();
+    return std::make_unique<EventMark>(*device, idle_streams_, reinterpret_cast<CUevent>(event));
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
@@ -254,6 +288,7 @@ class CudaBackend final : public Backend {
 
   Machine machine_;
   std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<IdleStreams> idle_streams_ = std::make_shared<IdleStreams>();
 };
 
 std::vector<int> devices_of(const std::vector<Rank>& local_ranks, Rank ranks,
@@ -347,6 +382,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }
   habits.own_copy_on_sm = options.own_copy == "sm";
+  habits.strided_batch = machine.batches.strided_batch;
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "core/backend/backend.h"
@@ -30,6 +31,8 @@ struct Rows {
   bool src_host = false;
 };
 void copy_rows(const Rows& rows, CUstream stream);
+// All of them by one call: each between the host and that GPU.
+void copy_rows(std::span<const Rows> batch, int ordinal, CUstream stream);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);
@@ -97,7 +100,8 @@ class Event {
   void hold(CUstream stream) const {
     check(Driver::get().cuStreamWaitEvent(stream, handle_, 0), "cuStreamWaitEvent");
   }
-  bool passed() const;  // throws driver when the device has failed
+  bool passed() const;                        // throws driver when the device has failed
+  double us_since(const Event& first) const;  // both timed, and passed
 
  private:
   std::shared_ptr<Events> pool_;

@@ -11,8 +11,7 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kFlyingMax = 8;  // launches not waited for, before their events are asked
-constexpr uint32_t kLooks = 50;   // of a microsecond or less
+constexpr uint32_t kLooks = 50;  // of a microsecond or less
 constexpr int64_t kSpinNs = 200'000;
 constexpr double kGraceS = 2.0;  // what is under way may still end by itself
 constexpr double kReleaseS = 10.0;
@@ -281,14 +280,19 @@ std::shared_ptr<Flight> Fleet::record(std::shared_ptr<const Cargo> cargo, const 
   return captures_.record(std::move(cargo), launch);
 }
 
-// Lets go of launches that have ended and that nobody waits for.
+// Lets go of launches that have ended and that nobody waits for: of each lane the first ones.
 void Fleet::reap() {
-  while (flying_.size() > kFlyingMax && flying_.front()->ended()) {
-    flying_.front()->launch.owner.reset();
-    flying_.pop_front();
-  }
-  // Those of a communicator are poisoned together: the oldest tells.
-  if (!flying_.empty() && flying_.front()->poisoned() != 0) release(poisoned());
+  std::vector<uint32_t> busy;  // lanes
+  std::erase_if(flying_, [&](const auto& flight) {
+    if (std::find(busy.begin(), busy.end(), flight->launch.lane) != busy.end()) return false;
+    if (!flight->ended()) {
+      busy.push_back(flight->launch.lane);
+      return false;
+    }
+    flight->launch.owner.reset();
+    return true;
+  });
+  if (const auto dead = poisoned(); !dead.empty()) release(dead);
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.

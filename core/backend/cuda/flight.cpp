@@ -114,6 +114,8 @@ bool Flight::ended() {
 
 uint32_t Flight::poisoned() const {
   if (const uint32_t by = dead.load(std::memory_order_acquire); by != 0) return by;
+  const std::scoped_lock lock(mutex);
+  if (end_ns >= 0) return 0;  // its owner may be gone, and its wakeups with that
   for (const LocalProgram& local : cargo->locals) {
     const Wakeup& wakeup = *launch.wakeups[local.rank];
     if (const uint32_t by = wakeup.poison.load(std::memory_order_acquire); by != 0) return by;
@@ -122,6 +124,8 @@ uint32_t Flight::poisoned() const {
 }
 
 void Flight::poison(Rank by) const {
+  const std::scoped_lock lock(mutex);
+  if (end_ns >= 0) return;
   for (Wakeup* wakeup : launch.wakeups) offcore::poison(*wakeup, by);
 }
 
@@ -129,18 +133,14 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.phases.control_ns = static_cast<double>(control_ns);
-  std::optional<Relaxed> relaxed;
-  if (cargo->timed) relaxed.emplace();
   for (const Part& part : parts) {
     part.notes.tell(report);
     for (const Stamp& stamp : part.notes.stamps) {
       if (report.timestamps_ns.size() <= stamp.number) {
         report.timestamps_ns.resize(stamp.number + 1u, -1);
       }
-      float ms = 0;
-      check(Driver::get().cuEventElapsedTime(&ms, part.start->handle(), stamp.event.handle()),
-            "cuEventElapsedTime");
-      report.timestamps_ns[stamp.number] = part.start_ns + std::llround(double{ms} * 1e6);
+      const double us = stamp.event.us_since(*part.start);
+      report.timestamps_ns[stamp.number] = part.start_ns + std::llround(us * 1e3);
     }
   }
   return report;

@@ -62,7 +62,7 @@ struct Flight {
 
   // Whether every local rank's part has ended; throws driver when a GPU has failed.
   bool ended();
-  uint32_t poisoned() const;  // rank + 1 of who poisoned a local rank; 0: nobody
+  uint32_t poisoned() const;  // rank + 1 of who poisoned a local rank before its end; 0: nobody
   void poison(Rank by) const;
   Report report() const;
   // Words that local queues poll, on that device.
@@ -77,7 +77,7 @@ struct Flight {
   int64_t control_ns = 0;
   int64_t end_ns = -1;            // when the host saw it
   std::atomic<uint32_t> dead{0};  // rank + 1 of who poisoned it, once its waits were released
-  std::mutex mutex;               // of ended()
+  mutable std::mutex mutex;       // of end_ns and the parts' ends
 };
 
 }  // namespace offcore::cuda

@@ -77,11 +77,7 @@ double Stopwatch::elapsed_us(const Deadline& deadline) const {
     fail(Code::timeout, "the timed work on GPU ", context_->ordinal(), " did not end within ",
          shown_s(deadline.wait_ns()), " s: a rank did not take part, or a library hangs");
   }
-  const Current current(context_->handle());
-  float ms = 0;
-  check(Driver::get().cuEventElapsedTime(&ms, first_.handle(), last_.handle()),
-        "cuEventElapsedTime");
-  return double{ms} * 1e3;
+  return last_.us_since(first_);
 }
 
 }  // namespace offcore::cuda

@@ -3,12 +3,10 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <charconv>
 #include <system_error>
 
 #include "core/backend/wakeup.h"
 #include "core/base/clock.h"
-#include "core/base/env.h"
 #include "core/base/error.h"
 #include "core/base/threads.h"
 
@@ -26,25 +24,12 @@ constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wak
 constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
 constexpr int64_t kDozeNs = 5'000'000;
 
-uint32_t cores() {
-  const std::string given = env("OFFCORE_HOST_CORES");
-  uint32_t count = 0;
-  const auto [end, bad] = std::from_chars(given.data(), given.data() + given.size(), count);
-  if (bad != std::errc() || end != given.data() + given.size()) {
-    fail(Code::invalid, "OFFCORE_HOST_CORES is '", given, "': it must be a number of cores");
-  }
-  if (count > 0) return count;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 }  // namespace
 
 Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
     : local_ranks_(std::move(local_ranks)),
-      crowded_(ranks > cores()),
-      share_(std::max<uint32_t>(1, cores() * local_ranks_.size() / ranks)),
+      crowded_(ranks > usable_cores()),
+      share_(std::max<uint32_t>(1, usable_cores() * local_ranks_.size() / ranks)),
       engines_(local_ranks_.size() * machine.engines_peer) {}
 
 void Station::prepare(const Cargo& cargo) {

@@ -256,6 +256,7 @@ FAKE_API Result cuEventSynchronize(EventHandle handle) {
 
 FAKE_API Result cuEventElapsedTime(float* ms, EventHandle start, EventHandle end) {
   return enter("cuEventElapsedTime", [&] {
+    current_context();
     require(ms != nullptr, kInvalidValue);
     const auto first = events().find(start), second = events().find(end);
     require(first->context == second->context, kInvalidHandle);
