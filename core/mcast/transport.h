@@ -57,7 +57,7 @@ class Node {
   virtual void start(const Group& group, const std::vector<std::string>& addresses,
                      const Deadline& deadline) = 0;
   virtual Endpoint& endpoint() = 0;  // after start
-  // Says goodbye to the peers and returns once they know, about a second later at most. Operations
+  // Says goodbye to the peers and returns once they know, 1.5 s later at most. Operations
   // that have not ended fail as cancelled. Any thread but the node's own.
   virtual void close() = 0;
   // What the transport counts itself (bytes sent, system calls, drops in the kernel), by name.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offcore import _core
 from offcore.errors import error
-from offcore.operands import BYTES_MAX, OperandError, memory_of
+from offcore.operands import BYTES_MAX, OperandError, held, memory_of
 
 HOST = -1  # in the place of a rank
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
@@ -29,6 +29,7 @@ class _Side:
         self.gpus: list[int] = []  # that torch tensors lie on
         self.on_gpus = False
         self.addresses = False
+        self.exports: list[Any] = []  # of what is no array: they keep its memory in its place
         given = _as_numbers(given) if sized else given
         if isinstance(given, np.ndarray):
             if given.ndim != 1 or given.dtype.kind not in "iu" or not sized:
@@ -89,9 +90,13 @@ class _Side:
             gpu = array.get_device()
             self.gpus.append(gpu)
             self.on_gpus = True
-        elif not isinstance(array, np.ndarray) and hasattr(array, "__cuda_array_interface__"):
-            gpu = 0  # the driver tells which
-            self.on_gpus = True
+        elif not isinstance(array, np.ndarray):
+            if hasattr(array, "__cuda_array_interface__"):
+                gpu = 0  # the driver tells which
+                self.on_gpus = True
+            else:
+                array = held(array)
+                self.exports.append(array)
         place, _, _ = memory_of(array, writable, gpu)
         return place
 
@@ -157,7 +162,7 @@ def entries_of(dsts: Any, srcs: Any, sizes: Any, swap: bool) -> Entries:
         raise error("invalid", f"{len(to)} destinations, but {len(what)} sources")
     if (to.homes is None) != (what.homes is None) and len(to):
         raise error("invalid", "places without bytes on one side only")
-    return Entries(to, what, _sizes(to, what, sizes), (dsts, srcs))
+    return Entries(to, what, _sizes(to, what, sizes), (dsts, srcs, to.exports, what.exports))
 
 
 def _sizes(to: _Side, what: _Side, sizes: Any) -> Column:

@@ -318,7 +318,7 @@ class Communicator:
         return prometheus(self.counters, {"rank": str(self._rank)})
 
     def close(self) -> None:
-        """Says goodbye to the peers, which takes a second where they do not hear it, and gives up
+        """Says goodbye to the peers, which takes 1.5 s where one does not hear it, and gives up
         threads and sockets. Operations that have not ended fail as cancelled."""
         node = self._node
         if node is not None:

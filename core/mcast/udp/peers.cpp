@@ -16,7 +16,7 @@ constexpr int64_t kStrangerNs = 5'000'000'000;  // to say hello
 constexpr int64_t kPatrolNs = 1'000'000'000;
 constexpr size_t kStrangersMax = 256;
 constexpr int kAcceptsMax = 64;                  // a turn
-constexpr int64_t kLastWordsNs = 1'000'000'000;  // to get out
+constexpr int64_t kLastWordsNs = 1'500'000'000;  // to get out: a lost SYN is sent again after 1 s
 
 }  // namespace
 

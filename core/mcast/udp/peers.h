@@ -45,7 +45,7 @@ class Peers {
   void start(const Group& group, std::vector<Address> addresses);
   void send(Rank to, const Message& message, std::span<const std::byte> data = {});
   bool holds_data(Rank to) const;  // of a send(), which the kernel has not taken yet
-  // Touches nobody's data any more; messages that are queued still go out, about a second at most.
+  // Touches nobody's data any more; messages that are queued still go out, for 1.5 s at most.
   void stop();
 
   void wait_stopped();  // any other thread, after stop()
