@@ -135,6 +135,8 @@ struct Report {
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
   OwnCopy own_copy = OwnCopy::engine;  // the worst of all
   Calls calls;                         // none where no driver is told
+  bool native = true;                  // false: other commands did what this launch's cannot
+  std::string_view way;                // sdma: what took the copies (sdma/way.h); else empty
 };
 
 // One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is

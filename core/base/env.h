@@ -19,7 +19,7 @@ namespace offcore {
   X(OFFCORE_MACHINES, "", "folder searched for machine files before the ones that come along")   \
   X(OFFCORE_LIBCUDA, "libcuda.so.1", "NVIDIA's driver library that the cuda backend opens")      \
   X(OFFCORE_LIBHSA, "libhsa-runtime64.so.1", "AMD's runtime that the sdma backend opens")        \
-  X(OFFCORE_LIBHIP, "libamdhip64.so", "AMD's HIP runtime, used where LIBHSA is older")           \
+  X(OFFCORE_LIBHIP, "libamdhip64.so", "AMD's HIP runtime (or .7, .6, .5), if LIBHSA is old")     \
   X(OFFCORE_LOG, "off", "lines on stderr: off, info (what was chosen), debug (every call)")      \
   X(OFFCORE_NVTX, "0", "1: NVTX ranges around operations; needs the nvtx package")               \
   X(OFFCORE_CACHE, "", "folder of what offcore remembers; by default offcore in XDG_CACHE_HOME") \

@@ -281,6 +281,7 @@ Result Pending::wait(const Deadline& deadline) {
   Result result = *result_;
   result.armed_ahead = armed_ahead_;
   result.report = run_->report();
+  result.native = result.native && result.report.native;
   if (result.own_copy != "none") result.own_copy = to_string(result.report.own_copy);
   return result;
 }

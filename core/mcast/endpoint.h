@@ -63,7 +63,7 @@ class Endpoint {
   // Control thread.
   void on_message(Rank from, const Message& message, int64_t now_ns);
   // A reply's header has come: where its payload_bytes go. Empty: to be read and dropped. Once they
-  // are there, on_message is called with the same reply.
+  // are there, on_message is called with the same reply; if they were dropped, with 0 of them.
   std::span<std::byte> place_of(Rank from, const Message& reply);
   void on_sent(const Part& part, int64_t now_ns);
   void on_peer_lost(Rank rank, const std::string& reason, int64_t now_ns);

@@ -134,10 +134,12 @@ void Fabric::carry(Station& from, Rank to, const Message& message, std::vector<s
   const int64_t free_ns = std::max(open_ns + faults_.latency_ns, from.last_ns[to]);
   from.last_ns[to] = free_ns + static_cast<int64_t>(wire_ns);
   at(from.last_ns[to], station(to, from.communicator),
-     [this, sender = from.rank, message, data = std::move(data)](Station& station) {
+     [this, sender = from.rank, message = Message(message),
+      data = std::move(data)](Station& station) mutable {
        if (!data.empty()) {
          const std::span<std::byte> place = station.endpoint->place_of(sender, message);
          if (place.size() == data.size()) std::ranges::copy(data, place.begin());
+         if (place.empty()) message.payload_bytes = 0;
        }
        station.endpoint->on_message(sender, message, now_ns_);
        after_call(station);

@@ -98,6 +98,7 @@ class Fabric {
     ~Station() override { endpoint.reset(); }  // it says goodbye by way of the rest
     void send(Rank to, const Message& message) override;
     void send(Rank to, const Message& reply, std::span<const std::byte> data) override;
+    bool holds_data(Rank) const override { return false; }  // it is copied
     void multicast(const Part& part) override;
     void wake() override;
     void stop() override;

@@ -9,17 +9,22 @@ bool Operation::ended() const {
   return done_;
 }
 
-Report Operation::wait(const Deadline& deadline) const {
+bool Operation::ended_by(const Deadline& deadline) const {
   std::unique_lock lock(mutex_);
   // Not wait_until: a deadline that never comes would overflow the clock's type.
-  while (!done_) {
-    if (deadline.passed()) {
-      fail(Code::timeout, "the operation has not ended within ", shown_s(deadline.wait_ns()),
-           " s; it goes on: wait again, or close the communicator");
-    }
+  while (!done_ && !deadline.passed()) {
     const int64_t nap_ns = std::min<int64_t>(deadline.left_ns(), 3'600'000'000'000);
     ended_.wait_for(lock, std::chrono::nanoseconds(nap_ns));
   }
+  return done_;
+}
+
+Report Operation::wait(const Deadline& deadline) const {
+  if (!ended_by(deadline)) {
+    fail(Code::timeout, "the operation has not ended within ", shown_s(deadline.wait_ns()),
+         " s; it goes on: wait again, or close the communicator");
+  }
+  const std::lock_guard lock(mutex_);
   if (error_) throw Error(*error_);
   return report_;
 }

@@ -15,9 +15,10 @@ namespace offcore::mcast {
 
 struct Request {
   Kind kind = Kind::broadcast;
-  Rank root = 0;                     // of a broadcast
-  std::byte* out = nullptr;          // all blocks; this rank's own is in it already
-  std::vector<uint64_t> counts;      // bytes of each rank's block; broadcast: of the root's only
+  Rank root = 0;                  // of a broadcast
+  std::byte* out = nullptr;       // all blocks
+  const std::byte* in = nullptr;  // this rank's, copied in its turn; none: it is in `out` already
+  std::vector<uint64_t> counts;   // bytes of each rank's block; broadcast: of the root's only
   std::shared_ptr<const void> keep;  // lives until the operation has ended
 };
 
@@ -44,6 +45,7 @@ class Operation {
   const Request& request() const { return request_; }
 
   bool ended() const;
+  bool ended_by(const Deadline& deadline) const;  // waits for it
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
   Report wait(const Deadline& deadline) const;
   void end(std::optional<Error> error, const Report& report);  // once, by the endpoint

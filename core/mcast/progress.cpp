@@ -1,6 +1,7 @@
 // How an operation goes from phase to phase. Each function may be called at any time: it looks at
 // what has been noted and does what follows from it.
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -81,10 +82,13 @@ void Endpoint::begin_next(int64_t now_ns) {
   }
   const Request& request = operation->request();
   running_.emplace();
+  running_->operation = std::move(operation);  // first: it is told if there is no memory for more
   running_->layout =
       std::make_shared<Layout>(group_, op_, request.kind, request.root, request.counts);
   running_->out = request.out;
-  running_->operation = std::move(operation);
+  if (const uint64_t own = request.counts[group_.rank]; request.in != nullptr && own > 0) {
+    std::memmove(running_->out + running_->layout->offset(group_.rank, 0), request.in, own);
+  }
   running_->sent = group_.ranks == 1 || !group_.multicast || !running_->layout->sends(group_.rank);
   running_->turn = running_->layout->begins(group_.rank);
   running_->began_ns = running_->phase_ns = now_ns;
@@ -212,7 +216,9 @@ void Endpoint::run_recovery(int64_t now_ns) {
 
 void Endpoint::run_handshake(int64_t now_ns) {
   send_block();
-  if (running_->sent && (running_->final_heard || group_.ranks == 1)) finish(now_ns);
+  if (!running_->sent) return;
+  // Who is gone will fetch nothing; whether it had everything is for those who wait for it.
+  if (running_->final_heard || group_.ranks == 1 || gone(right())) finish(now_ns);
 }
 
 void Endpoint::enter(Phase phase, int64_t now_ns) {

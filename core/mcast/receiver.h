@@ -54,6 +54,7 @@ class Receiver {
     // the chunks in the first of next_places' places. Stops at the first that is not the one whose
     // place it has, before anything is written over; how many were taken.
     size_t take_placed(std::span<const std::byte> heads, std::span<std::byte* const> places);
+    uint64_t missing() const { return receiver_.missing_; }  // chunks
 
    private:
     Receiver& receiver_;

@@ -53,7 +53,7 @@ void FetchRing::ask(const Ask& ask) {
   while (bytes_asked_for_ < window_bytes_ && asked_for_.size() < kFetchesWaitingMax) {
     const Run run = next();
     if (run.chunks == 0) return;
-    asked_for_.push_back(run);
+    asked_for_.push_back({.run = run});
     bytes_asked_for_ += layout_->bytes_of(run);
     ++fetches_;
     ask(run);
@@ -64,16 +64,18 @@ std::span<std::byte> FetchRing::bytes_of(const Run& run) const {
   return {out_ + layout_->offset(run.source, run.psn), layout_->bytes_of(run)};
 }
 
-std::span<std::byte> FetchRing::place_of(const Run& run, uint64_t bytes) const {
-  for (const Run& mine : asked_for_) {
-    if (same(mine, run) && layout_->bytes_of(run) == bytes) return bytes_of(run);
+std::span<std::byte> FetchRing::place_of(const Run& run, uint64_t bytes) {
+  for (Asked& mine : asked_for_) {
+    if (!same(mine.run, run) || mine.placed || layout_->bytes_of(run) != bytes) continue;
+    mine.placed = true;
+    return bytes_of(run);
   }
   return {};
 }
 
 bool FetchRing::arrived(const Run& run, uint64_t bytes) {
-  const auto found =
-      std::ranges::find_if(asked_for_, [&](const Run& mine) { return same(mine, run); });
+  const auto found = std::ranges::find_if(
+      asked_for_, [&](const Asked& mine) { return mine.placed && same(mine.run, run); });
   if (found == asked_for_.end() || layout_->bytes_of(run) != bytes) return false;
   asked_for_.erase(found);
   bytes_asked_for_ -= layout_->bytes_of(run);

@@ -32,16 +32,16 @@ class FetchRing {
 
   // Asks for missing chunks while few enough are on their way.
   void ask(const Ask& ask);
-  // Where the bytes of a run that was asked for go; empty: it was not.
-  std::span<std::byte> place_of(const Run& run, uint64_t bytes) const;
-  bool arrived(const Run& run, uint64_t bytes);  // are there; false: it was not asked for
+  // Where the bytes of a run that was asked for go, once; empty: it was not, or they have a place.
+  std::span<std::byte> place_of(const Run& run, uint64_t bytes);
+  bool arrived(const Run& run, uint64_t bytes);  // are in their place; false: it has none
 
   // The right neighbour asks. False: for what no rank would ask.
   bool asked(const Run& run);
   void answer(const Answer& answer);      // all that can be by now
   void look_again() { changed_ = true; }  // chunks have come other than by arrived()
 
-  bool waits() const { return !asked_for_.empty(); }
+  bool owes() const { return !waiting_.empty(); }  // the right neighbour answers
   uint64_t fetches() const { return fetches_; }
   uint64_t fetched_chunks() const { return fetched_chunks_; }
   uint64_t served_chunks() const { return served_chunks_; }
@@ -62,7 +62,11 @@ class FetchRing {
   uint32_t subgroup_ = 0;
   uint32_t psn_ = 0;  // of that part
 
-  std::vector<Run> asked_for_;  // of the left neighbour
+  struct Asked {
+    Run run;
+    bool placed = false;  // who delivers the bytes has the place, and nobody else gets it
+  };
+  std::vector<Asked> asked_for_;  // of the left neighbour
   uint64_t bytes_asked_for_ = 0;
   uint64_t window_bytes_ = 0;  // of them, at most; grows with what arrives
   std::deque<Run> waiting_;    // the right neighbour's

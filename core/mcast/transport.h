@@ -29,6 +29,8 @@ class Transport {
   virtual void send(Rank to, const Message& message) = 0;
   // A reply with its data, which stays where it is until the receiver has said `final`, or stop().
   virtual void send(Rank to, const Message& reply, std::span<const std::byte> data) = 0;
+  // Whether data of replies to that rank is still to be read.
+  virtual bool holds_data(Rank to) const = 0;
 
   // Begins to send a part's chunks over its subgroup, in order. Once the network has taken the last
   // one, Endpoint::on_sent is called on the control thread. The data stays until then, or stop().
@@ -37,14 +39,15 @@ class Transport {
   // Any thread, and cheap where nobody sleeps: the control thread calls Endpoint::on_time soon.
   virtual void wake() = 0;
 
-  // The communicator has failed or is closed: drop what is queued. When this returns, no thread
-  // reads or writes a buffer of an operation any more; messages sent after it are dropped, those
-  // sent before still go out where that takes no time.
+  // The communicator has failed or is closed. When this returns, no thread reads or writes a buffer
+  // of an operation any more. Messages sent after it are dropped; those sent before still go out,
+  // but not replies.
   virtual void stop() = 0;
 };
 
 // An endpoint that runs: a transport with its threads. What the API holds; made by the transport.
-// The destructor closes it.
+// The destructor closes it. A child of fork() has nothing of it: calls throw unsupported there, and
+// the destructor must not be called (see owned_by_process).
 class Node {
  public:
   virtual ~Node() = default;
@@ -54,6 +57,9 @@ class Node {
   virtual void start(const Group& group, const std::vector<std::string>& addresses,
                      const Deadline& deadline) = 0;
   virtual Endpoint& endpoint() = 0;  // after start
+  // Says goodbye to the peers and returns once they know, about a second later at most. Operations
+  // that have not ended fail as cancelled. Any thread but the node's own.
+  virtual void close() = 0;
   // What the transport counts itself (bytes sent, system calls, drops in the kernel), by name.
   virtual std::vector<std::pair<std::string, uint64_t>> counters() const = 0;
 };

@@ -295,6 +295,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("armed_ahead", &Result::armed_ahead)
       .def_ro("in_place", &Result::in_place)
       .def_ro("own_copy", &Result::own_copy)
+      .def_prop_ro("way", [](const Result& self) { return std::string(self.report.way); })
       .def_ro("total_bytes", &Result::total_bytes)
       .def_ro("counts", &Result::counts)
       .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })

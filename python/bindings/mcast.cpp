@@ -31,6 +31,8 @@ using mcast::Report;
 using mcast::Run;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
+constexpr int64_t kSliceNs = 100'000'000;
+
 std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
   std::array<std::byte, 16> secret{};
   if (bytes.size() != secret.size()) {
@@ -86,24 +88,30 @@ nb::dict dict_of(const Counters& counters) {
 }
 
 std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, Rank root,
-                                  uintptr_t out, std::vector<uint64_t> counts, nb::object keep) {
+                                  uintptr_t out, std::vector<uint64_t> counts, nb::object keep,
+                                  uintptr_t in = 0) {
   Released::drop();
   mcast::Request request{.kind = kind_of(kind),
                          .root = root,
                          .out = reinterpret_cast<std::byte*>(out),
+                         .in = reinterpret_cast<const std::byte*>(in),
                          .counts = std::move(counts),
                          .keep = keep_alive(std::move(keep))};
   const nb::gil_scoped_release unlocked;
   return endpoint.submit(std::move(request));
 }
 
+// In slices, so that Ctrl-C gets through.
 nb::dict wait(const Operation& operation, double timeout_s) {
-  Report report;
-  {
+  const Deadline deadline = Deadline::after_s(timeout_s);
+  const auto ended = [&] {
     const nb::gil_scoped_release unlocked;
-    report = operation.wait(Deadline::after_s(timeout_s));
+    return operation.ended_by(deadline.slice(kSliceNs));
+  };
+  while (!ended() && !deadline.passed()) {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
-  return dict_of(report);
+  return dict_of(operation.wait(deadline));
 }
 
 void bind_group(nb::module_& module) {
@@ -155,13 +163,13 @@ void bind_node(nb::module_& module) {
       .def(
           "submit",
           [](Node& self, const std::string& kind, Rank root, uintptr_t out,
-             std::vector<uint64_t> counts, nb::object keep) {
-            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep));
+             std::vector<uint64_t> counts, nb::object keep, uintptr_t in) {
+            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in);
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
-          nb::arg("keep").none())
+          nb::arg("keep").none(), nb::arg("inp") = 0)
       .def(
-          "close", [](Node& self) { self.endpoint().close(); }, Unlocked())
+          "close", [](Node& self) { self.close(); }, Unlocked())
       .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
       .def_prop_ro("counters", [](Node& self) {
         nb::dict dict = dict_of(self.endpoint().counters());

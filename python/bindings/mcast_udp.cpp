@@ -1,8 +1,9 @@
 // The UDP transport of multicast: what opens a node on sockets.
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "core/base/threads.h"
 #include "core/mcast/udp/node.h"
 #include "module.h"
 
@@ -41,7 +42,7 @@ void bind_mcast_udp(nb::module_& module) {
   module.def(
       "open_udp_node",
       [](const UdpOptions& options, const Loops& loops) {
-        return mcast::open_udp_node(options, loops);
+        return owned_by_process(mcast::open_udp_node(options, loops));
       },
       nb::arg("options"), nb::arg("loops"), Unlocked());
   module.def("mcast_chunk_bytes_for", &chunk_bytes_for, nb::arg("addresses"), nb::arg("sealed"));

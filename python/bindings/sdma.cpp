@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <tuple>
 
@@ -39,11 +40,24 @@ nb::tuple shown(const Packet& packet, uint32_t dword) {
   return nb::make_tuple(to_string(packet.kind), fields_of(packet), dword);
 }
 
-Dwords pack_one(const std::string& kind, const std::map<std::string, uint64_t>& fields) {
+using Fields = std::map<std::string, uint64_t>;
+
+Packet packet_of(const std::string& kind, const Fields& fields) {
   Packet packet{.kind = parse_kind(kind)};
-  for (const auto& [name, value] : fields) packet[parse_field(name)] = value;
+  const Layout& layout = layout_of(packet.kind);
+  for (const auto& [name, value] : fields) {
+    const Field field = parse_field(name);
+    const bool has = std::any_of(layout.fields.begin(), layout.fields.end(),
+                                 [&](const Bits& bits) { return bits.field == field; });
+    if (!has) fail(Code::invalid, layout.name, " has no field ", name);
+    packet[field] = value;
+  }
+  return packet;
+}
+
+Dwords pack_one(const std::string& kind, const Fields& fields) {
   Dwords dwords;
-  pack(packet, dwords);
+  pack(packet_of(kind, fields), dwords);
   return dwords;
 }
 
@@ -90,6 +104,12 @@ void bind_packets(nb::module_& module) {
       .def("atomic_add", &Encoder::atomic_add, nb::arg("address"), nb::arg("value"))
       .def("timestamp", &Encoder::timestamp, nb::arg("address"))
       .def("trap", &Encoder::trap, nb::arg("context"))
+      .def(
+          "add",
+          [](Encoder& encoder, const std::string& kind, const Fields& fields) {
+            encoder.add(packet_of(kind, fields));
+          },
+          nb::arg("kind"), nb::arg("fields"), "As it is; raises invalid where no engine takes it.")
       .def_prop_ro("dwords", &Encoder::dwords);
 }
 

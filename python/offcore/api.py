@@ -20,6 +20,7 @@ from offcore.operands import (
     checked,
     counts_in_bytes,
     dtype_name,
+    held,
     host_place_of,
     places_of,
     same_dtype,
@@ -452,7 +453,7 @@ class Communicator(ViewCalls):
             protocol,
             checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            (out, inp),
+            (held(out), held(inp)),
             self.timeout,
         )
         return Handle(self, pending)
@@ -478,7 +479,7 @@ class Communicator(ViewCalls):
             "view",
             checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            inp,
+            held(inp),
             self.timeout,
         )
         return View(self, pending, rows, looks)

@@ -10,7 +10,7 @@ ring over TCP. docs/mcast.md explains the protocol and what is and is not protec
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import secrets
@@ -24,7 +24,7 @@ from offcore import _core
 from offcore.errors import error
 from offcore.meeting import meeting_of
 from offcore.metrics import prometheus
-from offcore.operands import OperandError, checked, memory_of, same_dtype
+from offcore.operands import OperandError, checked, held, memory_of, same_dtype
 
 __all__ = ["Communicator", "Handle", "Result"]
 
@@ -169,7 +169,8 @@ class Communicator:
             _workers(send_workers, 1 if _cores() >= 4 else 0),
             _nanoseconds("spin_us", spin_us, 1e3),
         )
-        self._node = _core.open_udp_node(options, loops)
+        self._node: _core.McastNode | None = _core.open_udp_node(options, loops)
+        self._counters: dict[str, int] = {}  # once it is closed
 
         group = _core.McastGroup()
         group.rank, group.ranks = self._rank, self._ranks
@@ -181,18 +182,21 @@ class Communicator:
         group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
         group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
         group.check()
-        addresses = self._meet(met, group)
+        addresses = self._meet(met, group, options, self._node.address)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
         self._node.start(group, addresses, self._timeout - (time.monotonic() - began))
 
-    def _meet(self, met: Any, group: _core.McastGroup) -> list[bytes]:
+    def _meet(
+        self, met: Any, group: _core.McastGroup, options: _core.McastUdpOptions, address: bytes
+    ) -> list[bytes]:
         """All ranks' addresses; the group gets its key, rank 0's."""
         agreed = {
             name: getattr(group, name)
             for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
         }
+        agreed |= {name: getattr(options, name) for name in ("ipv6", "multicast_group", "port")}
         key = secrets.token_bytes(_TAG_BYTES + _SECRET_BYTES)
-        card = {"agreed": agreed, "address": self._node.address.hex()}
+        card = {"agreed": agreed, "address": address.hex()}
         if self._rank == 0:
             card["key"] = key.hex()
         blobs = met.all_gather(json.dumps(card).encode(), self._timeout)
@@ -234,7 +238,8 @@ class Communicator:
 
     def all_gather(self, out: Any, inp: Any = None) -> Handle:
         """Every rank's `inp`, in the order of the ranks, in every rank's `out`, which is as many
-        times as large. None: this rank's part lies in `out` already."""
+        times as large. None: this rank's part lies in `out` already. Both are the operation's until
+        it has ended: `inp` is read when its turn comes."""
         place, dtype = self._place("all_gather", out, "out", True)
         if place[1] % self._ranks:
             raise error(
@@ -272,6 +277,7 @@ class Communicator:
         out: Any,
         inp: Any,
     ) -> Handle:
+        start = 0
         if inp is not None:
             source, kind = self._place(op, inp, "inp", False)
             if not same_dtype(dtype, kind):
@@ -282,10 +288,8 @@ class Communicator:
                     f"{op}: inp has {source[1]} bytes, but {counts[self._rank]} of out are this "
                     "rank's",
                 )
-            own = place[0] + sum(counts[: self._rank])
-            if own != source[0]:
-                ctypes.memmove(own, source[0], source[1])
-        return self._submit(op, 0, place[0], counts, out)
+            start = source[0]
+        return self._submit(op, 0, place[0], counts, (out, inp), start)
 
     def _place(self, op: str, array: Any, name: str, writable: bool) -> tuple[tuple[int, int], Any]:
         try:
@@ -294,23 +298,34 @@ class Communicator:
             raise error("invalid", f"{op}: {name}{refusal}") from None
         return place, dtype
 
-    def _submit(self, op: str, root: int, address: int, counts: list[int], keep: Any) -> Handle:
+    def _submit(
+        self, op: str, root: int, address: int, counts: list[int], keep: Any, inp: int = 0
+    ) -> Handle:
         kind = "broadcast" if op in ("broadcast", "barrier") else "all_gather"
-        operation = self._node.submit(kind, root, address, counts, keep)
+        if self._node is None:
+            raise error("cancelled", "the communicator was closed")
+        operation = self._node.submit(kind, root, address, counts, held(keep), inp)
         return Handle(op, self._ranks, operation, self._timeout + 1.0)
 
     @property
     def counters(self) -> dict[str, int]:
         """What was counted since the beginning, by name: see docs/mcast.md."""
-        return dict(self._node.counters)
+        node = self._node
+        return dict(self._counters if node is None else node.counters)
 
     def metrics(self) -> str:
         """The counters as Prometheus text."""
         return prometheus(self.counters, {"rank": str(self._rank)})
 
     def close(self) -> None:
-        """Says goodbye to the peers. Operations that have not ended fail as cancelled."""
-        self._node.close()
+        """Says goodbye to the peers, which takes a second where they do not hear it, and gives up
+        threads and sockets. Operations that have not ended fail as cancelled."""
+        node = self._node
+        if node is not None:
+            node.close()
+            with contextlib.suppress(_core.Error):  # a forked child has none
+                self._counters = dict(node.counters)
+            self._node = None
 
     def __enter__(self) -> Communicator:
         return self

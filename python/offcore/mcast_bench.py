@@ -136,9 +136,8 @@ def command(order: dict[str, Any], interface: str) -> list[str]:
 def in_processes(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs on the testbed: a process on each host; rank 0 tells, and asks for the counters."""
     meeting = f"{testbed.address(0)}:{_MEETING_PORT}"
-    options = {"interface": DEVICE, "gso": testbed.offloads, "gro": testbed.offloads}
     children: list[subprocess.Popen[Any]] = []
-    for order in orders(Request(**request), testbed.hosts, meeting, True, **options):
+    for order in orders(Request(**request), testbed.hosts, meeting, True, interface=DEVICE):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         more: dict[str, Any] = pipes if order["rank"] == 0 else {"stdin": subprocess.DEVNULL}
         children.append(testbed.spawn(order["rank"], command(order, DEVICE), **more))
@@ -168,6 +167,8 @@ def on_real_hosts(
 ) -> Iterator[dict[str, Any]]:
     """This host's rank of a measurement that every host starts alike; rows at rank 0."""
     request.check(hosts)
+    if not 0 <= rank < hosts:
+        raise error("invalid", f"--rank {rank}: {hosts} hosts have the ranks 0 to {hosts - 1}")
     order = next(
         one
         for one in orders(request, hosts, meeting, False, interface=interface)

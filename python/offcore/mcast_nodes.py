@@ -58,7 +58,6 @@ class Share:
             options = _core.McastUdpOptions()
             options.interface = DEVICE
             options.namespace_fd = testbed.namespace(host)
-            options.gso = options.gro = testbed.offloads
             options.buffer_bytes = setting.buffer_bytes
             self._nodes.append(_core.open_udp_node(options, loops))
         self.addresses = [node.address for node in self._nodes]

@@ -14,6 +14,7 @@ tensors on GPUs want a group of theirs, dist.new_group(backend="nccl").
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,34 +43,57 @@ def configure(**arguments: Any) -> None:
 
 
 class _Work(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
-    """A call under way. Its outputs are where they belong once it has been waited for."""
+    """A call under way. Its outputs are where they belong once it is completed."""
 
     def __init__(
-        self, handle: mcast.Handle, outputs: Any, copies: Sequence[tuple[Any, Any]]
+        self,
+        handle: mcast.Handle,
+        outputs: Any,
+        copies: Sequence[tuple[Any, Any]],
+        timeout: datetime.timedelta | None,
     ) -> None:
         super().__init__()
         self._handle = handle
         self._outputs = outputs
         self._copies = copies
-        self._done = False
+        self._timeout = timeout
+        self._lock = threading.Lock()  # of what follows
+        self._settled = False
+        self._failure: Exception | None = None
 
     def is_completed(self) -> bool:
-        """Whether the network has done; `wait` may still have bytes to copy."""
-        return self._handle.done()
+        """Whether it has ended, and its outputs are written if it has ended well."""
+        if not self._handle.done():
+            return False
+        self._settle()
+        return True
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
-        return self._done
+        return self.is_completed() and self._failure is None
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Raises `offcore.Error`. No timeout: the group's."""
-        if not self._done:
-            seconds = timeout.total_seconds()  # torch says -1 ms for none
-            self._handle.wait(seconds if seconds > 0 else None)
-            for to, what in self._copies:
-                to.copy_(what)
-            self._done = True
+        """Raises `offcore.Error`. No timeout: the call's, or else the group's."""
+        given = (_seconds(timeout), _seconds(self._timeout))
+        self._handle.wait(next((one for one in given if one is not None), None))
+        self._settle()
+        if self._failure is not None:
+            raise self._failure
         return True
+
+    def _settle(self) -> None:
+        """Once the network has done: copies, or remembers the error for `wait`."""
+        with self._lock:
+            if self._settled:
+                return
+            try:
+                self._handle.wait(0.0)
+                with torch.no_grad():
+                    for to, what in self._copies:
+                        to.copy_(what)
+            except Exception as failure:
+                self._failure = failure
+            self._settled = True
 
     def result(self) -> Any:
         """The outputs."""
@@ -77,9 +101,16 @@ class _Work(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
         return self._outputs
 
     def get_future(self) -> Any:
-        """A future that is done: this waits."""
+        """A future that a thread completes, with the outputs or the error."""
         future: Any = torch.futures.Future()
-        future.set_result(self.result())
+
+        def complete() -> None:
+            try:
+                future.set_result(self.result())
+            except Exception as failure:
+                future.set_exception(failure)
+
+        threading.Thread(target=complete, daemon=True).start()
         return future
 
 
@@ -112,9 +143,10 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         if not _all_on_cpu(tensors) or len(tensors) != 1:
             return super().broadcast(tensors, *args, **kwargs)
         (tensor,) = tensors
-        opts = args[0] if args else kwargs["opts"]
+        opts = _options(args, kwargs)
         flat, back = _flat(tensor, opts.rootRank == self.rank())
-        return _Work(self.communicator.broadcast(flat, opts.rootRank), tensors, back)
+        handle = self.communicator.broadcast(flat, opts.rootRank)
+        return _Work(handle, tensors, back, opts.timeout)
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather: also of tensors of different sizes, as the outputs say."""
@@ -126,13 +158,13 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
                 "invalid", f"all_gather: {self.size()} outputs of the input's dtype, please"
             )
         counts = [part.numel() for part in parts]
-        whole = torch.empty(sum(counts), dtype=inputs[0].dtype)
+        whole = torch.empty(sum(counts), dtype=inputs[0].dtype, device="cpu")
         handle = self.communicator.all_gather_v(whole, inputs[0].contiguous(), counts)
         pieces = [
             (part, piece.view(part.shape))
             for part, piece in zip(parts, whole.split(counts), strict=True)
         ]
-        return _Work(handle, outputs, pieces)
+        return _Work(handle, outputs, pieces, _timeout(args, kwargs))
 
     def _allgather_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather_into_tensor."""
@@ -140,15 +172,15 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
             return super()._allgather_base(output, inp, *args, **kwargs)
         flat, back = _flat(output, False)
         handle = self.communicator.all_gather(flat, inp.contiguous())
-        return _Work(handle, output, back)
+        return _Work(handle, output, back, _timeout(args, kwargs))
 
     def all_gather_single(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """What newer versions of torch call `_allgather_base`."""
-        return self._allgather_base(output, inp)
+        return self._allgather_base(output, inp, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """dist.barrier."""
-        return _Work(self.communicator.barrier(), None, ())
+        return _Work(self.communicator.barrier(), None, (), _timeout(args, kwargs))
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """For torch's messages."""
@@ -157,6 +189,20 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     def shutdown(self) -> None:
         """What dist.destroy_process_group calls."""
         self.communicator.close()
+
+
+def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of a call: torch passes them by place or by name, or leaves them out."""
+    return args[0] if args else kwargs.get("opts")
+
+
+def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> datetime.timedelta | None:
+    return getattr(_options(args, kwargs), "timeout", None)
+
+
+def _seconds(timeout: datetime.timedelta | None) -> float | None:
+    """None where there is none: torch says -1 ms for that."""
+    return None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
 
 
 def _all_on_cpu(tensors: Any) -> bool:

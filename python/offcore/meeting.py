@@ -153,32 +153,36 @@ class AddressMeeting:
         except OSError as failure:
             raise error("driver", f"cannot listen at {self._address}: {failure}") from failure
         blobs: dict[int, bytes] = {0: blob}
-        peers: list[socket.socket] = []
+        told: set[int] = set()
+        peers: dict[int, socket.socket] = {}
         try:
             with listener:
                 while len(blobs) < self.world_size:
-                    peer = self._accept(listener, blobs, end, timeout)
-                    if peer is not None:
-                        peers.append(peer)
+                    came = self._accept(listener, blobs, end)
+                    if came is not None:
+                        peers[came[0]] = came[1]
             everything = b"".join(
                 _HELLO.pack(_MAGIC, rank, self.world_size, len(blobs[rank])) + blobs[rank]
                 for rank in range(self.world_size)
             )
-            for peer in peers:
+            told.add(0)
+            for rank, peer in peers.items():
                 peer.settimeout(_left(end))
                 peer.sendall(everything)
+                told.add(rank)
         except OSError as failure:
-            missing = [rank for rank in range(self.world_size) if rank not in blobs]
+            there = told if len(blobs) == self.world_size else set(blobs)
+            missing = [rank for rank in range(self.world_size) if rank not in there]
             raise _late(missing, timeout, self._address) from failure
         finally:
-            for peer in peers:
+            for peer in peers.values():
                 peer.close()
         return [blobs[rank] for rank in range(self.world_size)]
 
     def _accept(
-        self, listener: socket.socket, blobs: dict[int, bytes], end: float, timeout: float
-    ) -> socket.socket | None:
-        """The next visitor that is one of us; a stranger gets no answer and a second at most."""
+        self, listener: socket.socket, blobs: dict[int, bytes], end: float
+    ) -> tuple[int, socket.socket] | None:
+        """The next visitor if it is one of us; a stranger gets no answer and a second at most."""
         listener.settimeout(_left(end))
         peer, _ = listener.accept()
         soon = min(end, time.monotonic() + 1)
@@ -193,7 +197,7 @@ class AddressMeeting:
             fits = magic == _MAGIC and rank < ranks and nbytes <= BLOB_BYTES_MAX
             if fits and rank not in blobs:
                 blobs[rank] = _read(peer, nbytes, soon)
-                return peer
+                return rank, peer
         except (OSError, EOFError):
             pass
         except BaseException:
@@ -209,7 +213,10 @@ def _check_size(blob: bytes) -> None:
 
 
 def _left(end: float) -> float:
-    return max(0.001, end - time.monotonic())
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
 
 
 def _read(peer: socket.socket, nbytes: int, end: float) -> bytes:

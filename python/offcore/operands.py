@@ -37,6 +37,8 @@ def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
     """The memory of an array, for a rank on that GPU or on none. Raises OperandError for what is
     not contiguous or lies elsewhere."""
     if isinstance(array, np.ndarray):
+        if array.dtype.hasobject:
+            raise OperandError(" holds Python objects, which mean nothing elsewhere")
         place = _core.buffer_of(array, writable) or _place_of(array, writable)
         return place, array.dtype, array.itemsize
     if hasattr(array, "data_ptr"):  # a torch tensor, whose dtypes numpy may not know
@@ -90,6 +92,19 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
     except TypeError:
         kind = type(array).__name__
         raise OperandError(f" is a {kind}; pass an array, a Window or a region") from None
+
+
+def held(given: Any) -> Any:
+    """What must live as long as an operation: the arrays given, or on what is none (a bytearray) a
+    numpy array, whose export keeps the memory where it is."""
+    if isinstance(given, (list, tuple)):
+        return [held(one) for one in given]
+    if given is None or isinstance(given, (np.ndarray, _core.Region)) or hasattr(given, "data_ptr"):
+        return given
+    try:
+        return _as_numpy(given)
+    except OperandError:
+        return given  # a Window, or on a GPU
 
 
 def places_of(

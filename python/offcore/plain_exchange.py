@@ -35,6 +35,7 @@ class Exchanged:
     time_us: float
     wrong: int
     switch_bytes: int
+    switch_packets: int
 
 
 def blocks(hosts: int, nbytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -72,10 +73,10 @@ def multicast_all_gather(testbed: Testbed, nbytes: int) -> Exchanged:
             _multicast(sockets[root], inputs[root], chunk, testbed.offloads)
             _collect(selector, outputs, root, nbytes, hosts)
         took_s = time.monotonic() - started_s
-        carried = testbed.switch_bytes(before)
+        carried = testbed.carried(before)
     for one in sockets:
         one.close()
-    return Exchanged(took_s * 1e6, _wrong(outputs, inputs), carried)
+    return Exchanged(took_s * 1e6, _wrong(outputs, inputs), *carried)
 
 
 def multicast_socket() -> socket.socket:
@@ -158,10 +159,10 @@ def ring_all_gather(testbed: Testbed, nbytes: int) -> Exchanged:
     started_s = time.monotonic()
     _turn(rights, lefts, flat, nbytes)
     took_s = time.monotonic() - started_s
-    carried = testbed.switch_bytes(before)
+    carried = testbed.carried(before)
     for one in (*rights, *lefts):
         one.close()
-    return Exchanged(took_s * 1e6, _wrong(outputs, inputs), carried)
+    return Exchanged(took_s * 1e6, _wrong(outputs, inputs), *carried)
 
 
 def _ring(testbed: Testbed) -> tuple[list[socket.socket], list[socket.socket]]:

@@ -88,6 +88,12 @@ class Result(Facts):
         return self._core.native
 
     @property
+    def way(self) -> str | None:
+        """sdma: how copies got to the engines, "queues" of packets, "batch_copy" or "hip_batch"
+        (see docs/sdma.md). None on other backends."""
+        return self._core.way or None
+
+    @property
     def protocol(self) -> str:
         """How the peers entered: barrier, credits, eager or promise; view for a view call."""
         return self._core.protocol

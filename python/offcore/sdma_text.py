@@ -111,9 +111,10 @@ def _encode(command: Command, copy_bytes_max: int) -> list[int]:
     elif op == "timestamp":
         encoder.timestamp(command["addr"])
     elif op == "poll":
-        encoder.poll(command["addr"], command["value"])  # checks, also where fields differ
-        if set(command) - {"addr", "value"}:
-            return _core.sdma_pack("poll", {"memory": 1, **POLL, **fields})
+        if set(command) == {"addr", "value"}:
+            encoder.poll(command["addr"], command["value"])
+        else:
+            encoder.add("poll", {"memory": 1, **POLL, **fields})
     elif op == "signal":
         how = fields.pop("how", "fence")
         if how not in ("fence", "atomic") or (how == "fence" and len(fields) > 2):
@@ -121,10 +122,9 @@ def _encode(command: Command, copy_bytes_max: int) -> list[int]:
         if how == "fence":
             encoder.fence(command["addr"], command["value"])
         else:
-            encoder.atomic_add(command["addr"], command["value"])
-            return _core.sdma_pack("atomic", {**ADD64, **fields})
+            encoder.add("atomic", {**ADD64, **fields})
     else:
-        return _core.sdma_pack(op, fields)
+        encoder.add(op, fields)
     return list(encoder.dwords)
 
 

@@ -52,6 +52,10 @@ class Port:
     def bytes(self) -> int:
         return self.rx_bytes + self.tx_bytes
 
+    @property
+    def packets(self) -> int:
+        return self.rx_packets + self.tx_packets
+
     def since(self, before: Port) -> Port:
         kept = {
             name: value - getattr(before, name)
@@ -222,6 +226,11 @@ class Testbed:
         """What all switch ports have sent and received, since then."""
         now = self.ports()
         return sum(now[name].bytes - (before[name].bytes if before else 0) for name in now)
+
+    def carried(self, before: dict[str, Port]) -> tuple[int, int]:
+        """Bytes and packets that all switch ports have sent and received since then."""
+        ports = [now.since(before[name]) for name, now in self.ports().items()]
+        return sum(port.bytes for port in ports), sum(port.packets for port in ports)
 
     def within(self, host: int, make: Callable[[], Any]) -> Any:
         """What `make` returns when it is called in the host's network namespace: sockets that it

@@ -112,6 +112,15 @@ REFUSED = [
     ('[{"op": "bcst", "dsts": 7, "src": 64, "bytes": 8}]', "dsts has to be a list"),
     ('[{"op": "signal", "addr": 0, "value": 1, "how": "post"}]', 'how has to be "fence"'),
     ('[{"op": "fill", "dst": 0, "value": 4294967296, "bytes": 8}]', "value = 4294967296 does not"),
+    ('[{"op": "fill", "dst": 0, "value": 1, "bytes": 6}]', "its bytes are no whole dwords"),
+    ('[{"op": "trap", "value": 4611686018427387904}]', "does not fit"),
+    (f'[{{"op": "copy", "dst": 0, "src": 0, "bytes": {(1 << 64) - 1}}}]', "more than 1048576 pack"),
+    (f'[{{"op": "copy", "dst": {(1 << 64) - 1}, "src": 0, "bytes": 2}}]', "beyond the 64-bit"),
+    (
+        '[{"op": "copy", "dst": 0, "src": 0, "bytes": 4, "rows": 4294967295, "dst_step": 5, '
+        '"src_step": 5}]',
+        "more than 1048576 packets",
+    ),
 ]
 
 

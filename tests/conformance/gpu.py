@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,18 @@ def sanitizer() -> str | None:
     return next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
 
 
-def hsa_stand_in() -> dict[str, str]:
-    """The environment in which the stand-in HSA runtime is AMD's, with eight GPUs."""
-    return {"OFFCORE_LIBHSA": str(fake_hsa_library(preset=sanitizer()))}
+# A process opens one HSA runtime: tests/sdma/test_sdma_ways.py runs tests of this suite in others.
+SDMA_WAY = os.environ.get("OFFCORE_TEST_SDMA_WAY", "queues")
+HSA_KINDS = {"queues": "", "batch_copy": "_batch", "hip_batch": "_old"}
+
+
+def hsa_stand_in(way: str = SDMA_WAY) -> dict[str, str]:
+    """The environment in which stand-ins are AMD's runtimes that have this way, with eight GPUs."""
+    library = fake_hsa_library(HSA_KINDS[way], sanitizer())
+    return {
+        "OFFCORE_LIBHSA": str(library),
+        "OFFCORE_LIBHIP": str(library.with_name("libamdhip64.so")),
+    }
 
 
 def stand_in() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from gpu import GpuCommunicator, hsa_stand_in, stand_in
+from gpu import SDMA_WAY, GpuCommunicator, hsa_stand_in, stand_in
 
 import offcore
 from offcore import _core
@@ -23,6 +23,12 @@ class Target:
     watched: bool = True  # shows when each command ran, on one clock
     batches: bool = True  # takes batches of copies
     cyclic: bool = True  # compares flag values cyclically
+    way: str | None = None  # sdma: how copies get to the engines
+
+    @property
+    def ahead(self) -> bool:
+        """Whether engines can have a program before its call."""
+        return self.way in (None, "queues")
 
     def name(self, ranks: int) -> str:
         return self.machine.format(ranks)
@@ -121,5 +127,5 @@ TARGETS = {
     "sim-h200-4": Target("sim", "h200-4"),
     "host": Target("host", "host-{}"),
     "cuda": Gpus("cuda", "h200", swaps=False, watched=False),
-    "sdma": AmdGpus("sdma", "mi300x-8", watched=False, batches=False, cyclic=False),
+    "sdma": AmdGpus("sdma", "mi300x-8", watched=False, batches=False, cyclic=False, way=SDMA_WAY),
 }

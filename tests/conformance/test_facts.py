@@ -64,6 +64,7 @@ def test_results(target: Target) -> None:
         assert result.own_copy == "engine"
         assert comm.all_gather(out, variant="b2b").wait().own_copy == "none"
         assert result.kernels is None
+        assert result.way == target.way
         assert result.engines == ranks
         phases = result.phases
         parts = (phases.control_us, phases.schedule_us, phases.copy_us, phases.sync_us)

@@ -92,11 +92,11 @@ def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
     lists = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "sdma.md").read_text("utf-8"), re.S)
     for name, commands in zip(("commands.json", "unfenced.json"), lists, strict=True):
         (tmp_path / name).write_text(commands, "utf-8")
-    program = (
-        f"{tool} show all_gather --ranks 2 --variant b2b > program.dma; PATH={tool.parent}:$PATH;"
-    )
+    line = f"PATH={tool.parent}:$PATH; {made_cheap(command)}"
+    if (program := PLACEHOLDERS["FILE"]) in line:
+        line = f"{tool} show all_gather --ranks 2 --variant b2b > {program}; {line}"
     done = subprocess.run(
-        ("bash", "-c", f"{program} {made_cheap(command)}"),
+        ("bash", "-c", line),
         cwd=tmp_path,
         capture_output=True,
         text=True,

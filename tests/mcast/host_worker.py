@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,47 @@ def run(nodes: list[Any], kind: str, count: int, seed: int) -> dict[str, int]:
     return total
 
 
+def leave(nodes: list[Any], kinds: list[list[str]]) -> list[str]:
+    """Each rank makes its calls and closes its node at once: how the last one ended, by rank."""
+    ranks = len(nodes)
+    said = ["" for _ in nodes]
+
+    def one(rank: int) -> None:
+        node = nodes[rank]
+        try:
+            for kind in kinds[rank]:
+                out = np.zeros(ranks, np.uint8)
+                count = int(kind != "barrier")
+                counts = [count] * ranks if kind == "all_gather" else [count] + [0] * (ranks - 1)
+                sort = "all_gather" if kind == "all_gather" else "broadcast"
+                node.submit(sort, 0, out.ctypes.data, counts, out).wait(10.0)
+            said[rank] = "fine"
+        except _core.Error as failure:
+            said[rank] = failure.code
+        node.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
 def main() -> None:
     task = json.loads(sys.argv[1])
     hosts = task["hosts"]
     build(hosts, task["mtu"])
     for command in task["commands"]:
         shell(command)
+    if "leave" in task:
+        said = []
+        for _ in range(task["rounds"]):
+            for command in task["commands"]:
+                shell(command)
+            said.append(leave(open_nodes(hosts, task["options"], task["group"]), task["leave"]))
+        print(json.dumps(said))
+        return
     nodes = open_nodes(hosts, task["options"], task["group"])
     reports = [
         run(nodes, kind, count, 1000 * step)

@@ -52,8 +52,6 @@ def on_hosts(
     commands: of a shell, once the hosts are there: p0, p1... are the switch's ports, h0, h1... the
     hosts' namespaces. Skips where the kernel or this machine refuses.
     """
-    if reason := why_not(*tools):
-        pytest.skip(reason)
     task = {
         "hosts": hosts,
         "mtu": mtu,
@@ -62,6 +60,31 @@ def on_hosts(
         "group": group or {},
         "operations": operations,
     }
+    told = _told(task, tools)
+    return Outcome(told["reports"], told["counters"])
+
+
+def leaving_hosts(
+    kinds: list[list[str]], rounds: int, *, commands: tuple[str, ...] = (), tools: tuple[str, ...]
+) -> list[list[str]]:
+    """Each rank makes its calls and closes at once, so many times, each after the commands. How the
+    last call ended, by round and rank: "fine" or the error's code."""
+    task = {
+        "hosts": len(kinds),
+        "mtu": 1500,
+        "commands": commands,
+        "options": {},
+        "group": {},
+        "leave": kinds,
+        "rounds": rounds,
+    }
+    said: list[list[str]] = _told(task, tools)
+    return said
+
+
+def _told(task: dict[str, Any], tools: tuple[str, ...]) -> Any:
+    if reason := why_not(*tools):
+        pytest.skip(reason)
     worker = Path(__file__).with_name("host_worker.py")
     done = subprocess.run(
         [*UNSHARE, sys.executable, str(worker), json.dumps(task)],
@@ -72,8 +95,7 @@ def on_hosts(
     if done.returncode != 0 and "subprocess.CalledProcessError" in done.stderr:
         pytest.skip(f"this kernel refuses: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    return Outcome(told["reports"], told["counters"])
+    return json.loads(done.stdout)
 
 
 def dropping(host: int, match: str) -> str:

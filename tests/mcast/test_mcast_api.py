@@ -136,17 +136,20 @@ def test_a_rank_that_leaves_is_an_error_for_the_others() -> None:
     assert codes == ["peer", "peer"]
 
 
-def test_ranks_must_open_alike() -> None:
+@pytest.mark.parametrize(
+    "one", [{"chains": 2}, {"port": 20_001}, {"multicast_group": "239.192.7.7"}], ids=str
+)
+def test_ranks_must_open_alike(one: dict[str, Any]) -> None:
     address = free_address()
 
-    def open_with(rank: int, chains: int) -> Any:
+    def open_with(rank: int, options: dict[str, Any]) -> Any:
         return lambda: mcast.Communicator(
-            address, rank=rank, world_size=2, interface="lo", chains=chains, timeout=5
+            address, rank=rank, world_size=2, interface="lo", timeout=5, **options
         )
 
-    results = at_once([open_with(0, 1), open_with(1, 2)])
+    results = at_once([open_with(0, {}), open_with(1, one)])
     assert [getattr(result, "code", None) for result in results] == ["mismatch"] * 2
-    assert "chains" in str(results[0])
+    assert next(iter(one)) in str(results[0])
 
 
 def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
@@ -159,6 +162,7 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
             (lambda: comm.broadcast(whole[:, ::2], root=0), "contiguous"),
             (lambda: comm.broadcast(readonly, root=1 - comm.rank), "read-only"),
             (lambda: comm.broadcast("text"), "array"),
+            (lambda: comm.broadcast(np.array([[], {}], object), root=comm.rank), "Python objects"),
             (lambda: comm.all_gather(np.zeros(9, np.uint8), np.zeros(4, np.uint8)), "divide"),
             (lambda: comm.all_gather(whole, np.zeros(9, np.int32)), "inp has 36 bytes"),
             (lambda: comm.all_gather(whole, np.zeros(10, np.float32)), "dtype"),

@@ -82,6 +82,10 @@ def test_gloo_beside() -> None:
         (["bench", "all_gather", "--impls", "nccl"], "nccl"),
         (["bench", "broadcast", "--hosts", "64", "--impls", "gloo"], "up to 16 hosts"),
         (["bench", "broadcast", "--bursts", "9"], "is no burst"),
+        (
+            ["bench", "broadcast", "--hosts", "4", "--meeting", "127.0.0.1:9", "--rank", "4"],
+            "ranks 0 to 3",
+        ),
         (["simulate", "gather"], "no operation 'gather' is simulated"),
         (["simulate", "all_gather", "--tree", "star"], "is no tree"),
         (["simulate", "broadcast", "--beside-reduce-scatter"], "beside an all_gather"),

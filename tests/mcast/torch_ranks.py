@@ -2,9 +2,11 @@
 
 import datetime
 import sys
+import time
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -44,6 +46,38 @@ def own_collectives(rank: int, ranks: int) -> None:
     assert all((part == index).all() for index, part in enumerate(uneven))
     dist.barrier()
     assert operations() - before == 6
+
+
+def works(rank: int, ranks: int) -> None:
+    parts = [torch.zeros(4, 3).t() for _ in range(ranks)]
+    work = dist.all_gather(parts, torch.full((3, 4), float(rank)), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    assert all((part == index).all() for index, part in enumerate(parts))  # and nobody waited
+    assert work.is_success()
+    with torch.device("meta"):
+        dist.all_gather(parts, torch.full((3, 4), float(rank + 1), device="cpu"))
+    assert all((part == index + 1).all() for index, part in enumerate(parts))
+    leaf = torch.full((4, 3), float(rank)).t().requires_grad_()
+    dist.broadcast(leaf, 1)
+    assert (leaf == 1).all()
+
+
+def timeouts(rank: int) -> None:
+    options = torch.distributed.distributed_c10d.BroadcastOptions()
+    options.rootRank, options.timeout = 0, datetime.timedelta(milliseconds=50)
+    if rank == 0:
+        time.sleep(0.5)
+    tensor = torch.full((10,), float(rank))
+    work = dist.group.WORLD.broadcast([tensor], options)
+    future = work.get_future()
+    if rank != 0:
+        assert not future.done()
+        for wait in (work.wait, future.wait):
+            with pytest.raises(Exception, match=r"has not ended within 0\.05 s"):
+                wait()
+    assert work.wait(datetime.timedelta(seconds=20))
+    assert (tensor == 0).all()
 
 
 def handed_to_gloo(rank: int, ranks: int) -> None:
@@ -102,6 +136,8 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=30),
     )
     own_collectives(rank, ranks)
+    works(rank, ranks)
+    timeouts(rank)
     handed_to_gloo(rank, ranks)
     groups(rank, ranks)
     communicators_of_groups(rank, ranks)

@@ -193,3 +193,25 @@ def test_kv_fetches(found: figures.Results) -> None:
     values = found.calibrated.kv
     slower = kv.requests(found.fetches, values | {"cpu_ms": 20.0})
     assert [one[0] for one in kv.ratios(slower) if abs(one[3] / one[2] - 1) > 0.2] == ["K1", "K2"]
+
+
+def test_the_threshold_to_more_engines_is_not_the_model_s() -> None:
+    """K3's 4 MB is taken from the paper (docs/model.md): two engines are faster on both sides."""
+    machine = machines.load("mi300x-8")
+    session = _core.Session("sim", machine, 1, phantom=True)
+    for total, least in ((64 << 10, 1.3), (32 << 20, 1.1)):
+        size = total // 256
+        moves = _core.moves_listed(
+            1,
+            [("kv", "local", total), ("pool", "host", total)],
+            [((1, 0, i * size), (2, -1, (255 - i) * size), size) for i in range(256)],
+        )
+        times = [
+            session.run(
+                _core.plan_batch(
+                    moves, [], _core.BatchPolicy(engines=engines, timed=False), machine
+                ).program
+            ).time_ns
+            for engines in (1, 2)
+        ]
+        assert times[0] / times[1] > least

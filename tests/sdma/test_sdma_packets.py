@@ -195,6 +195,10 @@ def test_nops_are_skipped() -> None:
     assert [dword for _, _, dword in found] == [1, 9]
     assert _core.sdma_pack("nop", {"skip": 2}) == [2 << 16, 0, 0]
     assert _core.sdma_unpack([]) == []
+    for kind, skip in [("nop", 1 << 14), ("nop", 1 << 62), ("fence", 2), ("fence", 1 << 62)]:
+        with pytest.raises(offcore.Error, match=r"skip") as refused:
+            _core.sdma_pack(kind, {"skip": skip})
+        assert refused.value.code == "invalid"
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,22 @@ def test_rectangles() -> None:
         (("fence", 4, 1 << 32), "invalid", "32 bits"),
         (("atomic_add", 4, 1), "invalid", "multiple of 8"),
         (("timestamp", 16), "invalid", "multiple of 32"),
+        (("copy", 0, 0, (1 << 64) - 1), "invalid", "more than 1048576 packets"),
+        (("copy", 0, (1 << 64) - 63, 64), "invalid", "beyond the 64-bit addresses"),
+        (("copy", (1 << 64) - 63, 0, 64), "invalid", "beyond the 64-bit addresses"),
+        (("broadcast", [0, 1 << 60], 0, 1 << 51), "invalid", "more than 1048576 packets"),
+        (("broadcast", [0, (1 << 64) - 32], 0, 64), "invalid", "beyond the 64-bit addresses"),
+        (("swap", 0, 64, 1 << 60), "invalid", "more than 1048576 packets"),
+        (("swap", 0, (1 << 64) - 64, 65), "invalid", "beyond the 64-bit addresses"),
+        (("strided", 0, 0, 4, (1 << 32) - 1, 5, 5), "invalid", "more than 1048576 packets"),
+        (("strided", 0, 0, 1 << 40, 2000, 1 << 41, -1), "invalid", "beyond the 64-bit"),
+        (("strided", 0, 9000, 1 << 40, 2000, 1, -1), "invalid", "more than 1048576 packets"),
+        (("strided", 0, 99, 4, 2, 8, -100), "invalid", "beyond the 64-bit addresses"),
+        (("strided", 0, 0, 1, 4, 1, (1 << 63) - 1), "invalid", "beyond the 64-bit addresses"),
+        (("strided", 0, 64, 4, 0, 8, 8), "invalid", "0 bytes"),
+        (("add", "fill", {"dst": 64, "value": 1, "bytes": 6}), "invalid", "no whole dwords"),
+        (("add", "rect", {"element": 5}), "invalid", "at most 16 bytes"),
+        (("add", "fence", {"dst": 64, "bytes": 1}), "invalid", "FENCE has no field bytes"),
     ],
 )
 def test_what_no_packet_says(call: tuple[object, ...], code: str, told: str) -> None:
@@ -297,7 +313,11 @@ def test_packets_that_are_no_commands() -> None:
         return _core.sdma_pack(kind, fields)
 
     copy = packet("copy", dst=window, src=own, bytes=64)
-    poll = {"func": 5, "memory": 1, "mask": 0xFFFFFFFF, "retry": 0xFFF, "value": 1, "dst": flags}
+    poll = {"func": 5, "memory": 1, "mask": 0xFFFFFFFF, "retry": 0xFFF, "interval": 4}
+    poll |= {"value": 1, "dst": flags}
+    polled = packet("poll", **poll)
+    rect = {"element": 6, "dst": window, "src": own, "dst_pitch": 64, "src_pitch": 64, "width": 8}
+    rect |= {"dst_slice": 1, "src_slice": 1, "height": 2, "depth": 1}
     for dwords, told in [
         (
             packet("copy", dst=12, src=own, bytes=64),
@@ -311,7 +331,17 @@ def test_packets_that_are_no_commands() -> None:
         (packet("atomic", operation=47, dst=flags, value=1), "no command"),
         (packet("poll", **(poll | {"func": 3})), "polls memory for ever"),
         (packet("poll", **(poll | {"mask": 255})), "polls memory for ever"),
-        ([*copy, *packet("poll", **poll)], "dword 7 (POLL_REGMEM): no FENCE"),
+        ([*copy, *polled], "dword 7 (POLL_REGMEM): no FENCE"),
         ([*copy, *packet("fence", dst=scratch, value=1), *copy], "belongs to a poll"),
+        # What an engine refuses, and what encode never writes.
+        (packet("broadcast", dst=window, dst2=window + 40, src=own, bytes=8), "agree modulo 32"),
+        (packet("broadcast", dst=window, dst2=window, src=own, bytes=8), "destinations are one"),
+        (packet("swap", dst=window + 3, src=own, bytes=64), "no multiple of 64"),
+        (packet("rect", **rect), "elements have at most 16 bytes"),
+        (packet("rect", **(rect | {"element": 0, "width": 65})), "longer than its pitch"),
+        (packet("poll", **(poll | {"interval": 5})), "every 4 clocks"),
+        ([*copy, *packet("fence", dst=scratch, value=7), *polled], "value 0 or 1, not 7"),
+        (packet("fence", dst=scratch, value=1), "no data commands before it need it"),
+        ([*copy, *packet("fence", dst=scratch, value=1)], "dword 11 (the end): the FENCE"),
     ]:
         assert told in refused_decoding(dwords), told

@@ -9,6 +9,8 @@
 namespace offcore::sdma {
 namespace {
 
+constexpr const char* kImpliedAlone = "the FENCE before it belongs to a poll or a timestamp";
+
 // Reads one queue's packets as commands.
 class Reader {
  public:
@@ -18,11 +20,15 @@ class Reader {
   std::vector<Command> run(std::span<const uint32_t> dwords) {
     for (const Decoded& decoded : decode(dwords)) {
       try {
+        if (const std::string why = refusal(decoded.packet); !why.empty()) fail(Code::invalid, why);
         read(decoded.packet);
       } catch (const Error& error) {
         fail(error.code(), "dword ", decoded.dword, " (", layout_of(decoded.packet.kind).name,
              "): ", error.message());
       }
+    }
+    if (implied_) {
+      fail(Code::invalid, "dword ", dwords.size(), " (the end): ", kImpliedAlone);
     }
     return std::move(commands_);
   }
@@ -30,7 +36,7 @@ class Reader {
  private:
   void read(const Packet& packet) {
     if (implied_ && packet.kind != Kind::poll && packet.kind != Kind::timestamp) {
-      fail(Code::invalid, "the FENCE before it belongs to a poll or a timestamp");
+      fail(Code::invalid, kImpliedAlone);
     }
     switch (packet.kind) {
       case Kind::copy:
@@ -67,6 +73,7 @@ class Reader {
                     .rows = 2,
                     .op = Op::copy};
     const Slice second = places_.find(packet[Field::dst2], bytes);
+    if (second == command.dst) fail(Code::unsupported, "its two destinations are one");
     if (row_of(command.dst, kRankStep, 1, program_.ranks) == second && program_.ranks > 1) {
       command.dst_step = kRankStep;
     } else if (second.buffer == command.dst.buffer && second.rank == command.dst.rank) {
@@ -122,9 +129,12 @@ class Reader {
 
   void poll(const Packet& packet) {
     const bool plain = packet[Field::func] == kPollAtLeast && packet[Field::memory] == 1 &&
-                       packet[Field::mask] == UINT32_MAX && packet[Field::retry] == kPollForever;
+                       packet[Field::mask] == UINT32_MAX && packet[Field::retry] == kPollForever &&
+                       packet[Field::interval] == kPollInterval;
     if (!plain) {
-      fail(Code::unsupported, "a command polls memory for ever, all 32 bits, until >= its value");
+      fail(Code::unsupported,
+           "a command polls memory for ever, all 32 bits, until >= its value, every ",
+           kPollInterval, " clocks");
     }
     ordered();
     push({.dst = word(packet), .value = relative(packet[Field::value]), .op = Op::poll});
@@ -135,8 +145,15 @@ class Reader {
       return push({.dst = word(packet), .value = relative(packet[Field::value]), .op = Op::signal});
     }
     if (packet[Field::value] == kFenceCommand) return push({.op = Op::fence});
+    if (packet[Field::value] != kFenceImplied) {
+      fail(Code::invalid, "a FENCE to the scratch word has the value ", kFenceCommand, " or ",
+           kFenceImplied, ", not ", packet[Field::value]);
+    }
+    if (!moving()) fail(Code::invalid, "no data commands before it need it");
     implied_ = true;
   }
+
+  bool moving() const { return !commands_.empty() && moves_data(commands_.back().op); }
 
   void timestamp(const Packet& packet) {
     const uint64_t at = packet[Field::dst] - addresses_.timestamps;
@@ -149,8 +166,7 @@ class Reader {
 
   // A command that orders its queue: what precedes it has to be behind a FENCE.
   void ordered() {
-    const bool moving = !commands_.empty() && moves_data(commands_.back().op);
-    if (moving && !implied_) {
+    if (moving() && !implied_) {
       fail(Code::invalid, "no FENCE orders it after the data commands before it");
     }
     implied_ = false;

@@ -14,7 +14,6 @@ constexpr uint64_t kHeightMax = 1 << 14;
 constexpr uint64_t kDepthMax = 1 << 11;
 constexpr uint64_t kPitchMax = 1 << 19;
 constexpr uint64_t kSliceMax = 1 << 28;
-constexpr uint64_t kPollInterval = 4;
 
 void need_align(std::string_view what, uint64_t address, uint64_t align) {
   if (address % align == 0) return;
@@ -25,6 +24,17 @@ void need_bytes(std::string_view what, uint64_t bytes) {
   if (bytes == 0) {
     fail(Code::invalid, what, " of 0 bytes: a packet's count is its bytes less one; leave it out");
   }
+}
+
+// The rows' addresses, from the first byte to the last, are numbers of 64 bits.
+void need_range(std::string_view what, uint64_t address, uint64_t bytes, uint64_t rows = 1,
+                int64_t step = 0) {
+  using Wide = __int128;
+  const Wide last = Wide{address} + Wide{step} * Wide{rows - 1};
+  const Wide end = std::max(Wide{address}, last) + Wide{bytes};
+  if (last >= 0 && end <= Wide{1} << 64) return;
+  fail(Code::invalid, what, " of ", bytes, " bytes at ", hex(address), rows > 1 ? " in rows" : "",
+       " goes beyond the 64-bit addresses");
 }
 
 uint64_t stepped(uint64_t address, int64_t step, uint64_t row) {
@@ -49,6 +59,12 @@ Encoder::Encoder(uint64_t copy_bytes_max) : copy_bytes_max_(copy_bytes_max) {
   }
 }
 
+void Encoder::need_room(uint64_t packets, uint64_t times) const {
+  const uint64_t room = kPacketsMax - packets_.size();
+  if (packets <= room && times <= room / std::max<uint64_t>(1, packets)) return;
+  fail(Code::invalid, "more than ", kPacketsMax, " packets for one queue: split the work");
+}
+
 std::vector<uint32_t> Encoder::dwords() const {
   std::vector<uint32_t> dwords;
   for (const Packet& packet : packets_) pack(packet, dwords);
@@ -57,6 +73,9 @@ std::vector<uint32_t> Encoder::dwords() const {
 
 void Encoder::copy(uint64_t dst, uint64_t src, uint64_t bytes) {
   need_bytes("a copy", bytes);
+  need_range("a copy", dst, bytes);
+  need_range("a copy", src, bytes);
+  need_room((bytes - 1) / copy_bytes_max_ + 1);
   for (uint64_t done = 0; done < bytes; done += copy_bytes_max_) {
     Packet packet{.kind = Kind::copy};
     packet[Field::dst] = dst + done;
@@ -75,7 +94,10 @@ void Encoder::broadcast(std::span<const uint64_t> dsts, uint64_t src, uint64_t b
            " of a broadcast have to agree modulo ", kBroadcastAlign);
     }
   }
+  need_range("a broadcast", src, bytes);
+  for (const uint64_t dst : dsts) need_range("a broadcast", dst, bytes);
   const uint64_t bytes_max = copy_bytes_max_ / kBroadcastAlign * kBroadcastAlign;
+  need_room((bytes - 1) / bytes_max + 1, (dsts.size() + 1) / 2);
   for (size_t i = 0; i + 1 < dsts.size(); i += 2) {
     for (uint64_t done = 0; done < bytes; done += bytes_max) {
       Packet packet{.kind = Kind::broadcast};
@@ -132,9 +154,12 @@ Packet Encoder::packet(const Rect& rect, uint64_t dst, uint64_t src, uint64_t by
 
 void Encoder::strided(uint64_t dst, uint64_t src, uint64_t bytes, uint32_t rows, int64_t dst_step,
                       int64_t src_step) {
-  need_bytes("a copy", bytes);
+  need_bytes("a copy", rows == 0 ? 0 : bytes);
+  need_range("a copy", dst, bytes, rows, dst_step);
+  need_range("a copy", src, bytes, rows, src_step);
   const std::optional<Rect> rect = rect_of(dst, src, bytes, dst_step, src_step);
   const uint64_t rows_max = rect ? rect->rows_max : 1;
+  need_room((rows - 1) / rows_max + 1, rect ? 1 : (bytes - 1) / copy_bytes_max_ + 1);
   for (uint64_t row = 0; row < rows; row += rows_max) {
     const uint64_t to = stepped(dst, dst_step, row);
     const uint64_t from = stepped(src, src_step, row);
@@ -151,7 +176,10 @@ void Encoder::swap(uint64_t a, uint64_t b, uint64_t bytes) {
   need_bytes("a swap", bytes);
   need_align("a swap's", a, kSwapAlign);
   need_align("a swap's", b, kSwapAlign);
+  need_range("a swap", a, bytes);
+  need_range("a swap", b, bytes);
   const uint64_t bytes_max = copy_bytes_max_ / kSwapAlign * kSwapAlign;
+  need_room((bytes - 1) / bytes_max + 1);
   for (uint64_t done = 0; done < bytes; done += bytes_max) {
     Packet packet{.kind = Kind::swap};
     packet[Field::dst] = a + done;
@@ -208,6 +236,12 @@ void Encoder::timestamp(uint64_t address) {
 void Encoder::trap(uint32_t context) {
   Packet packet{.kind = Kind::trap};
   packet[Field::value] = context;
+  packets_.push_back(packet);
+}
+
+void Encoder::add(const Packet& packet) {
+  const std::string why = refusal(packet);
+  if (!why.empty()) fail(Code::invalid, layout_of(packet.kind).name, ": ", why);
   packets_.push_back(packet);
 }
 

@@ -14,15 +14,15 @@
 namespace offcore::sdma {
 
 inline constexpr uint64_t kCopyBytesMax = 0x3fffffc0;  // SDMA 4.4.x, in whole swap blocks
-inline constexpr uint64_t kSwapAlign = 64;
-inline constexpr uint64_t kBroadcastAlign = 32;
-inline constexpr uint64_t kTimestampAlign = 32;
+inline constexpr uint64_t kPollInterval = 4;
+inline constexpr uint64_t kPacketsMax = 1 << 20;  // of one encoder
 
 class Encoder {
  public:
   explicit Encoder(uint64_t copy_bytes_max = kCopyBytesMax);
 
-  // Each throws invalid for what no packet can say, unsupported for what another machine's could.
+  // Each throws invalid for what no packet can say and for more than kPacketsMax packets,
+  // unsupported for what another machine's could.
   void copy(uint64_t dst, uint64_t src, uint64_t bytes);
   // Pairs of destinations; an odd last one gets a plain copy.
   void broadcast(std::span<const uint64_t> dsts, uint64_t src, uint64_t bytes);
@@ -35,6 +35,7 @@ class Encoder {
   void atomic_add(uint64_t address, uint64_t value);
   void timestamp(uint64_t address);
   void trap(uint32_t context);
+  void add(const Packet& packet);  // as it is
 
   const std::vector<Packet>& packets() const { return packets_; }
   std::vector<uint32_t> dwords() const;
@@ -43,6 +44,7 @@ class Encoder {
   struct Rect;
   std::optional<Rect> rect_of(uint64_t dst, uint64_t src, uint64_t bytes, int64_t dst_step,
                               int64_t src_step) const;
+  void need_room(uint64_t packets, uint64_t times = 1) const;
   Packet packet(const Rect& rect, uint64_t dst, uint64_t src, uint64_t bytes, uint32_t rows) const;
 
   uint64_t copy_bytes_max_;

@@ -5,14 +5,11 @@
 #include <cstring>
 #include <mutex>
 
-#include "core/backend/sdma/encode.h"
 #include "core/base/clock.h"
 #include "core/base/error.h"
 
 namespace offcore::sdma {
 namespace {
-
-constexpr uint64_t kElementMax = 4;  // log2: 16 bytes
 
 uint64_t rows_of(const Packet& packet) { return packet[Field::height] * packet[Field::depth]; }
 
@@ -135,6 +132,9 @@ bool Engine::fetch(uint64_t left_bytes) {
 }
 
 bool Engine::execute(const Packet& packet) {
+  if (const std::string why = refusal(packet); !why.empty()) {
+    return refuse(cat(layout_of(packet.kind).name, ": ", why));
+  }
   switch (packet.kind) {
     case Kind::nop:
       return true;
@@ -149,7 +149,7 @@ bool Engine::execute(const Packet& packet) {
     case Kind::atomic:
       return atomic(packet);
     case Kind::fence: {
-      std::byte* word = reach(packet[Field::dst], 4, 4, "FENCE");
+      std::byte* word = reach(packet[Field::dst], 4, "FENCE");
       if (word == nullptr) return false;
       drain();
       std::atomic_ref(*reinterpret_cast<uint32_t*>(word))
@@ -158,7 +158,7 @@ bool Engine::execute(const Packet& packet) {
       return true;
     }
     case Kind::timestamp: {
-      std::byte* place = reach(packet[Field::dst], 8, kTimestampAlign, "TIMESTAMP");
+      std::byte* place = reach(packet[Field::dst], 8, "TIMESTAMP");
       if (place == nullptr) return false;
       const auto ticks = static_cast<uint64_t>(options_.now_ns() / kTickNs);
       std::atomic_ref(*reinterpret_cast<uint64_t*>(place)).store(ticks, std::memory_order_release);
@@ -173,11 +173,7 @@ bool Engine::execute(const Packet& packet) {
 }
 
 // Null, having faulted, where an engine cannot go.
-std::byte* Engine::reach(uint64_t address, uint64_t bytes, uint64_t align, const char* what) {
-  if (address % align != 0) {
-    refuse(cat(what, ": address ", hex(address), " is no multiple of ", align));
-    return nullptr;
-  }
+std::byte* Engine::reach(uint64_t address, uint64_t bytes, const char* what) {
   std::byte* data = memory_.find(address, bytes);
   if (data == nullptr) {
     refuse(cat(what, ": ", bytes, " bytes at ", hex(address), " are not in the engine's memory"));
@@ -190,7 +186,7 @@ bool Engine::poll(const Packet& packet) {
   if (packet[Field::retry] != kPollForever) {
     return refuse("POLL_REGMEM: only polls that wait for ever are emulated");
   }
-  std::byte* place = reach(packet[Field::dst], 4, 4, "POLL_REGMEM");
+  std::byte* place = reach(packet[Field::dst], 4, "POLL_REGMEM");
   if (place == nullptr) return false;
   const uint32_t word =
       std::atomic_ref(*reinterpret_cast<uint32_t*>(place)).load(std::memory_order_acquire);
@@ -201,7 +197,6 @@ bool Engine::poll(const Packet& packet) {
       value<wanted, value <= wanted, value == wanted, value != wanted, value >= wanted, value>
           wanted,
       false};
-  if (packet[Field::func] == 7) return refuse("POLL_REGMEM: function 7 is none");
   if (holds[packet[Field::func]]) {
     ++counts_.polls;
     return true;
@@ -216,7 +211,7 @@ bool Engine::atomic(const Packet& packet) {
     return refuse(cat("ATOMIC: operation ", packet[Field::operation], " is not emulated; ",
                       kAtomicAdd64, " (a 64-bit add) is"));
   }
-  std::byte* place = reach(packet[Field::dst], 8, 8, "ATOMIC");
+  std::byte* place = reach(packet[Field::dst], 8, "ATOMIC");
   if (place == nullptr) return false;
   drain();
   std::atomic_ref(*reinterpret_cast<uint64_t*>(place))
@@ -242,42 +237,26 @@ bool Engine::resolve(Move& move) {
   if (packet.kind == Kind::rect) return resolve_rect(move);
   const uint64_t bytes = packet[Field::bytes];
   const bool fill = packet.kind == Kind::fill;
-  const uint64_t align = packet.kind == Kind::swap ? kSwapAlign : fill ? 4 : 1;
-  if (fill && bytes % 4 != 0) return refuse("CONST_FILL: its bytes are no whole dwords");
   move.units = fill ? bytes / 4 : bytes;
-  move.dst = reach(packet[Field::dst], bytes, align, name);
+  move.dst = reach(packet[Field::dst], bytes, name);
   if (move.dst == nullptr) return false;
   if (fill) return true;
-  move.src = reach(packet[Field::src], bytes, align, name);
+  move.src = reach(packet[Field::src], bytes, name);
   if (move.src == nullptr) return false;
   if (packet.kind != Kind::broadcast) return true;
-  if ((packet[Field::dst] - packet[Field::dst2]) % kBroadcastAlign != 0) {
-    return refuse(cat(name, ": the destinations ", hex(packet[Field::dst]), " and ",
-                      hex(packet[Field::dst2]), " do not agree modulo ", kBroadcastAlign));
-  }
-  move.dst2 = reach(packet[Field::dst2], bytes, 1, name);
+  move.dst2 = reach(packet[Field::dst2], bytes, name);
   return move.dst2 != nullptr;
 }
 
 bool Engine::resolve_rect(Move& move) {
   const Packet& packet = move.packet;
   const uint64_t element = packet[Field::element];
-  if (element > kElementMax) return refuse("COPY_LINEAR_RECT: elements have at most 16 bytes");
   const auto side = [&](Field address, Field x, Field y, Field z, Field pitch,
                         Field slice) -> std::byte* {
-    if (packet[address] % 4 != 0 || (packet[pitch] << element) % 4 != 0 ||
-        (packet[Field::depth] > 1 && (packet[slice] << element) % 4 != 0)) {
-      refuse("COPY_LINEAR_RECT: addresses, pitches and slices are whole dwords");
-      return nullptr;
-    }
-    if (packet[x] + packet[Field::width] > packet[pitch]) {
-      refuse("COPY_LINEAR_RECT: a row is longer than its pitch");
-      return nullptr;
-    }
     const uint64_t first = packet[x] + packet[y] * packet[pitch] + packet[z] * packet[slice];
     const uint64_t elements = (packet[Field::height] - 1) * packet[pitch] +
                               (packet[Field::depth] - 1) * packet[slice] + packet[Field::width];
-    return reach(packet[address] + (first << element), elements << element, 1, "COPY_LINEAR_RECT");
+    return reach(packet[address] + (first << element), elements << element, "COPY_LINEAR_RECT");
   };
   move.units = rows_of(packet);
   move.dst = side(Field::dst, Field::dst_x, Field::dst_y, Field::dst_z, Field::dst_pitch,

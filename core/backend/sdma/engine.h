@@ -104,7 +104,7 @@ class Engine {
   bool atomic(const Packet& packet);
   void advance();
   void drain();
-  std::byte* reach(uint64_t address, uint64_t bytes, uint64_t align, const char* what);
+  std::byte* reach(uint64_t address, uint64_t bytes, const char* what);
   bool refuse(const std::string& why);
   uint64_t draw();
 

@@ -188,8 +188,11 @@ void Fleet::wait(Flight& flight, const Deadline& deadline) {
   --callers_;
   work_.notify_one();
   if (!flight.ended()) {
-    if (!stopping_ && flight.error) throw *flight.error;
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
+    if (flight.error) throw *flight.error;
+    if (const std::string told = way_->failure(); !told.empty()) {
+      fail(Code::driver, op, " cannot end: ", told);
+    }
     fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
          " s: ", flight.position());
   }
@@ -217,9 +220,9 @@ void Fleet::stop() {
     }
     thread_.join();
   }
+  way_.reset();  // the runtime's queues end first: then nothing writes to what the flights keep
   lanes_.clear();
   doomed_.clear();
-  way_.reset();  // the runtime's queues go first, so that nothing writes any more
 }
 
 }  // namespace offcore::sdma

@@ -77,17 +77,12 @@ class HostTask final : public Task {
         pieces.push_back({.dst = flight_.addresses.of(dst),
                           .src = flight_.addresses.of(src),
                           .bytes = command.bytes,
-                          .dst_rank = place_of(dst),
-                          .src_rank = place_of(src),
+                          .dst_rank = flight_.place_of(dst),
+                          .src_rank = flight_.place_of(src),
                           .swap = command.op == Op::swap});
       }
     }
     ticket_ = way_.copy(commands().rank, pieces);
-  }
-
-  Rank place_of(const Slice& slice) const {
-    const bool host = flight_.program->buffers[slice.buffer].kind == Buffer::Kind::host;
-    return host ? kHostRank : slice.rank;
   }
 
   bool polled(const Command& command) const {
@@ -214,6 +209,8 @@ Report Flight::report() const {
   Report report;
   report.time_ns = end_ns - launch_ns;
   report.timestamps_ns = timestamps_ns;
+  report.native = native;
+  report.way = way;
   report.phases.control_ns = static_cast<double>(control_ns);  // the engines show nothing else
   return report;
 }

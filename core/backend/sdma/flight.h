@@ -1,6 +1,7 @@
 // A launch under way: its queues as tasks that go on a little whenever somebody looks.
 #pragma once
 #include <atomic>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,9 +43,12 @@ struct Flight {
   std::shared_ptr<const Program> program;  // as it is laid out for this launch's addresses
   Launch launch;
   Addresses addresses;
+  std::map<std::pair<BufferId, Rank>, Rank> places;       // where that is: kHostRank, or whose GPU
   std::vector<std::shared_ptr<void>> kept;                // pinned memory, words
   std::vector<std::vector<std::unique_ptr<Task>>> parts;  // of each rank
   uint32_t parts_left = 0;
+  std::string_view way;         // that it takes (way.h)
+  bool native = true;           // false: its swaps are copies
   std::byte* stamps = nullptr;  // of the engines, kTimestampAlign apart; null without rings
   std::vector<int64_t> timestamps_ns;
   std::vector<Rank> stamped_by;  // whose engine a timestamp is; kHostRank: it is in ns already
@@ -58,6 +62,7 @@ struct Flight {
   std::atomic<bool> done{false};
 
   bool ended() const { return done.load(std::memory_order_acquire); }
+  Rank place_of(const Slice& slice) const { return places.at({slice.buffer, slice.rank}); }
   std::string position() const;
   Report report() const;
 };

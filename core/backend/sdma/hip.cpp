@@ -9,9 +9,15 @@ namespace offcore::hip {
 
 Runtime::Runtime() {
   const std::string path = env("OFFCORE_LIBHIP");
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* library = nullptr;
+  std::string why;
+  for (const char* version : {"", ".7", ".6", ".5"}) {  // the bare name comes with headers only
+    library = dlopen((path + version).c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library != nullptr) break;
+    if (why.empty()) why = dlerror();
+  }
   if (library == nullptr) {
-    fail(Code::unavailable, "AMD's HIP runtime cannot be opened (", dlerror(), ")");
+    fail(Code::unavailable, "AMD's HIP runtime cannot be opened (", why, ")");
   }
   std::string missing;
 #define OFFCORE_HIP_FIND(name, returns, parameters)                      \

@@ -76,12 +76,16 @@ void Runtime::find_agents() {
     uint32_t device = UINT32_MAX;
     hsa_agent_get_info(agent, AgentInfo::device, &device);
     if (device == kDeviceCpu && host_pool_.handle == 0) {
+      host_ = agent;
       host_pool_ = find_pool(agent, kFineGrained);
     }
     if (device != kDeviceGpu) continue;
     char name[64] = "";
     hsa_agent_get_info(agent, AgentInfo::name, name);
-    gpus_.push_back({.agent = agent, .name = name, .pool = find_pool(agent, kCoarseGrained)});
+    Gpu gpu{.agent = agent, .name = name, .pool = find_pool(agent, kCoarseGrained)};
+    hsa_agent_get_info(agent, AgentInfo::sdma_engines_host, &gpu.engines_host);
+    hsa_agent_get_info(agent, AgentInfo::sdma_engines_peer, &gpu.engines_peer);
+    gpus_.push_back(std::move(gpu));
   }
 }
 

@@ -31,7 +31,13 @@ inline constexpr Status kStopIterating = 1;  // HSA_STATUS_INFO_BREAK
 inline constexpr Status kOutOfResources = 0x1008;
 
 enum class SystemInfo : uint32_t { timestamp = 2, timestamp_frequency = 3 };
-enum class AgentInfo : uint32_t { name = 0, device = 17, sdma_engines = 0xA10A };
+// The engines' ids run over both kinds, those for peers (xGMI) behind those for the host.
+enum class AgentInfo : uint32_t {
+  name = 0,
+  device = 17,
+  sdma_engines_host = 0xA10A,
+  sdma_engines_peer = 0xA10B
+};
 inline constexpr uint32_t kDeviceCpu = 0;
 inline constexpr uint32_t kDeviceGpu = 1;
 enum class PoolInfo : uint32_t { segment = 0, global_flags = 1, alloc_allowed = 5 };
@@ -128,6 +134,13 @@ struct Gpu {
   Agent agent;
   std::string name;  // "gfx942"
   MemoryPool pool;   // coarse-grained memory of its own
+  uint32_t engines_host = 0;
+  uint32_t engines_peer = 0;  // 0: all are engines_host
+
+  // Only these engines' swaps are known.
+  bool has_swaps() const { return name.starts_with("gfx94") || name.starts_with("gfx95"); }
+  // Those that the packets here are of.
+  bool has_packets() const { return name.starts_with("gfx94"); }
 };
 
 class Runtime {
@@ -141,6 +154,7 @@ class Runtime {
   const std::vector<Gpu>& gpus() const { return gpus_; }
   const std::vector<Agent>& agents() const { return agents_; }  // all, CPUs too
   MemoryPool host_pool() const { return host_pool_; }           // fine-grained host memory
+  Agent host() const { return host_; }                          // whose memory that is
   bool has_queues() const { return hsa_amd_queue_create != nullptr && hsa_amd_queue_get_info; }
   bool has_batch_copy() const { return hsa_amd_memory_async_batch_copy != nullptr; }
 
@@ -157,6 +171,7 @@ class Runtime {
 
   std::vector<Gpu> gpus_;
   std::vector<Agent> agents_;
+  Agent host_;
   MemoryPool host_pool_;
 };
 

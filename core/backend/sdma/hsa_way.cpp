@@ -2,12 +2,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <tuple>
 
 #include "core/backend/sdma/hsa.h"
 #include "core/backend/sdma/way.h"
+#include "core/base/clock.h"
 #include "core/base/error.h"
 
 namespace offcore::sdma {
@@ -18,13 +21,13 @@ constexpr uint32_t kRingBytes = 64 << 10;
 // A queue of the runtime's and the ring in it.
 class UserQueue {
  public:
-  UserQueue(hsa::Agent agent, uint32_t engine, std::atomic<hsa::Status>& failed) {
+  UserQueue(const hsa::Gpu& gpu, uint32_t engine, std::atomic<hsa::Status>& failed) {
     const hsa::Runtime& runtime = hsa::Runtime::get();
     hsa::QueueDescriptor wanted{.queue_size_bytes = kRingBytes,
                                 .callback = note_failure,
                                 .callback_data = &failed,
                                 .sdma_engine_id = engine};
-    hsa::check(runtime.hsa_amd_queue_create(agent, &wanted, 1),
+    hsa::check(runtime.hsa_amd_queue_create(gpu.agent, &wanted, 1),
                cat("cannot create a queue on SDMA engine ", engine));
     queue_ = wanted.queue;
     try {
@@ -57,6 +60,27 @@ class UserQueue {
   std::optional<Ring> ring_;
 };
 
+// Queues beyond the engines of their kind share them.
+uint32_t engine_of(const hsa::Gpu& gpu, uint16_t queue, bool host) {
+  const bool front = host || gpu.engines_peer == 0;
+  const uint32_t count = front ? gpu.engines_host : gpu.engines_peer;
+  if (count == 0) return hsa::kAnyEngine;
+  return (front ? 0 : gpu.engines_host) + queue % count;
+}
+
+// What the runtime has told of queues that failed. It may tell after a queue's end, so each way's
+// word lives as long as the process.
+std::atomic<hsa::Status>& new_word() {
+  static std::mutex mutex;
+  static auto* const words = new std::deque<std::atomic<hsa::Status>>;
+  const std::lock_guard lock(mutex);
+  return words->emplace_back(hsa::kSuccess);
+}
+
+// A refusal rolls nothing back and does not tell how many copies were begun: they have ended once
+// the signal has not changed for so long.
+constexpr int64_t kQuietNs = 1'000'000'000;
+
 class HsaTicket final : public Ticket {
  public:
   explicit HsaTicket(size_t copies) {
@@ -64,23 +88,37 @@ class HsaTicket final : public Ticket {
         hsa::Runtime::get().hsa_signal_create(static_cast<int64_t>(copies), 0, nullptr, &signal),
         "cannot create a signal");
   }
-  ~HsaTicket() override { hsa::Runtime::get().hsa_signal_destroy(signal); }
+  // A signal that copies may still count down is left to them.
+  ~HsaTicket() override {
+    if (left() == 0) hsa::Runtime::get().hsa_signal_destroy(signal);
+  }
+  void refuse(const Error& why) {
+    refused_ = why;
+    seen_ = left();
+    seen_ns_ = now_ns();
+  }
   bool done() override {
-    const int64_t left = hsa::Runtime::get().hsa_signal_load_scacquire(signal);
-    if (left < 0) fail(Code::driver, "a batch of copies has failed on the engines");
-    return left == 0;
+    const int64_t now_left = left();
+    if (now_left < 0) fail(Code::driver, "a batch of copies has failed on the engines");
+    if (!refused_) return now_left == 0;
+    if (std::exchange(seen_, now_left) != now_left) seen_ns_ = now_ns();
+    if (now_left > 0 && now_ns() - seen_ns_ < kQuietNs) return false;
+    throw *refused_;
   }
 
   hsa::Signal signal;
+
+ private:
+  int64_t left() const { return hsa::Runtime::get().hsa_signal_load_scacquire(signal); }
+
+  std::optional<Error> refused_;
+  int64_t seen_ = 0;
+  int64_t seen_ns_ = 0;
 };
 
 class HsaWay final : public Way {
  public:
-  HsaWay(const Machine& machine, Rank ranks)
-      : runtime_(hsa::Runtime::get()),
-        ranks_(ranks),
-        engines_host_(machine.engines_host),
-        queues_(runtime_.gpus()[0].name.starts_with("gfx94") && runtime_.has_queues()) {
+  HsaWay(Rank ranks, bool queues) : runtime_(hsa::Runtime::get()), ranks_(ranks), queues_(queues) {
     hsa::check(runtime_.hsa_system_get_info(hsa::SystemInfo::timestamp_frequency, &frequency_),
                "the clock's frequency cannot be had");
   }
@@ -91,11 +129,13 @@ class HsaWay final : public Way {
     return allocate_from(runtime_.gpus()[rank].pool, rank, bytes);
   }
   Share allocate_host(uint64_t bytes) override {
-    return allocate_from(runtime_.host_pool(), 0, bytes);
+    return allocate_from(runtime_.host_pool(), kHostRank, bytes);
   }
 
   Pinned pin(std::byte* data, uint64_t bytes) override {
-    if (own_->hold(data)) return {.address = reinterpret_cast<uint64_t>(data)};
+    if (const std::optional<Rank> place = own_->place_of(data)) {
+      return {.address = reinterpret_cast<uint64_t>(data), .place = *place, .owner = nullptr};
+    }
     void* seen = nullptr;
     hsa::check(runtime_.hsa_amd_memory_lock(data, bytes, nullptr, 0, &seen),
                cat("memory of the caller's (", bytes, " bytes) cannot be pinned"));
@@ -104,24 +144,19 @@ class HsaWay final : public Way {
                 data, [](void* memory) { hsa::Runtime::get().hsa_amd_memory_unlock(memory); })};
   }
 
-  // Peers' engines come behind the host's; queues beyond the engines share them.
   bool has_rings() const override { return queues_; }
-  Ring& ring(uint32_t group, Rank rank, uint16_t queue) override {
-    std::unique_ptr<UserQueue>& place = rings_[{group, rank, queue}];
+  bool swaps() const override { return runtime_.gpus()[0].has_swaps(); }
+  Ring& ring(uint32_t group, Rank rank, uint16_t queue, bool host) override {
+    std::unique_ptr<UserQueue>& place = rings_[{group, rank, queue, host}];
     if (place == nullptr) {
-      const hsa::Agent agent = runtime_.gpus()[rank].agent;
-      uint32_t engines = 0;
-      hsa::check(runtime_.hsa_agent_get_info(agent, hsa::AgentInfo::sdma_engines, &engines),
-                 "the number of SDMA engines cannot be had");
-      const uint32_t first = engines_host_ < engines ? engines_host_ : 0;
-      const uint32_t engine = first + queue % std::max(1u, engines - first);
-      place = std::make_unique<UserQueue>(agent, engine, failed_);
+      const hsa::Gpu& gpu = runtime_.gpus()[rank];
+      place = std::make_unique<UserQueue>(gpu, engine_of(gpu, queue, host), failed_);
     }
     return place->ring();
   }
 
   void drop_ring(uint32_t group, Rank rank, uint16_t queue) override {
-    rings_.erase({group, rank, queue});
+    for (const bool host : {false, true}) rings_.erase({group, rank, queue, host});
   }
 
   std::string failure() const override {
@@ -150,34 +185,39 @@ class HsaWay final : public Way {
 
   std::unique_ptr<Ticket> copy(Rank rank, std::span<const Piece> pieces) override {
     auto ticket = std::make_unique<HsaTicket>(pieces.size());
-    // Copies between two places of the host's are this rank's GPU's to make.
     const auto agent_of = [&](Rank place) {
-      return runtime_.gpus()[place == kHostRank ? rank : place].agent;
+      return place == kHostRank ? runtime_.host() : runtime_.gpus()[place].agent;
     };
     std::vector<hsa::CopyOp> ops;
     for (const Piece& piece : pieces) {
+      // Copies between two places of the host's are this rank's GPU's to make.
+      const bool within_host = piece.src_rank == kHostRank && piece.dst_rank == kHostRank;
       ops.push_back({.type = piece.swap ? hsa::kOpSwap : hsa::kOpLinear,
                      .completion_signal = ticket->signal,
                      .src = reinterpret_cast<void*>(piece.src),
                      .src_agent = agent_of(piece.src_rank),
-                     .dst_agent = agent_of(piece.dst_rank),
+                     .dst_agent = agent_of(within_host ? rank : piece.dst_rank),
                      .dst = reinterpret_cast<void*>(piece.dst),
                      .size = piece.bytes,
                      .dst_size = piece.swap ? piece.bytes : 0});
     }
-    hsa::check(runtime_.hsa_amd_memory_async_batch_copy(
-                   ops.data(), static_cast<uint32_t>(ops.size()), 0, nullptr),
-               cat("a batch of ", ops.size(), " copies was refused"));
+    try {
+      hsa::check(runtime_.hsa_amd_memory_async_batch_copy(
+                     ops.data(), static_cast<uint32_t>(ops.size()), 0, nullptr),
+                 cat("a batch of ", ops.size(), " copies was refused"));
+    } catch (const Error& error) {
+      ticket->refuse(error);
+    }
     return ticket;
   }
 
  private:
-  Share allocate_from(hsa::MemoryPool pool, Rank rank, uint64_t bytes) {
-    Share share{.rank = rank, .bytes = bytes};
+  Share allocate_from(hsa::MemoryPool pool, Rank place, uint64_t bytes) {
+    Share share{.rank = place == kHostRank ? Rank{0} : place, .bytes = bytes};
     if (bytes == 0) return share;
     void* data = nullptr;
     hsa::check(runtime_.hsa_amd_memory_pool_allocate(pool, bytes, 0, &data),
-               cat("cannot allocate ", bytes, " bytes for rank ", rank));
+               cat("cannot allocate ", bytes, " bytes for rank ", share.rank));
     const std::vector<hsa::Agent>& agents = runtime_.agents();
     const hsa::Status allowed = runtime_.hsa_amd_agents_allow_access(
         static_cast<uint32_t>(agents.size()), agents.data(), nullptr, data);
@@ -187,7 +227,7 @@ class HsaWay final : public Way {
     }
     std::memset(data, 0, bytes);
     share.data = static_cast<std::byte*>(data);
-    own_->add(share.data, bytes);
+    own_->add(share.data, bytes, place);
     share.owner = std::shared_ptr<void>(data, [own = own_](void* memory) {
       own->remove(static_cast<std::byte*>(memory));
       hsa::Runtime::get().hsa_amd_memory_pool_free(memory);
@@ -197,18 +237,32 @@ class HsaWay final : public Way {
 
   const hsa::Runtime& runtime_;
   const Rank ranks_;
-  const uint32_t engines_host_;
   const bool queues_;
   uint64_t frequency_ = 1;
-  std::atomic<hsa::Status> failed_{hsa::kSuccess};
+  std::atomic<hsa::Status>& failed_ = new_word();
   std::shared_ptr<Ranges> own_ = std::make_shared<Ranges>();
-  std::map<std::tuple<uint32_t, Rank, uint16_t>, std::unique_ptr<UserQueue>> rings_;
+  std::map<std::tuple<uint32_t, Rank, uint16_t, bool>, std::unique_ptr<UserQueue>> rings_;
 };
 
 }  // namespace
 
-std::unique_ptr<Way> make_hsa_way(const Machine& machine, Rank ranks) {
-  return std::make_unique<HsaWay>(machine, ranks);
+// The symbol alone tells little: older drivers of the kernel refuse such queues.
+std::string why_no_queues() {
+  const hsa::Runtime& runtime = hsa::Runtime::get();
+  const hsa::Gpu& gpu = runtime.gpus()[0];
+  if (!runtime.has_queues()) return "this HSA runtime lacks hsa_amd_queue_create";
+  if (!gpu.has_packets()) return cat("no packets of ", gpu.name, " are known");
+  try {
+    static std::atomic<hsa::Status>& failed = new_word();
+    UserQueue(gpu, engine_of(gpu, 0, false), failed);
+    return {};
+  } catch (const Error& error) {
+    return error.message();
+  }
+}
+
+std::unique_ptr<Way> make_hsa_way(Rank ranks, bool queues) {
+  return std::make_unique<HsaWay>(ranks, queues);
 }
 
 }  // namespace offcore::sdma

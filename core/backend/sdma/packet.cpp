@@ -156,11 +156,69 @@ void pack(const Packet& packet, std::vector<uint32_t>& dwords) {
          bits.bias > 0 ? cat(" for the value less ", unsigned{bits.bias}) : "");
   }
   const size_t first = dwords.size();
-  dwords.resize(first + layout.dwords + packet[Field::skip]);
+  dwords.resize(first + layout.dwords + (packet.kind == Kind::nop ? packet[Field::skip] : 0));
   dwords[first] = layout.header;
   for (const Bits& bits : layout.fields) {
     store(dwords.data() + first, bits, packet[bits.field] - bits.bias);
   }
+}
+
+namespace {
+
+std::string misaligned(uint64_t address, uint64_t align) {
+  if (address % align == 0) return {};
+  return cat("address ", hex(address), " is no multiple of ", align);
+}
+
+std::string rect_refusal(const Packet& packet) {
+  constexpr uint64_t kElementMax = 4;  // log2: 16 bytes
+  const uint64_t element = packet[Field::element];
+  if (element > kElementMax) return "elements have at most 16 bytes";
+  const auto side = [&](Field address, Field x, Field pitch, Field slice) -> std::string {
+    if (packet[address] % 4 != 0 || (packet[pitch] << element) % 4 != 0 ||
+        (packet[Field::depth] > 1 && (packet[slice] << element) % 4 != 0)) {
+      return "addresses, pitches and slices are whole dwords";
+    }
+    const bool fits = packet[x] + packet[Field::width] <= packet[pitch];
+    return fits ? "" : "a row is longer than its pitch";
+  };
+  const std::string dst = side(Field::dst, Field::dst_x, Field::dst_pitch, Field::dst_slice);
+  if (!dst.empty()) return dst;
+  return side(Field::src, Field::src_x, Field::src_pitch, Field::src_slice);
+}
+
+}  // namespace
+
+std::string refusal(const Packet& packet) {
+  const uint64_t dst = packet[Field::dst];
+  switch (packet.kind) {
+    case Kind::broadcast:
+      if ((dst - packet[Field::dst2]) % kBroadcastAlign == 0) return {};
+      return cat("the destinations ", hex(dst), " and ", hex(packet[Field::dst2]),
+                 " do not agree modulo ", kBroadcastAlign);
+    case Kind::swap: {
+      const std::string why = misaligned(dst, kSwapAlign);
+      return why.empty() ? misaligned(packet[Field::src], kSwapAlign) : why;
+    }
+    case Kind::rect:
+      return rect_refusal(packet);
+    case Kind::poll:
+      if (packet[Field::func] == 7) return "function 7 is none";
+      return packet[Field::memory] == 1 ? misaligned(dst, 4) : std::string();
+    case Kind::fence:
+      return misaligned(dst, 4);
+    case Kind::atomic:
+      return misaligned(dst, 8);
+    case Kind::timestamp:
+      return misaligned(dst, kTimestampAlign);
+    case Kind::fill:
+      return packet[Field::bytes] % 4 == 0 ? misaligned(dst, 4) : "its bytes are no whole dwords";
+    case Kind::copy:
+    case Kind::trap:
+    case Kind::nop:
+      break;
+  }
+  return {};
 }
 
 uint32_t packet_dwords(uint32_t header) {

@@ -64,6 +64,9 @@ inline constexpr uint64_t kPollEqual = 3;
 inline constexpr uint64_t kPollAtLeast = 5;  // plain unsigned, not cyclic
 inline constexpr uint64_t kPollForever = 0xfff;
 inline constexpr uint64_t kAtomicAdd64 = 47;
+inline constexpr uint64_t kSwapAlign = 64;
+inline constexpr uint64_t kBroadcastAlign = 32;
+inline constexpr uint64_t kTimestampAlign = 32;
 inline constexpr uint32_t kDwordsMax = 13;  // of the packets other than nops
 
 struct Packet {
@@ -103,6 +106,10 @@ Field parse_field(std::string_view name);
 
 // Appends the packet. Throws invalid where a value does not fit its field.
 void pack(const Packet& packet, std::vector<uint32_t>& dwords);
+
+// Why no engine takes it, wherever its memory lies; empty: they do. pack writes what fits all the
+// same.
+std::string refusal(const Packet& packet);
 
 // The packet that begins at dwords[at], into `packet`; returns its dwords. `dwords` may end behind
 // it. Throws invalid, naming the dword (its number is `first` + its place): no such operation, too

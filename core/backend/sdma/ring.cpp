@@ -8,6 +8,12 @@
 #include "core/base/error.h"
 
 namespace offcore::sdma {
+namespace {
+
+// For a producer that has only to copy a few kilobytes; a test machine may stop it for a while.
+constexpr double kPublishS = 10;
+
+}  // namespace
 
 Ring::Ring(const RingMemory& memory)
     : memory_(memory),
@@ -45,11 +51,25 @@ bool Ring::try_submit(std::span<const uint32_t> packets) {
   if (pad > 0) at = memory_.dwords.data();
   std::copy(packets.begin(), packets.end(), at);
 
-  while (committed_.load(std::memory_order_acquire) != begin) sched_yield();
+  publish(begin, end);
+  return true;
+}
+
+void Ring::publish(uint64_t begin, uint64_t end) {
+  if (committed_.load(std::memory_order_acquire) != begin) {
+    const Deadline deadline = Deadline::after_s(kPublishS);
+    while (committed_.load(std::memory_order_acquire) != begin) {
+      if (deadline.passed()) {
+        fail(Code::timeout, "a producer has reserved bytes of the ring before byte ", begin,
+             " and published up to byte ", committed_.load(), " only, for ",
+             shown_s(deadline.wait_ns()), " s: the ring is lost");
+      }
+      sched_yield();
+    }
+  }
   std::atomic_ref(*memory_.wptr).store(end, std::memory_order_release);
   std::atomic_ref(*memory_.doorbell).store(end, std::memory_order_release);
   committed_.store(end, std::memory_order_release);
-  return true;
 }
 
 size_t Ring::part_of(std::span<const uint32_t> packets) const {

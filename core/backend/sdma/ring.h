@@ -37,7 +37,8 @@ class Ring {
   // engine makes no room in time; the message says how many dwords are submitted all the same.
   void submit(std::span<const uint32_t> packets, const Deadline& deadline);
 
-  // All of them or none, of which false tells: there is no room now.
+  // All of them or none, of which false tells: there is no room now. Throws timeout, as submit
+  // does, where a producer before it does not finish its writing: such a ring is lost.
   bool try_submit(std::span<const uint32_t> packets);
 
   const RingMemory& memory() const { return memory_; }
@@ -46,6 +47,8 @@ class Ring {
   size_t part_of(std::span<const uint32_t> packets) const;
 
  private:
+  void publish(uint64_t begin, uint64_t end);
+
   RingMemory memory_;
   std::atomic<uint64_t> reserved_;
   std::atomic<uint64_t> committed_;  // up to where the doorbell has been rung

@@ -15,6 +15,7 @@ namespace {
 
 using namespace sdma;
 
+constexpr std::string_view kUntried = "packets and rings tested, never yet run on AMD hardware";
 constexpr uint64_t kScratchBytes = 64 << 10;  // of a queue whose swaps are not aligned
 
 // Swaps by three copies through scratch memory of the queue's own.
@@ -83,6 +84,14 @@ Extents extents_of(const Program& program) {
   return extents;
 }
 
+// Whether some of the queue's copies are to or from the host's memory, as it is bound.
+bool moves_host_memory(const Flight& flight, const Queue& queue) {
+  const auto host = [&](const Slice& slice) { return flight.place_of(slice) == kHostRank; };
+  return std::any_of(queue.commands.begin(), queue.commands.end(), [&](const Command& command) {
+    return moves_data(command.op) && (host(command.dst) || host(command.src));
+  });
+}
+
 class SdmaLoaded final : public Loaded {
  public:
   SdmaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Program> program,
@@ -141,8 +150,6 @@ class SdmaLoaded final : public Loaded {
     return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
   }
 
-  bool native() const override { return native_; }
-
  private:
   // All but the callers' queues.
   std::shared_ptr<Flight> build(const Launch& launch, uint32_t ring_group) {
@@ -154,6 +161,7 @@ class SdmaLoaded final : public Loaded {
     flight->parts_left = program_->ranks;
     flight->timestamps_ns.assign(stamped_by_.size(), -1);
     flight->ring_group = ring_group;
+    flight->way = fleet_->way().name();
     const std::lock_guard lock(fleet_->mutex());  // of the way
     if (fleet_->way().has_rings()) {
       add_ring_tasks(*flight);
@@ -225,6 +233,7 @@ class SdmaLoaded final : public Loaded {
       }
       Way::Pinned pinned = fleet_->way().pin(base + extent.begin, extent.end - extent.begin);
       flight.addresses.bases[place] = pinned.address - extent.begin;
+      flight.places[place] = pinned.place;
       if (pinned.owner != nullptr) flight.kept.push_back(std::move(pinned.owner));
     }
   }
@@ -245,12 +254,13 @@ class SdmaLoaded final : public Loaded {
   }
 
   void replace_swaps(Flight& flight) {
-    native_ = false;
+    flight.native = false;
     flight.program = std::make_shared<const Program>(without_swaps(*program_));
     const auto scratch = static_cast<BufferId>(program_->buffers.size());
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
       Share share = fleet_->way().allocate(rank, flight.program->buffers.back().bytes);
       flight.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
+      flight.places[{scratch, rank}] = rank;
       flight.kept.push_back(share.owner);
     }
   }
@@ -268,7 +278,8 @@ class SdmaLoaded final : public Loaded {
     std::byte* word = words.data;
     for (const Stream& stream : streams_for(flight)) {
       const Queue& queue = program_->queues[stream.queue];
-      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index);
+      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index,
+                                      moves_host_memory(flight, queue));
       word += kWordBytes;
       flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
     }
@@ -306,7 +317,6 @@ class SdmaLoaded final : public Loaded {
   std::vector<Rank> stamped_by_;
   size_t engine_queues_ = 0;
   bool has_swaps_ = false;
-  std::atomic<bool> native_{true};
   std::mutex mutex_;  // guards what follows
   std::vector<Stream> streams_;
   Addresses encoded_for_;
@@ -320,7 +330,7 @@ class SdmaBackend final : public Backend {
   SdmaBackend(const Machine& machine, Rank ranks)
       : machine_(machine),
         ranks_(ranks),
-        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(machine, ranks)))) {}
+        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(ranks)))) {}
   ~SdmaBackend() override { fleet_->stop(); }
 
   const Machine& machine() const override { return machine_; }
@@ -352,9 +362,9 @@ class SdmaBackend final : public Backend {
 
 Probe probe_sdma() {
   try {
-    return {.name = "sdma", .available = true, .reason = told_way()};
+    return {.name = "sdma", .available = true, .reason = cat(told_way(), "; ", kUntried)};
   } catch (const Error& error) {
-    return {.name = "sdma", .reason = error.message()};
+    return {.name = "sdma", .reason = cat(error.message(), "; ", kUntried)};
   }
 }
 

@@ -2,10 +2,10 @@
 // its batch copies (way.h). No operation runs a kernel.
 //
 // All ranks in one process, rank r on GPU r. The host's thread executes callers' queues. Values of
-// flag words are compared plain: a launch whose values would wrap is refused. Nothing can be armed
-// ahead yet: a prelaunched program is enqueued at its launch. A program whose swaps are not aligned
-// for this launch's memory goes through scratch memory. Never yet run on AMD hardware; tests run it
-// on a stand-in for the HSA runtime whose queues are emulated engines.
+// flag words are compared plain: a launch whose values would wrap is refused. Swaps that are not
+// aligned for a launch's memory, or that the way has not, go through scratch memory; the run's
+// report says so. Never yet run on AMD hardware; tests run it on a stand-in for the HSA runtime
+// whose queues are emulated engines.
 #pragma once
 #include <memory>
 #include <vector>

@@ -10,8 +10,8 @@ namespace {
 struct Found {
   size_t gpus = 0;
   std::string name;
-  const char* way = "";
-  bool hip = false;
+  enum class Kind : uint8_t { queues, batch_copy, hip_batch } kind = Kind::queues;
+  std::string way;
 };
 
 Found find() {
@@ -22,25 +22,30 @@ Found find() {
     if (gpu.pool.handle != 0 && runtime.host_pool().handle != 0) continue;
     fail(Code::unavailable, "a GPU or the host has no memory that may be allocated");
   }
-  if (first.name.starts_with("gfx94") && runtime.has_queues()) {
+  const std::string no_queues = why_no_queues();
+  if (no_queues.empty()) {
     found.way = "user-mode SDMA queues (hsa_amd_queue_create)";
-  } else if (runtime.has_batch_copy()) {
-    found.way = "hsa_amd_memory_async_batch_copy: no prelaunch";
-  } else {
-    std::string missing;
-    if (!hip::can_open(missing)) {
-      fail(Code::unavailable, "this HSA runtime has neither hsa_amd_queue_create nor ",
-           "hsa_amd_memory_async_batch_copy, and ", missing, ": a newer ROCm has them");
-    }
-    found.way = "hipMemcpyBatchAsync: no prelaunch, no swaps";
-    found.hip = true;
+    return found;
   }
+  if (runtime.has_batch_copy()) {
+    found.kind = Found::Kind::batch_copy;
+    found.way = cat("hsa_amd_memory_async_batch_copy: no prelaunch (", no_queues, ")");
+    return found;
+  }
+  std::string missing;
+  if (!hip::can_open(missing)) {
+    fail(Code::unavailable, no_queues, "; it lacks hsa_amd_memory_async_batch_copy; and ", missing,
+         ": a newer ROCm has them");
+  }
+  found.kind = Found::Kind::hip_batch;
+  found.way = cat("hipMemcpyBatchAsync: no prelaunch, no swaps (", no_queues,
+                  "; it lacks hsa_amd_memory_async_batch_copy)");
   return found;
 }
 
 }  // namespace
 
-Ring& Way::ring(uint32_t, Rank, uint16_t) {
+Ring& Way::ring(uint32_t, Rank, uint16_t, bool) {
   fail(Code::unsupported, "this way has no rings of its own");
 }
 
@@ -50,16 +55,16 @@ std::unique_ptr<Ticket> Way::copy(Rank, std::span<const Piece>) {
 
 std::string told_way() {
   const Found found = find();
-  return cat(found.gpus, " GPUs (", found.name, ") by ", found.way,
-             "; never yet run on AMD hardware: packets and rings are tested on emulated engines");
+  return cat(found.gpus, " GPUs (", found.name, ") by ", found.way);
 }
 
-std::unique_ptr<Way> open_way(const Machine& machine, Rank ranks) {
+std::unique_ptr<Way> open_way(Rank ranks) {
   const Found found = find();
   if (found.gpus < ranks) {
     fail(Code::unavailable, ranks, " ranks need as many GPUs; there are ", found.gpus);
   }
-  return found.hip ? make_hip_way(ranks) : make_hsa_way(machine, ranks);
+  if (found.kind == Found::Kind::hip_batch) return make_hip_way(ranks);
+  return make_hsa_way(ranks, found.kind == Found::Kind::queues);
 }
 
 }  // namespace offcore::sdma

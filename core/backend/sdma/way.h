@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,26 +19,33 @@
 
 namespace offcore::sdma {
 
-// Ranges of memory that a way has allocated itself: what needs no pinning.
+// Ranges of memory that a way has allocated itself: what needs no pinning. `place` is the rank on
+// whose GPU it lies, or kHostRank.
 class Ranges {
  public:
-  void add(const std::byte* data, uint64_t bytes) {
+  void add(const std::byte* data, uint64_t bytes, Rank place) {
     const std::lock_guard lock(mutex_);
-    ranges_[data] = bytes;
+    ranges_[data] = {bytes, place};
   }
   void remove(const std::byte* data) {
     const std::lock_guard lock(mutex_);
     ranges_.erase(data);
   }
-  bool hold(const std::byte* data) const {
+  std::optional<Rank> place_of(const std::byte* data) const {
     const std::lock_guard lock(mutex_);
     const auto after = ranges_.upper_bound(data);
-    return after != ranges_.begin() && data < std::prev(after)->first + std::prev(after)->second;
+    if (after == ranges_.begin()) return std::nullopt;
+    const auto& [begin, range] = *std::prev(after);
+    return data < begin + range.bytes ? std::optional(range.place) : std::nullopt;
   }
 
  private:
+  struct Range {
+    uint64_t bytes = 0;
+    Rank place = kHostRank;
+  };
   mutable std::mutex mutex_;
-  std::map<const std::byte*, uint64_t> ranges_;
+  std::map<const std::byte*, Range> ranges_;
 };
 
 // One copy or swap of a batch, with the ranks whose memory it is (kHostRank: the host's).
@@ -54,7 +62,9 @@ struct Piece {
 class Ticket {
  public:
   virtual ~Ticket() = default;
-  virtual bool done() = 0;  // throws driver where it has failed
+  // Throws driver, or memory, where it has failed or was refused in part: in the end, because until
+  // then copies that were not refused may still be under way.
+  virtual bool done() = 0;
 };
 
 class Way {
@@ -64,18 +74,19 @@ class Way {
   virtual Share allocate(Rank rank, uint64_t bytes) = 0;
   virtual Share allocate_host(uint64_t bytes) = 0;
 
-  // Where engines see this memory of the process's, for as long as the owner lives.
+  // Where engines see this memory of the process's, as long as the owner lives, and whose it is.
   struct Pinned {
     uint64_t address = 0;
+    Rank place = kHostRank;
     std::shared_ptr<void> owner;
   };
   virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
 
   virtual bool has_rings() const { return false; }
-  // The ring of a queue of a group's (a lane's, or a prelaunched program's); its only producer
-  // is the caller.
-  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue);
-  // Ends that ring, whatever it holds; the next one is new.
+  // The ring of a queue of a group's (a lane's, or a prelaunched program's) whose copies are to and
+  // from the host, or between ranks; its only producer is the caller.
+  virtual Ring& ring(uint32_t group, Rank rank, uint16_t queue, bool host);
+  // Ends that queue's rings, whatever they hold; the next ones are new.
   virtual void drop_ring(uint32_t, Rank, uint16_t) {}
   // What the runtime has told of an engine that has failed; empty: nothing.
   virtual std::string failure() const { return {}; }
@@ -89,12 +100,16 @@ class Way {
 };
 
 // The best way there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
-std::unique_ptr<Way> open_way(const Machine& machine, Rank ranks);
+std::unique_ptr<Way> open_way(Rank ranks);
 
-// What open_way would find: how many GPUs, their name, the way; or throws unavailable.
+// What open_way would find: how many GPUs, their name, the way, and why none of those before it; or
+// throws unavailable.
 std::string told_way();
 
-std::unique_ptr<Way> make_hsa_way(const Machine& machine, Rank ranks);
+// Why the runtime, which is open, gives no rings; empty: it does, one has been made to see.
+std::string why_no_queues();
+
+std::unique_ptr<Way> make_hsa_way(Rank ranks, bool queues);
 std::unique_ptr<Way> make_hip_way(Rank ranks);
 
 }  // namespace offcore::sdma

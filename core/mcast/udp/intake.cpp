@@ -12,7 +12,9 @@ namespace {
 constexpr int kTakesMax = 4;  // rings full of datagrams a turn
 constexpr int kRunsMax = 32;  // scattered runs a turn
 constexpr size_t kRunBytes = 65536;
-constexpr size_t kDatagramsMax = 64;  // of a run
+constexpr size_t kDatagramsMax = 64;         // of a run
+constexpr uint64_t kLittleBytes = 16 << 10;  // in a turn
+constexpr uint64_t kMuchBytes = 256 << 10;   // still to come
 
 }  // namespace
 
@@ -35,16 +37,19 @@ Intake::Intake(ReceiveSocket& socket, Receiver& receiver, const Group& group,
   parts_.push_back({});
 }
 
-void Intake::turn() {
+bool Intake::turn() {
+  const uint64_t before = socket_.counters().bytes;
   Receiver::Batch batch(receiver_);
   if (socket_.gro()) {
     for (int i = 0; i < kRunsMax && take_scattered(batch); ++i) continue;
-    return;
+  } else {
+    const auto each = [&](std::span<std::byte> datagram) {
+      take(batch, datagram, static_cast<uint32_t>(datagram.size()));
+    };
+    for (int i = 0; i < kTakesMax && socket_.receive(each) > 0; ++i) continue;
   }
-  const auto each = [&](std::span<std::byte> datagram) {
-    take(batch, datagram, static_cast<uint32_t>(datagram.size()));
-  };
-  for (int i = 0; i < kTakesMax && socket_.receive(each) > 0; ++i) continue;
+  const uint64_t bytes = socket_.counters().bytes - before;
+  return bytes > 0 && bytes < kLittleBytes && batch.missing() * chunk_bytes_ > kMuchBytes;
 }
 
 void Intake::note_question(std::byte* head) {

@@ -24,8 +24,9 @@ class Intake {
   Intake(ReceiveSocket& socket, Receiver& receiver, const Group& group,
          std::function<void(const std::byte* head)> answer);
 
-  // What has come, up to a bound so that others get their turn.
-  void turn();
+  // What has come, up to a bound so that others get their turn. True where much is still to come,
+  // and this was so little that to be woken for the like of it costs more than it is worth.
+  bool turn();
 
   struct Counters {
     Tally placed;  // datagrams whose chunk the kernel put to its place

@@ -22,14 +22,15 @@ constexpr int64_t kSleepMaxNs = 1'000'000'000;
 constexpr size_t kEventsMax = 64;
 constexpr uint64_t kBell = UINT64_MAX;
 
-// To the nanosecond where the kernel can; else to the millisecond after.
+// To the nanosecond where the kernel can and may (sandboxes refuse calls that they do not know);
+// else to the millisecond after.
 int wait_events(int epoll, epoll_event* events, int count, int64_t wait_ns) {
 #ifdef SYS_epoll_pwait2
   static std::atomic<bool> fine{true};
   if (fine) {
     const timespec wait{.tv_sec = wait_ns / 1'000'000'000, .tv_nsec = wait_ns % 1'000'000'000};
     const long ready = syscall(SYS_epoll_pwait2, epoll, events, count, &wait, nullptr, 0);
-    if (ready >= 0 || errno != ENOSYS) return static_cast<int>(ready);
+    if (ready >= 0 || errno == EINTR) return static_cast<int>(ready);
     fine = false;
   }
 #endif

@@ -12,6 +12,7 @@
 
 #include "core/base/digest.h"
 #include "core/base/error.h"
+#include "core/base/threads.h"
 #include "core/mcast/endpoint.h"
 #include "core/mcast/udp/caster.h"
 #include "core/mcast/udp/intake.h"
@@ -20,7 +21,8 @@
 namespace offcore::mcast {
 namespace {
 
-constexpr int kCreditsMax = 256;  // a turn
+constexpr int64_t kNapNs = 200'000;  // of a receiver that would be woken for single packets
+constexpr int kCreditsMax = 256;     // a turn
 constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
 
@@ -78,11 +80,10 @@ Address first_group(const UdpOptions& options, const Key& key) {
 }  // namespace
 
 Loops Loops::start(uint32_t receive_workers, uint32_t send_workers, int64_t spin_ns) {
-  Loops loops{.control = std::make_shared<Loop>(spin_ns), .receive = {}, .send = {}};
-  for (uint32_t i = 0; i < receive_workers; ++i) {
-    loops.receive.push_back(std::make_shared<Loop>(spin_ns));
-  }
-  for (uint32_t i = 0; i < send_workers; ++i) loops.send.push_back(std::make_shared<Loop>(spin_ns));
+  const auto loop = [&] { return owned_by_process(std::make_unique<Loop>(spin_ns)); };
+  Loops loops{.control = loop(), .receive = {}, .send = {}};
+  for (uint32_t i = 0; i < receive_workers; ++i) loops.receive.push_back(loop());
+  for (uint32_t i = 0; i < send_workers; ++i) loops.send.push_back(loop());
   return loops;
 }
 
@@ -91,15 +92,20 @@ namespace {
 class UdpNode final : public Node, Transport, Ears {
  public:
   UdpNode(const UdpOptions& options, Loops loops);
-  ~UdpNode() override;
+  ~UdpNode() override { close(); }
 
   std::string address() const override { return card_.text(); }
   void start(const Group& group, const std::vector<std::string>& addresses,
              const Deadline& deadline) override;
   Endpoint& endpoint() override {
+    if (process_ != getpid()) {
+      fail(Code::unsupported, "a multicast communicator does not survive fork: open one in the ",
+           "child, or start processes anew (multiprocessing's \"spawn\")");
+    }
     if (endpoint_ == nullptr) fail(Code::invalid, "the node has not been started: call start");
     return *endpoint_;
   }
+  void close() override;
   std::vector<std::pair<std::string, uint64_t>> counters() const override;
 
  private:
@@ -108,6 +114,7 @@ class UdpNode final : public Node, Transport, Ears {
   void send(Rank to, const Message& reply, std::span<const std::byte> data) override {
     peers_->send(to, reply, data);
   }
+  bool holds_data(Rank to) const override { return peers_->holds_data(to); }
   void multicast(const Part& part) override { casters_[part.subgroup]->push(part); }
   void wake() override;
   void stop() override;
@@ -133,6 +140,7 @@ class UdpNode final : public Node, Transport, Ears {
   Loop& receive_loop(uint32_t subgroup) const;
   Loop& send_loop(uint32_t subgroup) const;
 
+  const pid_t process_ = getpid();
   const UdpOptions options_;
   const Loops loops_;
   Descriptor namespace_;
@@ -201,16 +209,17 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
                                                 group,
                                                 [this](const std::byte* head) { answer(head); }));
   }
-  loops_.control->call([&] {
-    peers_->start(group, std::move(peers));
-    loops_.control->watch(credits_.get(), EPOLLIN, [this] { on_credits(); });
-  });
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     receive_loop(subgroup).call([&] {
       receive_loop(subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN,
                                    [this, subgroup] { receive(subgroup); });
     });
   }
+  // Last: peers may say at once that all is over, and then nothing may be watched any more.
+  loops_.control->call([&] {
+    loops_.control->watch(credits_.get(), EPOLLIN, [this] { on_credits(); });
+    peers_->start(group, std::move(peers));
+  });
   wake();
 }
 
@@ -241,12 +250,14 @@ void UdpNode::open_subgroups(const Group& group, bool loop) {
   }
 }
 
-UdpNode::~UdpNode() {
+void UdpNode::close() {
+  if (process_ != getpid()) return;
   if (endpoint_ != nullptr) endpoint_->close();
   loops_.control->call([this] {
     if (endpoint_ != nullptr) endpoint_->on_time(now_ns());
     stop();
   });
+  peers_->wait_stopped();
   // After what was posted meanwhile, which may still look at what goes now.
   for (const auto& loop : loops_.send) loop->call([] {});
   loops_.control->call([] {});
@@ -258,7 +269,10 @@ void UdpNode::stop() {
   if (std::exchange(stopped_, true)) return;
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     Loop& loop = receive_loop(subgroup);
-    loop.call([&] { loop.unwatch(sockets_[subgroup]->fd()); });
+    loop.call([&] {
+      loop.unwatch(sockets_[subgroup]->fd());
+      loop.remind(intakes_[subgroup].get(), INT64_MAX, nullptr);
+    });
   }
   loops_.control->unwatch(credits_.get());
   for (const auto& caster : casters_) caster->stop();
@@ -268,10 +282,16 @@ void UdpNode::stop() {
 
 // Where the socket fails nothing more comes from it, and the ring brings everything.
 void UdpNode::receive(uint32_t subgroup) {
+  Loop& loop = receive_loop(subgroup);
+  const int fd = sockets_[subgroup]->fd();
   try {
-    intakes_[subgroup]->turn();
+    if (!intakes_[subgroup]->turn()) return;
+    // Where packets come one by one, to wake this thread for each costs more than to send it.
+    loop.rewatch(fd, 0);
+    loop.remind(intakes_[subgroup].get(), now_ns() + kNapNs,
+                [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
   } catch (const Error&) {
-    receive_loop(subgroup).unwatch(sockets_[subgroup]->fd());
+    loop.unwatch(fd);
     receive_failures_ += 1;
   }
 }

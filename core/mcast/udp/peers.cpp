@@ -1,6 +1,7 @@
 #include "core/mcast/udp/peers.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -14,7 +15,8 @@ namespace {
 constexpr int64_t kStrangerNs = 5'000'000'000;  // to say hello
 constexpr int64_t kPatrolNs = 1'000'000'000;
 constexpr size_t kStrangersMax = 256;
-constexpr int kAcceptsMax = 64;  // a turn
+constexpr int kAcceptsMax = 64;                  // a turn
+constexpr int64_t kLastWordsNs = 1'000'000'000;  // to get out
 
 }  // namespace
 
@@ -30,6 +32,7 @@ struct Peers::Link final : Reader {
   std::optional<Rank> rank;  // who is there, or has to be
   bool greeted = false;      // and has proved it
   bool connecting = false;
+  bool finished = false;  // nothing more will be sent
   bool ended = false;
   int64_t since_ns = now_ns();
 };
@@ -124,6 +127,10 @@ void Peers::settle(Link& link) {
     return;
   }
   const bool waits = link.connecting || link.stream.pending();
+  if (stopped_ && !waits && link.rank && outgoing_[*link.rank] == &link && !link.finished) {
+    link.finished = true;
+    link.stream.finish();
+  }
   loop_.rewatch(link.stream.fd(), waits ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
@@ -146,37 +153,61 @@ void Peers::on_ready(Link& link) {
 
 bool Peers::on_hello(Link& link, const Message& message) {
   const std::optional<Rank> rank = check_hello(*group_, message);
-  if (!rank || (link.rank && *link.rank != *rank)) return false;
+  if (!rank || (link.rank ? *link.rank != *rank : lost_[*rank])) return false;
   link.greeted = true;
   if (link.rank) return true;  // the answer of whom this rank called
   link.rank = rank;
   link.stream.push(hello_to(*group_, group_->rank, *rank));
-  if (outgoing_[*rank] == nullptr && !lost_[*rank]) outgoing_[*rank] = &link;
+  if (outgoing_[*rank] == nullptr) outgoing_[*rank] = &link;
   return true;
 }
 
 // False: the link is of no use any more.
 bool Peers::on_message(Link& link, const Message& message) {
-  if (stopped_) return false;
+  if (stopped_) return true;  // for nobody
   if (!link.greeted) return message.kind == MessageKind::hello && on_hello(link, message);
   if (message.kind == MessageKind::hello) return false;
   const Rank from = *link.rank;
-  if (message.kind == MessageKind::goodbye) lost_[from] = true;  // its closing is no news then
+  if (message.kind == MessageKind::goodbye) let_go(from);  // its closing is no news then
   ears_.on_message(from, message);
-  return !stopped_;
+  return true;
 }
 
+// Nothing is sent to it any more.
+void Peers::let_go(Rank rank) {
+  lost_[rank] = true;
+  for (const auto& [fd, link] : links_) {
+    if (link->rank == rank) link->stream.let_go();
+  }
+}
+
+// With all links of its rank: a peer that lives ends the one that it sends on, having sent all.
 void Peers::end(Link& link, const std::string& reason) {
+  const std::optional<Rank> rank = link.rank;
+  if (!rank) {
+    if (!stopped_) counters_.strangers.add(1);
+    return remove(link);
+  }
+  std::vector<Link*> theirs;
+  for (const auto& [fd, one] : links_) {
+    if (one->rank == rank) theirs.push_back(one.get());
+  }
+  for (Link* const one : theirs) remove(*one);
+  outgoing_[*rank] = nullptr;
+  if (stopped_) {
+    loop_.post([this] { look_whether_stopped(false); });
+  } else {
+    lose(*rank, reason);
+  }
+}
+
+// It may be in the middle of a call: it goes when that is over.
+void Peers::remove(Link& link) {
   link.ended = true;
   loop_.unwatch(link.stream.fd());
-  const std::optional<Rank> rank = link.rank;
-  if (!rank) counters_.strangers.add(1);
-  if (rank && outgoing_[*rank] == &link) outgoing_[*rank] = nullptr;
-  // It may be in the middle of a call: it goes when that is over.
   const auto found = links_.find(link.stream.fd());
   loop_.post([gone = std::shared_ptr<Link>(std::move(found->second))] {});
   links_.erase(found);
-  if (rank && !stopped_) lose(*rank, reason);
 }
 
 void Peers::lose(Rank rank, const std::string& reason) {
@@ -185,16 +216,40 @@ void Peers::lose(Rank rank, const std::string& reason) {
   ears_.on_lost(rank, reason);
 }
 
+bool Peers::holds_data(Rank to) const {
+  return outgoing_[to] != nullptr && outgoing_[to]->stream.holds_data();
+}
+
+// Peers are still accepted: they may be about to say that they stop too.
 void Peers::stop() {
   if (std::exchange(stopped_, true)) return;
-  loop_.unwatch(listener_.get());
-  loop_.remind(this, INT64_MAX, nullptr);
-  loop_.remind(&listener_, INT64_MAX, nullptr);
   for (const auto& [fd, link] : links_) {
-    loop_.unwatch(fd);
-    link->stream.flush();
-    link->stream.drop();
+    link->stream.let_go();
+    settle(*link);
   }
+  loop_.remind(&links_, now_ns() + kLastWordsNs, [this] { look_whether_stopped(true); });
+  loop_.post([this] { look_whether_stopped(false); });
+}
+
+void Peers::look_whether_stopped(bool late) {
+  const bool talks =
+      std::ranges::any_of(links_, [](const auto& entry) { return entry.second->rank.has_value(); });
+  if (talks && !late) return;
+  loop_.unwatch(listener_.get());
+  for (const void* who : std::array<const void*, 3>{this, &listener_, &links_}) {
+    loop_.remind(who, INT64_MAX, nullptr);
+  }
+  for (const auto& [fd, link] : links_) loop_.unwatch(fd);
+  links_.clear();
+  listener_ = Descriptor();
+  const std::scoped_lock lock(mutex_);
+  silent_ = true;
+  changed_.notify_all();
+}
+
+void Peers::wait_stopped() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return silent_; });
 }
 
 }  // namespace offcore::mcast

@@ -3,10 +3,13 @@
 // sending on its own, so that messages stay in order.
 //
 // Either side begins with a hello that proves that it knows the communicator's secret; strangers
-// are hung up on. All of it happens on one loop.
+// are hung up on. A rank that stops ends the connection that it sends on, once everything has gone
+// out on it, and reads the others until its peers have ended theirs: so its end is never ahead of
+// its words, nor are those lost with a connection that is reset. All of it happens on one loop.
 #pragma once
-#include <functional>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -41,7 +44,11 @@ class Peers {
   // On the loop, all of them.
   void start(const Group& group, std::vector<Address> addresses);
   void send(Rank to, const Message& message, std::span<const std::byte> data = {});
-  void stop();  // what is queued still goes out where the kernel takes it
+  bool holds_data(Rank to) const;  // of a send(), which the kernel has not taken yet
+  // Touches nobody's data any more; messages that are queued still go out, about a second at most.
+  void stop();
+
+  void wait_stopped();  // any other thread, after stop()
 
   struct Counters {
     Tally connections;
@@ -59,8 +66,11 @@ class Peers {
   bool on_hello(Link& link, const Message& message);
   void settle(Link& link);  // after its queue has changed
   void end(Link& link, const std::string& reason);
+  void remove(Link& link);
+  void let_go(Rank rank);
   void lose(Rank rank, const std::string& reason);
   void hang_up_on_strangers();
+  void look_whether_stopped(bool late);
 
   Loop& loop_;
   const int namespace_fd_;
@@ -72,8 +82,12 @@ class Peers {
   std::unordered_map<int, std::unique_ptr<Link>> links_;
   std::vector<Link*> outgoing_;  // by rank
   std::vector<bool> lost_;       // or has said goodbye
-  bool stopped_ = false;
+  bool stopped_ = false;         // but what is queued may still go out
   Counters counters_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool silent_ = false;  // nothing is open any more
 };
 
 }  // namespace offcore::mcast

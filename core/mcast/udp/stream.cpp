@@ -79,11 +79,24 @@ Stream::State Stream::flush() {
   return State::open;
 }
 
-void Stream::drop() {
-  queue_.clear();
-  sent_ = 0;
-  shutdown(fd(), SHUT_WR);
+bool Stream::holds_data() const {
+  return std::ranges::any_of(
+      queue_, [](const Queued& one) { return !one.data.empty() && one.copy.empty(); });
 }
+
+void Stream::let_go() {
+  const Queued* const under_way = sent_ > 0 ? &queue_.front() : nullptr;
+  std::erase_if(queue_, [&](const Queued& one) { return !one.data.empty() && &one != under_way; });
+  if (sent_ > 0 && queue_.front().copy.empty()) {
+    Queued& first = queue_.front();
+    first.copy.assign(first.data.begin(), first.data.end());
+    first.data = first.copy;
+  }
+  if (in_payload_) dropped_ = true;
+  place_ = {};
+}
+
+void Stream::finish() { shutdown(fd(), SHUT_WR); }
 
 Stream::State Stream::receive(Reader& reader) {
   for (int turn = 0; turn < kReadsMax; ++turn) {
@@ -124,6 +137,7 @@ Stream::State Stream::parse(Reader& reader) {
       payload_left_ -= taken;
       if (payload_left_ > 0) return State::open;
       in_payload_ = false;
+      if (dropped_) reply_.payload_bytes = 0;
       if (!reader.read(reply_)) return State::closed;
     }
     if (end_ - begin_ < kMessageBytes) return State::open;
@@ -137,7 +151,8 @@ Stream::State Stream::parse(Reader& reader) {
     reply_ = *message;
     place_ = reader.place_of(reply_);
     payload_left_ = reply_.payload_bytes;
-    if (place_.size() > payload_left_) place_ = place_.first(payload_left_);
+    dropped_ = place_.size() != payload_left_;
+    if (dropped_) place_ = {};
     in_payload_ = true;
   }
 }

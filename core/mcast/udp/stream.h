@@ -21,7 +21,7 @@ class Reader {
   virtual ~Reader() = default;
   // Where the payload of a reply goes; empty: it is read and dropped.
   virtual std::span<std::byte> place_of(const Message& reply) = 0;
-  // False: enough, read no more of this stream.
+  // Of a reply whose payload was dropped, payload_bytes is 0. False: no more of this stream.
   virtual bool read(const Message& message) = 0;
 };
 
@@ -32,13 +32,17 @@ class Stream {
   explicit Stream(Descriptor socket);  // connected, or about to be
 
   int fd() const { return socket_.get(); }
-  // Queues. The data stays where it is until it has been sent, or drop().
+  // Queues. The data stays where it is until it has been sent, or let_go().
   void push(const Message& message, std::span<const std::byte> data = {});
   bool pending() const { return !queue_.empty(); }
+  bool holds_data() const;  // of somebody else's, that is queued
   // Sends what the kernel takes now.
   State flush();
-  // Forgets what is queued, and tells the peer that nothing more will come.
-  void drop();
+  // Touches nobody's data any more: replies that wait are forgotten, of one that is under way the
+  // rest is copied, and what comes is dropped. Messages stay queued.
+  void let_go();
+  // Tells the peer that nothing more will come.
+  void finish();
   // Reads what has come, up to a bound so that others get their turn.
   State receive(Reader& reader);
   // Why the last call said `broken`.
@@ -48,6 +52,7 @@ class Stream {
   struct Queued {
     std::array<std::byte, kMessageBytes> message;
     std::span<const std::byte> data;
+    std::vector<std::byte> copy;  // `data`, since let_go()
     size_t bytes() const { return message.size() + data.size(); }
   };
   State broken(std::string reason);
@@ -61,6 +66,7 @@ class Stream {
   bool in_payload_ = false;
   Message reply_;               // whose payload is being read
   std::span<std::byte> place_;  // what of it is to come; empty: dropped
+  bool dropped_ = false;
   uint64_t payload_left_ = 0;
   std::string reason_;
 };

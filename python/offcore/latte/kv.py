@@ -246,7 +246,8 @@ def findings(
     lines.append(
         Finding(
             key="K3",
-            claim="KV fetch: copies back to back on one engine, syncs; threshold to more engines",
+            claim="KV fetch: copies back to back on one engine, syncs; "
+            "threshold to more engines (taken, not modelled)",
             published="about 256, 1; 4 MB",
             model=f"{batch.copies}, {batch.syncs}; {threshold >> 20} MB",
             difference="none" if same else "other counts",

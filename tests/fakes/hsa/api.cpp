@@ -10,7 +10,7 @@ namespace {
 using namespace offcore::hsa;
 using fakehsa::Machine;
 
-constexpr uint64_t kCpu = 1;
+using fakehsa::kCpu;
 constexpr uint64_t kFirstGpu = 100;
 
 bool initialized = false;
@@ -66,8 +66,11 @@ Status hsa_agent_get_info(Agent agent, AgentInfo which, void* value) {
     case AgentInfo::device:
       give<uint32_t>(value, is_gpu(agent) ? kDeviceGpu : kDeviceCpu);
       return kSuccess;
-    case AgentInfo::sdma_engines:
-      give<uint32_t>(value, 16);
+    case AgentInfo::sdma_engines_host:
+      give<uint32_t>(value, fakehsa::kHostEngines);
+      return kSuccess;
+    case AgentInfo::sdma_engines_peer:
+      give<uint32_t>(value, fakehsa::kPeerEngines);
       return kSuccess;
   }
   return fakehsa::kInvalidArgument;
@@ -95,9 +98,9 @@ Status hsa_amd_memory_pool_get_info(MemoryPool pool, PoolInfo which, void* value
   return kSuccess;
 }
 
-Status hsa_amd_memory_pool_allocate(MemoryPool, size_t bytes, uint32_t flags, void** data) {
+Status hsa_amd_memory_pool_allocate(MemoryPool pool, size_t bytes, uint32_t flags, void** data) {
   Machine::get().count("hsa_amd_memory_pool_allocate");
-  return flags != 0 ? fakehsa::kInvalidArgument : Machine::get().allocate(bytes, data);
+  return flags != 0 ? fakehsa::kInvalidArgument : Machine::get().allocate(bytes, pool.handle, data);
 }
 
 Status hsa_amd_memory_pool_free(void* data) { return Machine::get().release(data); }
@@ -124,14 +127,11 @@ Status hsa_amd_profiling_convert_tick_to_system_domain(Agent, uint64_t ticks, ui
 }
 
 Status hsa_signal_create(int64_t value, uint32_t, const Agent*, Signal* signal) {
-  signal->handle = reinterpret_cast<uint64_t>(new std::atomic<int64_t>(value));
+  *signal = Machine::get().make_signal(value);
   return kSuccess;
 }
 
-Status hsa_signal_destroy(Signal signal) {
-  delete value_of(signal);
-  return kSuccess;
-}
+Status hsa_signal_destroy(Signal signal) { return Machine::get().forget(signal); }
 
 int64_t hsa_signal_load_scacquire(Signal signal) { return value_of(signal)->load(); }
 
@@ -169,8 +169,10 @@ Status hsa_amd_memory_async_batch_copy(const CopyOp* ops, uint32_t count, uint32
   return waits != 0 ? fakehsa::kInvalidArgument : Machine::get().batch(ops, count);
 }
 
-// How often a function was called; what engines did: packets, moves, laps, queues, batched.
+// How often a function was called; what engines did: packets, moves, laps, queues, batched; how
+// many queues were made on an engine, of any GPU.
 uint64_t fakehsa_calls(const char* function) { return Machine::get().calls(function); }
 uint64_t fakehsa_done(const char* what) { return Machine::get().done(what); }
+uint64_t fakehsa_made_on(uint32_t engine) { return Machine::get().made_on(engine); }
 
 }  // extern "C"

@@ -15,7 +15,7 @@
 namespace fakehsa {
 namespace {
 
-constexpr uint32_t kEngines = 16;
+constexpr uint32_t kEngines = kHostEngines + kPeerEngines;
 constexpr uint64_t kPacketsATurn = 16;
 constexpr auto kEager = std::chrono::microseconds(200);
 constexpr auto kPause = std::chrono::microseconds(50);
@@ -40,7 +40,12 @@ Machine& Machine::get() {
 Machine::Machine()
     : gpus_(std::strtoull(setting("OFFCORE_FAKE_HSA_GPUS", "8").c_str(), nullptr, 10)),
       name_(setting("OFFCORE_FAKE_HSA_NAME", "gfx942")),
-      seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)) {}
+      seed_(std::strtoull(setting("OFFCORE_FAKE_HSA_SEED", "1").c_str(), nullptr, 10)),
+      refuses_queues_(setting("OFFCORE_FAKE_HSA_NO_QUEUES", "") == "1"),
+      fault_(std::strtoull(setting("OFFCORE_FAKE_HSA_FAULT", "18446744073709551615").c_str(),
+                           nullptr, 10)),
+      refuse_(std::strtoull(setting("OFFCORE_FAKE_HSA_REFUSE", "18446744073709551615").c_str(),
+                            nullptr, 10)) {}
 
 void Machine::count(const char* function) {
   const Turn lock(*this);
@@ -65,12 +70,17 @@ uint64_t Machine::done(const std::string& what) {
   return what == "queues" ? queues_.size() : sum;
 }
 
-Status Machine::allocate(uint64_t bytes, void** data) {
+uint64_t Machine::made_on(uint32_t engine) {
+  const Turn lock(*this);
+  return made_on_[engine];
+}
+
+Status Machine::allocate(uint64_t bytes, uint64_t agent, void** data) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return kOutOfResources;
   std::memset(memory, 0xA5, bytes);  // nobody promises zeros
   const Turn lock(*this);
-  allocations_[memory] = {.bytes = bytes};
+  allocations_[memory] = {.bytes = bytes, .agent = agent};
   *data = memory;
   return kOk;
 }
@@ -129,7 +139,7 @@ Status Machine::create(QueueDescriptor& wanted) {
                      zero(wanted.reserved, sizeof wanted.reserved);
   if (!valid) return kInvalidArgument;
   const bool any = wanted.sdma_engine_id == offcore::hsa::kAnyEngine;
-  if (wanted.engine_type != offcore::hsa::kEngineSdma ||
+  if (refuses_queues_ || wanted.engine_type != offcore::hsa::kEngineSdma ||
       (!any && wanted.sdma_engine_id >= kEngines)) {
     return kInvalidQueueCreation;
   }
@@ -144,10 +154,10 @@ Status Machine::create(QueueDescriptor& wanted) {
                                        .wptr = &made->wptr,
                                        .doorbell = &made->doorbell};
   made->engine = std::make_unique<offcore::sdma::Engine>(
-      ring, memory_,
-      offcore::sdma::EngineOptions{.seed = seed_ == 0 ? 0 : seed_ + queues_.size()});
+      ring, memory_, offcore::sdma::EngineOptions{.seed = seed_ == 0 ? 0 : seed_ + queues_.size()});
   wanted.queue = &made->queue;
   queues_.push_back(std::move(made));
+  ++made_on_[wanted.sdma_engine_id];
   start();
   return kOk;
 }
@@ -161,6 +171,11 @@ Status Machine::destroy(Queue* queue) {
   done_["packets"] += counts.packets;
   done_["moves"] += counts.moves;
   done_["laps"] += counts.laps;
+  if ((*found)->told && (*found)->callback != nullptr) {  // a queue's end is told, too, and late
+    late_.push_back([callback = (*found)->callback, data = (*found)->callback_data] {
+      callback(kError, nullptr, data);
+    });
+  }
   queues_.erase(found);
   return kOk;
 }
@@ -173,30 +188,65 @@ UserQueue* Machine::find(Queue* queue) {
   return nullptr;
 }
 
+// Whose memory it is; what was not allocated here is the host's.
+uint64_t Machine::agent_of(const void* address) const {
+  const auto after = allocations_.upper_bound(const_cast<void*>(address));
+  if (after == allocations_.begin()) return kCpu;
+  const auto& [begin, allocation] = *std::prev(after);
+  return address < static_cast<std::byte*>(begin) + allocation.bytes ? allocation.agent : kCpu;
+}
+
+bool Machine::allowed(const CopyOp& op, const CopyOp& first) const {
+  const bool swap = op.type == offcore::hsa::kOpSwap;
+  const bool form = op.version == 1 && op.type != 1 && op.type <= 2 && op.num_entries == 0 &&
+                    op.completion_signal.handle == first.completion_signal.handle && op.size > 0 &&
+                    op.dst_size == (swap ? op.size : 0) && zero(op.wait, sizeof op.wait) &&
+                    zero(op.signal, sizeof op.signal) && op.reserved == 0;
+  const auto dst = reinterpret_cast<uint64_t>(op.dst);
+  const auto src = reinterpret_cast<uint64_t>(op.src);
+  const bool aligned = !swap || (dst | src) % 64 == 0;
+  // The agents are those whose memory it is; within the host a GPU stands for one of the two.
+  const bool within_host = agent_of(op.dst) == kCpu && agent_of(op.src) == kCpu;
+  const bool agents = within_host ? (op.dst_agent.handle == kCpu) != (op.src_agent.handle == kCpu)
+                                  : op.dst_agent.handle == agent_of(op.dst) &&
+                                        op.src_agent.handle == agent_of(op.src);
+  return form && aligned && agents && memory_.find(dst, op.size) != nullptr &&
+         memory_.find(src, op.size) != nullptr;
+}
+
+// What is refused is refused alone: the copies before it are made.
 Status Machine::batch(const CopyOp* ops, uint32_t count) {
   if (ops == nullptr || count == 0) return kInvalidArgument;
   auto* signal = reinterpret_cast<std::atomic<int64_t>*>(ops[0].completion_signal.handle);
   const Turn lock(*this);
   for (uint32_t i = 0; i < count; ++i) {
-    const CopyOp& op = ops[i];
-    const bool swap = op.type == offcore::hsa::kOpSwap;
-    const bool form = op.version == 1 && op.type != 1 && op.type <= 2 && op.num_entries == 0 &&
-                      op.completion_signal.handle == ops[0].completion_signal.handle &&
-                      op.src_agent.handle != 0 && op.dst_agent.handle != 0 && op.size > 0 &&
-                      op.dst_size == (swap ? op.size : 0) && zero(op.wait, sizeof op.wait) &&
-                      zero(op.signal, sizeof op.signal) && op.reserved == 0;
-    const auto dst = reinterpret_cast<uint64_t>(op.dst);
-    const auto src = reinterpret_cast<uint64_t>(op.src);
-    const bool aligned = !swap || (dst | src) % 64 == 0;
-    if (!form || !aligned || memory_.find(dst, op.size) == nullptr ||
-        memory_.find(src, op.size) == nullptr) {
-      return kInvalidArgument;
-    }
+    if (!allowed(ops[i], ops[0])) return kInvalidArgument;
   }
   if (signal == nullptr || signal->load() != count) return kInvalidArgument;
-  copies_.insert(copies_.end(), ops, ops + count);
+  const bool refused = count > refuse_;
+  const uint64_t taken = refused ? std::exchange(refuse_, UINT64_MAX) : count;
+  copies_.insert(copies_.end(), ops, ops + taken);
   start();
-  return kOk;
+  return refused ? kOutOfResources : kOk;
+}
+
+Signal Machine::make_signal(int64_t value) {
+  const Turn lock(*this);
+  auto made = std::make_unique<std::atomic<int64_t>>(value);
+  const auto handle = reinterpret_cast<uint64_t>(made.get());
+  signals_[handle] = std::move(made);
+  return {handle};
+}
+
+// Copies that are to count down a signal keep it.
+Status Machine::forget(Signal signal) {
+  const Turn lock(*this);
+  const bool wanted = std::any_of(copies_.begin(), copies_.end(), [&](const CopyOp& op) {
+    return op.completion_signal.handle == signal.handle;
+  });
+  if (!wanted) return signals_.erase(signal.handle) == 1 ? kOk : kInvalidArgument;
+  std::fprintf(stderr, "fake HSA: a signal was destroyed that copies under way count down\n");
+  std::abort();
 }
 
 void Machine::start() {
@@ -227,14 +277,20 @@ void Machine::serve() {
 
 bool Machine::sweep() {
   bool moved = copy_one();
+  for (const auto& tell : std::exchange(late_, {})) tell();
   for (const auto& queue : queues_) {
     using State = offcore::sdma::Engine::State;
     const uint64_t before = queue->engine->counts().packets;
-    const State state = queue->engine->run(kPacketsATurn);
+    if (before >= fault_) {
+      fault_ = UINT64_MAX;
+      queue->stopped = true;
+    }
+    const State state = queue->stopped ? State::faulted : queue->engine->run(kPacketsATurn);
     moved |= queue->engine->counts().packets != before;
     if (state != State::faulted || queue->told) continue;
     queue->told = true;
-    std::fprintf(stderr, "fake HSA: an engine stopped: %s\n", queue->engine->fault().c_str());
+    const std::string why = queue->stopped ? "as asked" : queue->engine->fault();
+    std::fprintf(stderr, "fake HSA: an engine stopped: %s\n", why.c_str());
     if (queue->callback != nullptr) queue->callback(kError, &queue->queue, queue->callback_data);
   }
   return moved;

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@ namespace fakehsa {
 using offcore::hsa::CopyOp;
 using offcore::hsa::Queue;
 using offcore::hsa::QueueDescriptor;
+using offcore::hsa::Signal;
 using offcore::hsa::Status;
 
 inline constexpr Status kOk = 0;
@@ -32,6 +34,10 @@ inline constexpr Status kInvalidQueueCreation = 0x1002;
 inline constexpr Status kInvalidAgent = 0x1004;
 inline constexpr Status kOutOfResources = 0x1008;
 inline constexpr Status kNotInitialized = 0x100B;
+
+inline constexpr uint64_t kCpu = 1;  // its agent
+inline constexpr uint32_t kHostEngines = 2;
+inline constexpr uint32_t kPeerEngines = 14;
 
 // A queue of a GPU's and the engine behind it.
 struct UserQueue {
@@ -44,6 +50,7 @@ struct UserQueue {
   void (*callback)(Status, Queue*, void*) = nullptr;
   void* callback_data = nullptr;
   bool told = false;
+  bool stopped = false;
 };
 
 class Machine {
@@ -55,8 +62,9 @@ class Machine {
   void count(const char* function);
   uint64_t calls(const std::string& function);
   uint64_t done(const std::string& what);
+  uint64_t made_on(uint32_t engine);
 
-  Status allocate(uint64_t bytes, void** data);
+  Status allocate(uint64_t bytes, uint64_t agent, void** data);
   Status release(void* data);
   Status allow(const void* data);
   Status lock(void* data, uint64_t bytes, void** seen);
@@ -66,12 +74,16 @@ class Machine {
   Status destroy(Queue* queue);
   UserQueue* find(Queue* queue);
   Status batch(const CopyOp* ops, uint32_t count);
+  Signal make_signal(int64_t value);
+  Status forget(Signal signal);
 
  private:
   Machine();
   void serve();
   bool sweep();
   bool copy_one();
+  bool allowed(const CopyOp& op, const CopyOp& first) const;
+  uint64_t agent_of(const void* address) const;
   void start();
 
   // The mutex for a caller, before whom the engines' thread steps back.
@@ -88,6 +100,7 @@ class Machine {
   };
   struct Allocation {
     uint64_t bytes = 0;
+    uint64_t agent = 0;
     bool allowed = false;
   };
   struct Locked {
@@ -101,11 +114,17 @@ class Machine {
   uint64_t gpus_ = 8;
   std::string name_ = "gfx942";
   uint64_t seed_ = 1;
+  bool refuses_queues_ = false;
+  uint64_t fault_ = UINT64_MAX;   // an engine stops that has fetched so many packets, one in all
+  uint64_t refuse_ = UINT64_MAX;  // the batches' copies from this one on, of the first that long
   std::map<std::string, uint64_t> calls_;
   std::map<std::string, uint64_t> done_;
+  std::map<uint32_t, uint64_t> made_on_;
   offcore::sdma::Memory memory_;
   std::map<void*, Allocation> allocations_;
   std::map<void*, Locked> locked_;
+  std::map<uint64_t, std::unique_ptr<std::atomic<int64_t>>> signals_;
+  std::vector<std::function<void()>> late_;  // what is told of queues that are no more
   uint64_t next_address_ = uint64_t{1} << 46;
   std::vector<std::unique_ptr<UserQueue>> queues_;
   std::vector<CopyOp> copies_;  // in no order

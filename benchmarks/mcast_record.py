@@ -1,0 +1,78 @@
+"""Records multicast between network namespaces: `python benchmarks/mcast_record.py [FOLDER]`.
+
+Runs the commands below, as a user would, and writes their rows, one file a command, to FOLDER
+(benchmarks/results), then prints how offcore stands beside the others of the same run. It needs
+torch (for gloo), the tools of `offcore mcast testbed`, 16 GiB and a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from offcore.report import read_records
+from offcore.sizes import format_bytes
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GATHERS = ("all_gather", "--sizes", "64K:16M:4", "--per-rank", "--impls", "offcore,ring,gloo")
+CASTS = ("broadcast", "--sizes", "1M:64M:4", "--impls", "offcore,ring,gloo")
+MANY = ("all_gather", "--per-rank", "--impls", "offcore,ring")
+LOSSY = ("--loss", "0.01", "--no-offloads")
+COMMANDS = {
+    "testbed-188": (*MANY, "--hosts", "188", "--sizes", "64K"),
+    "testbed-1024": (*MANY, "--hosts", "1024", "--sizes", "1K", "--timeout", "300"),
+    "all_gather-4": (*GATHERS, "--hosts", "4"),
+    "all_gather-8": (*GATHERS, "--hosts", "8"),
+    "broadcast-4": (*CASTS, "--hosts", "4"),
+    "broadcast-8": (*CASTS, "--hosts", "8"),
+    "all_gather-4-lossy": (*GATHERS, "--hosts", "4", *LOSSY),
+    "broadcast-4-lossy": (*CASTS, "--hosts", "4", *LOSSY),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the rows")
+    parser.add_argument("--only", default=",".join(COMMANDS), help="names of files, less mcast-")
+    arguments = parser.parse_args()
+    # Moved into place at the end: results being written would make the commit of the next dirty.
+    with tempfile.TemporaryDirectory() as name:
+        for which in arguments.only.split(","):
+            path = Path(name) / f"mcast-{which}.jsonl"
+            command = ("mcast", "bench", *COMMANDS[which], "--json", str(path))
+            print("offcore", *command[:-2], flush=True)
+            started_s = time.monotonic()
+            done = subprocess.run(
+                (sys.executable, "-m", "offcore.cli", *command), stdout=subprocess.DEVNULL
+            )
+            tell(path)
+            print(f"  status {done.returncode}, {time.monotonic() - started_s:.0f} s", flush=True)
+        for path in sorted(Path(name).iterdir()):
+            shutil.move(path, arguments.folder / path.name)
+
+
+def tell(path: Path) -> None:
+    """Each size: offcore's time, and how much longer the others take, or send."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for row in read_records(path):
+        found.setdefault(row["bytes"], {})[row["impl"]] = row
+    for nbytes, rows in found.items():
+        ours = rows.pop("offcore")
+        others = (
+            f"{name} {row['time_us'] / ours['time_us']:.2f}x the time, "
+            f"{row['switch_bytes'] / ours['switch_bytes']:.2f}x the bytes"
+            for name, row in rows.items()
+        )
+        wrong = f"{ours['wrong']} wrong, {ours['fetched_chunks']} fetched"
+        print(f"  {format_bytes(nbytes):>7} {ours['time_us']:12,.0f} us", *others, wrong, sep="; ")
+
+
+if __name__ == "__main__":
+    main()
