@@ -139,6 +139,13 @@ def test_what_cannot_be_waited_for() -> None:
         job.wait(10)
         driver("cuMemsetD8Async", world.at, 1, 16, stream)
     driver("cuGraphLaunch", graphs[0], stream)
+    class Event: cuda_event = driver.event(2)
+    driver("cuStreamBeginCapture", stream, 1)
+    driver("cuEventRecord", Event.cuda_event, stream)
+    code, told = code_of(lambda: world.transfer.load([0], [0], after=Event))
+    assert (code, "cannot be part of a graph" in told) == ("unsupported", True), told
+    spoiled = driver.code("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_uint64()))
+    assert spoiled in (901, 904), spoiled
     assert world.transfer.load([0], [0]).wait().blocks == 1
     host = kv.HostPool(4 * 4096, 4, backend="host")
     for pool, caches, options in [

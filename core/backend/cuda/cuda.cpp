@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <optional>
 
 #include "core/backend/cuda/fleet.h"
 #include "core/backend/flight_run.h"
@@ -82,15 +81,12 @@ class StreamMark : public Mark {
 // a stream of ours waits for it, and an event of ours behind that is looked at.
 class EventMark final : public Mark {
  public:
-  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle, CUevent event)
-      : idle_(std::move(idle)), stream_(idle_->take(device)) {
-    check(Driver::get().cuStreamWaitEvent(stream_->handle(), event, 0),
-          "cuStreamWaitEvent for what a transfer comes after");
-    mark_.emplace(device, stream_->handle());
-  }
+  // The stream waits for the event already.
+  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle, std::unique_ptr<Stream> stream)
+      : idle_(std::move(idle)), stream_(std::move(stream)), mark_(device, stream_->handle()) {}
 
   bool passed() override {
-    if (!mark_->passed()) return false;
+    if (!mark_.passed()) return false;
     if (stream_ != nullptr) idle_->give(std::move(stream_));
     return true;
   }
@@ -98,7 +94,7 @@ class EventMark final : public Mark {
  private:
   std::shared_ptr<IdleStreams> idle_;
   std::unique_ptr<Stream> stream_;
-  std::optional<StreamMark> mark_;
+  StreamMark mark_;
 };
 
 class CudaLoaded final : public Loaded {
@@ -255,17 +251,19 @@ class CudaBackend final : public Backend {
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const auto& device = fleet_->devices().front();
     const Current current = device->current();
-    if (capture_of({&stream, 1}) != 0) {
-      fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
-           "graph: call it outside");
-    }
+    refuse_capture(stream);
     return std::make_unique<StreamMark>(*device, reinterpret_cast<CUstream>(stream));
   }
 
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
     const auto& device = fleet_->devices().front();
     const Current current = device->current();
-    return std::make_unique<EventMark>(*device, idle_streams_, reinterpret_cast<CUevent>(event));
+    std::unique_ptr<Stream> stream = idle_streams_->take(*device);
+    check(Driver::get().cuStreamWaitEvent(stream->handle(), reinterpret_cast<CUevent>(event), 0),
+          "cuStreamWaitEvent for what a transfer comes after");
+    refuse_capture(
+        reinterpret_cast<uintptr_t>(stream->handle()));  // it would have joined the event's
+    return std::make_unique<EventMark>(*device, idle_streams_, std::move(stream));
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
@@ -279,6 +277,12 @@ class CudaBackend final : public Backend {
   int64_t now_ns() const override { return offcore::now_ns(); }
 
  private:
+  void refuse_capture(uintptr_t stream) const {
+    if (capture_of({&stream, 1}) == 0) return;
+    fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
+         "graph: call it outside");
+  }
+
   std::shared_ptr<const Device> local(Rank rank) const {
     for (const auto& device : fleet_->devices()) {
       if (device->rank() == rank) return device;

@@ -248,9 +248,10 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   if (!hangar.parked.empty() && !(hangar.parked.front().launch.binding == launch.binding)) {
     recall(cargo, hangar);
   }
+  std::vector<std::shared_ptr<void>> owners;  // freed without the mutex
   const std::scoped_lock lock(mutex_);
   if (closed_) fail(Code::cancelled, "the cuda backend is closed");
-  reap();
+  owners = reap();
   auto flight = std::make_shared<Flight>(cargo, launch);
   flight->launch_ns = launch_ns;
   std::optional<Parked> parked;
@@ -280,8 +281,10 @@ std::shared_ptr<Flight> Fleet::record(std::shared_ptr<const Cargo> cargo, const 
   return captures_.record(std::move(cargo), launch);
 }
 
-// Lets go of launches that have ended and that nobody waits for: of each lane the first ones.
-void Fleet::reap() {
+// Lets go of launches that have ended and that nobody waits for: of each lane the first ones. What
+// they kept is for the caller to free without the mutex.
+std::vector<std::shared_ptr<void>> Fleet::reap() {
+  std::vector<std::shared_ptr<void>> owners;
   std::vector<uint32_t> busy;  // lanes
   std::erase_if(flying_, [&](const auto& flight) {
     if (std::find(busy.begin(), busy.end(), flight->launch.lane) != busy.end()) return false;
@@ -289,10 +292,11 @@ void Fleet::reap() {
       busy.push_back(flight->launch.lane);
       return false;
     }
-    flight->launch.owner.reset();
+    owners.push_back(std::move(flight->launch.owner));
     return true;
   });
   if (const auto dead = poisoned(); !dead.empty()) release(dead);
+  return owners;
 }
 
 // Lets go of a launch that has been waited for, and of those before it that nobody waited for.

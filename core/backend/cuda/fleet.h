@@ -129,7 +129,7 @@ class Fleet {
   void end(Flight& flight, Turn& turn);
   Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
             bool behind_data = true) const;
-  void reap();
+  std::vector<std::shared_ptr<void>> reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);
   std::vector<std::shared_ptr<Flight>> poisoned() const;
