@@ -63,19 +63,22 @@ def works(rank: int, ranks: int) -> None:
     assert (leaf == 1).all()
 
 
-def timeouts(rank: int) -> None:
+def timeouts(rank: int, ranks: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    late = [f"late {other}" for other in range(1, ranks)]
     options = torch.distributed.distributed_c10d.BroadcastOptions()
     options.rootRank, options.timeout = 0, datetime.timedelta(milliseconds=50)
     if rank == 0:
-        time.sleep(0.5)
+        store.wait(late)  # until the others have given up waiting for it
+        options.timeout = datetime.timedelta(seconds=20)
     tensor = torch.full((10,), float(rank))
     work = dist.group.WORLD.broadcast([tensor], options)
     future = work.get_future()
     if rank != 0:
-        assert not future.done()
         for wait in (work.wait, future.wait):
             with pytest.raises(Exception, match=r"has not ended within 0\.05 s"):
                 wait()
+        store.set(late[rank - 1], "")
     assert work.wait(datetime.timedelta(seconds=20))
     assert (tensor == 0).all()
 
@@ -137,7 +140,7 @@ def main() -> None:
     )
     own_collectives(rank, ranks)
     works(rank, ranks)
-    timeouts(rank)
+    timeouts(rank, ranks)
     handed_to_gloo(rank, ranks)
     groups(rank, ranks)
     communicators_of_groups(rank, ranks)
