@@ -1,4 +1,6 @@
 // The multicast protocol: groups, nodes that run it, and the network in memory.
+#include <unistd.h>
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
@@ -101,12 +103,14 @@ std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, R
   return endpoint.submit(std::move(request));
 }
 
-// In slices, so that Ctrl-C gets through.
+// The main thread waits in slices, so that Ctrl-C gets through. Others hear no signals; and one that
+// outlives the interpreter must not ask for its lock again.
 nb::dict wait(const Operation& operation, double timeout_s) {
   const Deadline deadline = Deadline::after_s(timeout_s);
+  const bool hears = gettid() == getpid();
   const auto ended = [&] {
     const nb::gil_scoped_release unlocked;
-    return operation.ended_by(deadline.slice(kSliceNs));
+    return operation.ended_by(hears ? deadline.slice(kSliceNs) : deadline);
   };
   while (!ended() && !deadline.passed()) {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
