@@ -103,8 +103,8 @@ std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, R
   return endpoint.submit(std::move(request));
 }
 
-// The main thread waits in slices, so that Ctrl-C gets through. Others hear no signals; and one that
-// outlives the interpreter must not ask for its lock again.
+// The main thread waits in slices, so that Ctrl-C gets through. Others hear no signals, and one
+// that outlives the interpreter must not ask for its lock again.
 nb::dict wait(const Operation& operation, double timeout_s) {
   const Deadline deadline = Deadline::after_s(timeout_s);
   const bool hears = gettid() == getpid();
