@@ -5,6 +5,7 @@
 
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
+#include "core/base/swap_bytes.h"
 #include "core/ir/text.h"
 
 namespace offcore {
@@ -13,16 +14,6 @@ namespace {
 // A copy pauses between pieces: for poison, deadlines, and whatever else has become ready.
 constexpr uint64_t kPieceBytes = 1 << 20;
 constexpr uint64_t kRowBytes = 256;  // a row's own cost, in bytes
-
-void exchange(std::byte* one, std::byte* other, uint64_t bytes) {
-  std::byte scratch[4096];
-  for (uint64_t at = 0; at < bytes; at += sizeof(scratch)) {
-    const size_t count = std::min<uint64_t>(sizeof(scratch), bytes - at);
-    std::memcpy(scratch, one + at, count);
-    std::memcpy(one + at, other + at, count);
-    std::memcpy(other + at, scratch, count);
-  }
-}
 
 std::atomic_ref<uint32_t> word_at(const Launch& launch, const Slice& slice) {
   return flag_word(launch.binding.base(kFlagBuffer, slice.rank), slice.offset);
@@ -77,7 +68,7 @@ bool Context::move(const Command& command) {
       }
       const uint64_t bytes = std::min(kPieceBytes, command.bytes - offset_);
       if (command.op == Op::swap) {
-        exchange(dst + offset_, src + offset_, bytes);
+        swap_bytes(dst + offset_, src + offset_, bytes);
       } else {
         std::memcpy(dst + offset_, src + offset_, bytes);
       }

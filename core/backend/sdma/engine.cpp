@@ -7,21 +7,12 @@
 
 #include "core/base/clock.h"
 #include "core/base/error.h"
+#include "core/base/swap_bytes.h"
 
 namespace offcore::sdma {
 namespace {
 
 uint64_t rows_of(const Packet& packet) { return packet[Field::height] * packet[Field::depth]; }
-
-void exchange(std::byte* one, std::byte* other, uint64_t bytes) {
-  std::byte piece[4096];
-  for (uint64_t at = 0; at < bytes; at += sizeof piece) {
-    const size_t count = std::min<uint64_t>(sizeof piece, bytes - at);
-    std::memcpy(piece, one + at, count);
-    std::memmove(one + at, other + at, count);
-    std::memcpy(other + at, piece, count);
-  }
-}
 
 }  // namespace
 
@@ -299,7 +290,7 @@ void Engine::advance() {
   const uint64_t to = whole || upper ? move.units : cut;
   switch (move.packet.kind) {
     case Kind::swap:
-      exchange(move.dst + from, move.src + from, to - from);
+      swap_bytes(move.dst + from, move.src + from, to - from);
       break;
     case Kind::rect:
       copy_rows(move.packet, move.dst, move.src, from, to);

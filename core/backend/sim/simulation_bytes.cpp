@@ -6,22 +6,13 @@
 #include "core/backend/sim/simulation.h"
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
+#include "core/base/swap_bytes.h"
 #include "core/ir/text.h"
 
 namespace offcore {
 namespace {
 
 constexpr size_t kStuckQueuesMax = 64;  // in a message
-
-void swap_bytes(std::byte* a, std::byte* b, uint64_t bytes) {
-  std::byte piece[4096];
-  for (uint64_t at = 0; at < bytes; at += sizeof piece) {
-    const size_t count = std::min<uint64_t>(sizeof piece, bytes - at);
-    std::memcpy(piece, a + at, count);
-    std::memcpy(a + at, b + at, count);
-    std::memcpy(b + at, piece, count);
-  }
-}
 
 }  // namespace
 
