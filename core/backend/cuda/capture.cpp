@@ -164,9 +164,8 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
   Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
   const Signals& signals = signals_[local.device];
-  const auto feed = [&](CUstream where, bool behind_data = true) {
-    const bool copied = !behind_data || habits_.signals == SignalForm::copy_order;
-    const Source source{signals.word->address(), words_->ring(), signals.presets.get(), copied};
+  const auto feed = [&](CUstream where) {
+    const Source source{signals.word->address(), words_->ring(), signals.presets.get()};
     return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
   };
   std::span<const Command> caller;
@@ -176,8 +175,9 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
-  feed(stream, false).run(caller.first(local.leading));
   Feed own = feed(stream);
+  own.expect(inside);
+  own.run(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
     const Event here = device.event();

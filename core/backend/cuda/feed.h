@@ -1,13 +1,15 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
-//   copy       cuMemcpyAsync; several rows in steps: one strided copy; within one GPU: a batch that
-//              asks for a copy engine, because a plain one would take SMs; many in a group between
-//              the host and a GPU: a batch, which costs the host less; so strided ones may, where
-//              the machine says so
+//   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
+//              GPUs: a batch, which engines share; within one GPU: a batch that asks for a copy
+//              engine, because a plain one would take SMs; many in a group between the host and a
+//              GPU: a batch, which costs the host less; so strided ones may, where the machine
+//              says so
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
-//              copy of that word to all of them. With presets: that copy alone
+//              copy of that word to all of them. With presets: that copy alone. Beside copies
+//              that are not strided: a write-value to each
 //   fence      hands over what was collected: a stream is in order by itself
 //
 // A batch of copies cannot be captured: there its copies are plain ones.
@@ -44,12 +46,11 @@ struct Habits {
 
 // What a queue's signals are copied from.
 struct Source {
-  // Of the device's own words, for this queue alone (or for captured ones, which all write the same
-  // value).
+  // Of the device's own words, for this stream alone (or for captured ones, which all write the
+  // same value).
   CUdeviceptr word = 0;
   const Ring& words;
-  const Presets* presets = nullptr;
-  bool copied = false;  // signals are copies of presets alone
+  const Presets* presets = nullptr;  // null: signals are written
 };
 
 // A timestamp command's event.
@@ -81,10 +82,12 @@ class Feed {
        const Launch& launch, const Rings& rings, const Habits& habits, const Doubles* doubles,
        Notes& notes);
 
+  // What is to come: a stream takes 6 us from a strided copy to a plain one and as much back (4 x
+  // H200), so that beside plain copies signals to several ranks are written one by one.
+  void expect(std::span<const Command> commands);
   void run(std::span<const Command> commands);  // and flushes
+  void add(std::span<const Command> commands);  // the last ones may wait for a flush
   void run(const Command& command);
-  // Spends a moment before waits for what peers do at the same time as this rank.
-  void linger();
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }
   void write(CUdeviceptr word, uint32_t value) { add(kOpWrite32, word, value); }
   void flush();  // what was collected goes to the driver
@@ -101,8 +104,11 @@ class Feed {
   void add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags = 0);
   void poll(const Command& command);
   void signal(const Command& command);
+  void linger();
   bool one_command(const Command& signal) const;
   void copy(const Command& command);
+  bool goes_plain(const Command& command) const;
+  bool within(const Command& command) const;
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
   bool gather(const Rows& rows);
@@ -129,6 +135,9 @@ class Feed {
   Notes& notes_;
   bool many_ = false;                   // this group has many copies between the host and the GPU
   std::optional<Gathering> gathering_;  // where a kernel copies between the host and the GPU
+  bool strided_signals_ = true;
+  bool data_ = false;      // was fed
+  bool signalled_ = false;  // by the last command
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;

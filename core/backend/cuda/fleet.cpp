@@ -101,13 +101,12 @@ void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
   }
 }
 
-Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
-                 bool behind_data) const {
+Feed Fleet::feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const {
   Habits habits = habits_;
   habits.parked = parked_lines_ > 0;
-  const bool copied = !habits.parked && (!behind_data || habits.signals == SignalForm::copy_order);
-  return Feed(*turn.device, stream, {word, words_->ring(), turn.lane->presets.get(), copied},
-              *flight.cargo->program, flight.launch, *rings_, habits, nullptr, turn.part->notes);
+  const Presets* presets = habits.parked ? nullptr : turn.lane->presets.get();
+  return Feed(*turn.device, stream, {word, words_->ring(), presets}, *flight.cargo->program,
+              flight.launch, *rings_, habits, nullptr, turn.part->notes);
 }
 
 // Chooses the stream, puts the lane in order, and feeds what the caller does before it waits.
@@ -119,6 +118,7 @@ Fleet::Turn Fleet::begin(Flight& flight, const LocalProgram& local) {
             .stream = own.caller->stream(),
             .named = nullptr,
             .part = &flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())],
+            .own = nullptr,
             .joins = {}};
   const uintptr_t given = flight.launch.streams.empty() ? 0 : flight.launch.streams[local.device];
   // The per-thread default stream is another one in each thread, under one name: the lane's own
@@ -166,21 +166,16 @@ void Fleet::engines(Flight& flight, Turn& turn) {
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }
-  if (inside == 0) return;
-  const Line& line = engine(*turn.lane, local.device, 0);
-  Feed own = feed(flight, turn, turn.stream, line.word());
-  if (local.leading > 0 && turn.joins.empty()) own.linger();
-  own.run(queues[local.engines[0]].commands);
+  if (inside == 1) turn.own->add(queues[local.engines[0]].commands);
 }
 
 void Fleet::end(Flight& flight, Turn& turn) {
   const LocalProgram& local = *turn.local;
   if (local.caller) {
     const std::span<const Command> commands = flight.cargo->program->queues[*local.caller].commands;
-    Feed own = feed(flight, turn, turn.stream, turn.lane->caller->word());
-    if (local.ends_by_signal && turn.joins.empty()) own.linger();
-    own.run(commands.subspan(local.leading));
+    turn.own->add(commands.subspan(local.leading));
   }
+  turn.own->flush();
   for (const Event& join : turn.joins) join.hold(turn.stream);
   auto done = std::make_shared<Event>(turn.device->event());
   done->record(turn.stream);
@@ -200,10 +195,14 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     const Current current = devices_[local.device]->current();
     Turn& turn = turns.emplace_back(begin(flight, local));
     if (parked == nullptr) fork(turn);
+    turn.own =
+        std::make_unique<Feed>(feed(flight, turn, turn.stream, turn.lane->caller->word()));
+    if (local.joined && !local.engines.empty()) {
+      turn.own->expect(queues[local.engines[0]].commands);
+    }
     if (!local.caller) continue;
     const std::span<const Command> commands = queues[*local.caller].commands;
-    feed(flight, turn, turn.stream, turn.lane->caller->word(), false)
-        .run(commands.first(local.leading));
+    turn.own->run(commands.first(local.leading));
   }
   for (size_t i = 0; i < turns.size(); ++i) {
     const Current current = turns[i].device->current();

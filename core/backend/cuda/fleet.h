@@ -113,6 +113,7 @@ class Fleet {
     CUstream stream;  // where the caller queue goes
     CUstream named;   // the caller's, where that is the per-thread default stream; else null
     Flight::Part* part;
+    std::unique_ptr<Feed> own;  // into the caller's stream
     std::vector<Event> joins;
   };
 
@@ -127,8 +128,7 @@ class Fleet {
   void engines(Flight& flight, Turn& turn);
   void resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parked& parked, size_t index);
   void end(Flight& flight, Turn& turn);
-  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word,
-            bool behind_data = true) const;
+  Feed feed(const Flight& flight, const Turn& turn, CUstream stream, CUdeviceptr word) const;
   std::vector<std::shared_ptr<void>> reap();
   void retire(Flight& flight);
   void release(const std::vector<std::shared_ptr<Flight>>& flights);

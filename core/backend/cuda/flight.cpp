@@ -81,8 +81,6 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       local->caller = index;
       place_caller(queue.commands, *local);
     } else {
-      local->ends_by_signal = local->engines.empty() && !queue.commands.empty() &&
-                              queue.commands.back().op == Op::signal;
       local->engines.push_back(index);
     }
   }

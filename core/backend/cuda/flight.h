@@ -33,8 +33,7 @@ struct LocalProgram {
   // The caller only signals first and polls last: then one engine queue may run in between, in
   // the caller's own stream.
   bool joined = true;
-  bool ends_by_signal = false;  // the first engine queue, which runs in the caller's stream
-  std::vector<Ahead> aheads;    // by engine queue; empty: cannot be enqueued ahead
+  std::vector<Ahead> aheads;  // by engine queue; empty: cannot be enqueued ahead
 };
 
 struct Cargo {

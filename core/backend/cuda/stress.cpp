@@ -151,8 +151,7 @@ void Stress::start(const Round& round) {
     const Current current = seat.device->current();
     const Program& program = round.programs[rank];
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
-    const Source source{seat.word->address(), words_->ring(), seat.presets.get(),
-                        trial.signals == SignalForm::copy_order};
+    const Source source{seat.word->address(), words_->ring(), seat.presets.get()};
     seat.presets->prepare(value_ + 1, round.count);  // whoever read what was there has ended
     Feed gate(*seat.device, seat.copies->handle(), source, program, first, rings_, habits, nullptr,
               notes);
@@ -162,6 +161,7 @@ void Stress::start(const Round& round) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
       Feed feed(*seat.device, seat.copies->handle(), source, program, bound, rings_, habits,
                 nullptr, notes);
+      feed.expect(program.queues[0].commands);
       feed.run(program.queues[0].commands);
     }
     seat.kernels->read(seat.kernel->handle(),
