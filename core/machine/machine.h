@@ -83,6 +83,7 @@ struct TunedRow {
   uint64_t bytes_max = 0;  // inclusive
   std::string variant;
   std::string signals;  // the form of signals it was measured with; empty: there is but one
+  bool staged = false;  // measured through slots
 };
 
 struct Machine {

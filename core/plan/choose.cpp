@@ -1,6 +1,8 @@
 // Which variant: the tuned table's, else the cheapest by the cost model.
+#include <array>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/machine/cost.h"
@@ -10,12 +12,15 @@ namespace offcore {
 
 namespace {
 
-// The first row that fits; one measured with another form of signals is a better guess than the
-// model's.
+// The first row that fits; one measured with another form of signals, or without the slots, is a
+// better guess than the model's.
 std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
                              const Protocol& protocol) {
-  for (const bool same_form : {true, false}) {
+  constexpr std::array<std::pair<bool, bool>, 4> alike = {
+      {{true, true}, {true, false}, {false, true}, {false, false}}};
+  for (const auto& [same_way, same_form] : alike) {
     for (const TunedRow& row : machine.tuned) {
+      if ((row.staged == protocol.staged) != same_way) continue;
       if ((row.signals == machine.signals) != same_form) continue;
       if (row.op != moves.op || row.ranks != moves.ranks) continue;
       if (row.in_place != moves.in_place) continue;

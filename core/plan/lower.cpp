@@ -13,6 +13,7 @@
 // bytes flow: a rank that has entered has reset what it was told last time (see verify.h, replay).
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/ir/verify.h"
@@ -25,6 +26,7 @@ namespace {
 constexpr uint16_t kDone = 1;                 // every word is used once a launch
 constexpr uint64_t kShareBytesMin = 1 << 20;  // of a copy that engines divide, each
 constexpr uint64_t kAlign = 64;
+constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a second queue costs more
 
 class Lowering {
  public:
@@ -151,6 +153,7 @@ class Lowering {
         draft.touched.insert(draft.touched.end(), pieces[rank][i].peers.begin(),
                              pieces[rank][i].peers.end());
       }
+      part_own(drafts);
       notify(rank);
       if (!drains_[rank].empty() && drafts.empty()) drafts.emplace_back();
       if (!drains_[rank].empty()) drafts[0].drains = std::move(drains_[rank]);
@@ -178,6 +181,17 @@ class Lowering {
   // Where an engine makes one copy at a time, those within the rank come after the signals: peers
   // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap.
   bool last(const Piece& piece) const { return machine_.cost.overlap <= 1 && piece.peers.empty(); }
+
+  // What is copied within the rank behind the signals takes a queue of its own where it is large:
+  // it needs nobody's entry, and runs while the peers' parts do.
+  void part_own(std::vector<Draft>& drafts) const {
+    if (drafts.size() != 1 || variant_.engines != 0 || variant_.prelaunch) return;
+    if (drafts[0].data.empty() || machine_.engines_peer < 2) return;
+    uint64_t bytes = 0;
+    for (const Command& command : drafts[0].own) bytes += command.bytes * command.rows;
+    if (bytes < kOwnQueueBytesMin) return;
+    drafts.emplace_back().own = std::exchange(drafts[0].own, {});
+  }
 
   // A full exchange signals every peer, also where no bytes flow: that is what lets a rank that
   // has finished conclude that all have entered (the slot rule).

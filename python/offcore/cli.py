@@ -264,7 +264,7 @@ def tune_command(
             ranks,
             sizes,
             "all",
-            "auto",
+            tune.PROTOCOLS,
             signals,
             "chain",
             "engine",

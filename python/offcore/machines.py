@@ -293,6 +293,7 @@ _TUNED_KEYS = (
     "variant",
     "time_us",
     "signals",
+    "staged",
     "date",
     "commit",
 )
@@ -329,6 +330,7 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         row.text("date")
         row.text("commit")
         tuned.signals = form or ""
+        tuned.staged = row.boolean("staged")
         table.append(tuned)
     machine.tuned = table
     machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]

@@ -3,7 +3,8 @@
 A table (machines/tuned/NAME.json, see machines.py) has a row for each measured size; its range ends
 half way, by ratio, to the next ones. What lies within the noise of the fastest counts as fast as
 it, and the one with fewer commands is taken. All variants are timed in the way that is always safe
-(protocol auto), and enqueued ahead, because that is what a table is asked for.
+(protocol auto) and through slots (protocol eager), as buffers outside windows go, and enqueued
+ahead, because that is what a table is asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from offcore.sizes import format_bytes
 OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
 SIZES = "1K:64M:4"
 GPU_SIZES = "1K:1G:4"
+PROTOCOLS = "auto,eager"
 
 _BYTES_MAX = 2**63 - 1
 # Nearer than this to the fastest is as fast: at least this share, at most that one.
@@ -86,7 +88,7 @@ def _counts(record: dict[str, Any]) -> bool:
         record.get("impl") == "offcore"
         and not record.get("wrong")
         and record.get("timing", "chain") == "chain"
-        and record.get("asked", record.get("protocol")) == "auto"
+        and record.get("asked", record.get("protocol")) in PROTOCOLS.split(",")
     )
 
 
@@ -95,13 +97,14 @@ def pick(records: Iterable[dict[str, Any]], prelaunch: bool = False) -> list[dic
     cases: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for one in records:
         if _counts(one) and (prelaunch or not one["variant"].startswith("prelaunch_")):
-            case = (one["op"], one["ranks"], one["in_place"], one.get("signals"))
+            staged = bool(one.get("staged"))
+            case = (one["op"], one["ranks"], one["in_place"], staged, one.get("signals"))
             cases.setdefault(case, {}).setdefault(one["bytes"], []).append(one)
     if not cases:
-        raise error("invalid", "no row to tune from: rows of offcore, protocol auto, are needed")
+        raise error("invalid", "no row to tune from: rows of offcore, protocols auto or eager, are needed")
     return [
         row
-        for case in sorted(cases, key=lambda case: (case[0], case[1], case[2], str(case[3])))
+        for case in sorted(cases, key=lambda case: (*case[:4], str(case[4])))
         for row in _ranges({size: winner(of_size) for size, of_size in cases[case].items()})
     ]
 
@@ -117,7 +120,8 @@ def _ranges(winners: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         row = {"op": found["op"], "ranks": found["ranks"], "in_place": found["in_place"]}
         row |= {"bytes_min": first, "bytes_max": last, "bytes": size}
         row |= {"variant": found["variant"], "time_us": found["time_us"]}
-        row |= {"signals": found.get("signals"), "date": found["date"], "commit": found["commit"]}
+        row |= {"signals": found.get("signals"), "staged": bool(found.get("staged"))}
+        row |= {"date": found["date"], "commit": found["commit"]}
         table.append(row)
     return table
 
@@ -155,7 +159,7 @@ def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:
     for row in table:
         result.add_row(
             row["op"],
-            "in" if row["in_place"] else "out of",
+            ("in" if row["in_place"] else "out of") + (", staged" if row["staged"] else ""),
             row["signals"] or "-",
             format_bytes(row["bytes_min"]),
             "-" if row["bytes_max"] == _BYTES_MAX else format_bytes(row["bytes_max"]),

@@ -12,8 +12,8 @@ from offcore.programs import program_of
 
 FIELDS = {
     "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",
-    "asked": "auto", "timing": "chain", "signals": "fenced", "wrong": 0, "date": "2026-11-22",
-    "commit": "abc",
+    "asked": "auto", "staged": False, "timing": "chain", "signals": "fenced", "wrong": 0,
+    "date": "2026-11-22", "commit": "abc",
 }  # fmt: skip
 
 
@@ -39,6 +39,22 @@ def test_the_fastest_of_each_size_wins_its_range():
     for one, more in itertools.pairwise(table):
         assert one["bytes"] <= one["bytes_max"] == more["bytes_min"] - 1
     assert table[0]["bytes_max"] == 8192  # half way by ratio: 1K x 8 x 8 = 64K
+
+
+def test_buffers_outside_windows_have_rows_of_their_own(tmp_path, monkeypatch):
+    """Through slots another variant may win; a table without such rows is still asked."""
+    rows = [
+        row("fan", 1024, 7.0), row("b2b", 1024, 9.0),
+        row("fan", 1024, 20.0, asked="eager", staged=True),
+        row("b2b", 1024, 15.0, asked="eager", staged=True),
+    ]  # fmt: skip
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    for table, slots in ((tune.pick(rows), "b2b"), (tune.pick(rows[:2]), "fan")):
+        tune.write(table, tmp_path / "tuned" / "h200-2.json")
+        machine = machines.load("h200-2")
+        for protocol, variant in (("promise", "fan"), ("barrier", "fan"), ("eager", slots)):
+            program = program_of(machine, "all_gather", 2, 1024, "auto", True, protocol)
+            assert program.variant == variant
 
 
 def test_what_is_within_noise_goes_to_fewer_commands():
@@ -122,9 +138,11 @@ def test_host_is_tuned_by_measuring(offcore_cli, tmp_path):
     ran = offcore_cli("tune", "--backend", "host", "--ranks", "2", *words, "--out", out)
     assert ran.status == 0, ran.err
     rows = json.loads(out.read_text())
-    assert [(r["op"], r["in_place"], r["bytes"]) for r in rows] == [
-        ("broadcast", True, 4096),
-        ("broadcast", True, 65536),
+    assert [(r["op"], r["in_place"], r["staged"], r["bytes"]) for r in rows] == [
+        ("broadcast", True, False, 4096),
+        ("broadcast", True, False, 65536),
+        ("broadcast", True, True, 4096),
+        ("broadcast", True, True, 65536),
     ]
     assert {r["signals"] for r in rows} == {None}
 
