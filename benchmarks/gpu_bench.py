@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_bench.py
 
-All-gather in place and all-to-all out of place: every variant and what auto chooses, both ways to
-enter, both signal forms; NCCL's kernels and copy engines, called and replayed; and single calls of
-4 KiB as the host sees them. All in the same processes, one a GPU. Rows go to
-$OUT/cuda-MACHINE.jsonl where OUT is set, else to benchmarks/results; a table ends the output. The
-whole has a time limit, after which what is known is kept.
+All-gather in place and all-to-all out of place at every power of two: what auto chooses (other
+variants by --variants), promised, safe and as a view, both signal forms; NCCL's kernels and copy
+engines, called and replayed; and single calls of 4 KiB as the host sees them. All in the same
+processes, one a GPU. Rows go to $OUT/cuda-MACHINE.jsonl where OUT is set, else to
+benchmarks/results; a table ends the output. The whole has a time limit, after which what is known
+is kept.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from offcore import bench, report, versus
 from offcore.sizes import parse_sizes
 
 PLACES = (("all_gather", True), ("all_to_all", False))
-SMALL = "1K,4K,64K,256K,1M,4M"
-LARGE = "64M"
-HUGE = "1G"
+SMALL = "1K:4M"
+LARGE = "8M:128M"
+HUGE = "256M:1G"
 ALONE = "4K"
 
 
@@ -55,10 +56,10 @@ def requests(args: argparse.Namespace) -> list[bench.Request]:
             given = {"sizes": wanted, "variants": variants, "baselines": libraries} | more
             found.append(bench.Request(op=op, in_place=in_place, **common | given))
 
-    ask(SMALL, signals=both, batches=9)
+    ask(SMALL, signals=both, batches=11, calls=60)
     ask(ALONE, signals=both, batches=31, timings=["call"], variants=["auto"])
     both_copies = ["engine", "sm"]  # of the own chunk, where there is one
-    ask(LARGE, signals=fenced, own_copies=both_copies, batches=7)
+    ask(LARGE, signals=both, own_copies=both_copies, batches=7)
     ask(HUGE, signals=fenced, own_copies=both_copies, batches=5, check=False)
     return found
 
@@ -110,8 +111,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all by default")
     parser.add_argument("--limit", type=int, default=75, help="seconds, of the whole")
-    parser.add_argument("--variants", default="auto,pcpy,bcst,b2b,fan", help="which to measure")
-    parser.add_argument("--protocols", default="promise,auto", help="which to measure")
+    parser.add_argument("--variants", default="auto", help="which to measure")
+    parser.add_argument("--protocols", default="promise,auto,view", help="which to measure")
     parser.add_argument("--largest", type=int, default=1 << 30, help="bytes")
     parser.add_argument("--no-nccl", action="store_true", help="measure offcore alone")
     args = parser.parse_args()

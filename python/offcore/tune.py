@@ -101,7 +101,9 @@ def pick(records: Iterable[dict[str, Any]], prelaunch: bool = False) -> list[dic
             case = (one["op"], one["ranks"], one["in_place"], staged, one.get("signals"))
             cases.setdefault(case, {}).setdefault(one["bytes"], []).append(one)
     if not cases:
-        raise error("invalid", "no row to tune from: rows of offcore, protocols auto or eager, are needed")
+        raise error(
+            "invalid", "no row to tune from: rows of offcore, protocols auto or eager, are needed"
+        )
     return [
         row
         for case in sorted(cases, key=lambda case: (*case[:4], str(case[4])))

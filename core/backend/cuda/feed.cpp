@@ -175,22 +175,21 @@ void Feed::linger() {
 }
 
 void Feed::expect(std::span<const Command> commands) {
-  strided_signals_ =
-      std::none_of(commands.begin(), commands.end(),
-                   [&](const Command& command) { return goes_plain(command); });
+  strided_signals_ = std::none_of(commands.begin(), commands.end(),
+                                  [&](const Command& command) { return goes_plain(command); });
 }
 
 bool Feed::one_command(const Command& signal) const {
-  return strided_signals_ && signal.rows > 1 && signal.dst_step == kRankStep && signal.dst.rank != kHostRank &&
-         walks(signal.dst, signal.rows, place(signal.dst).ring) &&
+  return strided_signals_ && signal.rows > 1 && signal.dst_step == kRankStep &&
+         signal.dst.rank != kHostRank && walks(signal.dst, signal.rows, place(signal.dst).ring) &&
          place(signal.dst).ring->strided() && place(signal.dst).ring->stride() <= kPitchMax;
 }
 
 void Feed::signal(const Command& command) {
   const uint32_t value = launch_.epoch + command.value;
   // Where no data goes before it a copy has nothing to stay behind.
-  const bool copied = source_.presets != nullptr &&
-                      (!data_ || habits_.signals == SignalForm::copy_order);
+  const bool copied =
+      source_.presets != nullptr && (!data_ || habits_.signals == SignalForm::copy_order);
   const CUdeviceptr preset = copied ? source_.presets->find(value) : 0;
   const Rank own = device_.rank();
   if (one_command(command)) {
@@ -324,7 +323,7 @@ bool Feed::batches() const {
 }
 
 // A copy that leaves the GPU, or comes to it. Several in a row to other GPUs cost little more than
-// one where they are a batch: 11 us for an all-gather of 4 KiB on 4 x H200 that is 17 us one by one.
+// one where they are a batch: an all-gather of 4 KiB on 4 x H200 takes 11 us then, one by one 17.
 void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
   const bool host = (dst.rank == kHostRank) != (src.rank == kHostRank);
   if (gather({.dst = address(dst),
@@ -438,8 +437,8 @@ void Feed::flush_copies() {
     size_t first = 0;
     ++notes_.calls.batches;
     notes_.calls.batched += static_cast<uint32_t>(sizes_.size());
-    check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(),
-                                           sizes_.size(), &attributes, &first, 1, stream_),
+    check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),
+                                           &attributes, &first, 1, stream_),
           "cuMemcpyBatchAsync");
   }
   dsts_.clear();

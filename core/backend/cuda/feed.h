@@ -136,7 +136,7 @@ class Feed {
   bool many_ = false;                   // this group has many copies between the host and the GPU
   std::optional<Gathering> gathering_;  // where a kernel copies between the host and the GPU
   bool strided_signals_ = true;
-  bool data_ = false;      // was fed
+  bool data_ = false;       // was fed
   bool signalled_ = false;  // by the last command
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here

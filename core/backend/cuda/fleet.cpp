@@ -195,8 +195,7 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     const Current current = devices_[local.device]->current();
     Turn& turn = turns.emplace_back(begin(flight, local));
     if (parked == nullptr) fork(turn);
-    turn.own =
-        std::make_unique<Feed>(feed(flight, turn, turn.stream, turn.lane->caller->word()));
+    turn.own = std::make_unique<Feed>(feed(flight, turn, turn.stream, turn.lane->caller->word()));
     if (local.joined && !local.engines.empty()) {
       turn.own->expect(queues[local.engines[0]].commands);
     }
