@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import os
 import shutil
@@ -345,6 +346,7 @@ def main() -> int:
     parser.add_argument("--recorder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
+        faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)  # where it hangs
         failures = held(args.ranks) if args.role == "held" else channels(args.ranks, args.recorder)
         for failure in failures:
             print(f"   {failure[:400]}", flush=True)
