@@ -18,9 +18,11 @@ constexpr size_t kGraphsMax = 256;
 constexpr uint32_t kGoneLooks = 20;  // the same on every rank
 constexpr auto kGoneLook = std::chrono::milliseconds(5);
 
-bool stage_of(const Request& request, const Facts& facts, bool same_place) {
+bool stage_of(const Request& request, const Facts& facts, bool same_place, const Machine& machine) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
-  return request.protocol == "eager" || !same_place;
+  if (request.protocol == "eager" || !same_place) return true;
+  const bool free = request.protocol == "auto" && request.variant == "auto" && request.capture == 0;
+  return free && slots_win(moves_of(facts), facts.total_bytes, machine);
 }
 
 Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
@@ -118,7 +120,7 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& l
   const Place& place = lookup.place;
   const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
   const bool same_place = agree(request, lane, undecided, place, turn);
-  const bool staged = stage_of(request, lookup.facts, same_place);
+  const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
   std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged);
   plan->entry = std::make_shared<const Entry>(
       Entry{.key = undecided.key,
@@ -138,7 +140,7 @@ std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const 
   const Entry mine{.key = digest(captured),
                    .text = cat(captured, " out=", to_string(lookup.place))};
   const bool same_place = agree(request, lane, mine, lookup.place, turn);
-  const bool staged = stage_of(request, lookup.facts, same_place);
+  const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
   Graph& graph = this->graph(lane, request.capture, turn);
   const Place place = staged ? Place{.window = Place::kOutside} : lookup.place;
   const std::string key = cache_key(request, lookup.facts, place);

@@ -54,9 +54,10 @@ uint64_t digest(const Machine& machine) {
       trigger);
   const auto& [b2b_max, sub_batch, strided_batch] = batches;
   add(b2b_max, sub_batch, strided_batch);
-  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, staged] : tuned) {
+  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, staged, time] :
+       tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),
-        std::string_view(form), staged);
+        std::string_view(form), staged, time);
   }
   return result.value();
 }

@@ -84,6 +84,7 @@ struct TunedRow {
   std::string variant;
   std::string signals;  // the form of signals it was measured with; empty: there is but one
   bool staged = false;  // measured through slots
+  double time_us = 0;
 };
 
 struct Machine {

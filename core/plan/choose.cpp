@@ -1,5 +1,7 @@
 // Which variant: the tuned table's, else the cheapest by the cost model.
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -12,6 +14,13 @@ namespace offcore {
 
 namespace {
 
+constexpr double kSlotsGain = 0.97;  // less is not worth the memory
+
+bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
+  return row.op == moves.op && row.ranks == moves.ranks && row.in_place == moves.in_place &&
+         row.bytes_min <= total_bytes && total_bytes <= row.bytes_max;
+}
+
 // The first row that fits; one measured with another form of signals, or without the slots, is a
 // better guess than the model's.
 std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
@@ -22,9 +31,7 @@ std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Mac
     for (const TunedRow& row : machine.tuned) {
       if ((row.staged == protocol.staged) != same_way) continue;
       if ((row.signals == machine.signals) != same_form) continue;
-      if (row.op != moves.op || row.ranks != moves.ranks) continue;
-      if (row.in_place != moves.in_place) continue;
-      if (total_bytes < row.bytes_min || total_bytes > row.bytes_max) continue;
+      if (!fits(row, moves, total_bytes)) continue;
       const Variant variant = parse_variant(row.variant);
       if (why_not(moves, variant, protocol).empty()) return variant;
     }
@@ -57,6 +64,16 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
          ": no variant can do this on ", machine.name);
   }
   return best;
+}
+
+bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine) {
+  double best_us[2] = {std::numeric_limits<double>::infinity(),
+                       std::numeric_limits<double>::infinity()};
+  for (const TunedRow& row : machine.tuned) {
+    if (row.signals != machine.signals || !fits(row, moves, total_bytes)) continue;
+    best_us[row.staged] = std::min(best_us[row.staged], row.time_us);
+  }
+  return moves.full_exchange && std::isfinite(best_us[0]) && best_us[1] < kSlotsGain * best_us[0];
 }
 
 }  // namespace offcore

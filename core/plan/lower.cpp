@@ -109,7 +109,39 @@ class Lowering {
       drains_[move.dst.rank].push_back({.dst = move.dst, .src = landing, .bytes = move.bytes});
       move.dst = landing;
     }
-    for (auto& drains : drains_) drains = merge(std::move(drains));
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      drains_[rank] = merge(std::move(drains_[rank]));
+      close_gap(rank);
+    }
+  }
+
+  // What a rank keeps parts the drains of what its peers send in two. Where that is small it goes
+  // into the slot too, in the queue that drains and before the peers' parts have come, and one copy
+  // drains all.
+  void close_gap(Rank rank) {
+    std::vector<Move>& drains = drains_[rank];
+    if (drains.size() != 2 || !one_engine(variant_) || machine_.cost.overlap > 1) return;
+    Move& first = drains[0];
+    Move gap{.dst = first.src, .src = first.dst};  // from `out` into the slot
+    gap.dst.offset += first.bytes;
+    gap.src.offset += first.bytes;
+    gap.bytes = drains[1].dst.offset - gap.src.offset;
+    const bool alike = drains[1].dst.buffer == first.dst.buffer &&
+                       drains[1].src.offset == gap.dst.offset + gap.bytes;
+    const double longer_ns = static_cast<double>(gap.bytes) / machine_.links.local_gbps;
+    if (!alike || longer_ns > machine_.cost.setup_ns) return;
+    const auto kept = std::find_if(moves_.moves.begin(), moves_.moves.end(), [&](const Move& move) {
+      return move.dst == gap.src && move.bytes == gap.bytes && move.src.rank == rank;
+    });
+    if (kept != moves_.moves.end()) {
+      kept->dst = gap.dst;
+    } else if (moves_.in_place) {
+      moves_.moves.push_back(gap);
+    } else {
+      return;
+    }
+    first.bytes += gap.bytes + drains[1].bytes;
+    drains.pop_back();
   }
 
   uint16_t engines_of(size_t pieces) const {
@@ -188,7 +220,10 @@ class Lowering {
     if (drafts.size() != 1 || variant_.engines != 0 || variant_.prelaunch) return;
     if (drafts[0].data.empty() || machine_.engines_peer < 2) return;
     uint64_t bytes = 0;
-    for (const Command& command : drafts[0].own) bytes += command.bytes * command.rows;
+    for (const Command& command : drafts[0].own) {
+      if (protocol_.staged && command.dst.buffer + 1u == moves_.buffers.size()) return;  // the slot
+      bytes += command.bytes * command.rows;
+    }
     if (bytes < kOwnQueueBytesMin) return;
     drafts.emplace_back().own = std::exchange(drafts[0].own, {});
   }

@@ -63,4 +63,8 @@ struct Choice {
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
               const Protocol& protocol);
 
+// Whether the tuned table, with this form of signals, has slots faster than an entry round, where
+// both can be had: in windows.
+bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine);
+
 }  // namespace offcore

@@ -324,7 +324,7 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         tuned.bytes_max = row.integer("bytes_max", tuned.bytes_min, 2**63 - 1)
         row.integer("bytes", tuned.bytes_min, tuned.bytes_max)
         tuned.variant = row.text("variant")
-        row.number("time_us")
+        tuned.time_us = row.number("time_us")
         if (form := row.take("signals")) is not None and form not in _SIGNALS:
             raise error("invalid", f"{path}: [{index}].signals: must be null, fenced or copy_order")
         row.text("date")

@@ -26,6 +26,7 @@ from offcore.timers import HostTimer, StreamTimer, Timer
 
 _PR_SET_PDEATHSIG = 1
 _OPEN_S = 60  # what a library may take to start, besides a step's usual time
+_AHEAD_MAX = 800  # commands that a GPU's stream surely holds before it runs one
 
 
 def die_with(parent: int) -> None:
@@ -206,7 +207,19 @@ class Worker:
         facts = facts_of(result) | {"named": variant != "auto"}
         subject = Subject(facts, enqueue, wrong=wrong)
         for timing in request.timings:
-            yield Entry("offcore", layout, timing, subject, exercise.protocol)
+            entry = Entry("offcore", layout, timing, subject, exercise.protocol)
+            if timing == "chain" and self._ahead(entry) < 2:
+                reason = f"a call has {result.commands} commands: streams do not hold two ahead"
+                self._skip(variant, nbytes, reason)
+            else:
+                yield entry
+
+    def _ahead(self, entry: Entry) -> int:
+        """How many calls can be enqueued before the first one runs."""
+        commands = entry.subject.facts.get("commands") or 0
+        if self._watch is None or not commands:
+            return sys.maxsize
+        return int(_AHEAD_MAX * entry.layout.ranks // commands) - 1  # one that makes ranks meet
 
     def _library(self, request: Request, name: str, layout: Layout) -> Iterator[Entry]:
         baseline = self._baselines[name]
@@ -248,7 +261,8 @@ class Worker:
     def _time(self, request: Request, entry: Entry) -> float:
         if entry.timing == "call":
             return self._timer.call(entry.subject.enqueue)
-        return self._timer.chain(entry.subject.enqueue, request.calls_of(entry.layout.nbytes))
+        calls = min(request.calls_of(entry.layout.nbytes), self._ahead(entry))
+        return self._timer.chain(entry.subject.enqueue, calls)
 
     def _prove(self) -> None:
         """What has to be proven is profiled once all has been timed: that may slow a process."""

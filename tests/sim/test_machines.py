@@ -145,6 +145,7 @@ ROW = {
     "variant": "b2b",
     "time_us": 3.5,
     "signals": None,
+    "staged": False,
     "date": "2026-01-01",
     "commit": "abc",
 }

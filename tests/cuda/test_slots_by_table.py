@@ -1,0 +1,57 @@
+"""What a tuned table says of slots decides how calls in windows enter, where callers leave it to
+them. On the stand-in driver."""
+
+from pathlib import Path
+
+import pytest
+from test_cuda import run
+
+from offcore import tune
+
+
+def row(variant: str, time_us: float, staged: bool, op: str) -> dict[str, object]:
+    """As `tune` keeps it, for 4 GPUs at any size."""
+    found = {"op": op, "ranks": 4, "in_place": op == "all_gather", "bytes_min": 0}
+    found |= {"bytes_max": 2**63 - 1, "bytes": 4096, "variant": variant, "time_us": time_us}
+    found |= {"signals": "fenced", "staged": staged, "date": "2026-11-22", "commit": "abc"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slots_us", "protocol", "variant"), [(16.0, "eager", "b2b"), (19.5, "barrier", "fan")]
+)
+def test_slots_where_they_are_faster(
+    tmp_path: Path, slots_us: float, protocol: str, variant: str
+) -> None:
+    table = [
+        row(*one, op=op)
+        for op in ("all_gather", "all_to_all")
+        for one in (("fan", 20.0, False), ("b2b", slots_us, True))
+    ]
+    tune.write(table, tmp_path / "tuned" / "h200-4.json")
+    code = """
+    protocol, variant = sys.argv[1:]
+    comm = opened(4)
+    out, inp = comm.window(4096), comm.window(4096)
+    sent = np.random.default_rng(1).integers(0, 255, (9, 4, 4, 1024), np.uint8)
+    for turn in range(9):
+        for rank in range(4):
+            inp.write(sent[turn, rank], 0, rank)
+            out.write(sent[turn, rank, 0], rank * 1024, rank)
+        comm.barrier()
+        found = comm.all_gather(out).wait()
+        assert (found.protocol, found.variant, found.tuned) == (protocol, variant, True), found
+        for rank in range(4):
+            assert (look(out, rank).reshape(4, 1024) == sent[turn, :, 0]).all(), (turn, rank)
+        comm.barrier()
+        found = comm.all_to_all(out, inp).wait()
+        assert (found.protocol, found.variant) == (protocol, variant), found
+        for rank in range(4):
+            assert (look(out, rank).reshape(4, 1024) == sent[turn, :, rank]).all(), (turn, rank)
+        comm.barrier()
+    # Who says how gets that.
+    assert comm.all_gather(out, variant="b2b").wait().protocol == "barrier"
+    assert comm.all_gather(out, protocol="barrier").wait().protocol == "barrier"
+    assert comm.all_gather(out, protocol="promise").wait().protocol == "promise"
+    """
+    assert run(code, protocol, variant, OFFCORE_MACHINES=str(tmp_path)) == ""
