@@ -6,9 +6,12 @@ Run by h200_check.py, with all ranks in one process or as one rank of several.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import random
 import time
 from typing import Any
+
+ARMED_S = 40
 
 
 class Checker:
@@ -276,6 +279,7 @@ def armed(args: argparse.Namespace) -> int:
 
     import offcore
 
+    faulthandler.dump_traceback_later(ARMED_S, exit=True)  # where it hangs
     comm = offcore.Communicator(backend="cuda", ranks=args.ranks, timeout=10)
     window = comm.window(1 << 20)
 

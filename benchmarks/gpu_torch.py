@@ -62,13 +62,15 @@ class Rank:
             large = torch.zeros((16 << 20) // 4, dtype=torch.int32, device="cuda")
         for turn in range(40):
             out = outs[turn % 2]
-            result = comm.all_gather(out, self.part(5000, turn, self.rank)).wait()
+            result = comm.all_gather(
+                out, self.part(5000, turn, self.rank), protocol="barrier"
+            ).wait()
             self.wrong += 1_000_000 * int(result.staged)
             self.check(out, 5000, turn)
             comm.barrier()
         count = large.numel() // self.ranks
         large[self.rank * count : (self.rank + 1) * count] = self.part(count, 99, self.rank)
-        result = comm.all_gather(large[: count * self.ranks]).wait()
+        result = comm.all_gather(large[: count * self.ranks], protocol="barrier").wait()
         self.wrong += 1_000_000 * int(result.staged)
         self.check(large[: count * self.ranks], count, 99)
         comm.barrier()

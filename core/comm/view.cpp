@@ -23,7 +23,13 @@ void Communicator::lay_view(Request& request) const {
     Operand out{.bytes = request.in[i].bytes * (gather ? ranks_ : 1)};
     if (i < local_ranks_.size() && lane != lanes_.end() && lane->second &&
         lane->second->track.views.bytes() >= out.bytes) {
-      out.data = lane->second->track.views.upcoming().base(local_ranks_[i]);
+      const Slots::Place slot = lane->second->track.views.upcoming();
+      if (request.in[i].window != nullptr && request.in[i].window == slot.window) {
+        out.window = slot.window;
+        out.offset = slot.offset;
+      } else {
+        out.data = slot.base(local_ranks_[i]);
+      }
     }
     request.out.push_back(std::move(out));
   }

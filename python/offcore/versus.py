@@ -47,7 +47,7 @@ def times_of(
     records: Sequence[Record], op: str, ranks: int, in_place: bool, timing: str = "chain"
 ) -> dict[str, dict[int, float]]:
     """Microseconds by column and size; columns without a row are left out."""
-    place = {"op": op, "ranks": ranks}
+    place = {"op": op, "ranks": ranks, "in_place": in_place}
     found: dict[str, dict[int, float]] = {}
     for head, wanted in COLUMNS:
         rows = [
@@ -55,8 +55,6 @@ def times_of(
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
-            # A view's output is a slot: there is no other place for it.
-            and (one["in_place"] == in_place or (in_place and wanted.get("asked") == "view"))
             and (one.get("own_copy") == "sm") == (wanted.get("own_copy") == "sm")
             and all(_value(one, name) == value for name, value in (place | wanted).items())
         ]

@@ -80,6 +80,7 @@ bool Fleet::make_bays(const Cargo& cargo, Hangar& hangar) {
   hangar.turn = 0;
   hangar.lines = most;
   parked_lines_ += most;
+  keep_pinned(true);
   return true;
 }
 
@@ -171,6 +172,7 @@ void Fleet::run_out(const std::shared_ptr<const Cargo>& cargo, Hangar& hangar) {
   hangar.bays.clear();
   hangar.doubles.clear();
   hangar.retired.clear();
+  if (hangar.lines > 0) keep_pinned(false);
   const std::scoped_lock lock(mutex_);
   parked_lines_ -= std::exchange(hangar.lines, 0);
 }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 
 #include "core/backend/cuda/facts.h"
@@ -36,6 +37,62 @@ uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
   uint64_t bytes = 0;
   for (const auto& part : parts) bytes = std::max(bytes, part->bytes());
   return bytes <= kPitchMax ? bytes : rounded(bytes, kSlice);
+}
+
+// Pinned memory that nobody has, while programs are parked.
+class Spares {
+ public:
+  struct Block {
+    void* data;
+    uint64_t bytes;
+    std::shared_ptr<const Context> context;
+  };
+
+  void keep(bool more) {
+    std::vector<Block> freed;
+    {
+      const std::scoped_lock lock(mutex_);
+      parked_ += more ? 1 : -1;
+      if (parked_ == 0) freed.swap(blocks_);
+    }
+    for (const Block& block : freed) free(block);
+  }
+
+  void give(Block block) {
+    {
+      const std::scoped_lock lock(mutex_);
+      if (parked_ > 0) return blocks_.push_back(std::move(block));
+    }
+    free(block);
+  }
+
+  void* take(const Context& context, uint64_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+      return block.bytes == bytes && block.context.get() == &context;
+    });
+    if (found == blocks_.end()) return nullptr;
+    void* data = found->data;
+    blocks_.erase(found);
+    std::memset(data, 0, bytes);
+    return data;
+  }
+
+ private:
+  static void free(const Block& block) {
+    const Current current(block.context->handle());
+    Driver::get().cuMemHostUnregister(block.data);
+    munmap(block.data, block.bytes);
+  }
+
+  std::mutex mutex_;
+  size_t parked_ = 0;
+  std::vector<Block> blocks_;
+};
+
+Spares& spares() {
+  static Spares* const value = new Spares;  // memory may be let go of while the process ends
+  return *value;
 }
 
 }  // namespace
@@ -251,6 +308,11 @@ const Ring* Rings::find(const void* address) const {
 
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes) {
   const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  const auto owned = [&](void* pinned) {
+    return std::shared_ptr<void>(
+        pinned, [context, whole](void* own) { spares().give({own, whole, context}); });
+  };
+  if (void* spare = spares().take(*context, whole); spare != nullptr) return owned(spare);
   void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
   // Fewer pages to register, and for the GPU to look up. A kernel without large pages refuses.
@@ -265,11 +327,9 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
     munmap(data, whole);
     check(result, cat("cuMemHostRegister of ", whole, " bytes"));
   }
-  return {data, [context = std::move(context), whole](void* pinned) {
-            const Current here(context->handle());
-            Driver::get().cuMemHostUnregister(pinned);
-            munmap(pinned, whole);
-          }};
+  return owned(data);
 }
+
+void keep_pinned(bool more) { spares().keep(more); }
 
 }  // namespace offcore::cuda

@@ -113,7 +113,12 @@ class Rings {
   std::map<CUdeviceptr, const Ring*> rings_;  // by base
 };
 
-// Host memory that every local device reaches, on the NUMA node of the context's GPU if possible.
+// Host memory that every local device reaches, on the NUMA node of the context's GPU if possible; it
+// is zero.
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
+
+// While lines of this process are parked no host memory is given back, which would wait for the
+// whole device: it is kept for whoever asks for as much.
+void keep_pinned(bool more);  // a program is parked; false: one less is
 
 }  // namespace offcore::cuda
