@@ -113,8 +113,8 @@ class Rings {
   std::map<CUdeviceptr, const Ring*> rings_;  // by base
 };
 
-// Host memory that every local device reaches, on the NUMA node of the context's GPU if possible; it
-// is zero.
+// Host memory, all zero, that every local device reaches, on the NUMA node of the context's GPU if
+// possible.
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
 
 // While lines of this process are parked no host memory is given back, which would wait for the
