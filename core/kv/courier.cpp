@@ -12,7 +12,7 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kSpinNs = 1'000'000;
+constexpr int64_t kSpinNs = 200'000;
 constexpr uint32_t kPartsOfPace = 4;
 constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links

@@ -7,7 +7,7 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kSpinNs = 1'000'000;   // before a wait sleeps, and is late to wake
+constexpr int64_t kSpinNs = 100'000;     // before a wait sleeps
 constexpr int64_t kLookNs = 50'000'000;  // bounds a sleep
 
 }  // namespace
