@@ -192,7 +192,13 @@ def test_nothing_is_left(number: signal.Signals, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OFFCORE_TEST_MARK", mark)
     command = [sys.executable, "-m", "offcore.cli", "mcast", "testbed", "--hosts", "4"]
     words = ["sh", "-c", "echo here; sleep 600"]
-    with subprocess.Popen([*command, "--", *words], stdout=subprocess.PIPE, text=True) as outer:
+
+    def listen() -> None:  # a job in the background of a script is started deaf to SIGINT
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        [*command, "--", *words], stdout=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as outer:
         assert outer.stdout is not None
         assert [outer.stdout.readline() for _ in range(4)] == ["here\n"] * 4
         spaces = {os.readlink(f"/proc/{one}/ns/net") for one in processes_with(mark)}
