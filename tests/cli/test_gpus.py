@@ -49,6 +49,23 @@ def test_rows_tell_what_copied_the_own_slice(gpu_cli):
     assert {row["wrong"] for row in ran.records} == {0}
 
 
+def test_a_view_in_place_takes_what_next_input_gave(gpu_cli):
+    words = ("--in-place", "--protocol", "view", "--sizes", "4K,1M", "--variants", "auto")
+    ran = gpu_cli("bench", "all_gather", *QUICK, *words, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert [(row["in_place"], row["own_copy"]) for row in ran.records] == [(True, "none")] * 2
+    assert {row["wrong"] for row in ran.records} == {0}
+
+
+def test_chains_are_no_longer_than_a_stream_holds(gpu_cli):
+    """Swaps of a large array take many commands: fewer calls at once, or none."""
+    words = ("--in-place", "--sizes", "32M,1G", "--variants", "swap", "--calls", "40")
+    ran = gpu_cli("bench", "all_to_all", *QUICK[:4], *words, "--no-check", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert [row["bytes"] for row in ran.records] == [32 << 20]
+    assert "streams do not hold two ahead" in ran.err
+
+
 def test_large_sizes_take_fewer_calls_and_no_check_reads_nothing(gpu_cli):
     words = ("--sizes", "32M", "--variants", "pcpy", "--no-check", "--json", "-")
     ran = gpu_cli("bench", "all_gather", *QUICK, *words)
@@ -110,17 +127,20 @@ def test_auto_chooses_by_the_table_that_tune_writes(gpu_cli, tmp_path):
     ran = gpu_cli("tune", "--backend", "cuda", *words, *forms, "--out", table)
     assert ran.status == 0, ran.err
     rows = json.loads(table.read_text())
-    assert len(rows) == 2 * 2 * 2  # places, forms, sizes
-    [expected] = [
-        row["variant"]
+    assert len(rows) == 2 * 2 * 2 * 2  # places, slots or not, forms, sizes
+    entered, staged = (
+        row
         for row in rows
         if row["in_place"] and row["signals"] == "copy_order" and row["bytes"] == 4096
-    ]
+    )
+    assert (entered["staged"], staged["staged"]) == (False, True)
+    slots = staged["time_us"] < 0.97 * entered["time_us"]
     words = ("--in-place", "--sizes", "2K", "--variants", "auto", "--signals", "copy_order")
     env = {"OFFCORE_MACHINES": str(tmp_path)}
     ran = gpu_cli("bench", "all_gather", *QUICK, *words, "--json", "-", env=env)
     assert ran.status == 0, ran.err
-    assert [(row["variant"], row["tuned"]) for row in ran.records] == [(expected, True)]
+    told = [(row["variant"], row["staged"], row["tuned"]) for row in ran.records]
+    assert told == [((staged if slots else entered)["variant"], slots, True)]
 
 
 def test_the_quick_measurement_of_everything(gpu_cli, tmp_path):
@@ -142,7 +162,7 @@ def test_the_quick_measurement_of_everything(gpu_cli, tmp_path):
         ("all_to_all", False),
     }
     assert {row["signals"] for row in records} == {"fenced", "copy_order"}
-    assert {row["asked"] for row in records} == {"promise", "auto"}
+    assert {row["asked"] for row in records} == {"promise", "auto", "view"}
     assert {row["timing"] for row in records} == {"chain", "call"}
-    assert "promised    safe" in done.stdout
+    assert "view  promised    safe" in done.stdout
     assert f"{len(records)} rows, 0 wrong bytes" in done.stdout

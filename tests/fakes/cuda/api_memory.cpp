@@ -139,8 +139,12 @@ FAKE_API Result cuMemHostRegister_v2(void* start, size_t bytes, unsigned flags) 
 
 FAKE_API Result cuMemHostUnregister(void* start) {
   return enter("cuMemHostUnregister", [&] {
-    current_context();
+    const auto context = current_context();
     require(start != nullptr, kInvalidValue);
+    // As the driver does (2 x H200, driver 580): it returns once the whole device is idle.
+    for (const auto& stream : streams().all()) {
+      if (stream->context() == context) stream->synchronize();
+    }
     addresses().unregister_host(reinterpret_cast<DevicePtr>(start));
   });
 }

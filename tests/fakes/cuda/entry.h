@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "tests/fakes/cuda/abi.h"
 
@@ -62,6 +63,12 @@ class Registry {
     const auto found = objects_.find((uint64_t)handle);
     require(found != objects_.end(), stale_);
     return found->second;
+  }
+  std::vector<std::shared_ptr<Object>> all() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Object>> found;
+    for (const auto& [number, object] : objects_) found.push_back(object);
+    return found;
   }
   std::shared_ptr<Object> remove(Handle handle) {
     const std::lock_guard lock(mutex_);

@@ -295,16 +295,15 @@ PointerFacts AddressSpace::facts(DevicePtr address) const {
   const std::shared_lock lock(mutex_);
   if (const auto mapping = mapping_at(address); mapping != mappings_.end()) {
     const auto& [start, what] = *mapping;
-    PointerFacts facts{Kind::kMapped,    start, what.bytes, what.allocation,
-                       what.plain, start, what.bytes};
+    PointerFacts facts{Kind::kMapped, start, what.bytes, what.allocation,
+                       what.plain,    start, what.bytes};
     if (const auto range = range_at(reservations_, address); range && !what.plain) {
       std::tie(facts.range_start, facts.range_bytes) = *range;
     }
     return facts;
   }
   const auto as_a_whole = [](Kind kind, const auto& range) {
-    return PointerFacts{kind,  range.first, range.second, nullptr,
-                        false, range.first, range.second};
+    return PointerFacts{kind, range.first, range.second, nullptr, false, range.first, range.second};
   };
   if (const auto range = range_at(reservations_, address)) {
     return as_a_whole(Kind::kReserved, *range);

@@ -20,15 +20,15 @@ struct Settings {
   uint64_t memory_bytes = uint64_t{16} << 30;  // of each device
   int driver = 13000;
   bool mig = false;
-  bool loose = false;          // copies of one stream overtake each other
+  bool loose = false;                   // copies of one stream overtake each other
   uint64_t strided_right = UINT64_MAX;  // later strided copies across allocations do one row only
   bool all_peers = true;
   std::vector<std::pair<int, int>> no_peers;  // pairs of physical devices
   std::vector<Fault> faults;
   std::vector<std::string> lacks;  // entry points that are not there
-  uint64_t seed = 1;           // 0: no delays, and everything in order
-  bool serial_graphs = false;  // a graph's branches run one after the other, in any order
-  size_t queue_depth = 1024;   // operations that a stream holds before its caller has to wait
+  uint64_t seed = 1;               // 0: no delays, and everything in order
+  bool serial_graphs = false;      // a graph's branches run one after the other, in any order
+  size_t queue_depth = 1024;       // operations that a stream holds before its caller has to wait
 
   bool peers(int a, int b) const;  // physical numbers
 };

@@ -34,12 +34,12 @@ struct Context {
   ContextHandle handle = nullptr;
   std::atomic<Result> error{kSuccess};  // sticky: once set, nothing of the context runs
   std::mutex mutex;
-  std::shared_ptr<Stream> legacy;               // the default stream
-  std::vector<std::weak_ptr<Stream>> blocking;  // streams that the default stream orders
+  std::shared_ptr<Stream> legacy;                  // the default stream
+  std::vector<std::weak_ptr<Stream>> blocking;     // streams that the default stream orders
   static constexpr int64_t kThreads = 132 * 2048;  // that its SMs hold
   int64_t threads_free = kThreads;
   std::set<ContextHandle> peers;  // that it has asked for access to
-  std::condition_variable room;  // threads have become free
+  std::condition_variable room;   // threads have become free
 
   std::shared_ptr<Stream> default_stream() {
     const std::lock_guard lock(mutex);
@@ -55,9 +55,9 @@ struct Context {
 struct Engine {
   Context& context;
   std::mt19937_64& random;
-  bool loose = false;                           // later copies may overtake what is left to do
+  bool loose = false;                              // later copies may overtake what is left to do
   std::vector<std::function<Result()>> left = {};  // of earlier copies
-  Result catch_up();                            // does what is left
+  Result catch_up();                               // does what is left
   void pause();  // for a random while, now and then: what other streams do overtakes
 };
 
