@@ -4,7 +4,7 @@ Runs the commands below, as a user would, and writes their rows, one file a comm
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's claims
 beside the model's numbers; the README's plot is drawn from the rows too.
 
-`python benchmarks/record.py --gpus` runs nothing: it makes the README's tables of GPUs anew from
+`python benchmarks/record.py --gpus` runs nothing: it makes the tables of GPUs anew from
 the recorded rows, which gpu_bench.py measures.
 """
 
@@ -31,7 +31,7 @@ from offcore.report import Row, Stamp, read_records, rows_of
 
 MACHINE = "mi300x-8"
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "cuda.md")  # of GPUs
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 SWEEPS = {
@@ -60,11 +60,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the rows")
-    parser.add_argument("--gpus", action="store_true", help="the README's tables of GPUs, no more")
+    parser.add_argument("--gpus", action="store_true", help="the tables of GPUs, no more")
     args = parser.parse_args()
     if args.gpus:
-        text = README.read_text("utf-8")
-        README.write_text(versus.filled(text, RESULTS), "utf-8")
+        for page in WITH_TABLES:
+            page.write_text(versus.filled(page.read_text("utf-8"), RESULTS), "utf-8")
         return
     folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)

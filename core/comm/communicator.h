@@ -41,7 +41,7 @@ struct Result {
   std::string signals;  // fenced or copy_order: see Backend
   Mode mode = Mode::eager;
   bool native = true;
-  bool staged = false;       // through slots, because a buffer lay outside the windows
+  bool staged = false;       // through slots: outputs in no window, or faster so
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;

@@ -124,8 +124,9 @@ def test_the_readme_shows_recorded_times():
         assert cells == [format_us(times[name]) + "*" * (name == best) for name in names]
 
 
-def test_the_readme_shows_recorded_times_of_gpus():
-    text = (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/cuda.md"])
+def test_pages_show_recorded_times_of_gpus(page):
+    text = (ROOT / page).read_text("utf-8")
     assert versus.filled(text, ROOT / "benchmarks" / "results") == text
     announced = re.findall(
         r"<!-- versus (\S+) [^>]*-->\n\n +size .*promised.*\n(?: +\d.*\n){4,}", text
