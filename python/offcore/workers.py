@@ -216,8 +216,8 @@ class Worker:
 
     def _ahead(self, entry: Entry) -> int:
         """How many calls can be enqueued before the first one runs."""
-        commands = entry.subject.facts.get("commands") or 0
-        if self._watch is None or not commands:
+        commands = entry.subject.facts.get("commands")  # of offcore's own
+        if not commands or self._watch is None:
             return sys.maxsize
         return int(_AHEAD_MAX * entry.layout.ranks // commands) - 1  # one that makes ranks meet
 

@@ -59,7 +59,8 @@ def check_variants(ground: Ground, case: Case, place: str, protocol: str) -> Non
         if variant.removeprefix("prelaunch_") in {*can, *(["auto"] if can else [])}:
             result = ground.run(case, place, variant, protocol)
             assert variant in ("auto", result.variant)
-            assert result.staged == staged
+            # Where all is left to it the measured table may have slots ahead.
+            assert result.staged == staged or variant == protocol == "auto"
             assert result.mode == ("armed" if variant.startswith("prelaunch") else "eager")
             continue
         with pytest.raises(offcore.Error) as refused:

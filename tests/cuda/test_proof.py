@@ -42,6 +42,10 @@ def test_what_waits_for_the_sms_does_not_spoil_what_comes_next() -> None:
     from gpu_proof import Cases, hold
     comm = opened(2, own_copy="sm")
     cases = Cases(comm, 4096)
+    cases.fill(9)
+    for case in cases.all:  # what it needs is there when the SMs are held
+        case.start(comm).wait()
+        comm.barrier()
     waited = set()
     for turn in range(2):
         cases.fill(turn)
@@ -54,7 +58,8 @@ def test_what_waits_for_the_sms_does_not_spoil_what_comes_next() -> None:
     plain = [op + " out of place, " + kind for op in ("all_gather", "all_to_all")
              for kind in ("pcpy", "b2b")]  # whose own slice is a copy by itself
     assert set(plain) <= waited, waited
-    assert all("out of place" in name for name in waited), waited
+    # What is left to the table may go through slots, and is copied out of them.
+    assert all("out of place" in name or "auto" in name for name in waited), waited
     comm.close()
     """
     assert run(code) == ""

@@ -150,7 +150,7 @@ def test_all_lanes_at_once() -> None:
     out = comm.window(64 * 64)
     handles = [comm.all_gather(out.region(64 * lane, 64), lane=lane) for lane in range(64)]
     for handle in reversed(handles):
-        assert handle.wait().protocol == "barrier"
+        assert handle.wait().protocol in ("barrier", "eager")  # by the table
     comm.close()
     """
     assert run(code) == ""

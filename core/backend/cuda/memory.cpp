@@ -4,14 +4,21 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <iterator>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 #include "core/backend/cuda/facts.h"
 
 namespace offcore::cuda {
 namespace {
 
+constexpr auto kLeaveLimit = std::chrono::seconds(2);
 constexpr uint64_t kTrialBytes = 8192;   // of each rank's memory, for each rank: what it is sent
 constexpr uint64_t kTrialSource = 4096;  // from here on: what it sends
 
@@ -39,7 +46,10 @@ uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
   return bytes <= kPitchMax ? bytes : rounded(bytes, kSlice);
 }
 
-// Pinned memory that nobody has, while programs are parked.
+// Pinned memory that nobody has. The driver takes it back only when the whole device is idle, and
+// holds the caller until then: for ever where a program is parked or work waits for what never
+// comes. So a thread gives it back, nobody waits long for that, and beside parked programs nothing
+// is given back: whoever asks for as much gets it.
 class Spares {
  public:
   struct Block {
@@ -49,45 +59,66 @@ class Spares {
   };
 
   void keep(bool more) {
-    std::vector<Block> freed;
-    {
-      const std::scoped_lock lock(mutex_);
-      parked_ += more ? 1 : -1;
-      if (parked_ == 0) freed.swap(blocks_);
-    }
-    for (const Block& block : freed) free(block);
+    std::unique_lock lock(mutex_);
+    parked_ += more ? 1 : -1;
+    if (parked_ > 0) return;
+    std::move(kept_.begin(), kept_.end(), std::back_inserter(leaving_));
+    kept_.clear();
+    leave(lock);
   }
 
   void give(Block block) {
-    {
-      const std::scoped_lock lock(mutex_);
-      if (parked_ > 0) return blocks_.push_back(std::move(block));
-    }
-    free(block);
+    std::unique_lock lock(mutex_);
+    (parked_ > 0 ? kept_ : leaving_).push_back(std::move(block));
+    if (parked_ == 0) leave(lock);
   }
 
   void* take(const Context& context, uint64_t bytes) {
     const std::scoped_lock lock(mutex_);
-    const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+    const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const Block& block) {
       return block.bytes == bytes && block.context.get() == &context;
     });
-    if (found == blocks_.end()) return nullptr;
+    if (found == kept_.end()) return nullptr;
     void* data = found->data;
-    blocks_.erase(found);
+    kept_.erase(found);
     std::memset(data, 0, bytes);
     return data;
   }
 
  private:
-  static void free(const Block& block) {
-    const Current current(block.context->handle());
-    Driver::get().cuMemHostUnregister(block.data);
-    munmap(block.data, block.bytes);
+  void leave(std::unique_lock<std::mutex>& lock) {
+    if (leaving_.empty()) return;
+    if (!std::exchange(started_, true)) std::thread([this] { serve(); }).detach();
+    changed_.notify_all();
+    if (late_) return;  // it waits for the device already
+    late_ = !changed_.wait_for(lock, kLeaveLimit, [&] { return leaving_.empty(); });
+  }
+
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return !leaving_.empty(); });
+      const Block block = leaving_.front();
+      lock.unlock();
+      {
+        const Current current(block.context->handle());
+        Driver::get().cuMemHostUnregister(block.data);
+      }
+      munmap(block.data, block.bytes);
+      lock.lock();
+      leaving_.pop_front();
+      late_ = late_ && !leaving_.empty();
+      changed_.notify_all();
+    }
   }
 
   std::mutex mutex_;
+  std::condition_variable changed_;
   size_t parked_ = 0;
-  std::vector<Block> blocks_;
+  bool started_ = false;
+  bool late_ = false;
+  std::deque<Block> kept_;     // beside parked programs
+  std::deque<Block> leaving_;  // to the driver
 };
 
 Spares& spares() {

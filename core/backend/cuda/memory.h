@@ -117,8 +117,8 @@ class Rings {
 // possible.
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
 
-// While lines of this process are parked no host memory is given back, which would wait for the
+// While programs are parked no host memory is given back to the driver, which would wait for the
 // whole device: it is kept for whoever asks for as much.
-void keep_pinned(bool more);  // a program is parked; false: one less is
+void keep_pinned(bool more);  // one program more is parked; false: one less
 
 }  // namespace offcore::cuda
