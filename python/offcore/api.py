@@ -118,11 +118,10 @@ class Communicator(ViewCalls):
     any other output works too, by way of a staging slot, and the result says so.
 
     variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
-    protocol: how peers may enter: "auto" (barrier, or eager where the output is in no window, or
-        where the measured table has that ahead); "barrier" (always safe); "credits" (as barrier,
-        but a rank that calls `Handle.release` lets its peers in before its next call); "eager"
-        (through slots, always safe); "promise" (the caller promises that every peer's output is
-        free).
+    protocol: how peers may enter: "auto" (barrier, or eager where the output is in no window or
+        the measured table has it ahead); "barrier" (always safe); "credits" (as barrier, but a rank
+        that calls `Handle.release` lets its peers in before its next call); "eager" (through slots,
+        always safe); "promise" (the caller promises that every peer's output is free).
     lane: operations of one lane run in order; those of different lanes may overtake each other.
         Threads may call at once, each in lanes of its own, in any order; windows are to be made
         in one order on all ranks.
