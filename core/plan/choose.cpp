@@ -14,7 +14,8 @@ namespace offcore {
 
 namespace {
 
-constexpr double kSlotsGain = 0.97;  // less is not worth the memory
+constexpr double kSlotsGain = 0.97;            // less is not worth the memory
+constexpr uint64_t kSlotsBytesMax = 64 << 20;  // a lane has three slots of its largest call
 
 bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
   return row.op == moves.op && row.ranks == moves.ranks && row.in_place == moves.in_place &&
@@ -67,13 +68,17 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
 }
 
 bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine) {
+  if (!moves.full_exchange || total_bytes > kSlotsBytesMax) return false;
   double best_us[2] = {std::numeric_limits<double>::infinity(),
                        std::numeric_limits<double>::infinity()};
   for (const TunedRow& row : machine.tuned) {
     if (row.signals != machine.signals || !fits(row, moves, total_bytes)) continue;
-    best_us[row.staged] = std::min(best_us[row.staged], row.time_us);
+    // Beyond the size that it was measured at, which may be the last one, time goes with bytes.
+    const double larger =
+        row.bytes == 0 ? 1.0 : static_cast<double>(total_bytes) / static_cast<double>(row.bytes);
+    best_us[row.staged] = std::min(best_us[row.staged], row.time_us * std::max(1.0, larger));
   }
-  return moves.full_exchange && std::isfinite(best_us[0]) && best_us[1] < kSlotsGain * best_us[0];
+  return std::isfinite(best_us[0]) && best_us[1] < kSlotsGain * best_us[0];
 }
 
 }  // namespace offcore

@@ -12,7 +12,7 @@ struct Variant {
     pcpy,  // parallel copies: one command a destination, spread over engines (4.1)
     bcst,  // one source, several destinations in a command (4.2)
     swap,  // two ranges exchanged in a command, in place (4.3)
-    b2b,   // all copies back to back on one engine, one signal (4.4)
+    b2b,   // all copies to peers back to back on one engine, one signal (4.4)
     fan,   // strided: one command for all destinations
   };
   Kind kind = Kind::pcpy;
@@ -22,7 +22,7 @@ struct Variant {
   friend bool operator==(const Variant&, const Variant&) = default;
 };
 
-// Whether a rank's pieces go through one engine, in its order, on every machine.
+// Whether what a rank sends goes through one engine, in its order, on every machine.
 bool one_engine(const Variant& variant);
 
 std::string to_string(const Variant& variant);  // "prelaunch_pcpy", "pcpy:2"

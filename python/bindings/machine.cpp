@@ -72,6 +72,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("variant", &TunedRow::variant)
       .def_rw("signals", &TunedRow::signals)
       .def_rw("staged", &TunedRow::staged)
+      .def_rw("bytes", &TunedRow::bytes)
       .def_rw("time_us", &TunedRow::time_us);
   nb::class_<Machine>(module, "Machine", "A machine as data: see core/machine/machine.h.")
       .def(nb::init<>())

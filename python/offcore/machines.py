@@ -322,7 +322,7 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         tuned.in_place = row.boolean("in_place")
         tuned.bytes_min = row.integer("bytes_min", 0, 2**63 - 1)
         tuned.bytes_max = row.integer("bytes_max", tuned.bytes_min, 2**63 - 1)
-        row.integer("bytes", tuned.bytes_min, tuned.bytes_max)
+        tuned.bytes = row.integer("bytes", tuned.bytes_min, tuned.bytes_max)
         tuned.variant = row.text("variant")
         tuned.time_us = row.number("time_us")
         if (form := row.take("signals")) is not None and form not in _SIGNALS:

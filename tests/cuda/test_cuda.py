@@ -298,32 +298,6 @@ def test_parked_for_other_buffers() -> None:
     assert run(code) == ""
 
 
-def test_host_memory_is_let_go_of_beside_parked_programs() -> None:
-    """To unregister it would wait for the whole device, hence for ever: it serves whoever asks for
-    as much, and goes when nothing is parked."""
-    code = """
-    comm = opened(2)
-    out = comm.window(2000)
-    for _ in range(2):
-        parked = comm.all_gather(out, variant="prelaunch_fan").wait()
-    assert parked.armed_ahead
-    before = calls("cuMemHostRegister"), calls("cuMemHostUnregister")
-    for turn in range(5):
-        array = comm.host_array(100_000, "uint8")
-        assert not array.any(), turn  # also where somebody had it
-        array[:] = 7
-        del array
-    after = calls("cuMemHostRegister"), calls("cuMemHostUnregister")
-    assert after == (before[0] + 1, before[1]), (before, after)
-    assert comm.all_gather(out, variant="prelaunch_fan").wait().armed_ahead
-    comm.close()
-    assert calls("cuMemHostUnregister") > before[1]
-    del comm, out
-    assert not any(live().values()), live()
-    """
-    assert run(code) == ""
-
-
 def test_out_of_memory() -> None:
     code = """
     comm = opened(2)

@@ -9,10 +9,12 @@ from test_cuda import run
 from offcore import tune
 
 
-def row(variant: str, time_us: float, staged: bool, op: str) -> dict[str, object]:
-    """As `tune` keeps it, for 4 GPUs at any size."""
+def row(
+    variant: str, time_us: float, staged: bool, op: str = "all_gather", nbytes: int = 4096
+) -> dict[str, object]:
+    """As `tune` keeps it, for 4 GPUs at any size, measured at one."""
     found = {"op": op, "ranks": 4, "in_place": op == "all_gather", "bytes_min": 0}
-    found |= {"bytes_max": 2**63 - 1, "bytes": 4096, "variant": variant, "time_us": time_us}
+    found |= {"bytes_max": 2**63 - 1, "bytes": nbytes, "variant": variant, "time_us": time_us}
     found |= {"signals": "fenced", "staged": staged, "date": "2026-11-22", "commit": "abc"}
     return found
 
@@ -55,3 +57,17 @@ def test_slots_where_they_are_faster(
     assert comm.all_gather(out, protocol="promise").wait().protocol == "promise"
     """
     assert run(code, protocol, variant, OFFCORE_MACHINES=str(tmp_path)) == ""
+
+
+def test_times_of_other_sizes_are_not_taken_as_they_are(tmp_path: Path) -> None:
+    """A row that was measured at 4 KiB says little of 1 MiB; and slots as large as all memory are
+    nobody's wish."""
+    table = [row("fan", 20.0, False), row("b2b", 40.0, True, nbytes=1 << 20)]
+    tune.write(table, tmp_path / "tuned" / "h200-4.json")
+    code = """
+    comm = opened(4)
+    out = comm.window(80 << 20)
+    for nbytes, protocol in ((4096, "barrier"), (1 << 20, "eager"), (80 << 20, "barrier")):
+        assert comm.all_gather(out.region(0, nbytes)).wait().protocol == protocol, nbytes
+    """
+    assert run(code, OFFCORE_MACHINES=str(tmp_path)) == ""

@@ -177,14 +177,16 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
   Feed own = feed(stream);
   own.expect(inside);
-  own.run(caller.first(local.leading));
+  own.lead(caller.first(local.leading));
   std::vector<Event> joins;
   if (local.engines.size() > first) {
     const Event here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
       const CUstream forked = engine(place, local.device, i - first, here);
-      feed(forked).run(program.queues[local.engines[i]].commands);
+      Feed branch = feed(forked);
+      branch.expect(program.queues[local.engines[i]].commands);
+      branch.run(program.queues[local.engines[i]].commands);
       joins.push_back(device.event());
       joins.back().record(forked);
     }

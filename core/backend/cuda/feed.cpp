@@ -57,6 +57,12 @@ Feed::Feed(const Device& device, CUstream stream, const Source& source, const Pr
   if (device.gather() != nullptr) gathering_.emplace(*device.gather(), stream);
 }
 
+void Feed::lead(std::span<const Command> commands) {
+  leading_ = true;
+  run(commands);
+  leading_ = false;
+}
+
 void Feed::run(std::span<const Command> commands) {
   add(commands);
   flush();
@@ -76,7 +82,6 @@ void Feed::run(const Command& command) {
   const bool signalled = std::exchange(signalled_, command.op == Op::signal);
   switch (command.op) {
     case Op::copy:
-      data_ = true;
       return copy(command);
     case Op::poll:
       if (signalled) linger();
@@ -187,9 +192,9 @@ bool Feed::one_command(const Command& signal) const {
 
 void Feed::signal(const Command& command) {
   const uint32_t value = launch_.epoch + command.value;
-  // Where no data goes before it a copy has nothing to stay behind.
-  const bool copied =
-      source_.presets != nullptr && (!data_ || habits_.signals == SignalForm::copy_order);
+  flush_copies();
+  const bool copied = source_.presets != nullptr &&
+                      (leading_ || (habits_.signals == SignalForm::copy_order && !batched_));
   const CUdeviceptr preset = copied ? source_.presets->find(value) : 0;
   const Rank own = device_.rank();
   if (one_command(command)) {
@@ -233,8 +238,9 @@ bool Feed::goes_plain(const Command& command) const {
   if (command.rows == 1) return true;
   Place dst = place(command.dst);
   Place src = place(command.src);
-  uint64_t pitch = 0;
-  return !pitches(command, dst, src, pitch, pitch);
+  uint64_t dst_pitch = 0;
+  uint64_t src_pitch = 0;
+  return !pitches(command, dst, src, dst_pitch, src_pitch);
 }
 
 void Feed::copy(const Command& command) {
@@ -435,6 +441,7 @@ void Feed::flush_copies() {
   } else {
     CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
     size_t first = 0;
+    batched_ = true;
     ++notes_.calls.batches;
     notes_.calls.batched += static_cast<uint32_t>(sizes_.size());
     check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),

@@ -8,8 +8,8 @@
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
-//              copy of that word to all of them. With presets: that copy alone. Beside copies
-//              that are not strided: a write-value to each
+//              copy of that word to all of them. With presets: that copy alone. To several ranks
+//              beside copies that are not strided, and to any behind a batch: a write-value to each
 //   fence      hands over what was collected: a stream is in order by itself
 //
 // A batch of copies cannot be captured: there its copies are plain ones.
@@ -85,6 +85,9 @@ class Feed {
   // What is to come: a stream takes 6 us from a strided copy to a plain one and as much back (4 x
   // H200), so that beside plain copies signals to several ranks are written one by one.
   void expect(std::span<const Command> commands);
+  // What comes before the first wait of a launch: no data goes before it, so its signals may be
+  // copies in either form. And flushes.
+  void lead(std::span<const Command> commands);
   void run(std::span<const Command> commands);  // and flushes
   void add(std::span<const Command> commands);  // the last ones may wait for a flush
   void run(const Command& command);
@@ -136,7 +139,8 @@ class Feed {
   bool many_ = false;                   // this group has many copies between the host and the GPU
   std::optional<Gathering> gathering_;  // where a kernel copies between the host and the GPU
   bool strided_signals_ = true;
-  bool data_ = false;       // was fed
+  bool leading_ = false;
+  bool batched_ = false;    // several copies at once, which a copied flag might overtake
   bool signalled_ = false;  // by the last command
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here

@@ -162,7 +162,9 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
   for (size_t i = inside; i < local.engines.size(); ++i) {
     Line& line = engine(*turn.lane, local.device, i);
-    feed(flight, turn, line.stream(), line.word()).run(queues[local.engines[i]].commands);
+    Feed forked = feed(flight, turn, line.stream(), line.word());
+    forked.expect(queues[local.engines[i]].commands);
+    forked.run(queues[local.engines[i]].commands);
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }
@@ -201,7 +203,7 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
     }
     if (!local.caller) continue;
     const std::span<const Command> commands = queues[*local.caller].commands;
-    turn.own->run(commands.first(local.leading));
+    turn.own->lead(commands.first(local.leading));
   }
   for (size_t i = 0; i < turns.size(); ++i) {
     const Current current = turns[i].device->current();

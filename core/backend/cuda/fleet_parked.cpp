@@ -80,7 +80,7 @@ bool Fleet::make_bays(const Cargo& cargo, Hangar& hangar) {
   hangar.turn = 0;
   hangar.lines = most;
   parked_lines_ += most;
-  keep_pinned(true);
+  if (most > 0) keep_pinned(true);
   return true;
 }
 

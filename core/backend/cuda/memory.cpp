@@ -8,8 +8,9 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <iterator>
 #include <mutex>
+#include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -49,7 +50,7 @@ uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
 // Pinned memory that nobody has. The driver takes it back only when the whole device is idle, and
 // holds the caller until then: for ever where a program is parked or work waits for what never
 // comes. So a thread gives it back, nobody waits long for that, and beside parked programs nothing
-// is given back: whoever asks for as much gets it.
+// is given back: whoever asks for as much gets it, as it is from then on.
 class Spares {
  public:
   struct Block {
@@ -61,64 +62,77 @@ class Spares {
   void keep(bool more) {
     std::unique_lock lock(mutex_);
     parked_ += more ? 1 : -1;
-    if (parked_ > 0) return;
-    std::move(kept_.begin(), kept_.end(), std::back_inserter(leaving_));
-    kept_.clear();
-    leave(lock);
+    if (parked_ == 0 && !blocks_.empty()) serve();
+    // One that is on its way back is to be through before the program is parked.
+    if (more) changed_.wait_for(lock, kLeaveLimit, [&] { return !leaving_; });
   }
 
   void give(Block block) {
+    if (getpid() != process_) return;  // of a fork: nothing of the driver's is this process's
     std::unique_lock lock(mutex_);
-    (parked_ > 0 ? kept_ : leaving_).push_back(std::move(block));
-    if (parked_ == 0) leave(lock);
+    blocks_.push_back(std::move(block));
+    // Where one has been late it waits for the device, and so would this one.
+    if (parked_ > 0 || !serve() || late_) return;
+    late_ = !changed_.wait_for(lock, kLeaveLimit, [&] { return blocks_.empty() && !leaving_; });
   }
 
+  // Zeroed; null: there is none.
   void* take(const Context& context, uint64_t bytes) {
-    const std::scoped_lock lock(mutex_);
-    const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const Block& block) {
-      return block.bytes == bytes && block.context.get() == &context;
-    });
-    if (found == kept_.end()) return nullptr;
-    void* data = found->data;
-    kept_.erase(found);
+    void* data = nullptr;
+    {
+      const std::scoped_lock lock(mutex_);
+      const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+        return block.bytes == bytes && block.context.get() == &context;
+      });
+      if (parked_ == 0 || found == blocks_.end()) return nullptr;
+      data = found->data;
+      blocks_.erase(found);
+    }
     std::memset(data, 0, bytes);
     return data;
   }
 
  private:
-  void leave(std::unique_lock<std::mutex>& lock) {
-    if (leaving_.empty()) return;
-    if (!std::exchange(started_, true)) std::thread([this] { serve(); }).detach();
+  bool serve() {
+    try {
+      if (!started_) std::thread([this] { run(); }).detach();
+      started_ = true;
+    } catch (const std::system_error&) {  // no thread can be had: the memory stays
+    }
     changed_.notify_all();
-    if (late_) return;  // it waits for the device already
-    late_ = !changed_.wait_for(lock, kLeaveLimit, [&] { return leaving_.empty(); });
+    return started_;
   }
 
-  void serve() {
+  void run() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return !leaving_.empty(); });
-      const Block block = leaving_.front();
+      changed_.wait(lock, [&] { return parked_ == 0 && !blocks_.empty(); });
+      std::optional<Block> block = std::move(blocks_.front());
+      blocks_.pop_front();
+      leaving_ = true;
       lock.unlock();
-      {
-        const Current current(block.context->handle());
-        Driver::get().cuMemHostUnregister(block.data);
+      try {
+        const Current current(block->context->handle());
+        Driver::get().cuMemHostUnregister(block->data);
+        munmap(block->data, block->bytes);
+      } catch (const Error&) {  // the GPU has failed, or the driver is going: the memory stays
       }
-      munmap(block.data, block.bytes);
+      block.reset();
       lock.lock();
-      leaving_.pop_front();
-      late_ = late_ && !leaving_.empty();
+      leaving_ = false;
+      late_ = late_ && !blocks_.empty();
       changed_.notify_all();
     }
   }
 
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::condition_variable changed_;
   size_t parked_ = 0;
   bool started_ = false;
+  bool leaving_ = false;  // one is being given back
   bool late_ = false;
-  std::deque<Block> kept_;     // beside parked programs
-  std::deque<Block> leaving_;  // to the driver
+  std::deque<Block> blocks_;
 };
 
 Spares& spares() {

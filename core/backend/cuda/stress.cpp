@@ -84,11 +84,11 @@ Program Stress::program(const Trial& trial, Rank rank) const {
     if (peer == rank) continue;
     commands.push_back({.dst = {.offset = uint64_t{ranks} + peer, .rank = rank}, .op = Op::poll});
   }
-  const Command signal{.dst = {.offset = rank, .rank = next},
-                       .dst_step = kRankStep,
-                       .rows = peers,
-                       .value = 1,
-                       .op = Op::signal};
+  Command signal{.dst = {.offset = rank, .rank = next},
+                 .dst_step = kRankStep,
+                 .rows = peers,
+                 .value = 1,
+                 .op = Op::signal};
   Command copy{.dst = {.offset = rank * trial.chunk_bytes, .rank = next, .buffer = kChunks},
                .src = {.rank = rank, .buffer = kSource},
                .bytes = trial.chunk_bytes,
@@ -96,17 +96,16 @@ Program Stress::program(const Trial& trial, Rank rank) const {
                .src_step = trial.shape == "fan" ? static_cast<int64_t>(trial.chunk_bytes) : 0,
                .rows = peers,
                .op = Op::copy};
-  if (trial.planted) commands.push_back(signal);
-  if (trial.shape == "pcpy") {
-    copy.rows = 1;
-    for (uint32_t peer = 0; peer < peers; ++peer) {
-      copy.dst.rank = static_cast<Rank>((next + peer) % ranks);
-      commands.push_back(copy);
-    }
-  } else {
-    commands.push_back(copy);
+  const bool apart = trial.shape == "pcpy";  // each peer's copy and flag by themselves
+  if (apart) {
+    copy.rows = signal.rows = 1;
+    signal.dst_step = 0;
   }
-  if (!trial.planted) commands.push_back(signal);
+  for (uint32_t peer = 0; peer < (apart ? peers : 1); ++peer) {
+    copy.dst.rank = signal.dst.rank = static_cast<Rank>((next + peer) % ranks);
+    commands.push_back(trial.planted ? signal : copy);
+    commands.push_back(trial.planted ? copy : signal);
+  }
   program.queues = {{.rank = rank, .commands = std::move(commands)}};
   return program;
 }
