@@ -84,7 +84,7 @@ struct TunedRow {
   std::string variant;
   std::string signals;  // the form of signals it was measured with; empty: there is but one
   bool staged = false;  // measured through slots
-  uint64_t bytes = 0;  // measured at this size
+  uint64_t bytes = 0;   // measured at this size
   double time_us = 0;
 };
 

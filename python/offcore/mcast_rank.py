@@ -104,6 +104,13 @@ class Rank:
         count = nbytes // self.hosts if self.order["op"] == "all_gather" else 0
         return np.zeros(nbytes, np.uint8), np.zeros(count, np.uint8)
 
+    def close(self) -> None:
+        self.meet()
+        for comm in self.comms.values():
+            comm.close()
+        if "gloo" in self.calls:  # its threads do not survive the process's end
+            torch_for("gloo").distributed.destroy_process_group()
+
     def measure(self, nbytes: int) -> list[dict[str, Any]]:
         wrong = {name: self.wrong(call, nbytes) for name, call in self.calls.items()}
         times: dict[str, list[float]] = {name: [] for name in self.calls}
@@ -163,9 +170,7 @@ def main() -> None:
             if rank.rank == 0:
                 for row in rows:
                     print(json.dumps(row), flush=True)
-        rank.meet()
-        for comm in rank.comms.values():
-            comm.close()
+        rank.close()
     except Error as failure:
         if order["rank"] == 0:
             print(json.dumps({"raised": [failure.code, str(failure)]}), flush=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,8 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     ) -> None:
         super().__init__(rank, ranks)
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, ranks, timeout=timeout)
-        # What this class does not override, torch dispatches to the device's backend.
+        self._gloo = gloo
+        # What nobody overrides, torch dispatches to the device's backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         defaults = {"timeout": timeout.total_seconds()}
@@ -189,6 +190,44 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     def shutdown(self) -> None:
         """What dist.destroy_process_group calls."""
         self.communicator.close()
+
+
+# What gloo does, by torch's name for it in a group and in gloo. For these a group that is a Python
+# class would go by its C++ base, which torch 2.13 calls with the interpreter locked: where a thread
+# of gloo lets go of tensors meanwhile, each waits for the other's lock.
+_HANDED = {
+    name: name
+    for name in (
+        "allgather_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "gather",
+        "monitored_barrier",
+        "recv",
+        "recv_anysource",
+        "reduce",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "scatter",
+        "send",
+    )
+} | {"all_to_all_single": "alltoall_base", "reduce_scatter_single": "_reduce_scatter_base"}
+
+
+def _hand(name: str, to: str) -> Callable[..., Any]:
+    def handed(self: McastGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, to)(*args, **kwargs)
+
+    handed.__name__ = name
+    handed.__doc__ = "By gloo."
+    return handed
+
+
+for _name, _to in _HANDED.items():
+    if hasattr(dist.ProcessGroup, _name) and hasattr(dist.ProcessGroupGloo, _to):
+        setattr(McastGroup, _name, _hand(_name, _to))
 
 
 def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

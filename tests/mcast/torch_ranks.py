@@ -1,6 +1,7 @@
 """A rank of test_mcast_torch.py, as a process: torch_ranks.py RANK RANKS PORT."""
 
 import datetime
+import faulthandler
 import sys
 import time
 import warnings
@@ -88,6 +89,19 @@ def handed_to_gloo(rank: int, ranks: int) -> None:
     tensor = torch.full((100,), float(rank))
     dist.all_reduce(tensor)
     assert (tensor == sum(range(ranks))).all()
+    for _ in range(20):  # a thread of gloo's lets go of the last one's tensors meanwhile
+        dist.all_reduce(tensor)
+    parts = [torch.zeros(3) for _ in range(ranks)] if rank == 0 else None
+    dist.gather(torch.full((3,), float(rank)), parts)
+    assert parts is None or all((part == index).all() for index, part in enumerate(parts))
+    taken = torch.zeros(3)
+    dist.scatter(taken, parts)
+    assert (taken == rank).all()
+    dist.reduce(taken, 0)
+    assert rank != 0 or (taken == sum(range(ranks))).all()
+    share = torch.zeros(2)
+    dist.reduce_scatter_tensor(share, torch.arange(2.0 * ranks))
+    assert (share == ranks * torch.arange(2.0 * rank, 2.0 * rank + 2)).all()
     out = torch.zeros(ranks)
     dist.all_to_all_single(out, torch.full((ranks,), float(rank)))
     assert (out == torch.arange(ranks)).all()
@@ -129,6 +143,7 @@ def communicators_of_groups(rank: int, ranks: int) -> None:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(60, exit=True)  # where it hangs
     rank, ranks, port = map(int, sys.argv[1:])
     mcast_torch.configure(interface="lo")
     dist.init_process_group(
