@@ -24,11 +24,15 @@ NOT_SANITIZED = {
 }
 NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py"}  # gloo's threads are built without it
-# What takes minutes there and is left to --long.
+# What takes long there and is left to --long: also processes that mostly wait for each other.
 LONG_SANITIZED = {
     "asan": {"model", "test_fat_tree.py", "test_kv_script.py", "test_possible.py"},
     "tsan": {"conformance", "faults", "test_fat_tree.py", "test_kv_script.py"},
 }
+for _slow in LONG_SANITIZED.values():
+    _slow |= {"test_sdma_ways.py", "test_kv_links.py", "test_killed_processes.py"}
+LONG_SANITIZED["asan"] |= {"test_processes.py", "test_last_words.py", "test_mcast_torch.py"}
+LONG_SANITIZED["tsan"] |= {"test_kv_strided.py", "test_kv_calls.py"}
 
 _shared = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=200, derandomize=True, **_shared)
