@@ -113,9 +113,11 @@ class Spares {
       lock.unlock();
       try {
         const Current current(block->context->handle());
-        Driver::get().cuMemHostUnregister(block->data);
+        check(Driver::get().cuMemHostUnregister(block->data), "cuMemHostUnregister");
         munmap(block->data, block->bytes);
-      } catch (const Error&) {  // the GPU has failed, or the driver is going: the memory stays
+      } catch (const Error&) {
+        // The GPU has failed, or the driver is going. What is registered still stays mapped: its
+        // addresses must be nobody else's.
       }
       block.reset();
       lock.lock();

@@ -143,7 +143,11 @@ FAKE_API Result cuMemHostUnregister(void* start) {
     require(start != nullptr, kInvalidValue);
     // As the driver does (2 x H200, driver 580): it returns once the whole device is idle.
     for (const auto& stream : streams().all()) {
-      if (stream->context() == context) stream->synchronize();
+      if (stream->context() != context) continue;
+      try {
+        stream->synchronize();
+      } catch (const Failure&) {  // it is destroyed just now
+      }
     }
     addresses().unregister_host(reinterpret_cast<DevicePtr>(start));
   });
