@@ -54,7 +54,8 @@ def test_results_say_which_path_ran() -> None:
         assert (gathered.op, gathered.ranks, gathered.bytes) == ("all_gather", 3, 150_000)
         assert "multicast" in gathered.path
         assert gathered.datagrams > 0
-        assert gathered.multicast_us > 0
+        # One phase may take none: what was sent may all be there when it begins.
+        assert gathered.barrier_us + gathered.multicast_us + gathered.handshake_us > 0
         assert (barrier.op, barrier.bytes, barrier.path) == ("barrier", 0, "none")
     for gathered, _ in on_ranks(3, body, multicast=False):
         assert gathered.path == "ring"

@@ -41,8 +41,8 @@ class Reader {
     switch (packet.kind) {
       case Kind::copy:
       case Kind::swap:
-        return push({.dst = places_.find(packet[Field::dst], packet[Field::bytes]),
-                     .src = places_.find(packet[Field::src], packet[Field::bytes]),
+        return push({.dst = data(packet[Field::dst], packet[Field::bytes]),
+                     .src = data(packet[Field::src], packet[Field::bytes]),
                      .bytes = packet[Field::bytes],
                      .op = packet.kind == Kind::swap ? Op::swap : Op::copy});
       case Kind::broadcast:
@@ -65,14 +65,20 @@ class Reader {
 
   void push(const Command& command) { commands_.push_back(command); }
 
+  Slice data(uint64_t address, uint64_t bytes) const {
+    const Slice place = places_.find(address, bytes);
+    if (place.buffer == kFlagBuffer) fail(Code::unsupported, "it copies flag words");
+    return place;
+  }
+
   void broadcast(const Packet& packet) {
     const uint64_t bytes = packet[Field::bytes];
-    Command command{.dst = places_.find(packet[Field::dst], bytes),
-                    .src = places_.find(packet[Field::src], bytes),
+    Command command{.dst = data(packet[Field::dst], bytes),
+                    .src = data(packet[Field::src], bytes),
                     .bytes = bytes,
                     .rows = 2,
                     .op = Op::copy};
-    const Slice second = places_.find(packet[Field::dst2], bytes);
+    const Slice second = data(packet[Field::dst2], bytes);
     if (second == command.dst) fail(Code::unsupported, "its two destinations are one");
     if (row_of(command.dst, kRankStep, 1, program_.ranks) == second && program_.ranks > 1) {
       command.dst_step = kRankStep;
@@ -99,16 +105,23 @@ class Reader {
                                Field::dst_pitch, Field::dst_slice);
     const uint64_t src = first(Field::src, Field::src_x, Field::src_y, Field::src_z,
                                Field::src_pitch, Field::src_slice);
-    Command command{.dst = places_.find(dst, bytes),
-                    .src = places_.find(src, bytes),
+    Command command{.dst = data(dst, bytes),
+                    .src = data(src, bytes),
                     .bytes = bytes,
                     .rows = static_cast<uint32_t>(packet[Field::height] * packet[Field::depth]),
                     .op = Op::copy};
     if (command.rows > 1) {
+      // As encode has them: a row begins at x of an address aligned down, and ends in its pitch and
+      // before the next one.
+      const uint64_t end =
+          std::max(packet[Field::dst_x], packet[Field::src_x]) + packet[Field::width];
+      uint64_t room = std::min(packet[Field::dst_pitch], packet[Field::src_pitch]);
+      if (slices) room = std::min({room, packet[Field::dst_slice], packet[Field::src_slice]});
+      if (end > room) fail(Code::unsupported, "its rows are wider than the steps between them");
       const uint64_t dst_step = packet[slices ? Field::dst_slice : Field::dst_pitch] << element;
       const uint64_t src_step = packet[slices ? Field::src_slice : Field::src_pitch] << element;
-      places_.find(dst, dst_step * (command.rows - 1) + bytes);
-      places_.find(src, src_step * (command.rows - 1) + bytes);
+      data(dst, dst_step * (command.rows - 1) + bytes);
+      data(src, src_step * (command.rows - 1) + bytes);
       command.dst_step = static_cast<int64_t>(dst_step);
       command.src_step = static_cast<int64_t>(src_step);
     }
