@@ -44,6 +44,14 @@ class World:
     def wanted(self, blocks):
         return self.image[:, blocks].transpose(1, 0, 2).reshape(len(blocks), -1)
 
+    def meet(self):  # jobs that share blocks and rows come one after the other
+        jobs = [self.transfer.store([1, 2], [0, 1]), self.transfer.load([2, 3], [0, 1]),
+                self.transfer.store([3], [2], priority=5)]
+        for job in jobs:
+            job.wait(10)
+        first, second = self.wanted([1])[0], self.wanted([2])[0]
+        assert (self.rows([0, 1, 2]) == np.stack([first, second, second])).all()
+
 def passed(watch):
     watch.start()
     watch.stop()

@@ -184,9 +184,7 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
       const CUstream forked = engine(place, local.device, i - first, here);
-      Feed branch = feed(forked);
-      branch.expect(program.queues[local.engines[i]].commands);
-      branch.run(program.queues[local.engines[i]].commands);
+      feed(forked).whole(program.queues[local.engines[i]].commands);
       joins.push_back(device.event());
       joins.back().record(forked);
     }

@@ -68,6 +68,11 @@ void Feed::run(std::span<const Command> commands) {
   flush();
 }
 
+void Feed::whole(std::span<const Command> queue) {
+  expect(queue);
+  run(queue);
+}
+
 void Feed::add(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {

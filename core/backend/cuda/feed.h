@@ -89,6 +89,7 @@ class Feed {
   // copies in either form. And flushes.
   void lead(std::span<const Command> commands);
   void run(std::span<const Command> commands);  // and flushes
+  void whole(std::span<const Command> queue);   // nothing else comes: expects it, and runs it
   void add(std::span<const Command> commands);  // the last ones may wait for a flush
   void run(const Command& command);
   void wait(CUdeviceptr word, uint32_t value) { add(kOpWait32, word, value); }

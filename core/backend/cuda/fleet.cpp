@@ -162,9 +162,7 @@ void Fleet::engines(Flight& flight, Turn& turn) {
   const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
   for (size_t i = inside; i < local.engines.size(); ++i) {
     Line& line = engine(*turn.lane, local.device, i);
-    Feed forked = feed(flight, turn, line.stream(), line.word());
-    forked.expect(queues[local.engines[i]].commands);
-    forked.run(queues[local.engines[i]].commands);
+    feed(flight, turn, line.stream(), line.word()).whole(queues[local.engines[i]].commands);
     turn.joins.push_back(turn.device->event());
     turn.joins.back().record(line.stream());
   }

@@ -160,8 +160,7 @@ void Stress::start(const Round& round) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
       Feed feed(*seat.device, seat.copies->handle(), source, program, bound, rings_, habits,
                 nullptr, notes);
-      feed.expect(program.queues[0].commands);
-      feed.run(program.queues[0].commands);
+      feed.whole(program.queues[0].commands);
     }
     seat.kernels->read(seat.kernel->handle(),
                        {.chunks = ring_->part(rank) + chunks_at(),
