@@ -139,8 +139,8 @@ Communicator::Lookup Communicator::look_up(Request& request) const {
     }
   }
   Lookup lookup{.facts = facts_of(request, ranks_, local_ranks_)};
-  lookup.place = place_of(request, lookup.facts);
-  lookup.key = cache_key(request, lookup.facts, lookup.place);
+  lookup.target = target_of(request, lookup.facts);
+  lookup.key = cache_key(request, lookup.facts, lookup.target);
   if (const auto found = plans_.find(lookup.key); found != plans_.end()) {
     lookup.plan = found->second;
   }

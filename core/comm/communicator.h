@@ -125,7 +125,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   struct Lookup {
     Facts facts;
-    Place place = {};
+    Target target = {};
     std::string key = {};
     std::shared_ptr<Plan> plan = nullptr;  // null: the ranks have yet to meet this key
   };
@@ -141,7 +141,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request) const;
   void lay_view(Request& request) const;
-  Place place_of(const Request& request, const Facts& facts) const;
+  Target target_of(const Request& request, const Facts& facts) const;
   // What ranks do together, `call` in words: the others hear of it, and at a timeout this rank
   // tells what they do instead.
   template <typename Step>
@@ -162,7 +162,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // As meet, into a graph that is being captured: at every call, since replays tell nobody.
   std::shared_ptr<Plan> meet_in_graph(const Request& request, const Lookup& lookup,
                                       const std::string& text, Lane& lane, Turn& turn);
-  bool agree(const Request& request, Lane& lane, const Entry& mine, const Place& place, Turn& turn);
+  bool agree(const Request& request, Lane& lane, const Entry& mine, const Target& target,
+             Turn& turn);
   std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
   void tell(const Plan& plan) const;
   Graph& graph(Lane& lane, uint64_t capture, Turn& turn);

@@ -7,11 +7,10 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/comm/turn.h"
 
 namespace offcore {
 namespace {
-
-constexpr size_t kLanesMax = 64;  // further streams share lanes: their batches are in order too
 
 struct Copiers {
   std::mutex mutex;
@@ -93,7 +92,7 @@ uint32_t Copier::lane_of(const std::vector<uintptr_t>& streams) {
   const auto found = std::find_if(lanes_.begin(), lanes_.end(),
                                   [&](const Lane& lane) { return lane.streams == streams; });
   if (found != lanes_.end()) return static_cast<uint32_t>(found - lanes_.begin());
-  if (lanes_.size() == kLanesMax) {
+  if (lanes_.size() == kLanesMax) {  // further streams share lanes: their batches are in order too
     return static_cast<uint32_t>(streams.empty() ? 0 : (streams[0] >> 6) % kLanesMax);
   }
   lanes_.push_back({.streams = streams, .flags = {}, .wakeups = {}, .scratch = {}});

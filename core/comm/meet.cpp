@@ -73,13 +73,13 @@ void Communicator::compare_machines(const Deadline& deadline) const {
 }
 
 // Where peers would write: the same part of the same window on every local rank, or outside.
-Place Communicator::place_of(const Request& request, const Facts& facts) const {
-  if (request.view()) return {.window = Place::kRing};
-  if (facts.total_bytes == 0) return {.window = Place::kNone};
+Target Communicator::target_of(const Request& request, const Facts& facts) const {
+  if (request.view()) return {.window = Target::kRing};
+  if (facts.total_bytes == 0) return {.window = Target::kNone};
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
     if (!operand.window || operand.window != first.window || operand.offset != first.offset) {
-      return {.window = Place::kOutside};
+      return {.window = Target::kOutside};
     }
   }
   uint32_t index = 0;
@@ -117,14 +117,14 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& l
 // happened; from then on it has its number, also where planning it fails (on all ranks alike).
 std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& lookup,
                                          const std::string& text, Lane& lane, Turn& turn) {
-  const Place& place = lookup.place;
-  const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(place))};
-  const bool same_place = agree(request, lane, undecided, place, turn);
+  const Target& target = lookup.target;
+  const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(target))};
+  const bool same_place = agree(request, lane, undecided, target, turn);
   const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
   std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged);
   plan->entry = std::make_shared<const Entry>(
       Entry{.key = undecided.key,
-            .plan = digest(cat(text, staged ? " staged" : to_string(place))),
+            .plan = digest(cat(text, staged ? " staged" : to_string(target))),
             .text = undecided.text});
   equip(*plan, lane, turn);
   plans_.emplace(lookup.key, plan);
@@ -138,12 +138,12 @@ std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const 
   const std::string captured =
       cat(text, " mode=capture graph=", known != nullptr ? known->number : lane.captured);
   const Entry mine{.key = digest(captured),
-                   .text = cat(captured, " out=", to_string(lookup.place))};
-  const bool same_place = agree(request, lane, mine, lookup.place, turn);
+                   .text = cat(captured, " out=", to_string(lookup.target))};
+  const bool same_place = agree(request, lane, mine, lookup.target, turn);
   const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
   Graph& graph = this->graph(lane, request.capture, turn);
-  const Place place = staged ? Place{.window = Place::kOutside} : lookup.place;
-  const std::string key = cache_key(request, lookup.facts, place);
+  const Target target = staged ? Target{.window = Target::kOutside} : lookup.target;
+  const std::string key = cache_key(request, lookup.facts, target);
   const auto found = plans_.find(key);
   auto plan = found != plans_.end() ? found->second : make_plan(request, lookup.facts, staged);
   plans_.emplace(key, plan);
@@ -163,12 +163,12 @@ void Communicator::tell(const Plan& plan) const {
 }
 
 // Whether all ranks write to the same place of the same window. The call has its number then.
-bool Communicator::agree(const Request& request, Lane& lane, const Entry& mine, const Place& place,
-                         Turn& turn) {
+bool Communicator::agree(const Request& request, Lane& lane, const Entry& mine,
+                         const Target& target, Turn& turn) {
   publish(lane, mine, turn);
   const bool agreed = agree_on_place(lane, mine, turn);
   ++lane.sequence;
-  const bool same_place = agreed && place.window != Place::kOutside;
+  const bool same_place = agreed && target.window != Target::kOutside;
   if (request.protocol == "promise" && !same_place) {
     fail(Code::unsupported,
          "protocol promise needs the output at the same place of a window of "

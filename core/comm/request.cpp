@@ -308,14 +308,14 @@ Moves moves_of(const Facts& facts) {
   fail(Code::invalid, "unknown operation");
 }
 
-std::string to_string(const Place& place) {
-  if (place.window == Place::kNone) return "none";
-  if (place.window == Place::kOutside) return "outside";
-  if (place.window == Place::kRing) return "view ring";
-  return cat("window ", place.window, "+", place.offset);
+std::string to_string(const Target& target) {
+  if (target.window == Target::kNone) return "none";
+  if (target.window == Target::kOutside) return "outside";
+  if (target.window == Target::kRing) return "view ring";
+  return cat("window ", target.window, "+", target.offset);
 }
 
-std::string cache_key(const Request& request, const Facts& facts, const Place& place) {
+std::string cache_key(const Request& request, const Facts& facts, const Target& target) {
   std::string key;
   key.reserve(96 + facts.counts.size() * sizeof(uint64_t));
   const auto append = [&](const auto& value) {
@@ -326,8 +326,8 @@ std::string cache_key(const Request& request, const Facts& facts, const Place& p
   append(request.capture != 0);
   append(facts.root);
   append(request.lane);
-  append(place.window);
-  append(place.offset);
+  append(target.window);
+  append(target.offset);
   key += request.variant;
   key += '|';
   key += request.protocol;

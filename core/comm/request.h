@@ -61,7 +61,7 @@ Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_rank
 Moves moves_of(const Facts& facts);
 
 // Where peers would write.
-struct Place {
+struct Target {
   static constexpr uint32_t kNone = UINT32_MAX;         // nowhere: there are no bytes
   static constexpr uint32_t kOutside = UINT32_MAX - 1;  // not one place of one window
   static constexpr uint32_t kRing = UINT32_MAX - 2;     // into the slots that views show
@@ -69,10 +69,10 @@ struct Place {
   uint64_t offset = 0;                                  // in it
 };
 
-std::string to_string(const Place& place);  // "window 1+4096", "outside", "view ring", "none"
+std::string to_string(const Target& target);  // "window 1+4096", "outside", "view ring", "none"
 
 // What makes two calls share a plan, as bytes: cheap to build at every call.
-std::string cache_key(const Request& request, const Facts& facts, const Place& place);
+std::string cache_key(const Request& request, const Facts& facts, const Target& target);
 
 // "all_gather ranks=2 counts=4096x2 in_place=no root=0"
 std::string describe(const Facts& facts);

@@ -8,7 +8,7 @@
 namespace offcore {
 namespace {
 
-constexpr std::array<std::string_view, 5> kKinds = {"pcpy", "bcst", "swap", "b2b", "fan"};
+constexpr std::array<std::string_view, 5> kKindNames = {"pcpy", "bcst", "swap", "b2b", "fan"};
 constexpr std::string_view kPrelaunch = "prelaunch_";
 constexpr uint16_t kEnginesMax = 256;
 
@@ -22,7 +22,7 @@ bool one_engine(const Variant& variant) {
 std::string to_string(const Variant& variant) {
   std::string text;
   if (variant.prelaunch) text += kPrelaunch;
-  text += kKinds[static_cast<size_t>(variant.kind)];
+  text += kKindNames[static_cast<size_t>(variant.kind)];
   if (variant.engines != 0) text += cat(":", variant.engines);
   return text;
 }
@@ -36,8 +36,8 @@ Variant parse_variant(std::string_view text) {
   }
   const std::string_view kind = rest.substr(0, rest.find(':'));
   size_t index = 0;
-  while (index < kKinds.size() && kKinds[index] != kind) ++index;
-  bool valid = index < kKinds.size();
+  while (index < kKindNames.size() && kKindNames[index] != kind) ++index;
+  bool valid = index < kKindNames.size();
   if (valid && kind.size() < rest.size()) {
     const std::string_view digits = rest.substr(kind.size() + 1);
     const char* end = digits.data() + digits.size();
@@ -58,7 +58,7 @@ Variant parse_variant(std::string_view text) {
 std::vector<Variant> all_variants() {
   std::vector<Variant> variants;
   for (bool prelaunch : {false, true}) {
-    for (size_t kind = 0; kind < kKinds.size(); ++kind) {
+    for (size_t kind = 0; kind < kKindNames.size(); ++kind) {
       variants.push_back({.kind = static_cast<Variant::Kind>(kind), .prelaunch = prelaunch});
     }
   }

@@ -11,7 +11,7 @@ constexpr uint64_t kUnit = 16;                     // bytes that a thread moves 
 constexpr uint64_t kUnitsMax = uint64_t{1} << 31;  // of a launch: they are counted in 32 bits
 
 // Unit u of all copies' rows goes to thread u, modulo the threads that there are.
-constexpr const char* kPtx = R"(
+constexpr const char* kGatherPtx = R"(
 .version 6.4
 .target sm_70
 .address_size 64
@@ -73,7 +73,7 @@ done:
 Gather::Gather(std::shared_ptr<const Context> context) : context_(std::move(context)) {
   const Driver& driver = Driver::get();
   const Current current(context_->handle());
-  check(driver.cuModuleLoadData(&module_, kPtx),
+  check(driver.cuModuleLoadData(&module_, kGatherPtx),
         "cuModuleLoadData (the driver's own compiler of PTX, "
         "libnvidia-ptxjitcompiler, has to be installed)");
   const CUresult result = driver.cuModuleGetFunction(&function_, module_, "gather");

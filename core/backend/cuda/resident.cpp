@@ -5,7 +5,7 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr const char* kPtx = R"(
+constexpr const char* kResidentPtx = R"(
 .version 6.4
 .target sm_70
 .address_size 64
@@ -180,7 +180,7 @@ gone:
 
 Kernels::Kernels(std::shared_ptr<const Context> context) : context_(std::move(context)) {
   const Current current(context_->handle());
-  const CUresult result = Driver::get().cuModuleLoadData(&module_, kPtx);
+  const CUresult result = Driver::get().cuModuleLoadData(&module_, kResidentPtx);
   check(result,
         "cuModuleLoadData (the driver's own compiler of PTX, "
         "libnvidia-ptxjitcompiler, has to be installed)");

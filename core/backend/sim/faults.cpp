@@ -7,16 +7,16 @@
 namespace offcore {
 namespace {
 
-constexpr std::string_view kKinds[] = {"slow_engine", "late_signal", "lost_signal", "flipped_byte",
-                                       "dead_rank"};
+constexpr std::string_view kFaultNames[] = {"slow_engine", "late_signal", "lost_signal",
+                                            "flipped_byte", "dead_rank"};
 
 }  // namespace
 
-std::string_view to_string(Fault::Kind kind) { return kKinds[static_cast<size_t>(kind)]; }
+std::string_view to_string(Fault::Kind kind) { return kFaultNames[static_cast<size_t>(kind)]; }
 
 Fault::Kind parse_fault_kind(std::string_view name) {
-  for (size_t i = 0; i < std::size(kKinds); ++i) {
-    if (name == kKinds[i]) return static_cast<Fault::Kind>(i);
+  for (size_t i = 0; i < std::size(kFaultNames); ++i) {
+    if (name == kFaultNames[i]) return static_cast<Fault::Kind>(i);
   }
   fail(Code::invalid, "unknown fault '", name,
        "'; known: slow_engine, late_signal, lost_signal, flipped_byte, dead_rank");
@@ -58,7 +58,7 @@ Fault random_fault(uint64_t seed, const Program& program) {
     }
     places.push_back(place);
   }
-  Fault fault{.kind = static_cast<Fault::Kind>(pick(0, std::size(kKinds)))};
+  Fault fault{.kind = static_cast<Fault::Kind>(pick(0, std::size(kFaultNames)))};
   const bool signal =
       fault.kind == Fault::Kind::late_signal || fault.kind == Fault::Kind::lost_signal;
   std::erase_if(places, [&](const Place& place) {

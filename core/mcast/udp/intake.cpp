@@ -9,10 +9,10 @@
 namespace offcore::mcast {
 namespace {
 
-constexpr int kTakesMax = 4;  // rings full of datagrams a turn
-constexpr int kRunsMax = 32;  // scattered runs a turn
+constexpr int kTakesMax = 4;    // rings full of datagrams a turn
+constexpr int kRunsTaken = 32;  // scattered runs a turn
 constexpr size_t kRunBytes = 65536;
-constexpr size_t kDatagramsMax = 64;         // of a run
+constexpr size_t kDatagramsTaken = 64;       // of a run
 constexpr uint64_t kLittleBytes = 16 << 10;  // in a turn
 constexpr uint64_t kMuchBytes = 256 << 10;   // still to come
 
@@ -25,8 +25,8 @@ Intake::Intake(ReceiveSocket& socket, Receiver& receiver, const Group& group,
       head_bytes_(head_bytes(group)),
       chunk_bytes_(group.chunk_bytes),
       answer_(std::move(answer)),
-      heads_(kDatagramsMax * head_bytes_),
-      places_(std::clamp<size_t>(kRunBytes / (head_bytes_ + chunk_bytes_), 1, kDatagramsMax)),
+      heads_(kDatagramsTaken * head_bytes_),
+      places_(std::clamp<size_t>(kRunBytes / (head_bytes_ + chunk_bytes_), 1, kDatagramsTaken)),
       rest_(socket.gro() ? kRunBytes : 0),
       linear_(rest_.size()),
       question_(head_bytes_) {
@@ -41,7 +41,7 @@ bool Intake::turn() {
   const uint64_t before = socket_.counters().bytes;
   Receiver::Batch batch(receiver_);
   if (socket_.gro()) {
-    for (int i = 0; i < kRunsMax && take_scattered(batch); ++i) continue;
+    for (int i = 0; i < kRunsTaken && take_scattered(batch); ++i) continue;
   } else {
     const auto each = [&](std::span<std::byte> datagram) {
       take(batch, datagram, static_cast<uint32_t>(datagram.size()));
