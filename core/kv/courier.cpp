@@ -71,9 +71,13 @@ Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
 
 void Courier::run() {
   int64_t moved_ns = now_ns();
-  for (bool goes_on = true; goes_on;) {
+  while (rest()) {
     try {
-      goes_on = turn(moved_ns);
+      if (turn()) {
+        moved_ns = now_ns();
+      } else {
+        nap(now_ns() - moved_ns);
+      }
     } catch (const std::bad_alloc&) {  // it would end the process: tried again
       board_->news = true;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -81,41 +85,55 @@ void Courier::run() {
   }
 }
 
-bool Courier::turn(int64_t& moved_ns) {
-  if (!collect()) return false;
+// Until there is something to do. False: nothing is left, and nothing will come.
+bool Courier::rest() {
+  {
+    const std::scoped_lock turning(turning_);
+    if (!jobs_.empty()) return true;
+  }
+  const int64_t began_ns = now_ns();
+  while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
+  std::unique_lock lock(board_->mutex);
+  board_->asleep = true;
+  board_->work.wait(lock,
+                    [&] { return board_->news || (board_->closing && board_->under_way == 0); });
+  board_->asleep = false;
+  if (board_->news) return true;
+  board_->ended = true;
+  board_->changed.notify_all();
+  return false;
+}
+
+bool Courier::turn() {
+  const std::scoped_lock turning(turning_);
+  collect();
   bool moved = false;
   for (Way& way : ways_) {
     for (Link& link : way.links) moved |= reap(link);
   }
   for (Way& way : ways_) moved |= submit(way);
-  if (moved) {
-    moved_ns = now_ns();
-  } else {
-    nap(now_ns() - moved_ns);
-  }
-  return true;
+  return moved;
 }
 
-// Takes what callers have left. False: nothing is left, and nothing will come.
-bool Courier::collect() {
-  if (jobs_.empty()) {
-    const int64_t began_ns = now_ns();
-    while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
-  } else if (!board_->news) {
-    return true;
+void Courier::help() {
+  try {
+    const std::scoped_lock turning(turning_);
+    collect();
+    for (Way& way : ways_) submit(way);
+  } catch (const std::bad_alloc&) {  // the courier tries again
   }
+  const std::scoped_lock lock(board_->mutex);  // there is something to see end
+  board_->news = true;
+  board_->work.notify_one();
+}
+
+// Takes what callers have left.
+void Courier::collect() {
+  if (!board_->news) return;
   std::deque<std::shared_ptr<Job>> taken;
   bool cancel_all = false;
   {
-    std::unique_lock lock(board_->mutex);
-    if (jobs_.empty()) {
-      board_->work.wait(lock, [&] { return !board_->inbox.empty() || board_->closing; });
-      if (board_->inbox.empty()) {
-        board_->ended = true;
-        board_->changed.notify_all();
-        return false;
-      }
-    }
+    const std::scoped_lock lock(board_->mutex);
     board_->news = false;
     taken.swap(board_->inbox);
     cancel_all = board_->cancel_all;
@@ -128,7 +146,6 @@ bool Courier::collect() {
     }
   }
   drop_cancelled(cancel_all);
-  return true;
 }
 
 void Courier::admit(const std::shared_ptr<Job>& job) {

@@ -1,4 +1,5 @@
-// The thread that submits what jobs copy, and sees it end. The caller pays for neither.
+// The thread that submits what jobs copy, and sees it end. The caller pays for neither, but for
+// the first part of a job that finds the thread asleep: to wake it takes longer than to copy that.
 //
 // - It keeps a bounded amount enqueued: what is not enqueued yet can be cancelled or overtaken.
 // - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls.
@@ -13,6 +14,7 @@
 #pragma once
 #include <array>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "core/kv/job.h"
@@ -39,7 +41,8 @@ class Courier {
           std::vector<Neighbour> neighbours, Pace pace, std::shared_ptr<const void> keep,
           bool checked);
 
-  void run();  // until the board is closing and nothing is left
+  void run();   // until the board is closing and nothing is left
+  void help();  // enqueues a part, for a caller who has found it asleep
 
  private:
   struct Way {
@@ -50,8 +53,9 @@ class Courier {
   // writes.
   using Marks = std::vector<uint64_t>;
 
-  bool turn(int64_t& moved_ns);  // `moved_ns`: when one last found anything to do
-  bool collect();
+  bool rest();
+  bool turn();  // whether there was anything to do
+  void collect();
   void admit(const std::shared_ptr<Job>& job);
   void mark(const Job& job);
   bool meets(const Job& job, const Job& other);
@@ -79,6 +83,7 @@ class Courier {
   const Pace pace_;
   const std::shared_ptr<const void> keep_;
   const bool checked_;
+  std::mutex turning_;                      // whoever holds it has all below, and the jobs' share
   std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
   std::array<Way, 2> ways_;                 // by direction
   const std::vector<size_t> cache_of_;      // of a group: the first one with the same memory

@@ -61,18 +61,20 @@ void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
   }
 }
 
+void Job::want(uint32_t layer) {
+  const uint32_t stage = stage_of(layer);
+  const std::scoped_lock lock(board_->mutex);
+  if (urgent_ > stage) return;
+  urgent_ = stage + 1;
+  board_->news = true;
+  board_->work.notify_one();
+}
+
 void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
   const uint32_t stage = stage_of(layer);
-  std::unique_lock lock(board_->mutex);
-  if (urgent_ <= stage) {
-    urgent_ = stage + 1;
-    board_->news = true;
-    board_->work.notify_one();
-  }
-  lock.unlock();
   const int64_t began_ns = now_ns();  // it takes microseconds, as a rule
-  while (enqueued_ <= stage && !done() && now_ns() - began_ns < board_->linger_ns) sched_yield();
-  lock.lock();
+  while (!enqueued(layer) && now_ns() - began_ns < board_->linger_ns) sched_yield();
+  std::unique_lock lock(board_->mutex);
   while (stages_[stage].empty()) {
     if (stages_done_ > stage) return;  // there was nothing to copy
     if (done()) fail_layer(layer);

@@ -32,10 +32,11 @@ struct Board {
   uint64_t under_way = 0;  // jobs that have not ended
   bool closing = false;
   bool cancel_all = false;
-  bool ended = false;             // the courier is through
-  std::atomic<bool> news{false};  // for the courier: something above, or a job, has changed
+  bool ended = false;               // the courier is through
+  std::atomic<bool> news{false};    // for the courier: something above, or a job, has changed
+  std::atomic<bool> asleep{false};  // the courier is, or wakes: so long who needs it does its work
   // How long the courier, and who waits for it to enqueue, look out before they sleep: to be woken
-  // takes tens of microseconds of a transfer that takes hundreds.
+  // takes a hundred microseconds, of transfers that take a few hundred.
   const int64_t linger_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
 };
 
@@ -74,8 +75,11 @@ class Job {
   void wait(const Deadline& deadline);
   // As wait, until that layer has come for all blocks. Throws cancelled if it never will.
   void wait_layer(uint32_t layer, const Deadline& deadline);
-  // Makes a stream wait for a layer, once its copies are enqueued: until then the caller waits, and
-  // they are enqueued before all bounds.
+  // A stream is to wait for the layer: its copies are enqueued before all bounds.
+  void want(uint32_t layer);
+  bool enqueued(uint32_t layer) const { return enqueued_ > stage_of(layer) || done(); }
+  // Makes a stream wait for a layer that is wanted, once its copies are enqueued: until then the
+  // caller waits.
   void hold(uint32_t layer, uintptr_t stream, const Deadline& deadline);
   // What is not enqueued yet is not copied.
   void cancel();

@@ -10,8 +10,6 @@
 namespace offcore::kv {
 namespace {
 
-// 256 scattered copies to one H200: calls of 32 are 2 to 3 times as fast as one of all.
-constexpr uint32_t kSubBatch = 32;
 constexpr uint32_t kStridedMax = 16;
 constexpr double kEndS = 10;
 
@@ -165,7 +163,7 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   Manner manner{.strided = backend_->machine().native.strided,
                 .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
   if (!backend_->host_visible() && !options_.kernel) {
-    manner.sub_batch = kSubBatch;
+    manner.sub_batch = backend_->machine().batches.sub_batch;
     manner.strided_batch = backend_->machine().batches.strided_batch;
     manner.strided_max = std::max(kStridedMax, manner.strided_batch);
   }
@@ -197,6 +195,7 @@ std::shared_ptr<Job> Transfer::start(Request request) {
     group.pool->unpin(job->request_.slots);
     throw;
   }
+  if (board_->asleep) courier_->help();
   return job;
 }
 
@@ -206,6 +205,8 @@ void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& 
          "the stream is being captured, and a graph cannot wait for a transfer: ",
          "call it outside");
   }
+  job.want(layer);
+  while (board_->asleep && !job.enqueued(layer)) courier_->help();
   job.hold(layer, stream, deadline);
 }
 

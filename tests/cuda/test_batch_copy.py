@@ -72,7 +72,7 @@ def test_a_batch_is_in_the_streams_order(stream: str) -> None:
     stream = memory.gpus.streams()[0] if sys.argv[1] == "made" else None
     if sys.argv[1] in "01":
         stream = int(sys.argv[1])
-    entries = scattered(50, 256, dst=-1, src=0)
+    entries = scattered(80, 256, dst=-1, src=0)
     for turn in range(1, 9):
         if stream is None:
             memory.window.write(np.full(memory.room, turn, np.uint8))
@@ -84,7 +84,7 @@ def test_a_batch_is_in_the_streams_order(stream: str) -> None:
         driver("cuMemsetD8Async", memory.at(0, 0), 100, memory.room, stream or 0)
         result = handle.wait()
         assert result.path == "batches", result
-        assert result.calls == {"batches": 2, "batched": 50, "plain": 0, "strided": 0}
+        assert result.calls == {"batches": 2, "batched": 80, "plain": 0, "strided": 0}
         for (_, at), _, n in entries:
             assert (memory.host[at : at + n] == turn).all(), (turn, at)
         assert memory.gpus.settle([stream or 0])

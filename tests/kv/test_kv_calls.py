@@ -10,7 +10,7 @@ from offcore import kv
 
 
 def test_calls_are_counted() -> None:
-    """Folded: a strided copy a block. By layer: pages in calls of 32, and few of them singly."""
+    """Folded: a strided copy a block. By layer: pages in calls of 64, and few of them singly."""
     code = """
     world = World(layers=4, blocks=128)
     blocks = np.random.default_rng(5).permutation(128)[:70]
@@ -26,13 +26,30 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: parts of 64 and of 6, batches of 32, and the 6 singly.
-        wanted = {"batches": 8, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
+        # Each layer has 70 pages: parts of 64 and of 6: a batch, and 6 singly.
+        wanted = {"batches": 4, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
-        assert spent == {"cuMemcpyBatchAsync": 8, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
+        assert spent == {"cuMemcpyBatchAsync": 4, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
+    """
+    check_on_gpu(code)
+
+
+def test_the_caller_begins_while_the_thread_wakes() -> None:
+    """The first part is enqueued when the call returns, and no more than that."""
+    code = """
+    world = World(layers=4, blocks=128)
+    blocks, slots = np.random.default_rng(5).permutation(128), np.arange(128)[::-1]
+    for turn in range(4):
+        time.sleep(0.05)
+        before = calls("cuMemcpy2DAsync")
+        job = world.transfer.store(blocks[:100], slots[:100])
+        assert calls("cuMemcpy2DAsync") - before >= 16
+        result = job.wait()
+        assert result.commands == calls("cuMemcpy2DAsync") - before == 100
+        assert (world.rows(slots[:100]) == world.wanted(blocks[:100])).all()
     """
     check_on_gpu(code)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,32 @@ def test_threads_share_a_transfer() -> None:
         thread.join(100)
     assert wrong == []
     world.transfer.close()
+
+
+def test_callers_meet_a_thread_that_goes_to_sleep() -> None:
+    """It looks out for 0.2 or 2 ms after a job: callers come just before and just after that."""
+    for _ in range(4):
+        world = World(blocks=64)
+        wanted = world.cache.copy()
+
+        def work(number: int, world: World = world, wanted: Any = wanted) -> None:
+            rng = np.random.default_rng(number)
+            blocks = np.arange(16) + 16 * number
+            slots = world.slots[32 * number : 32 * number + 16]
+            for _ in range(12):
+                time.sleep(rng.choice([0.0002, 0.002, 0.003]) * 2 * rng.random())
+                shuffled = rng.permutation(blocks)
+                world.transfer.store(blocks, slots)
+                world.transfer.load(shuffled, slots)
+                wanted[:, shuffled] = wanted[:, blocks].copy()
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+        world.transfer.close()
+        assert (world.cache == wanted).all()
 
 
 def test_groups_have_blocks_of_their_own() -> None:
