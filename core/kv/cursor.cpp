@@ -6,8 +6,10 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
-constexpr uint32_t kFirstStrided =
-    4;  // of a job in a batch: the engine begins when the call is made
+// Of a job, told by a call of their own: the engine begins when a call has been made.
+constexpr uint32_t kFirstPlain = 16;
+constexpr uint32_t kFirstStrided = 4;
+constexpr size_t kLastPlain = 16;  // so that little is left to copy when the last call is made
 
 }  // namespace
 
@@ -71,7 +73,9 @@ void Cursor::push(const Command& command, Part& part) const {
   part.commands.push_back(command);
   ++part.copies;
   part.strided += command.rows > 1;
-  if (command.rows == 1 && (part.copies - part.strided) % manner_.sub_batch == 0) {
+  const uint64_t plain = part.copies - part.strided;
+  const bool first_plain = part.begins && plain == kFirstPlain && kFirstPlain < manner_.sub_batch;
+  if (command.rows == 1 && divides() && (first_plain || plain % manner_.sub_batch == 0)) {
     part.commands.push_back({.op = Op::fence});
   }
   if (command.rows == 1 || manner_.strided_batch == 0) return;
@@ -155,6 +159,16 @@ void Cursor::add_rows(size_t count, Part& part) const {
   }
 }
 
+// Of the job's last call, if that is long.
+void Cursor::divide_last(Part& part) {
+  const auto plain = [](const Command& command) {
+    return command.op == Op::copy && command.rows == 1;
+  };
+  const auto last = std::find_if_not(part.commands.rbegin(), part.commands.rend(), plain);
+  if (last - part.commands.rbegin() < static_cast<std::ptrdiff_t>(2 * kLastPlain)) return;
+  part.commands.insert(part.commands.end() - kLastPlain, {.op = Op::fence});
+}
+
 // What all parts end with: their place in the job, and rows that count from the lowest one.
 void Cursor::end(Part& part) {
   uint64_t first = UINT64_MAX;
@@ -175,8 +189,11 @@ void Cursor::end(Part& part) {
       if (command.op == Op::copy && slice->buffer == kRows) slice->offset -= first;
     }
   }
-  if (stage_ + 1 == stages_->size()) copied_ = next_;
   part.ends_stage = next_ == blocks_.size();
+  if (stage_ + 1 == stages_->size()) {
+    copied_ = next_;
+    if (part.ends_stage && divides()) divide_last(part);
+  }
   if (part.ends_stage) {
     next_ = 0;
     ++stage_;

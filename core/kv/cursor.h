@@ -32,8 +32,8 @@ struct Manner {
   bool strided = true;               // has copies of several rows
   uint64_t plain_from = UINT64_MAX;  // pages of so many bytes go one by one, which may be faster
   // Plain copies handed over at once: a fence follows. One driver call for many of them is cheap,
-  // but the engine begins when the call returns.
-  uint32_t sub_batch = UINT32_MAX;
+  // but the engine begins when the call returns; a job's first and last ones are shorter.
+  uint32_t sub_batch = UINT32_MAX;  // at most; UINT32_MAX: no fences
   // The same for strided copies; 0: each by a call of its own, which needs no fence.
   uint32_t strided_batch = 0;
   // Of a part, so that the other direction's come between soon: telling the driver of one takes as
@@ -113,6 +113,8 @@ class Cursor {
             Part& part) const;
   void add_rows(size_t count, Part& part) const;
   void push(const Command& command, Part& part) const;
+  bool divides() const { return manner_.sub_batch != UINT32_MAX; }
+  static void divide_last(Part& part);
   void end(Part& part);
 
   const Direction direction_;

@@ -26,11 +26,11 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: parts of 64 and of 6: a batch, and 6 singly.
-        wanted = {"batches": 4, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
+        # Each layer has 70 pages: parts of 64 and of 6, which go singly. The first call is short.
+        wanted = {"batches": 5, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
-        assert spent == {"cuMemcpyBatchAsync": 4, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
+        assert spent == {"cuMemcpyBatchAsync": 5, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """
