@@ -10,6 +10,7 @@ constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
 constexpr uint32_t kFirstPlain = 16;
 constexpr uint32_t kFirstStrided = 4;
 constexpr size_t kLastPlain = 16;  // so that little is left to copy when the last call is made
+constexpr uint64_t kShortFrom = uint64_t{32} << 10;  // pages that take as long as being told
 
 }  // namespace
 
@@ -74,7 +75,7 @@ void Cursor::push(const Command& command, Part& part) const {
   ++part.copies;
   part.strided += command.rows > 1;
   const uint64_t plain = part.copies - part.strided;
-  const bool first_plain = part.begins && plain == kFirstPlain && kFirstPlain < manner_.sub_batch;
+  const bool first_plain = part.begins && plain == kFirstPlain && command.bytes >= kShortFrom;
   if (command.rows == 1 && divides() && (first_plain || plain % manner_.sub_batch == 0)) {
     part.commands.push_back({.op = Op::fence});
   }
@@ -162,7 +163,7 @@ void Cursor::add_rows(size_t count, Part& part) const {
 // Of the job's last call, if that is long.
 void Cursor::divide_last(Part& part) {
   const auto plain = [](const Command& command) {
-    return command.op == Op::copy && command.rows == 1;
+    return command.op == Op::copy && command.rows == 1 && command.bytes >= kShortFrom;
   };
   const auto last = std::find_if_not(part.commands.rbegin(), part.commands.rend(), plain);
   if (last - part.commands.rbegin() < static_cast<std::ptrdiff_t>(2 * kLastPlain)) return;
