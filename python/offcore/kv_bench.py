@@ -33,7 +33,8 @@ ROUNDS = 9
 WARMUP = 2
 _CEILING_BYTES = {"cuda": 256 << 20, "host": 32 << 20}
 _PRODUCT = 8192  # of a GEMM's matrices, bf16
-_PRODUCTS = 16  # a measurement of them
+_PRODUCTS = 48  # a measurement of them
+_PRODUCT_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,15 @@ class Products:
 
     def slowdown(self, clock: Clock, way: Way, direction: str) -> float:
         """How many times as long they take while that goes on."""
+
+        def beside() -> None:
+            clock.measure(way, direction)
+
         ratios = []
-        for _ in range(3):
-            alone = self._run(None)
-            ratios.append(self._run(lambda: clock.measure(way, direction)) / alone)
+        for turn in range(_PRODUCT_ROUNDS):  # in turn: a GPU slows down as it grows warm
+            order = (False, True) if turn % 2 else (True, False)
+            taken = {busy: self._run(beside if busy else None) for busy in order}
+            ratios.append(taken[True] / taken[False])
         return round(statistics.median(ratios), 4)
 
     def _run(self, beside: Any) -> float:
