@@ -4,7 +4,9 @@ PY ?= python3
 CXX ?= g++
 BIN := .venv/bin
 SOURCES := $(shell find core python machines -not -name '*.so' -not -name __pycache__ -not -name '*.pyc')
-PYTEST := $(BIN)/python -m pytest
+# Many tests wait for processes of theirs: three at once keep two cores busy.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
@@ -19,12 +21,12 @@ demo: build  ## real collectives, checked and compared: simulated 8 x MI300X, th
 	$(BIN)/offcore demo
 
 test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
-	$(PYTEST) -n 2
+	$(PYTEST)
 	$(MAKE) asan tsan
 
 test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
-	$(PYTEST) --long -n 2
-	$(MAKE) asan tsan SANITIZED="--long -n 2"
+	$(PYTEST) --long
+	$(MAKE) asan tsan SANITIZED=--long
 
 lint: build  ## clang-format, ruff and mypy
 	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
@@ -40,7 +42,7 @@ format:  ## rewrite the sources as lint wants them
 # The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
 # comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
 # address randomisation of some kernels; setarch turns it off where it may.
-SANITIZED := --hypothesis-profile=quick -n 2
+SANITIZED := --hypothesis-profile=quick
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 

@@ -195,14 +195,14 @@ def test_flag_values_lie_ready_or_are_written(ranks: int) -> None:
     out = comm.window(ranks * 64)
     writes = lambda: calls("cuStreamBatchMemOp")
 
-    def spent(turns, wait):
+    def spent(turns, streams=()):
         before = writes()
-        handles = []
+        comm._streams = lambda: list(streams)  # as offcore.torch gives them
         for turn in range(turns):
-            handles.append(comm.all_gather(out, variant="fan", protocol="barrier"))
-            if wait:
-                handles[-1].wait()
-        handles[-1].wait()
+            handle = comm.all_gather(out, variant="fan", protocol="barrier")
+            if not streams:
+                handle.wait()
+        del comm._streams
         return (writes() - before) / ranks / turns
 
     def right(turn):
@@ -214,15 +214,17 @@ def test_flag_values_lie_ready_or_are_written(ranks: int) -> None:
             assert (look(out, rank).reshape(ranks, 64) == [[turn + r] for r in range(ranks)]).all()
 
     right(1)
-    assert spent(2500, wait=True) == 2  # the waits of both ends
+    assert spent(2500) == 2  # the waits of both ends
     right(2)
-    large = comm.window(ranks * (16 << 20))
-    slow = [comm.all_gather(large) for _ in range(16)]  # the GPUs are busy: what follows piles up
-    ahead = spent(2500, wait=False)
+    gates = [offcore._core.Stopwatch(rank) for rank in range(ranks)]
+    for gate in gates:  # the GPUs stand still: what follows piles up
+        gate.shut()
+    ahead = spent(2500, [gate.stream for gate in gates])
     assert 2 < ahead < 4, ahead
-    [handle.wait() for handle in slow]
+    for gate in gates:
+        gate.open()
     right(3)
-    assert spent(100, wait=True) == 2
+    assert spent(100) == 2
     """
     assert run(code, str(ranks), OFFCORE_FAKE_CUDA_QUEUE_DEPTH="100000") == ""
 
