@@ -31,8 +31,9 @@ LONG_SANITIZED = {
 }
 for _slow in LONG_SANITIZED.values():
     _slow |= {"test_sdma_ways.py", "test_kv_links.py", "test_killed_processes.py"}
+    _slow |= {"test_kv_strided.py", "test_kv_calls.py"}
 LONG_SANITIZED["asan"] |= {"test_processes.py", "test_last_words.py", "test_mcast_torch.py"}
-LONG_SANITIZED["tsan"] |= {"test_kv_strided.py", "test_kv_calls.py"}
+LONG_SANITIZED["asan"] |= {"test_on_hosts.py"}  # they run `ip`, which a sanitizer makes slow
 
 _shared = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=200, derandomize=True, **_shared)
@@ -58,17 +59,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = LONG_LIMIT_S
 
 
-def _sanitized(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether that build runs it."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Every worker collects all tests, which a sanitizer makes slow too."""
     sanitizer = config.getoption("--sanitized")
-    places = set(item.path.relative_to(TESTS).parts)
-    if places & NOT_SANITIZED[sanitizer] or "cuda" in item.nodeid:
+    if sanitizer is None:
+        return None
+    left_out = NOT_SANITIZED[sanitizer]
+    if not config.getoption("--long"):
+        left_out = left_out | LONG_SANITIZED[sanitizer]
+    return True if left_out & set(collection_path.relative_to(TESTS).parts) else None
+
+
+def _sanitized(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a sanitizer's build runs it, once its file is collected."""
+    if "cuda" in item.nodeid:
         return False
     if config.getoption("--long"):
         return True
     # In all that the core does an H200 is as an MI300X, and eight ranks are as four.
-    same = "sim-h200" in item.nodeid or _parameters(item).get("ranks") == 8
-    return not same and not places & LONG_SANITIZED[sanitizer]
+    return "sim-h200" not in item.nodeid and _parameters(item).get("ranks") != 8
 
 
 def _parameters(item: pytest.Item) -> dict[str, object]:

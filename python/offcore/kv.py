@@ -17,7 +17,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -175,12 +174,7 @@ class HostPool:
     def __enter__(self) -> HostPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -471,10 +465,5 @@ class BlockTransfer:
     def __enter__(self) -> BlockTransfer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(cancel=kind is not None)

@@ -189,7 +189,13 @@ def test_each_protocol_and_timing_has_its_rows(offcore_cli):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=[pytest.mark.long] if op in ("scatter", "gather") else [])
+        for op in OPS
+    ],
+)
 def test_host_beside_gloo(offcore_cli, op):
     pytest.importorskip("torch")
     words = ("--sizes", "64K,100003", "--variants", "auto", "--baseline", "gloo", "--json", "-")

@@ -40,10 +40,11 @@ def cases(op: str, ranks: int) -> Iterator[Case]:
                 yield Case(op, ranks, case.counts, True)
 
 
-def chosen(op: str, ranks: int, config: pytest.Config) -> list[Case]:
-    """Eight ranks take long on the stand-in: every third case, without --long."""
+def chosen(op: str, ranks: int, target: Target, config: pytest.Config) -> list[Case]:
+    """Every third case, without --long, where all of them take long."""
     found = list(cases(op, ranks))
-    return found[1::3] if ranks == 8 and not config.getoption("--long") else found
+    slow = ranks >= (4 if target.backend == "cuda" else 8) or config.getoption("--sanitized")
+    return found[1::3] if slow and not config.getoption("--long") else found
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -51,7 +52,7 @@ def chosen(op: str, ranks: int, config: pytest.Config) -> list[Case]:
 def test_every_way_of_running_it(
     target: Target, op: str, ranks: int, pytestconfig: pytest.Config
 ) -> None:
-    for case in chosen(op, ranks, pytestconfig):
+    for case in chosen(op, ranks, target, pytestconfig):
         with target.communicator(ranks) as comm:  # one for each: prelaunched programs are bounded
             ground = Ground(comm, 4096 * ranks)
             for protocol, place in product(PROTOCOLS, PLACES):
