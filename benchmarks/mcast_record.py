@@ -23,6 +23,7 @@ GATHERS = ("all_gather", "--sizes", "64K:16M:4", "--per-rank", "--impls", "offco
 CASTS = ("broadcast", "--sizes", "1M:64M:4", "--impls", "offcore,ring,gloo")
 MANY = ("all_gather", "--per-rank", "--impls", "offcore,ring")
 LOSSY = ("--loss", "0.01")
+ALL_AT_ONCE = ("--chains", "4")  # without offloads a sender's core is what bounds it
 COMMANDS = {
     "testbed-188": (*MANY, "--hosts", "188", "--sizes", "64K"),
     "testbed-1024": (*MANY, "--hosts", "1024", "--sizes", "1K", "--timeout", "300"),
@@ -32,7 +33,7 @@ COMMANDS = {
     "broadcast-8": (*CASTS, "--hosts", "8"),
     "all_gather-4-lossy": (*GATHERS, "--hosts", "4", *LOSSY),
     "broadcast-4-lossy": (*CASTS, "--hosts", "4", *LOSSY),
-    "all_gather-4-lossy-plain": (*GATHERS, "--hosts", "4", *LOSSY, "--no-offloads"),
+    "all_gather-4-lossy-plain": (*GATHERS, "--hosts", "4", *LOSSY, *ALL_AT_ONCE, "--no-offloads"),
 }
 
 

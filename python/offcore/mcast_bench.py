@@ -38,6 +38,7 @@ class Request:
     batches: int = 5
     timeout_s: float = 60.0
     buffer_bytes: int = _BUFFER_BYTES  # of a rank's receiving socket
+    chains: int = 1  # roots that send at once
     options: dict[str, Any] = field(default_factory=dict)  # of the communicator
 
     def check(self, hosts: int) -> None:
@@ -49,6 +50,8 @@ class Request:
                 "invalid",
                 f"{hosts} hosts do not divide {odd[0]} bytes: give sizes of one rank (--per-rank)",
             )
+        if self.chains > hosts:
+            raise error("invalid", f"{self.chains} chains need as many hosts: there are {hosts}")
         if min(self.sizes) < 1:
             raise error("unsupported", "there is nothing to measure in 0 bytes")
         if "gloo" in self.impls:
@@ -60,6 +63,7 @@ def row_of(record: dict[str, Any], request: Request, hosts: int, **facts: Any) -
     received = received_bytes(request.op, record["bytes"], hosts)
     place = {"impl": record["impl"], "op": request.op, "hosts": hosts, "bytes": record["bytes"]}
     rest = {name: value for name, value in record.items() if name not in place}
+    facts = {"chains": request.chains} | facts
     rate = {"goodput_gbps": round(received / record["time_us"] / 1e3, 6)}
     return place | facts | {"time_us": rest.pop("time_us")} | rate | rest
 
@@ -89,7 +93,9 @@ def in_few_processes(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict
     """Runs on the testbed: sizes and implementations one after the other."""
     wanted = Request(**request)
     for impl in wanted.impls:
-        nodes = Nodes(testbed, impl == "offcore", wanted.timeout_s, wanted.buffer_bytes)
+        nodes = Nodes(
+            testbed, impl == "offcore", wanted.timeout_s, wanted.buffer_bytes, wanted.chains
+        )
         for nbytes in wanted.sizes:
             nodes.run(wanted.op, nbytes)  # bridges learn where hosts are
             runs = [nodes.run(wanted.op, nbytes) for _ in range(wanted.batches)]
@@ -122,7 +128,12 @@ def orders(
         "batches": request.batches,
         "timeout_s": request.timeout_s,
         "counted": counted,
-        "options": {"buffer_bytes": request.buffer_bytes, **options, **request.options},
+        "options": {
+            "buffer_bytes": request.buffer_bytes,
+            "chains": request.chains,
+            **options,
+            **request.options,
+        },
     }
     return ({"rank": rank} | shared for rank in range(hosts))
 

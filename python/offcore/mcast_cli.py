@@ -25,6 +25,9 @@ app = typer.Typer(
 
 _PARTNERS = {MULTICAST: "in_network"}  # which reduce-scatter runs beside an all-gather
 HostsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts.")]
+ChainsOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Roots of an all-gather that send at once.")
+]
 PerLeafOption = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts on each leaf bridge.")]
 MtuOption = Annotated[int, typer.Option(metavar="BYTES", help="The links' largest packet.")]
 OffloadsOption = Annotated[
@@ -279,6 +282,7 @@ def bench_command(
     buffer: Annotated[
         str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
     ] = "4M",
+    chains: ChainsOption = 1,
     batches: Annotated[int, typer.Option(min=1, metavar="N", help="Time is their median.")] = 5,
     timeout: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
@@ -306,6 +310,7 @@ def bench_command(
         batches=batches,
         timeout_s=timeout,
         buffer_bytes=parsed(parse_bytes, buffer, "--buffer"),
+        chains=chains,
     )
     if meeting is None:
         place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)

@@ -43,6 +43,7 @@ class Setting:
     multicast: bool
     timeout_s: float
     buffer_bytes: int
+    chains: int
     tag: int
     secret: bytes
 
@@ -73,6 +74,7 @@ class Share:
             group.rank, group.ranks, group.tag = host, self._ranks, setting.tag
             group.set_secret(setting.secret)
             group.multicast = setting.multicast
+            group.chains = setting.chains
             # Hosts share cores: late is not dead, and each gets a small part of this machine.
             group.timeout_ns = group.silence_ns = int(setting.timeout_s * 1e9)
             group.link_bytes_s = 2e8 / self._ranks
@@ -138,11 +140,11 @@ class Nodes:
     """A communicator over a testbed's hosts."""
 
     def __init__(
-        self, testbed: Testbed, multicast: bool, timeout_s: float, buffer_bytes: int
+        self, testbed: Testbed, multicast: bool, timeout_s: float, buffer_bytes: int, chains: int
     ) -> None:
         self._testbed, self._timeout_s = testbed, timeout_s
         key = (secrets.randbits(63), secrets.token_bytes(16))
-        setting = Setting(multicast, timeout_s, buffer_bytes, *key)
+        setting = Setting(multicast, timeout_s, buffer_bytes, chains, *key)
         forked = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         for first in range(0, testbed.hosts, HOSTS_MAX):

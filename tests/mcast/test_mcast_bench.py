@@ -32,13 +32,13 @@ def rows_of(*words: str) -> list[dict]:
 @on_namespaces
 def test_rows_of_processes() -> None:
     rows = rows_of("bench", "all_gather", "--hosts", "3", "--sizes", "20K", "--per-rank",
-                   "--batches", "1")  # fmt: skip
+                   "--batches", "1", "--chains", "2")  # fmt: skip
     assert [row["impl"] for row in rows] == ["offcore", "ring"]
     for row in rows:
         assert row.keys() >= ROW
         assert (row["bytes"], row["hosts"], row["wrong"]) == (60 * 1024, 3, 0)
         assert row["goodput_gbps"] == pytest.approx(40 * 1024 / row["time_us"] / 1e3, rel=0.01)
-        assert row["ranks_as"] == "processes"
+        assert (row["ranks_as"], row["chains"]) == ("processes", 2)
     multicast, ring = rows
     assert multicast["fetched_chunks"] == 0
     assert ring["fetched_chunks"] > 0
@@ -48,8 +48,8 @@ def test_rows_of_processes() -> None:
 @on_namespaces
 def test_rows_of_nodes_are_half_the_rings_bytes() -> None:
     multicast, ring = rows_of("bench", "all_gather", "--hosts", "40", "--per-leaf", "8", "--sizes",
-                              "16K", "--per-rank", "--batches", "2")  # fmt: skip
-    assert multicast["ranks_as"] == "nodes"
+                              "16K", "--per-rank", "--batches", "2", "--chains", "3")  # fmt: skip
+    assert (multicast["ranks_as"], multicast["chains"]) == ("nodes", 3)
     assert multicast["wrong"] == ring["wrong"] == 0
     assert multicast["switch_bytes"] < 0.56 * ring["switch_bytes"]
 
@@ -81,6 +81,7 @@ def test_gloo_beside() -> None:
         (["bench", "all_gather", "--hosts", "3", "--sizes", "64K"], "do not divide"),
         (["bench", "all_gather", "--impls", "nccl"], "nccl"),
         (["bench", "broadcast", "--hosts", "64", "--impls", "gloo"], "up to 16 hosts"),
+        (["bench", "all_gather", "--hosts", "4", "--chains", "5"], "5 chains need as many hosts"),
         (["bench", "broadcast", "--bursts", "9"], "is no burst"),
         (
             ["bench", "broadcast", "--hosts", "4", "--meeting", "127.0.0.1:9", "--rank", "4"],

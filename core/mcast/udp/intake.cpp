@@ -66,13 +66,14 @@ void Intake::take(Receiver::Batch& batch, std::span<std::byte> run, uint32_t seg
 
 // False: nothing has come.
 bool Intake::take_scattered(Receiver::Batch& batch) {
-  places_now_ = batch.next_places(places_);
+  places_now_ = batch.next_places(std::span(places_).first(offered_));
   for (size_t i = 0; i < places_now_; ++i) parts_[2 * i + 1].iov_base = places_[i];
   const iovec held = std::exchange(parts_[2 * places_now_], {rest_.data(), rest_.size()});
   const ReceiveSocket::Run run = socket_.receive_run(std::span(parts_).first(2 * places_now_ + 1));
   parts_[2 * places_now_] = held;
   if (run.bytes == 0) return run.more;
   const uint32_t datagram_bytes = head_bytes_ + chunk_bytes_;
+  offered_ = std::clamp<size_t>(2 * run.bytes / datagram_bytes, 1, places_.size());
   size_t placed = 0;
   if (run.segment_bytes == datagram_bytes && places_now_ > 0) {
     const size_t whole = std::min(places_now_, run.bytes / datagram_bytes);

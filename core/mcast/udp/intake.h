@@ -47,6 +47,7 @@ class Intake {
   std::vector<std::byte> heads_;
   std::vector<std::byte*> places_;
   size_t places_now_ = 0;
+  size_t offered_ = 1;  // places, at most: twice the last run, since the kernel reads all of a list
   std::vector<iovec> parts_;
   std::vector<std::byte> rest_;    // of a run, behind what is scattered
   std::vector<std::byte> linear_;  // a run that was gathered
