@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the rows")
     parser.add_argument("--only", default=",".join(COMMANDS), help="names of files, less mcast-")
     arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     # Moved into place at the end: results being written would make the commit of the next dirty.
     with tempfile.TemporaryDirectory() as name:
         for which in arguments.only.split(","):
