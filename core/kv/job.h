@@ -36,7 +36,7 @@ struct Board {
   std::atomic<bool> news{false};    // for the courier: something above, or a job, has changed
   std::atomic<bool> asleep{false};  // the courier is, or wakes: so long who needs it does its work
   // How long the courier, and who waits for it to enqueue, look out before they sleep: to be woken
-  // takes a hundred microseconds, of transfers that take a few hundred.
+  // takes up to a hundred microseconds of a transfer that takes hundreds.
   const int64_t linger_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
 };
 

@@ -56,7 +56,7 @@ def test_the_first_and_the_last_call_of_large_pages_are_short() -> None:
 
 
 def test_the_caller_begins_while_the_thread_wakes() -> None:
-    """The first part is enqueued when the call returns, and no more than that."""
+    """At least the first part, of 16 copies, is enqueued when the call returns."""
     code = """
     world = World(layers=4, blocks=128)
     blocks, slots = np.random.default_rng(5).permutation(128), np.arange(128)[::-1]
