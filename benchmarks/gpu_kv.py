@@ -45,7 +45,7 @@ LIMITS_S = {  # of a step
     "scattered": 20,
     "submit": 20,
     "gemm": 30,
-    "links": 60,  # of several GPUs only
+    "links": 100,  # of several GPUs only
 }
 ALL_S = 265  # where all GPUs but one are left out
 STRIDED = (4, 8, 16, 32)

@@ -54,10 +54,10 @@ uint64_t digest(const Machine& machine) {
       trigger);
   const auto& [b2b_max, sub_batch, strided_batch] = batches;
   add(b2b_max, sub_batch, strided_batch);
-  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, staged, bytes,
-                    time] : tuned) {
+  for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
+                    bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),
-        std::string_view(form), staged, bytes, time);
+        std::string_view(form), entry, staged, bytes, time);
   }
   return result.value();
 }

@@ -83,6 +83,7 @@ struct TunedRow {
   uint64_t bytes_max = 0;  // inclusive
   std::string variant;
   std::string signals;  // the form of signals it was measured with; empty: there is but one
+  bool entry = true;    // measured with an entry round
   bool staged = false;  // measured through slots
   uint64_t bytes = 0;   // measured at this size
   double time_us = 0;

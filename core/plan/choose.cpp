@@ -1,10 +1,8 @@
 // Which variant: the tuned table's, else the cheapest by the cost model.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <utility>
 
 #include "core/base/error.h"
 #include "core/machine/cost.h"
@@ -22,22 +20,27 @@ bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
          row.bytes_min <= total_bytes && total_bytes <= row.bytes_max;
 }
 
-// The first row that fits; one measured with another form of signals, or without the slots, is a
-// better guess than the model's.
+// How far what a row measured is from what is asked for: the slots count most, then the entry
+// round, then the form of signals.
+unsigned distance(const TunedRow& row, const Machine& machine, const Protocol& protocol) {
+  return (row.staged != protocol.staged ? 4u : 0u) + (row.entry != protocol.entry ? 2u : 0u) +
+         (row.signals != machine.signals ? 1u : 0u);
+}
+
+// The first of the nearest rows that fit: even the farthest is a better guess than the model's.
 std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
                              const Protocol& protocol) {
-  constexpr std::array<std::pair<bool, bool>, 4> alike = {
-      {{true, true}, {true, false}, {false, true}, {false, false}}};
-  for (const auto& [same_way, same_form] : alike) {
-    for (const TunedRow& row : machine.tuned) {
-      if ((row.staged == protocol.staged) != same_way) continue;
-      if ((row.signals == machine.signals) != same_form) continue;
-      if (!fits(row, moves, total_bytes)) continue;
-      const Variant variant = parse_variant(row.variant);
-      if (why_not(moves, variant, protocol).empty()) return variant;
-    }
+  std::optional<Variant> best;
+  unsigned nearest = std::numeric_limits<unsigned>::max();
+  for (const TunedRow& row : machine.tuned) {
+    const unsigned away = distance(row, machine, protocol);
+    if (away >= nearest || !fits(row, moves, total_bytes)) continue;
+    const Variant variant = parse_variant(row.variant);
+    if (!why_not(moves, variant, protocol).empty()) continue;
+    best = variant;
+    nearest = away;
   }
-  return std::nullopt;
+  return best;
 }
 
 }  // namespace
@@ -72,7 +75,8 @@ bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine)
   double best_us[2] = {std::numeric_limits<double>::infinity(),
                        std::numeric_limits<double>::infinity()};
   for (const TunedRow& row : machine.tuned) {
-    if (row.signals != machine.signals || !fits(row, moves, total_bytes)) continue;
+    const bool promised = !row.entry && !row.staged;
+    if (promised || row.signals != machine.signals || !fits(row, moves, total_bytes)) continue;
     // Beyond the size that it was measured at, which may be the last one, time goes with bytes.
     const double larger =
         row.bytes == 0 ? 1.0 : static_cast<double>(total_bytes) / static_cast<double>(row.bytes);

@@ -71,6 +71,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("bytes_max", &TunedRow::bytes_max)
       .def_rw("variant", &TunedRow::variant)
       .def_rw("signals", &TunedRow::signals)
+      .def_rw("entry", &TunedRow::entry)
       .def_rw("staged", &TunedRow::staged)
       .def_rw("bytes", &TunedRow::bytes)
       .def_rw("time_us", &TunedRow::time_us);

@@ -293,6 +293,7 @@ _TUNED_KEYS = (
     "variant",
     "time_us",
     "signals",
+    "entry",
     "staged",
     "date",
     "commit",
@@ -330,6 +331,7 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         row.text("date")
         row.text("commit")
         tuned.signals = form or ""
+        tuned.entry = row.boolean("entry")
         tuned.staged = row.boolean("staged")
         table.append(tuned)
     machine.tuned = table

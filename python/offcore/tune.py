@@ -3,8 +3,8 @@
 A table (machines/tuned/NAME.json, see machines.py) has a row for each measured size; its range ends
 half way, by ratio, to the next ones. What lies within the noise of the fastest counts as fast as
 it, and the one with fewer commands is taken. All variants are timed in the way that is always safe
-(protocol auto) and through slots (protocol eager), as buffers outside windows go, and enqueued
-ahead, because that is what a table is asked for.
+(protocol auto), through slots (eager), as buffers outside windows go, and without an entry round
+(promise), and enqueued ahead, because that is what a table is asked for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from offcore.sizes import format_bytes
 
 OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
 SIZES = "1K:64M:4"
-GPU_SIZES = "1K:1G:4"
-PROTOCOLS = "auto,eager"
+GPU_SIZES = "1K:64K:4,128K:4M,16M:1G:4"  # every power of two where variants change places
+PROTOCOLS = "auto,eager,promise"
 
 _BYTES_MAX = 2**63 - 1
 # Nearer than this to the fastest is as fast: at least this share, at most that one.
@@ -83,7 +83,7 @@ def winner(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _counts(record: dict[str, Any]) -> bool:
-    """Whether a table may use the row: right bytes, and what a call without promises runs."""
+    """Whether a table may use the row: right bytes, measured in one of the ways that it knows."""
     return (
         record.get("impl") == "offcore"
         and not record.get("wrong")
@@ -92,21 +92,26 @@ def _counts(record: dict[str, Any]) -> bool:
     )
 
 
+def _way(record: dict[str, Any]) -> tuple[bool, bool]:
+    """Through slots or not, and with an entry round or not."""
+    return bool(record.get("staged")), record.get("protocol") == "barrier"
+
+
 def pick(records: Iterable[dict[str, Any]], prelaunch: bool = False) -> list[dict[str, Any]]:
     """The table of rows of one machine. Raises invalid where there is nothing to pick from."""
     cases: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for one in records:
         if _counts(one) and (prelaunch or not one["variant"].startswith("prelaunch_")):
-            staged = bool(one.get("staged"))
-            case = (one["op"], one["ranks"], one["in_place"], staged, one.get("signals"))
+            case = (one["op"], one["ranks"], one["in_place"], *_way(one), one.get("signals"))
             cases.setdefault(case, {}).setdefault(one["bytes"], []).append(one)
     if not cases:
         raise error(
-            "invalid", "no row to tune from: rows of offcore, protocols auto or eager, are needed"
+            "invalid",
+            "no row to tune from: rows of offcore, protocols auto, eager or promise, are needed",
         )
     return [
         row
-        for case in sorted(cases, key=lambda case: (*case[:4], str(case[4])))
+        for case in sorted(cases, key=lambda case: (*case[:5], str(case[5])))
         for row in _ranges({size: winner(of_size) for size, of_size in cases[case].items()})
     ]
 
@@ -122,7 +127,8 @@ def _ranges(winners: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         row = {"op": found["op"], "ranks": found["ranks"], "in_place": found["in_place"]}
         row |= {"bytes_min": first, "bytes_max": last, "bytes": size}
         row |= {"variant": found["variant"], "time_us": found["time_us"]}
-        row |= {"signals": found.get("signals"), "staged": bool(found.get("staged"))}
+        staged, entry = _way(found)
+        row |= {"signals": found.get("signals"), "entry": entry, "staged": staged}
         row |= {"date": found["date"], "commit": found["commit"]}
         table.append(row)
     return table
@@ -150,6 +156,11 @@ def write(table: Sequence[dict[str, Any]], path: Path) -> None:
         ) from None
 
 
+def _place(row: dict[str, Any]) -> str:
+    place = "in" if row["in_place"] else "out of"
+    return place + (", staged" if row["staged"] else "" if row["entry"] else ", promised")
+
+
 def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:
     result = Table(title=f"tuned for {machine}", box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("operation", "place", "signals"):
@@ -161,7 +172,7 @@ def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:
     for row in table:
         result.add_row(
             row["op"],
-            ("in" if row["in_place"] else "out of") + (", staged" if row["staged"] else ""),
+            _place(row),
             row["signals"] or "-",
             format_bytes(row["bytes_min"]),
             "-" if row["bytes_max"] == _BYTES_MAX else format_bytes(row["bytes_max"]),

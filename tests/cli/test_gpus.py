@@ -127,13 +127,14 @@ def test_auto_chooses_by_the_table_that_tune_writes(gpu_cli, tmp_path):
     ran = gpu_cli("tune", "--backend", "cuda", *words, *forms, "--out", table)
     assert ran.status == 0, ran.err
     rows = json.loads(table.read_text())
-    assert len(rows) == 2 * 2 * 2 * 2  # places, slots or not, forms, sizes
-    entered, staged = (
+    assert len(rows) == 2 * 3 * 2 * 2  # places; entry round, slots, promised; forms; sizes
+    promised, entered, staged = (
         row
         for row in rows
         if row["in_place"] and row["signals"] == "copy_order" and row["bytes"] == 4096
     )
-    assert (entered["staged"], staged["staged"]) == (False, True)
+    ways = [(row["entry"], row["staged"]) for row in (promised, entered, staged)]
+    assert ways == [(False, False), (True, False), (False, True)]
     slots = staged["time_us"] < 0.97 * entered["time_us"]
     words = ("--in-place", "--sizes", "2K", "--variants", "auto", "--signals", "copy_order")
     env = {"OFFCORE_MACHINES": str(tmp_path)}

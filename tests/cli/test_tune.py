@@ -12,8 +12,8 @@ from offcore.programs import program_of
 
 FIELDS = {
     "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",
-    "asked": "auto", "staged": False, "timing": "chain", "signals": "fenced", "wrong": 0,
-    "date": "2026-11-22", "commit": "abc",
+    "asked": "auto", "protocol": "barrier", "staged": False, "timing": "chain", "signals": "fenced",
+    "wrong": 0, "date": "2026-11-22", "commit": "abc",
 }  # fmt: skip
 
 
@@ -41,20 +41,31 @@ def test_the_fastest_of_each_size_wins_its_range():
     assert table[0]["bytes_max"] == 8192  # half way by ratio: 1K x 8 x 8 = 64K
 
 
-def test_buffers_outside_windows_have_rows_of_their_own(tmp_path, monkeypatch):
-    """Through slots another variant may win; a table without such rows is still asked."""
+@pytest.mark.parametrize(
+    ("measured", "barrier", "eager", "promise"),
+    [
+        (("barrier", "eager", "promise"), "fan", "b2b", "pcpy"),
+        (("barrier", "eager"), "fan", "b2b", "fan"),
+        (("barrier", "promise"), "fan", "pcpy", "pcpy"),
+        (("promise",), "pcpy", "pcpy", "pcpy"),
+    ],
+)
+def test_each_way_to_enter_has_rows_of_its_own(
+    tmp_path, monkeypatch, measured, barrier, eager, promise
+):
+    """Other variants win in each; a table without rows of a way answers by the nearest."""
+    times_us = {"barrier": (7, 9, 8), "eager": (20, 15, 16), "promise": (6, 5, 4)}
     rows = [
-        row("fan", 1024, 7.0), row("b2b", 1024, 9.0),
-        row("fan", 1024, 20.0, asked="eager", staged=True),
-        row("b2b", 1024, 15.0, asked="eager", staged=True),
-    ]  # fmt: skip
+        row(variant, 1024, time_us, protocol=way, staged=way == "eager")
+        for way in measured
+        for variant, time_us in zip(("fan", "b2b", "pcpy"), times_us[way], strict=True)
+    ]
     monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
-    for table, slots in ((tune.pick(rows), "b2b"), (tune.pick(rows[:2]), "fan")):
-        tune.write(table, tmp_path / "tuned" / "h200-2.json")
-        machine = machines.load("h200-2")
-        for protocol, variant in (("promise", "fan"), ("barrier", "fan"), ("eager", slots)):
-            program = program_of(machine, "all_gather", 2, 1024, "auto", True, protocol)
-            assert program.variant == variant
+    tune.write(tune.pick(rows), tmp_path / "tuned" / "h200-2.json")
+    machine = machines.load("h200-2")
+    for protocol, variant in (("barrier", barrier), ("eager", eager), ("promise", promise)):
+        program = program_of(machine, "all_gather", 2, 1024, "auto", True, protocol)
+        assert program.variant == variant, protocol
 
 
 def test_what_is_within_noise_goes_to_fewer_commands():
@@ -84,7 +95,7 @@ def test_signal_forms_and_places_have_rows_of_their_own():
     [
         {"wrong": 3},
         {"impl": "nccl"},
-        {"asked": "promise"},
+        {"asked": "credits"},
         {"timing": "call"},
         {"variant": "prelaunch_fan"},
     ],
@@ -138,11 +149,15 @@ def test_host_is_tuned_by_measuring(offcore_cli, tmp_path):
     ran = offcore_cli("tune", "--backend", "host", "--ranks", "2", *words, "--out", out)
     assert ran.status == 0, ran.err
     rows = json.loads(out.read_text())
-    assert [(r["op"], r["in_place"], r["staged"], r["bytes"]) for r in rows] == [
-        ("broadcast", True, False, 4096),
-        ("broadcast", True, False, 65536),
-        ("broadcast", True, True, 4096),
-        ("broadcast", True, True, 65536),
+    assert {(r["op"], r["in_place"]) for r in rows} == {("broadcast", True)}
+    # Promised, entered, and through slots: a broadcast enters there too.
+    assert [(r["entry"], r["staged"], r["bytes"]) for r in rows] == [
+        (False, False, 4096),
+        (False, False, 65536),
+        (True, False, 4096),
+        (True, False, 65536),
+        (True, True, 4096),
+        (True, True, 65536),
     ]
     assert {r["signals"] for r in rows} == {None}
 

@@ -64,6 +64,7 @@ def test_a_tuned_prelaunch_is_bound_to_its_buffers(
         "variant": "prelaunch_pcpy",
         "time_us": 1.0,
         "signals": None,
+        "entry": True,
         "staged": False,
         "date": "2026-01-01",
         "commit": "abc",

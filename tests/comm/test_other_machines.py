@@ -80,6 +80,7 @@ def test_a_tuned_table_is_content(tmp_path: Path) -> None:
         "variant": "b2b",
         "time_us": 1.0,
         "signals": None,
+        "entry": True,
         "staged": False,
         "date": "2026-11-22",
         "commit": "none",

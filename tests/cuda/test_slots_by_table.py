@@ -10,12 +10,18 @@ from offcore import tune
 
 
 def row(
-    variant: str, time_us: float, staged: bool, op: str = "all_gather", nbytes: int = 4096
+    variant: str,
+    time_us: float,
+    staged: bool,
+    op: str = "all_gather",
+    nbytes: int = 4096,
+    entry: bool | None = None,
 ) -> dict[str, object]:
     """As `tune` keeps it, for 4 GPUs at any size, measured at one."""
     found = {"op": op, "ranks": 4, "in_place": op == "all_gather", "bytes_min": 0}
     found |= {"bytes_max": 2**63 - 1, "bytes": nbytes, "variant": variant, "time_us": time_us}
-    found |= {"signals": "fenced", "staged": staged, "date": "2026-11-22", "commit": "abc"}
+    found |= {"entry": not staged if entry is None else entry, "staged": staged}
+    found |= {"signals": "fenced", "date": "2026-11-22", "commit": "abc"}
     return found
 
 
@@ -30,6 +36,8 @@ def test_slots_where_they_are_faster(
         for op in ("all_gather", "all_to_all")
         for one in (("fan", 20.0, False), ("b2b", slots_us, True))
     ]
+    # What is promised is no rival of the slots.
+    table.append(row("pcpy", 9.0, False, entry=False))
     tune.write(table, tmp_path / "tuned" / "h200-4.json")
     code = """
     protocol, variant = sys.argv[1:]
@@ -54,7 +62,8 @@ def test_slots_where_they_are_faster(
     # Who says how gets that.
     assert comm.all_gather(out, variant="b2b").wait().protocol == "barrier"
     assert comm.all_gather(out, protocol="barrier").wait().protocol == "barrier"
-    assert comm.all_gather(out, protocol="promise").wait().protocol == "promise"
+    found = comm.all_gather(out, protocol="promise").wait()
+    assert (found.protocol, found.variant) == ("promise", "pcpy"), found
     """
     assert run(code, protocol, variant, OFFCORE_MACHINES=str(tmp_path)) == ""
 

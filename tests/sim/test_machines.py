@@ -145,6 +145,7 @@ ROW = {
     "variant": "b2b",
     "time_us": 3.5,
     "signals": None,
+    "entry": True,
     "staged": False,
     "date": "2026-01-01",
     "commit": "abc",
