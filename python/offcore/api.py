@@ -90,6 +90,11 @@ class Window:
         return self._core.region(offset, nbytes)
 
 
+def _kept(side: Any, given: Any) -> Any:
+    """What an operation holds of a side: a window's region by itself, else what `held` tells."""
+    return side if type(side) is _core.Region else held(given)
+
+
 class Communicator(ViewCalls):
     """Ranks that communicate by DMA engines.
 
@@ -448,7 +453,7 @@ class Communicator(ViewCalls):
             protocol,
             checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            (held(out), held(inp)),
+            (_kept(out_core, out), _kept(in_core, inp)),
             self.timeout,
         )
         return Handle(self, pending)
@@ -474,7 +479,7 @@ class Communicator(ViewCalls):
             "view",
             checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            held(inp),
+            _kept(side, inp),
             self.timeout,
         )
         return View(self, pending, rows, looks)

@@ -20,6 +20,7 @@ struct LocalQueue {
   uint32_t queue = 0;   // index into program.queues
   uint32_t part = 0;    // index into the local ranks
   uint32_t engine = 0;  // of the station: a thread to start
+  bool moves = false;   // copies or swaps, and does not only signal and poll
   bool heavy = false;   // worth waking an engine's thread for
 };
 

@@ -108,6 +108,7 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
     cargo.queues.push_back({.queue = index,
                             .part = part,
                             .engine = part * engines_rank + engine,
+                            .moves = bytes > 0,
                             .heavy = bytes > kHeavyBytes});
   }
   cargo.program = std::move(program);

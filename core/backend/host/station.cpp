@@ -16,6 +16,8 @@ namespace {
 constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
 constexpr int64_t kPureSpinNs = 1'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
+constexpr int64_t kTakenNs = 4'000;  // more than a yield takes that finds nobody
+constexpr uint32_t kPatience = 2;    // such yields in a row
 constexpr int64_t kStandbyNs = 100'000;
 constexpr uint32_t kLockTries = 100;      // the mutex is held for less than a thread's switch takes
 constexpr uint32_t kCallerPauses = 2;     // between two looks of a thread that spins
@@ -23,6 +25,29 @@ constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after 
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
 constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
 constexpr int64_t kDozeNs = 5'000'000;
+
+// Takes the thread off its core for once, to one of the others that it may run on.
+void change_core() {
+  cpu_set_t all;
+  const int here = sched_getcpu();
+  if (here < 0 || sched_getaffinity(0, sizeof all, &all) != 0) return;
+  cpu_set_t others = all;
+  CPU_CLR(static_cast<unsigned>(here), &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
+
+// Callers that wait for each other on one core never sleep there, so the kernel leaves them together
+// for milliseconds, and another core idle: who finds the core taken over again and again moves away.
+// Patience differs, so that they do not move together.
+void yield_core(uint32_t patience) {
+  thread_local uint32_t taken = 0;
+  const int64_t began_ns = now_ns();
+  sched_yield();
+  taken = now_ns() - began_ns < kTakenNs ? 0 : taken + 1;
+  if (taken <= patience) return;
+  taken = 0;
+  change_core();
+}
 
 }  // namespace
 
@@ -156,12 +181,13 @@ void Station::leave() {
   }
 }
 
-// A ready context: light ones first, for peers wait for their signals, then the caller's own; none
-// for an engine where idle callers take them all. Calls an engine for a heavy one left over, if its
-// core is free.
+// A ready context: those that only signal first, for peers may copy no sooner, then light ones, then
+// the caller's own; none for an engine where idle callers take them all. Calls an engine for a heavy
+// one left over, if its core is free.
 Context* Station::pick(const Flight* own) {
   const auto rank = [own](const Context& context) {
-    return (context.local_.heavy ? 0 : 2) + (&context.flight_ == own ? 1 : 0);
+    return (context.local_.moves ? 0 : 4) + (context.local_.heavy ? 0 : 2) +
+           (&context.flight_ == own ? 1 : 0);
   };
   Context* found = nullptr;
   bool heavy_left = false;
@@ -265,6 +291,7 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
   const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
+  const uint32_t patience = crowded_ ? UINT32_MAX : kPatience + local_ranks_.front();
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
@@ -281,7 +308,7 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       if (idle_ns < pure_spin_ns) {
         pause_briefly(kCallerPauses);
       } else {
-        sched_yield();
+        yield_core(patience);
       }
       lock = enter();
       continue;
