@@ -36,9 +36,9 @@ void change_core() {
   if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
 }
 
-// Callers that wait for each other on one core never sleep there, so the kernel leaves them together
-// for milliseconds, and another core idle: who finds the core taken over again and again moves away.
-// Patience differs, so that they do not move together.
+// Callers that wait for each other on one core never sleep there, so the kernel leaves them there
+// for milliseconds, and another core idle: who finds the core taken over again and again moves
+// away. Patience differs, so that they do not move together.
 void yield_core(uint32_t patience) {
   thread_local uint32_t taken = 0;
   const int64_t began_ns = now_ns();
@@ -181,9 +181,9 @@ void Station::leave() {
   }
 }
 
-// A ready context: those that only signal first, for peers may copy no sooner, then light ones, then
-// the caller's own; none for an engine where idle callers take them all. Calls an engine for a heavy
-// one left over, if its core is free.
+// A ready context: those that only signal first, for peers may copy no sooner, then light ones,
+// then the caller's own; none for an engine where idle callers take them all. Calls an engine for a
+// heavy one left over, if its core is free.
 Context* Station::pick(const Flight* own) {
   const auto rank = [own](const Context& context) {
     return (context.local_.moves ? 0 : 4) + (context.local_.heavy ? 0 : 2) +
