@@ -181,7 +181,8 @@ class Lowering {
       if (!pieces[rank].empty()) drafts.resize(engines_of(pieces[rank].size()));
       for (size_t i = 0; i < pieces[rank].size(); ++i) {
         Draft& draft = drafts[i % drafts.size()];
-        (last(pieces[rank][i]) ? draft.own : draft.data).push_back(pieces[rank][i].command);
+        const bool own = last(pieces[rank][i], pieces[rank]);
+        (own ? draft.own : draft.data).push_back(pieces[rank][i].command);
         draft.touched.insert(draft.touched.end(), pieces[rank][i].peers.begin(),
                              pieces[rank][i].peers.end());
       }
@@ -211,8 +212,29 @@ class Lowering {
   }
 
   // Where an engine makes one copy at a time, those within the rank come after the signals: peers
-  // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap.
-  bool last(const Piece& piece) const { return machine_.cost.overlap <= 1 && piece.peers.empty(); }
+  // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap. None
+  // that would then read what another one has written: all moves read what was there before.
+  bool last(const Piece& piece, const std::vector<Piece>& all) const {
+    return machine_.cost.overlap <= 1 && piece.peers.empty() &&
+           std::none_of(all.begin(), all.end(), [&](const Piece& other) {
+             return !other.peers.empty() && writes_for(other.command, piece.command);
+           });
+  }
+
+  // Whether the first copy writes what the second one reads.
+  bool writes_for(const Command& first, const Command& second) const {
+    for (uint32_t row = 0; row < first.rows; ++row) {
+      const Slice dst = row_of(first.dst, first.dst_step, row, moves_.ranks);
+      for (uint32_t other = 0; other < second.rows; ++other) {
+        const Slice src = row_of(second.src, second.src_step, other, moves_.ranks);
+        if (dst.buffer == src.buffer && dst.rank == src.rank &&
+            dst.offset < src.offset + second.bytes && src.offset < dst.offset + first.bytes) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
 
   // What is copied within the rank behind the signals takes a queue of its own where it is large:
   // it needs nobody's entry, and runs while the peers' parts do.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offcore import machines
+from offcore import _core, machines
 from offcore.programs import program_of
 
 
@@ -69,3 +69,16 @@ def test_a_large_own_part_has_a_queue_of_its_own(variant, nbytes, apart):
         assert len(within(queues[f"{rank}.0"], rank)) == (0 if apart else 1)
         own = queues.get(f"{rank}.1", [])
         assert len(own) == len(within(own, rank)) == int(apart)  # it waits for nobody, tells nobody
+
+
+@pytest.mark.parametrize("variant", ["pcpy", "b2b", "fan"])
+def test_what_a_rank_keeps_is_read_before_it_is_overwritten(variant):
+    """Moves read what was there before. A copy to all ranks, the own one too, comes before what
+    stays within the rank, and here writes what that reads: refused, not reordered."""
+    buffers = [("a", "window", 96)]
+    everywhere = [((1, rank, 2), (1, 1, 0), 1) for rank in (0, 1)]
+    moves = _core.moves_batch(2, buffers, [*everywhere, ((1, 1, 3), (1, 1, 2), 1)])
+    with pytest.raises(_core.Error, match="hazard"):
+        _core.plan(moves, variant, machines.load("h200-2"), _core.Protocol(entry=True))
+    apart = _core.moves_batch(2, buffers, [*everywhere, ((1, 1, 3), (1, 1, 1), 1)])
+    assert _core.plan(apart, variant, machines.load("h200-2"), _core.Protocol(entry=True))
