@@ -103,6 +103,9 @@ class Handle:
         )
 
 
+CHAINS = 2  # while one root starts or ends the other one sends
+
+
 class Communicator:
     """The ranks of a group, joined by multicast. Collective: all ranks open it alike.
 
@@ -129,7 +132,7 @@ class Communicator:
         world_size: int | None = None,
         interface: str | None = None,
         subgroups: int = 1,
-        chains: int = 1,
+        chains: int = CHAINS,
         multicast: bool = True,
         sealed: bool = False,
         receive_workers: int | None = None,

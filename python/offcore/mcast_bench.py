@@ -19,6 +19,7 @@ from offcore import testbed_run
 from offcore.baselines import check_baseline
 from offcore.errors import error
 from offcore.fat_tree import received_bytes
+from offcore.mcast import CHAINS
 from offcore.mcast_nodes import Nodes
 from offcore.testbed import DEVICE, Testbed
 from offcore.testbed_run import Place
@@ -38,7 +39,7 @@ class Request:
     batches: int = 5
     timeout_s: float = 60.0
     buffer_bytes: int = _BUFFER_BYTES  # of a rank's receiving socket
-    chains: int = 1  # roots that send at once
+    chains: int = CHAINS  # roots that send at once
     options: dict[str, Any] = field(default_factory=dict)  # of the communicator
 
     def check(self, hosts: int) -> None:
@@ -50,7 +51,7 @@ class Request:
                 "invalid",
                 f"{hosts} hosts do not divide {odd[0]} bytes: give sizes of one rank (--per-rank)",
             )
-        if self.chains > hosts:
+        if self.chains > max(hosts, CHAINS):
             raise error("invalid", f"{self.chains} chains need as many hosts: there are {hosts}")
         if min(self.sizes) < 1:
             raise error("unsupported", "there is nothing to measure in 0 bytes")

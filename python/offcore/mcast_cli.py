@@ -12,6 +12,7 @@ from rich.table import Table
 from offcore import fat_tree, mcast_bench, mcast_plot, plot, report, testbed_run
 from offcore.errors import error
 from offcore.fat_tree import ALGORITHMS, MULTICAST, Load, Row, Wire
+from offcore.mcast import CHAINS
 from offcore.options import SIZES_METAVAR, JsonOption, PlotOption, known_names, parsed
 from offcore.report import JsonLines, Stamp
 from offcore.sizes import format_bytes, parse_bytes, parse_sizes
@@ -282,7 +283,7 @@ def bench_command(
     buffer: Annotated[
         str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
     ] = "4M",
-    chains: ChainsOption = 1,
+    chains: ChainsOption = CHAINS,
     batches: Annotated[int, typer.Option(min=1, metavar="N", help="Time is their median.")] = 5,
     timeout: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")

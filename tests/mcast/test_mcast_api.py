@@ -138,7 +138,7 @@ def test_a_rank_that_leaves_is_an_error_for_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "one", [{"chains": 2}, {"port": 20_001}, {"multicast_group": "239.192.7.7"}], ids=str
+    "one", [{"chains": 3}, {"port": 20_001}, {"multicast_group": "239.192.7.7"}], ids=str
 )
 def test_ranks_must_open_alike(one: dict[str, Any]) -> None:
     address = free_address()
