@@ -100,9 +100,13 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
         told = [row.impl if chosen else row.name]
         for name in differing(rows):
             value = getattr(row, name)
+            if name == "own_copy" and value != "sm":
+                continue  # by copy engine, or none: as the operation needs it
             if value and not (row.impl == "offcore" and name == "mode" and len(modes) == 1):
                 told.append(_WAYS.get(value, value))
-        lines.setdefault(", ".join(told), []).append(row)
+        line = lines.setdefault(", ".join(told), [])
+        if not line or line[-1].bytes < row.bytes:  # what was measured twice is drawn once
+            line.append(row)
     return lines
 
 

@@ -283,8 +283,8 @@ def best_of(rows: Iterable[Row]) -> dict[Key, Row]:
 
 def has_choice(rows: list[Row]) -> bool:
     """Whether some size was run in several variants, so that a best one means something."""
-    keys = [best_key(row) for row in rows if row.impl == "offcore"]
-    return len(keys) > len(set(keys))
+    variants = {(best_key(row), row.variant) for row in rows if row.impl == "offcore"}
+    return len(variants) > len({key for key, _ in variants})
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

@@ -196,6 +196,25 @@ def test_a_figure_leaves_out_what_has_no_library_in_its_run():
         plot.figure_rows(run_of("a"), 14)
 
 
+def test_what_auto_chose_is_one_line_whatever_it_chose():
+    """Of each way to call: slots that an engine drains are no way of their own, SMs are. What was
+    measured twice, since no setting changes it, is no choice between variants."""
+    own = {"signals": "fenced", "named": False}
+    records = [record("nccl", size, 8.0, mode="graph") for size in (1024, 4096)]
+    for asked, small, large in (("auto", "b2b", "fan"), ("promise", "fan", "bcst")):
+        ways = {"asked": asked, **own}
+        records.append(record("offcore", 1024, 4.0, variant=small, own_copy="engine", **ways))
+        records += [record("offcore", 4096, 5.0, variant=large, own_copy="none", **ways)] * 2
+    records.append(record("offcore", 4096, 3.0, variant="b2b", own_copy="sm", asked="auto", **own))
+    lines = plot._lines(plot.figure_rows(records, 13))
+    assert {name: [row.bytes for row in rows] for name, rows in lines.items()} == {
+        "nccl, graph": [1024, 4096],
+        "offcore, safe": [1024, 4096],
+        "offcore, promised": [1024, 4096],
+        "offcore, safe, sm": [4096],
+    }
+
+
 @pytest.mark.parametrize(("number", "op"), [(13, "all_gather"), (14, "all_to_all")])
 def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
     picture = tmp_path / "figure.svg"
