@@ -53,6 +53,7 @@ class Layout {
   // Chains. The ranks with something to send are split into chains of neighbours whose lengths
   // differ by at most one; the first of each begins, and each activates the next.
   bool begins(Rank rank) const;
+  uint32_t chains() const { return chains_; }  // no more than there are senders
   bool sends(Rank rank) const { return blocks_[rank].bytes > 0; }
   // The next of `rank`'s chain; `rank` itself where it is the last.
   Rank next(Rank rank) const;

@@ -145,6 +145,7 @@ void Endpoint::send_block() {
     if (chunks.chunks == 0) continue;
     parts.push_back({.op = op_,
                      .source = group_.rank,
+                     .roots = run.layout->chains(),
                      .subgroup = subgroup,
                      .psn = chunks.psn,
                      .chunks = chunks.chunks,

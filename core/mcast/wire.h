@@ -55,6 +55,7 @@ void store_big(std::byte* to, Number value) {
 struct Part {
   uint64_t op = 0;
   Rank source = 0;
+  uint32_t roots = 1;  // that send at once, the source among them
   uint32_t subgroup = 0;
   uint32_t psn = 0;                 // of the first chunk
   uint32_t chunks = 0;              // 0: nothing to send

@@ -23,7 +23,8 @@ bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
 // How far what a row measured is from what is asked for: the slots count most, then the entry
 // round, then the form of signals.
 unsigned distance(const TunedRow& row, const Machine& machine, const Protocol& protocol) {
-  return (row.staged != protocol.staged ? 4u : 0u) + (row.entry != protocol.entry ? 2u : 0u) +
+  return (row.staged != protocol.staged ? 4u : 0u) +
+         (row.entry != (protocol.entry || protocol.captured) ? 2u : 0u) +
          (row.signals != machine.signals ? 1u : 0u);
 }
 

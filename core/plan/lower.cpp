@@ -217,12 +217,12 @@ class Lowering {
   bool last(const Piece& piece, const std::vector<Piece>& all) const {
     return machine_.cost.overlap <= 1 && piece.peers.empty() &&
            std::none_of(all.begin(), all.end(), [&](const Piece& other) {
-             return !other.peers.empty() && writes_for(other.command, piece.command);
+             return !other.peers.empty() && writes_what_reads(other.command, piece.command);
            });
   }
 
   // Whether the first copy writes what the second one reads.
-  bool writes_for(const Command& first, const Command& second) const {
+  bool writes_what_reads(const Command& first, const Command& second) const {
     for (uint32_t row = 0; row < first.rows; ++row) {
       const Slice dst = row_of(first.dst, first.dst_step, row, moves_.ranks);
       for (uint32_t other = 0; other < second.rows; ++other) {

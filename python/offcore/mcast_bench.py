@@ -51,7 +51,7 @@ class Request:
                 "invalid",
                 f"{hosts} hosts do not divide {odd[0]} bytes: give sizes of one rank (--per-rank)",
             )
-        if self.chains > max(hosts, CHAINS):
+        if self.chains > max(hosts, CHAINS):  # the default suits any number
             raise error("invalid", f"{self.chains} chains need as many hosts: there are {hosts}")
         if min(self.sizes) < 1:
             raise error("unsupported", "there is nothing to measure in 0 bytes")

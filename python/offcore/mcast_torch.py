@@ -4,7 +4,7 @@
     dist.init_process_group("cpu:offcore_mcast")
 
 broadcast, all_gather, all_gather_into_tensor and barrier are offcore's own; everything else is
-handed to gloo. Group options: `McastOptions(chains=2, ...)` as `pg_options`, with the arguments of
+handed to gloo. Group options: `McastOptions(chains=4, ...)` as `pg_options`, with the arguments of
 offcore.mcast.Communicator; `configure` sets them for every group of this process.
 
 A group of this backend is a process group of its own, so torch makes no other backend beside it:

@@ -104,7 +104,7 @@ def held(given: Any) -> Any:
     try:
         return _as_numpy(given)
     except OperandError:
-        return given  # a Window, or on a GPU
+        return given  # on a GPU
 
 
 def places_of(

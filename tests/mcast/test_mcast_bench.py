@@ -32,13 +32,13 @@ def rows_of(*words: str) -> list[dict]:
 @on_namespaces
 def test_rows_of_processes() -> None:
     rows = rows_of("bench", "all_gather", "--hosts", "3", "--sizes", "20K", "--per-rank",
-                   "--batches", "1", "--chains", "2")  # fmt: skip
+                   "--batches", "1", "--chains", "3")  # fmt: skip
     assert [row["impl"] for row in rows] == ["offcore", "ring"]
     for row in rows:
         assert row.keys() >= ROW
         assert (row["bytes"], row["hosts"], row["wrong"]) == (60 * 1024, 3, 0)
         assert row["goodput_gbps"] == pytest.approx(40 * 1024 / row["time_us"] / 1e3, rel=0.01)
-        assert (row["ranks_as"], row["chains"]) == ("processes", 2)
+        assert (row["ranks_as"], row["chains"]) == ("processes", 3)
     multicast, ring = rows
     assert multicast["fetched_chunks"] == 0
     assert ring["fetched_chunks"] > 0

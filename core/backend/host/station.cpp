@@ -36,11 +36,11 @@ void change_core() {
   if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
 }
 
-// Callers that wait for each other on one core never sleep there, so the kernel leaves them there
-// for milliseconds, and another core idle: who finds the core taken over again and again moves
-// away. Patience differs, so that they do not move together.
+// Callers that wait for each other on one core hardly sleep, so the kernel leaves them there for
+// milliseconds, and another core idle: who finds the core taken over again and again moves away.
+// Patience differs, so that they do not move together.
 void yield_core(uint32_t patience) {
-  thread_local uint32_t taken = 0;
+  thread_local uint32_t taken = 0;  // yields in a row, over waits: each has few
   const int64_t began_ns = now_ns();
   sched_yield();
   taken = now_ns() - began_ns < kTakenNs ? 0 : taken + 1;
@@ -181,9 +181,9 @@ void Station::leave() {
   }
 }
 
-// A ready context: those that only signal first, for peers may copy no sooner, then light ones,
-// then the caller's own; none for an engine where idle callers take them all. Calls an engine for a
-// heavy one left over, if its core is free.
+// A ready context: those that only signal first, since peers wait for that to copy, then light
+// ones, then the caller's own; none for an engine where idle callers take them all. Calls an engine
+// for a heavy one left over, if its core is free.
 Context* Station::pick(const Flight* own) {
   const auto rank = [own](const Context& context) {
     return (context.local_.moves ? 0 : 4) + (context.local_.heavy ? 0 : 2) +
@@ -291,7 +291,7 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
   const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
-  const uint32_t patience = crowded_ ? UINT32_MAX : kPatience + local_ranks_.front();
+  const uint32_t patience = kPatience + local_ranks_.front();
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
@@ -308,7 +308,7 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       if (idle_ns < pure_spin_ns) {
         pause_briefly(kCallerPauses);
       } else {
-        yield_core(patience);
+        crowded_ ? void(sched_yield()) : yield_core(patience);
       }
       lock = enter();
       continue;

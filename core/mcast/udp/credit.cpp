@@ -57,22 +57,21 @@ bool answers(const Group& group, Rank leaf, Rank source) {
   return right >= 1 && right <= kLeavesMax;
 }
 
-// Half of what a buffer holds: what earlier roots have sent since leaves were last waited for may
-// fill the other half. Chains send at once.
-Window::Window(const Group& group, uint64_t bytes) : group_(group) {
-  const uint64_t share = bytes / 2 / std::max(group.chains, 1u);
-  if (bytes > 0) {
-    chunks_ = static_cast<uint32_t>(std::clamp<uint64_t>(share / group.chunk_bytes, 1, UINT32_MAX));
-  }
-  step_ = std::max(1u, chunks_ / kQuestions);
+Window::Window(const Group& group, uint64_t bytes) : group_(group), bytes_(bytes) {
   seen_.resize(std::min(group.ranks - 1, kLeavesMax));
   silent_.resize(seen_.size());
 }
 
-// Small blocks are not waited for one by one, but where a window's worth has been sent by all roots
-// since, going by blocks as large as this one.
+// Half of what a buffer holds, for all roots that send at once: what earlier ones have sent since
+// leaves were last waited for may fill the other half. Small blocks are not waited for one by one,
+// but where a window's worth has been sent by all roots since, going by blocks as large as this.
 void Window::begin(const Part& part) {
   part_ = part;
+  if (bytes_ > 0) {
+    const uint64_t share = bytes_ / 2 / part.roots / group_.chunk_bytes;
+    chunks_ = static_cast<uint32_t>(std::clamp<uint64_t>(share, 1, UINT32_MAX));
+    step_ = std::max(1u, chunks_ / kQuestions);
+  }
   std::fill(seen_.begin(), seen_.end(), 0);
   needed_ = 0;
   limit_ = 0;

@@ -61,10 +61,11 @@ class Window {
   void open();
 
   const Group& group_;
-  uint32_t chunks_ = 0;  // of the window; 0: no limit
+  const uint64_t bytes_;
+  uint32_t chunks_ = 0;  // of the window, for this part; 0: no limit
   Part part_;
   uint32_t limit_ = 0;
-  uint32_t step_ = 0;           // chunks between two questions
+  uint32_t step_ = 1;           // chunks between two questions
   uint32_t needed_ = 0;         // chunks that leaves must have seen before the next root begins
   std::vector<uint32_t> seen_;  // chunks, by leaf's distance to the right, less one
   std::vector<bool> silent_;    // likewise
