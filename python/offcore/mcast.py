@@ -28,6 +28,7 @@ from offcore.operands import OperandError, checked, held, memory_of, same_dtype
 __all__ = ["Communicator", "Handle", "Result"]
 
 _TAG_BYTES, _SECRET_BYTES = 8, 16
+CHAINS = 2  # while one root starts or ends the other one sends
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,6 @@ class Handle:
             recovery_us=report["recovery_ns"] / 1e3,
             handshake_us=report["handshake_ns"] / 1e3,
         )
-
-
-CHAINS = 2  # while one root starts or ends the other one sends
 
 
 class Communicator:

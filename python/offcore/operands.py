@@ -99,7 +99,7 @@ def held(given: Any) -> Any:
     numpy array, whose export keeps the memory where it is."""
     if isinstance(given, (list, tuple)):
         return [held(one) for one in given]
-    if given is None or isinstance(given, (np.ndarray, _core.Region)) or hasattr(given, "data_ptr"):
+    if given is None or isinstance(given, np.ndarray) or hasattr(given, "data_ptr"):
         return given
     try:
         return _as_numpy(given)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import offcore
-from offcore import _core, machines, tune
+from offcore import machines, tune
 from offcore.bench import Request
 from offcore.programs import program_of
 
@@ -68,19 +68,14 @@ def test_each_way_to_enter_has_rows_of_its_own(
         assert program.variant == variant, protocol
 
 
-def test_how_a_call_enters_counts_more_than_its_signals():
+def test_how_a_call_enters_counts_more_than_its_signals(tmp_path, monkeypatch):
     rows = [
         row("fan", 1024, 7.0, signals="copy_order"),
         row("b2b", 1024, 6.0, signals="fenced", protocol="promise"),
     ]
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    tune.write(tune.pick(rows), tmp_path / "tuned" / "h200-2.json")
     machine = machines.load("h200-2")
-    table = []
-    for one in tune.pick(rows):
-        tuned = _core.TunedRow()
-        for name in ("op", "ranks", "in_place", "bytes_max", "variant", "signals", "entry"):
-            setattr(tuned, name, one[name])
-        table.append(tuned)
-    machine.tuned = table
     machine.signals = "fenced"
     for protocol, variant in (("barrier", "fan"), ("promise", "b2b")):
         program = program_of(machine, "all_gather", 2, 1024, "auto", True, protocol)

@@ -291,7 +291,6 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
   const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
-  const uint32_t patience = kPatience + local_ranks_.front();
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
@@ -307,8 +306,10 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       lock.unlock();
       if (idle_ns < pure_spin_ns) {
         pause_briefly(kCallerPauses);
+      } else if (crowded_) {
+        sched_yield();
       } else {
-        crowded_ ? void(sched_yield()) : yield_core(patience);
+        yield_core(kPatience + local_ranks_.front());
       }
       lock = enter();
       continue;
