@@ -27,6 +27,8 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# What makes hosts of namespaces and the network between them, and what it is a part of.
+TOOLS = {"unshare": "util-linux", "ip": "iproute2", "nft": "nftables"}
 # What a packet larger than the wire's needs: segmentation on sending, merging on receiving.
 OFFLOADS = (
     "tx-generic-segmentation",
@@ -62,10 +64,14 @@ def enter_command() -> list[str]:
 
 
 def refused() -> str | None:
-    """Why this kernel or container gives this user no namespaces; None where it does."""
+    """Why hosts made of namespaces cannot be had here: what is not installed, or what this kernel
+    or container keeps from this user. None where they can."""
+    for tool, package in TOOLS.items():
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed: install {package}"
     try:
-        pair = "ip link add name one type veth peer name other"
-        command = [*enter_command(), *pair.split()]
+        wanted = "ip link add name one type veth peer name other && nft list tables"
+        command = [*enter_command(), "sh", "-c", wanted]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (Error, OSError, subprocess.SubprocessError) as failure:
         return str(failure)
