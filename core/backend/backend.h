@@ -52,12 +52,14 @@ inline constexpr uint64_t kWordBytes = 64;
 
 // What a rank sleeps on: in memory shared by all ranks, one for each rank. A signal to a word of
 // the rank raises `count` where anybody sleeps, and wakes them; `poison` other than 0 makes every
-// wait of the rank fail (rank + 1 of the one that died or aborted).
+// wait of the rank fail (rank + 1 of the one that died or aborted). `core` is a hint: where the
+// rank's caller last waited (number + 1).
 struct Wakeup {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> poison;
-  uint32_t reserved[13];
+  std::atomic<uint32_t> core;
+  uint32_t reserved[12];
 };
 static_assert(sizeof(Wakeup) == 64 && std::atomic<uint32_t>::is_always_lock_free);
 

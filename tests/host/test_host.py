@@ -129,6 +129,30 @@ def test_progress_without_a_wait(count: int) -> None:
     assert as_ranks(2, work) == [True, True]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="callers need two cores to part")
+def test_callers_that_start_on_one_core_may_go_where_they_could_before() -> None:
+    """They leave each other's core by their threads' own masks, which must come back whole."""
+    here, store = os.sched_getaffinity(0), free_store()
+    waiting = threading.Barrier(2)
+
+    def rank_of(rank: int) -> tuple[set[int], bool]:
+        os.sched_setaffinity(0, {min(here)})  # this thread's
+        with offcore.Communicator(store=store, rank=rank, world_size=2) as comm:
+            os.sched_setaffinity(0, here)
+            array = comm.empty((2, 16), np.uint32)
+            for call in range(200):
+                waiting.wait(10)
+                array[rank] = part(rank, call, 16)
+                comm.all_gather(array).wait()
+                right = np.array_equal(array.ravel(), gathered(2, call, 16))
+                if not right:
+                    break
+            return os.sched_getaffinity(0), right
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank_of, range(2))) == [(here, True)] * 2
+
+
 @pytest.mark.usefixtures("cores")
 def test_an_operation_goes_on_when_its_handle_is_dropped() -> None:
     def work(comm: offcore.Communicator, rank: int) -> bool:

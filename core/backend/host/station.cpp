@@ -14,39 +14,46 @@ namespace offcore {
 namespace {
 
 constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
-constexpr int64_t kPureSpinNs = 1'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
-constexpr int64_t kTakenNs = 4'000;  // more than a yield takes that finds nobody
-constexpr uint32_t kPatience = 2;    // such yields in a row
-constexpr int64_t kStandbyNs = 100'000;
+constexpr int64_t kStandbyNs = 100'000;  // doubled while callers leave nothing to an engine
+constexpr int64_t kStandbyMaxNs = 800'000;
+constexpr int64_t kStandbyLooks = 20;     // after a launch
 constexpr uint32_t kLockTries = 100;      // the mutex is held for less than a thread's switch takes
 constexpr uint32_t kCallerPauses = 2;     // between two looks of a thread that spins
-constexpr int64_t kRecentNs = 2'000'000;  // engines stand by for so long after a launch
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
 constexpr int64_t kMixedNs = 1'000'000;   // where flights have different wakeups
 constexpr int64_t kDozeNs = 5'000'000;
 
-// Takes the thread off its core for once, to one of the others that it may run on.
-void change_core() {
+// Takes the thread off its core for once, to another that it may run on and none of `taken` is.
+void leave_core(cpu_set_t taken) {
   cpu_set_t all;
-  const int here = sched_getcpu();
-  if (here < 0 || sched_getaffinity(0, sizeof all, &all) != 0) return;
-  cpu_set_t others = all;
-  CPU_CLR(static_cast<unsigned>(here), &others);
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  CPU_AND(&taken, &taken, &all);
+  cpu_set_t others;
+  CPU_XOR(&others, &all, &taken);
+  if (CPU_COUNT(&others) == 0) return;
   if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
 }
 
 // Callers that wait for each other on one core hardly sleep, so the kernel leaves them there for
-// milliseconds, and another core idle: who finds the core taken over again and again moves away.
-// Patience differs, so that they do not move together.
-void yield_core(uint32_t patience) {
-  thread_local uint32_t taken = 0;  // yields in a row, over waits: each has few
-  const int64_t began_ns = now_ns();
-  sched_yield();
-  taken = now_ns() - began_ns < kTakenNs ? 0 : taken + 1;
-  if (taken <= patience) return;
-  taken = 0;
-  change_core();
+// milliseconds, and another core idle. Each says where it waits, and leaves a core where one of a
+// lower rank does.
+void part_from_peers(const Launch& launch, Rank rank) {
+  const int here = sched_getcpu();
+  if (here < 0 || here >= CPU_SETSIZE) return;
+  const auto said = static_cast<uint32_t>(here) + 1;
+  std::atomic<uint32_t>& own = launch.wakeups[rank]->core;
+  if (own.load(std::memory_order_relaxed) != said) own.store(said, std::memory_order_relaxed);
+  bool shared = false;
+  cpu_set_t taken;
+  CPU_ZERO(&taken);
+  for (Rank peer = 0; peer < launch.wakeups.size(); ++peer) {
+    const uint32_t core = launch.wakeups[peer]->core.load(std::memory_order_relaxed);
+    if (core == 0 || core > CPU_SETSIZE) continue;
+    CPU_SET(core - 1, &taken);
+    shared |= peer < rank && core == said;
+  }
+  if (shared) leave_core(taken);
 }
 
 }  // namespace
@@ -55,7 +62,8 @@ Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ran
     : local_ranks_(std::move(local_ranks)),
       crowded_(ranks > usable_cores()),
       share_(std::max<uint32_t>(1, usable_cores() * local_ranks_.size() / ranks)),
-      engines_(local_ranks_.size() * machine.engines_peer) {}
+      engines_(local_ranks_.size() * machine.engines_peer),
+      standby_ns_(kStandbyNs) {}
 
 void Station::prepare(const Cargo& cargo) {
   std::vector<uint32_t> wanted = {0};
@@ -254,15 +262,17 @@ void Station::rest(Lock& lock, Engine& engine) {
     return watch(lock, nullptr, kWatchNs);
   }
   --awake_;
-  if (standby_ || now_ns() - enqueued_ns_ >= kRecentNs) {
+  const int64_t looked_ns = now_ns();
+  if (standby_ || looked_ns - enqueued_ns_ >= kStandbyLooks * standby_ns_) {
     engine.state = Engine::State::asleep;
     engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
     return;
   }
   standby_ = true;
   engine.state = Engine::State::standby;
-  engine.call.wait_for(lock, std::chrono::nanoseconds(kStandbyNs));
+  engine.call.wait_for(lock, std::chrono::nanoseconds(standby_ns_));
   if (engine.state == Engine::State::awake) return;  // called
+  if (enqueued_ns_ > looked_ns) standby_ns_ = std::min(2 * standby_ns_, kStandbyMaxNs);
   standby_ = false;
   engine.state = Engine::State::awake;
   ++awake_;
@@ -272,6 +282,7 @@ void Station::serve(uint32_t index) {
   Lock lock(mutex_);
   while (!stopping_) {
     if (Context* context = awake_ > share_ ? nullptr : pick(nullptr)) {
+      standby_ns_ = kStandbyNs;
       advance(lock, *context);
     } else {
       rest(lock, engines_[index]);
@@ -290,7 +301,6 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
-  const int64_t pure_spin_ns = crowded_ ? 0 : kPureSpinNs;
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
@@ -300,16 +310,16 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       ++callers_idle_;
       continue;
     }
-    if (idle_since_ns < 0) idle_since_ns = now_ns();
-    const int64_t idle_ns = now_ns() - idle_since_ns;
-    if (idle_ns < spin_ns) {
+    const bool begins = idle_since_ns < 0;
+    if (begins) idle_since_ns = now_ns();
+    if (now_ns() - idle_since_ns < spin_ns) {
       lock.unlock();
-      if (idle_ns < pure_spin_ns) {
-        pause_briefly(kCallerPauses);
-      } else if (crowded_) {
+      if (crowded_) {
         sched_yield();
+      } else if (begins) {
+        part_from_peers(own.launch, local_ranks_.front());
       } else {
-        yield_core(kPatience + local_ranks_.front());
+        pause_briefly(kCallerPauses);
       }
       lock = enter();
       continue;
