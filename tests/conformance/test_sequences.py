@@ -220,3 +220,31 @@ def test_dropped_handles(target: Target) -> None:
                 [filled(comm.host_array(1000), turn, rank) for rank in range(ranks)],
             )
         assert ground.run(equal_case("all_to_all", ranks, 100), "window").bytes == 300
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all", "scatter"])
+def test_what_is_armed_for_other_buffers_never_runs(target: Target, op: str) -> None:
+    """The second call takes what the first one armed, the third finds other input than was armed
+    for, while the second still runs. What was armed must not start with the third."""
+    ranks = 3
+    case = equal_case(op, ranks, 48, root=2)
+    with target.communicator(ranks) as comm:
+        sides = [[comm.host_array(480) for _ in range(ranks)] for _ in range(3)]
+        outputs = [side[: case.out_bytes(r)] for r, side in enumerate(sides[2])]
+        given = [
+            [None if (n := case.in_bytes(r)) is None else side[r][:n] for r in range(ranks)]
+            for side in sides[:2]
+        ]
+        root = {} if op.startswith("all") else {"root": 2}
+        for turn in range(60):
+            for which in (0, 1):
+                for r in range(ranks):
+                    filled(sides[which][r], turn, which, r)
+            calls = [given[which] for which in (turn % 2, turn % 2, 1 - turn % 2)]
+            handles = [
+                getattr(comm, op)(outputs, i, variant="prelaunch_pcpy", **root) for i in calls
+            ]
+            for handle in handles:
+                handle.wait()
+            for rank, expected in enumerate(case.expected(calls[-1])):
+                assert np.array_equal(outputs[rank], expected), (turn, rank)

@@ -32,6 +32,7 @@ void Fleet::enqueue(std::shared_ptr<Flight> flight) {
     thread_ = std::thread([this] { serve(); });
   }
   ++under_way_;
+  flight->after_doomed = taken_back_;
   for (Rank rank = 0; rank < flight->parts.size(); ++rank) {
     lanes_[{flight->launch.lane, rank}].push_back(flight);
   }
@@ -62,6 +63,7 @@ uint32_t Fleet::take_rings(const Queues& queues) {
 
 void Fleet::take_back(Doomed doomed) {
   const Lock lock(mutex_);
+  doomed.number = ++taken_back_;
   doomed_.push_back(std::move(doomed));
   drop_doomed();
   work_.notify_one();
@@ -76,6 +78,13 @@ void Fleet::drop_doomed() {
     }
     finished_.insert(finished_.end(), doomed.flights.begin(), doomed.flights.end());
     return true;
+  });
+}
+
+bool Fleet::behind_doomed(const Flight& flight) const {
+  return std::any_of(doomed_.begin(), doomed_.end(), [&](const Doomed& doomed) {
+    return doomed.number <= flight.after_doomed && !doomed.flights.empty() &&
+           doomed.flights.front()->launch.lane == flight.launch.lane;
   });
 }
 
@@ -115,6 +124,7 @@ bool Fleet::sweep() {
   for (auto& [key, flights] : lanes_) {
     while (!flights.empty()) {
       const std::shared_ptr<Flight> flight = flights.front();
+      if (behind_doomed(*flight)) break;
       look(*flight, key.second, moved);
       const auto& part = flight->parts[key.second];
       const bool ended =

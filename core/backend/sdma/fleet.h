@@ -33,13 +33,15 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   // Sends an armed flight's packets to its own rings, ahead of its turn, unless those of the one
   // before are not all there yet.
   void send(Flight& flight, const Flight* before);
-  // Ends such rings, with the armed flights in them, once `before` has ended: the first poll of
-  // what is armed has not passed, so nothing of it has run.
+  // Ends such rings, with the armed flights in them, once `before` has ended. The first poll of what
+  // is armed has not passed, so nothing of it has run; and nothing will, because whatever is enqueued
+  // in the lane from now on, and might signal what that poll waits for, begins after it.
   struct Doomed {
     uint32_t group = 0;
     Queues queues;
     std::vector<std::shared_ptr<Flight>> flights;
     std::shared_ptr<Flight> before;
+    uint64_t number = 0;  // given when taken back
   };
   void take_back(Doomed doomed);
 
@@ -56,6 +58,7 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   void serve();
   bool sweep();
   void drop_doomed();
+  bool behind_doomed(const Flight& flight) const;
   void look(Flight& flight, Rank rank, bool& moved);
   bool poisoned(Flight& flight) const;
   void finish(const std::shared_ptr<Flight>& flight);
@@ -69,6 +72,7 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   uint32_t under_way_ = 0;
   uint32_t callers_ = 0;  // who wait
   std::vector<Doomed> doomed_;
+  uint64_t taken_back_ = 0;             // so far
   std::map<Rank, uint32_t> own_rings_;  // how many, by rank
   uint32_t ring_groups_ = 0;
   bool stopping_ = false;

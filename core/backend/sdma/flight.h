@@ -54,6 +54,7 @@ struct Flight {
   std::vector<Rank> stamped_by;  // whose engine a timestamp is; kHostRank: it is in ns already
   uint64_t engine_time = 0;
   uint32_t ring_group = 0;
+  uint64_t after_doomed = 0;  // fleet.h: how many had been taken back when it was enqueued
   int64_t launch_ns = 0;
   int64_t control_ns = 0;
   int64_t end_ns = 0;
