@@ -26,7 +26,7 @@ test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
 
 test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
 	$(PYTEST) --long
-	$(MAKE) asan tsan SANITIZED=--long
+	$(MAKE) asan tsan SANITIZED="--long --hypothesis-profile=ci"
 
 lint: build  ## clang-format, ruff and mypy
 	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror

@@ -63,12 +63,19 @@ def enter_command() -> list[str]:
     return ["unshare", *flags, "--kill-child"]
 
 
-def refused() -> str | None:
-    """Why hosts made of namespaces cannot be had here: what is not installed, or what this kernel
-    or container keeps from this user. None where they can."""
+def not_installed() -> str | None:
+    """Which of the tools is missing, and what to install. None where all are there."""
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             return f"{tool} is not installed: install {package}"
+    return None
+
+
+def refused() -> str | None:
+    """Why hosts made of namespaces cannot be had here: what is not installed, or what this kernel
+    or container keeps from this user. None where they can."""
+    if missing := not_installed():
+        return missing
     try:
         wanted = "ip link add name one type veth peer name other && nft list tables"
         command = [*enter_command(), "sh", "-c", wanted]

@@ -57,6 +57,8 @@ def run(task: str, place: Place, arguments: dict[str, Any]) -> Iterator[dict[str
     Raises what it raises, and unavailable where there are no namespaces.
     """
     order = json.dumps({"task": task, "place": asdict(place), "arguments": arguments})
+    if missing := namespaces.not_installed():
+        raise error("unavailable", f"no testbed: {missing}")
     words = [sys.executable, "-m", "offcore.testbed_run", order]
     kept, given = os.pipe()
     with open(kept, encoding="utf-8") as lines:

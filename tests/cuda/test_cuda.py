@@ -66,7 +66,14 @@ def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Po
     # What the conformance suite sets for its own stand-in is not for this one.
     around = {name: told for name, told in os.environ.items() if "OFFCORE_FAKE" not in name}
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + prelude + textwrap.dedent(code), *args],
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning:__main__",
+            "-c",
+            PRELUDE + prelude + textwrap.dedent(code),
+            *args,
+        ],
         env=around | given | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

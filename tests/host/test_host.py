@@ -137,7 +137,7 @@ def test_callers_that_start_on_one_core_may_go_where_they_could_before() -> None
 
     def rank_of(rank: int) -> tuple[set[int], bool]:
         os.sched_setaffinity(0, {min(here)})  # this thread's
-        with offcore.Communicator(store=store, rank=rank, world_size=2) as comm:
+        with offcore.Communicator(backend="host", store=store, rank=rank, world_size=2) as comm:
             os.sched_setaffinity(0, here)
             array = comm.empty((2, 16), np.uint32)
             for call in range(200):
