@@ -34,8 +34,8 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   // before are not all there yet.
   void send(Flight& flight, const Flight* before);
   // Ends such rings, with the armed flights in them, once `before` has ended. The first poll of what
-  // is armed has not passed, so nothing of it has run; and nothing will, because whatever is enqueued
-  // in the lane from now on, and might signal what that poll waits for, begins after it.
+  // is armed has not passed, so nothing of it has run; and nothing will: whatever is enqueued
+  // in the lane from now on, and might signal what that poll waits for, begins afterwards.
   struct Doomed {
     uint32_t group = 0;
     Queues queues;
