@@ -33,8 +33,8 @@ class Fleet : public std::enable_shared_from_this<Fleet> {
   // Sends an armed flight's packets to its own rings, ahead of its turn, unless those of the one
   // before are not all there yet.
   void send(Flight& flight, const Flight* before);
-  // Ends such rings, with the armed flights in them, once `before` has ended. The first poll of what
-  // is armed has not passed, so nothing of it has run; and nothing will: whatever is enqueued
+  // Ends such rings, with the armed flights in them, once `before` has ended. The first poll of
+  // what is armed has not passed, so nothing of it has run; and nothing will: whatever is enqueued
   // in the lane from now on, and might signal what that poll waits for, begins afterwards.
   struct Doomed {
     uint32_t group = 0;
