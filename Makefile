@@ -91,4 +91,5 @@ build/%/.installed: .venv/.tools $(SOURCES) CMakeLists.txt CMakePresets.json
 	rm -rf build/$*/site
 	cmake --install build/$* --prefix build/$*/site
 	cp -R python/offcore build/$*/site/
+	$(BIN)/python -m compileall -q build/$*/site  # every process of the tests imports it
 	touch $@

@@ -8,12 +8,15 @@
 """
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+# numpy's algebra is not used, and the threads it starts take a third of a short process's time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch

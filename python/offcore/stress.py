@@ -129,7 +129,7 @@ def _judge(trials: Sequence[_core.TrialOutcome], wanted: int, planted: int) -> s
     if wrong := sum(trial.wrong_words for trial in trials):
         return f"{wrong} wrong words: flags overtook data"
     if any(trial.stuck for trial in trials):
-        return "a flag never came"
+        return "a flag did not come in time"
     if sum(trial.operations for trial in trials) < wanted:
         return "the GPUs did not get through all trials in time"
     if not planted:

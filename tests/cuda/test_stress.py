@@ -69,6 +69,19 @@ def test_a_flag_that_never_comes_ends_the_trial() -> None:
     assert run(code, "3", prelude=TRIALS, OFFCORE_FAKE_CUDA_STRIDED_RIGHT="20") == ""
 
 
+def test_a_trial_that_is_cut_off_saw_nothing_wrong() -> None:
+    """What its readers find once they are let go of, before the data, is nobody's fault."""
+    code = """
+    for signals in stress.FORMS:
+        seen = stressed.run(signals=signals, shape="fan", planted=False, chunk_bytes=262144,
+                            operations=100_000, timeout_s=0.2)
+        assert seen.stuck and seen.wrong_words == 0, (signals, seen.wrong_words)
+        after = trial(signals, "fan", 1024)
+        assert (after.operations, after.wrong_words, after.stuck) == (100, 0, False)
+    """
+    assert run(code, "3", prelude=TRIALS) == ""
+
+
 def test_a_trial_that_fails_half_way() -> None:
     code = """
     code, told = code_of(lambda: trial("fenced", "bcst", 1024, operations=10))

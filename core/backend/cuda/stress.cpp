@@ -208,6 +208,7 @@ bool Stress::finish(const Deadline& deadline) {
 
 // Releases what waits: as if every rank had read everything up to `value`.
 void Stress::let_go(uint32_t value) {
+  lost_ = true;
   const auto ranks = static_cast<uint32_t>(devices_.size());
   const Deadline deadline = Deadline::after_s(kLetGoS);
   const auto write = [&] {
@@ -223,9 +224,11 @@ void Stress::let_go(uint32_t value) {
   do {
     write();
     // What ran out meanwhile may have lowered a word again.
-    if (finish(Deadline::after_s(0.1))) return write();
+    if (finish(Deadline::after_s(0.1))) {
+      lost_ = false;
+      return write();
+    }
   } while (!deadline.passed());
-  lost_ = true;
   fail(Code::driver, "a GPU does not let go of the stress; its memory stays mapped: end this ",
        "process");
 }
@@ -254,13 +257,12 @@ TrialOutcome Stress::run(const Trial& trial, const Deadline& deadline) {
       value_ += kRoundOperations;
       throw;
     }
-    if (!finish(deadline)) {
-      outcome.stuck = true;
-      let_go(value_);
-    }
+    outcome.stuck = !finish(deadline);
     outcome.operations += round.count;
   }
   outcome.time_ns = now_ns() - began_ns;
+  // Before anything is let go: readers of a round that was cut off then read what is not there.
+  lost_ = outcome.stuck;  // until then
   for (const Seat& seat : seats_) {
     struct {
       uint64_t wrong;

@@ -1,5 +1,6 @@
 #include "tests/fakes/cuda/kernels.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -32,20 +33,34 @@ class Memory {
     __atomic_store_n(word(address, true), value, __ATOMIC_RELEASE);
     if (piece_.allocation) piece_.allocation->changed();
   }
+  // Until something was written where the last word is, unless the condition holds already.
+  template <typename Condition>
+  void sleep_until_change(Condition&& holds, int64_t timeout_ns) {
+    const auto allocation = piece_.allocation;
+    if (allocation) {
+      allocation->wait_for_change(holds, timeout_ns);
+    } else {  // the CPU tells nobody of its writes
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
 
  private:
   Engine& engine_;
   Piece piece_;
 };
 
-// Whether the condition held before the limit.
+// Whether the word came to hold before the limit. Sleeps until somebody writes: a nap costs some
+// machines twenty microseconds of their processor.
 template <typename Condition>
-bool poll(Engine& engine, uint64_t limit_ns, Condition&& holds) {
+bool poll(Engine& engine, uint64_t limit_ns, DevicePtr address, Condition&& condition) {
   const int64_t began_ns = now_ns();
+  Memory memory(engine);
+  const auto holds = [&] { return condition(memory.load(address)); };
   while (!holds()) {
     if (engine.context.error != kSuccess) return false;
-    if (now_ns() - began_ns >= static_cast<int64_t>(limit_ns)) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(5));
+    const int64_t left_ns = static_cast<int64_t>(limit_ns) - (now_ns() - began_ns);
+    if (left_ns <= 0) return false;
+    memory.sleep_until_change(holds, std::min<int64_t>(left_ns, 20'000'000));
   }
   return true;
 }
@@ -78,10 +93,9 @@ void read_peers(const Reader& r, Engine& engine) {
   for (uint32_t value = r.first; value != r.first + r.count; ++value) {
     for (uint32_t peer = 0; peer < r.ranks; ++peer) {
       if (peer == r.own) continue;
-      const auto there = [&] {
-        return static_cast<int32_t>(memory.load(r.flags + peer * kWordBytes) - value) >= 0;
-      };
-      if (!poll(engine, r.limit_ns, there)) return memory.store(r.outcome + 8, value);
+      const auto there = [&](uint32_t seen) { return static_cast<int32_t>(seen - value) >= 0; };
+      const DevicePtr flag = r.flags + peer * kWordBytes;
+      if (!poll(engine, r.limit_ns, flag, there)) return memory.store(r.outcome + 8, value);
       wrong += wrong_words(r, peer, value, engine);
       memory.store(r.consumed + peer * r.stride, value);
     }
@@ -95,7 +109,7 @@ void spin(const std::vector<uint64_t>& arguments, unsigned blocks, Engine& engin
   Memory memory(engine);
   const auto [stop, state, limit_ns] = std::tuple(arguments[0], arguments[1], arguments[2]);
   for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, 1);
-  const bool told = poll(engine, limit_ns, [&] { return memory.load(stop) != 0; });
+  const bool told = poll(engine, limit_ns, stop, [](uint32_t seen) { return seen != 0; });
   for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, told ? 2 : 3);
 }
 
