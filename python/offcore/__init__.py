@@ -1,10 +1,9 @@
 """Offcore: GPU communication that runs off the cores, on copy (DMA) engines.
 
-Collectives become programs of DMA commands, which a backend runs: `sim` (a simulated machine, in
-virtual time) or `host` (software engines over shared memory). See docs/quickstart.md.
+Collectives become programs of DMA commands, which a backend runs: `cuda` (NVIDIA's copy engines),
+`sdma` (AMD's), `host` (software engines over shared memory) or `sim` (a simulated machine, in
+virtual time). See docs/quickstart.md.
 """
-
-from importlib.metadata import PackageNotFoundError, version
 
 from offcore import kv, machines, mcast
 from offcore._core import (
@@ -24,10 +23,7 @@ from offcore.handle import Handle, View
 from offcore.programs import show_program, variants
 from offcore.result import Phases, Result
 
-try:
-    __version__ = version("offcore")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.0.0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BatchHandle",

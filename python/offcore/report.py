@@ -16,7 +16,6 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import offcore
 from offcore import _core
 from offcore.errors import error
 from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
@@ -94,6 +94,8 @@ class Skip:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # which takes as long to import as all else here
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -125,8 +127,8 @@ def _gpu_driver() -> str | None:
 
 def versions() -> dict[str, str]:
     """What a result depends on: versions, the kernel and the processor."""
-    found = {"offcore": _version("offcore"), "python": platform.python_version()}
-    found |= {name: _version(name) for name in ("numpy", "torch")}
+    found = {name: _version(name) for name in ("numpy", "torch")}
+    found |= {"offcore": offcore.__version__, "python": platform.python_version()}
     found |= {"linux": platform.release(), "processor": _processor()}
     found["nccl"] = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
     found["gpus"], found["driver"] = _gpus(), _gpu_driver()
@@ -135,7 +137,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """`git describe` of the source in a checkout; else OFFCORE_COMMIT, else the version."""
-    fallback = _core.env("OFFCORE_COMMIT") or _version("offcore") or "unknown"
+    fallback = _core.env("OFFCORE_COMMIT") or offcore.__version__
 
     def git(*words: str, folder: Path) -> str:
         done = subprocess.run(
