@@ -97,10 +97,10 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
 def held(given: Any) -> Any:
     """What must live as long as an operation: the arrays given, or on what is none (a bytearray) a
     numpy array, whose export keeps the memory where it is."""
-    if isinstance(given, (list, tuple)):
-        return [held(one) for one in given]
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "data_ptr"):
         return given
+    if isinstance(given, (list, tuple)):
+        return [held(one) for one in given]
     try:
         return _as_numpy(given)
     except OperandError:
@@ -114,6 +114,10 @@ def places_of(
     no array). Of one array where one rank is local, else of a sequence; a rank's GPU may be -1.
     Raises OperandError, also where the dtypes differ."""
     if len(local_ranks) == 1 and not isinstance(given, (list, tuple)):
+        if type(given) is np.ndarray and not given.dtype.hasobject:  # the usual case, at once
+            found = _core.buffer_of(given, writable)
+            if found is not None:
+                return (found,), given.dtype, given.itemsize
         place, dtype, itemsize = _memory_of_rank(given, writable, local_ranks[0], gpus[0])
         return (place,), dtype, itemsize
     if not isinstance(given, (list, tuple)) or len(given) != len(local_ranks):

@@ -17,7 +17,7 @@ constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;  // doubled while callers leave nothing to an engine
 constexpr int64_t kStandbyMaxNs = 800'000;
-constexpr int64_t kStandbyLooks = 20;     // after a launch
+constexpr int64_t kStandbyLooks = 20;     // after a caller was last seen
 constexpr uint32_t kLockTries = 100;      // the mutex is held for less than a thread's switch takes
 constexpr uint32_t kCallerPauses = 2;     // between two looks of a thread that spins
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
@@ -100,7 +100,7 @@ void Station::enqueue(std::shared_ptr<Flight> flight) {
   Ended ended;
   const Lock lock = enter();
   if (stopping_) fail(Code::cancelled, "the host backend is closed");
-  enqueued_ns_ = now_ns();
+  seen_ns_ = now_ns();
   bool turned = false;
   ++awake_;
   for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
@@ -134,7 +134,7 @@ void Station::turn(LaneKey key, LaneFlights& flights, Ended& ended) {
     if (--flight->parts_left == 0) {
       flight->end_ns = now_ns();
       flight->done.store(true, std::memory_order_release);
-      if (callers_asleep_ > 0) callers_.notify_all();
+      if (callers_asleep_ > 0) dozers_.notify_all();
       if (watched_ != nullptr && watcher_own_ == flight.get()) wake(*watched_);
     }
     ended.push_back(std::move(flight));
@@ -183,7 +183,7 @@ void Station::leave() {
   if (watched_ != nullptr) {
     if (ready(false)) wake(*watched_);
   } else if (callers_asleep_ > 0) {
-    callers_.notify_one();
+    dozers_.notify_one();
   } else {
     call_engine();
   }
@@ -258,12 +258,13 @@ void Station::watch(Lock& lock, const Flight* own, int64_t wait_ns) {
 
 // An engine that found nothing to run: watches, stands by, or sleeps until it is called.
 void Station::rest(Lock& lock, Engine& engine) {
-  if (awake_ == 1 && watched_ == nullptr && !standby_ && waiting()) {
+  const int64_t looked_ns = now_ns();
+  const bool alone = awake_ == 1 && looked_ns - seen_ns_ >= standby_ns_;
+  if (alone && watched_ == nullptr && !standby_ && waiting()) {
     return watch(lock, nullptr, kWatchNs);
   }
   --awake_;
-  const int64_t looked_ns = now_ns();
-  if (standby_ || looked_ns - enqueued_ns_ >= kStandbyLooks * standby_ns_) {
+  if (standby_ || looked_ns - seen_ns_ >= kStandbyLooks * standby_ns_) {
     engine.state = Engine::State::asleep;
     engine.call.wait(lock, [&] { return engine.state == Engine::State::awake || stopping_; });
     return;
@@ -272,7 +273,12 @@ void Station::rest(Lock& lock, Engine& engine) {
   engine.state = Engine::State::standby;
   engine.call.wait_for(lock, std::chrono::nanoseconds(standby_ns_));
   if (engine.state == Engine::State::awake) return;  // called
-  if (enqueued_ns_ > looked_ns) standby_ns_ = std::min(2 * standby_ns_, kStandbyMaxNs);
+  // A timer and a switch on a caller's core cost more than a small copy: few where callers attend.
+  if (callers_ > 0 || seen_ns_ > looked_ns) {
+    standby_ns_ = std::min(2 * standby_ns_, kStandbyMaxNs);
+  } else if (!active_.empty()) {
+    standby_ns_ = kStandbyNs;
+  }
   standby_ = false;
   engine.state = Engine::State::awake;
   ++awake_;
@@ -282,7 +288,6 @@ void Station::serve(uint32_t index) {
   Lock lock(mutex_);
   while (!stopping_) {
     if (Context* context = awake_ > share_ ? nullptr : pick(nullptr)) {
-      standby_ns_ = kStandbyNs;
       advance(lock, *context);
     } else {
       rest(lock, engines_[index]);
@@ -294,7 +299,7 @@ void Station::serve(uint32_t index) {
 void Station::doze(Lock& lock, int64_t wait_ns) {
   --awake_;
   ++callers_asleep_;
-  callers_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
+  dozers_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
   --callers_asleep_;
   ++awake_;
 }
@@ -338,10 +343,13 @@ void Station::wait(Flight& flight, const Deadline& deadline) {
   if (!flight.ended()) {
     Lock lock = enter();
     ++awake_;
+    ++callers_;
     ++callers_idle_;
     help(lock, flight, deadline);
     --callers_idle_;
+    --callers_;
     --awake_;
+    seen_ns_ = now_ns();
     if (!stopping_) leave();
   }
   const std::string& op = flight.cargo->program->op;
@@ -367,7 +375,7 @@ void Station::stop() {
     const Lock lock(mutex_);
     stopping_ = true;
     for (Engine& engine : engines_) engine.call.notify_one();
-    callers_.notify_all();
+    dozers_.notify_all();
     if (watched_ != nullptr) wake(*watched_);
   }
   for (Engine& engine : engines_) {

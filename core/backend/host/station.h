@@ -74,17 +74,18 @@ class Station : public std::enable_shared_from_this<Station> {
 
   std::mutex mutex_;
   std::vector<Engine> engines_;
-  std::condition_variable callers_;       // those who wait while somebody else watches
+  std::condition_variable dozers_;        // callers that wait while somebody else watches
   std::map<LaneKey, LaneFlights> lanes_;  // a lane that was used once stays
   std::vector<Context*> active_;
   Wakeup* watched_ = nullptr;
   const Flight* watcher_own_ = nullptr;
   uint32_t awake_ = 0;         // threads that run contexts or look for them
+  uint32_t callers_ = 0;       // that wait
   uint32_t callers_idle_ = 0;  // awake, and looking for a context
   uint32_t callers_asleep_ = 0;
   bool standby_ = false;
   int64_t standby_ns_ = 0;
-  int64_t enqueued_ns_ = 0;
+  int64_t seen_ns_ = 0;  // when a caller last enqueued, or went
   std::atomic<bool> stopping_{false};
 };
 
