@@ -13,7 +13,9 @@
 namespace offcore {
 namespace {
 
-constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps
+constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps; doubled where that was short
+constexpr int64_t kSpinMaxNs = 400'000;
+constexpr int64_t kShortSleepNs = 1'000'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;  // doubled while callers leave nothing to an engine
 constexpr int64_t kStandbyMaxNs = 800'000;
@@ -63,6 +65,7 @@ Station::Station(const Machine& machine, Rank ranks, std::vector<Rank> local_ran
       crowded_(ranks > usable_cores()),
       share_(std::max<uint32_t>(1, usable_cores() * local_ranks_.size() / ranks)),
       engines_(local_ranks_.size() * machine.engines_peer),
+      spin_ns_(kSpinNs),
       standby_ns_(kStandbyNs) {}
 
 void Station::prepare(const Cargo& cargo) {
@@ -305,7 +308,6 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
 }
 
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
-  const int64_t spin_ns = crowded_ ? kCrowdedSpinNs : kSpinNs;
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
     if (Context* context = pick(&own)) {
@@ -317,7 +319,8 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
     }
     const bool begins = idle_since_ns < 0;
     if (begins) idle_since_ns = now_ns();
-    if (now_ns() - idle_since_ns < spin_ns) {
+    const int64_t looked_ns = now_ns();
+    if (looked_ns - idle_since_ns < (crowded_ ? kCrowdedSpinNs : spin_ns_)) {
       lock.unlock();
       if (crowded_) {
         sched_yield();
@@ -336,6 +339,10 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       doze(lock, std::min(kDozeNs, deadline.left_ns()));
     }
     ++callers_idle_;
+    // Some machines take longer to wake a thread than it spins: ranks that sleep because their peers
+    // were woken late would go on so for good.
+    const bool was_short = now_ns() - looked_ns < kShortSleepNs;
+    spin_ns_ = was_short ? std::min(2 * spin_ns_, kSpinMaxNs) : kSpinNs;
   }
 }
 

@@ -84,6 +84,7 @@ class Station : public std::enable_shared_from_this<Station> {
   uint32_t callers_idle_ = 0;  // awake, and looking for a context
   uint32_t callers_asleep_ = 0;
   bool standby_ = false;
+  int64_t spin_ns_ = 0;  // of a caller, before it sleeps
   int64_t standby_ns_ = 0;
   int64_t seen_ns_ = 0;  // when a caller last enqueued, or went
   std::atomic<bool> stopping_{false};
