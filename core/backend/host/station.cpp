@@ -38,8 +38,8 @@ void leave_core(cpu_set_t taken) {
 }
 
 // Callers that wait for each other on one core hardly sleep, so the kernel leaves them there for
-// milliseconds, and another core idle. Each says where it waits, and leaves a core where one of a
-// lower rank does.
+// milliseconds, and another core idle. Each says where it is, and leaves a core where one of a lower
+// rank was last.
 void part_from_peers(const Launch& launch, Rank rank) {
   const int here = sched_getcpu();
   if (here < 0 || here >= CPU_SETSIZE) return;
@@ -101,9 +101,11 @@ Station::Lock Station::enter() {
 
 void Station::enqueue(std::shared_ptr<Flight> flight) {
   Ended ended;
+  const int64_t came_ns = now_ns();
+  const int64_t away_ns = came_ns - seen_ns_.exchange(came_ns, std::memory_order_relaxed);
+  if (!crowded_ && away_ns > kSpinNs) part_from_peers(flight->launch, local_ranks_.front());
   const Lock lock = enter();
   if (stopping_) fail(Code::cancelled, "the host backend is closed");
-  seen_ns_ = now_ns();
   bool turned = false;
   ++awake_;
   for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
@@ -307,6 +309,21 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
   ++awake_;
 }
 
+// A caller's. Some machines take longer to wake a thread than it spins before: ranks that sleep since
+// their peers were woken late would go on so for good.
+void Station::sleep(Lock& lock, Flight& own, const Deadline& deadline) {
+  const int64_t began_ns = now_ns();
+  --callers_idle_;
+  if (watched_ == nullptr) {
+    watch(lock, &own, std::min(kWatchNs, deadline.left_ns()));
+  } else {
+    doze(lock, std::min(kDozeNs, deadline.left_ns()));
+  }
+  ++callers_idle_;
+  const bool was_short = now_ns() - began_ns < kShortSleepNs;
+  spin_ns_ = was_short ? std::min(2 * spin_ns_, kSpinMaxNs) : kSpinNs;
+}
+
 void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
   int64_t idle_since_ns = -1;
   while (!own.done && !stopping_ && !deadline.passed()) {
@@ -319,8 +336,7 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
     }
     const bool begins = idle_since_ns < 0;
     if (begins) idle_since_ns = now_ns();
-    const int64_t looked_ns = now_ns();
-    if (looked_ns - idle_since_ns < (crowded_ ? kCrowdedSpinNs : spin_ns_)) {
+    if (now_ns() - idle_since_ns < (crowded_ ? kCrowdedSpinNs : spin_ns_)) {
       lock.unlock();
       if (crowded_) {
         sched_yield();
@@ -332,17 +348,7 @@ void Station::help(Lock& lock, Flight& own, const Deadline& deadline) {
       lock = enter();
       continue;
     }
-    --callers_idle_;
-    if (watched_ == nullptr) {
-      watch(lock, &own, std::min(kWatchNs, deadline.left_ns()));
-    } else {
-      doze(lock, std::min(kDozeNs, deadline.left_ns()));
-    }
-    ++callers_idle_;
-    // Some machines take longer to wake a thread than it spins: ranks that sleep because their peers
-    // were woken late would go on so for good.
-    const bool was_short = now_ns() - looked_ns < kShortSleepNs;
-    spin_ns_ = was_short ? std::min(2 * spin_ns_, kSpinMaxNs) : kSpinNs;
+    sleep(lock, own, deadline);
   }
 }
 

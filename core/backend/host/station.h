@@ -58,6 +58,7 @@ class Station : public std::enable_shared_from_this<Station> {
   void help(Lock& lock, Flight& own, const Deadline& deadline);
   void watch(Lock& lock, const Flight* own, int64_t wait_ns);
   void doze(Lock& lock, int64_t wait_ns);
+  void sleep(Lock& lock, Flight& own, const Deadline& deadline);
   Context* pick(const Flight* own);
   void advance(Lock& lock, Context& context);
   void finish(Context& context, Ended& ended);
@@ -86,7 +87,7 @@ class Station : public std::enable_shared_from_this<Station> {
   bool standby_ = false;
   int64_t spin_ns_ = 0;  // of a caller, before it sleeps
   int64_t standby_ns_ = 0;
-  int64_t seen_ns_ = 0;  // when a caller last enqueued, or went
+  std::atomic<int64_t> seen_ns_{0};  // when a caller last enqueued, or went
   std::atomic<bool> stopping_{false};
 };
 
