@@ -38,8 +38,8 @@ void leave_core(cpu_set_t taken) {
 }
 
 // Callers that wait for each other on one core hardly sleep, so the kernel leaves them there for
-// milliseconds, and another core idle. Each says where it is, and leaves a core where one of a lower
-// rank was last.
+// milliseconds, and another core idle. Each says where it is, and leaves a core where one of a
+// lower rank was last.
 void part_from_peers(const Launch& launch, Rank rank) {
   const int here = sched_getcpu();
   if (here < 0 || here >= CPU_SETSIZE) return;
@@ -309,8 +309,8 @@ void Station::doze(Lock& lock, int64_t wait_ns) {
   ++awake_;
 }
 
-// A caller's. Some machines take longer to wake a thread than it spins before: ranks that sleep since
-// their peers were woken late would go on so for good.
+// A caller's. Some machines take longer to wake a thread than it spins before: ranks that sleep
+// since their peers were woken late would go on so for good.
 void Station::sleep(Lock& lock, Flight& own, const Deadline& deadline) {
   const int64_t began_ns = now_ns();
   --callers_idle_;
