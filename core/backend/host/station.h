@@ -8,8 +8,8 @@
 //
 // Attention [invariant]: while active contexts wait for something, at least one thread attends: it
 // is awake, watches (sleeps on the first local rank's wakeup; one thread at a time), or stands by
-// (an engine that looks again within kStandbyNs, so that a caller who launches and waits at once,
-// over and over, need not wake anybody). Every other thread sleeps until called.
+// (an engine that looks again within kStandbyMaxNs, so that a caller who launches and waits at
+// once, over and over, need not wake anybody). Every other thread sleeps until called.
 #pragma once
 #include <condition_variable>
 #include <deque>
