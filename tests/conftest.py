@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 # numpy's algebra is not used, and the threads it starts take a third of a short process's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of

@@ -114,10 +114,6 @@ def places_of(
     no array). Of one array where one rank is local, else of a sequence; a rank's GPU may be -1.
     Raises OperandError, also where the dtypes differ."""
     if len(local_ranks) == 1 and not isinstance(given, (list, tuple)):
-        if type(given) is np.ndarray and not given.dtype.hasobject:  # the usual case, at once
-            found = _core.buffer_of(given, writable)
-            if found is not None:
-                return (found,), given.dtype, given.itemsize
         place, dtype, itemsize = _memory_of_rank(given, writable, local_ranks[0], gpus[0])
         return (place,), dtype, itemsize
     if not isinstance(given, (list, tuple)) or len(given) != len(local_ranks):

@@ -13,7 +13,7 @@
 namespace offcore {
 namespace {
 
-constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps; doubled where that was short
+constexpr int64_t kSpinNs = 100'000;  // a caller's, before it sleeps; doubled after a short sleep
 constexpr int64_t kSpinMaxNs = 400'000;
 constexpr int64_t kShortSleepNs = 1'000'000;
 constexpr int64_t kCrowdedSpinNs = 4'000;

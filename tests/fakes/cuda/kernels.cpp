@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <thread>
 
 #include "tests/fakes/cuda/memory.h"
 
@@ -33,16 +32,7 @@ class Memory {
     __atomic_store_n(word(address, true), value, __ATOMIC_RELEASE);
     if (piece_.allocation) piece_.allocation->changed();
   }
-  // Until something was written where the last word is, unless the condition holds already.
-  template <typename Condition>
-  void sleep_until_change(Condition&& holds, int64_t timeout_ns) {
-    const auto allocation = piece_.allocation;
-    if (allocation) {
-      allocation->wait_for_change(holds, timeout_ns);
-    } else {  // the CPU tells nobody of its writes
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  }
+  const Piece& piece() const { return piece_; }  // the last word's
 
  private:
   Engine& engine_;
@@ -54,13 +44,14 @@ class Memory {
 template <typename Condition>
 bool poll(Engine& engine, uint64_t limit_ns, DevicePtr address, Condition&& condition) {
   const int64_t began_ns = now_ns();
+  int64_t nap_ns = kFirstNapNs;
   Memory memory(engine);
   const auto holds = [&] { return condition(memory.load(address)); };
   while (!holds()) {
     if (engine.context.error != kSuccess) return false;
     const int64_t left_ns = static_cast<int64_t>(limit_ns) - (now_ns() - began_ns);
     if (left_ns <= 0) return false;
-    memory.sleep_until_change(holds, std::min<int64_t>(left_ns, 20'000'000));
+    wait_for_change(memory.piece(), holds, std::min(left_ns, kChangeNs), nap_ns);
   }
   return true;
 }

@@ -5,7 +5,9 @@
 // has memory of its own: engines reach the bytes through the table of mappings and a view of the
 // file of their own. So a wild copy is an error code and no crash, and a CPU access is a crash.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -14,6 +16,7 @@
 #include <optional>
 #include <set>
 #include <shared_mutex>
+#include <thread>
 #include <vector>
 
 #include "tests/fakes/cuda/abi.h"
@@ -46,15 +49,13 @@ class Allocation {
   int handle_types() const { return trailer_->handle_types; }
   std::byte* data() const { return data_; }
   void changed();  // wakes who waits for a change, in all processes
-  // Sleeps until something was written, unless `holds` already; tells whether it holds.
+  // Sleeps until something was written, unless `holds` already.
   template <typename Condition>
-  bool wait_for_change(Condition&& holds, int64_t timeout_ns) {
+  void wait_for_change(Condition&& holds, int64_t timeout_ns) {
     trailer_->sleepers.fetch_add(1);
     const uint32_t seen = trailer_->changes;
-    const bool held = holds();
-    if (!held) sleep(seen, timeout_ns);
+    if (!holds()) sleep(seen, timeout_ns);
     trailer_->sleepers.fetch_sub(1);
-    return held || holds();
   }
 
  private:
@@ -76,6 +77,18 @@ struct Piece {
   std::byte* data = nullptr;
   uint64_t bytes = 0;
 };
+
+// Sleeps until something was written there, unless `holds` already. The engines of all processes
+// tell of their writes. The CPU tells nobody: for host memory it is a nap, twice as long each time.
+template <typename Condition>
+void wait_for_change(Piece piece, Condition&& holds, int64_t timeout_ns, int64_t& nap_ns) {
+  if (piece.allocation) return piece.allocation->wait_for_change(holds, timeout_ns);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(nap_ns, timeout_ns)));
+  nap_ns = std::min<int64_t>(2 * nap_ns, 500'000);
+}
+
+constexpr int64_t kFirstNapNs = 5'000;
+constexpr int64_t kChangeNs = 20'000'000;  // then whoever waits looks for an error too
 
 enum class Kind { kUnknown, kReserved, kMapped, kRegistered };
 

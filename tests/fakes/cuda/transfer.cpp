@@ -104,15 +104,9 @@ Result wait_for_word(const MemOp& op, Engine& engine) {
     return condition_holds(__atomic_load_n(word, __ATOMIC_ACQUIRE), static_cast<uint32_t>(op.value),
                            op.flags);
   };
-  int64_t nap_ns = 5'000;
-  while (engine.context.error == kSuccess) {
-    if (holds()) return kSuccess;
-    if (piece.allocation) {  // the engines of all processes tell of their writes
-      if (piece.allocation->wait_for_change(holds, 20'000'000)) return kSuccess;
-    } else {  // the CPU tells nobody
-      std::this_thread::sleep_for(std::chrono::nanoseconds(nap_ns));
-      nap_ns = std::min<int64_t>(nap_ns * 2, 500'000);
-    }
+  int64_t nap_ns = kFirstNapNs;
+  while (engine.context.error == kSuccess && !holds()) {
+    wait_for_change(piece, holds, kChangeNs, nap_ns);
   }
   return kSuccess;
 }
