@@ -1,12 +1,10 @@
 """Checks and measures transfers of KV blocks on one GPU, in steps that are bounded in time.
 
     python benchmarks/gpu_kv.py                    # less than five minutes
-    python benchmarks/gpu_kv.py --only calls,strided
+    python benchmarks/gpu_kv.py --only calls,pages
 
 `check`: random jobs beside matrix products, and streams, every byte (kv_check.py). `calls`: what
-the driver's own calls cost (kv_calls.py). `strided`: 28 layers with strided copies told to the
-driver one by one, and 4 to 32 at once, in turn; beside the shares of the ceiling that are aimed at.
-`pages`: 28 layers, 64 and 256 scattered blocks, pages of
+the driver's own calls cost (kv_calls.py). `pages`: 28 layers, 64 and 256 scattered blocks, pages of
 8 to 256 KiB, beside the loop, one batch call and the kernel. `scattered`: 256 pages that nothing
 folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192 slows down.
 `links`: 1 GiB over the links of other GPUs too, where there are any.
@@ -25,10 +23,9 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from offcore import _core, kv_bench, machines
+from offcore import _core, kv_bench
 from offcore.kv_case import torch_with_gpu
 from offcore.kv_models import MODELS, Geometry
 from offcore.report import Stamp, dumps
@@ -40,7 +37,6 @@ PEERS = ("loop", "batch", "kernel")
 LIMITS_S = {  # of a step
     "check": 50,
     "calls": 20,
-    "strided": 40,
     "pages": 120,
     "scattered": 20,
     "submit": 20,
@@ -48,49 +44,15 @@ LIMITS_S = {  # of a step
     "links": 100,  # of several GPUs only
 }
 ALL_S = 265  # where all GPUs but one are left out
-STRIDED = (4, 8, 16, 32)
-AIMS = {  # % of the ceiling, load and store
-    8 << 10: (60, 57),
-    16 << 10: (75, 73),
-    32 << 10: (84, 79),
-    64 << 10: (92, 88),
-}
 GIB = 1 << 30
 LARGE = 128 << 10  # pages from here on: 64 blocks only
-SMALL = 16 << 10
 Row = dict[str, Any]
 
 
-def machine_files(folder: Path) -> dict[str, str]:
-    """This machine, told of so many strided copies at once, by the names that rows have."""
-    path = machines.path_of(machines.for_gpus(1))
-    machine = json.loads(path.read_text("utf-8"))
-    files = {}
-    for count in STRIDED:
-        machine["batches"]["strided_batch"] = count
-        file = folder / str(count) / path.name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(machine), "utf-8")
-        files[f"{count} at once"] = str(file)
-    return files
-
-
-def plans(step: str, args: argparse.Namespace, folder: Path) -> list[kv_bench.Plan]:
+def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
     """What a step measures."""
     pages = parse_sizes(args.pages)
     common = {"backend": "cuda", "peers": PEERS, "rounds": args.rounds}
-    if step == "strided":
-        common |= {"peers": (), "machines": machine_files(folder)}
-        return [
-            kv_bench.Plan(
-                geometries=[Geometry("", args.layers, page)],
-                blocks=[64, 256] if page <= SMALL else [64],
-                directions=("load", "store", "both"),
-                **common,
-            )
-            for page in pages
-            if page < LARGE
-        ]
     if step == "pages":
         three = ("load", "store", "both")
         return [
@@ -138,8 +100,8 @@ def run_step(step: str, args: argparse.Namespace) -> int:
     if step == "links" and _core.gpus() == 1:
         print("links: there is no other GPU")
         return 0
-    with Path(args.rows).open("a", encoding="utf-8") as out, TemporaryDirectory() as folder:
-        for plan in plans(step, args, Path(folder)):
+    with Path(args.rows).open("a", encoding="utf-8") as out:
+        for plan in plans(step, args):
             for row in kv_bench.run(plan):
                 lent = {"lent": len(plan.links or ())} if step == "links" else {}
                 out.write(dumps({"step": step} | lent | row))
@@ -172,27 +134,6 @@ def ratio(ways: dict[str, Row], name: str) -> str:
 def links_of(row: Row) -> str:
     """How many MiB each GPU's link carried."""
     return " + ".join(f"{nbytes >> 20}" for nbytes in row["links"].values())
-
-
-def show_strided(rows: list[Row]) -> None:
-    """A line a case and direction: what each number of copies at once reaches."""
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = row["page_bytes"], row["blocks"], row["direction"]
-        cases.setdefault(key, {})[row["impl"]] = row
-    if cases:
-        print("strided copies told at once: % of the ceiling (GB/s; the thread's us), the best")
-    for (page, blocks, direction), ways in cases.items():
-        line = f"{format_bytes(page):>5} {blocks:4} {direction:>5}"
-        for name, row in ways.items():
-            percent = 100 * row["gbps"] / row["ceiling_gbps"]
-            named = name.replace("offcore", "as now").replace(" at once", "")
-            line += f" | {named} {percent:3.0f} ({row['gbps']:.1f}; {row['enqueue_us']:.0f})"
-        best = max(ways, key=lambda name: ways[name]["gbps"])
-        line += f" | {best.replace('offcore', 'as now')}"
-        if page in AIMS and direction != "both":
-            line += f", aim {AIMS[page][direction == 'store']}"
-        print(line)
 
 
 def show(rows: list[Row]) -> None:
@@ -255,8 +196,7 @@ def main() -> int:
     final.write_text("".join(dumps(row | stamp) for row in rows), "utf-8")
     args.rows.unlink()
     measured = [row for row in rows if "absent" not in row]
-    show([row for row in measured if row["step"] != "strided"])
-    show_strided([row for row in measured if row["step"] == "strided"])
+    show(measured)
     for row in rows:
         if "absent" in row:
             print(row["absent"])

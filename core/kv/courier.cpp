@@ -17,6 +17,7 @@ constexpr uint32_t kPartsOfPace = 4;
 constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
 constexpr double kSlowestOfFastest = 8;
+constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
 
 // Of each group: the first of those whose caches share memory with its own, or with one that does.
@@ -105,13 +106,20 @@ bool Courier::rest() {
 }
 
 bool Courier::turn() {
-  const std::scoped_lock turning(turning_);
+  // A caller that helps lets go soon. Who sleeps until then takes longer than that to wake.
+  const int64_t began_ns = now_ns();
+  std::unique_lock turning(turning_, std::try_to_lock);
+  while (!turning && now_ns() - began_ns < board_->linger_ns) {
+    sched_yield();
+    (void)turning.try_lock();
+  }
+  if (!turning) turning.lock();
   collect();
   bool moved = false;
   for (Way& way : ways_) {
     for (Link& link : way.links) moved |= reap(link);
   }
-  for (Way& way : ways_) moved |= submit(way);
+  for (Way& way : ways_) moved |= submit(way, pace_.ahead_commands);
   return moved;
 }
 
@@ -119,7 +127,7 @@ void Courier::help() {
   try {
     const std::scoped_lock turning(turning_);
     collect();
-    for (Way& way : ways_) submit(way);
+    for (Way& way : ways_) submit(way, pace_.ahead_commands / kPartsOfPace);
   } catch (const std::bad_alloc&) {  // the courier tries again
   }
   const std::scoped_lock lock(board_->mutex);  // there is something to see end
@@ -274,7 +282,7 @@ void Courier::end_stages(Job& job) {
   }
 }
 
-bool Courier::submit(Way& way) {
+bool Courier::submit(Way& way, uint32_t plain_max) {
   const std::shared_ptr<Job> job = pick(way);
   if (job == nullptr) return false;
   const uint64_t bytes = share_of(way, *job);
@@ -282,7 +290,7 @@ bool Courier::submit(Way& way) {
   if (link == nullptr) return false;
   Lane& lane = link->emptiest();
   try {
-    enqueue(*link, lane, job, bytes);
+    enqueue(*link, lane, job, bytes, plain_max);
   } catch (const Error& error) {
     refuse(*link, lane, job, error);
   } catch (const std::bad_alloc&) {
@@ -372,14 +380,35 @@ Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
   return nullptr;
 }
 
-void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes) {
+// The plain copies that the driver can be told of before an engine that has jobs runs dry.
+uint32_t Courier::plain_in_time(const Link& link, uint32_t plain_max) const {
+  const int64_t now = now_ns();
+  double left_ns = link.plain_ns() * plain_max;
+  for (const Way& way : ways_) {
+    if (way.jobs.empty()) continue;
+    for (const Link& other : way.links) {
+      if (!other.lost) left_ns = std::min(left_ns, other.ahead_ns(now));
+    }
+  }
+  return static_cast<uint32_t>(std::max(0.0, left_ns / link.plain_ns()));
+}
+
+void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
+                      uint32_t plain_max) {
   const Request& request = job->request_;
   const uint32_t stage = job->cursor_->stage();
-  Part part =
-      link.number > 0
-          ? job->cursor_->next_staged(std::min(bytes, link.stage_bytes))
-          : job->cursor_->next(bytes, std::max<uint32_t>(1, pace_.ahead_commands / kPartsOfPace));
-  Flight flight{.job = job, .bytes = part.bytes, .commands = part.copies, .stage = stage};
+  Part part = link.number > 0
+                  ? job->cursor_->next_staged(std::min(bytes, link.stage_bytes))
+                  : job->cursor_->next(
+                        {.bytes = bytes,
+                         .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
+                         .plain = std::max(1U, plain_max),
+                         .in_time = stage < job->urgent_ ? 0 : plain_in_time(link, plain_max)});
+  Flight flight{.job = job,
+                .bytes = part.bytes,
+                .commands = part.copies,
+                .copy_ns = link.copy_ns(part),
+                .stage = stage};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
   const uint64_t strided = part.strided;
@@ -392,7 +421,9 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
   flight.run =
       kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
                  *groups_[request.group].layout, std::move(part), keep_, checked_);
-  report.enqueue_ns += now_ns() - began_ns;
+  const int64_t took_ns = now_ns() - began_ns;
+  if (strided == 0 && flight.commands >= kPlainMany) link.told(flight.commands, took_ns);
+  report.enqueue_ns += took_ns;
   report.pages += pages;
   report.strided += strided;
   report.commands += flight.commands;

@@ -65,14 +65,16 @@ class Courier {
   bool reap(Link& link);
   uint64_t reap(Link& link, Lane& lane);
   void end_stages(Job& job);
-  bool submit(Way& way);
+  bool submit(Way& way, uint32_t plain_max);
   void refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
   std::shared_ptr<Job> pick(Way& way);
   bool may_begin(Job& job) const;
   bool has_room(Link& link) const;
   uint64_t share_of(const Way& way, const Job& job) const;
   Link* choose(Way& way, const Job& job, uint64_t bytes) const;
-  void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes);
+  uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
+  void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
+               uint32_t plain_max);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
   void finish(const std::shared_ptr<Job>& job);
 

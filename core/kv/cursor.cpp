@@ -6,11 +6,16 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
-// Of a job, told by a call of their own: the engine begins when a call has been made.
-constexpr uint32_t kFirstPlain = 16;
-constexpr uint32_t kFirstStrided = 4;
-constexpr size_t kLastPlain = 16;  // so that little is left to copy when the last call is made
-constexpr uint64_t kShortFrom = uint64_t{32} << 10;  // pages that take as long as being told
+// Plain copies of one call for which an engine may have to wait. One H200 (driver 580): 256
+// scattered pages of 8 KiB are loaded in 160, 154, 161, 192 us by calls of 8, 16, 32, 64, of 64 KiB
+// in 409, 366, 348, 351.
+constexpr uint32_t kTogether = 32;
+constexpr uint32_t kTogetherFirst = 16;              // of a job, for which an engine surely waits,
+constexpr uint64_t kShortFrom = uint64_t{32} << 10;  // of pages that take as long as being told
+constexpr uint64_t kBlocksPlain = 3;                 // else strided copies are about as few calls
+// Of a part, so that the other direction's come between soon: telling a driver of one takes as long
+// as of several plain ones.
+constexpr uint32_t kStridedMax = 16;
 
 }  // namespace
 
@@ -30,6 +35,7 @@ std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
       stage.bytes += piece.bytes;
       ++stage.pieces;
     }
+    for (const Fold& fold : stage.folds) stage.apart += fold.pieces;
   }
   return stages;
 }
@@ -75,13 +81,7 @@ void Cursor::push(const Command& command, Part& part) const {
   ++part.copies;
   part.strided += command.rows > 1;
   const uint64_t plain = part.copies - part.strided;
-  const bool first_plain = part.begins && plain == kFirstPlain && command.bytes >= kShortFrom;
-  if (command.rows == 1 && divides() && (first_plain || plain % manner_.sub_batch == 0)) {
-    part.commands.push_back({.op = Op::fence});
-  }
-  if (command.rows == 1 || manner_.strided_batch == 0) return;
-  const uint64_t first = part.begins ? std::min(kFirstStrided, manner_.strided_batch) : 0;
-  if (part.strided >= first && (part.strided - first) % manner_.strided_batch == 0) {
+  if (command.rows == 1 && manner_.batches && plain % part.together == 0) {
     part.commands.push_back({.op = Op::fence});
   }
 }
@@ -104,7 +104,7 @@ void Cursor::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_
 }
 
 // One fold of a run of blocks.
-void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, Part& part) const {
+void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const {
   const auto at = [&](size_t block, size_t piece) {
     const auto number = static_cast<uint64_t>(blocks_[run.first + block]);
     return fold.at + number * fold.block_step + piece * fold.step;
@@ -120,7 +120,8 @@ void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, Part& part)
   if (run.count > 1 && fold.pieces == 1 && block_step == fold.bytes && row_step == fold.bytes) {
     return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
   }
-  if (!manner_.strided || fold.bytes >= manner_.plain_from) {
+  plain = plain && run.count <= fold.pieces;  // else there are few strided ones, of many rows
+  if (plain || !manner_.strided || (manner_.plain_from && fold.bytes >= *manner_.plain_from)) {
     for (size_t block = 0; block < run.count; ++block) {
       for (size_t piece = 0; piece < fold.pieces; ++piece) {
         copy(at(block, piece), row(block, piece), fold.bytes, 1, 0, 0, part);
@@ -160,16 +161,6 @@ void Cursor::add_rows(size_t count, Part& part) const {
   }
 }
 
-// Of the job's last call, if that is long.
-void Cursor::divide_last(Part& part) {
-  const auto plain = [](const Command& command) {
-    return command.op == Op::copy && command.rows == 1 && command.bytes >= kShortFrom;
-  };
-  const auto last = std::find_if_not(part.commands.rbegin(), part.commands.rend(), plain);
-  if (last - part.commands.rbegin() < static_cast<std::ptrdiff_t>(2 * kLastPlain)) return;
-  part.commands.insert(part.commands.end() - kLastPlain, {.op = Op::fence});
-}
-
 // What all parts end with: their place in the job, and rows that count from the lowest one.
 void Cursor::end(Part& part) {
   uint64_t first = UINT64_MAX;
@@ -191,25 +182,31 @@ void Cursor::end(Part& part) {
     }
   }
   part.ends_stage = next_ == blocks_.size();
-  if (stage_ + 1 == stages_->size()) {
-    copied_ = next_;
-    if (part.ends_stage && divides()) divide_last(part);
-  }
+  if (stage_ + 1 == stages_->size()) copied_ = next_;
   if (part.ends_stage) {
     next_ = 0;
     ++stage_;
   }
 }
 
-Part Cursor::next(uint64_t bytes_max, uint32_t commands_max) {
-  Part part{.begins = stage_ == 0 && next_ == 0};
+Part Cursor::next(const Room& room) {
   const Stage& stage = (*stages_)[stage_];
-  while (next_ < blocks_.size() && part.copies < commands_max &&
-         part.strided < manner_.strided_max) {
-    const uint64_t room = (bytes_max - std::min(bytes_max, part.bytes)) / stage.bytes;
-    if (room == 0 && part.bytes > 0) break;
-    const Run found = run(host(), std::max<uint64_t>(1, room));
-    for (const Fold& fold : stage.folds) add(host(), found, fold, part);
+  const bool soon = stage_ == 0 && next_ == 0 && stage.bytes / stage.pieces >= kShortFrom;
+  const uint32_t in_time = manner_.plain_from ? 0 : room.in_time;
+  Part part{.together = soon ? kTogetherFirst : std::max(kTogether, in_time)};
+  const uint64_t told =
+      std::min<uint64_t>({in_time / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
+  const bool folds = manner_.strided && stage.apart > stage.folds.size();
+  const bool plain = manner_.batches && folds && told >= kBlocksPlain;
+  const uint32_t commands = plain ? in_time : folds || soon ? room.strided : room.plain;
+  const uint32_t strided_max = manner_.batches ? kStridedMax : UINT32_MAX;
+  part.commands.reserve(std::min<size_t>(commands, (blocks_.size() - next_) * stage.apart) + 32);
+  while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {
+    uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
+    if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);
+    if (blocks == 0 && part.bytes > 0) break;
+    const Run found = run(host(), std::max<uint64_t>(1, blocks));
+    for (const Fold& fold : stage.folds) add(host(), found, fold, plain, part);
     part.bytes += found.count * stage.bytes;
     part.pages += found.count * stage.pieces;
     next_ += found.count;
@@ -223,7 +220,7 @@ Part Cursor::next_staged(uint64_t bytes_max) {
   const size_t count = std::min<size_t>(bytes_max / stage.bytes, blocks_.size() - next_);
   Part part{.bytes = count * stage.bytes,
             .pages = count * stage.pieces,
-            .begins = stage_ == 0 && next_ == 0,
+            .together = kTogether,
             .staged = true};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
@@ -238,7 +235,7 @@ Part Cursor::next_staged(uint64_t bytes_max) {
   const Rows rows{staged, first, {0, kNeighbour, kStage}};
   while (next_ < first + count) {
     const Run found = run(rows, first + count - next_);
-    for (const Fold& fold : stage.folds) add(rows, found, fold, part);
+    for (const Fold& fold : stage.folds) add(rows, found, fold, false, part);
     next_ += found.count;
   }
   if (!load) {

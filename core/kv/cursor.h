@@ -11,6 +11,7 @@
 // neighbour's memory, where they lie side by side, and from there to or from the cache.
 #pragma once
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -29,16 +30,24 @@ std::string_view to_string(Direction direction);
 
 // How a machine copies.
 struct Manner {
-  bool strided = true;               // has copies of several rows
-  uint64_t plain_from = UINT64_MAX;  // pages of so many bytes go one by one, which may be faster
-  // Plain copies handed over at once: a fence follows. One driver call for many of them is cheap,
-  // but the engine begins when the call returns; a job's first and last ones are shorter.
-  uint32_t sub_batch = UINT32_MAX;  // at most; UINT32_MAX: no fences
-  // The same for strided copies; 0: each by a call of its own, which needs no fence.
-  uint32_t strided_batch = 0;
-  // Of a part, so that the other direction's come between soon: telling the driver of one takes as
-  // long as several plain ones.
-  uint32_t strided_max = UINT32_MAX;
+  bool strided = true;  // has copies of several rows
+  // Pages of so many bytes go one by one. None: as many as there is time for, where there are
+  // batches.
+  std::optional<uint64_t> plain_from;
+  // A driver is told of many plain copies by one call, whose end a fence is. The engine begins on
+  // them when the call returns.
+  bool batches = false;
+};
+
+// What a part may have, about.
+struct Room {
+  uint64_t bytes = 0;
+  uint32_t strided = 0;  // copies, where some are
+  uint32_t plain = 0;    // copies, where none is strided
+  // Of these, as many as a driver can be told of before the engine has nothing left to do. Between
+  // two calls an engine does nothing for a while, so that many plain copies of one call are copied
+  // sooner than strided ones, each of a call of its own; but they take longer to tell.
+  uint32_t in_time = 0;
 };
 
 // The layers that are copied together, so that they are there together.
@@ -46,6 +55,7 @@ struct Stage {
   std::vector<Fold> folds;
   uint64_t bytes = 0;   // of a block
   uint32_t pieces = 0;  // of a block
+  uint32_t apart = 0;   // copies of a block if none is strided
 };
 
 std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
@@ -58,10 +68,10 @@ struct Part {
   std::byte* rows = nullptr;
   uint64_t rows_span = 0;
   uint64_t bytes = 0;
-  uint64_t pages = 0;    // what one descriptor each would copy
-  uint64_t copies = 0;   // commands but fences
-  uint64_t strided = 0;  // copies of several rows
-  bool begins = false;   // with the job's first block
+  uint64_t pages = 0;     // what one descriptor each would copy
+  uint64_t copies = 0;    // commands but fences
+  uint64_t strided = 0;   // copies of several rows
+  uint32_t together = 0;  // plain copies of one call
   bool ends_stage = false;
   bool staged = false;  // by rank 1, over whose link and memory they go; else by rank 0
 };
@@ -82,8 +92,7 @@ class Cursor {
   bool ended() const { return stage_ == stages_->size(); }
   uint32_t stage() const { return static_cast<uint32_t>(stage_); }  // the next part's
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
-  // The next commands, about `bytes_max` bytes and `commands_max` commands, of one stage.
-  Part next(uint64_t bytes_max, uint32_t commands_max);
+  Part next(const Room& room);                 // the next commands, of one stage
   // The same over a neighbour's link, of blocks with all their layers: at most `bytes_max`, which
   // one block has not to exceed.
   Part next_staged(uint64_t bytes_max);
@@ -108,13 +117,11 @@ class Cursor {
 
   Rows host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   Run run(const Rows& rows, size_t count_max) const;
-  void add(const Rows& rows, const Run& run, const Fold& fold, Part& part) const;
+  void add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
   void add_rows(size_t count, Part& part) const;
   void push(const Command& command, Part& part) const;
-  bool divides() const { return manner_.sub_batch != UINT32_MAX; }
-  static void divide_last(Part& part);
   void end(Part& part);
 
   const Direction direction_;

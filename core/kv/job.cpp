@@ -7,7 +7,6 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kSpinNs = 100'000;     // before a wait sleeps
 constexpr int64_t kLookNs = 50'000'000;  // bounds a sleep
 
 }  // namespace
@@ -42,7 +41,9 @@ void Job::fail_layer(uint32_t layer) const {
 
 void Job::wait(const Deadline& deadline) {
   const int64_t began_ns = now_ns();
-  while (!done() && !deadline.passed() && now_ns() - began_ns < kSpinNs) sched_yield();
+  while (!done() && !deadline.passed() && now_ns() - began_ns < board_->linger_ns) {
+    sched_yield();
+  }
   std::unique_lock lock(board_->mutex);
   while (!done()) {
     if (deadline.passed()) fail_timeout(deadline);

@@ -12,6 +12,8 @@ constexpr double kHopNs = 30'000;  // that two copies take longer than one
 constexpr double kNewest = 0.25;   // what the last measurement counts
 constexpr double kGbpsMin = 0.1;
 constexpr double kGbpsMax = 1000;
+constexpr double kPlainNsMin = 100;
+constexpr double kPlainNsMax = 10'000;
 
 }  // namespace
 
@@ -20,6 +22,21 @@ double Link::through_ns(uint64_t more, double gbps_min) const {
   for (const Lane& lane : lanes) ahead += lane.bytes;
   const double gbps = idle() ? std::max(gbps_, gbps_min) : gbps_;
   return static_cast<double>(ahead) / gbps + (number > 0 ? kHopNs : 0);
+}
+
+double Link::copy_ns(const Part& part) const {
+  const Machine& machine = backend->machine();
+  const uint64_t batches = (part.copies - part.strided + part.together - 1) / part.together;
+  return static_cast<double>(part.strided + batches) * machine.cost.issue_ns +
+         static_cast<double>(part.bytes) / machine.links.host_gbps;
+}
+
+double Link::ahead_ns(int64_t now) const {
+  double behind_ns = 0;  // the flights that are copied now: it is all to do
+  for (const Lane& lane : lanes) {
+    if (!lane.flights.empty()) behind_ns += lane.copy_ns - lane.flights.front().copy_ns;
+  }
+  return std::max(until_ns_ - static_cast<double>(now), behind_ns);
 }
 
 bool Link::idle() const {
@@ -34,6 +51,8 @@ Lane& Link::emptiest() {
 
 void Link::add(Lane& lane, Flight flight, int64_t began_ns) {
   if (idle()) busy_since_ns_ = began_ns;
+  until_ns_ = std::max(until_ns_, static_cast<double>(began_ns)) + flight.copy_ns;
+  lane.copy_ns += flight.copy_ns;
   lane.bytes += flight.bytes;
   lane.commands += flight.commands;
   lane.flights.push_back(std::move(flight));
@@ -44,7 +63,13 @@ Flight Link::take(Lane& lane) {
   lane.flights.pop_front();
   lane.bytes -= flight.bytes;
   lane.commands -= flight.commands;
+  lane.copy_ns = lane.flights.empty() ? 0 : lane.copy_ns - flight.copy_ns;
   return flight;
+}
+
+void Link::told(uint64_t copies, int64_t took_ns) {
+  const double found = static_cast<double>(took_ns) / static_cast<double>(copies);
+  plain_ns_ += kNewest * (std::clamp(found, kPlainNsMin, kPlainNsMax) - plain_ns_);
 }
 
 void Link::measured(uint64_t bytes) {
@@ -53,6 +78,9 @@ void Link::measured(uint64_t bytes) {
   const double found = std::clamp(static_cast<double>(bytes) / took_ns, kGbpsMin, kGbpsMax);
   gbps_ += kNewest * (found - gbps_);
   busy_since_ns_ = now;
+  double left_ns = 0;
+  for (const Lane& lane : lanes) left_ns += lane.copy_ns;
+  until_ns_ = std::min(until_ns_, static_cast<double>(now) + left_ns);
 }
 
 std::vector<Link> links_of(Backend& own, const std::vector<Neighbour>& neighbours,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/kv/cursor.h"
 
 namespace offcore::kv {
 
@@ -19,6 +20,7 @@ struct Flight {
   std::shared_ptr<Run> run;
   uint64_t bytes = 0;
   uint64_t commands = 0;
+  double copy_ns = 0;  // that its copies take, at least
   uint32_t stage = 0;  // of the job
 };
 
@@ -29,6 +31,7 @@ struct Lane {
   std::deque<Flight> flights;
   uint64_t bytes = 0;  // of the flights
   uint64_t commands = 0;
+  double copy_ns = 0;
 };
 
 // A neighbour's has two lanes: while one's bytes come from the host the other's go on.
@@ -39,19 +42,26 @@ struct Link {
   std::vector<Lane> lanes;
   bool lost = false;  // it has failed: nothing goes over it any more
 
-  double gbps() const { return gbps_; }  // as measured
+  double gbps() const { return gbps_; }    // as measured
+  double copy_ns(const Part& part) const;  // by what the machine says, at least
+  double ahead_ns(int64_t now) const;      // for which the engine has something to do, at least
   // When so many bytes more would be through, from now on, by that speed. An idle link is taken to
   // have at least `gbps_min`: else one that was slow once would never be measured again.
   double through_ns(uint64_t more, double gbps_min) const;
   bool idle() const;
   Lane& emptiest();
   void add(Lane& lane, Flight flight, int64_t began_ns);  // when it began to be enqueued
-  Flight take(Lane& lane);                                // the first one, which has ended
-  void measured(uint64_t bytes);  // so many have come through since it was busy
+  // Told of so many plain copies in that time.
+  void told(uint64_t copies, int64_t took_ns);
+  double plain_ns() const { return plain_ns_; }  // that one takes to tell
+  Flight take(Lane& lane);                       // the first one, which has ended
+  void measured(uint64_t bytes);                 // so many have come through since it was busy
 
  private:
   double gbps_ = 50;
+  double plain_ns_ = 700;
   int64_t busy_since_ns_ = 0;  // or since it was measured
+  double until_ns_ = 0;        // it has something to do, at least
 };
 
 // A GPU whose link is used too: kNeighbour of a backend of two ranks.

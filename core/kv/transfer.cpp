@@ -10,7 +10,6 @@
 namespace offcore::kv {
 namespace {
 
-constexpr uint32_t kStridedMax = 16;
 constexpr double kEndS = 10;
 
 struct Extent {
@@ -162,11 +161,8 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   const bool load = request.direction == Direction::load;
   Manner manner{.strided = backend_->machine().native.strided,
                 .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
-  if (!backend_->host_visible() && !options_.kernel) {
-    manner.sub_batch = backend_->machine().batches.sub_batch;
-    manner.strided_batch = backend_->machine().batches.strided_batch;
-    manner.strided_max = std::max(kStridedMax, manner.strided_batch);
-  }
+  manner.batches = !backend_->host_visible() && !options_.kernel &&
+                   backend_->machine().batches.sub_batch != UINT32_MAX;
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;
@@ -199,6 +195,15 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   return job;
 }
 
+void Transfer::help(const Job& job, uint32_t layer) const {
+  while (board_->asleep && !job.enqueued(layer)) courier_->help();
+}
+
+void Transfer::wait(Job& job, const Deadline& deadline) const {
+  help(job, job.layers() - 1);
+  job.wait(deadline);
+}
+
 void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const {
   if (backend_->capture_of({&stream, 1}) != 0) {
     fail(Code::unsupported,
@@ -206,7 +211,7 @@ void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& 
          "call it outside");
   }
   job.want(layer);
-  while (board_->asleep && !job.enqueued(layer)) courier_->help();
+  help(job, layer);
   job.hold(layer, stream, deadline);
 }
 

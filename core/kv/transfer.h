@@ -9,6 +9,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -20,7 +21,7 @@ namespace offcore::kv {
 struct TransferOptions {
   Pace pace;
   // Pages of so many bytes are copied one by one, by direction: see Manner.
-  std::array<uint64_t, 2> plain_from = {UINT64_MAX, UINT64_MAX};
+  std::array<std::optional<uint64_t>, 2> plain_from;
   bool checked = false;                      // verify every program before it is launched
   uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
@@ -40,7 +41,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // Throws invalid for what the request names wrongly; nothing is copied then.
   std::shared_ptr<Job> start(Request request);
-  // Job::hold of a job of its own. Throws unsupported for a stream that is being captured.
+  // Job::wait and Job::hold of a job of its own, and the thread's work until that is awake. Throws
+  // unsupported for a stream that is being captured.
+  void wait(Job& job, const Deadline& deadline) const;
   void hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
   // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no
   // job is taken afterwards all the same.
@@ -53,6 +56,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
            std::vector<Group> groups, TransferOptions options, std::shared_ptr<const void> keep);
   void begin();
   void check(const Request& request);
+  void help(const Job& job, uint32_t layer) const;
   std::shared_ptr<const std::vector<Stage>> stages(uint32_t group, uint32_t layers_together);
 
   const std::shared_ptr<Backend> backend_;

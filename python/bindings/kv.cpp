@@ -1,5 +1,7 @@
 // Host pools and transfers of KV blocks. The Python layer turns tensors into pieces.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -95,8 +97,8 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                                         const std::vector<int>& links, const Machine& pair,
                                         uint64_t link_bytes, nb::object keep, uint64_t ahead_bytes,
                                         uint32_t ahead_commands,
-                                        std::pair<uint64_t, uint64_t> plain_from, bool kernel,
-                                        bool checked) {
+                                        std::array<std::optional<uint64_t>, 2> plain_from,
+                                        bool kernel, bool checked) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -115,7 +117,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   return Transfer::create(open_one(backend, machine, device, kernel), std::move(neighbours),
                           std::move(groups),
                           {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
-                           .plain_from = {plain_from.first, plain_from.second},
+                           .plain_from = plain_from,
                            .checked = checked,
                            .link_bytes = link_bytes,
                            .kernel = kernel},
@@ -235,7 +237,7 @@ void bind_jobs(nb::module_& module) {
       .def(
           "wait",
           [](const Started& self, double timeout_s) {
-            self.job->wait(Deadline::after_s(timeout_s));
+            self.transfer->wait(*self.job, Deadline::after_s(timeout_s));
           },
           nb::arg("timeout_s"), Unlocked())
       .def(
@@ -266,7 +268,7 @@ void bind_jobs(nb::module_& module) {
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("keep"), nb::arg("ahead_bytes"),
-             nb::arg("ahead_commands"), nb::arg("plain_from"), nb::arg("kernel"),
+             nb::arg("ahead_commands"), nb::arg("plain_from").none(), nb::arg("kernel"),
              nb::arg("checked"));
 }
 

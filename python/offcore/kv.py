@@ -31,7 +31,6 @@ from offcore.transferred import Transferred
 __all__ = ["BlockTransfer", "HostPool", "Job", "Layout", "Transferred"]
 
 Slots = NDArray[np.int64]
-_NEVER = (1 << 64) - 1  # bytes that no page has
 _INT_MAX = (1 << 31) - 1  # what counts and priorities may be
 _MACHINES = {"sim": "h200-2", "host": "host-1"}
 _EXIT_S = 10.0  # a process that ends waits so long for copies
@@ -255,7 +254,8 @@ class BlockTransfer:
         yet can be cancelled, or overtaken by a higher priority; less than what an engine copies in
         about 100 us leaves it idle.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
-        strided copy; a number, or a pair for load and store. None: never.
+        strided copy; a number, or a pair for load and store. None: as many as the thread can tell a
+        driver of while the engine has something to do; without a driver none.
     links: GPUs that lend their own links to the host, a list, or "all" others that are visible.
         Large jobs then go over several at once: bytes wait in memory of such a GPU, at most
         `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
@@ -311,7 +311,7 @@ class BlockTransfer:
         self.links = self._lent(links)
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
         plain_load, plain_store = (
-            _NEVER if limit is None else checked("plain_from", limit) for limit in limits
+            None if limit is None else checked("plain_from", limit) for limit in limits
         )
         self._core = _core.open_transfer(
             self.backend,

@@ -1,10 +1,8 @@
 """What `offcore kv bench` measures: loads and stores of scattered KV blocks, beside peers.
 
 All that is measured takes turns, so that what disturbs the machine disturbs all alike; times are
-medians. On GPUs one direction is timed by events: one before the call, in a stream that is idle,
-and one in that stream behind the last copy, so that submitting counts and noticing the end does
-not. Both directions at once, and the host backend, are timed by the host's clock, until it has seen
-the end. `ceiling_gbps` is one contiguous copy of pinned memory, in the same run.
+medians, by the host's clock: from the call until its caller has seen the end. `ceiling_gbps` is one
+contiguous copy of pinned memory, in the same run.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +50,6 @@ class Plan:
     rounds: int = ROUNDS
     with_gemm: bool = False
     links: Sequence[int] | str | None = None  # of other GPUs, for offcore alone
-    machines: Mapping[str, str] = field(default_factory=dict)  # offcore again, as machine files say
     timeout_s: float = 30.0
 
     def cases(self) -> Iterator[tuple[Geometry, str, int, int | None]]:
@@ -73,7 +70,7 @@ class Taken:
 
 
 class Clock:
-    """Times what a way does, in streams of a GPU or by the host."""
+    """Times what a way does, in streams of a GPU if it needs some."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -83,33 +80,20 @@ class Clock:
     def stream(self) -> int:
         return self._watches[0].stream if self._watches else 0
 
-    def kind(self, direction: str) -> str:
-        """How times are taken."""
-        return "events" if self._watches and direction != "both" else "host"
-
     def measure(self, way: Way, direction: str) -> tuple[float, float, dict[str, Any]]:
         """The whole, the caller's share of it, and facts."""
-        if self.kind(direction) == "host":
-            return self._by_host(way, direction)
-        watch = self._watches[0]
-        watch.start()
-        submit_us = way.enqueue(direction, watch.stream)
-        watch.stop()
-        elapsed_us = watch.elapsed_us(self._timeout_s)
-        return elapsed_us, submit_us, way.settle()
-
-    def _by_host(self, way: Way, direction: str) -> tuple[float, float, dict[str, Any]]:
         parts = ("load", "store") if direction == "both" else (direction,)
-        for watch in self._watches:
+        watches = self._watches[: len(parts)] if way.streamed else []
+        for watch in watches:
             watch.start()
+        streams = [watch.stream for watch in watches] or [0, 0]
         began_ns = time.perf_counter_ns()
-        streams = [watch.stream for watch in self._watches] or [0, 0]
         submit_us = sum(
             way.enqueue(part, stream) for part, stream in zip(parts, streams, strict=False)
         )
-        for watch in self._watches:
+        for watch in watches:
             watch.stop()
-        for watch in self._watches:
+        for watch in watches:
             watch.elapsed_us(self._timeout_s)
         facts = way.settle()
         return (time.perf_counter_ns() - began_ns) / 1e3, submit_us, facts
@@ -117,6 +101,8 @@ class Clock:
 
 class Contiguous:
     """Two buffers of pinned memory and two in the cache's kind of memory: what bounds all ways."""
+
+    streamed = True
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -221,9 +207,11 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
             )
             with ExitStack() as opened:
                 ways: dict[str, Way] = {}
-                for name in dict.fromkeys(("offcore", *plan.machines, *plan.peers)):
+                for name in dict.fromkeys(("offcore", *plan.peers)):
                     try:
-                        ways[name] = opened.enter_context(closing(_open(plan, name, case)))
+                        ways[name] = opened.enter_context(
+                            closing(open_way(name, case, plan.timeout_s, plan.links))
+                        )
                     except Error as failure:
                         if name == "offcore" or failure.code not in ("unavailable", "unsupported"):
                             raise
@@ -235,16 +223,6 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
                     for row in _measure(plan, case, ways, direction, clock, products):
                         yield place | row | {"ceiling_gbps": ceilings[direction]}
             case.close()
-
-
-def _open(plan: Plan, name: str, case: Case) -> Way:
-    usual = case.pool.machine
-    case.pool.machine = plan.machines.get(name, usual)  # a transfer is of its pool's machine
-    try:
-        way = "offcore" if name in plan.machines else name
-        return open_way(way, case, plan.timeout_s, plan.links)
-    finally:
-        case.pool.machine = usual
 
 
 def _ceiling(clock: Clock, contiguous: Contiguous, direction: str) -> float:
@@ -286,7 +264,6 @@ def _measure(
             "layers": case.geometry.layers,
             "blocks": case.blocks,
             "bytes": nbytes,
-            "timing": clock.kind(direction),
             "time_us": round(time_us, 2),
             "time_us_min": round(min(found.times_us), 2),
             "time_us_max": round(max(found.times_us), 2),

@@ -27,9 +27,10 @@ _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies
 class Way(Protocol):
     """One of them, ready for the requests of a case."""
 
+    streamed: bool  # works in the stream that it is given; else `settle` waits for its end
+
     def enqueue(self, direction: str, stream: int) -> float:
-        """Starts all requests of a direction, whose end `stream` then waits for (cuda). Returns the
-        microseconds that it took the caller."""
+        """Starts all requests of a direction. Returns the microseconds that it took the caller."""
 
     def settle(self) -> dict[str, Any]:
         """Waits for what was started; facts about it, for a row."""
@@ -39,6 +40,8 @@ class Way(Protocol):
 
 class Transfers:
     """Offcore's own, by engines or by its kernel."""
+
+    streamed = False
 
     def __init__(self, case: Case, timeout_s: float, **options: Any) -> None:
         self._case = case
@@ -51,9 +54,6 @@ class Transfers:
         began_ns = time.perf_counter_ns()
         jobs = [start(blocks, slots) for blocks, slots in self._case.named(direction)]
         took_us = (time.perf_counter_ns() - began_ns) / 1e3
-        if stream:
-            for job in jobs:
-                job.wait_stream(stream, self._timeout_s)
         self._jobs += jobs
         return took_us
 
@@ -82,6 +82,8 @@ Copy = Callable[[Any, Any, int], None]  # of pages to places, from places, in a 
 
 class Pages:
     """A peer that is given the places of all pages."""
+
+    streamed = True
 
     def __init__(self, case: Case, copy: Copy, prepare: Callable[[Any], Any]) -> None:
         self._copy = copy

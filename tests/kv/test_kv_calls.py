@@ -3,17 +3,16 @@ instead of engines where a caller asks for it. On the stand-in driver."""
 
 import numpy as np
 import pytest
-from test_cuda import run
-from test_kv_cuda import WORLD, check_on_gpu
+from test_kv_cuda import check_on_gpu
 from test_kv_pool import check_refused
 
 from offcore import kv
 
 
 def test_calls_are_counted() -> None:
-    """Folded: a strided copy a block. By layer: pages in calls of 64, and few of them singly."""
+    """Folded: a strided copy a block. By layer: pages in calls of 32, and few of them singly."""
     code = """
-    world = World(layers=4, blocks=128)
+    world = World(layers=4, blocks=128, plain_from=NEVER)
     blocks = np.random.default_rng(5).permutation(128)[:70]
     slots = np.random.default_rng(6).permutation(256)[:70]
     counted = lambda: {name: calls(name) for name in (
@@ -27,38 +26,64 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: parts of 64 and of 6, which go singly.
-        wanted = {"batches": 4, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
+        # Each layer has 70 pages: two calls of 32, and 6 that go singly.
+        wanted = {"batches": 8, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
-        assert spent == {"cuMemcpyBatchAsync": 4, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
+        assert spent == {"cuMemcpyBatchAsync": 8, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """
     check_on_gpu(code)
 
 
-def test_the_first_and_the_last_call_of_large_pages_are_short() -> None:
-    """100 pages in parts of 64 and 36, as 16 + 48 and 20 + 16: the engine begins sooner."""
+@pytest.mark.parametrize(("page", "told"), [(32 << 10, 5), (16 << 10, 3)])
+def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
+    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4 singly, not 3 times 32 and 4."""
     code = """
-    world = World(layers=1, blocks=128, page=int(sys.argv[1]))
+    page, told = int(sys.argv[1]), int(sys.argv[2])
+    world = World(layers=1, blocks=128, page=page, plain_from=NEVER)
     blocks, slots = np.random.default_rng(5).permutation(128)[:100], np.arange(0, 200, 2)
     for start in (world.transfer.store, world.transfer.load):
         before = calls("cuMemcpyBatchAsync")
         result = start(blocks, slots).wait()
-        assert (result.path, result.calls["batched"]) == ("plain", 100), result
-        print(calls("cuMemcpyBatchAsync") - before)
+        assert (result.path, result.calls["batched"]) == ("plain", 96), result
+        assert calls("cuMemcpyBatchAsync") - before == told
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """
-    assert run(code, str(32 << 10), prelude=WORLD) == "4\n4\n"
-    assert run(code, str(16 << 10), prelude=WORLD) == "2\n2\n"
+    check_on_gpu(code, str(page), str(told))
+
+
+def test_pages_go_one_by_one_while_an_engine_is_behind() -> None:
+    """Blocks of 512 KiB are told sooner than they are copied: of most of them the pages in calls of
+    many, which leave the engine fewer pauses; not where a stream waits for them to be told."""
+    code = """
+    world = World(layers=8, blocks=128, page=64 << 10)
+    blocks, slots = np.random.default_rng(7).permutation(128), np.arange(128)[::-1]
+    result = world.transfer.store(blocks, slots).wait()
+    assert (result.path, result.calls["plain"]) == ("mixed", 0), result
+    assert result.calls["strided"] + result.calls["batched"] // 8 == 128, result
+    assert result.calls["batched"] > 16 * result.calls["batches"], result
+    assert (world.rows(slots) == world.wanted(blocks)).all()
+    world.image[:, blocks[::-1]] = world.image[:, blocks].copy()
+    assert world.transfer.load(blocks[::-1], slots).wait().path == "mixed"
+    assert (world.read() == world.image).all()
+    gate, reader = _core.Stopwatch(0), _core.Stopwatch(0)
+    gate.shut()
+    job = world.transfer.load(blocks, slots, after=gate.stream)
+    threading.Timer(0.05, gate.open).start()
+    job.wait_stream(reader.stream)
+    assert passed(reader)
+    assert job.wait().calls["strided"] == 128, job.wait()
+    """
+    check_on_gpu(code)
 
 
 def test_the_caller_begins_while_the_thread_wakes() -> None:
     """At least the first part, of 16 copies, is enqueued when the call returns."""
     code = """
-    world = World(layers=4, blocks=128)
+    world = World(layers=4, blocks=128, plain_from=NEVER)
     blocks, slots = np.random.default_rng(5).permutation(128), np.arange(128)[::-1]
     for turn in range(4):
         time.sleep(0.05)

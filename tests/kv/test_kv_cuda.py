@@ -14,6 +14,7 @@ from cuda_driver import Driver
 from offcore import _core, kv
 driver = Driver(os.environ["OFFCORE_LIBCUDA"])
 driver.start(0)
+NEVER = 1 << 62  # bytes that no page has
 
 class Gpu:
     def __init__(self, address, shape, strides=None):
@@ -352,7 +353,7 @@ def test_a_call_that_the_driver_refuses_fails_its_job_alone(
     """The first one of a transfer or a later one, of a part that is one call or several."""
     code = """
     load, call, ahead = eval(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    world = World(ahead_bytes=ahead)
+    world = World(ahead_bytes=ahead, plain_from=NEVER)
     for slot in world.slots:
         world.pool.row(slot)[:] = slot
     start = world.transfer.load if load else world.transfer.store
@@ -387,7 +388,7 @@ def test_a_call_that_the_driver_refuses_fails_its_job_alone(
 
 def test_a_refused_job_ends_behind_what_is_enqueued_of_it() -> None:
     code = """
-    world = World(blocks=16, page=1 << 18)
+    world = World(blocks=16, page=1 << 18, plain_from=NEVER)
     blocks = [5, 3, 9, 1, 0, 2, 4, 15]
     assert code_of(lambda: world.transfer.store(blocks, np.arange(8)).wait(10))[0] == "driver"
     assert (world.rows(range(7)) == world.wanted(blocks[:7])).all()
