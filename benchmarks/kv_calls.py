@@ -6,7 +6,8 @@ It tells where the time of a transfer goes that offcore does not spend itself. `
 28 rows for each of 64 scattered blocks, by cuMemcpy2DAsync, whose sides are named (host, device) or
 left to the driver to find out (unified); with other numbers of rows, which tells what a row costs
 and what a call; by two threads with a stream each, half of the blocks each or a direction each (the
-interpreter's lock goes to and fro between calls); and in some cuMemcpy3DBatchAsync of so many.
+interpreter's lock goes to and fro between calls); in some cuMemcpy3DBatchAsync of so many; and as
+pages, by cuMemcpyBatchAsync of so many, which tells what an engine takes from call to call.
 `pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. Host memory is a
 HostPool's, the driver's own (cuMemHostAlloc), or registered, for which small or huge pages were
 asked; a GPU's comes from cuMemAlloc or is a window. Times are medians: until the calls have
@@ -28,13 +29,14 @@ from typing import Any
 
 import numpy as np
 from gpu_batch import Attributes, Driver
+from numpy.typing import NDArray
 
 import offcore
 from offcore import kv
 from offcore.sizes import format_bytes
 
 LAYERS, BLOCKS, PAGES = 28, 64, 256
-ROOM = 4 * LAYERS * BLOCKS * (16 << 10)
+ROOM = 4 * LAYERS * BLOCKS * (32 << 10)
 TURNS = 11
 HOST, DEVICE, UNIFIED = 1, 2, 4
 PORTABLE = 3  # and mapped
@@ -88,6 +90,7 @@ class Copy3D(ctypes.Structure):
 
 Times = tuple[float, float]
 Copies = list["Copy2D"]
+Places = NDArray[np.uint64]
 
 
 class Calls:
@@ -238,6 +241,17 @@ class Calls:
             print(f"  {refusal}")
             return None
 
+    def apart(self, load: bool, page: int, count: int) -> Times:
+        """The same as pages, in batches of so many."""
+        places = self._blocks("pool", self.device, page, LAYERS)
+        cache, rows = (
+            np.array(column, np.uint64)[:, np.newaxis] for column in zip(*places, strict=True)
+        )
+        layers = np.arange(LAYERS, dtype=np.uint64)
+        columns = (cache + layers * (2 * BLOCKS * page), rows + layers * page)
+        dsts, srcs = (column.reshape(-1) for column in (columns if load else columns[::-1]))
+        return self.batches(dsts, srcs, page, count)
+
     def _blocks(self, host: str, device: str, page: int, rows: int) -> list[tuple[int, int]]:
         rng = np.random.default_rng(1)
         caches, slots = (rng.permutation(2 * BLOCKS)[:BLOCKS].tolist() for _ in range(2))
@@ -252,14 +266,16 @@ class Calls:
         slots = [rng.permutation(4 * PAGES)[:PAGES].astype(np.uint64) * page for _ in range(2)]
         cache = slots[0] + self.devices[self.device]
         rows = slots[1] + self.hosts["pool"]
-        columns = (cache, rows) if load else (rows, cache)
-        sizes = np.full(PAGES, page, np.uint64)
+        return self.batches(*((cache, rows) if load else (rows, cache)), page, count)
+
+    def batches(self, dsts: Places, srcs: Places, page: int, count: int) -> Times:
+        columns = (dsts, srcs, np.full(len(dsts), page, np.uint64))
         attributes, first = Attributes(order=1), c_size_t(0)
         function, stream = self.driver.find("cuMemcpyBatchAsync"), c_uint64(self.driver.stream)
 
         def call() -> None:
-            for at in range(0, PAGES, count):
-                pointers = [c_void_p(c.ctypes.data + 8 * at) for c in (*columns, sizes)]
+            for at in range(0, len(dsts), count):
+                pointers = [c_void_p(c.ctypes.data + 8 * at) for c in columns]
                 given = (*pointers, c_size_t(count), byref(attributes), byref(first), c_size_t(1))
                 if code := function(*given, stream):
                     raise SystemExit(f"cuMemcpyBatchAsync: {code}")
@@ -318,12 +334,14 @@ def show_strided(calls: Calls, page: int, load: bool) -> None:
         "3-D batches of",
         {str(n): (calls.together(load, page, n), nbytes) for n in (4, 8, 16, 32, 64)},
     )
+    counts = (LAYERS, 2 * LAYERS, 4 * LAYERS, 8 * LAYERS)
+    show("pages apart", {str(n): (calls.apart(load, page, n), nbytes) for n in counts})
 
 
 def main() -> int:
     calls = Calls()
     print("us until the calls have returned / until the copies have ended, and GB/s")
-    for page in (8 << 10, 16 << 10):
+    for page in (8 << 10, 16 << 10, 32 << 10):
         for load in (True, False):
             show_strided(calls, page, load)
     print(f"{PAGES} scattered pages in batches")

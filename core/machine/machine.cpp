@@ -19,7 +19,6 @@ void check(const Machine& machine) {
   require(machine.limits.swap_scratch_bytes >= 1, "limits.swap_scratch_bytes must be at least 1");
   require(machine.cost.overlap >= 1, "cost.overlap must be at least 1");
   require(machine.batches.sub_batch >= 1, "batches.sub_batch must be at least 1");
-  require(machine.batches.strided_batch <= 1024, "batches.strided_batch must be at most 1024");
   const Links& links = machine.links;
   for (double gbps :
        {links.link_gbps, links.egress_gbps, links.ingress_gbps, links.host_gbps, links.local_gbps,
@@ -52,8 +51,8 @@ uint64_t digest(const Machine& machine) {
                trigger] = cost;
   add(control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
       trigger);
-  const auto& [b2b_max, sub_batch, strided_batch] = batches;
-  add(b2b_max, sub_batch, strided_batch);
+  const auto& [b2b_max, sub_batch] = batches;
+  add(b2b_max, sub_batch);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

@@ -71,7 +71,6 @@ struct Cost {
 struct Batches {
   uint64_t b2b_bytes_max = UINT64_MAX;  // up to this many bytes, all of it: one engine
   uint32_t sub_batch = UINT32_MAX;      // copies handed over at once, while more are prepared
-  uint32_t strided_batch = 0;  // strided copies told by one call to the driver; 0: each by its own
 };
 
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.

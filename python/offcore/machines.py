@@ -259,8 +259,6 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
 
 
 def _limit(limits: _Section, key: str) -> int | None:
-    if key == "strided_batch":
-        return limits.integer(key, 0, 1024)
     if limits.take(key) is None:
         return None
     small = key in ("rows_max", "swap_align", "bcst_align", "sub_batch")

@@ -386,7 +386,6 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }
   habits.own_copy_on_sm = options.own_copy == "sm";
-  habits.strided_batch = machine.batches.strided_batch;
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {

@@ -55,29 +55,6 @@ void copy_rows(const Rows& rows, CUstream stream) {
   check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
 }
 
-void copy_rows(std::span<const Rows> batch, int ordinal, CUstream stream) {
-  std::vector<CUmemcpy3DBatchOp> ops;
-  for (const Rows& rows : batch) {
-    // As above: rows of one slice, or, beyond the limit of pitches, a row of each of several.
-    const bool slices = std::max(rows.dst_pitch, rows.src_pitch) > kPitchMax;
-    const auto side = [&](CUdeviceptr address, uint64_t pitch, bool host) {
-      const uint64_t height = slices ? rows_of_slice(pitch) : rows.rows;
-      return CUmemcpy3DOperand{
-          .address = address,
-          .pitch = slices ? pitch / height : pitch,
-          .height = height,
-          .hint = {.type = host ? kLocationHost : kLocationDevice, .id = host ? 0 : ordinal}};
-    };
-    ops.push_back({.src = side(rows.src, rows.src_pitch, rows.src_host),
-                   .dst = side(rows.dst, rows.dst_pitch, rows.dst_host),
-                   .width = rows.bytes,
-                   .height = slices ? 1 : rows.rows,
-                   .depth = slices ? rows.rows : 1});
-  }
-  check(Driver::get().cuMemcpy3DBatchAsync(ops.size(), ops.data(), 0, stream),
-        "cuMemcpy3DBatchAsync");
-}
-
 void keep_for_good(std::shared_ptr<void> held) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::shared_ptr<void>>;

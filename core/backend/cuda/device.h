@@ -31,8 +31,6 @@ struct Rows {
   bool src_host = false;
 };
 void copy_rows(const Rows& rows, CUstream stream);
-// All of them by one call: each between the host and that GPU.
-void copy_rows(std::span<const Rows> batch, int ordinal, CUstream stream);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);

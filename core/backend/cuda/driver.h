@@ -67,7 +67,6 @@ enum class Attribute : int {
 inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
 inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
 inline constexpr int kLocationDevice = 1;   // CUmemLocationType
-inline constexpr int kLocationHost = 2;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kHostMemoryType = 1;  // CUmemorytype
 inline constexpr int kDeviceMemory = 2;
@@ -79,7 +78,6 @@ inline constexpr int kPointerRangeStart = 11;
 inline constexpr int kPointerRangeBytes = 12;
 inline constexpr int kPointerAccess = 16;  // of the current context's device: as CUmemAccess_flags
 inline constexpr int kSrcOrderStream = 1;  // CUmemcpySrcAccessOrder
-inline constexpr int kPointerOperand = 1;  // CUmemcpy3DOperandType
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
 inline constexpr uint32_t kOpWrite32 = 2;
@@ -176,27 +174,6 @@ struct CUmemcpy3D {
 };
 static_assert(sizeof(CUmemcpy3D) == 200);
 
-// A side of a strided copy of a batch: by a pointer, from which rows lie a pitch apart.
-struct CUmemcpy3DOperand {
-  int type = kPointerOperand;
-  CUdeviceptr address = 0;
-  size_t pitch = 0;
-  size_t height = 0;  // of a slice, in pitches
-  CUmemLocation hint;
-};
-static_assert(sizeof(CUmemcpy3DOperand) == 40);
-
-struct CUmemcpy3DBatchOp {
-  CUmemcpy3DOperand src;
-  CUmemcpy3DOperand dst;
-  size_t width = 0;
-  size_t height = 0;
-  size_t depth = 0;
-  int src_order = kSrcOrderStream;
-  unsigned flags = 0;
-};
-static_assert(sizeof(CUmemcpy3DBatchOp) == 112);
-
 // name, the version whose form of it is meant, parameters
 #define OFFCORE_CUDA_TABLE(X)                                                                    \
   X(cuInit, 2000, (unsigned))                                                                    \
@@ -256,7 +233,6 @@ static_assert(sizeof(CUmemcpy3DBatchOp) == 112);
 #define OFFCORE_CUDA_OPTIONAL_TABLE(X)                                                             \
   X(cuMemcpyBatchAsync, 13000,                                                                     \
     (CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, CUstream)) \
-  X(cuMemcpy3DBatchAsync, 13000, (size_t, CUmemcpy3DBatchOp*, unsigned long long, CUstream))       \
   X(cuUserObjectCreate, 11030, (CUuserObject*, void*, CUhostFn, unsigned, unsigned))               \
   X(cuUserObjectRelease, 11030, (CUuserObject, unsigned))                                          \
   X(cuGraphRetainUserObject, 11030, (CUgraph, CUuserObject, unsigned, unsigned))

@@ -264,7 +264,7 @@ void Feed::copy(const Command& command) {
                       .rows = command.rows,
                       .dst_host = command.dst.rank == kHostRank,
                       .src_host = command.src.rank == kHostRank};
-      if (gather(rows) || collect_rows(rows)) return;
+      if (gather(rows)) return;
       flush();
       ++notes_.calls.strided;
       return copy_rows(rows, stream_);
@@ -325,12 +325,9 @@ bool Feed::gather(const Rows& rows) {
 
 // Whether batches of copies go into the stream: the driver takes none where it is captured, or the
 // legacy default one.
-bool Feed::takes_batches() const {
-  return program_.mode != Mode::capture && reinterpret_cast<uintptr_t>(stream_) != kLegacyStream;
-}
-
 bool Feed::batches() const {
-  return takes_batches() && Driver::get().cuMemcpyBatchAsync != nullptr;
+  return program_.mode != Mode::capture && reinterpret_cast<uintptr_t>(stream_) != kLegacyStream &&
+         Driver::get().cuMemcpyBatchAsync != nullptr;
 }
 
 // A copy that leaves the GPU, or comes to it. Several in a row to other GPUs cost little more than
@@ -403,7 +400,6 @@ void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
 // For a batch of at most so many copies.
 void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most) {
   flush_ops();
-  flush_rows();
   if (flags != flags_ || sizes_.size() == most) flush_copies();
   flags_ = flags;
   dsts_.push_back(dst);
@@ -411,34 +407,8 @@ void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned fl
   sizes_.push_back(bytes);
 }
 
-// The same for strided copies, whose driver may be older than these.
-bool Feed::collect_rows(const Rows& rows) {
-  if (habits_.strided_batch == 0 || rows.dst_host == rows.src_host || !takes_batches() ||
-      Driver::get().cuMemcpy3DBatchAsync == nullptr) {
-    return false;
-  }
-  flush_ops();
-  if (!sizes_.empty() || rows_.size() == habits_.strided_batch) flush_copies();
-  rows_.push_back(rows);
-  return true;
-}
-
-void Feed::flush_rows() {
-  if (rows_.empty()) return;
-  if (rows_.size() == 1) {
-    ++notes_.calls.strided;
-    copy_rows(rows_.front(), stream_);
-  } else {
-    ++notes_.calls.batches;
-    notes_.calls.batched += static_cast<uint32_t>(rows_.size());
-    copy_rows(rows_, device_.ordinal(), stream_);
-  }
-  rows_.clear();
-}
-
 void Feed::flush_copies() {
   if (gathering_) notes_.calls.kernels += gathering_->flush();
-  flush_rows();
   if (sizes_.empty()) return;
   if (sizes_.size() == 1 && flags_ == 0) {
     ++notes_.calls.plain;

@@ -3,8 +3,7 @@
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
 //              GPUs: a batch, which engines share; within one GPU: a batch that asks for a copy
 //              engine, because a plain one would take SMs; many in a group between the host and a
-//              GPU: a batch, which costs the host less; so strided ones may, where the machine
-//              says so
+//              GPU: a batch, which costs the host less
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
@@ -41,7 +40,6 @@ struct Habits {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
   bool parked = false;  // a stream of the GPU is, and copies that need not be stand still behind it
-  uint32_t strided_batch = 0;  // strided copies to or from the host in one call; 0: never several
 };
 
 // What a queue's signals are copied from.
@@ -116,16 +114,13 @@ class Feed {
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
   bool gather(const Rows& rows);
-  bool takes_batches() const;
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
-  bool collect_rows(const Rows& rows);
   void flush_copies();
-  void flush_rows();
   void flush_ops();
 
   const Device& device_;
@@ -148,7 +143,6 @@ class Feed {
   std::vector<CUdeviceptr> dsts_;
   std::vector<CUdeviceptr> srcs_;
   std::vector<size_t> sizes_;
-  std::vector<Rows> rows_;  // the same: strided ones
 };
 
 }  // namespace offcore::cuda

@@ -129,26 +129,6 @@ struct Memcpy3D {
 };
 static_assert(sizeof(Memcpy3D) == 200);
 
-enum : int { kOperandPointer = 1, kOperandArray = 2 };
-enum : int { kHintNone = 0, kHintDevice = 1, kHintHost = 2 };
-
-// The pointer member of the driver's union; an array's is as large.
-struct Operand3D {
-  int type;
-  DevicePtr address;
-  size_t row_length, layer_height;
-  Location hint;
-};
-static_assert(sizeof(Operand3D) == 40 && offsetof(Operand3D, hint) == 32);
-
-struct BatchOp3D {
-  Operand3D src, dst;
-  size_t width, height, depth;
-  int src_order;
-  unsigned flags;
-};
-static_assert(sizeof(BatchOp3D) == 112 && offsetof(BatchOp3D, width) == 80);
-
 enum : int { kOrderStream = 1, kOrderDuringCall = 2, kOrderAny = 3 };
 enum : unsigned { kOverlapWithCompute = 1 };
 

@@ -172,67 +172,6 @@ void push_batch(const Batch& batch, StreamHandle handle) {
   stream->push([staged = std::move(staged), copy](Engine& engine) { return copy(engine); });
 }
 
-Side batch_side(const Operand3D& operand, const BatchOp3D& op) {
-  require(operand.type != kOperandArray, kNotSupported);
-  require(operand.type == kOperandPointer, kInvalidValue);
-  require(operand.hint.type >= kHintNone && operand.hint.type <= kHintHost, kInvalidValue);
-  require(operand.layer_height == 0 || operand.layer_height >= op.height, kInvalidValue);
-  Side side = known_side(operand.address);
-  side.pitch = checked_pitch(operand.row_length, op.width);
-  side.slice_pitch = side.pitch * (operand.layer_height == 0 ? op.height : operand.layer_height);
-  return side;
-}
-
-using Spans = std::vector<std::pair<DevicePtr, DevicePtr>>;
-
-void add_spans(const Side& side, const Transfer& transfer, Spans& out) {
-  for (uint64_t slice = 0; slice < transfer.slices; ++slice) {
-    for (uint64_t row = 0; row < transfer.rows; ++row) {
-      const DevicePtr at = side.address + slice * side.slice_pitch + row * side.pitch;
-      out.push_back({at, at + transfer.width});
-    }
-  }
-}
-
-// Copies of a batch are in no order: what one of them writes no other may touch.
-void refuse_overlaps(const std::vector<Transfer>& batch) {
-  Spans written, read;
-  for (const Transfer& transfer : batch) {
-    add_spans(transfer.dst, transfer, written);
-    add_spans(transfer.src, transfer, read);
-  }
-  std::ranges::sort(written);
-  for (size_t i = 1; i < written.size(); ++i) {
-    require(written[i - 1].second <= written[i].first, kInvalidValue);
-  }
-  for (const auto& [first, last] : read) {
-    const auto after = std::ranges::lower_bound(written, std::pair{last, DevicePtr{0}});
-    require(after == written.begin() || std::prev(after)->second <= first, kInvalidValue);
-  }
-}
-
-void push_batch_3d(size_t count, const BatchOp3D* ops, unsigned long long flags,
-                   StreamHandle handle) {
-  const auto stream = stream_of(handle);
-  require(!stream->is_legacy(), kInvalidValue);
-  require(!capturing(*stream), kCaptureUnsupported);
-  require(count > 0 && ops != nullptr && flags == 0, kInvalidValue);
-  std::vector<Transfer> transfers;
-  for (const BatchOp3D& op : std::span(ops, count)) {
-    require(op.width > 0 && op.height > 0 && op.depth > 0, kInvalidValue);
-    require(op.src_order >= kOrderStream && op.src_order <= kOrderAny, kInvalidValue);
-    require(op.flags <= kOverlapWithCompute, kInvalidValue);
-    transfers.push_back({.dst = batch_side(op.dst, op),
-                         .src = batch_side(op.src, op),
-                         .width = op.width,
-                         .rows = op.height,
-                         .slices = op.depth});
-    check_rows(transfers.back());
-  }
-  refuse_overlaps(transfers);
-  stream->push(copy_work(std::move(transfers)));
-}
-
 }  // namespace
 
 FAKE_API Result cuMemcpyAsync(DevicePtr dst, DevicePtr src, size_t bytes, StreamHandle stream) {
@@ -351,19 +290,6 @@ FAKE_API Result cuMemcpyBatchAsync_v2(const DevicePtr* dsts, const DevicePtr* sr
   return enter("cuMemcpyBatchAsync", [&] {
     push_batch({dsts, srcs, sizes, count, attributes, first, attributes_count}, stream);
   });
-}
-
-FAKE_API Result cuMemcpy3DBatchAsync(size_t count, const BatchOp3D* ops, size_t* fail_index,
-                                     unsigned long long flags, StreamHandle stream) {
-  return enter("cuMemcpy3DBatchAsync", [&] {
-    if (fail_index) *fail_index = SIZE_MAX;
-    push_batch_3d(count, ops, flags, stream);
-  });
-}
-
-FAKE_API Result cuMemcpy3DBatchAsync_v2(size_t count, const BatchOp3D* ops,
-                                        unsigned long long flags, StreamHandle stream) {
-  return enter("cuMemcpy3DBatchAsync", [&] { push_batch_3d(count, ops, flags, stream); });
 }
 
 FAKE_API Result cuMemsetD8Async(DevicePtr dst, unsigned char value, size_t count,

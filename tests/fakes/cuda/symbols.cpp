@@ -69,8 +69,6 @@
   X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 3020)                                   \
   X(cuMemcpyBatchAsync, cuMemcpyBatchAsync, 12080)                               \
   X(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2, 13000)                            \
-  X(cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync, 12080)                           \
-  X(cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_v2, 13000)                        \
   X(cuMemsetD8Async, cuMemsetD8Async, 3020)                                      \
   X(cuMemsetD32Async, cuMemsetD32Async, 3020)                                    \
   X(cuMemHostRegister, cuMemHostRegister_v2, 6050)                               \
