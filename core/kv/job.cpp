@@ -41,7 +41,7 @@ void Job::fail_layer(uint32_t layer) const {
 
 void Job::wait(const Deadline& deadline) {
   const int64_t began_ns = now_ns();
-  while (!done() && !deadline.passed() && now_ns() - began_ns < board_->linger_ns) {
+  while (!done() && !deadline.passed() && now_ns() - began_ns < board_->spin_ns) {
     sched_yield();
   }
   std::unique_lock lock(board_->mutex);

@@ -38,6 +38,8 @@ struct Board {
   // How long the courier, and who waits for it to enqueue, look out before they sleep: to be woken
   // takes up to a hundred microseconds of a transfer that takes hundreds.
   const int64_t linger_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
+  // The same of who waits for a job's end, as drivers do: most jobs end within it.
+  const int64_t spin_ns = usable_cores() >= kCoresMany ? 20'000'000 : 200'000;
 };
 
 struct Request {
