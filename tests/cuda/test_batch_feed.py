@@ -35,13 +35,13 @@ def scattered(count, nbytes, seed=1, store=False):
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_many_copies_go_in_batches_of_64(store: bool) -> None:
+def test_many_copies_go_in_batches_of_32(store: bool) -> None:
     code = """
     moves = scattered(196, 256, store=eval(sys.argv[1]))
     checked(planned(moves).program, moves)
-    assert calls("cuMemcpyBatchAsync") == 3, calls("cuMemcpyBatchAsync")
+    assert calls("cuMemcpyBatchAsync") == 6, calls("cuMemcpyBatchAsync")
     plain = done("plain")[0]
-    assert done("batched") == [3]
+    assert done("batched") == [6]
     assert 4 <= plain < 20  # what was left over is too few for a batch
     """
     assert run(code, str(store), prelude=BATCHES) == ""

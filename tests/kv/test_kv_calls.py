@@ -26,11 +26,14 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: two calls of 32, and 6 that go singly.
-        wanted = {"batches": 8, "batched": 256, "plain": 24, "strided": 0, "kernels": 0}
+        # Each layer has 70 pages: two calls of 32, and 6 that go singly. So does the first one of
+        # small pages to a GPU.
+        ahead = 4 * (start == world.transfer.load)
+        wanted = dict(batches=8, batched=256 - ahead, plain=24 + ahead, strided=0, kernels=0)
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
-        assert spent == {"cuMemcpyBatchAsync": 8, "cuMemcpyAsync": 24, "cuMemcpy2DAsync": 0}
+        wanted = dict(cuMemcpyBatchAsync=8, cuMemcpyAsync=24 + ahead, cuMemcpy2DAsync=0)
+        assert spent == wanted
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """
@@ -39,7 +42,8 @@ def test_calls_are_counted() -> None:
 
 @pytest.mark.parametrize(("page", "told"), [(32 << 10, 5), (16 << 10, 3)])
 def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
-    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4 singly, not 3 times 32 and 4."""
+    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4 singly, not 3 times 32 and 4. A
+    load of smaller ones begins with one alone."""
     code = """
     page, told = int(sys.argv[1]), int(sys.argv[2])
     world = World(layers=1, blocks=128, page=page, plain_from=NEVER)
@@ -47,7 +51,8 @@ def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = calls("cuMemcpyBatchAsync")
         result = start(blocks, slots).wait()
-        assert (result.path, result.calls["batched"]) == ("plain", 96), result
+        ahead = page < 32 << 10 and start == world.transfer.load
+        assert (result.path, result.calls["batched"]) == ("plain", 96 - ahead), result
         assert calls("cuMemcpyBatchAsync") - before == told
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
