@@ -34,7 +34,7 @@ LONG_SANITIZED = {
 }
 for _slow in LONG_SANITIZED.values():
     _slow |= {"test_sdma_ways.py", "test_kv_links.py", "test_killed_processes.py"}
-    _slow |= {"test_kv_strided.py", "test_kv_calls.py"}
+    _slow |= {"test_kv_calls.py"}
 LONG_SANITIZED["asan"] |= {"test_processes.py", "test_last_words.py", "test_mcast_torch.py"}
 LONG_SANITIZED["asan"] |= {"test_on_hosts.py"}  # they run `ip`, which a sanitizer makes slow
 

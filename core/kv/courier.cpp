@@ -97,10 +97,10 @@ bool Courier::rest() {
   while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
   std::unique_lock lock(board_->mutex);
   board_->asleep = true;
-  board_->work.wait(lock,
-                    [&] { return board_->news || (board_->closing && board_->under_way == 0); });
+  const auto needed = [&] { return board_->news || board_->under_way > 0; };
+  board_->work.wait(lock, [&] { return needed() || board_->closing; });
   board_->asleep = false;
-  if (board_->news) return true;
+  if (needed()) return true;
   board_->ended = true;
   board_->changed.notify_all();
   return false;
@@ -124,16 +124,18 @@ bool Courier::turn() {
   return moved;
 }
 
-void Courier::help() {
+bool Courier::help() {
+  bool submitted = false;
   try {
     const std::scoped_lock turning(turning_);
     collect();
-    for (Way& way : ways_) submit(way, pace_.ahead_commands / kPartsOfPace);
+    for (Way& way : ways_) submitted |= submit(way, pace_.ahead_commands / kPartsOfPace);
   } catch (const std::bad_alloc&) {  // the courier tries again
   }
   const std::scoped_lock lock(board_->mutex);  // there is something to see end
   board_->news = true;
   board_->work.notify_one();
+  return submitted;
 }
 
 // Takes what callers have left.
@@ -381,14 +383,16 @@ Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
   return nullptr;
 }
 
-// The plain copies that the driver can be told of before an engine that has jobs runs dry.
+// The plain copies that the driver can be told of before an engine that has jobs runs dry. The
+// other direction's may not be allowed to begin: they count once copies are on their way.
 uint32_t Courier::plain_in_time(const Link& link, uint32_t plain_max) const {
   const int64_t now = now_ns();
   double left_ns = link.plain_ns() * plain_max;
   for (const Way& way : ways_) {
     if (way.jobs.empty()) continue;
+    const bool own = &way.links[0] == &link;
     for (const Link& other : way.links) {
-      if (!other.lost) left_ns = std::min(left_ns, other.ahead_ns(now));
+      if (!other.lost && (own || !other.idle())) left_ns = std::min(left_ns, other.ahead_ns(now));
     }
   }
   return static_cast<uint32_t>(std::max(0.0, left_ns / link.plain_ns()));

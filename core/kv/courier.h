@@ -42,7 +42,7 @@ class Courier {
           bool checked);
 
   void run();   // until the board is closing and nothing is left
-  void help();  // enqueues a part, for a caller who has found it asleep
+  bool help();  // enqueues a part, for a caller who has found it asleep; whether there was one
 
  private:
   struct Way {

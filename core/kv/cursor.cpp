@@ -6,13 +6,13 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
-// Plain copies of one call for which an engine may have to wait. One H200 (driver 580): 256
-// scattered pages of 8 KiB are loaded in 160, 154, 161, 192 us by calls of 8, 16, 32, 64, of 64 KiB
-// in 409, 366, 348, 351.
+// Plain copies of one call for which an engine may have to wait.
 constexpr uint32_t kTogether = 32;
-constexpr uint32_t kTogetherFirst = 16;              // of a job, for which an engine surely waits,
-constexpr uint64_t kShortFrom = uint64_t{32} << 10;  // of pages that take as long as being told
-constexpr uint64_t kBlocksPlain = 3;                 // else strided copies are about as few calls
+constexpr uint32_t kTogetherFirst = 16;  // of a job, for which it surely does, of large pages
+// Pages that take as long to copy as to tell. Of smaller ones to a GPU a driver (580) takes longer
+// for a first call of many, unless a copy of its own goes ahead.
+constexpr uint64_t kShortFrom = uint64_t{32} << 10;
+constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
 // Of a part, so that the other direction's come between soon: telling a driver of one takes as long
 // as of several plain ones.
 constexpr uint32_t kStridedMax = 16;
@@ -81,12 +81,8 @@ void Cursor::push(const Command& command, Part& part) const {
   ++part.copies;
   part.strided += command.rows > 1;
   const uint64_t plain = part.copies - part.strided;
-  // A driver (580) takes 40 us longer for a first call of many small pages to a GPU, unless a copy
-  // of its own goes ahead: 256 of 8 KiB 279 us and 223, of 16 KiB 290 and 227.
-  const bool ahead =
-      part.copies == 1 && direction_ == Direction::load && command.bytes < kShortFrom;
-  const uint64_t together = ahead ? 1 : part.together;
-  if (command.rows == 1 && manner_.batches && plain % together == 0) {
+  if (command.rows == 1 && manner_.batches &&
+      ((part.ahead && part.copies == 1) || plain % part.together == 0)) {
     part.commands.push_back({.op = Op::fence});
   }
 }
@@ -196,16 +192,20 @@ void Cursor::end(Part& part) {
 
 Part Cursor::next(const Room& room) {
   const Stage& stage = (*stages_)[stage_];
-  const bool soon = stage_ == 0 && next_ == 0 && stage.bytes / stage.pieces >= kShortFrom;
+  const uint64_t left = (blocks_.size() - next_) * stage.apart;
   const uint32_t in_time = manner_.plain_from ? 0 : room.in_time;
-  Part part{.together = soon ? kTogetherFirst : std::max(kTogether, in_time)};
+  const bool waits = in_time < kTogether;  // the engine does
+  const bool small = stage.bytes / stage.pieces < kShortFrom;
+  const bool soon = waits && !small && stage_ == 0 && next_ == 0;
+  Part part{.together = soon ? kTogetherFirst : std::max(kTogether, in_time),
+            .ahead = waits && small && direction_ == Direction::load && left > kTogether};
   const uint64_t told =
       std::min<uint64_t>({in_time / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
   const bool folds = manner_.strided && stage.apart > stage.folds.size();
   const bool plain = manner_.batches && folds && told >= kBlocksPlain;
   const uint32_t commands = plain ? in_time : folds || soon ? room.strided : room.plain;
   const uint32_t strided_max = manner_.batches ? kStridedMax : UINT32_MAX;
-  part.commands.reserve(std::min<size_t>(commands, (blocks_.size() - next_) * stage.apart) + 32);
+  part.commands.reserve(std::min<size_t>(commands, left) + kTogether);
   while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {
     uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
     if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);

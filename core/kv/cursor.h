@@ -72,6 +72,7 @@ struct Part {
   uint64_t copies = 0;    // commands but fences
   uint64_t strided = 0;   // copies of several rows
   uint32_t together = 0;  // plain copies of one call
+  bool ahead = false;     // the first one has a call of its own
   bool ends_stage = false;
   bool staged = false;  // by rank 1, over whose link and memory they go; else by rank 0
 };

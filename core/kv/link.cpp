@@ -13,7 +13,7 @@ constexpr double kNewest = 0.25;   // what the last measurement counts
 constexpr double kGbpsMin = 0.1;
 constexpr double kGbpsMax = 1000;
 constexpr double kPlainNsMin = 100;
-constexpr double kPlainNsMax = 10'000;
+constexpr double kPlainNsMax = 2'000;  // a stall is none of its cost
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 #include "core/kv/transfer.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -195,12 +196,14 @@ std::shared_ptr<Job> Transfer::start(Request request) {
   return job;
 }
 
-void Transfer::help(const Job& job, uint32_t layer) const {
-  while (board_->asleep && !job.enqueued(layer)) courier_->help();
+void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
+  while (board_->asleep && !job.enqueued(layer) && !deadline.passed()) {
+    if (!courier_->help()) sched_yield();  // the thread that wakes needs what it holds
+  }
 }
 
 void Transfer::wait(Job& job, const Deadline& deadline) const {
-  help(job, job.layers() - 1);
+  help(job, job.layers() - 1, deadline);
   job.wait(deadline);
 }
 
@@ -211,7 +214,7 @@ void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& 
          "call it outside");
   }
   job.want(layer);
-  help(job, layer);
+  help(job, layer, deadline);
   job.hold(layer, stream, deadline);
 }
 

@@ -56,7 +56,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
            std::vector<Group> groups, TransferOptions options, std::shared_ptr<const void> keep);
   void begin();
   void check(const Request& request);
-  void help(const Job& job, uint32_t layer) const;
+  void help(const Job& job, uint32_t layer, const Deadline& deadline) const;
   std::shared_ptr<const std::vector<Stage>> stages(uint32_t group, uint32_t layers_together);
 
   const std::shared_ptr<Backend> backend_;

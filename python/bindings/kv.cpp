@@ -268,7 +268,7 @@ void bind_jobs(nb::module_& module) {
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("keep"), nb::arg("ahead_bytes"),
-             nb::arg("ahead_commands"), nb::arg("plain_from").none(), nb::arg("kernel"),
+             nb::arg("ahead_commands"), nb::arg("plain_from"), nb::arg("kernel"),
              nb::arg("checked"));
 }
 

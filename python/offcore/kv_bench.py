@@ -76,10 +76,6 @@ class Clock:
         self._timeout_s = timeout_s
         self._watches = [_core.Stopwatch(0) for _ in range(2)] if backend == "cuda" else []
 
-    @property
-    def stream(self) -> int:
-        return self._watches[0].stream if self._watches else 0
-
     def measure(self, way: Way, direction: str) -> tuple[float, float, dict[str, Any]]:
         """The whole, the caller's share of it, and facts."""
         parts = ("load", "store") if direction == "both" else (direction,)

@@ -52,7 +52,9 @@ def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
         before = calls("cuMemcpyBatchAsync")
         result = start(blocks, slots).wait()
         ahead = page < 32 << 10 and start == world.transfer.load
-        assert (result.path, result.calls["batched"]) == ("plain", 96 - ahead), result
+        # A part of 64 where the thread was asleep: then another one goes ahead of the next.
+        assert 96 - result.calls["batched"] in ((1, 2) if ahead else (0,)), result
+        assert result.path == "plain"
         assert calls("cuMemcpyBatchAsync") - before == told
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
@@ -74,7 +76,14 @@ def test_pages_go_one_by_one_while_an_engine_is_behind() -> None:
     world.image[:, blocks[::-1]] = world.image[:, blocks].copy()
     assert world.transfer.load(blocks[::-1], slots).wait().path == "mixed"
     assert (world.read() == world.image).all()
+    # What may not begin yet in the other direction is no reason to hurry.
     gate, reader = _core.Stopwatch(0), _core.Stopwatch(0)
+    gate.shut()
+    waits = world.transfer.load(blocks[:1], slots[:1], after=gate.stream)
+    assert world.transfer.store(blocks[1:], slots[1:]).wait().path == "mixed"
+    assert code_of(lambda: waits.wait(1e-6))[0] == "timeout"
+    gate.open()
+    waits.wait()
     gate.shut()
     job = world.transfer.load(blocks, slots, after=gate.stream)
     threading.Timer(0.05, gate.open).start()
