@@ -295,7 +295,7 @@ def test_one_source_to_neighbouring_ranks_is_a_broadcast() -> None:
 
 def test_sub_batches_are_fenced() -> None:
     machine = offcore.machines.load("h200-2")
-    for policy, fences in (({}, 1), ({"sub_batch": 0}, 0), ({"sub_batch": 1}, 99)):
+    for policy, fences in (({}, 3), ({"sub_batch": 0}, 0), ({"sub_batch": 1}, 99)):
         plan = _core.plan_batch(h2d(100, 4096), [], _core.BatchPolicy(**policy), machine)
         [queue] = engine_queues(plan.program)
         assert sum(command.op == "fence" for command in queue.commands) == fences
