@@ -3,7 +3,9 @@
 #include <sched.h>
 
 #include <charconv>
+#include <chrono>
 #include <string>
+#include <thread>
 
 #include "core/base/env.h"
 #include "core/base/error.h"
@@ -21,6 +23,11 @@ uint32_t usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+void nap(int64_t waited_ns, int64_t spin_ns) {
+  if (waited_ns < spin_ns) return std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(waited_ns < 4'000'000 ? 20 : 200));
 }
 
 }  // namespace offcore

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -11,6 +12,10 @@ namespace offcore {
 // The cores that threads of this process may run on, or as many as OFFCORE_HOST_CORES says. Throws
 // invalid where that is no number.
 uint32_t usable_cores();
+
+// Between two looks at what others do, after waiting so long for it: yields for the first part of
+// the wait, then sleeps, and in the end for longer.
+void nap(int64_t waited_ns, int64_t spin_ns = 200'000);
 
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread): threads that
 // are started while this lives get none.

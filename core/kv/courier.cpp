@@ -12,7 +12,6 @@
 namespace offcore::kv {
 namespace {
 
-constexpr int64_t kRestNs = 4'000'000;
 constexpr uint32_t kPartsOfPace = 4;
 constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
@@ -32,16 +31,6 @@ std::vector<size_t> caches_of(const std::vector<Group>& groups) {
     }
   }
   return caches;
-}
-
-// Between two looks at the engines, after so long without a change: a part is copied in less than
-// the time for which a thread looks out.
-void nap(int64_t idle_ns, int64_t linger_ns) {
-  if (idle_ns < linger_ns) {
-    sched_yield();
-  } else {
-    std::this_thread::sleep_for(std::chrono::microseconds(idle_ns < kRestNs ? 20 : 200));
-  }
 }
 
 }  // namespace
@@ -78,7 +67,7 @@ void Courier::run() {
       if (turn()) {
         moved_ns = now_ns();
       } else {
-        nap(now_ns() - moved_ns, board_->linger_ns);
+        nap(now_ns() - moved_ns, board_->linger_ns);  // a part is copied in less than that
       }
     } catch (const std::bad_alloc&) {  // it would end the process: tried again
       board_->news = true;

@@ -1,12 +1,11 @@
 #include "core/backend/cuda/fleet.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "core/backend/wakeup.h"
 #include "core/base/env.h"
+#include "core/base/threads.h"
 
 namespace offcore::cuda {
 namespace {
@@ -30,11 +29,6 @@ bool has_batches(const Cargo& cargo, const LocalProgram& local) {
 }
 
 }  // namespace
-
-void nap(int64_t waited_ns) {
-  if (waited_ns < kSpinNs) return std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::microseconds(waited_ns < 20 * kSpinNs ? 20 : 200));
-}
 
 Fleet::Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits)
     : ranks_(ranks),

@@ -23,9 +23,6 @@
 
 namespace offcore::cuda {
 
-// Between two looks at a GPU: short at first.
-void nap(int64_t waited_ns);
-
 // A stream and a word of its own.
 class Line {
  public:

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "core/backend/cuda/fleet.h"
+#include "core/base/threads.h"
 
 namespace offcore::cuda {
 namespace {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/base/threads.h"
+
 namespace offcore::cuda {
 namespace {
 
