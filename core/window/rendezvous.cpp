@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -59,11 +60,13 @@ class Mesh final : public Rendezvous {
   [[noreturn]] void fail_unconnected(int64_t wait_ns) const;
   void post(Rank peer, const Key& key, std::string_view blob, int fd, const Deadline& deadline);
   std::vector<Rank> missing(const Key& key) const;
+  std::optional<Rank> first_gone(const std::vector<Rank>& ranks) const;
   void watch();
   void read(Rank peer, Status received);
   void take(Rank peer, Frame& frame);
   void lose(Rank peer, Peer::State state);
   void announce();
+  std::string ranks_that_died();
   void poke() const { eventfd_write(poke_.get(), 1); }
 
   const std::string store_;
@@ -157,6 +160,16 @@ std::vector<Rank> Mesh::missing(const Key& key) const {
   return missing;
 }
 
+// Of those that are gone; one that died before one that left, perhaps because of the first.
+std::optional<Rank> Mesh::first_gone(const std::vector<Rank>& ranks) const {
+  for (const Peer::State state : {Peer::State::lost, Peer::State::left}) {
+    for (Rank peer : ranks) {
+      if (peers_[peer].state == state) return peer;
+    }
+  }
+  return std::nullopt;
+}
+
 void Mesh::post(Rank peer, const Key& key, std::string_view blob, int fd,
                 const Deadline& deadline) {
   const std::string payload = Packer().number(key.second).text(key.first).text(blob).bytes();
@@ -190,9 +203,8 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
   std::unique_lock lock(mutex_);
   std::vector<Rank> absent;
   while (!(absent = missing(key)).empty()) {
-    for (Rank peer : absent) {
-      if (peers_[peer].state == Peer::State::here) continue;
-      fail(Code::peer, "rank ", peer, peers_[peer].state == Peer::State::lost ? " died" : " left",
+    if (const auto gone = first_gone(absent)) {
+      fail(Code::peer, "rank ", *gone, peers_[*gone].state == Peer::State::lost ? " died" : " left",
            " before '", tag, "'");
     }
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
@@ -243,7 +255,14 @@ void Mesh::read(Rank peer, Status received) {
   Connection& connection = peers_[peer].connection;
   Status status = Status::ok;
   while (std::optional<Frame> frame = connection.next(status)) {
-    if (frame->kind == FrameKind::goodbye) return lose(peer, Peer::State::left);
+    if (frame->kind == FrameKind::goodbye) {
+      // Whom it has seen die it left because of: this rank's own word of that may come later.
+      Unpacker unpacker(frame->payload);
+      for (auto died = unpacker.number<Rank>(); unpacker.ok(); died = unpacker.number<Rank>()) {
+        if (died < ranks_ && died != rank_) lose(died, Peer::State::lost);
+      }
+      return lose(peer, Peer::State::left);
+    }
     take(peer, *frame);
   }
   if (received != Status::ok || status != Status::ok) lose(peer, Peer::State::lost);
@@ -304,6 +323,15 @@ void Mesh::on_peer_loss(std::function<void(Rank)> callback) {
   poke();
 }
 
+std::string Mesh::ranks_that_died() {
+  const std::lock_guard lock(mutex_);
+  Packer packer;
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    if (peers_[peer].state == Peer::State::lost) packer.number(peer);
+  }
+  return packer.bytes();
+}
+
 void Mesh::close() {
   {
     const std::lock_guard lock(mutex_);
@@ -314,11 +342,12 @@ void Mesh::close() {
     poke();
     watcher_.join();
   }
+  const std::string died = ranks_that_died();
   for (Peer& peer : peers_) {
     if (peer.connection.fd() < 0) continue;
     const std::lock_guard sending(peer.sending);
     const Deadline deadline = Deadline::after_ns(kGoodbyeNs);
-    peer.connection.send(FrameKind::goodbye, "", -1, deadline);
+    peer.connection.send(FrameKind::goodbye, died, -1, deadline);
     shutdown(peer.connection.fd(), SHUT_WR);
   }
 }

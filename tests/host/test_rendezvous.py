@@ -381,6 +381,27 @@ def test_a_goodbye_is_no_loss(store: str) -> None:
         peer.communicate()
 
 
+def test_who_died_is_named_before_who_left(store: str) -> None:
+    peers = [_peer(store, 1, 3, "leave"), _peer(store, 2, 3, "die")]
+    try:
+        met = Rendezvous(store, 0, 3, 20.0)
+        met.barrier("up", 20.0)
+        for peer in peers:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "up\n"
+        peers[1].send_signal(signal.SIGKILL)
+        peers[1].wait()
+        assert peers[0].stdin is not None
+        peers[0].stdin.write("leave\n")
+        peers[0].stdin.flush()
+        time.sleep(0.2)  # both are gone, and known to be
+        assert_error(_error(lambda: met.barrier("never", 20.0)), "peer", "rank 2 died")
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
+
+
 def test_nothing_follows_a_close(store: str) -> None:
     met = meet(store, 2)
     met[0].close()
