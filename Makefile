@@ -8,6 +8,8 @@ SOURCES := $(shell find core python machines -not -name '*.so' -not -name __pyca
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests are compiled once, not by every worker of the three runs.
+export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
 

@@ -31,7 +31,8 @@ PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "
 # Their words are read, and nothing is run: they want GPUs, or rows of theirs.
 ON_GPUS = ("--backend cuda", "--stress", "kv plot")
 ON_NAMESPACES = ("offcore mcast testbed", "offcore mcast bench")
-LONG = ("offcore calibrate",)  # so here: minutes, and it writes beside the machine's file
+# So here: `calibrate` takes minutes and writes beside the machine's file; `reproduce` has tests.
+LONG = ("offcore calibrate", "offcore reproduce")
 
 
 def commands_of(text: str) -> set[str]:

@@ -218,7 +218,7 @@ def test_layers_arrive_one_after_the_other() -> None:
     for slot in world.slots[:2000]:
         world.pool.row(slot)[:] = slot % 251
     job = world.transfer.load(np.arange(2000), world.slots[:2000], by_layer=True)
-    wanted = (np.arange(2000) % 251)[:, np.newaxis]
+    wanted = (np.arange(2000) % 251).astype(np.uint8)[:, np.newaxis]
     for layer in range(LAYERS):
         job.wait_layer(layer)
         assert (world.cache[layer] == wanted).all()
