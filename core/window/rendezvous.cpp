@@ -33,8 +33,9 @@ struct Peer {
   enum class State : uint8_t { here, left, lost };
   Connection connection;
   std::mutex sending;
-  State state = State::here;  // from here on guarded by the mesh's mutex
-  bool announced = false;     // its loss, to the callback
+  State state = State::here;    // from here on guarded by the mesh's mutex
+  bool announced = false;       // its loss, to the callback
+  std::optional<Rank> saw_die;  // before it left
   std::map<Key, Parcel> inbox;
 };
 
@@ -66,7 +67,7 @@ class Mesh final : public Rendezvous {
   void take(Rank peer, Frame& frame);
   void lose(Rank peer, Peer::State state);
   void announce();
-  std::string ranks_that_died();
+  std::string last_word();
   void poke() const { eventfd_write(poke_.get(), 1); }
 
   const std::string store_;
@@ -204,7 +205,12 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
   std::vector<Rank> absent;
   while (!(absent = missing(key)).empty()) {
     if (const auto gone = first_gone(absent)) {
-      fail(Code::peer, "rank ", *gone, peers_[*gone].state == Peer::State::lost ? " died" : " left",
+      const Peer& peer = peers_[*gone];
+      if (peer.saw_die) {
+        fail(Code::peer, "rank ", *peer.saw_die, " died before '", tag, "', said rank ", *gone,
+             ", and left");
+      }
+      fail(Code::peer, "rank ", *gone, peer.state == Peer::State::lost ? " died" : " left",
            " before '", tag, "'");
     }
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
@@ -256,10 +262,11 @@ void Mesh::read(Rank peer, Status received) {
   Status status = Status::ok;
   while (std::optional<Frame> frame = connection.next(status)) {
     if (frame->kind == FrameKind::goodbye) {
-      // Whom it has seen die it left because of: this rank's own word of that may come later.
       Unpacker unpacker(frame->payload);
-      for (auto died = unpacker.number<Rank>(); unpacker.ok(); died = unpacker.number<Rank>()) {
-        if (died < ranks_ && died != rank_) lose(died, Peer::State::lost);
+      const auto died = unpacker.number<Rank>();
+      if (unpacker.ok()) {
+        const std::lock_guard lock(mutex_);
+        peers_[peer].saw_die = died;
       }
       return lose(peer, Peer::State::left);
     }
@@ -323,10 +330,11 @@ void Mesh::on_peer_loss(std::function<void(Rank)> callback) {
   poke();
 }
 
-std::string Mesh::ranks_that_died() {
+// The rank that this one has seen die, perhaps why it leaves; nothing: all live.
+std::string Mesh::last_word() {
   const std::lock_guard lock(mutex_);
   Packer packer;
-  for (Rank peer = 0; peer < ranks_; ++peer) {
+  for (Rank peer = 0; peer < ranks_ && packer.bytes().empty(); ++peer) {
     if (peers_[peer].state == Peer::State::lost) packer.number(peer);
   }
   return packer.bytes();
@@ -342,12 +350,12 @@ void Mesh::close() {
     poke();
     watcher_.join();
   }
-  const std::string died = ranks_that_died();
+  const std::string word = last_word();
   for (Peer& peer : peers_) {
     if (peer.connection.fd() < 0) continue;
     const std::lock_guard sending(peer.sending);
     const Deadline deadline = Deadline::after_ns(kGoodbyeNs);
-    peer.connection.send(FrameKind::goodbye, died, -1, deadline);
+    peer.connection.send(FrameKind::goodbye, word, -1, deadline);
     shutdown(peer.connection.fd(), SHUT_WR);
   }
 }

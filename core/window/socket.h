@@ -24,7 +24,7 @@ enum class FrameKind : uint16_t {
   refusal,   // store to rank: error code and message
   greeting,  // rank to rank, first: key, rank
   parcel,    // rank to rank: sequence, tag, blob
-  goodbye,   // rank to rank, last: the ranks that it has seen die
+  goodbye,   // rank to rank, last: nothing, or a rank that it has seen die
 };
 
 struct Frame {
