@@ -35,8 +35,8 @@ NOT_SANITIZED["tsan"] |= {
 }
 # What takes long there and is left to --long: also processes that mostly wait for each other.
 LONG_SANITIZED = {
-    "asan": {"model", "test_fat_tree.py", "test_kv_script.py", "test_possible.py"},
-    "tsan": {"conformance", "faults", "test_kv_script.py"},
+    "asan": {"model", "test_fat_tree.py", "test_kv_check.py", "test_possible.py"},
+    "tsan": {"conformance", "faults", "test_kv_check.py"},
 }
 for _slow in LONG_SANITIZED.values():
     _slow |= {"test_sdma_ways.py", "test_kv_links.py", "test_killed_processes.py"}

@@ -1,4 +1,4 @@
-"""The scripts for GPUs' machines run here too, on the host backend or the stand-in driver."""
+"""The scripts that measure transfers on GPUs' machines run on the stand-in driver too."""
 
 import json
 import os
@@ -10,24 +10,6 @@ import pytest
 from cuda_library import fake_cuda_library
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.mark.torch
-def test_random_transfers_are_right() -> None:
-    command = [
-        sys.executable,
-        BENCHMARKS / "kv_check.py",
-        "--backend",
-        "host",
-        "--only",
-        "jobs",
-        "--jobs",
-        "20",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" 20 jobs, 0 wrong") == 5
-    assert done.stdout.endswith("ALL GOOD\n")
 
 
 def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
@@ -92,7 +74,8 @@ def test_the_drivers_own_calls_are_told() -> None:
     done = on_stand_in(BENCHMARKS / "kv_calls.py", OFFCORE_FAKE_CUDA_SEED="0")
     assert done.returncode == 0, done.stderr
     assert "cuMemHostAlloc is absent" in done.stdout
+    # Of pages of three sizes, either way; from memory of three kinds.
     for line in ("rows of a copy", "threads", "3-D batches of", "small pages", "huge pages"):
-        assert done.stdout.count(f"\n  {line}") == 4, done.stdout
-    assert done.stdout.count("cuMemAlloc named ") == 12
+        assert done.stdout.count(f"\n  {line}") == 6, done.stdout
+    assert done.stdout.count("cuMemAlloc named ") == 18
     assert done.stdout.count(" | 256 ") == 4
