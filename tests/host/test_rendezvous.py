@@ -326,23 +326,41 @@ time.sleep(60)
 """
 
 
-def _peer(store: str, rank: int, ranks: int, end: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PEER, store, str(rank), str(ranks), end],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_killed_peer_is_noticed_within_a_second(store: str) -> None:
-    peers = [_peer(store, rank, 3, "die") for rank in (1, 2)]
+@contextlib.contextmanager
+def _beside_peers(
+    store: str, *ends: str
+) -> Iterator[tuple[Rendezvous, list[subprocess.Popen[str]]]]:
+    """Rank 0, and a process for each other rank, once all are up."""
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, store, str(rank), str(len(ends) + 1), end],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, end in enumerate(ends, 1)
+    ]
     try:
-        met = Rendezvous(store, 0, 3, 20.0)
+        met = Rendezvous(store, 0, len(ends) + 1, 20.0)
         met.barrier("up", 20.0)
         for peer in peers:
             assert peer.stdout is not None
             assert peer.stdout.readline() == "up\n"
+        yield met, peers
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
+
+
+def _tell_to_leave(peer: subprocess.Popen[str]) -> None:
+    assert peer.stdin is not None
+    peer.stdin.write("leave\n")
+    peer.stdin.flush()
+
+
+def test_a_killed_peer_is_noticed_within_a_second(store: str) -> None:
+    with _beside_peers(store, "die", "die") as (met, peers):
         assert met.lost == []
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: _error(lambda: met.barrier("never", 20.0)))
@@ -355,51 +373,27 @@ def test_a_killed_peer_is_noticed_within_a_second(store: str) -> None:
             assert time.monotonic() - killed < 1
             time.sleep(0.001)
         assert_error(_error(lambda: met.barrier("again", 20.0)), "peer", "rank 2 died")
-    finally:
-        for peer in peers:
-            peer.kill()
-            peer.communicate()
 
 
 def test_a_goodbye_is_no_loss(store: str) -> None:
-    peer = _peer(store, 1, 2, "leave")
-    try:
-        met = Rendezvous(store, 0, 2, 20.0)
-        met.barrier("up", 20.0)
+    with _beside_peers(store, "leave") as (met, [peer]):
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: _error(lambda: met.barrier("never", 20.0)))
-            assert peer.stdin is not None
-            peer.stdin.write("leave\n")
-            peer.stdin.flush()
+            _tell_to_leave(peer)
             assert_error(waiting.result(), "peer", "rank 1 left before 'never'")
         peer.kill()
         peer.wait()
         time.sleep(0.1)
         assert met.lost == []
-    finally:
-        peer.kill()
-        peer.communicate()
 
 
 def test_who_died_is_named_before_who_left(store: str) -> None:
-    peers = [_peer(store, 1, 3, "leave"), _peer(store, 2, 3, "die")]
-    try:
-        met = Rendezvous(store, 0, 3, 20.0)
-        met.barrier("up", 20.0)
-        for peer in peers:
-            assert peer.stdout is not None
-            assert peer.stdout.readline() == "up\n"
+    with _beside_peers(store, "leave", "die") as (met, peers):
         peers[1].send_signal(signal.SIGKILL)
         peers[1].wait()
-        assert peers[0].stdin is not None
-        peers[0].stdin.write("leave\n")
-        peers[0].stdin.flush()
+        _tell_to_leave(peers[0])
         time.sleep(0.2)  # both are gone, and known to be
         assert_error(_error(lambda: met.barrier("never", 20.0)), "peer", "rank 2 died")
-    finally:
-        for peer in peers:
-            peer.kill()
-            peer.communicate()
 
 
 def test_nothing_follows_a_close(store: str) -> None:
