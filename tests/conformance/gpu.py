@@ -39,7 +39,7 @@ def hsa_stand_in(way: str = SDMA_WAY) -> dict[str, str]:
 
 def stand_in() -> dict[str, str]:
     """The environment in which the stand-in libcuda is the driver, with eight GPUs."""
-    library = fake_cuda_library(sanitizer())
+    library = fake_cuda_library()
     return {
         "OFFCORE_LIBCUDA": str(library),
         "OFFCORE_FAKE_CUDA_DEVICES": "8",

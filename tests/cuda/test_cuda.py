@@ -60,8 +60,7 @@ def code_of(call):
 
 
 def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Popen[str]:
-    preset = next((name for name in ("asan", "tsan") if f"/build/{name}/" in ROOT), None)
-    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library(preset)), "PYTHONPATH": ROOT}
+    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "PYTHONPATH": ROOT}
     given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # programs may be parked
     # What the conformance suite sets for its own stand-in is not for this one.
     around = {name: told for name, told in os.environ.items() if "OFFCORE_FAKE" not in name}

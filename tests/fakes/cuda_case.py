@@ -21,23 +21,15 @@ REAL = os.environ.get("OFFCORE_TEST_REAL_CUDA") == "1"
 Test = Callable[[Driver], None]
 
 
-def isolated(
-    only_fake: bool = False, racy: bool = False, **environment: object
-) -> Callable[[Test], Callable]:
-    """A test in its own process; `environment` without its prefix OFFCORE_FAKE_CUDA_.
-
-    `racy`: it leaves out an order on purpose, which the thread sanitizer rightly reports.
-    """
+def isolated(only_fake: bool = False, **environment: object) -> Callable[[Test], Callable]:
+    """A test in its own process; `environment` without its prefix OFFCORE_FAKE_CUDA_."""
 
     def decorate(test: Test) -> Callable:
         @functools.wraps(test)
-        def wrapper(request: pytest.FixtureRequest) -> None:
+        def wrapper() -> None:
             if REAL and (only_fake or environment):
                 pytest.skip("only the stand-in can be told to be so")
-            preset = request.config.getoption("--sanitized", None)
-            if racy and preset == "tsan":
-                pytest.skip("a race on purpose")
-            library = "libcuda.so.1" if REAL else str(fake_cuda_library(preset))
+            library = "libcuda.so.1" if REAL else str(fake_cuda_library())
             told = {f"OFFCORE_FAKE_CUDA_{key}": str(value) for key, value in environment.items()}
             file = sys.modules[test.__module__].__file__
             done = subprocess.run(

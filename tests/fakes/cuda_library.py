@@ -4,7 +4,6 @@ import fcntl
 import functools
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -12,10 +11,8 @@ ROOT = FOLDER.parents[1]
 
 
 @functools.cache
-def fake_cuda_library(preset: str | None = None) -> Path:
-    """The library of a sanitizer's build, or the plain one, brought up to date."""
-    if preset:
-        return ROOT / "build" / preset / "fakes" / "libcuda.so.1"
+def fake_cuda_library() -> Path:
+    """The library, brought up to date. No sanitizer's build has one: no test wants it there."""
     build = ROOT / "build" / "fakes"
     build.mkdir(parents=True, exist_ok=True)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -33,9 +30,11 @@ def fake_cuda_library(preset: str | None = None) -> Path:
 
 
 def fake_hsa_library(kind: str = "", preset: str | None = None) -> Path:
-    """The stand-in HSA runtime; `_batch` has no queues, `_old` no batch copy either."""
-    return fake_cuda_library(preset).with_name(f"libhsa-runtime64{kind}.so.1")
+    """The stand-in HSA runtime, plain or of a sanitizer's build; `_batch` has no queues, `_old` no
+    batch copy either."""
+    folder = ROOT / "build" / preset / "fakes" if preset else fake_cuda_library().parent
+    return folder / f"libhsa-runtime64{kind}.so.1"
 
 
 if __name__ == "__main__":
-    print(fake_cuda_library(*sys.argv[1:2]))
+    print(fake_cuda_library())

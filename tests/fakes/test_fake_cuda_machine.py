@@ -240,7 +240,7 @@ def test_planted_faults(d: Driver) -> None:
     assert settle(d, stream) == 214
 
 
-@isolated(SEED=3, racy=True)
+@isolated(SEED=3)
 def test_what_is_not_ordered_comes_out_of_order(d: Driver) -> None:
     d.start()
     s = 2 * MIB
