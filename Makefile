@@ -51,7 +51,7 @@ STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 # Leaks count where the core is on the stack. Python's objects come from malloc here, because the leak
 # checker does not look for pointers in Python's own arenas, which are mapped; what importing the core
 # makes (types, functions, their names) lives as long as the process: tests/leaks.supp leaves it out.
-asan: build build/asan/.installed  ## tests under the address and undefined-behaviour sanitizers
+asan: build build/asan/.installed  ## tests under asan, and ubsan in the core
 	rm -f build/asan/report.*
 	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
 	ASAN_OPTIONS='log_path=$(CURDIR)/build/asan/report:stack_trace_format="    #%n %f %S %m"' \

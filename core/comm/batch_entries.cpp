@@ -23,7 +23,7 @@ void check_place(uint64_t at, uint64_t bytes, const char* side, size_t index) {
 }
 
 // The lowest place and the end of all, of one memory.
-struct Extent {
+struct Stretch {
   uint64_t begin = std::numeric_limits<uint64_t>::max();
   uint64_t end = 0;
 
@@ -88,10 +88,10 @@ void check_kind(const BatchEntries& entries, const std::string& kind) {
 
 Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
                std::vector<Slice>& seams) {
-  std::vector<Extent> device(entries.ranks);
-  Extent host;
+  std::vector<Stretch> device(entries.ranks);
+  Stretch host;
   const size_t count = entries.sizes.size();
-  const auto range_of = [&](int32_t home) -> Extent& {
+  const auto range_of = [&](int32_t home) -> Stretch& {
     return home == kHostHome ? host : device[static_cast<size_t>(home)];
   };
   for (size_t i = 0; i < count; ++i) {
@@ -108,7 +108,7 @@ Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
     range_of(entries.src_homes[i]).add(entries.srcs[i], entries.sizes[i]);
   }
   uint64_t device_bytes = 0;
-  for (Extent& range : device) {
+  for (Stretch& range : device) {
     if (range.end == 0 || phantom) range.begin = 0;
     bases.device.push_back(range.begin);
     device_bytes = std::max(device_bytes, range.end - range.begin);
@@ -137,7 +137,7 @@ Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
     }
   }
   for (const auto& [at, home] : entries.seams) {
-    const Extent& range = range_of(home);
+    const Stretch& range = range_of(home);
     if (at > range.begin && at < range.end) seams.push_back(slice_of(at, home));
   }
   return moves_listed(entries.ranks, std::move(buffers), std::move(moves));

@@ -20,7 +20,7 @@ std::optional<Value> attribute_of(uint64_t address, int which) {
 }
 
 // Retained for good: what a process copies on it also uses otherwise.
-CUcontext context_of(int ordinal) {
+CUcontext kept_context(int ordinal) {
   static std::mutex mutex;
   static auto* const kept = new std::map<int, Context>;
   const std::scoped_lock lock(mutex);
@@ -33,7 +33,7 @@ CUcontext context_of(int ordinal) {
 
 }  // namespace
 
-Atlas::Atlas(int ordinal) : current_(context_of(ordinal)) {}
+Atlas::Atlas(int ordinal) : current_(kept_context(ordinal)) {}
 
 int Atlas::home(uint64_t address, uint64_t bytes, const char* side, size_t index) {
   const Extent first = extent(address, side, index);

@@ -11,8 +11,7 @@ namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(2);
 constexpr uint32_t kCapturedValue = 1;  // of every word: verify asks for that
-constexpr double kRunOutS = 10.0;
-constexpr uint32_t kQuietLooks = 50;  // in a row without a poll, before replays count as over
+constexpr uint32_t kQuietLooks = 50;    // in a row without a poll, before replays count as over
 
 struct State {
   int status = kCaptureNone;

@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t kLooks = 50;  // of a microsecond or less
 constexpr int64_t kSpinNs = 200'000;
-constexpr double kGraceS = 2.0;  // what is under way may still end by itself
 constexpr double kReleaseS = 10.0;
 constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the lane waits for
 

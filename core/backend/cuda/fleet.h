@@ -59,6 +59,9 @@ struct Hangar {
   size_t lines = 0;  // of a device, that it takes from the room for parked ones
 };
 
+constexpr double kGraceS = 2.0;    // what is under way may still end by itself
+constexpr double kRunOutS = 10.0;  // what is let run out does
+
 class Fleet {
  public:
   Fleet(Rank ranks, std::vector<std::shared_ptr<Device>> devices, Habits habits);

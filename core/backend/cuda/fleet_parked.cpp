@@ -16,9 +16,7 @@ constexpr size_t kParkedLinesMax = 4;  // of a device
 constexpr std::string_view kChannels = "32";
 constexpr uint32_t kRecallsMax = 3;  // a program whose buffers keep changing is not parked
 constexpr int64_t kPauseNs = 200'000;
-constexpr double kGraceS = 2.0;
 constexpr double kRecallS = 10.0;
-constexpr double kRunOutS = 10.0;
 
 }  // namespace
 

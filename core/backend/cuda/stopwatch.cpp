@@ -10,8 +10,8 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr double kLeaveS = 1;            // what is left in the stream at the end
-constexpr int64_t kSpinNs = 20'000'000;  // who times by the host's clock sees the end at once
+constexpr double kLeaveS = 1;             // what is left in the stream at the end
+constexpr int64_t kWatchNs = 20'000'000;  // who times by the host's clock sees the end at once
 
 std::shared_ptr<const Context> context_of(int ordinal) {
   const int devices = Driver::open().devices();
@@ -26,7 +26,7 @@ bool passes(const Event& event, const Deadline& deadline) {
   const int64_t began_ns = now_ns();
   while (!event.passed()) {
     if (deadline.passed()) return false;
-    if (now_ns() - began_ns < kSpinNs) {
+    if (now_ns() - began_ns < kWatchNs) {
       sched_yield();
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
