@@ -14,8 +14,10 @@ from offcore import _core, defaults, machines, numa, ranges, split, stress
 from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import (
+    ABSENT,
     NUMBER_MAX,
     OperandError,
+    Side,
     checked,
     counts_in_bytes,
     dtype_name,
@@ -88,11 +90,6 @@ class Window:
     def region(self, offset: int, nbytes: int) -> _core.Region:
         """Bytes [offset, offset + nbytes) of every rank's part, to pass to a collective."""
         return self._core.region(offset, nbytes)
-
-
-def _kept(side: Any, given: Any) -> Any:
-    """What an operation holds of a side: a window's region by itself, else what `held` tells."""
-    return side if type(side) is _core.Region else held(given)
 
 
 class Communicator(ViewCalls):
@@ -434,8 +431,9 @@ class Communicator(ViewCalls):
         protocol: str,
         lane: int,
     ) -> Handle:
-        out_core, out_dtype, itemsize = self._side(out, op, writable=True)
-        in_core, in_dtype, in_itemsize = self._side(inp, op, writable=False)
+        out_core, out_dtype, out_itemsize, out_held = self._side(out, op, True)
+        in_side = ABSENT if inp is None else self._side(inp, op, False)
+        in_core, in_dtype, in_itemsize, in_held = in_side
         both = out_dtype is not None and in_dtype is not None
         if both and not same_dtype(out_dtype, in_dtype):
             raise error(
@@ -443,17 +441,18 @@ class Communicator(ViewCalls):
                 f"{op}: the output's dtype is {dtype_name(out_dtype)}, "
                 f"the input's {dtype_name(in_dtype)}",
             )
+        itemsize = out_itemsize or in_itemsize or 1
         pending = self._core.start(
             op,
             out_core,
             in_core,
-            () if counts is None else counts_in_bytes(op, counts, itemsize or in_itemsize or 1),
-            checked("root", root, NUMBER_MAX),
+            () if counts is None else counts_in_bytes(op, counts, itemsize),
+            0 if root == 0 else checked("root", root, NUMBER_MAX),
             variant,
             protocol,
-            checked("lane", lane, NUMBER_MAX),
+            0 if lane == 0 else checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            (_kept(out_core, out), _kept(in_core, inp)),
+            out_held if in_held is None else (out_held, in_held),
             self.timeout,
         )
         return Handle(self, pending)
@@ -461,7 +460,7 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side, dtype, _ = self._side(inp, op + "_view", writable=False)
+        side, dtype, _, kept = self._side(inp, op + "_view", False)
         looks: list[Look]
         if type(side) is _core.Region:
             looks = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
@@ -479,21 +478,20 @@ class Communicator(ViewCalls):
             "view",
             checked("lane", lane, NUMBER_MAX),
             self._streams(),
-            _kept(side, inp),
+            kept,
             self.timeout,
         )
         return View(self, pending, rows, looks)
 
-    def _side(self, given: Any, op: str, writable: bool) -> tuple[Any, Any, int]:
-        """One side of an operation as the core takes it, and its arrays' dtype and item size."""
-        if given is None:
-            return [None] * len(self.local_ranks) if writable else None, None, 0
-        if type(given) is _core.Region:
-            return given, None, 0
+    def _side(self, given: Any, op: str, writable: bool) -> Side:
         if isinstance(given, Window):
-            return given.whole, None, 0
+            return given.whole, None, 0, None
+        if type(given) is _core.Region:
+            return given, None, 0, None
+        if given is None:
+            return [None] * len(self.local_ranks) if writable else None, None, 0, None
         try:
-            return places_of(given, self.local_ranks, self._gpus, writable)
+            return *places_of(given, self.local_ranks, self._gpus, writable), held(given)
         except OperandError as refusal:
             role = "output" if writable else "input"
             raise error("invalid", f"{op}: the {role}{refusal}") from None

@@ -31,6 +31,10 @@ class OperandError(Exception):
 # What the core needs of one array, its address and bytes; and what its other sides must be alike
 # in, the dtype, numpy's or torch's, with its bytes. A plain tuple: every call makes some.
 Memory = tuple[tuple[int, int], Any, int]
+# One side of an operation: what the core takes, its arrays' dtype and item size, and what must live
+# as long as the operation besides a window.
+Side = tuple[Any, Any, int, Any]
+ABSENT: Side = (None, None, 0, None)
 
 
 def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from offcore import _core, api
 from offcore.crew import free_port
+from offcore.operands import Side
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
@@ -81,7 +82,7 @@ class Communicator(api.Communicator):
         weakref.finalize(pool, _core.close_pool, door)
         return pool
 
-    def _side(self, given: Any, op: str, writable: bool) -> tuple[Any, Any, int]:
+    def _side(self, given: Any, op: str, writable: bool) -> Side:
         # What is passed nearly always, in fewer steps than what can be passed.
         if (
             type(given) is torch.Tensor
@@ -89,7 +90,7 @@ class Communicator(api.Communicator):
             and given.get_device() == self._device
             and given.is_contiguous()
         ):
-            return ((given.data_ptr(), given.nbytes),), given.dtype, given.itemsize
+            return ((given.data_ptr(), given.nbytes),), given.dtype, given.itemsize, given
         return super()._side(given, op, writable)
 
     def _streams(self) -> list[int]:

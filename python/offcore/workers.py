@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -25,6 +26,7 @@ from offcore.layout import Layout
 from offcore.timers import HostTimer, StreamTimer, Timer
 
 _PR_SET_PDEATHSIG = 1
+_TELL_S = 0.1
 _OPEN_S = 60  # what a library may take to start, besides a step's usual time
 _AHEAD_MAX = 800  # commands that a GPU's stream surely holds before it runs one
 
@@ -86,6 +88,8 @@ class Worker:
         self._broken: dict[tuple[str, str], str] = {}  # by Entry.way
         self._unproven: list[tuple[int, Entry]] = []
         self._case = 0
+        self._steps = 0.0  # not told yet
+        self._told_s = 0.0
 
     def _communicator(self, form: Form, backend: str | None = None) -> Communicator:
         """Collective. One after the other can meet at the same store."""
@@ -246,7 +250,8 @@ class Worker:
             for entry in entries:
                 if not entry.failure:
                     self._batch(request, entry)
-                self._emit({"event": "progress", "steps": 1 / request.batches})
+                self._stepped(1 / request.batches)
+        self._stepped(0, at_once=True)
 
     def _batch(self, request: Request, entry: Entry) -> None:
         try:
@@ -317,10 +322,18 @@ class Worker:
 
     def _skip(self, name: str, nbytes: int, reason: str) -> None:
         self._emit({"event": "skip", "name": name, "bytes": nbytes, "reason": reason})
-        self._emit({"event": "progress", "steps": 1})
+        self._stepped(1)
 
     def _step(self, name: str, more_s: float = 0) -> None:
         self._emit({"event": "step", "name": name, "more_s": more_s})
+
+    def _stepped(self, steps: float, at_once: bool = False) -> None:
+        """Tells of progress now and then: who shows it needs a core that calls are timed on."""
+        self._steps += steps
+        if at_once or time.monotonic() - self._told_s > _TELL_S:
+            self._emit({"event": "progress", "steps": self._steps})
+            self._steps = 0.0
+            self._told_s = time.monotonic()
 
     def _emit(self, event: dict[str, Any]) -> None:
         self._say.write(json.dumps(event) + "\n")

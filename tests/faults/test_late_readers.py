@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,5 +108,39 @@ def test_operands_outlive_their_owners(as_threads: Any, call: str) -> None:
         time.sleep(0.2)  # an engine's thread may be the last to hold it
         start(3)[0].wait()  # what has ended by now is let go of
         return alive() is None and len(scribble) == 50
+
+    assert as_threads(2, work) == [True, True]
+
+
+def test_windows_outlive_their_owners(as_threads: Any) -> None:
+    """As arrays do."""
+    dropped = threading.Event()
+
+    def shares_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:")
+
+    def start(comm: Comm, rank: int) -> tuple[offcore.Handle, int]:
+        out, inp = comm.window(1 << 20), comm.window(1 << 19)
+        comm.all_gather(out, inp).wait()  # the next needs nobody to begin it
+        comm.barrier()
+        mapped = shares_mapped()
+        comm.barrier()
+        assert rank == 0 or dropped.wait(10)
+        return comm.all_gather(out, inp), mapped
+
+    def work(comm: Comm, rank: int) -> bool:
+        handle, mapped = start(comm, rank)
+        if rank == 0:
+            del handle
+            gc.collect()
+            assert shares_mapped() == mapped
+            dropped.set()
+        else:
+            handle.wait()
+            del handle
+        comm.barrier()
+        comm.all_gather(comm.window(1 << 20)).wait()  # what has ended is let go of
+        comm.barrier()
+        return shares_mapped() < mapped
 
     assert as_threads(2, work) == [True, True]
