@@ -113,12 +113,13 @@ bool Courier::turn() {
   return moved;
 }
 
-bool Courier::help() {
+bool Courier::help(bool waits) {
+  const uint32_t plain_max = pace_.ahead_commands / (waits ? 1 : kPartsOfPace);
   bool submitted = false;
   try {
     const std::scoped_lock turning(turning_);
     collect();
-    for (Way& way : ways_) submitted |= submit(way, pace_.ahead_commands / kPartsOfPace);
+    for (Way& way : ways_) submitted |= submit(way, plain_max);
   } catch (const std::bad_alloc&) {  // the courier tries again
   }
   const std::scoped_lock lock(board_->mutex);  // there is something to see end

@@ -41,8 +41,10 @@ class Courier {
           std::vector<Neighbour> neighbours, Pace pace, std::shared_ptr<const void> keep,
           bool checked);
 
-  void run();   // until the board is closing and nothing is left
-  bool help();  // enqueues a part, for a caller who has found it asleep; whether there was one
+  void run();  // until the board is closing and nothing is left
+  // Enqueues a part, for a caller who has found it asleep and does, or does not, wait for the job;
+  // whether there was one.
+  bool help(bool waits);
 
  private:
   struct Way {

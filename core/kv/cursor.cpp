@@ -13,6 +13,9 @@ constexpr uint32_t kTogetherFirst = 16;  // of a job, for which it surely does, 
 // for a first call of many, unless a copy of its own goes ahead.
 constexpr uint64_t kShortFrom = uint64_t{32} << 10;
 constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
+// Than is expected: a thread that has just woken, or shares its core, is slow for a while. Strided
+// copies need none of that time.
+constexpr double kTellSlower = 1.2;
 // Of a part, so that the other direction's come between soon: telling a driver of one takes as long
 // as of several plain ones.
 constexpr uint32_t kStridedMax = 16;
@@ -199,11 +202,12 @@ Part Cursor::next(const Room& room) {
   const bool soon = waits && !small && stage_ == 0 && next_ == 0;
   Part part{.together = soon ? kTogetherFirst : std::max(kTogether, in_time),
             .ahead = waits && small && direction_ == Direction::load && left > kTogether};
+  const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
   const uint64_t told =
-      std::min<uint64_t>({in_time / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
+      std::min<uint64_t>({surely / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
   const bool folds = manner_.strided && stage.apart > stage.folds.size();
   const bool plain = manner_.batches && folds && told >= kBlocksPlain;
-  const uint32_t commands = plain ? in_time : folds || soon ? room.strided : room.plain;
+  const uint32_t commands = plain ? surely : folds || soon ? room.strided : room.plain;
   const uint32_t strided_max = manner_.batches ? kStridedMax : UINT32_MAX;
   part.commands.reserve(std::min<size_t>(commands, left) + kTogether);
   while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {

@@ -192,13 +192,13 @@ std::shared_ptr<Job> Transfer::start(Request request) {
     group.pool->unpin(job->request_.slots);
     throw;
   }
-  if (board_->asleep) courier_->help();
+  if (board_->asleep) courier_->help(false);
   return job;
 }
 
 void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
   while (board_->asleep && !job.enqueued(layer) && !deadline.passed()) {
-    if (!courier_->help()) sched_yield();  // the thread that wakes needs what it holds
+    if (!courier_->help(true)) sched_yield();  // the thread that wakes needs what it holds
   }
 }
 
