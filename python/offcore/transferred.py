@@ -100,7 +100,7 @@ class Transferred(Facts):
 
     @property
     def enqueue_us(self) -> float:
-        """What handing over the commands took the transfer's thread, its driver calls included."""
+        """What handing over the commands took, the driver's calls included."""
         return self._core.enqueue_ns / 1e3
 
     @property
