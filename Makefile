@@ -35,6 +35,7 @@ lint: build  ## clang-format, ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=python $(BIN)/mypy benchmarks/*.py examples/*.py
 
 format:  ## rewrite the sources as lint wants them
 	find core python/bindings -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i

@@ -62,8 +62,8 @@ class Driver:
             self.library.cuGetProcAddress_v2(
                 name.encode(), byref(function), min(self.version, 13000), c_uint64(0), byref(status)
             )
-            known = function.value is not None and status.value == 0
-            self.functions[name] = ctypes.CFUNCTYPE(c_int)(function.value) if known else None
+            address = function.value if status.value == 0 else None
+            self.functions[name] = ctypes.CFUNCTYPE(c_int)(address) if address else None
         return self.functions[name]
 
     def __call__(self, name: str, *arguments: Any) -> None:

@@ -189,7 +189,7 @@ def held(ranks: int) -> list[str]:
     """What is wrong; nothing: proven."""
     from offcore import Error
 
-    failures = []
+    failures: list[str] = []
     with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
         cases, controls = Cases(comm, PART), Cases(other, PART)
         for turn, tried in enumerate((cases, controls)):

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gpu_capture import captured
@@ -160,7 +161,7 @@ def main() -> int:
         return run_ranks("check", ranks, args.limit, [*extra, *more]) and one
 
     largest = ("--largest", str(args.largest))
-    work = {
+    work: dict[str, Callable[[], bool]] = {
         "basics": lambda: alone("basics", "basics", 90),
         "torch": lambda: run_ranks("torch", ranks, 60, []),
         "capture": lambda: run_ranks("capture", ranks, 30, []),

@@ -23,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -288,7 +288,7 @@ def medians(taken: Iterable[Sequence[float]]) -> Times:
     return submit, whole
 
 
-def show(what: str, cells: dict[str, tuple[Times | None, int]]) -> None:
+def show(what: str, cells: Mapping[str, tuple[Times | None, int]]) -> None:
     """A line: under each name the times, and GB/s of so many bytes."""
     line = f"  {what:16}"
     for name, (times, nbytes) in cells.items():

@@ -57,7 +57,8 @@ def broadcasts(
     """One after the other for so long; the leaf's goodput."""
     source = np.random.default_rng(1).integers(0, 256, count, np.uint8)
     target = np.zeros_like(source)
-    times, lost = [], 0
+    times: list[float] = []
+    lost = 0
     until = time.monotonic() + seconds
     while len(times) < 5 or time.monotonic() < until:
         began = time.perf_counter()

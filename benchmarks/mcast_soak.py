@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from offcore import testbed_run
+from offcore.mcast import CHAINS
 from offcore.mcast_nodes import Nodes
 from offcore.report import JsonLines, Stamp
 from offcore.testbed import Testbed
@@ -45,7 +46,7 @@ FAULTS: dict[str, tuple[Faults, int]] = {  # what is done to packets; bytes of a
 def soak(testbed: Testbed, calls: int, buffer_bytes: int, seed: int) -> Iterator[dict[str, Any]]:
     """Runs on the testbed, where all ranks are nodes of one process."""
     random = np.random.default_rng(seed)
-    nodes = Nodes(testbed, multicast=True, timeout_s=60.0, buffer_bytes=buffer_bytes)
+    nodes = Nodes(testbed, True, 60.0, buffer_bytes, CHAINS)
     sums = dict.fromkeys(("wrong", "fetched_chunks", "duplicates"), 0)
     bytes_max, began_s = 0, time.monotonic()
     for _ in range(calls):
@@ -82,7 +83,8 @@ def main() -> None:
                 "seed": arguments.seed + place,
             }
             for row in testbed_run.run("mcast_soak:soak", where, told):
-                lines.write({"faults": name, "hosts": arguments.hosts} | told | row | stamp)
+                facts = {"faults": name, "hosts": arguments.hosts, "chains": CHAINS}
+                lines.write(facts | told | row | stamp)
                 print(
                     f"{name:45} {row['calls']:6} calls, {row['wrong']} wrong bytes, "
                     f"{row['fetched_chunks']:7} chunks fetched, {row['took_s']:6.1f} s",

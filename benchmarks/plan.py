@@ -81,8 +81,8 @@ def lookups(machine: str, op: str) -> Iterator[Row]:
             [(window.array(rank).ctypes.data, window.nbytes) for rank in range(RANKS)]
             for window in (out, inp)
         ]
-        for metric, sides in (("lookup", regions), ("lookup by address", addresses)):
-            work = partial(comm._core.knows, op, *sides, [], "b2b")
+        for metric, (to, of) in (("lookup", regions), ("lookup by address", addresses)):
+            work = partial(comm._core.knows, op, to, of, [], "b2b")
             assert work()
             yield row(metric, op, "b2b", "barrier", median_us(work, 100, 1000))
 

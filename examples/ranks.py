@@ -25,8 +25,9 @@ def run_rank() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torchrun itself listens at MASTER_PORT; rank 0 listens at the port beside it.
     store = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
-    group = {"store": store, "rank": rank, "world_size": ranks}
-    with offcore.Communicator(backend="host", timeout=20.0, **group) as comm:
+    with offcore.Communicator(
+        backend="host", store=store, rank=rank, world_size=ranks, timeout=20.0
+    ) as comm:
         gathered = comm.empty((ranks, FLOATS), np.float32)  # window memory, shared by all ranks
         gathered[rank] = rank + 0.5
         comm.all_gather(gathered).wait()

@@ -1,6 +1,7 @@
 """`offcore mcast bench` and `simulate`: rows, refusals, and bytes that are right under loss."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,24 @@ def test_no_wrong_byte_under_faults(fault: str) -> None:
     assert row["wrong"] == 0
     assert row["fetched_chunks"] > 0 or row["duplicates"] > 0
     assert row["loss"] == (0.05 if "loss" in fault else 0)
+
+
+@on_namespaces
+def test_soak_looks_at_every_byte_under_each_fault(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "mcast_soak.py"
+    done = subprocess.run(
+        [sys.executable, script, "--calls", "40"],
+        env=os.environ | {"OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "mcast-soak-4.jsonl").open()]
+    assert len({row["faults"] for row in rows}) == len(rows) == 8
+    for row in rows:
+        assert (row["calls"], row["wrong"], row["chains"]) == (5, 0, 2)
+    assert sum(row["fetched_chunks"] for row in rows) > 0
 
 
 @on_namespaces
