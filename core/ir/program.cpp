@@ -27,14 +27,16 @@ std::string queue_name(const Queue& queue) {
 }
 
 void collect_bases(const Program& program, const Command& command,
-                   std::set<std::pair<BufferId, Rank>>& bases) {
+                   std::vector<std::pair<BufferId, Rank>>& bases) {
   const auto collect = [&](const Slice& slice, int64_t step) {
     const bool known = slice.buffer < program.buffers.size() &&
                        (slice.rank < program.ranks || slice.rank == kHostRank);
     if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
     const uint32_t walked = step == kRankStep ? std::min<uint32_t>(command.rows, program.ranks) : 1;
     for (uint32_t row = 0; row < walked; ++row) {
-      bases.insert({slice.buffer, row_of(slice, step, row, program.ranks).rank});
+      const std::pair base(slice.buffer, row_of(slice, step, row, program.ranks).rank);
+      const auto at = std::lower_bound(bases.begin(), bases.end(), base);
+      if (at == bases.end() || *at != base) bases.insert(at, base);
     }
   };
   if (command.op == Op::timestamp || command.op == Op::fence) return;

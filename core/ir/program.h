@@ -8,7 +8,6 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -68,10 +67,10 @@ struct Program {
   friend bool operator==(const Program&, const Program&) = default;
 };
 
-// Adds which ranks' buffers a command addresses: what has to be bound before it can run. Throws
-// invalid where the program has no such buffer or rank.
+// Adds which ranks' buffers a command addresses, sorted, each once: what has to be bound before it
+// can run. Throws invalid where the program has no such buffer or rank.
 void collect_bases(const Program& program, const Command& command,
-                   std::set<std::pair<BufferId, Rank>>& bases);
+                   std::vector<std::pair<BufferId, Rank>>& bases);
 
 // What a program costs in commands: what the paper counts.
 struct Counts {

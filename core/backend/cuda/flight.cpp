@@ -60,7 +60,6 @@ void place_caller(const std::vector<Command>& commands, LocalProgram& local) {
 std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
                                         const std::vector<std::shared_ptr<Device>>& devices) {
   Cargo cargo;
-  std::set<std::pair<BufferId, Rank>> bases;
   for (uint32_t device = 0; device < devices.size(); ++device) {
     cargo.locals.push_back({.rank = devices[device]->rank(), .device = device});
   }
@@ -75,7 +74,7 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       if (command.op == Op::swap) {
         fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
       }
-      collect_bases(*program, command, bases);
+      collect_bases(*program, command, cargo.bases);
     }
     if (queue.index == kCallerQueue) {
       local->caller = index;
@@ -94,7 +93,6 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
     }
   }
   cargo.program = std::move(program);
-  cargo.bases.assign(bases.begin(), bases.end());
   return std::make_shared<const Cargo>(std::move(cargo));
 }
 

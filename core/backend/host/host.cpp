@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <deque>
 #include <mutex>
-#include <set>
 
 #include "core/backend/flight_run.h"
 #include "core/backend/host/flight.h"
@@ -90,7 +89,6 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
                                         const std::vector<Rank>& local_ranks,
                                         uint32_t engines_rank) {
   Cargo cargo;
-  std::set<std::pair<BufferId, Rank>> bases;
   for (uint32_t index = 0; index < program->queues.size(); ++index) {
     const Queue& queue = program->queues[index];
     const auto local = std::lower_bound(local_ranks.begin(), local_ranks.end(), queue.rank);
@@ -100,7 +98,7 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
       if (command.op == Op::timestamp) {
         cargo.timestamps = std::max(cargo.timestamps, command.value + 1u);
       }
-      collect_bases(*program, command, bases);
+      collect_bases(*program, command, cargo.bases);
       if (moves_data(command.op)) bytes += command.bytes * command.rows;
     }
     const auto part = static_cast<uint32_t>(local - local_ranks.begin());
@@ -113,7 +111,6 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
   }
   cargo.program = std::move(program);
   cargo.local_ranks = local_ranks;
-  cargo.bases.assign(bases.begin(), bases.end());
   return std::make_shared<const Cargo>(std::move(cargo));
 }
 
