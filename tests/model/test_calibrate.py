@@ -91,7 +91,7 @@ def test_the_committed_fit_is_where_the_fit_ends() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_calibrate_finds_what_is_committed(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     record = calibrated.load().record
