@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[Faults, int]] = {  # what is done to packets; bytes of a
 def soak(testbed: Testbed, calls: int, buffer_bytes: int, seed: int) -> Iterator[dict[str, Any]]:
     """Runs on the testbed, where all ranks are nodes of one process."""
     random = np.random.default_rng(seed)
-    nodes = Nodes(testbed, True, 60.0, buffer_bytes, CHAINS)
+    nodes = Nodes(testbed, multicast=True, timeout_s=60.0, buffer_bytes=buffer_bytes, chains=CHAINS)
     sums = dict.fromkeys(("wrong", "fetched_chunks", "duplicates"), 0)
     bytes_max, began_s = 0, time.monotonic()
     for _ in range(calls):

@@ -16,10 +16,16 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
   return buffer.name == "out" && own ? &request.out : nullptr;
 }
 
-std::shared_ptr<void> windows_of(const Request& request) {
-  auto windows = std::make_shared<std::vector<std::shared_ptr<Window>>>();
+using Windows = std::vector<std::shared_ptr<Window>>;
+
+// Those that a request names. The ranks of a process name the same one, as a rule.
+Windows windows_of(const Request& request) {
+  Windows windows;
   for (const auto* side : {&request.out, &request.in}) {
-    for (const Operand& operand : *side) windows->push_back(operand.window);
+    for (const Operand& operand : *side) {
+      const bool known = !windows.empty() && windows.back() == operand.window;
+      if (operand.window != nullptr && !known) windows.push_back(operand.window);
+    }
   }
   return windows;
 }
@@ -49,8 +55,8 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   } else {
     // Armed for the last call's memory; with other memory the backend arms once more.
     pending.armed_ahead_ = !bind_own(*plan.program, request, *armed) && plan.held;
-    using Held = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
-    armed->owner = std::make_shared<Held>(armed->owner, request.keep);
+    using Held = std::tuple<std::shared_ptr<void>, Windows, std::shared_ptr<void>>;
+    armed->owner = std::make_shared<Held>(armed->owner, windows_of(request), request.keep);
   }
   pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
@@ -114,12 +120,12 @@ Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
       }
     }
   }
-  using Held = std::tuple<Slots::Place, std::shared_ptr<Window>, std::shared_ptr<void>,
-                          std::shared_ptr<void>, std::vector<Share>, std::shared_ptr<void>>;
+  using Held = std::tuple<Slots::Place, Windows, std::shared_ptr<void>, std::shared_ptr<void>,
+                          std::vector<Share>, std::shared_ptr<void>>;
   // A graph keeps windows, and no more: what else it uses is its user's to keep, as in any graph.
-  launch.owner = std::make_shared<Held>(std::move(slot), request.out[0].window, flags.memory.owner,
-                                        control_.owner, track.scratch,
-                                        captured ? windows_of(request) : request.keep);
+  launch.owner =
+      std::make_shared<Held>(std::move(slot), windows_of(request), flags.memory.owner,
+                             control_.owner, track.scratch, captured ? nullptr : request.keep);
   bind_own(*plan.program, request, launch);
   return launch;
 }

@@ -37,7 +37,8 @@ struct Request {
   std::vector<Operand> in;         // likewise, or empty: in place
   std::vector<uintptr_t> streams;  // GPUs: see Launch
   uint64_t capture = 0;  // what the streams are captured in (the communicator asks); 0: nothing
-  std::shared_ptr<void> keep;  // keeps the operands' memory alive until the operation has ended
+  // Keeps operands alive until the operation has ended, but for windows, which it does itself.
+  std::shared_ptr<void> keep;
 
   // The output is the next slot of the lane's ring of views, not one of the caller's.
   bool view() const { return protocol == "view"; }

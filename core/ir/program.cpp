@@ -26,8 +26,7 @@ std::string queue_name(const Queue& queue) {
   return cat(queue.rank, ".", queue.index);
 }
 
-void collect_bases(const Program& program, const Command& command,
-                   std::vector<std::pair<BufferId, Rank>>& bases) {
+void collect_bases(const Program& program, const Command& command, Bases& bases) {
   const auto collect = [&](const Slice& slice, int64_t step) {
     const bool known = slice.buffer < program.buffers.size() &&
                        (slice.rank < program.ranks || slice.rank == kHostRank);

@@ -67,10 +67,11 @@ struct Program {
   friend bool operator==(const Program&, const Program&) = default;
 };
 
-// Adds which ranks' buffers a command addresses, sorted, each once: what has to be bound before it
-// can run. Throws invalid where the program has no such buffer or rank.
-void collect_bases(const Program& program, const Command& command,
-                   std::vector<std::pair<BufferId, Rank>>& bases);
+using Bases = std::vector<std::pair<BufferId, Rank>>;  // sorted, each once
+
+// Adds which ranks' buffers a command addresses: what has to be bound before it can run. Throws
+// invalid where the program has no such buffer or rank.
+void collect_bases(const Program& program, const Command& command, Bases& bases);
 
 // What a program costs in commands: what the paper counts.
 struct Counts {

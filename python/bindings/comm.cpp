@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <tuple>
 
 #include "core/backend/registry.h"
 #include "core/backend/sim/faults.h"
@@ -145,18 +144,6 @@ Request request_of(Communicator& self, const std::string& op, nb::handle out, nb
           .in = operands(in, self.local_ranks())};
 }
 
-// What an operation holds until it has ended: the windows that it names, and what it is given.
-std::shared_ptr<void> kept(const Request& request, nb::object given) {
-  const auto window_of = [](const std::vector<Operand>& side) {
-    return side.empty() ? nullptr : side.front().window;
-  };
-  std::shared_ptr<Window> out = window_of(request.out);
-  std::shared_ptr<Window> in = window_of(request.in);
-  if (given.is_none() && (in == nullptr || in == out)) return out;
-  using Held = std::tuple<std::shared_ptr<Window>, std::shared_ptr<Window>, std::shared_ptr<void>>;
-  return std::make_shared<Held>(std::move(out), std::move(in), keep_alive(std::move(given)));
-}
-
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, std::string protocol, uint32_t lane,
@@ -165,7 +152,7 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
   Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
                                std::move(protocol), lane);
   request.streams = std::move(streams);
-  request.keep = kept(request, std::move(keep));
+  request.keep = keep_alive(std::move(keep));
   const nb::gil_scoped_release release;
   return self.start(std::move(request), Deadline::after_s(timeout_s));
 }

@@ -14,7 +14,6 @@ from offcore import _core, defaults, machines, numa, ranges, split, stress
 from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import (
-    ABSENT,
     NUMBER_MAX,
     OperandError,
     Side,
@@ -431,9 +430,8 @@ class Communicator(ViewCalls):
         protocol: str,
         lane: int,
     ) -> Handle:
-        out_core, out_dtype, out_itemsize, out_held = self._side(out, op, True)
-        in_side = ABSENT if inp is None else self._side(inp, op, False)
-        in_core, in_dtype, in_itemsize, in_held = in_side
+        out_core, out_dtype, out_itemsize, out_held = self._side(out, op, writable=True)
+        in_core, in_dtype, in_itemsize, in_held = self._side(inp, op, writable=False)
         both = out_dtype is not None and in_dtype is not None
         if both and not same_dtype(out_dtype, in_dtype):
             raise error(
@@ -447,10 +445,10 @@ class Communicator(ViewCalls):
             out_core,
             in_core,
             () if counts is None else counts_in_bytes(op, counts, itemsize),
-            0 if root == 0 else checked("root", root, NUMBER_MAX),
+            checked("root", root, NUMBER_MAX),
             variant,
             protocol,
-            0 if lane == 0 else checked("lane", lane, NUMBER_MAX),
+            checked("lane", lane, NUMBER_MAX),
             self._streams(),
             out_held if in_held is None else (out_held, in_held),
             self.timeout,
@@ -460,7 +458,7 @@ class Communicator(ViewCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side, dtype, _, kept = self._side(inp, op + "_view", False)
+        side, dtype, _, kept = self._side(inp, op + "_view", writable=False)
         looks: list[Look]
         if type(side) is _core.Region:
             looks = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
@@ -484,12 +482,12 @@ class Communicator(ViewCalls):
         return View(self, pending, rows, looks)
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
+        if given is None:
+            return [None] * len(self.local_ranks) if writable else None, None, 0, None
         if isinstance(given, Window):
             return given.whole, None, 0, None
         if type(given) is _core.Region:
             return given, None, 0, None
-        if given is None:
-            return [None] * len(self.local_ranks) if writable else None, None, 0, None
         try:
             return *places_of(given, self.local_ranks, self._gpus, writable), held(given)
         except OperandError as refusal:

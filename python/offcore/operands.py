@@ -34,7 +34,6 @@ Memory = tuple[tuple[int, int], Any, int]
 # One side of an operation: what the core takes, its arrays' dtype and item size, and what must live
 # as long as the operation besides a window.
 Side = tuple[Any, Any, int, Any]
-ABSENT: Side = (None, None, 0, None)
 
 
 def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:

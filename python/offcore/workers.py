@@ -66,9 +66,6 @@ class Entry:
 
 
 class Worker:
-    _steps = 0.0  # of the progress, not told yet
-    _told_s = 0.0
-
     def __init__(self, job: dict[str, Any], say: TextIO) -> None:
         self._say = say
         self._rank: int = job["rank"]
@@ -91,6 +88,8 @@ class Worker:
         self._broken: dict[tuple[str, str], str] = {}  # by Entry.way
         self._unproven: list[tuple[int, Entry]] = []
         self._case = 0
+        self._steps = 0.0  # of the progress, not told yet
+        self._told_s = 0.0
 
     def _communicator(self, form: Form, backend: str | None = None) -> Communicator:
         """Collective. One after the other can meet at the same store."""

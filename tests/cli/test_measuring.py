@@ -141,6 +141,7 @@ def test_a_library_that_fails_is_left_out_and_asked_no_more():
     own = Subject({"mode": "eager"}, lambda calls: 7.0)
     worker = object.__new__(Worker)
     worker._timer, worker._broken, worker._say = Timer(), {}, io.StringIO()
+    worker._steps = worker._told_s = 0.0
     request = Request("all_gather", "cuda", None, 2, [4096], ["auto"], warmup=0, batches=3)
     for _ in range(2):
         entries = [

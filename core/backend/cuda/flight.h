@@ -39,8 +39,8 @@ struct LocalProgram {
 struct Cargo {
   std::shared_ptr<const Program> program;
   std::vector<LocalProgram> locals;
-  std::vector<std::pair<BufferId, Rank>> bases;  // what the local queues address
-  bool timed = false;                            // has timestamps
+  Bases bases;         // what the local queues address
+  bool timed = false;  // has timestamps
 };
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.

@@ -74,8 +74,8 @@ class Context {
 struct Cargo {
   std::shared_ptr<const Program> program;
   std::vector<Rank> local_ranks;
-  std::vector<LocalQueue> queues;                // by part
-  std::vector<std::pair<BufferId, Rank>> bases;  // what they address
+  std::vector<LocalQueue> queues;  // by part
+  Bases bases;                     // what they address
   uint32_t timestamps = 0;
 };
 
