@@ -1,11 +1,13 @@
 """Checks transfers of KV blocks on this machine's GPU, every byte, and tells how fast they are.
 
-    python benchmarks/kv_check.py                    # random transfers, streams, speed
+    python benchmarks/kv_check.py                    # all of the below
     python benchmarks/kv_check.py --only speed --pages 8K,32K
 
 Random jobs of all layouts run in both directions at once, in any order and priority, beside matrix
-products that keep the SMs busy. Speed is what a caller sees, from the call until `wait` returns,
-as medians: folded over the layers and page by page, beside one contiguous copy of pinned memory.
+products that keep the SMs busy. Blocks of threads that only wait hold every SM: transfers must end
+meanwhile, and one by a kernel must not. Speed is what a caller sees, from the call until `wait`
+returns, as medians: folded over the layers and page by page, beside one contiguous copy of pinned
+memory.
 Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
 """
 
@@ -21,13 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from offcore import kv
+from offcore import _core, kv
 from offcore.sizes import parse_sizes
 
 SLEEP_CYCLES = 20_000_000  # a kernel that a store has to come after
 PRODUCT = 4096
 TURNS = 9
 LAYERS = 28
+HELD_S = 5.0  # the blocks go by themselves then
+# What needs no SM has ended by then. Blocks that look at a word of the host take much of the link.
+ENDS_S = 1.5
 
 
 class Checks:
@@ -71,7 +76,7 @@ class Busy:
 
 def layouts(checks: Checks) -> list[tuple[str, kv.Layout, Any]]:
     """Caches of each kind, and a view of each as (blocks, bytes of a row)."""
-    layers, blocks, page = 6, 96, 4096 + 512 * checks.random.randrange(8)
+    layers, blocks, page = 9, 96, 4096 + 512 * checks.random.randrange(8)
     each = [checks.cache(blocks, page) for _ in range(layers)]
     apart = [checks.cache(2, blocks, page) for _ in range(layers)]
     pairs = [(checks.cache(blocks, page), checks.cache(blocks, 640)) for _ in range(layers)]
@@ -174,6 +179,50 @@ def streams(checks: Checks) -> int:
     return wrong
 
 
+def held(checks: Checks) -> int:
+    """Transfers while every SM is held, by engines and, as a control, by a kernel."""
+    if not checks.gpu:
+        print("held: no GPU")
+        return 0
+    failures = 0
+    for page in (8 << 10, 32 << 10, 64 << 10):
+        cache = checks.cache(LAYERS, 256, page)
+        layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+        pool = checks.pool(layout, 64)
+        slots = pool.allocate(64, timeout=60)[torch.randperm(64).numpy()]
+        named = torch.randperm(256)[:64].numpy()
+        for kernel in (False, True):
+            with kv.BlockTransfer(layout, pool, kernel=kernel) as transfer:
+                for call in (transfer.store, transfer.load):
+                    call(named, slots).wait()
+                    checks.settle()
+                    failures += not ends_as_it_should(call, named, slots, kernel)
+        pool.close()
+    return failures
+
+
+def ends_as_it_should(call: Any, named: Any, slots: Any, kernel: bool) -> bool:
+    """Whether the job ends while every SM is held, or does not where a kernel copies."""
+    blocks = _core.Occupation([0], HELD_S)
+    began = time.perf_counter()
+    job = call(named, slots)
+    while not job.done() and time.perf_counter() - began < ENDS_S:
+        time.sleep(0.001)
+    ended = job.done()
+    took_ms = (time.perf_counter() - began) * 1e3
+    proven = blocks.holds and not blocks.control_ran
+    blocks.release()
+    result = job.wait()
+    right = proven and ended != kernel
+    print(
+        f"held: {result.bytes >> 10:6} KiB {result.direction:>5} {result.path:>7}: "
+        f"{f'ended in {took_ms:.0f} ms' if ended else 'waited for the SMs'}"
+        f"{'' if right else ' WRONG'}",
+        flush=True,
+    )
+    return right
+
+
 def timed(call: Any) -> float:
     """Seconds, the median of a few calls."""
     times = []
@@ -242,7 +291,7 @@ def speed(checks: Checks) -> int:
 
 
 def main() -> int:
-    known = {"jobs": random_jobs, "streams": streams, "speed": speed}
+    known = {"jobs": random_jobs, "streams": streams, "held": held, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(known), help="of " + ", ".join(known))
     parser.add_argument(

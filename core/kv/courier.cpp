@@ -7,17 +7,8 @@
 #include <new>
 #include <thread>
 
-#include "core/kv/submit.h"
-
 namespace offcore::kv {
 namespace {
-
-constexpr uint32_t kPartsOfPace = 4;
-constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
-constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
-constexpr double kSlowestOfFastest = 8;
-constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
-constexpr uint64_t kShareMin = uint64_t{1} << 20;
 
 // Of each group: the first of those whose caches share memory with its own, or with one that does.
 std::vector<size_t> caches_of(const std::vector<Group>& groups) {
@@ -36,11 +27,12 @@ std::vector<size_t> caches_of(const std::vector<Group>& groups) {
 }  // namespace
 
 Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
-                 std::vector<Group> groups, std::vector<Neighbour> neighbours, Pace pace,
-                 std::shared_ptr<const void> keep, bool checked)
+                 std::vector<Group> groups, Staging staging, std::vector<Neighbour> neighbours,
+                 Pace pace, std::shared_ptr<const void> keep, bool checked)
     : board_(std::move(board)),
       backend_(std::move(backend)),
       groups_(std::move(groups)),
+      staging_(std::move(staging)),
       neighbours_(std::move(neighbours)),
       pace_(pace),
       keep_(std::move(keep)),
@@ -48,8 +40,9 @@ Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
       cache_of_(caches_of(groups_)),
       blocks_(groups_.size()),
       slots_(groups_.size()) {
-  for (uint16_t direction = 0; direction < ways_.size(); ++direction) {
-    ways_[direction].links = links_of(*backend_, neighbours_, direction);
+  for (const Direction direction : {Direction::load, Direction::store}) {
+    ways_[static_cast<size_t>(direction)].links =
+        links_of(*backend_, staging_, neighbours_, direction);
   }
   for (size_t group = 0; group < groups_.size(); ++group) {
     const Group& own = groups_[group];
@@ -67,7 +60,7 @@ void Courier::run() {
       if (turn()) {
         moved_ns = now_ns();
       } else {
-        nap(now_ns() - moved_ns, board_->linger_ns);  // a part is copied in less than that
+        nap(now_ns() - moved_ns, board_->brief_ns);  // a part is copied in less than that
       }
     } catch (const std::bad_alloc&) {  // it would end the process: tried again
       board_->news = true;
@@ -99,7 +92,7 @@ bool Courier::turn() {
   // A caller that helps lets go soon. Who sleeps until then takes longer than that to wake.
   const int64_t began_ns = now_ns();
   std::unique_lock turning(turning_, std::try_to_lock);
-  while (!turning && now_ns() - began_ns < board_->linger_ns) {
+  while (!turning && now_ns() - began_ns < board_->brief_ns) {
     sched_yield();
     (void)turning.try_lock();
   }
@@ -247,7 +240,7 @@ uint64_t Courier::reap(Link& link, Lane& lane) {
       first.job->report_.calls += first.run->report().calls;
     } catch (const Error& error) {
       failure = error;
-      link.lost = link.number > 0;
+      link.lost = link.staged();
     }
     const Flight flight = link.take(lane);
     ++ended;
@@ -275,43 +268,6 @@ void Courier::end_stages(Job& job) {
   }
 }
 
-bool Courier::submit(Way& way, uint32_t plain_max) {
-  const std::shared_ptr<Job> job = pick(way);
-  if (job == nullptr) return false;
-  const uint64_t bytes = share_of(way, *job);
-  Link* link = choose(way, *job, bytes);
-  if (link == nullptr) return false;
-  Lane& lane = link->emptiest();
-  try {
-    enqueue(*link, lane, job, bytes, plain_max);
-  } catch (const Error& error) {
-    refuse(*link, lane, job, error);
-  } catch (const std::bad_alloc&) {
-    refuse(*link, lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
-  }
-  return true;
-}
-
-// Some of a part may be enqueued, and is copied all the same: an empty one behind it tells when the
-// job's blocks and slots are out of use.
-void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
-                     const Error& failure) {
-  const Request& request = job->request_;
-  link.lost = link.number > 0 && failure.code() == Code::driver;
-  try {
-    Flight flight{.job = job};
-    Part none;
-    none.staged = link.number > 0;
-    flight.run =
-        kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
-                   *groups_[request.group].layout, std::move(none), keep_, false);
-    link.add(lane, std::move(flight), now_ns());
-    ++job->parts_ahead_;
-  } catch (const std::exception&) {  // the GPU has failed, or no memory is left: nothing would tell
-  }
-  stop(job, failure);
-}
-
 std::shared_ptr<Job> Courier::pick(Way& way) {
   for (size_t i = 0; i < way.jobs.size(); ++i) {
     const std::shared_ptr<Job> job = way.jobs[i];
@@ -327,119 +283,13 @@ std::shared_ptr<Job> Courier::pick(Way& way) {
 
 bool Courier::may_begin(Job& job) const {
   std::erase_if(job.waits_, [&](const std::shared_ptr<Job>& other) {
-    const bool in_order =
-        neighbours_.empty() && other->request_.direction == job.request_.direction;
+    const bool in_order = other->request_.direction == job.request_.direction &&
+                          ways_[static_cast<size_t>(job.request_.direction)].links.size() == 1;
     return other->done() || (in_order && other->cursor_->ended());
   });
   if (!job.waits_.empty()) return false;
   if (job.request_.after != nullptr && job.request_.after->passed()) job.request_.after = nullptr;
   return job.request_.after == nullptr;
-}
-
-bool Courier::has_room(Link& link) const {
-  const Lane& lane = link.emptiest();
-  if (lane.flights.size() < kFlightsMin) return true;
-  return link.number == 0 && lane.bytes < pace_.ahead_bytes && lane.commands < pace_.ahead_commands;
-}
-
-// The bytes of the job's next part. Over several links they become less towards its end, so that
-// all are through at about the same time.
-uint64_t Courier::share_of(const Way& way, const Job& job) const {
-  const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
-  if (way.links.size() == 1 || job.together_ < job.layers_) return most;
-  const uint64_t share = job.cursor_->left_bytes() / (kSharesOfLink * way.links.size());
-  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
-  return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
-}
-
-// The link over which that many bytes are expected to be through first; null: it is to be waited
-// for.
-Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
-  Link* best = &way.links[0];
-  if (job.together_ == job.layers_) {
-    double fastest = 0;
-    for (const Link& link : way.links) fastest = std::max(fastest, link.gbps());
-    const auto through = [&](const Link& link) {
-      return link.through_ns(bytes, fastest / kSlowestOfFastest);
-    };
-    for (Link& link : way.links) {
-      if (!link.lost && through(link) < through(*best)) best = &link;
-    }
-  }
-  if (has_room(*best) || job.cursor_->stage() < job.urgent_) return best;
-  for (Link& link : way.links) {
-    if (job.together_ == job.layers_ && !link.lost && link.idle()) return &link;
-  }
-  return nullptr;
-}
-
-// The plain copies that the driver can be told of before an engine that has jobs runs dry. The
-// other direction's may not be allowed to begin: they count once copies are on their way.
-uint32_t Courier::plain_in_time(const Link& link, uint32_t plain_max) const {
-  const int64_t now = now_ns();
-  double left_ns = link.plain_ns() * plain_max;
-  for (const Way& way : ways_) {
-    if (way.jobs.empty()) continue;
-    const bool own = &way.links[0] == &link;
-    for (const Link& other : way.links) {
-      if (!other.lost && (own || !other.idle())) left_ns = std::min(left_ns, other.ahead_ns(now));
-    }
-  }
-  return static_cast<uint32_t>(std::max(0.0, left_ns / link.plain_ns()));
-}
-
-void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
-                      uint32_t plain_max) {
-  const Request& request = job->request_;
-  const uint32_t stage = job->cursor_->stage();
-  Part part = link.number > 0
-                  ? job->cursor_->next_staged(std::min(bytes, link.stage_bytes))
-                  : job->cursor_->next(
-                        {.bytes = bytes,
-                         .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
-                         .plain = std::max(1U, plain_max),
-                         .in_time = stage < job->urgent_ ? 0 : plain_in_time(link, plain_max)});
-  Flight flight{.job = job,
-                .bytes = part.bytes,
-                .commands = part.copies,
-                .copy_ns = link.copy_ns(part),
-                .stage = stage};
-  JobReport& report = job->report_;
-  const uint64_t pages = part.pages;
-  const uint64_t strided = part.strided;
-  const bool ends_stage = part.ends_stage;
-  if (job->began_ns_ < 0) {
-    job->began_ns_ = backend_->now_ns();
-    report.queued_ns = job->began_ns_ - job->called_ns_;
-  }
-  const int64_t began_ns = now_ns();
-  flight.run =
-      kv::submit({*link.backend, request.direction, lane.number, lane.stage, link.stage_bytes},
-                 *groups_[request.group].layout, std::move(part), keep_, checked_);
-  const int64_t took_ns = now_ns() - began_ns;
-  if (strided == 0 && flight.commands >= kPlainMany) link.told(flight.commands, took_ns);
-  report.enqueue_ns += took_ns;
-  report.pages += pages;
-  report.strided += strided;
-  report.commands += flight.commands;
-  report.bytes += flight.bytes;
-  report.link_bytes[link.number] += flight.bytes;
-  report.blocks = job->cursor_->copied();
-  job->last_[{link.number, lane.number}] = flight.run;
-  ++job->stages_ahead_[stage];
-  if (ends_stage) {
-    const std::scoped_lock lock(board_->mutex);
-    for (auto& [where, run] : job->last_) job->stages_[stage].push_back(std::move(run));
-    job->last_.clear();
-    job->enqueued_ = stage + 1;
-    report.layers = std::min(job->layers_, (stage + 1) * job->together_);
-    board_->changed.notify_all();
-  }
-  ++job->parts_ahead_;
-  link.add(lane, std::move(flight), began_ns);
-  if (job->cursor_->ended()) {
-    std::erase(ways_[static_cast<size_t>(request.direction)].jobs, job);
-  }
 }
 
 // Nothing more of the job is enqueued. It ends with its last part that is.

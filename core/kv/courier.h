@@ -8,9 +8,10 @@
 //   copies have ended, or (in one direction, whose copies are in order) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
+// - Stores of small pages go by memory of the GPU's own where that is faster (staging.h).
 // - Where there are neighbours' links, large jobs of all layers go over several: each part over the
-//   one that is expected to bring it first, by the speeds that were measured. Then copies of one
-//   direction have no order among each other. A link that fails is not used any more.
+//   one that is expected to bring it first, by the speeds that were measured. Either way copies of
+//   one direction have no order among each other. A link that fails is not used any more.
 #pragma once
 #include <array>
 #include <memory>
@@ -24,10 +25,7 @@
 
 namespace offcore::kv {
 
-struct Group {
-  std::shared_ptr<const Layout> layout;
-  std::shared_ptr<HostPool> pool;
-};
+inline constexpr uint32_t kPartsOfPace = 4;  // of what is enqueued ahead
 
 struct Pace {
   uint64_t ahead_bytes = uint64_t{32} << 20;  // enqueued in a direction at most, about
@@ -38,8 +36,8 @@ class Courier {
  public:
   // `keep` is what the caches need, until the last copy has ended.
   Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend, std::vector<Group> groups,
-          std::vector<Neighbour> neighbours, Pace pace, std::shared_ptr<const void> keep,
-          bool checked);
+          Staging staging, std::vector<Neighbour> neighbours, Pace pace,
+          std::shared_ptr<const void> keep, bool checked);
 
   void run();  // until the board is closing and nothing is left
   // Enqueues a part, for a caller who has found it asleep and does, or does not, wait for the job;
@@ -74,6 +72,7 @@ class Courier {
   bool has_room(Link& link) const;
   uint64_t share_of(const Way& way, const Job& job) const;
   Link* choose(Way& way, const Job& job, uint64_t bytes) const;
+  Link* by_own_memory(Way& way, const Job& job) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
   void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
                uint32_t plain_max);
@@ -83,6 +82,7 @@ class Courier {
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<Backend> backend_;
   const std::vector<Group> groups_;
+  const Staging staging_;
   const std::vector<Neighbour> neighbours_;
   const Pace pace_;
   const std::shared_ptr<const void> keep_;

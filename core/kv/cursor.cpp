@@ -59,24 +59,36 @@ uint64_t Cursor::left_bytes() const {
   return ended() ? 0 : (blocks_.size() - next_) * (*stages_)[stage_].bytes;
 }
 
-// The longest run from the next block on.
-Cursor::Run Cursor::run(const Rows& rows, size_t count_max) const {
-  Run run{.first = next_};
-  const size_t last = std::min(blocks_.size(), next_ + count_max);
-  if (next_ + 1 >= last) return run;
-  run.step = blocks_[next_ + 1] - blocks_[next_];
-  run.row_step = rows.of(next_ + 1).at - rows.of(next_).at;
+// The longest run from that block on.
+Cursor::Run Cursor::run(const Rows& rows, size_t first, size_t count_max) const {
+  Run run{.first = first};
+  const size_t last = std::min(blocks_.size(), first + count_max);
+  if (first + 1 >= last) return run;
+  run.step = blocks_[first + 1] - blocks_[first];
+  run.row_step = rows.of(first + 1).at - rows.of(first).at;
   const bool next_to = run.step == 1 && run.row_step == static_cast<int64_t>(layout_->row_bytes());
   if (run.step < 1 || run.row_step < 1) return run;
-  size_t end = next_ + 1;
-  while (end < last && rows.of(end).chunk == rows.of(next_).chunk &&
+  size_t end = first + 1;
+  while (end < last && rows.of(end).chunk == rows.of(first).chunk &&
          blocks_[end] - blocks_[end - 1] == run.step &&
          rows.of(end).at - rows.of(end - 1).at == run.row_step) {
     ++end;
   }
-  const size_t count = end - next_;
+  const size_t count = end - first;
   if (count >= (next_to ? 2 : kStridesFrom)) run.count = count;
   return run;
+}
+
+size_t Cursor::apart(size_t blocks_max) const {
+  const uint32_t pieces = (*stages_)[stage_].folds.front().pieces;
+  const size_t end = std::min(blocks_.size(), next_ + blocks_max);
+  size_t block = next_;
+  while (block < end) {
+    const size_t count = run(host(), block, pieces + size_t{1}).count;
+    if (count > pieces) break;
+    block += count;
+  }
+  return std::min(block, end) - next_;
 }
 
 void Cursor::push(const Command& command, Part& part) const {
@@ -143,7 +155,7 @@ void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain,
 }
 
 // Whole rows of the next blocks between the host and the stage: one copy for those side by side.
-void Cursor::add_rows(size_t count, Part& part) const {
+void Cursor::add_rows(Rank by, size_t count, Part& part) const {
   const uint64_t bytes = layout_->row_bytes();
   for (size_t i = 0; i < count;) {
     const Row& first = rows_[next_ + i];
@@ -152,7 +164,7 @@ void Cursor::add_rows(size_t count, Part& part) const {
            rows_[next_ + i + together].at == first.at + together * bytes) {
       ++together;
     }
-    const Slice stage{.offset = i * bytes, .rank = kNeighbour, .buffer = kStage};
+    const Slice stage{.offset = i * bytes, .rank = by, .buffer = kStage};
     const Slice row{
         .offset = reinterpret_cast<uint64_t>(first.at), .rank = kHostRank, .buffer = kRows};
     const bool load = direction_ == Direction::load;
@@ -214,7 +226,7 @@ Part Cursor::next(const Room& room) {
     uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
     if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);
     if (blocks == 0 && part.bytes > 0) break;
-    const Run found = run(host(), std::max<uint64_t>(1, blocks));
+    const Run found = run(host(), next_, std::max<uint64_t>(1, blocks));
     for (const Fold& fold : stage.folds) add(host(), found, fold, plain, part);
     part.bytes += found.count * stage.bytes;
     part.pages += found.count * stage.pieces;
@@ -224,33 +236,31 @@ Part Cursor::next(const Room& room) {
   return part;
 }
 
-Part Cursor::next_staged(uint64_t bytes_max) {
+Part Cursor::next_staged(Rank by, size_t blocks_max) {
   const Stage& stage = (*stages_)[stage_];
-  const size_t count = std::min<size_t>(bytes_max / stage.bytes, blocks_.size() - next_);
-  Part part{.bytes = count * stage.bytes,
-            .pages = count * stage.pieces,
-            .together = kTogether,
-            .staged = true};
+  const size_t count =
+      by == kOwner ? apart(blocks_max) : std::min<size_t>(blocks_max, blocks_.size() - next_);
+  Part part{.bytes = count * stage.bytes, .pages = count * stage.pieces, .together = kTogether};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
     staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());
   }
   const bool load = direction_ == Direction::load;
   if (load) {
-    add_rows(count, part);
+    add_rows(by, count, part);
     part.commands.push_back({.op = Op::fence});
   }
   const size_t first = next_;
-  const Rows rows{staged, first, {0, kNeighbour, kStage}};
+  const Rows rows{staged, first, {0, by, kStage}};
   while (next_ < first + count) {
-    const Run found = run(rows, first + count - next_);
+    const Run found = run(rows, next_, by == kOwner ? 1 : first + count - next_);
     for (const Fold& fold : stage.folds) add(rows, found, fold, false, part);
     next_ += found.count;
   }
   if (!load) {
     part.commands.push_back({.op = Op::fence});
     next_ = first;
-    add_rows(count, part);
+    add_rows(by, count, part);
     next_ = first + count;
   }
   end(part);

@@ -7,8 +7,8 @@
 //
 // The order is that of the layers' groups (stages), and within one that of the given blocks.
 //
-// Over a neighbour's link a part is two groups of commands: whole rows between the host and the
-// neighbour's memory, where they lie side by side, and from there to or from the cache.
+// A staged part is two groups of commands: whole rows between the host and memory of a neighbour's,
+// or of this GPU's own, where they lie side by side, and from there to or from the cache.
 #pragma once
 #include <memory>
 #include <optional>
@@ -74,14 +74,19 @@ struct Part {
   uint32_t together = 0;  // plain copies of one call
   bool ahead = false;     // the first one has a call of its own
   bool ends_stage = false;
-  bool staged = false;  // by rank 1, over whose link and memory they go; else by rank 0
 };
 
 inline constexpr BufferId kCache = 1;
 inline constexpr BufferId kRows = 2;
 inline constexpr BufferId kStage = 3;
-inline constexpr Rank kOwner = 0;      // of the cache
-inline constexpr Rank kNeighbour = 1;  // of the stage
+inline constexpr Rank kOwner = 0;  // of the cache
+inline constexpr Rank kNeighbour = 1;
+
+// A cache, and where its blocks go.
+struct Group {
+  std::shared_ptr<const Layout> layout;
+  std::shared_ptr<HostPool> pool;
+};
 
 class Cursor {
  public:
@@ -94,9 +99,12 @@ class Cursor {
   uint32_t stage() const { return static_cast<uint32_t>(stage_); }  // the next part's
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
   Part next(const Room& room);                 // the next commands, of one stage
-  // The same over a neighbour's link, of blocks with all their layers: at most `bytes_max`, which
-  // one block has not to exceed.
-  Part next_staged(uint64_t bytes_max);
+  // The same by memory of `by`, of so many blocks at most, with all their layers. By the owner's
+  // own only blocks that are `apart`.
+  Part next_staged(Rank by, size_t blocks_max);
+  // How many of the next blocks take copies of their own over the layers, because they are no run
+  // for which one a layer would be fewer; looks at so many at most.
+  size_t apart(size_t blocks_max) const;
   uint64_t left_bytes() const;               // of the stage
   void stop() { stage_ = stages_->size(); }  // nothing comes any more
 
@@ -117,11 +125,11 @@ class Cursor {
   };
 
   Rows host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
-  Run run(const Rows& rows, size_t count_max) const;
+  Run run(const Rows& rows, size_t first, size_t count_max) const;
   void add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
-  void add_rows(size_t count, Part& part) const;
+  void add_rows(Rank by, size_t count, Part& part) const;
   void push(const Command& command, Part& part) const;
   void end(Part& part);
 

@@ -74,7 +74,7 @@ void Job::want(uint32_t layer) {
 void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
   const uint32_t stage = stage_of(layer);
   const int64_t began_ns = now_ns();  // it takes microseconds, as a rule
-  while (!enqueued(layer) && now_ns() - began_ns < board_->linger_ns) sched_yield();
+  while (!enqueued(layer) && now_ns() - began_ns < board_->brief_ns) sched_yield();
   std::unique_lock lock(board_->mutex);
   while (stages_[stage].empty()) {
     if (stages_done_ > stage) return;  // there was nothing to copy

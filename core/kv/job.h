@@ -21,10 +21,20 @@ namespace offcore::kv {
 
 class Job;
 
-inline constexpr uint32_t kCoresMany = 4;  // two that look out leave as many to others
+inline constexpr uint32_t kCoresMany = 4;   // two that look out leave as many to others
+inline constexpr uint32_t kCoresSpare = 8;  // one that does for long is not missed
+
+// How long a courier looks out for jobs when it has none: one that has slept is slow over all of
+// the next one.
+inline int64_t usual_linger_ns() {
+  const uint32_t cores = usable_cores();
+  return cores >= kCoresSpare ? 50'000'000 : cores >= kCoresMany ? 2'000'000 : 200'000;
+}
 
 // Where callers and the courier meet. One mutex guards it, and what of jobs both look at.
 struct Board {
+  explicit Board(int64_t linger) : linger_ns(linger) {}
+
   std::mutex mutex;
   std::condition_variable work;     // the courier sleeps here
   std::condition_variable changed;  // those who wait for jobs
@@ -35,9 +45,10 @@ struct Board {
   bool ended = false;               // the courier is through
   std::atomic<bool> news{false};    // for the courier: something above, or a job, has changed
   std::atomic<bool> asleep{false};  // the courier is, or wakes: so long who needs it does its work
-  // How long the courier, and who waits for it to enqueue, look out before they sleep: to be woken
+  const int64_t linger_ns;          // how long the courier looks out for jobs before it sleeps
+  // The same of who waits for it to enqueue, and of the courier for copies to end: to be woken
   // takes up to a hundred microseconds of a transfer that takes hundreds.
-  const int64_t linger_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
+  const int64_t brief_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
   // The same of who waits for a job's end, as drivers do: most jobs end within it.
   const int64_t spin_ns = usable_cores() >= kCoresMany ? 20'000'000 : 200'000;
 };
@@ -61,6 +72,7 @@ struct JobReport {
   uint64_t strided = 0;  // of these, commands of several pages
   uint64_t bytes = 0;
   std::vector<uint64_t> link_bytes;  // over the own link, then each neighbour's
+  uint64_t staged_bytes = 0;         // by memory of the GPU's own
   Calls calls;                       // as a driver was told of what has ended
   int64_t enqueue_ns = 0;            // of the thread's time, the driver's calls included
   int64_t queued_ns = 0;             // from the call until its first command was enqueued

@@ -21,7 +21,7 @@ double Link::through_ns(uint64_t more, double gbps_min) const {
   uint64_t ahead = more;
   for (const Lane& lane : lanes) ahead += lane.bytes;
   const double gbps = idle() ? std::max(gbps_, gbps_min) : gbps_;
-  return static_cast<double>(ahead) / gbps + (number > 0 ? kHopNs : 0);
+  return static_cast<double>(ahead) / gbps + (staged() ? kHopNs : 0);
 }
 
 double Link::copy_ns(const Part& part) const {
@@ -83,21 +83,34 @@ void Link::measured(uint64_t bytes) {
   until_ns_ = std::min(until_ns_, static_cast<double>(now) + left_ns);
 }
 
-std::vector<Link> links_of(Backend& own, const std::vector<Neighbour>& neighbours,
-                           uint16_t direction) {
+std::vector<Link> links_of(Backend& own, const Staging& staging,
+                           const std::vector<Neighbour>& neighbours, Direction direction) {
+  const auto side = static_cast<uint16_t>(direction);
   std::vector<Link> links(1);
   links[0].backend = &own;
   links[0].lanes.resize(1);
-  links[0].lanes[0].number = direction;
-  for (const Neighbour& neighbour : neighbours) {
+  links[0].lanes[0].number = side;
+  if (direction == Direction::store && staging.room.data != nullptr) {
     Link& link = links.emplace_back();
-    link.backend = neighbour.backend.get();
-    link.number = links.size() - 1;
-    link.stage_bytes = neighbour.stage.bytes / (2 * kLanes);
+    link.backend = &own;
+    link.stage_bytes = staging.lane_bytes;
+    link.lanes.resize(Staging::kLanes);
+    for (uint16_t i = 0; i < Staging::kLanes; ++i) {
+      link.lanes[i].number = Staging::kFirstLane + i;
+      link.lanes[i].stage = staging.room.data + i * link.stage_bytes;
+    }
+  }
+  for (size_t i = 0; i < neighbours.size(); ++i) {
+    Link& link = links.emplace_back();
+    link.backend = neighbours[i].backend.get();
+    link.rank = kNeighbour;
+    link.number = i + 1;
+    link.stage_bytes = neighbours[i].stage.bytes / (2 * kLanes);
     link.lanes.resize(kLanes);
-    for (uint16_t i = 0; i < kLanes; ++i) {
-      link.lanes[i].number = direction * kLanes + i;
-      link.lanes[i].stage = neighbour.stage.data + link.lanes[i].number * link.stage_bytes;
+    for (uint16_t lane = 0; lane < kLanes; ++lane) {
+      link.lanes[lane].number = side * kLanes + lane;
+      link.lanes[lane].stage =
+          neighbours[i].stage.data + link.lanes[lane].number * link.stage_bytes;
     }
   }
   return links;

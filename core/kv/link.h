@@ -1,6 +1,6 @@
 // How copies of one direction go between the host and the GPU of a cache: over that GPU's own link,
-// and over those of neighbours that lend theirs. A neighbour's bytes cross its link to or from
-// memory of its own, and NVLink from there.
+// straight or by memory of its own, and over those of neighbours that lend theirs. A neighbour's
+// bytes cross its link to or from memory of its own, and NVLink from there.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -9,6 +9,7 @@
 
 #include "core/backend/backend.h"
 #include "core/kv/cursor.h"
+#include "core/kv/staging.h"
 
 namespace offcore::kv {
 
@@ -27,21 +28,24 @@ struct Flight {
 // A queue of a link, whose flights are copied one after the other.
 struct Lane {
   uint16_t number = 0;         // of the backend's
-  std::byte* stage = nullptr;  // memory of a neighbour for this lane alone
+  std::byte* stage = nullptr;  // memory for this lane alone
   std::deque<Flight> flights;
   uint64_t bytes = 0;  // of the flights
   uint64_t commands = 0;
   double copy_ns = 0;
 };
 
-// A neighbour's has two lanes: while one's bytes come from the host the other's go on.
+// Where parts are staged there are several lanes: while one's bytes cross the link, others' go to
+// or from the cache.
 struct Link {
   Backend* backend = nullptr;
+  Rank rank = kOwner;        // who copies
   size_t number = 0;         // 0: the GPU's own
-  uint64_t stage_bytes = 0;  // of a lane
+  uint64_t stage_bytes = 0;  // of a lane; 0: parts go straight
   std::vector<Lane> lanes;
   bool lost = false;  // it has failed: nothing goes over it any more
 
+  bool staged() const { return stage_bytes > 0; }
   double gbps() const { return gbps_; }    // as measured
   double copy_ns(const Part& part) const;  // by what the machine says, at least
   double ahead_ns(int64_t now) const;      // for which the engine has something to do, at least
@@ -70,8 +74,9 @@ struct Neighbour {
   Share stage;  // the room that it lends
 };
 
-// The links of one direction, 0 or 1: the own one, then the neighbours'.
-std::vector<Link> links_of(Backend& own, const std::vector<Neighbour>& neighbours,
-                           uint16_t direction);
+// The links of one direction: the own one, that by memory of the GPU's own where there is any, and
+// the neighbours'.
+std::vector<Link> links_of(Backend& own, const Staging& staging,
+                           const std::vector<Neighbour>& neighbours, Direction direction);
 
 }  // namespace offcore::kv

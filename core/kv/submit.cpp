@@ -30,29 +30,29 @@ Program told(Program program) {
 std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part part,
                             std::shared_ptr<const void> keep, bool checked) {
   const bool load = course.direction == Direction::load;
+  const bool lent = course.rank == kNeighbour;
   const Machine& machine = course.backend.machine();
   auto program = std::make_shared<Program>();
   program->op = load ? "kv_load" : "kv_store";
   program->machine = machine.name;
   program->variant = "b2b";
   program->protocol = "promise";
-  program->ranks = part.staged ? 2 : 1;
+  program->ranks = lent ? 2 : 1;
   program->native = machine.native.strided;
   program->buffers = {
       flag_buffer(),
       {.name = "cache",
-       .kind = part.staged ? Buffer::Kind::window : Buffer::Kind::local,
+       .kind = lent ? Buffer::Kind::window : Buffer::Kind::local,
        .bytes = layout.span()},
       {.name = "rows", .kind = Buffer::Kind::host, .bytes = part.rows_span},
   };
-  if (part.staged) {
+  if (course.stage != nullptr) {
     program->buffers.push_back(
         {.name = "stage", .kind = Buffer::Kind::local, .bytes = course.stage_bytes});
   }
-  program->queues.push_back({.rank = part.staged ? kNeighbour : kOwner,
-                             .index = course.lane,
-                             .commands = std::move(part.commands)});
-  if (checked) verify(part.staged ? told(*program) : *program);
+  program->queues.push_back(
+      {.rank = course.rank, .index = course.lane, .commands = std::move(part.commands)});
+  if (checked) verify(lent ? told(*program) : *program);
   auto held = std::make_shared<Held>();
   held->keep = std::move(keep);
   Launch launch{.binding = Binding(program->buffers.size(), program->ranks),
@@ -61,10 +61,8 @@ std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part par
                 .owner = held};
   launch.binding.base(kCache, kOwner) = layout.base();
   launch.binding.base(kRows, kHostRank) = part.rows;
-  if (part.staged) {
-    launch.wakeups.push_back(&held->wakeups[kNeighbour]);
-    launch.binding.base(kStage, kNeighbour) = course.stage;
-  }
+  if (lent) launch.wakeups.push_back(&held->wakeups[kNeighbour]);
+  if (course.stage != nullptr) launch.binding.base(kStage, course.rank) = course.stage;
   return course.backend.load(std::move(program))->launch(launch);
 }
 

@@ -9,10 +9,11 @@ namespace offcore::kv {
 
 // Where a part goes. Those of one lane run one after the other, those of several at once.
 struct Course {
-  Backend& backend;  // of two ranks where parts are staged: the GPU and its neighbour
+  Backend& backend;  // of two ranks where a neighbour copies
   Direction direction;
+  Rank rank = kOwner;  // who copies
   uint16_t lane = 0;
-  std::byte* stage = nullptr;  // the lane's own memory of the neighbour
+  std::byte* stage = nullptr;  // the lane's own memory of that rank
   uint64_t stage_bytes = 0;
 };
 

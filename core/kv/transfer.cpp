@@ -86,6 +86,7 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
       groups_(std::move(groups)),
       options_(options),
       process_(getpid()),
+      board_(std::make_shared<Board>(options.linger_ns)),
       named_(groups_.size()) {
   if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
   for (size_t i = 0; i < groups_.size(); ++i) {
@@ -97,9 +98,14 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
     named_[i].resize(group.layout->blocks());
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
-  courier_ = std::make_shared<Courier>(board_, backend_, groups_,
-                                       lent_by(neighbours, groups_, options_.link_bytes),
-                                       options_.pace, std::move(keep), options_.checked);
+  // Where pages are to go one by one, by a kernel or over other links nothing else is to decide.
+  const bool straight = options_.plain_from[static_cast<size_t>(Direction::store)] ||
+                        options_.kernel || !neighbours.empty();
+  courier_ = std::make_shared<Courier>(
+      board_, backend_, groups_,
+      straight ? Staging{} : staging_of(*backend_, groups_, memories_, options_.staging_bytes),
+      lent_by(neighbours, groups_, options_.link_bytes), options_.pace, std::move(keep),
+      options_.checked);
 }
 
 void Transfer::begin() {

@@ -22,8 +22,10 @@ struct TransferOptions {
   Pace pace;
   // Pages of so many bytes are copied one by one, by direction: see Manner.
   std::array<std::optional<uint64_t>, 2> plain_from;
-  bool checked = false;                      // verify every program before it is launched
-  uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
+  bool checked = false;                         // verify every program before it is launched
+  uint64_t link_bytes = uint64_t{32} << 20;     // of a neighbour's memory, at most
+  uint64_t staging_bytes = uint64_t{32} << 20;  // of this GPU's, by which stores of small pages go
+  int64_t linger_ns = usual_linger_ns();        // of the thread, before it sleeps
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };
 
@@ -64,8 +66,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::vector<Group> groups_;
   const TransferOptions options_;
   const pid_t process_;
+  const std::shared_ptr<Board> board_;
   std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor
-  std::shared_ptr<Board> board_ = std::make_shared<Board>();
   std::shared_ptr<Courier> courier_;
   std::thread thread_;
 

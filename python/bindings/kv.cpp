@@ -29,6 +29,8 @@ using kv::Transfer;
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
+constexpr double kLingerMaxS = 60;
+
 // A job, and the transfer whose thread it needs.
 struct Started {
   std::shared_ptr<Transfer> transfer;
@@ -95,10 +97,11 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                                         int device, std::vector<std::shared_ptr<Layout>> layouts,
                                         std::vector<std::shared_ptr<HostPool>> pools,
                                         const std::vector<int>& links, const Machine& pair,
-                                        uint64_t link_bytes, nb::object keep, uint64_t ahead_bytes,
+                                        uint64_t link_bytes, uint64_t staging_bytes,
+                                        nb::object keep, uint64_t ahead_bytes,
                                         uint32_t ahead_commands,
                                         std::array<std::optional<uint64_t>, 2> plain_from,
-                                        bool kernel, bool checked) {
+                                        std::optional<double> linger_s, bool kernel, bool checked) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -106,6 +109,10 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   std::vector<kv::Group> groups;
   for (size_t i = 0; i < layouts.size(); ++i) groups.push_back({layouts[i], pools[i]});
   const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
+  if (linger_s && !(*linger_s >= 0 && *linger_s <= kLingerMaxS)) {
+    fail(Code::invalid, "linger is ", *linger_s, " s; it must lie in 0..", kLingerMaxS);
+  }
+  const auto linger_ns = linger_s ? static_cast<int64_t>(*linger_s * 1e9) : kv::usual_linger_ns();
   const nb::gil_scoped_release unlocked;
   std::vector<std::shared_ptr<Backend>> neighbours;
   for (const int link : links) {
@@ -120,6 +127,8 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                            .plain_from = plain_from,
                            .checked = checked,
                            .link_bytes = link_bytes,
+                           .staging_bytes = staging_bytes,
+                           .linger_ns = linger_ns,
                            .kernel = kernel},
                           kept);
 }
@@ -227,6 +236,7 @@ void bind_jobs(nb::module_& module) {
       .def_ro("strided", &JobReport::strided)
       .def_ro("bytes", &JobReport::bytes)
       .def_ro("link_bytes", &JobReport::link_bytes)
+      .def_ro("staged_bytes", &JobReport::staged_bytes)
       .def_ro("calls", &JobReport::calls)
       .def_ro("enqueue_ns", &JobReport::enqueue_ns)
       .def_ro("queued_ns", &JobReport::queued_ns)
@@ -267,9 +277,9 @@ void bind_jobs(nb::module_& module) {
           nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
-             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("keep"), nb::arg("ahead_bytes"),
-             nb::arg("ahead_commands"), nb::arg("plain_from"), nb::arg("kernel"),
-             nb::arg("checked"));
+             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("staging_bytes"), nb::arg("keep"),
+             nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
+             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"));
 }
 
 }  // namespace

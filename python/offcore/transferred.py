@@ -74,10 +74,13 @@ class Transferred(Facts):
     @property
     def path(self) -> str:
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
-        "none" where nothing was copied: by copy engines, on host by threads. "kernel": by SMs, as
-        was asked for ("mixed" where it left something to engines)."""
+        "none" where nothing was copied: by copy engines, on host by threads. "staged": strided
+        copies to memory of the GPU's own and plain ones from there, all but the first blocks.
+        "kernel": by SMs, as was asked for ("mixed" where it left something to engines)."""
         if self.commands == 0:
             return "none"
+        if self._core.staged_bytes:
+            return "staged"
         if self._core.calls.kernels:
             by_engines = self.calls["batches"] + self.calls["plain"] + self.calls["strided"]
             return "mixed" if by_engines else "kernel"

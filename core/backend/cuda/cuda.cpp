@@ -248,6 +248,15 @@ class CudaBackend final : public Backend {
     return true;
   }
 
+  bool anchor(Rank rank, uint64_t reach) override {
+    try {
+      local(rank)->anchor(reach);
+      return true;
+    } catch (const Error&) {  // a driver that does not map host memory, or no memory is left
+      return false;
+    }
+  }
+
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const auto& device = fleet_->devices().front();
     const Current current = device->current();
@@ -283,7 +292,7 @@ class CudaBackend final : public Backend {
          "graph: call it outside");
   }
 
-  std::shared_ptr<const Device> local(Rank rank) const {
+  std::shared_ptr<Device> local(Rank rank) const {
     for (const auto& device : fleet_->devices()) {
       if (device->rank() == rank) return device;
     }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "core/backend/cuda/anchor.h"
 #include "core/backend/cuda/gather.h"
 #include "core/base/clock.h"
 
@@ -138,6 +139,8 @@ Device::Device(Rank rank, int ordinal)
 Device::~Device() = default;
 
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
+
+void Device::anchor(uint64_t reach) { anchor_ = std::make_unique<const Anchor>(*this, reach); }
 
 void Device::reach(const Device& peer) const {
   if (peer.ordinal() == ordinal()) return;

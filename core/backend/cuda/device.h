@@ -106,6 +106,7 @@ class Event {
   CUevent handle_;
 };
 
+class Anchor;
 class Gather;
 
 class Device final : public Port {
@@ -131,6 +132,11 @@ class Device final : public Port {
   void load_gather();
   const Gather* gather() const { return gather_.get(); }  // null unless loaded
 
+  // Makes engines do strided copies within this GPU's memory, of rows that lie within `reach` bytes
+  // (anchor.h). Not while anything is fed.
+  void anchor(uint64_t reach);
+  const Anchor* anchor() const { return anchor_.get(); }  // null: they are left to the driver
+
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
   void reach(const Device& peer) const;
@@ -143,6 +149,7 @@ class Device final : public Port {
   std::shared_ptr<Events> events_;
   std::unique_ptr<Stream> service_;
   std::unique_ptr<const Gather> gather_;
+  std::unique_ptr<const Anchor> anchor_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 

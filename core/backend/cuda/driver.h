@@ -67,6 +67,7 @@ enum class Attribute : int {
 inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
 inline constexpr int kPosixDescriptor = 1;  // CUmemAllocationHandleType
 inline constexpr int kLocationDevice = 1;   // CUmemLocationType
+inline constexpr int kLocationNumaNode = 3;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kHostMemoryType = 1;  // CUmemorytype
 inline constexpr int kDeviceMemory = 2;

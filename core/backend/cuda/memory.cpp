@@ -33,9 +33,8 @@ CUmemAllocationProp properties(int ordinal) {
           .location = {.type = kLocationDevice, .id = ordinal}};
 }
 
-uint64_t granule(int ordinal) {
+uint64_t granule(const CUmemAllocationProp& wanted) {
   size_t bytes = 0;
-  const CUmemAllocationProp wanted = properties(ordinal);
   check(Driver::get().cuMemGetAllocationGranularity(&bytes, &wanted, 0),
         "cuMemGetAllocationGranularity");
   return bytes;
@@ -149,7 +148,7 @@ std::shared_ptr<Part> Part::create(const Device& device, uint64_t bytes, bool ex
   const Current current = device.current();
   const CUmemAllocationProp wanted = properties(device.ordinal());
   if (bytes > uint64_t{1} << 46) fail(Code::memory, bytes, " bytes are more than any GPU has");
-  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(device.ordinal()))));
+  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(wanted))));
   const CUresult result = driver.cuMemCreate(&part->handle_, part->bytes_, &wanted, 0);
   if (result == kOutOfMemory) {
     size_t free = 0;
@@ -167,10 +166,22 @@ std::shared_ptr<Part> Part::create(const Device& device, uint64_t bytes, bool ex
   return part;
 }
 
+std::shared_ptr<Part> Part::create_host(const Device& device, uint64_t bytes) {
+  const Current current = device.current();
+  const CUmemAllocationProp wanted{
+      .type = kMemoryPinned,
+      .location = {.type = kLocationNumaNode,
+                   .id = std::max(0, numa_node(pci_address(device.ordinal())))}};
+  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(wanted))));
+  check(Driver::get().cuMemCreate(&part->handle_, part->bytes_, &wanted, 0),
+        "cuMemCreate of host memory");
+  return part;
+}
+
 std::shared_ptr<Part> Part::import(std::shared_ptr<const Context> context, uint64_t bytes, int fd) {
   Descriptor owned(fd);
   const Current current(context->handle());
-  const uint64_t whole = rounded(bytes, granule(context->ordinal()));
+  const uint64_t whole = rounded(bytes, granule(properties(context->ordinal())));
   std::shared_ptr<Part> part(new Part(std::move(context), whole));
   check(Driver::get().cuMemImportFromShareableHandle(
             &part->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), kPosixDescriptor),

@@ -18,11 +18,13 @@
 
 namespace offcore::cuda {
 
-// One rank's physical memory.
+// Physical memory: one rank's, or of the host.
 class Part {
  public:
   // Allocates on the device. Throws memory, naming the free bytes.
   static std::shared_ptr<Part> create(const Device& device, uint64_t bytes, bool exported);
+  // Of the host, on the NUMA node that the device is nearest to.
+  static std::shared_ptr<Part> create_host(const Device& device, uint64_t bytes);
   // Owns fd from here on, also when it throws.
   static std::shared_ptr<Part> import(std::shared_ptr<const Context> context, uint64_t bytes,
                                       int fd);

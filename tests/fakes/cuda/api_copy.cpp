@@ -108,6 +108,19 @@ uint64_t checked_pitch(uint64_t pitch, uint64_t row_bytes) {
   return pitch == 0 ? row_bytes : pitch;
 }
 
+// A copy may be addressed from mapped host memory, if that goes on behind the base as the rows do
+// (H200, driver 580).
+void check_base(const Transfer& transfer, const Side& side) {
+  const PointerFacts base = addresses().facts(side.base);
+  if (side.base == side.address || !base.allocation || base.allocation->device() != kHost) return;
+  const DevicePtr end = side.base + (transfer.rows - 1) * side.pitch + transfer.width;
+  for (DevicePtr at = side.base; at < end;) {
+    const PointerFacts facts = addresses().facts(at);
+    require(facts.allocation && facts.allocation->device() == kHost, kInvalidValue);
+    at = facts.start + facts.bytes;
+  }
+}
+
 // A plain allocation cannot be left from row to row where the rows are written (H200, driver 580);
 // memory that the caller mapped side by side can. A copy of one row may start from any base.
 void check_rows(const Transfer& transfer) {
@@ -236,6 +249,8 @@ FAKE_API Result cuMemcpy2DAsync_v2(const Memcpy2D* what, StreamHandle stream) {
     transfer.dst.address += c.dst_y * dst_pitch + c.dst_x;
     transfer.src.address += c.src_y * src_pitch + c.src_x;
     check_rows(transfer);
+    check_base(transfer, transfer.dst);
+    check_base(transfer, transfer.src);
     push_copies(*target, {transfer});
   });
 }

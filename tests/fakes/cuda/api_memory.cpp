@@ -14,9 +14,15 @@ Registry<Allocation, MemoryHandle>& allocations() {
   return *value;
 }
 
-// What memory can be made of: pinned memory of a visible device, private or shared by descriptor.
+// What memory can be made of: pinned memory of a visible device, private or shared by descriptor,
+// or private one of the host's only NUMA node.
 int checked_device(const AllocationProp* prop) {
   require(prop != nullptr && prop->type == 1, kInvalidValue);
+  if (prop->location.type == kLocationNumaNode) {
+    require(prop->location.id == 0, kInvalidDevice);
+    require(prop->requested_handle_types == kHandleNone, kNotSupported);
+    return kHost;
+  }
   require(prop->location.type == kLocationDevice, kNotSupported);
   const auto& devices = settings().devices;
   const int id = prop->location.id;

@@ -254,7 +254,7 @@ void AddressSpace::set_access(DevicePtr start, uint64_t bytes, const AccessDesc*
     const int device = settings().devices[static_cast<size_t>(rights[i].location.id)];
     for (const auto mapping : mappings) {
       const int owner = mapping->second.allocation->device();
-      const bool peers = owner == device || settings().peers(owner, device);
+      const bool peers = owner == device || owner == kHost || settings().peers(owner, device);
       require(peers || rights[i].flags == kAccessNone, kPeerAccessUnsupported);
     }
     for (const auto mapping : mappings) mapping->second.access[device] = rights[i].flags;

@@ -24,12 +24,13 @@
 namespace fakecuda {
 
 inline constexpr uint64_t kGranularity = uint64_t{2} << 20;
+inline constexpr int kHost = -1;  // whose memory it may be besides a device's
 
 // At the end of each memory file, seen by every process that imported it.
 struct Trailer {
   uint64_t magic;
   uint64_t bytes;
-  int32_t device;  // its physical number
+  int32_t device;  // its physical number, or kHost
   int32_t handle_types;
   std::atomic<uint32_t> changes;   // counts writes, while there are sleepers
   std::atomic<uint32_t> sleepers;  // waits for a change

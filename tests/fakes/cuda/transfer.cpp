@@ -160,12 +160,13 @@ bool takes_sms(const std::vector<Transfer>& batch) {
   return std::ranges::any_of(batch, within_one_device);
 }
 
-// Whether its rows begin and end in one allocation.
+// Whether its rows begin and end in one allocation, where their base is.
 bool within_one_allocation(const Transfer& transfer, const Side& side) {
   const auto allocation = [&](uint64_t row, uint64_t slice) {
     return addresses().facts(side.address + row * side.pitch + slice * side.slice_pitch).allocation;
   };
-  return allocation(0, 0) == allocation(transfer.rows - 1, transfer.slices - 1);
+  return addresses().facts(side.base).allocation == allocation(0, 0) &&
+         allocation(0, 0) == allocation(transfer.rows - 1, transfer.slices - 1);
 }
 
 // What a driver makes of the copy that does not do strided copies across allocations well.

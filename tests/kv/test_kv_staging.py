@@ -1,0 +1,280 @@
+"""Stores of small pages by memory of the GPU's own: every byte, who copies, and where such a store
+does not go that way. On the stand-in driver, a process for each test."""
+
+import pytest
+from test_cuda import run
+from test_kv_cuda import WORLD
+
+STAGED = """
+STRAIGHT = ("strided", "mixed")
+
+class Small(World):
+    def __init__(self, layers=8, blocks=128, page=4096, **options):
+        super().__init__(layers=layers, blocks=blocks, page=page, **options)
+
+    def check(self, named, slots, paths=("staged",), **options):
+        result = self.transfer.store(named, slots, **options).wait(20)
+        assert (self.rows(slots) == self.wanted(named)).all()
+        assert result.bytes == len(named) * self.wanted([0]).shape[1], result.bytes
+        assert result.path in paths, (result.path, paths)
+        return result
+
+def some(count, seed=0, of=128):
+    return np.random.default_rng(seed).permutation(of)[:count]
+"""
+
+
+def check_on_gpu(code: str, *args: str, **env: str) -> None:
+    assert run(code, *args, prelude=WORLD + STAGED, **env) == ""
+
+
+@pytest.mark.parametrize("ahead", [1, 1 << 16, 32 << 20])
+def test_random_stores_and_loads_beside_them(ahead: int) -> None:
+    code = """
+    world = Small(ahead_bytes=int(sys.argv[1]))
+    rng = np.random.default_rng(0)
+    staged = 0
+    for turn in range(15):
+        world.fill(turn)
+        blocks, slots = rng.permutation(128), rng.permutation(256)
+        if turn % 5 == 4:  # in short runs
+            blocks = rng.permutation(32)[:, np.newaxis] * 4 + np.arange(4)
+            slots = rng.permutation(64)[:, np.newaxis] * 4 + np.arange(4)
+            blocks, slots = blocks.ravel(), slots.ravel()
+        cut = int(rng.integers(1, 128))
+        jobs = [world.transfer.store(blocks[:cut], slots[:cut], priority=int(rng.integers(3)))]
+        if turn % 3:
+            for slot in slots[128:]:
+                world.pool.row(slot)[:] = rng.integers(0, 256, 8 * 4096, np.uint8)
+            jobs.append(world.transfer.load(blocks[cut:], slots[128 : 256 - cut]))
+        results = [job.wait(20) for job in jobs]
+        assert (world.rows(slots[:cut]) == world.wanted(blocks[:cut])).all()
+        if turn % 3:
+            rows = world.rows(slots[128 : 256 - cut]).reshape(128 - cut, 8, 4096)
+            world.image[:, blocks[cut:]] = rows.swapaxes(0, 1)
+        assert (world.read() == world.image).all()
+        staged += results[0].path == "staged"
+    assert staged >= 4, staged
+    assert done("same_device") == [0]  # no SM
+    world.transfer.close()
+    """
+    check_on_gpu(code, str(ahead))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_caches_of_other_shapes(halves: bool) -> None:
+    code = """
+    blocks, page, layers = 96, 2048, 9
+    whole = driver.memory(20 << 20)
+    if sys.argv[1] == "True":  # K and V apart: two copies a block
+        tensors = [Gpu(whole + i * 2 * blocks * page, (2, blocks, page)) for i in range(layers)]
+        layout, order = kv.Layout(tensors, block_axis=1), (2, 0, 1, 3)
+        shape = (layers, 2, blocks, page)
+    else:  # a tensor a layer, and gaps between blocks
+        tensors = [Gpu(whole + i * blocks * 2 * page, (blocks, page), (2 * page, 1))
+                   for i in range(layers)]
+        layout, order = kv.Layout(tensors), (1, 0, 2, 3)
+        shape = (layers, blocks, 2, page)
+    image = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
+    driver.put(whole, image.tobytes())
+    pool = kv.HostPool(layout.block_bytes, blocks, backend="cuda", chunk_bytes=9 << 20)
+    slots = pool.allocate(blocks, timeout=20)[some(blocks, 1, blocks)]
+    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+        named = some(blocks, 2, blocks)
+        result = transfer.store(named, slots).wait(20)
+    wanted = image.transpose(order)[named]
+    if sys.argv[1] != "True":
+        wanted = wanted[:, :, 0]
+    rows = np.stack([pool.row(slot) for slot in slots])
+    assert (rows == wanted.reshape(blocks, -1)).all()
+    assert result.path == "staged", result.path
+    assert done("same_device") == [0]
+    """
+    check_on_gpu(code, str(halves))
+
+
+def test_where_stores_go_straight() -> None:
+    code = """
+    world = Small()
+    slots = some(64, 7, 256)
+    assert world.check(some(64), slots).links == {0: 64 * 8 * 4096}
+    world.check(some(8), slots[:8], STRAIGHT)  # no part behind the first
+    layout = kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0)
+    pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
+    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+        run = transfer.store(np.arange(64), pool.allocate(64, timeout=20)).wait(20)
+        assert (run.path, run.commands) == ("strided", 8)  # one a layer
+    world.check(some(64), slots, ("plain",), by_layer=True)
+    loaded = world.transfer.load(some(64), slots).wait(20)
+    assert loaded.path in STRAIGHT, loaded.path
+    world.transfer.close()
+    for options in ({"staging_bytes": 0}, {"plain_from": (None, 1 << 40)}, {"layers": 4},
+                    {"page": 64 << 10, "blocks": 32}, {"staging_bytes": 3 * 2 * 8 * 4096 - 1}):
+        world = Small(**options)
+        blocks = world.shape[1]
+        result = world.transfer.store(some(blocks, 0, blocks), np.arange(blocks)).wait(20)
+        assert result.path in STRAIGHT, (options, result.path)
+        world.transfer.close()
+    world = Small(staging_bytes=3 * 8 * 8 * 4096)  # three lanes of eight blocks
+    world.check(some(64), slots)
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def failing(entry: str, call: int, code: int) -> dict[str, str]:
+    """That call fails, of those for staging alone."""
+    before = "world = Small(staging_bytes=0)\nprint(calls(sys.argv[1]))\nworld.transfer.close()"
+    count = int(run(before, entry, prelude=WORLD + STAGED))
+    return {"OFFCORE_FAKE_CUDA_FAIL": f"{entry}:{count + call}:{code}"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("cuMemAddressReserve", 1, 2),
+        ("cuMemCreate", 1, 801),  # no host memory of this kind
+        ("cuMemSetAccess", 1, 1),
+        ("cuMemCreate", 2, 2),  # no room on the GPU
+        ("cuMemcpy2DAsync", 1, 1),  # such copies are refused
+        None,  # or not done right
+    ],
+)
+def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | None) -> None:
+    env = failing(*fault) if fault else {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}
+    code = """
+    world = Small()
+    for turn in range(2):
+        result = world.transfer.store(some(64), np.arange(64)).wait(20)
+        assert result.path in STRAIGHT, result.path
+        assert (world.rows(range(64)) == world.wanted(some(64))).all()
+    world.transfer.close()
+    assert done("same_device") == [0]
+    """
+    check_on_gpu(code, **env)
+
+
+def test_a_refused_copy_fails_its_job_alone() -> None:
+    """Later stores then go straight."""
+    code = """
+    world = Small()
+    failed = code_of(lambda: world.transfer.store(some(64), np.arange(64)).wait(20))
+    assert failed[0] == "driver", failed
+    for turn in range(2):
+        world.check(some(64, turn), np.arange(64), STRAIGHT)
+    world.transfer.close()
+    """
+    # The trial has four strided copies; then come those of the first part, which goes straight.
+    check_on_gpu(code, **failing("cuMemcpy2DAsync", 4 + 16 + 5, 1))
+
+
+def test_cancelled_and_overtaken() -> None:
+    code = """
+    world = Small(blocks=512, page=1024, ahead_bytes=1 << 16)
+    every = some(512, 5, 512)
+    for turn in range(8):
+        for slot in range(512):
+            world.pool.row(slot)[:] = 0
+        job = world.transfer.store(every, np.arange(512))
+        urgent = world.transfer.store(every[:16], 512 + np.arange(16), priority=1)
+        if turn % 2:
+            time.sleep(0.002 * turn)
+        job.cancel()
+        result = job.wait(20)
+        assert urgent.wait(20).blocks == 16
+        done = result.blocks
+        rows = world.rows(range(512))
+        assert (rows[:done] == world.wanted(every[:done])).all()
+        assert not rows[done:].any()
+        assert result.cancelled == (done < 512)
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_jobs_that_meet_keep_their_order() -> None:
+    code = """
+    world = Small()
+    blocks, slots = some(128), np.arange(128)
+    for turn in range(6):
+        world.fill(turn)
+        first = world.transfer.store(blocks, slots)
+        again = world.transfer.load(blocks[::-1], slots)  # each block gets another one's bytes
+        last = world.transfer.store(blocks, 128 + slots)
+        for job in (last, again, first):
+            job.wait(20)
+        was = world.wanted(blocks)
+        assert (world.rows(slots) == was).all()
+        assert (world.rows(128 + slots) == was[::-1]).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_a_stream_waits_for_all_of_it() -> None:
+    code = """
+    world, gate, reader = Small(), _core.Stopwatch(0), _core.Stopwatch(0)
+    slots = np.arange(128)
+    for turn in range(5):
+        world.fill(turn)
+        gate.shut()
+        job = world.transfer.store(some(128, turn), slots, after=gate.stream)
+        threading.Timer(0.02, gate.open).start()
+        job.wait_stream(reader.stream, 10)
+        assert passed(reader)
+        assert (world.rows(slots) == world.wanted(some(128, turn))).all(), turn
+        assert job.wait(10).path == "staged"
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_no_sm_is_needed() -> None:
+    code = """
+    world = Small()
+    blocks = _core.Occupation([0], 20.0)
+    world.check(some(100), np.arange(100))
+    assert blocks.holds and not blocks.control_ran
+    blocks.release()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_nothing_is_left() -> None:
+    code = """
+    before, at = None, driver.memory(4 << 20)
+    for turn in range(3):
+        world = Small(at=at)
+        world.check(some(64), np.arange(64))
+        world.transfer.close()
+        world.pool.free(world.slots)
+        world.pool.close()
+        del world
+        now = [live()[kind] for kind in ("allocations", "mappings", "reservations")]
+        assert before in (None, now), (before, now)
+        before = now
+    """
+    check_on_gpu(code, OFFCORE_FAKE_CUDA_MEMORY="64G")
+
+
+def test_the_thread_looks_out_as_long_as_it_is_told() -> None:
+    code = """
+    def states():  # of the other threads
+        others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+        return {open(f"/proc/self/task/{one}/stat").read().rsplit(")")[1][1] for one in others}
+
+    def looks_out(linger):
+        world = World(linger=linger)
+        world.transfer.store([1], [0]).wait(10)
+        time.sleep(0.1)
+        found = [states() for _ in range(20)]
+        world.transfer.close()
+        return sum("R" in state for state in found)
+
+    assert looks_out(5.0) == 20
+    assert looks_out(0.0) == 0
+    for wrong in (-1.0, float("nan"), 61.0):
+        assert code_of(lambda: World(linger=wrong))[0] == "invalid"
+    """
+    check_on_gpu(code)
