@@ -28,6 +28,7 @@ NOT_SANITIZED = {
 }
 NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py"}  # gloo's threads are built without it
+NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py"}  # partly on the stand-in driver
 NOT_SANITIZED["tsan"] |= {  # of folders with others that do start threads
     *("test_cutting.py", "test_dying.py", "test_fat_tree.py", "test_lossy.py", "test_strangers.py"),
     *("test_sdma_engine.py", "test_sdma_fuzz.py", "test_sdma_packets.py", "test_sdma_programs.py"),

@@ -212,9 +212,13 @@ class Backend : public Memory {
   virtual uint64_t memory_of(const std::byte*, const std::byte*) const { return 0; }
   // Whether a local rank's engines reach all of that.
   virtual bool reaches(Rank, const std::byte*, const std::byte*) const { return true; }
-  // Makes engines do strided copies within a local rank's memory, of rows that lie within `reach`
-  // bytes, before anything is launched. False: they are done as others there.
-  virtual bool anchor(Rank, uint64_t) { return false; }
+  // Memory of a local rank, not zeroed, to which engines make strided copies of the rank's memory,
+  // of rows that lie `reach` bytes from `first` on. Before anything is launched, once. Without
+  // data: no engine does, or there is no room.
+  virtual Share allocate_stage(Rank, uint64_t /*bytes*/, const std::byte* /*first*/,
+                               uint64_t /*reach*/) {
+    return {};
+  }
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
   // driver's event stands for now. Throw unsupported where there are no streams, and for a stream
   // that is being captured.

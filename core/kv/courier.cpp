@@ -76,7 +76,9 @@ bool Courier::rest() {
     if (!jobs_.empty()) return true;
   }
   const int64_t began_ns = now_ns();
-  while (!board_->news && now_ns() - began_ns < board_->linger_ns) sched_yield();
+  while (!board_->news && !board_->closing && now_ns() - began_ns < board_->linger_ns) {
+    sched_yield();
+  }
   std::unique_lock lock(board_->mutex);
   board_->asleep = true;
   const auto needed = [&] { return board_->news || board_->under_way > 0; };

@@ -136,11 +136,13 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
   const uint32_t stage = job->cursor_->stage();
   const bool rest_staged = by_own_memory(ways_[static_cast<size_t>(request.direction)], *job);
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
-  const uint64_t staged_rows = std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes);
+  const uint64_t head_start = std::min(bytes, Staging::kBlocks * row_bytes + kHeadStart);
+  const uint64_t room = std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes);
+  const uint64_t staged_rows = link.rank == kOwner ? std::min(room, Staging::kBlocks) : room;
   Part part = link.staged()
                   ? job->cursor_->next_staged(link.rank, staged_rows)
                   : job->cursor_->next(
-                        {.bytes = rest_staged ? Staging::kBlocks * row_bytes + kHeadStart : bytes,
+                        {.bytes = rest_staged ? head_start : bytes,
                          .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
                          .plain = std::max(1U, plain_max),
                          .in_time = stage < job->urgent_ ? 0 : plain_in_time(link, plain_max)});

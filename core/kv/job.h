@@ -40,7 +40,7 @@ struct Board {
   std::condition_variable changed;  // those who wait for jobs
   std::deque<std::shared_ptr<Job>> inbox;
   uint64_t under_way = 0;  // jobs that have not ended
-  bool closing = false;
+  std::atomic<bool> closing{false};
   bool cancel_all = false;
   bool ended = false;               // the courier is through
   std::atomic<bool> news{false};    // for the courier: something above, or a job, has changed

@@ -17,16 +17,17 @@ namespace offcore::kv {
 struct Staging {
   static constexpr uint16_t kLanes = 3;
   static constexpr uint16_t kFirstLane = 2;  // of the backend's, behind those of the directions
-  static constexpr size_t kBlocks = 8;       // of a part, if a lane has room: rows of one batch
+  static constexpr uint64_t kBlocks = 8;     // of a part, if a lane has room: rows of one batch
 
-  Share room;  // a part of it for each lane; data is null where there is none
+  Share room;   // a part of it for each lane; data is null where there is none
+  Share tried;  // rows of the trial: to give pinned memory back waits for the whole GPU
   uint64_t lane_bytes = 0;
   std::vector<bool> groups;  // whose stores go by it
 };
 
-// Takes at most so many bytes of rank 0. None where no group has such pages, where the backend has
-// no engine for copies within a GPU's memory, or a trial of them does not bring the same bytes as
-// copies to the host do. `memories`: of each group, as Layout::folds takes them.
+// Takes at most so many bytes of rank 0, and no SM. None where no group has such pages, where the
+// backend has no engine for copies within a GPU's memory, or a trial of them does not bring the
+// same bytes as copies to the host do. `memories`: of each group, as Layout::folds takes them.
 Staging staging_of(Backend& backend, const std::vector<Group>& groups,
                    const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes);
 

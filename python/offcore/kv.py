@@ -272,7 +272,7 @@ class BlockTransfer:
         Results say path "kernel".
     verify: check every program of commands before it runs. For tests: it is slow.
 
-    Loads and stores run at the same time, each direction in a stream of its own. Jobs that touch
+    Loads and stores run at the same time, in streams of their own. Jobs that touch
     the same block or slot, one of them writing, keep the order of their calls. Tensors and pools
     are kept alive by the transfer and its jobs. A transfer that is dropped together with its jobs
     cancels them. Raises `Error`: invalid, unavailable.

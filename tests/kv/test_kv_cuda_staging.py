@@ -172,21 +172,25 @@ def test_cancelled_and_overtaken() -> None:
     code = """
     world = Small(blocks=512, page=1024, ahead_bytes=1 << 16)
     every = some(512, 5, 512)
+    cut = overtaken = 0
     for turn in range(8):
         for slot in range(512):
             world.pool.row(slot)[:] = 0
         job = world.transfer.store(every, np.arange(512))
         urgent = world.transfer.store(every[:16], 512 + np.arange(16), priority=1)
-        if turn % 2:
-            time.sleep(0.002 * turn)
+        assert urgent.wait(20).blocks == 16
+        overtaken += not job.done()
+        time.sleep(0.001 * turn)
         job.cancel()
         result = job.wait(20)
-        assert urgent.wait(20).blocks == 16
+        cut += result.cancelled and result.path == "staged"
         done = result.blocks
         rows = world.rows(range(512))
         assert (rows[:done] == world.wanted(every[:done])).all()
         assert not rows[done:].any()
         assert result.cancelled == (done < 512)
+    assert cut > 0, "no cancellation came amid what is staged"
+    assert overtaken > 0
     world.transfer.close()
     """
     check_on_gpu(code)
@@ -199,14 +203,58 @@ def test_jobs_that_meet_keep_their_order() -> None:
     for turn in range(6):
         world.fill(turn)
         first = world.transfer.store(blocks, slots)
+        twice = world.transfer.store(blocks[::-1], 128 + slots)  # the slots of the last one
         again = world.transfer.load(blocks[::-1], slots)  # each block gets another one's bytes
         last = world.transfer.store(blocks, 128 + slots)
-        for job in (last, again, first):
+        for job in (last, again, twice, first):
             job.wait(20)
         was = world.wanted(blocks)
         assert (world.rows(slots) == was).all()
         assert (world.rows(128 + slots) == was[::-1]).all()
     world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+def test_stores_into_the_same_slots_keep_their_order() -> None:
+    code = """
+    world = Small()
+    for turn in range(10):
+        named = [some(100, 10 * turn + k) for k in range(4)]
+        jobs = [world.transfer.store(blocks, np.arange(100)) for blocks in named]
+        assert [job.wait(20).path for job in jobs] == ["staged"] * 4
+        assert (world.rows(range(100)) == world.wanted(named[-1])).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_lanes_of_few_rows(rows: int) -> None:
+    code = """
+    world = Small(staging_bytes=3 * int(sys.argv[1]) * 8 * 4096)
+    for turn in range(4):
+        world.check(some(100, turn), some(100, turn + 9, 256))
+    world.transfer.close()
+    """
+    check_on_gpu(code, str(rows))
+
+
+def test_groups_with_rows_of_their_own() -> None:
+    code = """
+    worlds = [Small(blocks=256, page=1024), Small(page=16384)]
+    layouts = [kv.Layout(Gpu(w.at, w.shape), block_axis=1, layer_axis=0) for w in worlds]
+    with kv.BlockTransfer(layouts, [w.pool for w in worlds], verify=True) as transfer:
+        for turn in range(4):
+            named = some(256, turn, 256), some(128, turn)
+            for group, blocks in enumerate(named):
+                result = transfer.store(blocks, np.arange(len(blocks)), group=group).wait(20)
+                assert result.path == "staged"
+                rows = worlds[group].rows(range(len(blocks)))
+                assert (rows == worlds[group].wanted(blocks)).all()
+                # Parts of eight blocks each, whatever a lane has room for.
+                assert result.calls["batches"] + result.calls["plain"] >= len(blocks) // 8 - 3
+    assert done("same_device") == [0]
     """
     check_on_gpu(code)
 
@@ -231,9 +279,11 @@ def test_a_stream_waits_for_all_of_it() -> None:
 
 def test_no_sm_is_needed() -> None:
     code = """
-    world = Small()
     blocks = _core.Occupation([0], 20.0)
+    began = time.monotonic()
+    world = Small()  # with its trial
     world.check(some(100), np.arange(100))
+    assert time.monotonic() - began < 4, "something waited for an SM"
     assert blocks.holds and not blocks.control_ran
     blocks.release()
     world.transfer.close()
@@ -269,7 +319,9 @@ def test_the_thread_looks_out_as_long_as_it_is_told() -> None:
         world.transfer.store([1], [0]).wait(10)
         time.sleep(0.1)
         found = [states() for _ in range(20)]
+        began = time.monotonic()
         world.transfer.close()
+        assert time.monotonic() - began < 2, "it looks out for an end too"
         return sum("R" in state for state in found)
 
     assert looks_out(5.0) == 20

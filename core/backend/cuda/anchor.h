@@ -17,6 +17,7 @@ class Anchor {
   // driver.
   Anchor(const Device& device, uint64_t reach);
 
+  CUdeviceptr base() const { return range_.base(); }
   // From where whole pitches lead to `meant`, the first of the rows; 0: from nowhere.
   CUdeviceptr before(CUdeviceptr meant, uint64_t pitch, uint32_t rows) const;
 

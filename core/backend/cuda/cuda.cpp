@@ -159,21 +159,10 @@ class CudaBackend final : public Backend {
   bool host_visible() const override { return false; }
 
   Share allocate(Rank rank, uint64_t bytes) override {
-    const Device& device = *local(rank);
-    const bool exported = fleet_->devices().size() < fleet_->ranks();
-    auto single = std::make_shared<Single>();
-    single->part = Part::create(device, bytes, exported);
-    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
-    single->range->map(0, single->part);
-    const int ordinal = device.ordinal();
-    single->range->open({&ordinal, 1});
-    device.zero(single->range->base(), single->part->bytes());
-    return {.rank = rank,
-            .bytes = bytes,
-            .fd = single->part->fd(),
-            .data = reinterpret_cast<std::byte*>(single->range->base()),
-            .owner = single,
-            .port = local(rank)};
+    Share share = take(rank, bytes);
+    local(rank)->zero(reinterpret_cast<CUdeviceptr>(share.data),
+                      std::static_pointer_cast<Single>(share.owner)->part->bytes());
+    return share;
   }
 
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
@@ -248,12 +237,13 @@ class CudaBackend final : public Backend {
     return true;
   }
 
-  bool anchor(Rank rank, uint64_t reach) override {
+  Share allocate_stage(Rank rank, uint64_t bytes, const std::byte* first, uint64_t reach) override {
     try {
-      local(rank)->anchor(reach);
-      return true;
+      Share share = take(rank, bytes);
+      const bool anchored = local(rank)->anchor(reinterpret_cast<CUdeviceptr>(first), reach);
+      return anchored ? share : Share{};
     } catch (const Error&) {  // a driver that does not map host memory, or no memory is left
-      return false;
+      return {};
     }
   }
 
@@ -290,6 +280,24 @@ class CudaBackend final : public Backend {
     if (capture_of({&stream, 1}) == 0) return;
     fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
          "graph: call it outside");
+  }
+
+  // Memory of a rank's as it is.
+  Share take(Rank rank, uint64_t bytes) const {
+    const Device& device = *local(rank);
+    const bool exported = fleet_->devices().size() < fleet_->ranks();
+    auto single = std::make_shared<Single>();
+    single->part = Part::create(device, bytes, exported);
+    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
+    single->range->map(0, single->part);
+    const int ordinal = device.ordinal();
+    single->range->open({&ordinal, 1});
+    return {.rank = rank,
+            .bytes = bytes,
+            .fd = single->part->fd(),
+            .data = reinterpret_cast<std::byte*>(single->range->base()),
+            .owner = single,
+            .port = local(rank)};
   }
 
   std::shared_ptr<Device> local(Rank rank) const {

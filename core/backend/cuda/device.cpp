@@ -140,7 +140,12 @@ Device::~Device() = default;
 
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
-void Device::anchor(uint64_t reach) { anchor_ = std::make_unique<const Anchor>(*this, reach); }
+bool Device::anchor(CUdeviceptr first, uint64_t reach) {
+  auto anchor = std::make_unique<const Anchor>(*this, reach);
+  if (anchor->base() > first) return false;
+  anchor_ = std::move(anchor);
+  return true;
+}
 
 void Device::reach(const Device& peer) const {
   if (peer.ordinal() == ordinal()) return;

@@ -132,9 +132,10 @@ class Device final : public Port {
   void load_gather();
   const Gather* gather() const { return gather_.get(); }  // null unless loaded
 
-  // Makes engines do strided copies within this GPU's memory, of rows that lie within `reach` bytes
-  // (anchor.h). Not while anything is fed.
-  void anchor(uint64_t reach);
+  // Makes engines do strided copies within this GPU's memory, of rows that lie `reach` bytes from
+  // `first` on (anchor.h). False: from where the driver puts that, nothing leads there. Not while
+  // anything is fed.
+  bool anchor(CUdeviceptr first, uint64_t reach);
   const Anchor* anchor() const { return anchor_.get(); }  // null: they are left to the driver
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
