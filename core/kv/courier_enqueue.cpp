@@ -82,8 +82,9 @@ Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
   Link* best = &way.links[0];
   const bool lent = !neighbours_.empty() && job.together_ == job.layers_;
   if (Link* own = by_own_memory(way, job); own != nullptr) {
-    // The first part goes straight: so the link has something to carry while others are gathered.
-    if (!best->idle() || !own->idle()) best = own;
+    // A first part goes straight: so the link has something to carry while others are gathered.
+    const bool first = job.began_ns_ < 0 && best->idle() && own->idle();
+    if (!first) best = own;
   } else if (lent) {
     double fastest = 0;
     for (const Link& link : way.links) fastest = std::max(fastest, link.gbps());
