@@ -135,7 +135,8 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
                       uint32_t plain_max) {
   const Request& request = job->request_;
   const uint32_t stage = job->cursor_->stage();
-  const bool rest_staged = by_own_memory(ways_[static_cast<size_t>(request.direction)], *job);
+  const bool rest_staged =
+      !link.staged() && by_own_memory(ways_[static_cast<size_t>(request.direction)], *job);
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
   const uint64_t head_start = std::min(bytes, Staging::kBlocks * row_bytes + kHeadStart);
   const uint64_t room = std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes);
