@@ -88,9 +88,8 @@ def check_baseline(name: str, backend: str) -> None:
             "unsupported",
             f"--baseline {name} is measured beside --backend {BACKENDS[name]}, not {backend}",
         )
-    if name == "gloo":
-        torch_for("gloo")
-    elif name != "memcpy" and importlib.util.find_spec("torch") is None:
+    # Not imported here, where nothing needs it: that takes seconds. Its ranks say what it lacks.
+    if name != "memcpy" and importlib.util.find_spec("torch") is None:
         raise _no_torch(name)
 
 

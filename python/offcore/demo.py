@@ -14,7 +14,7 @@ from rich.table import Table
 
 import offcore
 from offcore import bench, plot, report, reproduce
-from offcore.baselines import check_baseline
+from offcore.baselines import torch_for
 from offcore.errors import error
 from offcore.latte import calibrated, sweep
 from offcore.latte.rows import Finding, findings
@@ -148,7 +148,7 @@ def _measure(
 def _baselines() -> tuple[list[str], str]:
     """What to measure beside, and how to get more."""
     try:
-        check_baseline("gloo", "host")
+        torch_for("gloo")
     except offcore.Error as failure:
         return ["memcpy"], f"without gloo: {failure}"
     return ["gloo", "memcpy"], ""

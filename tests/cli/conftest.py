@@ -1,20 +1,18 @@
 """Runs the command line in a process of its own, as a user does.
 
-Most of these processes are copies of one that has imported the package, which takes longer than
-what most tests ask for. test_shown_commands.py and `start_cli` start Python anew.
+Most of these processes are ready ones. test_shown_commands.py and `start_cli` start Python anew.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+
 import ready
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
@@ -34,31 +32,14 @@ class Ran:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-@pytest.fixture(scope="session")
-def start_ready():
-    """Starts a process that runs the command line in a copy of the one that is ready."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ready"])
-    with pytest.MonkeyPatch.context() as patch:  # it looks only there before Python 3.12
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        forkserver.ensure_running()
-
-    def start(*told):
-        process = context.Process(target=ready.run, args=told)
-        process.start()
-        return process
-
-    return start
-
-
 @pytest.fixture
-def offcore_cli(start_ready, tmp_path_factory):
+def offcore_cli(tmp_path_factory):
     def run(*words, stdin=None, timeout=100, env=None):
         streams = [tmp_path_factory.mktemp("streams") / name for name in ("in", "out", "err")]
         for stream in streams:
             stream.write_text((stream.name == "in" and stdin) or "", "utf-8")
         given = dict(os.environ | (env or {}))
-        process = start_ready(list(map(str, words)), given, os.getcwd(), streams)
+        process = ready.start(ready.command, list(map(str, words)), given, os.getcwd(), streams)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cuda_library import fake_cuda_library
 
 import offcore
+import ready
 from stores import free_store
 
 HERE = Path(__file__).parent
@@ -59,11 +61,15 @@ def code_of(call):
 """
 
 
-def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Popen[str]:
+def environment(env: dict[str, str]) -> dict[str, str]:
     given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "PYTHONPATH": ROOT}
     given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # programs may be parked
     # What the conformance suite sets for its own stand-in is not for this one.
     around = {name: told for name, told in os.environ.items() if "OFFCORE_FAKE" not in name}
+    return around | given | env
+
+
+def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable,
@@ -73,7 +79,7 @@ def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Po
             PRELUDE + prelude + textwrap.dedent(code),
             *args,
         ],
-        env=around | given | env,
+        env=environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -81,13 +87,16 @@ def start(code: str, *args: str, prelude: str = "", **env: str) -> subprocess.Po
 
 
 def run(code: str, *args: str, prelude: str = "", **env: str) -> str:
-    process = start(code, *args, prelude=prelude, **env)
-    try:
-        told, _ = process.communicate(timeout=60)
-    finally:
+    with tempfile.NamedTemporaryFile("r") as told:
+        streams = [Path(os.devnull), Path(told.name), Path(told.name)]
+        code = PRELUDE + prelude + textwrap.dedent(code)
+        process = ready.start(ready.script, code, args, environment(env), streams)
+        process.join(60)
+        ended = process.exitcode
         process.kill()
-    assert process.returncode == 0, told
-    return told
+        out = told.read()
+    assert ended == 0, f"ended with {ended}\n{out}"
+    return out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Processes that have imported the package when they start: copies of one that has, since to start
+Python anew takes longer than most of what they are asked."""
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from offcore import cli
+
+typer.main.get_command(cli.app)  # typer imports much of itself only now
+
+
+@functools.cache
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ready"])
+    with pytest.MonkeyPatch.context() as patch:  # it looks only there before Python 3.12
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
+    return context
+
+
+def start(what: Callable[..., None], *told: object) -> BaseProcess:
+    process: BaseProcess = _context().Process(target=what, args=told)
+    process.start()
+    return process
+
+
+def _become(env: dict[str, str], streams: Sequence[Path]) -> None:
+    """Takes the environment, and files as the standard streams."""
+    os.environ.clear()
+    os.environ.update(env)
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        os.dup2(os.open(streams[number], flags | os.O_APPEND), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8")  # multiprocessing has put another one there
+
+
+def command(
+    words: Sequence[str], env: dict[str, str], folder: str, streams: Sequence[Path]
+) -> None:
+    """Runs the command line."""
+    _become(env, streams)
+    os.chdir(folder)
+    sys.argv = ["offcore", *words]
+    cli.main()
+
+
+def script(code: str, words: Sequence[str], env: dict[str, str], streams: Sequence[Path]) -> None:
+    """Runs the code as `python -c` does, to the end of the interpreter and of the process."""
+    _become(env, streams)
+    sys.argv = ["-c", *words]
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="__main__")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    status = 0
+    try:
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)
