@@ -4,8 +4,8 @@ PY ?= python3
 CXX ?= g++
 BIN := .venv/bin
 SOURCES := $(shell find core python machines -not -name '*.so' -not -name __pycache__ -not -name '*.pyc')
-# Many tests wait for processes of theirs: three at once keep two cores busy.
-WORKERS ?= 3
+# Many tests wait for processes of theirs: four at once keep two cores busy.
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests are compiled once, not by every worker of the three runs.
