@@ -5,9 +5,10 @@
 
 `check`: random jobs beside matrix products, and streams, every byte (kv_check.py). `calls`: what
 the driver's own calls cost (kv_calls.py). `pages`: 28 layers, 64 and 256 scattered blocks, pages of
-8 to 256 KiB, beside the loop, one batch call and the kernel. `scattered`: 256 pages that nothing
-folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192 slows down.
-`links`: 1 GiB over the links of other GPUs too, where there are any.
+8 to 256 KiB, beside the loop, one batch call and the kernel, in turns. `alone`: the same by itself,
+one after the other: peers leave the driver's and the thread's caches cold. `scattered`: 256 pages
+that nothing folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192
+slows down. `links`: 1 GiB over the links of other GPUs too, where there are any.
 Each step is a process of its own; one that fails or takes too long is told, and the others go on,
 as long as all of them together have time.
 Rows go to $OUT/cuda-kv.jsonl where OUT is set, else to benchmarks/results; the table comes last.
@@ -38,6 +39,7 @@ LIMITS_S = {  # of a step
     "check": 50,
     "calls": 20,
     "pages": 120,
+    "alone": 30,
     "scattered": 20,
     "submit": 20,
     "gemm": 30,
@@ -53,8 +55,9 @@ def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
     """What a step measures."""
     pages = parse_sizes(args.pages)
     common = {"backend": "cuda", "peers": PEERS, "rounds": args.rounds}
-    if step == "pages":
+    if step in ("pages", "alone"):
         three = ("load", "store", "both")
+        common |= {"peers": PEERS if step == "pages" else ()}
         return [
             kv_bench.Plan(
                 geometries=[Geometry("", args.layers, page)],

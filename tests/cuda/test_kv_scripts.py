@@ -26,7 +26,7 @@ def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
 def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     words = (
         "--only",
-        "pages,scattered,gemm",
+        "pages,alone,scattered,gemm",
         "--pages",
         "512",
         "--layers",
@@ -39,12 +39,13 @@ def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "cuda-kv.jsonl").open()]
     told = {(row["step"], row["impl"], row["blocks"], row["direction"]) for row in rows}
-    impls = ("offcore", "loop", "batch", "kernel")
+    every = ("offcore", "loop", "batch", "kernel")
     assert told == {
         (step, impl, count, direction)
-        for step, counts, directions in (
-            ("pages", (64, 256), ("load", "store", "both")),
-            ("scattered", (256,), ("load", "store")),
+        for step, impls, counts, directions in (
+            ("pages", every, (64, 256), ("load", "store", "both")),
+            ("alone", every[:1], (64, 256), ("load", "store", "both")),
+            ("scattered", every, (256,), ("load", "store")),
         )
         for impl in impls
         for count in counts

@@ -346,9 +346,7 @@ bool Feed::anchored(const Command& command) {
   copy.dst = to ? base : dst.address;
   copy.src = to ? src.address : base;
   (to ? copy.dst_y : copy.src_y) = (meant - base) / pitch;
-  flush();
-  ++notes_.calls.strided;
-  check(Driver::get().cuMemcpy2DAsync(&copy, stream_), "cuMemcpy2DAsync");
+  strided(copy);
   return true;
 }
 
@@ -386,7 +384,6 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
     const Ring* ring = place.ring != nullptr ? place.ring : flags;
     const CUdeviceptr base = ring == nullptr ? 0 : ring->elsewhere(meant, device_.ordinal());
     if (base == 0 || meant - base < bytes) continue;
-    flush();
     for (uint64_t done = 0; done < bytes;) {
       const uint64_t distance = meant + done - base;
       const uint64_t rows = (distance + kPitchMax - 1) / kPitchMax;
@@ -404,8 +401,7 @@ bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
       } else {
         piece.src = base, piece.src_pitch = pitch, piece.src_y = rows, piece.src_x = rest;
       }
-      ++notes_.calls.strided;
-      check(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync");
+      strided(piece);
       done += width;
     }
     return true;
@@ -418,6 +414,12 @@ void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
   if (!asked) return plain(dst, src, bytes);
   collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);
+}
+
+void Feed::strided(const CUmemcpy2D& copy) {
+  flush();
+  ++notes_.calls.strided;
+  check(Driver::get().cuMemcpy2DAsync(&copy, stream_), "cuMemcpy2DAsync");
 }
 
 void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {

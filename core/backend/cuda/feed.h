@@ -120,6 +120,7 @@ class Feed {
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void strided(const CUmemcpy2D& copy);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
   void flush_copies();
