@@ -69,12 +69,13 @@ class Planner {
 
   // In the order of buffers, ranks and seams, so that positions are in it too.
   void number_memories(std::span<const Slice> seams) {
-    const Slice* last = nullptr;
-    for (const Move& move : moves_.moves) {
-      for (const Slice* slice : {&move.dst, &move.src}) {
-        if (last != nullptr && same_buffer(*last, *slice)) continue;
-        last = slice;
-        add_memory({0, slice->rank, slice->buffer});
+    for (const auto side : {&Move::dst, &Move::src}) {
+      const Slice* last = nullptr;
+      for (const Move& move : moves_.moves) {
+        const Slice& slice = move.*side;
+        if (last != nullptr && same_buffer(*last, slice)) continue;
+        last = &slice;
+        add_memory({0, slice.rank, slice.buffer});
       }
     }
     for (const Slice& seam : seams) add_memory(seam);
@@ -153,14 +154,30 @@ class Planner {
     bool is_dst;
   };
 
+  // Whether all that is read lies before, or behind, all that spans write, as where a GPU's memory
+  // and the host's are the two sides.
+  bool reads_elsewhere() const {
+    uint64_t begin = UINT64_MAX;
+    uint64_t end = 0;
+    for (const Span& span : spans_) {
+      begin = std::min(begin, span.src);
+      end = std::max(end, span.src + span.bytes);
+    }
+    return spans_.empty() || end <= spans_.front().dst ||
+           std::all_of(spans_.begin(), spans_.end(),
+                       [&](const Span& span) { return span.dst + span.bytes <= begin; });
+  }
+
   // What is written comes sorted; so once what is read is sorted too, one walk over both sees all.
   void check_apart() const {
     std::vector<Touch> writes;
     std::vector<Touch> reads;
     writes.reserve(spans_.size() + 2 * swaps_.size());
-    reads.reserve(spans_.size());
     for (const Span& s : spans_) writes.push_back({s.dst, s.dst + s.bytes, s.move, true, true});
-    for (const Span& s : spans_) reads.push_back({s.src, s.src + s.bytes, s.move, false, false});
+    if (!swaps_.empty() || !reads_elsewhere()) {
+      reads.reserve(spans_.size());
+      for (const Span& s : spans_) reads.push_back({s.src, s.src + s.bytes, s.move, false, false});
+    }
     for (const Span& s : swaps_) {
       writes.push_back({s.dst, s.dst + s.bytes, s.move, true, true});
       writes.push_back({s.src, s.src + s.bytes, s.move, true, false});

@@ -18,7 +18,8 @@ constexpr size_t kSample = 16;     // spans that a step is tried on first
 constexpr size_t kPatience = 4;    // misses beyond twice the hits, when it is given up
 constexpr size_t kCandidates = 4;  // steps that are tried on all spans
 constexpr int kRounds = 4;
-constexpr int kStarts = 3;  // spans that steps are taken from, in a round
+constexpr int kStarts = 3;        // spans that steps are taken from, in a round
+constexpr size_t kNearlyAll = 8;  // a step that carries all but one in so many is not improved on
 
 struct Step {
   uint64_t dst = 0;
@@ -89,18 +90,28 @@ class Folding {
 
   Step best_step(const Index& index) const {
     std::vector<Step> candidates;
-    for (int start = 0; start < kStarts; ++start) {
-      collect(index, spans_[(2 * start + 1) * spans_.size() / (2 * kStarts + 1)], candidates);
-    }
     Step best;
-    for (Step& step : candidates) {
-      step.carried = 0;
-      for (const Span& span : spans_) {
-        step.carried += index.find(span.dst + step.dst, span.src + step.src) != kNone;
+    for (int start = 0;
+         start < kStarts && best.carried * kNearlyAll < spans_.size() * (kNearlyAll - 1); ++start) {
+      const size_t tried = candidates.size();
+      collect(index, spans_[(2 * start + 1) * spans_.size() / (2 * kStarts + 1)], candidates);
+      for (size_t i = tried; i < candidates.size(); ++i) {
+        candidates[i].carried = carried(index, candidates[i], best.carried);
+        if (candidates[i].carried > best.carried) best = candidates[i];
       }
-      if (step.carried > best.carried) best = step;
     }
     return best;
+  }
+
+  // How many spans a step carries; not to the end where they cannot become more than so many.
+  size_t carried(const Index& index, const Step& step, size_t least) const {
+    size_t found = 0;
+    size_t left = spans_.size();
+    for (const Span& span : spans_) {
+      if (found + left-- <= least) break;
+      found += index.find(span.dst + step.dst, span.src + step.src) != kNone;
+    }
+    return found;
   }
 
   // The steps from a span that carry most of the sample, the shorter ones first.
