@@ -57,7 +57,8 @@ def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
     common = {"backend": "cuda", "peers": PEERS, "rounds": args.rounds}
     if step in ("pages", "alone"):
         three = ("load", "store", "both")
-        common |= {"peers": PEERS if step == "pages" else ()}
+        if step == "alone":
+            common |= {"peers": ()}
         return [
             kv_bench.Plan(
                 geometries=[Geometry("", args.layers, page)],

@@ -33,18 +33,24 @@ def _context() -> Any:
     return context
 
 
-def start(what: Callable[..., None], *told: object) -> BaseProcess:
+def run(timeout_s: float, what: Callable[..., None], *told: object) -> int | None:
+    """How it ended; None: it had not by then, and was killed."""
     process: BaseProcess = _context().Process(target=what, args=told)
     process.start()
-    return process
+    try:
+        process.join(timeout_s)
+        return process.exitcode
+    finally:
+        process.kill()
 
 
 def _become(env: dict[str, str], streams: Sequence[Path]) -> None:
     """Takes the environment, and files as the standard streams."""
     os.environ.clear()
     os.environ.update(env)
-    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
-        os.dup2(os.open(streams[number], flags | os.O_APPEND), number)
+    adds = os.O_WRONLY | os.O_APPEND  # both may be one file
+    for number, flags in enumerate((os.O_RDONLY, adds, adds)):
+        os.dup2(os.open(streams[number], flags), number)
     sys.stdin = os.fdopen(0, encoding="utf-8")  # multiprocessing has put another one there
 
 

@@ -157,15 +157,15 @@ class Planner {
   // Whether all that is read lies before, or behind, all that spans write, as where a GPU's memory
   // and the host's are the two sides.
   bool reads_elsewhere() const {
-    uint64_t begin = UINT64_MAX;
-    uint64_t end = 0;
+    uint64_t first_read = UINT64_MAX;
+    uint64_t reads_end = 0;
+    uint64_t writes_end = 0;
     for (const Span& span : spans_) {
-      begin = std::min(begin, span.src);
-      end = std::max(end, span.src + span.bytes);
+      first_read = std::min(first_read, span.src);
+      reads_end = std::max(reads_end, span.src + span.bytes);
+      writes_end = std::max(writes_end, span.dst + span.bytes);
     }
-    return spans_.empty() || end <= spans_.front().dst ||
-           std::all_of(spans_.begin(), spans_.end(),
-                       [&](const Span& span) { return span.dst + span.bytes <= begin; });
+    return spans_.empty() || reads_end <= spans_.front().dst || writes_end <= first_read;
   }
 
   // What is written comes sorted; so once what is read is sorted too, one walk over both sees all.

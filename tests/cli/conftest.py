@@ -39,14 +39,12 @@ def offcore_cli(tmp_path_factory):
         for stream in streams:
             stream.write_text((stream.name == "in" and stdin) or "", "utf-8")
         given = dict(os.environ | (env or {}))
-        process = ready.start(ready.command, list(map(str, words)), given, os.getcwd(), streams)
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
+        told = (list(map(str, words)), given, os.getcwd(), streams)
+        status = ready.run(timeout, ready.command, *told)
         out, err = (stream.read_text("utf-8") for stream in streams[1:])
-        assert process.exitcode is not None, f"not ended within {timeout} s\n{out}{err}"
+        assert status is not None, f"not ended within {timeout} s\n{out}{err}"
         assert "Traceback" not in err, err
-        return Ran(process.exitcode, out, err)
+        return Ran(status, out, err)
 
     return run
 

@@ -90,10 +90,7 @@ def run(code: str, *args: str, prelude: str = "", **env: str) -> str:
     with tempfile.NamedTemporaryFile("r") as told:
         streams = [Path(os.devnull), Path(told.name), Path(told.name)]
         code = PRELUDE + prelude + textwrap.dedent(code)
-        process = ready.start(ready.script, code, args, environment(env), streams)
-        process.join(60)
-        ended = process.exitcode
-        process.kill()
+        ended = ready.run(60, ready.script, code, args, environment(env), streams)
         out = told.read()
     assert ended == 0, f"ended with {ended}\n{out}"
     return out

@@ -158,12 +158,7 @@ class CudaBackend final : public Backend {
   const Machine& machine() const override { return machine_; }
   bool host_visible() const override { return false; }
 
-  Share allocate(Rank rank, uint64_t bytes) override {
-    Share share = take(rank, bytes);
-    local(rank)->zero(reinterpret_cast<CUdeviceptr>(share.data),
-                      std::static_pointer_cast<Single>(share.owner)->part->bytes());
-    return share;
-  }
+  Share allocate(Rank rank, uint64_t bytes) override { return take(rank, bytes, true); }
 
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
@@ -239,7 +234,7 @@ class CudaBackend final : public Backend {
 
   Share allocate_stage(Rank rank, uint64_t bytes, const std::byte* first, uint64_t reach) override {
     try {
-      Share share = take(rank, bytes);
+      Share share = take(rank, bytes, false);
       const bool anchored = local(rank)->anchor(reinterpret_cast<CUdeviceptr>(first), reach);
       return anchored ? share : Share{};
     } catch (const Error&) {  // a driver that does not map host memory, or no memory is left
@@ -282,8 +277,8 @@ class CudaBackend final : public Backend {
          "graph: call it outside");
   }
 
-  // Memory of a rank's as it is.
-  Share take(Rank rank, uint64_t bytes) const {
+  // Memory of a rank's, which SMs zero or which stays as it is.
+  Share take(Rank rank, uint64_t bytes, bool zeroed) const {
     const Device& device = *local(rank);
     const bool exported = fleet_->devices().size() < fleet_->ranks();
     auto single = std::make_shared<Single>();
@@ -292,6 +287,7 @@ class CudaBackend final : public Backend {
     single->range->map(0, single->part);
     const int ordinal = device.ordinal();
     single->range->open({&ordinal, 1});
+    if (zeroed) device.zero(single->range->base(), single->part->bytes());
     return {.rank = rank,
             .bytes = bytes,
             .fd = single->part->fd(),
