@@ -40,12 +40,13 @@ def current_stream(on_gpu: bool) -> Any:
 
 def has_gpu() -> bool:
     """Whether there is a GPU here, and a torch that can use it."""
-    available = {name for name, usable, _ in offcore.probe_backends() if usable}
+    if "cuda" not in {name for name, usable, _ in offcore.probe_backends() if usable}:
+        return False
     try:
         import torch
     except ImportError:
         return False
-    return "cuda" in available and torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def tell(what: str, result: kv.Transferred) -> None:

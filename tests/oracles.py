@@ -1,5 +1,6 @@
 """What an operation must leave in memory, written without the core: slices, nothing clever."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,9 +12,21 @@ Bytes = NDArray[np.uint8]
 T = TypeVar("T")
 
 
+@functools.cache
+def _pool() -> Bytes:
+    return np.random.default_rng(0).integers(0, 256, 1 << 22, dtype=np.uint8)
+
+
 def noise(nbytes: int, *seed: int) -> Bytes:
-    """Bytes that a seed determines; no two ranks or calls should get the same."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    """Bytes that a seed determines; no two ranks or calls should get the same.
+
+    A part of a pool, since a generator for each of a million buffers takes a minute.
+    """
+    room = _pool().size - nbytes
+    if room < 1 << 20:
+        return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    at = hash(seed) % room  # the same in every process: Python salts the hashes of texts only
+    return _pool()[at : at + nbytes].copy()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ what.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -132,7 +133,14 @@ def _unknown(name: str) -> _core.Error:
     return error("invalid", f"unknown machine {name!r}; known machines: {known}")
 
 
-def _read(path: Path) -> tuple[Any, bytes]:
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as cause:
+        raise error("invalid", f"{path}: cannot be read: {cause.strerror}") from cause
+
+
+def _parse(path: Path, raw: bytes) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
@@ -141,10 +149,7 @@ def _read(path: Path) -> tuple[Any, bytes]:
         return dict(pairs)
 
     try:
-        raw = path.read_bytes()
-        return json.loads(raw, object_pairs_hook=unique), raw
-    except OSError as cause:
-        raise error("invalid", f"{path}: cannot be read: {cause.strerror}") from cause
+        return json.loads(raw, object_pairs_hook=unique)
     except (ValueError, RecursionError) as cause:
         raise error("invalid", f"{path}: not a JSON file: {cause}") from cause
 
@@ -218,7 +223,7 @@ def _fill(struct: object, section: _Section, read: Callable[[str], Any]) -> None
 
 
 def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
-    value, _ = _read(path)
+    value = _parse(path, _read(path))
     top = _Section(path, "", value, _SECTIONS)
     machine = _core.Machine()
     machine.name = rename or top.text("name")
@@ -309,7 +314,14 @@ def _with_tuned(machine: _core.Machine, folders: list[Path]) -> _core.Machine:
 
 
 def _load_tuned(machine: _core.Machine, path: Path) -> None:
-    rows, raw = _read(path)
+    raw = _read(path)
+    machine.tuned = _tuned_rows(path, raw, machine.ranks)
+    machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]
+
+
+@functools.lru_cache(maxsize=16)  # its hundreds of rows take milliseconds, at every communicator
+def _tuned_rows(path: Path, raw: bytes, ranks: int) -> list[_core.TunedRow]:
+    rows = _parse(path, raw)
     if not isinstance(rows, list):
         raise error("invalid", f"{path}: must be a list of rows")
     table: list[_core.TunedRow] = []
@@ -317,7 +329,7 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         row = _Section(path, f"[{index}].", value, _TUNED_KEYS)
         tuned = _core.TunedRow()
         tuned.op = row.text("op")
-        tuned.ranks = row.integer("ranks", 1, machine.ranks)
+        tuned.ranks = row.integer("ranks", 1, ranks)
         tuned.in_place = row.boolean("in_place")
         tuned.bytes_min = row.integer("bytes_min", 0, 2**63 - 1)
         tuned.bytes_max = row.integer("bytes_max", tuned.bytes_min, 2**63 - 1)
@@ -332,5 +344,4 @@ def _load_tuned(machine: _core.Machine, path: Path) -> None:
         tuned.entry = row.boolean("entry")
         tuned.staged = row.boolean("staged")
         table.append(tuned)
-    machine.tuned = table
-    machine.tuned_version = hashlib.sha256(raw).hexdigest()[:12]
+    return table

@@ -62,7 +62,7 @@ class Exchange:
     def __init__(self, ground: Ground, case: Case, place: str, seed: int) -> None:
         self.ground = ground
         self.case = case
-        self.what = f"{case} {place}"
+        self.place = place
         everyone = range(case.ranks)
         sizes = [case.out_bytes(rank) for rank in everyone]
         if place == "window":  # all ranks pass the same part of it, whether they need it or not
@@ -106,7 +106,7 @@ class Exchange:
 
     def start(self, variant: str = "auto", protocol: str = "auto", lane: int = 0) -> "Exchange":
         case = self.case
-        self.what += f" {variant} {protocol}"
+        self.what = f"{case} {self.place} {variant} {protocol}"
         out, inp = self.arguments()
         arguments: list[Any] = [out, inp]
         name = case.op
@@ -129,8 +129,15 @@ class Exchange:
         return result
 
     def check(self) -> None:
+        self._assert_outputs(self.case.expected(self.inputs))
+
+    def assert_untouched(self) -> None:
+        """Every byte is as it was laid out."""
+        self._assert_outputs([None] * self.case.ranks)
+
+    def _assert_outputs(self, contents: list[Bytes | None]) -> None:
         nothing = np.empty(0, np.uint8)
-        for rank, expected in enumerate(self.case.expected(self.inputs)):
+        for rank, expected in enumerate(contents):
             out, source = self.outputs[rank], self.sources[rank]
             if out is not None:
                 wanted = nothing if expected is None else expected

@@ -17,6 +17,7 @@ RANKS = (1, 2, 3, 4, 8)
 SIZES = (1, 1000, 4096)
 LARGE = (1 << 20) + 3  # of the whole array
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
+WAYS = ("auto", *(start + kind for start in ("", "prelaunch_") for kind in KINDS))
 
 
 def uneven_cases(op: str, ranks: int) -> Iterator[Case]:
@@ -64,17 +65,22 @@ def check_variants(ground: Ground, case: Case, place: str, protocol: str) -> Non
     # Peers write into an array only by way of a slot.
     staged = protocol == "eager" or (place == "array" and protocol != "promise")
     can = kinds_of(case, staged) if place == "window" or protocol != "promise" else set()
-    for variant in ("auto", *(start + kind for start in ("", "prelaunch_") for kind in KINDS)):
-        if variant.removeprefix("prelaunch_") in {*can, *(["auto"] if can else [])}:
-            result = ground.run(case, place, variant, protocol)
-            assert variant in ("auto", result.variant)
-            # Where all is left to it the measured table may have slots ahead.
-            assert result.staged == staged or variant == protocol == "auto"
-            assert result.mode == ("armed" if variant.startswith("prelaunch") else "eager")
+    cannot = set(KINDS) - can if can else {"auto", *KINDS}
+    refused = ground.prepare(case, place)
+    for variant in WAYS:
+        if variant.removeprefix("prelaunch_") in cannot:
+            with pytest.raises(offcore.Error) as refusal:
+                refused.start(variant, protocol)
+            assert refusal.value.code == "unsupported", (case, place, variant, protocol)
+    refused.assert_untouched()
+    for variant in WAYS:
+        if variant.removeprefix("prelaunch_") in cannot:
             continue
-        with pytest.raises(offcore.Error) as refused:
-            ground.run(case, place, variant, protocol)
-        assert refused.value.code == "unsupported", (case, place, variant, protocol)
+        result = ground.run(case, place, variant, protocol)
+        assert variant in ("auto", result.variant)
+        # Where all is left to it the measured table may have slots ahead.
+        assert result.staged == staged or variant == protocol == "auto"
+        assert result.mode == ("armed" if variant.startswith("prelaunch") else "eager")
 
 
 @pytest.mark.parametrize("ranks", RANKS)

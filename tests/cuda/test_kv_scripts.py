@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda_library import fake_cuda_library
+from cuda_library import fake_cuda_library, without_torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
-    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), **env}
+    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), **without_torch(), **env}
     return subprocess.run(
         (sys.executable, *map(str, command)),
         env=os.environ | given,

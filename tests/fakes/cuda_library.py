@@ -40,5 +40,11 @@ def fake_hsa_library(kind: str = "", preset: str | None = None) -> Path:
     return folder / f"libhsa-runtime64{kind}.so.1"
 
 
+def without_torch() -> dict[str, str]:
+    """The environment in which a started Python finds none: see absent/torch.py."""
+    path = [str(FOLDER / "absent"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
 if __name__ == "__main__":
     print(fake_cuda_library())
