@@ -240,7 +240,9 @@ def _backend(asked: str, machine: str | None, entries: Entries) -> str:
 def _machine(name: str, folder: str) -> _core.Machine:
     """A file is read once; `folder` is where one may lie instead of those that come along."""
     del folder
-    return machines.load(name)
+    machine = machines.load(name)
+    machine.tuned, machine.tuned_version = [], ""  # choices of collectives, hundreds of them
+    return machine
 
 
 atexit.register(_core.close_batches)
