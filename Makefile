@@ -54,15 +54,15 @@ STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 # makes (types, functions, their names) lives as long as the process: tests/leaks.supp leaves it out.
 asan: build build/asan/.installed  ## tests under asan, and ubsan in the core
 	rm -f build/asan/report.*
-	PYTHONPATH=build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
+	PYTHONPATH=$(CURDIR)/build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
 	ASAN_OPTIONS='log_path=$(CURDIR)/build/asan/report:stack_trace_format="    #%n %f %S %m"' \
 	UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	LSAN_OPTIONS=exitcode=0:print_suppressions=0:suppressions=$(CURDIR)/tests/leaks.supp \
 	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
-	! grep -B 9 -A 9 '/_core\.cpython' build/asan/report.*
+	! grep -B 9 -A 9 '/offcore/_core\.cpython' build/asan/report.*
 
 tsan: build build/tsan/.installed  ## tests under the thread sanitizer
-	PYTHONPATH=build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
+	PYTHONPATH=$(CURDIR)/build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
 	TSAN_OPTIONS=die_after_fork=0 $(FIXED_ADDRESSES) \
 	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
 

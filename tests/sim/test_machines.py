@@ -164,7 +164,9 @@ def test_tuned_table(tmp_path: Path) -> None:
     ]
     assert len(machine.tuned_version) == 12
     table.write_text(json.dumps([{**ROW, "bytes_max": 8192}]))
-    assert machines.load(path).tuned_version != machine.tuned_version
+    changed = machines.load(path)
+    assert changed.tuned_version != machine.tuned_version
+    assert [row.bytes_max for row in changed.tuned] == [8192]  # it is not the table from before
 
 
 @pytest.mark.parametrize(
