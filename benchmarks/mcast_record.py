@@ -22,6 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GATHERS = ("all_gather", "--sizes", "64K:16M:4", "--per-rank", "--impls", "offcore,ring,gloo")
 CASTS = ("broadcast", "--sizes", "1M:64M:4", "--impls", "offcore,ring,gloo")
 MANY = ("all_gather", "--per-rank", "--impls", "offcore,ring")
+JUMBO = ("--mtu", "9000")
 LOSSY = ("--loss", "0.01")
 ALL_AT_ONCE = ("--chains", "4")  # without offloads a sender's core is what bounds it
 COMMANDS = {
@@ -31,6 +32,8 @@ COMMANDS = {
     "all_gather-8": (*GATHERS, "--hosts", "8"),
     "broadcast-4": (*CASTS, "--hosts", "4"),
     "broadcast-8": (*CASTS, "--hosts", "8"),
+    "broadcast-4-jumbo": (*CASTS, "--hosts", "4", *JUMBO),
+    "broadcast-8-jumbo": (*CASTS, "--hosts", "8", *JUMBO),
     "all_gather-4-lossy": (*GATHERS, "--hosts", "4", *LOSSY),
     "broadcast-4-lossy": (*CASTS, "--hosts", "4", *LOSSY),
     "all_gather-4-lossy-plain": (*GATHERS, "--hosts", "4", *LOSSY, *ALL_AT_ONCE, "--no-offloads"),
