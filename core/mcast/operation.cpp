@@ -1,15 +1,19 @@
 #include "core/mcast/operation.h"
 
+#include <sched.h>
+
 #include <algorithm>
 
 namespace offcore::mcast {
+namespace {
 
-bool Operation::ended() const {
-  const std::lock_guard lock(mutex_);
-  return done_;
-}
+constexpr int64_t kLookNs = 50'000;  // of a caller, who would take long to wake
+
+}  // namespace
 
 bool Operation::ended_by(const Deadline& deadline) const {
+  const int64_t began_ns = now_ns();
+  while (!done_ && now_ns() - began_ns < kLookNs && !deadline.passed()) sched_yield();
   std::unique_lock lock(mutex_);
   // Not wait_until: a deadline that never comes would overflow the clock's type.
   while (!done_ && !deadline.passed()) {

@@ -1,5 +1,6 @@
 // One broadcast or all-gather: what is asked for, and the handle that waits for it.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -44,7 +45,7 @@ class Operation {
   explicit Operation(Request request) : request_(std::move(request)) {}
   const Request& request() const { return request_; }
 
-  bool ended() const;
+  bool ended() const { return done_; }
   bool ended_by(const Deadline& deadline) const;  // waits for it
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
   Report wait(const Deadline& deadline) const;
@@ -54,7 +55,7 @@ class Operation {
   Request request_;
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
-  bool done_ = false;
+  std::atomic<bool> done_ = false;
   std::optional<Error> error_;
   Report report_;
 };

@@ -140,7 +140,7 @@ class Communicator:
         link_gbps: float = 10.0,
         alpha_us: float = 10_000.0,
         settle_us: float = 200.0,
-        spin_us: float = 0.0,
+        spin_us: float = 100.0,
         ipv6: bool = False,
         hops: int = 1,
         multicast_group: str = "",
@@ -165,7 +165,7 @@ class Communicator:
         options.datagram_bytes = datagram_bytes
         options.buffer_bytes = buffer_bytes
         loops = _core.McastLoops.start(
-            _workers(receive_workers, min(subgroups, _cores() // 2)),
+            _workers(receive_workers, min(subgroups, _cores() // 2) if _cores() >= 4 else 0),
             _workers(send_workers, 1 if _cores() >= 4 else 0),
             _nanoseconds("spin_us", spin_us, 1e3),
         )

@@ -1,5 +1,6 @@
 #include "core/mcast/udp/loop.h"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -184,6 +185,7 @@ void Loop::wait() {
     ready = wait_events(epoll_.get(), events.data(), kEventsMax, wait_ns);
     asleep_ = false;
     if (!spin || ready != 0 || news_ || ending_ || next_ns() <= now) break;
+    sched_yield();  // what it waits for may come from who waits for this core
   }
   for (int i = 0; i < ready; ++i) {
     const uint64_t data = events[static_cast<size_t>(i)].data.u64;

@@ -24,7 +24,7 @@ class Loop {
  public:
   using Call = std::function<void()>;
 
-  // Looks for `spin_ns` before it sleeps: sooner awake, at the price of a core.
+  // Looks for `spin_ns` before it sleeps, and yields its core in between: to be woken takes longer.
   explicit Loop(int64_t spin_ns = 0);
   ~Loop();  // any thread but its own; what is posted by then has run
 
