@@ -1,11 +1,14 @@
 // Threads of the library's own, and what has them.
 #pragma once
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <memory>
 #include <utility>
+
+#include "core/base/clock.h"
 
 namespace offcore {
 
@@ -16,6 +19,18 @@ uint32_t usable_cores();
 // Between two looks at what others do, after waiting so long for it: yields for the first part of
 // the wait, then sleeps, and in the end for longer.
 void nap(int64_t waited_ns, int64_t spin_ns = 200'000);
+
+// Looks for so long whether it is ready, and yields the core in between: what mostly comes sooner
+// than a thread that sleeps is woken. False: it was not.
+template <typename Ready>
+bool look_out(const Ready& ready, int64_t look_ns) {
+  const int64_t began_ns = now_ns();
+  while (!ready()) {
+    if (now_ns() - began_ns >= look_ns) return false;
+    sched_yield();
+  }
+  return true;
+}
 
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread): threads that
 // are started while this lives get none.

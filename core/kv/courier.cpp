@@ -1,7 +1,5 @@
 #include "core/kv/courier.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <new>
@@ -75,10 +73,7 @@ bool Courier::rest() {
     const std::scoped_lock turning(turning_);
     if (!jobs_.empty()) return true;
   }
-  const int64_t began_ns = now_ns();
-  while (!board_->news && !board_->closing && now_ns() - began_ns < board_->linger_ns) {
-    sched_yield();
-  }
+  look_out([&] { return board_->news || board_->closing; }, board_->linger_ns);
   std::unique_lock lock(board_->mutex);
   board_->asleep = true;
   const auto needed = [&] { return board_->news || board_->under_way > 0; };
@@ -92,13 +87,8 @@ bool Courier::rest() {
 
 bool Courier::turn() {
   // A caller that helps lets go soon. Who sleeps until then takes longer than that to wake.
-  const int64_t began_ns = now_ns();
-  std::unique_lock turning(turning_, std::try_to_lock);
-  while (!turning && now_ns() - began_ns < board_->brief_ns) {
-    sched_yield();
-    (void)turning.try_lock();
-  }
-  if (!turning) turning.lock();
+  std::unique_lock turning(turning_, std::defer_lock);
+  if (!look_out([&] { return turning.try_lock(); }, board_->brief_ns)) turning.lock();
   collect();
   bool moved = false;
   for (Way& way : ways_) {

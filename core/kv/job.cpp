@@ -1,8 +1,8 @@
 #include "core/kv/job.h"
 
-#include <sched.h>
-
 #include <algorithm>
+
+#include "core/base/threads.h"
 
 namespace offcore::kv {
 namespace {
@@ -40,10 +40,7 @@ void Job::fail_layer(uint32_t layer) const {
 }
 
 void Job::wait(const Deadline& deadline) {
-  const int64_t began_ns = now_ns();
-  while (!done() && !deadline.passed() && now_ns() - began_ns < board_->spin_ns) {
-    sched_yield();
-  }
+  look_out([&] { return done(); }, std::min(board_->spin_ns, deadline.left_ns()));
   std::unique_lock lock(board_->mutex);
   while (!done()) {
     if (deadline.passed()) fail_timeout(deadline);
@@ -73,8 +70,7 @@ void Job::want(uint32_t layer) {
 
 void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
   const uint32_t stage = stage_of(layer);
-  const int64_t began_ns = now_ns();  // it takes microseconds, as a rule
-  while (!enqueued(layer) && now_ns() - began_ns < board_->brief_ns) sched_yield();
+  look_out([&] { return enqueued(layer); }, board_->brief_ns);  // it takes microseconds, as a rule
   std::unique_lock lock(board_->mutex);
   while (stages_[stage].empty()) {
     if (stages_done_ > stage) return;  // there was nothing to copy

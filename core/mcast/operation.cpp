@@ -1,8 +1,8 @@
 #include "core/mcast/operation.h"
 
-#include <sched.h>
-
 #include <algorithm>
+
+#include "core/base/threads.h"
 
 namespace offcore::mcast {
 namespace {
@@ -12,8 +12,7 @@ constexpr int64_t kLookNs = 50'000;  // of a caller, who would take long to wake
 }  // namespace
 
 bool Operation::ended_by(const Deadline& deadline) const {
-  const int64_t began_ns = now_ns();
-  while (!done_ && now_ns() - began_ns < kLookNs && !deadline.passed()) sched_yield();
+  if (look_out([&] { return ended(); }, std::min(kLookNs, deadline.left_ns()))) return true;
   std::unique_lock lock(mutex_);
   // Not wait_until: a deadline that never comes would overflow the clock's type.
   while (!done_ && !deadline.passed()) {

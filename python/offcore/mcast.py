@@ -164,9 +164,11 @@ class Communicator:
         options.gso, options.gro = gso, gro
         options.datagram_bytes = datagram_bytes
         options.buffer_bytes = buffer_bytes
+        cores = len(os.sched_getaffinity(0))
+        few = cores < 4  # then the control thread does it all
         loops = _core.McastLoops.start(
-            _workers(receive_workers, min(subgroups, _cores() // 2) if _cores() >= 4 else 0),
-            _workers(send_workers, 1 if _cores() >= 4 else 0),
+            _workers(receive_workers, 0 if few else min(subgroups, cores // 2)),
+            _workers(send_workers, 0 if few else 1),
             _nanoseconds("spin_us", spin_us, 1e3),
         )
         self._node: _core.McastNode | None = _core.open_udp_node(options, loops)
@@ -338,10 +340,6 @@ def _nanoseconds(name: str, time: float, unit: float) -> int:
     if not 0 <= time * unit <= 1e18:  # nor is NaN a time
         raise error("invalid", f"{name} is {time}: it must be a time, and at most 30 years")
     return int(time * unit)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _workers(given: int | None, by_cores: int) -> int:
