@@ -4,10 +4,10 @@
     python benchmarks/kv_check.py --only speed --pages 8K,32K
 
 Random jobs of all layouts run in both directions at once, in any order and priority, beside matrix
-products that keep the SMs busy. Blocks of threads that only wait hold every SM: transfers must end
-meanwhile, and one by a kernel must not. Speed is what a caller sees, from the call until `wait`
-returns, as medians: folded over the layers and page by page, beside one contiguous copy of pinned
-memory.
+products that keep the SMs busy. Whoever is told of an end looks at the bytes at once. Blocks of
+threads that only wait hold every SM: transfers must end meanwhile, and one by a kernel must not.
+Speed is what a caller sees, from the call until `wait` returns, as medians: folded over the layers
+and page by page, beside one contiguous copy of pinned memory.
 Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
 """
 
@@ -179,6 +179,43 @@ def streams(checks: Checks) -> int:
     return wrong
 
 
+def order(checks: Checks) -> int:
+    """Whoever is told of a copy's end looks at once: the host at stores, a kernel at loads. Both
+    engines have a part of each job."""
+    if not checks.gpu:
+        print("order: no GPU")
+        return 0
+    cache = checks.cache(LAYERS, 128, 8 << 10)
+    layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+    pool = checks.pool(layout, 16)
+    slots = pool.allocate(16, timeout=60)[torch.randperm(16).numpy()]
+    reader = torch.cuda.Stream()
+    wrong = crossed = 0
+    found = torch.zeros((), dtype=torch.int64, device="cuda")
+    with kv.BlockTransfer(layout, pool) as transfer:
+        for turn in range(checks.args.turns):
+            value = 1 + turn % 250
+            named = torch.randperm(128)[: 2 + turn % 15]
+            rows = slots[: len(named)]
+            with torch.cuda.stream(reader):
+                cache[:, named.cuda()] = value
+            result = transfer.store(named, rows, after=reader).wait()
+            # From the last byte on, which is the last to come.
+            wrong += sum(int((pool.row(slot)[::-1] != value).sum()) for slot in rows)
+            crossed += result.calls["crossed"]
+            for slot in rows:
+                pool.row(slot)[:] = value ^ 255
+            job = transfer.load(named, rows, after=reader)
+            with torch.cuda.stream(reader):
+                job.wait_stream(reader)
+                found += (cache[:, named.cuda()] != value ^ 255).sum()
+            crossed += job.wait().calls["crossed"]
+    wrong += int(found)
+    print(f"order: {2 * checks.args.turns} jobs, {crossed} copies crossed, {wrong} wrong")
+    pool.close()
+    return wrong + (crossed == 0)
+
+
 def held(checks: Checks) -> int:
     """Transfers while every SM is held, by engines and, as a control, by a kernel."""
     if not checks.gpu:
@@ -291,13 +328,15 @@ def speed(checks: Checks) -> int:
 
 
 def main() -> int:
-    known = {"jobs": random_jobs, "streams": streams, "held": held, "speed": speed}
+    known = {"jobs": random_jobs, "streams": streams, "order": order}
+    known |= {"held": held, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(known), help="of " + ", ".join(known))
     parser.add_argument(
         "--backend", default="cuda" if torch.cuda.is_available() else "host", help="cuda or host"
     )
     parser.add_argument("--jobs", type=int, default=400, help="random jobs of each layout")
+    parser.add_argument("--turns", type=int, default=1000, help="of `order`, of two jobs each")
     parser.add_argument("--pages", default="8K,16K,32K,64K,256K", help="bytes of a layer's page")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -91,9 +91,20 @@ struct Launch {
   std::vector<Wakeup*> wakeups;  // one a rank
   // GPUs: the callers' streams (the driver's handles), a local rank each; 0 or none: the backend's.
   std::vector<uintptr_t> streams = {};
+  // Strided copies between the host and a rank are made by the engine of the other direction, where
+  // they can be (Backend::cross).
+  bool crossed = false;
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
   // Null: they outlive the backend.
   std::shared_ptr<void> owner = nullptr;
+};
+
+// How far the rows of crossed copies (Launch::crossed) lie apart, and what these may cost.
+struct Reach {
+  uint64_t bytes = 0;  // of a local rank's memory, from the first row to one step behind the last
+  uint64_t host_bytes = 0;  // the same of the host's memory
+  uint64_t room = 0;        // that may be taken of the host's memory
+  uint64_t tell_ns = 0;     // that telling of one may take longer than of others
 };
 
 // What made a copy within a rank's memory: an engine; a request for one that the driver may have
@@ -118,6 +129,7 @@ struct Calls {
   uint32_t batched = 0;
   uint32_t plain = 0;
   uint32_t strided = 0;
+  uint32_t crossed = 0;  // of these, by the engine of the other direction
   uint32_t kernels = 0;  // that copied instead of engines, where a caller has asked for that
 
   Calls& operator+=(const Calls& other) {
@@ -125,6 +137,7 @@ struct Calls {
     batched += other.batched;
     plain += other.plain;
     strided += other.strided;
+    crossed += other.crossed;
     kernels += other.kernels;
     return *this;
   }
@@ -212,13 +225,9 @@ class Backend : public Memory {
   virtual uint64_t memory_of(const std::byte*, const std::byte*) const { return 0; }
   // Whether a local rank's engines reach all of that.
   virtual bool reaches(Rank, const std::byte*, const std::byte*) const { return true; }
-  // Memory of a local rank, not zeroed, to which engines make strided copies of the rank's memory,
-  // of rows that lie `reach` bytes from `first` on. Before anything is launched, once. Without
-  // data: no engine does, or there is no room.
-  virtual Share allocate_stage(Rank, uint64_t /*bytes*/, const std::byte* /*first*/,
-                               uint64_t /*reach*/) {
-    return {};
-  }
+  // Lets launches be crossed. Before anything is launched, once. False: no engine does such copies,
+  // telling of them takes too long, or there is no room.
+  virtual bool cross(Rank, const Reach&) { return false; }
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
   // driver's event stands for now. Throw unsupported where there are no streams, and for a stream
   // that is being captured.

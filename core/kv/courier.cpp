@@ -25,22 +25,22 @@ std::vector<size_t> caches_of(const std::vector<Group>& groups) {
 }  // namespace
 
 Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
-                 std::vector<Group> groups, Staging staging, std::vector<Neighbour> neighbours,
+                 std::vector<Group> groups, Crossing crossing, std::vector<Neighbour> neighbours,
                  Pace pace, std::shared_ptr<const void> keep, bool checked)
     : board_(std::move(board)),
       backend_(std::move(backend)),
       groups_(std::move(groups)),
-      staging_(std::move(staging)),
       neighbours_(std::move(neighbours)),
       pace_(pace),
       keep_(std::move(keep)),
       checked_(checked),
+      crossing_(std::move(crossing)),
       cache_of_(caches_of(groups_)),
       blocks_(groups_.size()),
       slots_(groups_.size()) {
   for (const Direction direction : {Direction::load, Direction::store}) {
     ways_[static_cast<size_t>(direction)].links =
-        links_of(*backend_, staging_, neighbours_, direction);
+        links_of(*backend_, crossing_.any(), neighbours_, direction);
   }
   for (size_t group = 0; group < groups_.size(); ++group) {
     const Group& own = groups_[group];
@@ -94,7 +94,7 @@ bool Courier::turn() {
   for (Way& way : ways_) {
     for (Link& link : way.links) moved |= reap(link);
   }
-  for (Way& way : ways_) moved |= submit(way, pace_.ahead_commands);
+  for (Way& way : ways_) moved |= submit(way, pace_.ahead_commands, true);
   return moved;
 }
 
@@ -104,7 +104,7 @@ bool Courier::help(bool waits) {
   try {
     const std::scoped_lock turning(turning_);
     collect();
-    for (Way& way : ways_) submitted |= submit(way, plain_max);
+    for (Way& way : ways_) submitted |= submit(way, plain_max, waits);
   } catch (const std::bad_alloc&) {  // the courier tries again
   }
   const std::scoped_lock lock(board_->mutex);  // there is something to see end
@@ -275,8 +275,9 @@ std::shared_ptr<Job> Courier::pick(Way& way) {
 
 bool Courier::may_begin(Job& job) const {
   std::erase_if(job.waits_, [&](const std::shared_ptr<Job>& other) {
+    const auto& links = ways_[static_cast<size_t>(job.request_.direction)].links;
     const bool in_order = other->request_.direction == job.request_.direction &&
-                          ways_[static_cast<size_t>(job.request_.direction)].links.size() == 1;
+                          links.size() == 1 && links[0].lanes.size() == 1;
     return other->done() || (in_order && other->cursor_->ended());
   });
   if (!job.waits_.empty()) return false;

@@ -8,7 +8,7 @@
 //   copies have ended, or (in one direction, whose copies are in order) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
-// - Stores of small pages go by memory of the GPU's own where that is faster (staging.h).
+// - Small pages go by both engines while the other direction has none on its way (crossing.h).
 // - Where there are neighbours' links, large jobs of all layers go over several: each part over the
 //   one that is expected to bring it first, by the speeds that were measured. Either way copies of
 //   one direction have no order among each other. A link that fails is not used any more.
@@ -18,6 +18,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/kv/crossing.h"
 #include "core/kv/job.h"
 #include "core/kv/layout.h"
 #include "core/kv/link.h"
@@ -36,7 +37,7 @@ class Courier {
  public:
   // `keep` is what the caches need, until the last copy has ended.
   Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend, std::vector<Group> groups,
-          Staging staging, std::vector<Neighbour> neighbours, Pace pace,
+          Crossing crossing, std::vector<Neighbour> neighbours, Pace pace,
           std::shared_ptr<const void> keep, bool checked);
 
   void run();  // until the board is closing and nothing is left
@@ -65,14 +66,17 @@ class Courier {
   bool reap(Link& link);
   uint64_t reap(Link& link, Lane& lane);
   void end_stages(Job& job);
-  bool submit(Way& way, uint32_t plain_max);
+  // `goes_on`: what comes behind the part is enqueued soon.
+  bool submit(Way& way, uint32_t plain_max, bool goes_on);
   void refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
   std::shared_ptr<Job> pick(Way& way);
   bool may_begin(Job& job) const;
+  bool crosses(const Job& job) const;
+  Lane* engine_for(Link& link, const Job& job) const;
   bool has_room(Link& link) const;
   uint64_t share_of(const Way& way, const Job& job) const;
+  uint64_t share_of_engine(const Lane& lane, const Job& job, bool goes_on) const;
   Link* choose(Way& way, const Job& job, uint64_t bytes) const;
-  Link* by_own_memory(Way& way, const Job& job) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
   void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
                uint32_t plain_max);
@@ -82,12 +86,12 @@ class Courier {
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<Backend> backend_;
   const std::vector<Group> groups_;
-  const Staging staging_;
   const std::vector<Neighbour> neighbours_;
   const Pace pace_;
   const std::shared_ptr<const void> keep_;
   const bool checked_;
   std::mutex turning_;                      // whoever holds it has all below, and the jobs' share
+  Crossing crossing_;                       // of no group any more once a driver has refused it
   std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
   std::array<Way, 2> ways_;                 // by direction
   const std::vector<size_t> cache_of_;      // of a group: the first one with the same memory

@@ -13,32 +13,48 @@ constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several
 constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
-constexpr uint64_t kHeadStart = uint64_t{3} << 19;  // a link's, until the first rows are gathered
+// Of a part by the other direction's engine: a copy of that direction waits for two of them, about
+// 0.2 ms. The own engine's may have more, and pages that are told one by one among them.
+constexpr uint64_t kCrossedBlocks = 8;
+constexpr uint64_t kCrossedBytes = uint64_t{2} << 20;
+constexpr uint64_t kOwnParts = 2;
+constexpr uint64_t kFewBlocks = 2;
+constexpr uint64_t kPartsOfRest = 4;  // of the blocks that are left
 
 Course course(const Link& link, const Lane& lane, Direction direction) {
   return {.backend = *link.backend,
           .direction = direction,
           .rank = link.rank,
           .lane = lane.number,
+          .crossed = lane.crossed,
           .stage = lane.stage,
           .stage_bytes = link.stage_bytes};
 }
 
 }  // namespace
 
-bool Courier::submit(Way& way, uint32_t plain_max) {
+bool Courier::submit(Way& way, uint32_t plain_max, bool goes_on) {
   const std::shared_ptr<Job> job = pick(way);
   if (job == nullptr) return false;
-  const uint64_t bytes = share_of(way, *job);
-  Link* link = choose(way, *job, bytes);
-  if (link == nullptr) return false;
-  Lane& lane = link->emptiest();
+  Link* link = &way.links[0];
+  Lane* lane = nullptr;
+  uint64_t bytes = 0;
+  if (crosses(*job)) {
+    lane = engine_for(*link, *job);
+    if (lane == nullptr) return false;
+    bytes = share_of_engine(*lane, *job, goes_on);
+  } else {
+    bytes = share_of(way, *job);
+    link = choose(way, *job, bytes);
+    if (link == nullptr) return false;
+    lane = link->staged() ? &link->emptiest() : &link->lanes[0];
+  }
   try {
-    enqueue(*link, lane, job, bytes, plain_max);
+    enqueue(*link, *lane, job, bytes, plain_max);
   } catch (const Error& error) {
-    refuse(*link, lane, job, error);
+    refuse(*link, *lane, job, error);
   } catch (const std::bad_alloc&) {
-    refuse(*link, lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
+    refuse(*link, *lane, job, Error(Code::memory, "no memory is left to enqueue a job's copies"));
   }
   return true;
 }
@@ -48,7 +64,10 @@ bool Courier::submit(Way& way, uint32_t plain_max) {
 void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
                      const Error& failure) {
   const Request& request = job->request_;
-  link.lost = link.staged() && failure.code() == Code::driver;
+  if (failure.code() == Code::driver) {
+    link.lost = link.staged();
+    if (lane.crossed) crossing_.groups.clear();
+  }
   try {
     Flight flight{.job = job};
     flight.run = kv::submit(course(link, lane, request.direction), *groups_[request.group].layout,
@@ -60,8 +79,31 @@ void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
   stop(job, failure);
 }
 
+// Whether both engines are to copy the job's next blocks: while the other direction has nothing on
+// its way, which would have to wait, and the blocks are no run for which a copy a layer is fewer.
+bool Courier::crosses(const Job& job) const {
+  if (!crossing_.any() || !crossing_.groups[job.request_.group]) return false;
+  if (job.together_ < job.layers_ || job.cursor_->apart(1) == 0) return false;
+  const Direction other =
+      job.request_.direction == Direction::load ? Direction::store : Direction::load;
+  return ways_[static_cast<size_t>(other)].links[0].idle();
+}
+
+// The engine that gets the job's next part, where both copy; null: they have enough. The one that
+// is made for it begins.
+Lane* Courier::engine_for(Link& link, const Job& job) const {
+  Lane& own = link.lanes[0];
+  Lane& other = link.lanes[1];
+  if (job.began_ns_ < 0 && link.idle()) return &own;
+  const bool past_bounds = job.cursor_->stage() < job.urgent_;
+  const bool first = past_bounds || own.flights.size() < kFlightsMin;
+  const bool second = past_bounds || other.flights.size() < kFlightsMin;
+  if (first && second) return &link.emptiest();
+  return first ? &own : second ? &other : nullptr;
+}
+
 bool Courier::has_room(Link& link) const {
-  const Lane& lane = link.emptiest();
+  const Lane& lane = link.staged() ? link.emptiest() : link.lanes[0];
   if (lane.flights.size() < kFlightsMin) return true;
   return !link.staged() && lane.bytes < pace_.ahead_bytes && lane.commands < pace_.ahead_commands;
 }
@@ -76,16 +118,26 @@ uint64_t Courier::share_of(const Way& way, const Job& job) const {
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
 }
 
+// The same where both engines copy: little at a job's begin, so that both have some soon, and
+// towards its end.
+uint64_t Courier::share_of_engine(const Lane& lane, const Job& job, bool goes_on) const {
+  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  const uint64_t left = job.cursor_->left_bytes() / row;
+  const uint64_t before = job.request_.blocks.size() - left;
+  const uint64_t parts = lane.crossed ? 1 : kOwnParts;
+  const uint64_t bytes = std::min(parts * kCrossedBytes, pace_.ahead_bytes / kPartsOfPace);
+  const uint64_t most = std::min(parts * kCrossedBlocks, bytes / row);
+  const uint64_t begin = goes_on ? std::max(kFewBlocks, before / 2) : most;
+  const uint64_t end = std::max(left / kPartsOfRest, std::min(kFewBlocks, (left + 1) / 2));
+  return std::max<uint64_t>(1, std::min({most, begin, end})) * row;
+}
+
 // The link over which that many bytes are expected to be through first; null: it is to be waited
 // for.
 Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
   Link* best = &way.links[0];
   const bool lent = !neighbours_.empty() && job.together_ == job.layers_;
-  if (Link* own = by_own_memory(way, job); own != nullptr) {
-    // A first part goes straight: so the link has something to carry while others are gathered.
-    const bool first = job.began_ns_ < 0 && best->idle() && own->idle();
-    if (!first) best = own;
-  } else if (lent) {
+  if (lent) {
     double fastest = 0;
     for (const Link& link : way.links) fastest = std::max(fastest, link.gbps());
     const auto through = [&](const Link& link) {
@@ -100,19 +152,6 @@ Link* Courier::choose(Way& way, const Job& job, uint64_t bytes) const {
     if (lent && !link.lost && link.idle()) return &link;
   }
   return nullptr;
-}
-
-// The link by memory of the GPU's own, if the job's next blocks are to go over it. Where loads are
-// under way the engine that would gather has these to do.
-Link* Courier::by_own_memory(Way& way, const Job& job) const {
-  const bool stores = job.request_.direction == Direction::store;
-  if (!stores || staging_.room.data == nullptr) return nullptr;
-  if (!ways_[static_cast<size_t>(Direction::load)].links[0].idle()) return nullptr;
-  Link& link = way.links[1];
-  const bool goes = !link.lost && staging_.groups[job.request_.group] &&
-                    job.together_ == job.layers_ &&
-                    job.cursor_->apart(Staging::kBlocks) == Staging::kBlocks;
-  return goes ? &link : nullptr;
 }
 
 // The plain copies that the driver can be told of before an engine that has jobs runs dry. The
@@ -135,23 +174,20 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
                       uint32_t plain_max) {
   const Request& request = job->request_;
   const uint32_t stage = job->cursor_->stage();
-  const bool rest_staged =
-      !link.staged() && by_own_memory(ways_[static_cast<size_t>(request.direction)], *job);
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
-  const uint64_t head_start = std::min(bytes, Staging::kBlocks * row_bytes + kHeadStart);
-  const uint64_t room = std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes);
-  const uint64_t staged_rows = link.rank == kOwner ? std::min(room, Staging::kBlocks) : room;
-  Part part = link.staged()
-                  ? job->cursor_->next_staged(link.rank, staged_rows)
-                  : job->cursor_->next(
-                        {.bytes = rest_staged ? head_start : bytes,
-                         .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
-                         .plain = std::max(1U, plain_max),
-                         .in_time = stage < job->urgent_ ? 0 : plain_in_time(link, plain_max)});
+  const bool soon = stage < job->urgent_ || lane.crossed;
+  Part part =
+      link.staged()
+          ? job->cursor_->next_staged(
+                std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes))
+          : job->cursor_->next({.bytes = bytes,
+                                .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
+                                .plain = std::max(1U, plain_max),
+                                .in_time = soon ? 0 : plain_in_time(link, plain_max)});
   Flight flight{.job = job,
                 .bytes = part.bytes,
                 .commands = part.copies,
-                .copy_ns = link.copy_ns(part),
+                .copy_ns = link.copy_ns(part, lane),
                 .stage = stage};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
@@ -172,7 +208,6 @@ void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, u
   report.commands += flight.commands;
   report.bytes += flight.bytes;
   report.link_bytes[link.number] += flight.bytes;
-  if (link.staged() && link.number == 0) report.staged_bytes += flight.bytes;
   report.blocks = job->cursor_->copied();
   job->last_[{link.number, lane.number}] = flight.run;
   ++job->stages_ahead_[stage];

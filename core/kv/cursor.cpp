@@ -155,7 +155,7 @@ void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain,
 }
 
 // Whole rows of the next blocks between the host and the stage: one copy for those side by side.
-void Cursor::add_rows(Rank by, size_t count, Part& part) const {
+void Cursor::add_rows(size_t count, Part& part) const {
   const uint64_t bytes = layout_->row_bytes();
   for (size_t i = 0; i < count;) {
     const Row& first = rows_[next_ + i];
@@ -164,7 +164,7 @@ void Cursor::add_rows(Rank by, size_t count, Part& part) const {
            rows_[next_ + i + together].at == first.at + together * bytes) {
       ++together;
     }
-    const Slice stage{.offset = i * bytes, .rank = by, .buffer = kStage};
+    const Slice stage{.offset = i * bytes, .rank = kNeighbour, .buffer = kStage};
     const Slice row{
         .offset = reinterpret_cast<uint64_t>(first.at), .rank = kHostRank, .buffer = kRows};
     const bool load = direction_ == Direction::load;
@@ -236,10 +236,9 @@ Part Cursor::next(const Room& room) {
   return part;
 }
 
-Part Cursor::next_staged(Rank by, size_t blocks_max) {
+Part Cursor::next_staged(size_t blocks_max) {
   const Stage& stage = (*stages_)[stage_];
-  const size_t count =
-      by == kOwner ? apart(blocks_max) : std::min<size_t>(blocks_max, blocks_.size() - next_);
+  const size_t count = std::min<size_t>(blocks_max, blocks_.size() - next_);
   Part part{.bytes = count * stage.bytes, .pages = count * stage.pieces, .together = kTogether};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
@@ -247,20 +246,20 @@ Part Cursor::next_staged(Rank by, size_t blocks_max) {
   }
   const bool load = direction_ == Direction::load;
   if (load) {
-    add_rows(by, count, part);
+    add_rows(count, part);
     part.commands.push_back({.op = Op::fence});
   }
   const size_t first = next_;
-  const Rows rows{staged, first, {0, by, kStage}};
+  const Rows rows{staged, first, {0, kNeighbour, kStage}};
   while (next_ < first + count) {
-    const Run found = run(rows, next_, by == kOwner ? 1 : first + count - next_);
+    const Run found = run(rows, next_, first + count - next_);
     for (const Fold& fold : stage.folds) add(rows, found, fold, false, part);
     next_ += found.count;
   }
   if (!load) {
     part.commands.push_back({.op = Op::fence});
     next_ = first;
-    add_rows(by, count, part);
+    add_rows(count, part);
     next_ = first + count;
   }
   end(part);

@@ -8,7 +8,7 @@
 // The order is that of the layers' groups (stages), and within one that of the given blocks.
 //
 // A staged part is two groups of commands: whole rows between the host and memory of a neighbour's,
-// or of this GPU's own, where they lie side by side, and from there to or from the cache.
+// where they lie side by side, and from there to or from the cache.
 #pragma once
 #include <memory>
 #include <optional>
@@ -99,9 +99,8 @@ class Cursor {
   uint32_t stage() const { return static_cast<uint32_t>(stage_); }  // the next part's
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
   Part next(const Room& room);                 // the next commands, of one stage
-  // The same by memory of `by`, of so many blocks at most, with all their layers. By the owner's
-  // own only blocks that are `apart`.
-  Part next_staged(Rank by, size_t blocks_max);
+  // The same by memory of the neighbour's, of so many blocks at most, with all their layers.
+  Part next_staged(size_t blocks_max);
   // How many of the next blocks take copies of their own over the layers, because they are no run
   // for which one a layer would be fewer; looks at so many at most.
   size_t apart(size_t blocks_max) const;
@@ -129,7 +128,7 @@ class Cursor {
   void add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
-  void add_rows(Rank by, size_t count, Part& part) const;
+  void add_rows(size_t count, Part& part) const;
   void push(const Command& command, Part& part) const;
   void end(Part& part);
 

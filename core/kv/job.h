@@ -72,7 +72,6 @@ struct JobReport {
   uint64_t strided = 0;  // of these, commands of several pages
   uint64_t bytes = 0;
   std::vector<uint64_t> link_bytes;  // over the own link, then each neighbour's
-  uint64_t staged_bytes = 0;         // by memory of the GPU's own
   Calls calls;                       // as a driver was told of what has ended
   int64_t enqueue_ns = 0;            // of the thread's time, the driver's calls included
   int64_t queued_ns = 0;             // from the call until its first command was enqueued

@@ -24,11 +24,12 @@ double Link::through_ns(uint64_t more, double gbps_min) const {
   return static_cast<double>(ahead) / gbps + (staged() ? kHopNs : 0);
 }
 
-double Link::copy_ns(const Part& part) const {
+double Link::copy_ns(const Part& part, const Lane& lane) const {
   const Machine& machine = backend->machine();
+  const double bytes_ns = static_cast<double>(part.bytes) / machine.links.host_gbps;
+  if (lane.crossed) return bytes_ns;  // the engines' pauses are each other's time
   const uint64_t batches = (part.copies - part.strided + part.together - 1) / part.together;
-  return static_cast<double>(part.strided + batches) * machine.cost.issue_ns +
-         static_cast<double>(part.bytes) / machine.links.host_gbps;
+  return static_cast<double>(part.strided + batches) * machine.cost.issue_ns + bytes_ns;
 }
 
 double Link::ahead_ns(int64_t now) const {
@@ -45,12 +46,17 @@ bool Link::idle() const {
 }
 
 Lane& Link::emptiest() {
-  return *std::min_element(lanes.begin(), lanes.end(),
-                           [](const Lane& a, const Lane& b) { return a.bytes < b.bytes; });
+  Lane* found = nullptr;
+  for (size_t i = 1; i <= lanes.size(); ++i) {
+    Lane& lane = lanes[(last_ + i) % lanes.size()];
+    if (found == nullptr || lane.bytes < found->bytes) found = &lane;
+  }
+  return *found;
 }
 
 void Link::add(Lane& lane, Flight flight, int64_t began_ns) {
   if (idle()) busy_since_ns_ = began_ns;
+  last_ = static_cast<size_t>(&lane - lanes.data());
   until_ns_ = std::max(until_ns_, static_cast<double>(began_ns)) + flight.copy_ns;
   lane.copy_ns += flight.copy_ns;
   lane.bytes += flight.bytes;
@@ -83,23 +89,15 @@ void Link::measured(uint64_t bytes) {
   until_ns_ = std::min(until_ns_, static_cast<double>(now) + left_ns);
 }
 
-std::vector<Link> links_of(Backend& own, const Staging& staging,
-                           const std::vector<Neighbour>& neighbours, Direction direction) {
+std::vector<Link> links_of(Backend& own, bool crosses, const std::vector<Neighbour>& neighbours,
+                           Direction direction) {
   const auto side = static_cast<uint16_t>(direction);
   std::vector<Link> links(1);
   links[0].backend = &own;
-  links[0].lanes.resize(1);
-  links[0].lanes[0].number = side;
-  if (direction == Direction::store && staging.room.data != nullptr) {
-    Link& link = links.emplace_back();
-    link.backend = &own;
-    link.stage_bytes = staging.lane_bytes;
-    link.lanes.resize(Staging::kLanes);
-    for (uint16_t i = 0; i < Staging::kLanes; ++i) {
-      link.lanes[i].number = Staging::kFirstLane + i;
-      link.lanes[i].stage = staging.room.data + i * link.stage_bytes;
-    }
-  }
+  links[0].lanes.push_back({.number = side});
+  // A lane is an engine: what both directions give it is in one order.
+  if (crosses)
+    links[0].lanes.push_back({.number = static_cast<uint16_t>(1 - side), .crossed = true});
   for (size_t i = 0; i < neighbours.size(); ++i) {
     Link& link = links.emplace_back();
     link.backend = neighbours[i].backend.get();

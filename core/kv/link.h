@@ -1,5 +1,5 @@
 // How copies of one direction go between the host and the GPU of a cache: over that GPU's own link,
-// straight or by memory of its own, and over those of neighbours that lend theirs. A neighbour's
+// by one of its engines or by both, and over those of neighbours that lend theirs. A neighbour's
 // bytes cross its link to or from memory of its own, and NVLink from there.
 #pragma once
 #include <cstdint>
@@ -9,7 +9,6 @@
 
 #include "core/backend/backend.h"
 #include "core/kv/cursor.h"
-#include "core/kv/staging.h"
 
 namespace offcore::kv {
 
@@ -28,6 +27,7 @@ struct Flight {
 // A queue of a link, whose flights are copied one after the other.
 struct Lane {
   uint16_t number = 0;         // of the backend's
+  bool crossed = false;        // by the other direction's engine
   std::byte* stage = nullptr;  // memory for this lane alone
   std::deque<Flight> flights;
   uint64_t bytes = 0;  // of the flights
@@ -35,8 +35,8 @@ struct Lane {
   double copy_ns = 0;
 };
 
-// Where parts are staged there are several lanes: while one's bytes cross the link, others' go to
-// or from the cache.
+// The own link has a lane for each engine that copies in its direction. Where parts are staged
+// there are several lanes: while one's bytes cross the link, others' go to or from the cache.
 struct Link {
   Backend* backend = nullptr;
   Rank rank = kOwner;        // who copies
@@ -46,14 +46,14 @@ struct Link {
   bool lost = false;  // it has failed: nothing goes over it any more
 
   bool staged() const { return stage_bytes > 0; }
-  double gbps() const { return gbps_; }    // as measured
-  double copy_ns(const Part& part) const;  // by what the machine says, at least
-  double ahead_ns(int64_t now) const;      // for which the engine has something to do, at least
+  double gbps() const { return gbps_; }                      // as measured
+  double copy_ns(const Part& part, const Lane& lane) const;  // by what the machine says, at least
+  double ahead_ns(int64_t now) const;  // for which the engine has something to do, at least
   // When so many bytes more would be through, from now on, by that speed. An idle link is taken to
   // have at least `gbps_min`: else one that was slow once would never be measured again.
   double through_ns(uint64_t more, double gbps_min) const;
   bool idle() const;
-  Lane& emptiest();
+  Lane& emptiest();  // of several the one that has waited for longest
   void add(Lane& lane, Flight flight, int64_t began_ns);  // when it began to be enqueued
   // Told of so many plain copies in that time.
   void told(uint64_t copies, int64_t took_ns);
@@ -64,6 +64,7 @@ struct Link {
  private:
   double gbps_ = 50;
   double plain_ns_ = 700;
+  size_t last_ = 0;            // lane that something was added to
   int64_t busy_since_ns_ = 0;  // or since it was measured
   double until_ns_ = 0;        // it has something to do, at least
 };
@@ -74,9 +75,8 @@ struct Neighbour {
   Share stage;  // the room that it lends
 };
 
-// The links of one direction: the own one, that by memory of the GPU's own where there is any, and
-// the neighbours'.
-std::vector<Link> links_of(Backend& own, const Staging& staging,
-                           const std::vector<Neighbour>& neighbours, Direction direction);
+// The links of one direction: the own one, whose lanes are an engine each, and the neighbours'.
+std::vector<Link> links_of(Backend& own, bool crosses, const std::vector<Neighbour>& neighbours,
+                           Direction direction);
 
 }  // namespace offcore::kv

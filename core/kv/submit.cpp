@@ -58,6 +58,7 @@ std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part par
   Launch launch{.binding = Binding(program->buffers.size(), program->ranks),
                 .lane = course.lane,
                 .wakeups = {&held->wakeups[kOwner]},
+                .crossed = course.crossed,
                 .owner = held};
   launch.binding.base(kCache, kOwner) = layout.base();
   launch.binding.base(kRows, kHostRank) = part.rows;

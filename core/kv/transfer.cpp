@@ -99,15 +99,13 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
   // Where pages are to go one by one, by a kernel or over other links nothing else is to decide.
-  const bool straight = options_.plain_from[static_cast<size_t>(Direction::store)] ||
-                        options_.kernel || !neighbours.empty();
-  Staging staging;
-  if (!straight) staging = staging_of(*backend_, groups_, memories_, options_.staging_bytes);
-  const auto kept = std::make_shared<const std::pair<std::shared_ptr<const void>, Share>>(
-      std::move(keep), staging.room);
-  courier_ = std::make_shared<Courier>(board_, backend_, groups_, std::move(staging),
+  const bool straight =
+      options_.plain_from[0] || options_.plain_from[1] || options_.kernel || !neighbours.empty();
+  Crossing crossing;
+  if (!straight) crossing = crossing_of(*backend_, groups_, memories_, options_.crossing_bytes);
+  courier_ = std::make_shared<Courier>(board_, backend_, groups_, std::move(crossing),
                                        lent_by(neighbours, groups_, options_.link_bytes),
-                                       options_.pace, kept, options_.checked);
+                                       options_.pace, std::move(keep), options_.checked);
 }
 
 void Transfer::begin() {

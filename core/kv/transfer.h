@@ -22,10 +22,11 @@ struct TransferOptions {
   Pace pace;
   // Pages of so many bytes are copied one by one, by direction: see Manner.
   std::array<std::optional<uint64_t>, 2> plain_from;
-  bool checked = false;                         // verify every program before it is launched
-  uint64_t link_bytes = uint64_t{32} << 20;     // of a neighbour's memory, at most
-  uint64_t staging_bytes = uint64_t{32} << 20;  // of this GPU's, by which stores of small pages go
-  int64_t linger_ns = usual_linger_ns();        // of the thread, before it sleeps
+  bool checked = false;                      // verify every program before it is launched
+  uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
+  uint64_t crossing_bytes = uint64_t{1}
+                            << 30;        // of the host's, so that both engines copy small pages
+  int64_t linger_ns = usual_linger_ns();  // of the thread, before it sleeps
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };
 

@@ -103,6 +103,7 @@ void bind_run(nb::module_& module) {
       .def_ro("batched", &Calls::batched)
       .def_ro("plain", &Calls::plain)
       .def_ro("strided", &Calls::strided)
+      .def_ro("crossed", &Calls::crossed)
       .def_ro("kernels", &Calls::kernels);
   nb::class_<Report>(module, "Report")
       .def_ro("time_ns", &Report::time_ns)

@@ -97,7 +97,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                                         int device, std::vector<std::shared_ptr<Layout>> layouts,
                                         std::vector<std::shared_ptr<HostPool>> pools,
                                         const std::vector<int>& links, const Machine& pair,
-                                        uint64_t link_bytes, uint64_t staging_bytes,
+                                        uint64_t link_bytes, uint64_t crossing_bytes,
                                         nb::object keep, uint64_t ahead_bytes,
                                         uint32_t ahead_commands,
                                         std::array<std::optional<uint64_t>, 2> plain_from,
@@ -127,7 +127,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                            .plain_from = plain_from,
                            .checked = checked,
                            .link_bytes = link_bytes,
-                           .staging_bytes = staging_bytes,
+                           .crossing_bytes = crossing_bytes,
                            .linger_ns = linger_ns,
                            .kernel = kernel},
                           kept);
@@ -236,7 +236,6 @@ void bind_jobs(nb::module_& module) {
       .def_ro("strided", &JobReport::strided)
       .def_ro("bytes", &JobReport::bytes)
       .def_ro("link_bytes", &JobReport::link_bytes)
-      .def_ro("staged_bytes", &JobReport::staged_bytes)
       .def_ro("calls", &JobReport::calls)
       .def_ro("enqueue_ns", &JobReport::enqueue_ns)
       .def_ro("queued_ns", &JobReport::queued_ns)
@@ -277,7 +276,7 @@ void bind_jobs(nb::module_& module) {
           nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
-             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("staging_bytes"), nb::arg("keep"),
+             nb::arg("pair"), nb::arg("link_bytes"), nb::arg("crossing_bytes"), nb::arg("keep"),
              nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
              nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"));
 }

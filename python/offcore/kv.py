@@ -260,10 +260,11 @@ class BlockTransfer:
         Large jobs then go over several at once: bytes wait in memory of such a GPU, at most
         `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
         jobs by layer. On host any numbers: further threads.
-    staging_bytes: cuda: memory of the GPU's own, at most so much, by which stores of pages of up to
-        32 KiB go where blocks are scattered: an engine gathers there, another one takes whole
-        blocks over the link. 0: none. Nor is there any with `links`, `kernel` or a `plain_from` for
-        stores, or where this GPU does not do it. Results say path "staged".
+    crossing_bytes: cuda: host memory, at most so much, from which copies are addressed that the
+        other direction's engine makes: pages of up to 64 KiB go by both engines while the other
+        direction has none on its way. 8 MiB are taken, or a thirty-second of what a block's layers
+        are apart. Below 8 MiB: none, and one engine copies; so it does with `links`, `kernel` or
+        `plain_from`, or where this GPU does not do it. Results say path "crossed".
     linger: seconds, up to 60, that the transfer's thread looks out for jobs after the last one, on
         a core of its own, before it sleeps. One that has slept is slow over all of the next job:
         small pages take a tenth longer. None: 0.05 with 8 cores, 0.002 with 4, else 0.0002.
@@ -291,7 +292,7 @@ class BlockTransfer:
         plain_from: int | tuple[int | None, int | None] | None = None,
         links: Sequence[int] | str | None = None,
         link_bytes: int = 32 << 20,
-        staging_bytes: int = 32 << 20,
+        crossing_bytes: int = 1 << 30,
         linger: float | None = None,
         kernel: bool = False,
         verify: bool = False,
@@ -331,7 +332,7 @@ class BlockTransfer:
             self.links,
             machines.load(self._pair()),
             checked("link_bytes", link_bytes),
-            checked("staging_bytes", staging_bytes),
+            checked("crossing_bytes", crossing_bytes),
             [layout.tensors for layout in groups],
             checked("ahead_bytes", ahead_bytes),
             checked("ahead_commands", ahead_commands, _INT_MAX),

@@ -74,13 +74,13 @@ class Transferred(Facts):
     @property
     def path(self) -> str:
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
-        "none" where nothing was copied: by copy engines, on host by threads. "staged": strided
-        copies to memory of the GPU's own and plain ones from there, all but the first blocks.
-        "kernel": by SMs, as was asked for ("mixed" where it left something to engines)."""
+        "none" where nothing was copied: by copy engines, on host by threads. "crossed": strided
+        copies, some of them by the engine of the other direction. "kernel": by SMs, as was asked
+        for ("mixed" where it left something to engines)."""
         if self.commands == 0:
             return "none"
-        if self._core.staged_bytes:
-            return "staged"
+        if self._core.calls.crossed:
+            return "crossed"
         if self._core.calls.kernels:
             by_engines = self.calls["batches"] + self.calls["plain"] + self.calls["strided"]
             return "mixed" if by_engines else "kernel"
@@ -90,9 +90,9 @@ class Transferred(Facts):
     @property
     def calls(self) -> dict[str, int]:
         """cuda: how often the driver was called for these copies: `batches` of `batched` copies in
-        all, `plain` and `strided` copies, `kernels`."""
+        all, `plain` and `strided` copies, `crossed` of these for the other engine, `kernels`."""
         calls = self._core.calls
-        names = ("batches", "batched", "plain", "strided", "kernels")
+        names = ("batches", "batched", "plain", "strided", "crossed", "kernels")
         return {name: getattr(calls, name) for name in names}
 
     @property

@@ -19,7 +19,8 @@ def test_calls_are_counted() -> None:
         "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuMemcpy2DAsync")}
     before = counted()
     result = world.transfer.store(blocks, slots).wait()
-    assert result.calls == {"batches": 0, "batched": 0, "plain": 0, "strided": 70, "kernels": 0}
+    assert result.calls == {"batches": 0, "batched": 0, "plain": 0, "strided": 70,
+                            "crossed": 0, "kernels": 0}
     spent = {name: counted()[name] - before[name] for name in before}
     assert spent == {"cuMemcpyBatchAsync": 0, "cuMemcpyAsync": 0, "cuMemcpy2DAsync": 70}
     assert result.path == "strided" and 0 < result.enqueue_us
@@ -29,7 +30,8 @@ def test_calls_are_counted() -> None:
         # Each layer has 70 pages: two calls of 32, and 6 that go singly. So does the first one of
         # small pages to a GPU.
         ahead = 4 * (start == world.transfer.load)
-        wanted = dict(batches=8, batched=256 - ahead, plain=24 + ahead, strided=0, kernels=0)
+        wanted = dict(batches=8, batched=256 - ahead, plain=24 + ahead, strided=0,
+                      crossed=0, kernels=0)
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
         wanted = dict(cuMemcpyBatchAsync=8, cuMemcpyAsync=24 + ahead, cuMemcpy2DAsync=0)
@@ -66,7 +68,7 @@ def test_pages_go_one_by_one_while_an_engine_is_behind() -> None:
     """Blocks of 512 KiB are told sooner than they are copied: of most of them the pages in calls of
     many, which leave the engine fewer pauses; not where a stream waits for them to be told."""
     code = """
-    world = World(layers=8, blocks=128, page=64 << 10)
+    world = World(layers=8, blocks=128, page=64 << 10, crossing_bytes=0)
     blocks, slots = np.random.default_rng(7).permutation(128), np.arange(128)[::-1]
     result = world.transfer.store(blocks, slots).wait()
     assert (result.path, result.calls["plain"]) == ("mixed", 0), result

@@ -158,7 +158,23 @@ class CudaBackend final : public Backend {
   const Machine& machine() const override { return machine_; }
   bool host_visible() const override { return false; }
 
-  Share allocate(Rank rank, uint64_t bytes) override { return take(rank, bytes, true); }
+  Share allocate(Rank rank, uint64_t bytes) override {
+    const Device& device = *local(rank);
+    const bool exported = fleet_->devices().size() < fleet_->ranks();
+    auto single = std::make_shared<Single>();
+    single->part = Part::create(device, bytes, exported);
+    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
+    single->range->map(0, single->part);
+    const int ordinal = device.ordinal();
+    single->range->open({&ordinal, 1});
+    device.zero(single->range->base(), single->part->bytes());
+    return {.rank = rank,
+            .bytes = bytes,
+            .fd = single->part->fd(),
+            .data = reinterpret_cast<std::byte*>(single->range->base()),
+            .owner = single,
+            .port = local(rank)};
+  }
 
   std::string_view signals() const override { return to_string(fleet_->habits().signals); }
 
@@ -232,13 +248,11 @@ class CudaBackend final : public Backend {
     return true;
   }
 
-  Share allocate_stage(Rank rank, uint64_t bytes, const std::byte* first, uint64_t reach) override {
+  bool cross(Rank rank, const Reach& reach) override {
     try {
-      Share share = take(rank, bytes, false);
-      const bool anchored = local(rank)->anchor(reinterpret_cast<CUdeviceptr>(first), reach);
-      return anchored ? share : Share{};
+      return local(rank)->cross(reach);
     } catch (const Error&) {  // a driver that does not map host memory, or no memory is left
-      return {};
+      return false;
     }
   }
 
@@ -275,25 +289,6 @@ class CudaBackend final : public Backend {
     if (capture_of({&stream, 1}) == 0) return;
     fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
          "graph: call it outside");
-  }
-
-  // Memory of a rank's, which SMs zero or which stays as it is.
-  Share take(Rank rank, uint64_t bytes, bool zeroed) const {
-    const Device& device = *local(rank);
-    const bool exported = fleet_->devices().size() < fleet_->ranks();
-    auto single = std::make_shared<Single>();
-    single->part = Part::create(device, bytes, exported);
-    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
-    single->range->map(0, single->part);
-    const int ordinal = device.ordinal();
-    single->range->open({&ordinal, 1});
-    if (zeroed) device.zero(single->range->base(), single->part->bytes());
-    return {.rank = rank,
-            .bytes = bytes,
-            .fd = single->part->fd(),
-            .data = reinterpret_cast<std::byte*>(single->range->base()),
-            .owner = single,
-            .port = local(rank)};
   }
 
   std::shared_ptr<Device> local(Rank rank) const {

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <thread>
 
-#include "core/backend/cuda/anchor.h"
+#include "core/backend/cuda/crossing.h"
 #include "core/backend/cuda/gather.h"
 #include "core/base/clock.h"
 
@@ -32,8 +32,10 @@ uint64_t rows_of_slice(uint64_t pitch) {
 
 void copy_rows(const Rows& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
-    CUmemcpy2D rectangle{.src = rows.src,
+    CUmemcpy2D rectangle{.src_y = rows.src_ahead,
+                         .src = rows.src,
                          .src_pitch = rows.src_pitch,
+                         .dst_y = rows.dst_ahead,
                          .dst = rows.dst,
                          .dst_pitch = rows.dst_pitch,
                          .width = rows.bytes,
@@ -43,9 +45,11 @@ void copy_rows(const Rows& rows, CUstream stream) {
   }
   const uint64_t src_height = rows_of_slice(rows.src_pitch);
   const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
-  CUmemcpy3D box{.src = rows.src,
+  CUmemcpy3D box{.src_z = rows.src_ahead,
+                 .src = rows.src,
                  .src_pitch = rows.src_pitch / src_height,
                  .src_height = src_height,
+                 .dst_z = rows.dst_ahead,
                  .dst = rows.dst,
                  .dst_pitch = rows.dst_pitch / dst_height,
                  .dst_height = dst_height,
@@ -140,10 +144,10 @@ Device::~Device() = default;
 
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
-bool Device::anchor(CUdeviceptr first, uint64_t reach) {
-  auto anchor = std::make_unique<const Anchor>(*this, reach);
-  if (anchor->base() > first) return false;
-  anchor_ = std::move(anchor);
+bool Device::cross(const Reach& reach) {
+  auto crossing = std::make_unique<Crossing>(*this, reach);
+  if (!crossing->works(*this)) return false;
+  crossing_ = std::move(crossing);
   return true;
 }
 

@@ -28,6 +28,8 @@ struct Rows {
   // One of them, where the other side is a GPU's: the driver, told so, need not look addresses up.
   bool dst_host = false;
   bool src_host = false;
+  uint64_t dst_ahead = 0;  // pitches from `dst` to where the first row goes
+  uint64_t src_ahead = 0;
 };
 void copy_rows(const Rows& rows, CUstream stream);
 
@@ -106,7 +108,7 @@ class Event {
   CUevent handle_;
 };
 
-class Anchor;
+class Crossing;
 class Gather;
 
 class Device final : public Port {
@@ -132,11 +134,10 @@ class Device final : public Port {
   void load_gather();
   const Gather* gather() const { return gather_.get(); }  // null unless loaded
 
-  // Makes engines do strided copies within this GPU's memory, of rows that lie `reach` bytes from
-  // `first` on (anchor.h). False: from where the driver puts that, nothing leads there. Not while
-  // anything is fed.
-  bool anchor(CUdeviceptr first, uint64_t reach);
-  const Anchor* anchor() const { return anchor_.get(); }  // null: they are left to the driver
+  // Tries copies by the engine of the other direction (crossing.h), and keeps what these need.
+  // False: not every byte came. Throws unsupported, memory or driver. Not while anything is fed.
+  bool cross(const Reach& reach);
+  const Crossing* crossing() const { return crossing_.get(); }  // null: there are none
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
@@ -150,7 +151,7 @@ class Device final : public Port {
   std::shared_ptr<Events> events_;
   std::unique_ptr<Stream> service_;
   std::unique_ptr<const Gather> gather_;
-  std::unique_ptr<const Anchor> anchor_;
+  std::unique_ptr<const Crossing> crossing_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 

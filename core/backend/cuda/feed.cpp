@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/backend/cuda/anchor.h"
+#include "core/backend/cuda/crossing.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -257,21 +257,23 @@ void Feed::copy(const Command& command) {
     uint64_t dst_pitch = 0;
     uint64_t src_pitch = 0;
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
-      const Rows rows{.dst = dst.address,
-                      .dst_pitch = dst_pitch,
-                      .src = src.address,
-                      .src_pitch = src_pitch,
-                      .bytes = command.bytes,
-                      .rows = command.rows,
-                      .dst_host = command.dst.rank == kHostRank,
-                      .src_host = command.src.rank == kHostRank};
+      Rows rows{.dst = dst.address,
+                .dst_pitch = dst_pitch,
+                .src = src.address,
+                .src_pitch = src_pitch,
+                .bytes = command.bytes,
+                .rows = command.rows,
+                .dst_host = command.dst.rank == kHostRank,
+                .src_host = command.src.rank == kHostRank};
       if (gather(rows)) return;
       flush();
       ++notes_.calls.strided;
+      if (launch_.crossed && device_.crossing() != nullptr) {
+        notes_.calls.crossed += device_.crossing()->turn(rows);
+      }
       return copy_rows(rows, stream_);
     }
   }
-  if (anchored(command)) return;
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
     const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
@@ -322,31 +324,6 @@ bool Feed::gather(const Rows& rows) {
   if (!gathering_ || rows.dst_host == rows.src_host || !Gathering::takes(rows)) return false;
   flush_ops();
   notes_.calls.kernels += gathering_->add(rows);
-  return true;
-}
-
-// Does rows within the GPU by one copy that an engine takes, if it can. Addressed from elsewhere
-// are those at the wider pitch: of the others' there may be too many up to them.
-bool Feed::anchored(const Command& command) {
-  const Anchor* anchor = device_.anchor();
-  if (anchor == nullptr || command.rows == 1 || !within(command)) return false;
-  if (habits_.own_copy_on_sm || habits_.parked) return false;
-  Place dst = place(command.dst);
-  Place src = place(command.src);
-  CUmemcpy2D copy{.src_type = kDeviceMemory,
-                  .dst_type = kDeviceMemory,
-                  .width = command.bytes,
-                  .height = command.rows};
-  if (!pitches(command, dst, src, copy.dst_pitch, copy.src_pitch)) return false;
-  const bool to = copy.dst_pitch > copy.src_pitch;
-  const CUdeviceptr meant = to ? dst.address : src.address;
-  const uint64_t pitch = to ? copy.dst_pitch : copy.src_pitch;
-  const CUdeviceptr base = anchor->before(meant, pitch, command.rows);
-  if (base == 0) return false;
-  copy.dst = to ? base : dst.address;
-  copy.src = to ? src.address : base;
-  (to ? copy.dst_y : copy.src_y) = (meant - base) / pitch;
-  strided(copy);
   return true;
 }
 

@@ -2,9 +2,9 @@
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
 //              GPUs: a batch, which engines share; within one GPU: a batch that asks for a copy
-//              engine, because a plain one would take SMs, or one strided copy that is addressed
-//              from host memory (anchor.h), where there is some for it; many in a group between
-//              the host and a GPU: a batch, which costs the host less
+//              engine, because a plain one would take SMs; many in a group between the host and a
+//              GPU: a batch, which costs the host less; rows between those two in a launch that is
+//              crossed: one strided copy by the engine of the other direction (crossing.h)
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
@@ -115,7 +115,6 @@ class Feed {
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
   bool gather(const Rows& rows);
-  bool anchored(const Command& command);
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   bool detour(const Place& dst, const Place& src, uint64_t bytes);

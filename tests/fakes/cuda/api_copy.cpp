@@ -108,15 +108,17 @@ uint64_t checked_pitch(uint64_t pitch, uint64_t row_bytes) {
   return pitch == 0 ? row_bytes : pitch;
 }
 
-// A copy may be addressed from mapped host memory, if that goes on behind the base as the rows do
+// A copy may be addressed from elsewhere, if memory of that kind goes on behind the base as rows do
 // (H200, driver 580).
 void check_base(const Transfer& transfer, const Side& side) {
   const PointerFacts base = addresses().facts(side.base);
-  if (side.base == side.address || !base.allocation || base.allocation->device() != kHost) return;
-  const DevicePtr end = side.base + (transfer.rows - 1) * side.pitch + transfer.width;
+  if (side.base == side.address || !base.allocation) return;
+  const bool host = base.allocation->device() == kHost;
+  const DevicePtr end = side.base + (transfer.rows - 1) * side.pitch +
+                        (transfer.slices - 1) * side.slice_pitch + transfer.width;
   for (DevicePtr at = side.base; at < end;) {
     const PointerFacts facts = addresses().facts(at);
-    require(facts.allocation && facts.allocation->device() == kHost, kInvalidValue);
+    require(facts.allocation && (facts.allocation->device() == kHost) == host, kInvalidValue);
     at = facts.start + facts.bytes;
   }
 }
@@ -283,6 +285,8 @@ FAKE_API Result cuMemcpy3DAsync_v2(const Memcpy3D* what, StreamHandle stream) {
     transfer.dst.address += (c.dst_z * dst_height + c.dst_y) * dst_pitch + c.dst_x;
     transfer.src.address += (c.src_z * src_height + c.src_y) * src_pitch + c.src_x;
     check_rows(transfer);
+    check_base(transfer, transfer.dst);
+    check_base(transfer, transfer.src);
     push_copies(*target, {transfer});
   });
 }

@@ -108,9 +108,9 @@ FAKE_API uint64_t fakecuda_done(const char* what) {
     uint64_t count;
   } rows[] = {{"plain", all.plain},     {"strided", all.strided},
               {"batched", all.batched}, {"same_device", all.same_device},
-              {"fills", all.fills},     {"rows", all.rows},
-              {"bytes", all.bytes},     {"waits", all.waits},
-              {"writes", all.writes}};
+              {"crossed", all.crossed}, {"fills", all.fills},
+              {"rows", all.rows},       {"bytes", all.bytes},
+              {"waits", all.waits},     {"writes", all.writes}};
   for (const auto& row : rows) {
     if (std::strcmp(row.name, what) == 0) return row.count;
   }

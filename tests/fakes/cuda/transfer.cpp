@@ -156,6 +156,19 @@ bool within_one_device(const Transfer& transfer) {
          (transfer.rows * transfer.slices == 1 || device(last) == at);
 }
 
+bool of_host(DevicePtr address) {
+  const PointerFacts facts = addresses().facts(address);
+  return facts.kind != Kind::kMapped || (facts.allocation && facts.allocation->device() == kHost);
+}
+
+// Whether the bases are in the other order than the host and the GPU are.
+bool is_crossed(const Transfer& transfer) {
+  const Side& dst = transfer.dst;
+  const Side& src = transfer.src;
+  return dst.base != 0 && src.base != 0 && of_host(dst.address) != of_host(src.address) &&
+         of_host(dst.base) == of_host(src.address) && of_host(src.base) == of_host(dst.address);
+}
+
 bool takes_sms(const std::vector<Transfer>& batch) {
   return std::ranges::any_of(batch, within_one_device);
 }
@@ -191,6 +204,7 @@ void count_copy(const std::vector<Transfer>& batch) {
     ++(strided ? tally().strided : tally().plain);
   }
   if (takes_sms(batch)) ++tally().same_device;
+  tally().crossed += std::ranges::count_if(batch, is_crossed);
   for (const Transfer& transfer : batch) {
     tally().rows += transfer.rows * transfer.slices;
     tally().bytes += transfer.rows * transfer.slices * transfer.width;

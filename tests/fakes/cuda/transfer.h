@@ -38,6 +38,7 @@ Work mem_op_work(std::vector<MemOp> ops);
 struct Tally {
   std::atomic<uint64_t> plain{0}, strided{0}, batched{0}, fills{0};  // commands run
   std::atomic<uint64_t> same_device{0};  // commands that a GPU would do with a kernel
+  std::atomic<uint64_t> crossed{0};      // by the engine for the way back
   std::atomic<uint64_t> rows{0}, bytes{0}, waits{0}, writes{0};
 };
 Tally& tally();

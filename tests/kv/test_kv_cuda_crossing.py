@@ -1,22 +1,27 @@
-"""Stores of small pages by memory of the GPU's own: every byte, who copies, and where such a store
-does not go that way. On the stand-in driver, a process for each test."""
+"""Small pages by both engines of a link: every byte, who copies, and where one engine copies alone.
+On the stand-in driver, a process for each test."""
 
 import pytest
 from test_cuda import run
 from test_kv_cuda import WORLD
 
-STAGED = """
+CROSSED = """
 STRAIGHT = ("strided", "mixed")
 
 class Small(World):
     def __init__(self, layers=8, blocks=128, page=4096, **options):
         super().__init__(layers=layers, blocks=blocks, page=page, **options)
 
-    def check(self, named, slots, paths=("staged",), **options):
+    def check(self, named, slots, paths=("crossed",), **options):  # a store, and a load
         result = self.transfer.store(named, slots, **options).wait(20)
         assert (self.rows(slots) == self.wanted(named)).all()
+        others = np.setdiff1d(np.arange(self.shape[1]), named)[: len(named)]
+        loaded = self.transfer.load(others, slots[: len(others)], **options).wait(20)
+        self.image[:, others] = self.image[:, named[: len(others)]]
+        assert (self.read() == self.image).all()
         assert result.bytes == len(named) * self.wanted([0]).shape[1], result.bytes
-        assert result.path in paths, (result.path, paths)
+        for done in (result, loaded):
+            assert done.path in paths or done.blocks < 2, (done, paths)
         return result
 
 def some(count, seed=0, of=128):
@@ -25,7 +30,7 @@ def some(count, seed=0, of=128):
 
 
 def check_on_gpu(code: str, *args: str, **env: str) -> None:
-    assert run(code, *args, prelude=WORLD + STAGED, **env) == ""
+    assert run(code, *args, prelude=WORLD + CROSSED, **env) == ""
 
 
 @pytest.mark.parametrize("ahead", [1, 1 << 16, 32 << 20])
@@ -33,7 +38,7 @@ def test_random_stores_and_loads_beside_them(ahead: int) -> None:
     code = """
     world = Small(ahead_bytes=int(sys.argv[1]))
     rng = np.random.default_rng(0)
-    staged = 0
+    paths = []
     for turn in range(15):
         world.fill(turn)
         blocks, slots = rng.permutation(128), rng.permutation(256)
@@ -53,9 +58,9 @@ def test_random_stores_and_loads_beside_them(ahead: int) -> None:
             rows = world.rows(slots[128 : 256 - cut]).reshape(128 - cut, 8, 4096)
             world.image[:, blocks[cut:]] = rows.swapaxes(0, 1)
         assert (world.read() == world.image).all()
-        staged += results[0].path == "staged"
-    assert staged >= 4, staged
-    assert done("same_device") == [0]  # no SM
+        paths += [result.path for result in results]
+    assert paths.count("crossed") >= 5, paths
+    assert done("same_device") == [0] and done("crossed") > [0]
     world.transfer.close()
     """
     check_on_gpu(code, str(ahead))
@@ -82,50 +87,83 @@ def test_caches_of_other_shapes(halves: bool) -> None:
     with kv.BlockTransfer(layout, pool, verify=True) as transfer:
         named = some(blocks, 2, blocks)
         result = transfer.store(named, slots).wait(20)
-    wanted = image.transpose(order)[named]
-    if sys.argv[1] != "True":
-        wanted = wanted[:, :, 0]
-    rows = np.stack([pool.row(slot) for slot in slots])
+        wanted = image.transpose(order)[named]
+        if sys.argv[1] != "True":
+            wanted = wanted[:, :, 0]
+        rows = np.stack([pool.row(slot) for slot in slots])
+        assert (rows == wanted.reshape(blocks, -1)).all()
+        loaded = transfer.load(named[::-1], slots).wait(20)  # each gets another one's bytes
+        again = transfer.store(named[::-1], slots[::-1]).wait(20)
+    rows = np.stack([pool.row(slot) for slot in slots[::-1]])
     assert (rows == wanted.reshape(blocks, -1)).all()
-    assert result.path == "staged", result.path
+    gaps = driver.read(whole, image.size)
+    if sys.argv[1] != "True":
+        found = np.frombuffer(gaps, np.uint8).reshape(shape)
+        assert (found[:, :, 1] == image[:, :, 1]).all(), "between the blocks"
+    assert {run.path for run in (result, loaded, again)} == {"crossed"}
     assert done("same_device") == [0]
     """
     check_on_gpu(code, str(halves))
 
 
-def test_where_stores_go_straight() -> None:
+def test_where_one_engine_copies() -> None:
     code = """
     world = Small()
     slots = some(64, 7, 256)
-    assert world.check(some(64), slots).links == {0: 64 * 8 * 4096}
-    world.check(some(8), slots[:8], STRAIGHT)  # no part behind the first
+    result = world.check(some(64), slots)
+    assert result.links == {0: 64 * 8 * 4096} and 0 < result.calls["crossed"] < 64
+    world.check(some(1), slots[:1], STRAIGHT)  # no part behind the first
     layout = kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0)
     pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
     with kv.BlockTransfer(layout, pool, verify=True) as transfer:
         run = transfer.store(np.arange(64), pool.allocate(64, timeout=20)).wait(20)
         assert (run.path, run.commands) == ("strided", 8)  # one a layer
     world.check(some(64), slots, ("plain",), by_layer=True)
-    loaded = world.transfer.load(some(64), slots).wait(20)
-    assert loaded.path in STRAIGHT, loaded.path
     world.transfer.close()
-    for options in ({"staging_bytes": 0}, {"plain_from": (None, 1 << 40)}, {"layers": 4},
-                    {"page": 64 << 10, "blocks": 32}, {"staging_bytes": 3 * 2 * 8 * 4096 - 1}):
+    for options in ({"crossing_bytes": 0}, {"plain_from": (None, 1 << 40)}, {"layers": 4},
+                    {"page": 128 << 10, "blocks": 32}, {"crossing_bytes": (8 << 20) - 1}):
         world = Small(**options)
-        blocks = world.shape[1]
-        result = world.transfer.store(some(blocks, 0, blocks), np.arange(blocks)).wait(20)
-        assert result.path in STRAIGHT, (options, result.path)
+        half = world.shape[1] // 2
+        world.check(some(half, 0, 2 * half), np.arange(half), STRAIGHT)
         world.transfer.close()
-    world = Small(staging_bytes=3 * 8 * 8 * 4096)  # three lanes of eight blocks
+    world = Small(crossing_bytes=8 << 20)
     world.check(some(64), slots)
+    world.transfer.close()
+    # Layers so far apart that telling of such copies would take longer than one engine's copies,
+    # unless more memory is taken for that.
+    step = 32 << 20
+    far = Gpu(driver.memory(8 * step), (8, 64, 1024), (step, 1024, 1))
+    layout = kv.Layout(far, block_axis=1, layer_axis=0)
+    pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
+    slots = pool.allocate(64, timeout=20)[some(64, 8, 64)]
+    for room, paths in ((8 << 20, STRAIGHT), (64 << 20, ("crossed",))):
+        with kv.BlockTransfer(layout, pool, verify=True, crossing_bytes=room) as transfer:
+            assert transfer.store(some(64, 9, 64), slots).wait(20).path in paths
+    assert done("same_device") == [0]
+    """
+    check_on_gpu(code)
+
+
+def test_what_is_not_under_way_keeps_no_engine() -> None:
+    code = """
+    world, gate = Small(), _core.Stopwatch(0)
+    blocks = some(128)
+    gate.shut()
+    job = world.transfer.load(blocks[:8], np.arange(8), after=gate.stream)
+    stored = world.transfer.store(blocks[8:72], np.arange(128, 192)).wait(20)
+    assert (world.rows(np.arange(128, 192)) == world.wanted(blocks[8:72])).all()
+    assert stored.path == "crossed" and not job.done()
+    gate.open()
+    assert job.wait(10).blocks == 8
     world.transfer.close()
     """
     check_on_gpu(code)
 
 
 def failing(entry: str, call: int, code: int) -> dict[str, str]:
-    """That call fails, of those for staging alone."""
-    before = "world = Small(staging_bytes=0)\nprint(calls(sys.argv[1]))\nworld.transfer.close()"
-    count = int(run(before, entry, prelude=WORLD + STAGED))
+    """That call fails, of those for crossing alone."""
+    before = "world = Small(crossing_bytes=0)\nprint(calls(sys.argv[1]))\nworld.transfer.close()"
+    count = int(run(before, entry, prelude=WORLD + CROSSED))
     return {"OFFCORE_FAKE_CUDA_FAIL": f"{entry}:{count + call}:{code}"}
 
 
@@ -134,20 +172,26 @@ def failing(entry: str, call: int, code: int) -> dict[str, str]:
     [
         ("cuMemAddressReserve", 1, 2),
         ("cuMemCreate", 1, 801),  # no host memory of this kind
-        ("cuMemSetAccess", 1, 1),
         ("cuMemCreate", 2, 2),  # no room on the GPU
+        ("cuMemSetAccess", 1, 1),
         ("cuMemcpy2DAsync", 1, 1),  # such copies are refused
-        None,  # or not done right
+        ("cuMemcpy2DAsync", 2, 1),
+        ("cuMemcpy2DAsync", 6, 1),  # those of the cache's steps
+        0,  # or not done right: the first one
+        1,
+        2,
     ],
 )
-def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | None) -> None:
-    env = failing(*fault) if fault else {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": "0"}
+def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | int) -> None:
+    env = (
+        {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": str(fault)}
+        if isinstance(fault, int)
+        else failing(*fault)
+    )
     code = """
     world = Small()
     for turn in range(2):
-        result = world.transfer.store(some(64), np.arange(64)).wait(20)
-        assert result.path in STRAIGHT, result.path
-        assert (world.rows(range(64)) == world.wanted(some(64))).all()
+        world.check(some(64), np.arange(64), STRAIGHT)
     world.transfer.close()
     assert done("same_device") == [0]
     """
@@ -155,17 +199,17 @@ def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | None) -> Non
 
 
 def test_a_refused_copy_fails_its_job_alone() -> None:
-    """Later stores then go straight."""
+    """Later jobs have one engine then."""
     code = """
-    world = Small()
+    world = Small(linger=60.0)  # so the thread tells everything
     failed = code_of(lambda: world.transfer.store(some(64), np.arange(64)).wait(20))
     assert failed[0] == "driver", failed
     for turn in range(2):
         world.check(some(64, turn), np.arange(64), STRAIGHT)
     world.transfer.close()
     """
-    # The trial has four strided copies; then come those of the first part, which goes straight.
-    check_on_gpu(code, **failing("cuMemcpy2DAsync", 4 + 16 + 5, 1))
+    # The trials have six strided copies; then come the two of the first part, which does not cross.
+    check_on_gpu(code, **failing("cuMemcpy2DAsync", 6 + 2 + 2, 1))
 
 
 def test_cancelled_and_overtaken() -> None:
@@ -183,13 +227,13 @@ def test_cancelled_and_overtaken() -> None:
         time.sleep(0.001 * turn)
         job.cancel()
         result = job.wait(20)
-        cut += result.cancelled and result.path == "staged"
+        cut += result.cancelled and result.path == "crossed"
         done = result.blocks
         rows = world.rows(range(512))
         assert (rows[:done] == world.wanted(every[:done])).all()
         assert not rows[done:].any()
         assert result.cancelled == (done < 512)
-    assert cut > 0, "no cancellation came amid what is staged"
+    assert cut > 0, "no cancellation came amid what crosses"
     assert overtaken > 0
     world.transfer.close()
     """
@@ -216,45 +260,44 @@ def test_jobs_that_meet_keep_their_order() -> None:
     check_on_gpu(code)
 
 
-def test_stores_into_the_same_slots_keep_their_order() -> None:
+def test_what_meets_in_one_direction_keeps_its_order() -> None:
+    """Two engines have no order."""
     code = """
     world = Small()
     for turn in range(10):
         named = [some(100, 10 * turn + k) for k in range(4)]
         jobs = [world.transfer.store(blocks, np.arange(100)) for blocks in named]
-        assert [job.wait(20).path for job in jobs] == ["staged"] * 4
+        assert [job.wait(20).path for job in jobs] == ["crossed"] * 4
         assert (world.rows(range(100)) == world.wanted(named[-1])).all()
+        for k in range(4):
+            for slot in range(50):
+                world.pool.row(50 * k + slot)[:] = 50 * k + slot
+        jobs = [world.transfer.load(some(50, turn), 50 * k + np.arange(50)) for k in range(4)]
+        assert [job.wait(20).path for job in jobs] == ["crossed"] * 4
+        world.image[:, some(50, turn)] = 150 + np.arange(50)[:, np.newaxis]
+        assert (world.read() == world.image).all()
     world.transfer.close()
     """
     check_on_gpu(code)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 7])
-def test_lanes_of_few_rows(rows: int) -> None:
-    code = """
-    world = Small(staging_bytes=3 * int(sys.argv[1]) * 8 * 4096)
-    for turn in range(4):
-        world.check(some(100, turn), some(100, turn + 9, 256))
-    world.transfer.close()
-    """
-    check_on_gpu(code, str(rows))
-
-
 def test_groups_with_rows_of_their_own() -> None:
     code = """
-    worlds = [Small(blocks=256, page=1024), Small(page=16384)]
+    worlds = [Small(blocks=256, page=1024), Small(page=16384), Small(layers=4)]
     layouts = [kv.Layout(Gpu(w.at, w.shape), block_axis=1, layer_axis=0) for w in worlds]
     with kv.BlockTransfer(layouts, [w.pool for w in worlds], verify=True) as transfer:
         for turn in range(4):
-            named = some(256, turn, 256), some(128, turn)
+            named = some(256, turn, 256), some(128, turn), some(128, turn + 9)
             for group, blocks in enumerate(named):
-                result = transfer.store(blocks, np.arange(len(blocks)), group=group).wait(20)
-                assert result.path == "staged"
-                rows = worlds[group].rows(range(len(blocks)))
+                slots = np.arange(len(blocks))
+                result = transfer.store(blocks, slots, group=group).wait(20)
+                assert (result.path == "crossed") == (group < 2), (group, result)
+                rows = worlds[group].rows(slots)
                 assert (rows == worlds[group].wanted(blocks)).all()
-                # Parts of eight blocks, whatever a lane has room for, each of a call or more.
-                parts = result._core.staged_bytes / (8 * layouts[group].block_bytes)
-                assert result.calls["batches"] + result.calls["plain"] >= parts > 0
+                loaded = transfer.load(blocks[::-1], slots, group=group).wait(20)
+                assert (loaded.path == "crossed") == (group < 2), (group, loaded)
+                worlds[group].image[:, blocks[::-1]] = worlds[group].image[:, blocks]
+                assert (worlds[group].read() == worlds[group].image).all()
     assert done("same_device") == [0]
     """
     check_on_gpu(code)
@@ -272,7 +315,7 @@ def test_a_stream_waits_for_all_of_it() -> None:
         job.wait_stream(reader.stream, 10)
         assert passed(reader)
         assert (world.rows(slots) == world.wanted(some(128, turn))).all(), turn
-        assert job.wait(10).path == "staged"
+        assert job.wait(10).path == "crossed"
     world.transfer.close()
     """
     check_on_gpu(code)

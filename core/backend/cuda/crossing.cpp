@@ -1,0 +1,110 @@
+#include "core/backend/cuda/crossing.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace offcore::cuda {
+namespace {
+
+constexpr uint64_t kPieceMin = uint64_t{8} << 20;
+constexpr uint64_t kPieces = 8;
+constexpr uint64_t kPieceNs = 100;
+constexpr uint64_t kReachMax = uint64_t{1} << 40;
+// The driver gives a range of this size an address below all of a GPU's memory.
+constexpr uint64_t kRangeMin = uint64_t{1} << 30;
+
+constexpr uint32_t kTriedRows = 4;
+constexpr uint64_t kTriedBytes = 4096;  // of a row
+constexpr uint64_t kTriedStep = uint64_t{64} << 10;
+
+uint64_t whole(uint64_t bytes, uint64_t piece) { return (bytes + piece - 1) / piece * piece; }
+
+// Of the host's memory: larger pieces are fewer, for which telling takes shorter.
+uint64_t piece_of(const Reach& reach) {
+  const uint64_t room = reach.room / kPieceMin * kPieceMin;
+  const uint64_t piece =
+      std::min(room, whole(std::max(reach.bytes / kPieces, uint64_t{1}), kPieceMin));
+  const bool far = std::max(reach.bytes, reach.host_bytes) > kReachMax;
+  if (room == 0 || far || (reach.bytes / piece + 1) * kPieceNs > reach.tell_ns) {
+    fail(Code::unsupported, "copies of rows over ", reach.bytes,
+         " bytes by the engine of the other ", "direction want more than ", reach.room,
+         " bytes of the host's memory");
+  }
+  return piece;
+}
+
+}  // namespace
+
+Crossing::Crossing(const Device& device, const Reach& reach)
+    : host_bytes_(whole(std::max(reach.bytes, kTriedRows * kTriedStep), piece_of(reach))),
+      gpu_bytes_(whole(std::max(reach.host_bytes, kTriedRows * kTriedStep), kPieceMin)),
+      range_(device.context(), std::max(host_bytes_ + gpu_bytes_, kRangeMin)) {
+  const uint64_t piece = piece_of(reach);
+  const auto host = Part::create_host(device, piece);
+  for (uint64_t at = 0; at < host_bytes_; at += piece) range_.map(at, host);
+  const auto gpu = Part::create(device, kPieceMin, false);
+  for (uint64_t at = 0; at < gpu_bytes_; at += kPieceMin) range_.map(host_bytes_ + at, gpu);
+  const int ordinal = device.ordinal();
+  range_.open({&ordinal, 1});
+}
+
+Crossing::Origin Crossing::before(CUdeviceptr meant, uint64_t pitch, uint32_t rows,
+                                  bool host) const {
+  const CUdeviceptr first = range_.base() + (host ? 0 : host_bytes_);
+  if (meant < first) return {};
+  const uint64_t rest = (meant - first) % pitch;
+  if (rest + rows * pitch > (host ? host_bytes_ : gpu_bytes_)) return {};
+  return {.at = first + rest, .pitches = (meant - first) / pitch};
+}
+
+bool Crossing::turn(Rows& rows) const {
+  if (rows.dst_host == rows.src_host) return false;
+  const Origin dst = before(rows.dst, rows.dst_pitch, rows.rows, rows.src_host);
+  const Origin src = before(rows.src, rows.src_pitch, rows.rows, rows.dst_host);
+  if (dst.at == 0 || src.at == 0) return false;
+  rows.dst = dst.at;
+  rows.src = src.at;
+  rows.dst_ahead = dst.pitches;
+  rows.src_ahead = src.pitches;
+  rows.dst_host = rows.src_host = false;  // the driver is to look at the bases
+  return true;
+}
+
+bool Crossing::works(const Device& device) {
+  tried_ = allocate_pinned(device.context(), 2 * kTriedRows * kTriedBytes);
+  auto* const sent = static_cast<std::byte*>(tried_.get());
+  std::byte* const got = sent + kTriedRows * kTriedBytes;
+  const CUdeviceptr place = range_.base() + host_bytes_;
+  for (uint64_t i = 0; i < kTriedRows * kTriedBytes; ++i) {
+    sent[i] = static_cast<std::byte>(1 + i * 7 + i / 251);
+    got[i] = ~sent[i];
+  }
+  const auto row = [&](uint32_t i) { return reinterpret_cast<void*>(place + i * kTriedStep); };
+  for (uint32_t i = 0; i < kTriedRows; ++i) device.copy(row(i), got, kTriedBytes);
+  Rows load{.dst = place,
+            .dst_pitch = kTriedStep,
+            .src = reinterpret_cast<CUdeviceptr>(sent),
+            .src_pitch = kTriedBytes,
+            .bytes = kTriedBytes,
+            .rows = kTriedRows,
+            .src_host = true};
+  Rows store{.dst = reinterpret_cast<CUdeviceptr>(got),
+             .dst_pitch = kTriedBytes,
+             .src = place,
+             .src_pitch = kTriedStep,
+             .bytes = kTriedBytes,
+             .rows = kTriedRows,
+             .dst_host = true};
+  if (!turn(load) || !turn(store)) return false;
+  device.copy(load);
+  bool came = true;
+  for (uint32_t i = 0; i < kTriedRows; ++i) {
+    std::vector<std::byte> found(kTriedBytes);
+    device.copy(found.data(), row(i), kTriedBytes);
+    came = came && std::memcmp(found.data(), sent + i * kTriedBytes, kTriedBytes) == 0;
+  }
+  device.copy(store);
+  return came && std::memcmp(got, sent, kTriedRows * kTriedBytes) == 0;
+}
+
+}  // namespace offcore::cuda

@@ -1,0 +1,115 @@
+#include "core/kv/crossing.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/kv/submit.h"
+
+namespace offcore::kv {
+namespace {
+
+constexpr uint64_t kPageMax = uint64_t{64} << 10;  // larger ones come as fast by one engine
+constexpr uint32_t kPiecesMin = 8;                 // of a fold, else a block takes many copies
+constexpr int kTrials = 3;                         // somebody may write the cache meanwhile
+constexpr double kTrialS = 5;
+
+bool has_small_pages(const std::vector<Fold>& folds) {
+  return std::all_of(folds.begin(), folds.end(), [](const Fold& fold) {
+    return fold.bytes <= kPageMax && fold.pieces >= kPiecesMin;
+  });
+}
+
+// That an engine takes for it. Where telling takes longer by more, one engine would be as fast.
+uint64_t copy_ns(const Machine& machine, const Fold& fold) {
+  const auto bytes = static_cast<double>(fold.pieces * fold.bytes);
+  return static_cast<uint64_t>(machine.cost.issue_ns + bytes / machine.links.host_gbps);
+}
+
+// Stores the first and the last block both ways. Loads are tried by the backend: here they would
+// write what somebody may be using.
+class Trial {
+ public:
+  Trial(Backend& backend, const Group& group, std::shared_ptr<const std::vector<Stage>> stages)
+      : backend_(backend), group_(group), stages_(std::move(stages)) {
+    if (group.layout->blocks() > 1)
+      blocks_.push_back(static_cast<int64_t>(group.layout->blocks()) - 1);
+  }
+  uint64_t bytes() const { return 2 * half(); }  // of the host's
+
+  bool brings_the_same(const Share& rows) const {
+    std::byte* const straight = rows.data;
+    std::byte* const crossed = straight + half();
+    for (int trial = 0; trial < kTrials; ++trial) {
+      store(rows, straight, false);
+      std::transform(straight, crossed, crossed, [](std::byte byte) { return ~byte; });
+      const Calls calls = store(rows, crossed, true);
+      if (calls.crossed == 0 || calls.crossed != calls.strided) return false;
+      if (std::memcmp(straight, crossed, half()) == 0) return true;
+    }
+    return false;
+  }
+
+ private:
+  uint64_t half() const { return blocks_.size() * group_.layout->row_bytes(); }
+
+  Calls store(const Share& keep, std::byte* to, bool crossed) const {
+    std::vector<Row> rows;  // not in the blocks' order, in which they could be a run
+    for (size_t i = blocks_.size(); i-- > 0;) {
+      rows.push_back({.at = to + i * group_.layout->row_bytes()});
+    }
+    Cursor cursor(Direction::store, {}, group_.layout, stages_, blocks_, std::move(rows));
+    const Course course{.backend = backend_,
+                        .direction = Direction::store,
+                        .lane = static_cast<uint16_t>(Direction::store),
+                        .crossed = crossed};
+    Part part = cursor.next({.bytes = half(), .strided = UINT32_MAX, .plain = UINT32_MAX});
+    const auto run =
+        submit(course, *group_.layout, std::move(part), std::make_shared<Share>(keep), false);
+    run->wait(Deadline::after_s(kTrialS));
+    return run->report().calls;
+  }
+
+  Backend& backend_;
+  const Group& group_;
+  const std::shared_ptr<const std::vector<Stage>> stages_;
+  std::vector<int64_t> blocks_ = {0};
+};
+
+}  // namespace
+
+bool Crossing::any() const { return std::find(groups.begin(), groups.end(), true) != groups.end(); }
+
+Crossing crossing_of(Backend& backend, const std::vector<Group>& groups,
+                     const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes) {
+  Crossing crossing{.groups = std::vector<bool>(groups.size())};
+  std::vector<Trial> trials;
+  Reach reach{.room = bytes, .tell_ns = UINT64_MAX};
+  uint64_t tried_bytes = 0;
+  for (size_t i = 0; i < groups.size() && bytes > 0; ++i) {
+    const Layout& layout = *groups[i].layout;
+    const auto stages =
+        std::make_shared<const std::vector<Stage>>(stages_of(layout, layout.layers(), memories[i]));
+    trials.emplace_back(backend, groups[i], stages);
+    crossing.groups[i] = has_small_pages(stages->front().folds);
+    if (!crossing.groups[i]) continue;
+    for (const Fold& fold : stages->front().folds) {
+      reach.bytes = std::max(reach.bytes, (fold.pieces + uint64_t{1}) * fold.step);
+      reach.host_bytes = std::max(reach.host_bytes, (fold.pieces + uint64_t{1}) * fold.row_step);
+      reach.tell_ns = std::min(reach.tell_ns, copy_ns(backend.machine(), fold));
+    }
+    tried_bytes = std::max(tried_bytes, trials.back().bytes());
+  }
+  if (reach.bytes == 0) return {};
+  try {
+    if (!backend.cross(kOwner, reach)) return {};
+    crossing.tried = backend.allocate_host(tried_bytes);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      crossing.groups[i] = crossing.groups[i] && trials[i].brings_the_same(crossing.tried);
+    }
+  } catch (const Error&) {  // the GPU does not take such copies, or no memory is left
+    return {};
+  }
+  return crossing.any() ? crossing : Crossing{};
+}
+
+}  // namespace offcore::kv
