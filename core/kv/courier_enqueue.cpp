@@ -8,13 +8,16 @@
 namespace offcore::kv {
 namespace {
 
-constexpr size_t kFlightsMin = 2;      // so that one is enqueued while another is copied
+constexpr size_t kFlightsMin = 2;  // so that one is enqueued while another is copied
+// Copies to the host of whoever else uses the GPU wait until a stream has none left (H200, driver
+// 580): an engine that makes ours has a pause after each part, while the other one copies.
+constexpr size_t kFlightsToHost = 1;
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
 constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
-// Of a part by the other direction's engine: a copy of that direction waits for two of them, about
-// 0.2 ms. The own engine's may have more, and pages that are told one by one among them.
+// Of a part where both engines copy: what waits for an engine waits for 0.1 ms of it. The own one's
+// may be larger, and have pages that are told one by one among them.
 constexpr uint64_t kCrossedBlocks = 8;
 constexpr uint64_t kCrossedBytes = uint64_t{2} << 20;
 constexpr uint64_t kOwnParts = 2;
@@ -96,8 +99,11 @@ Lane* Courier::engine_for(Link& link, const Job& job) const {
   Lane& other = link.lanes[1];
   if (job.began_ns_ < 0 && link.idle()) return &own;
   const bool past_bounds = job.cursor_->stage() < job.urgent_;
-  const bool first = past_bounds || own.flights.size() < kFlightsMin;
-  const bool second = past_bounds || other.flights.size() < kFlightsMin;
+  const auto has_room = [&](const Lane& lane) {
+    return past_bounds || lane.flights.size() < (lane.to_host() ? kFlightsToHost : kFlightsMin);
+  };
+  const bool first = has_room(own);
+  const bool second = has_room(other);
   if (first && second) return &link.emptiest();
   return first ? &own : second ? &other : nullptr;
 }

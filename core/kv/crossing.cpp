@@ -8,9 +8,9 @@
 namespace offcore::kv {
 namespace {
 
-constexpr uint64_t kPageMax = uint64_t{64} << 10;  // larger ones come as fast by one engine
-constexpr uint32_t kPiecesMin = 8;                 // of a fold, else a block takes many copies
-constexpr int kTrials = 3;                         // somebody may write the cache meanwhile
+constexpr uint64_t kPageMax = uint64_t{256} << 10;  // larger ones come as fast by one engine
+constexpr uint32_t kPiecesMin = 8;                  // of a fold, else a block takes many copies
+constexpr int kTrials = 3;                          // somebody may write the cache meanwhile
 constexpr double kTrialS = 5;
 
 bool has_small_pages(const std::vector<Fold>& folds) {

@@ -33,6 +33,9 @@ struct Lane {
   uint64_t bytes = 0;  // of the flights
   uint64_t commands = 0;
   double copy_ns = 0;
+
+  // Of the own link's, which are engines: the one that is for copies to the host.
+  bool to_host() const { return number == static_cast<uint16_t>(Direction::store); }
 };
 
 // The own link has a lane for each engine that copies in its direction. Where parts are staged

@@ -121,7 +121,7 @@ def test_where_one_engine_copies() -> None:
     world.check(some(64), slots, ("plain",), by_layer=True)
     world.transfer.close()
     for options in ({"crossing_bytes": 0}, {"plain_from": (None, 1 << 40)}, {"layers": 4},
-                    {"page": 128 << 10, "blocks": 32}, {"crossing_bytes": (8 << 20) - 1}):
+                    {"page": 512 << 10, "blocks": 16}, {"crossing_bytes": (8 << 20) - 1}):
         world = Small(**options)
         half = world.shape[1] // 2
         world.check(some(half, 0, 2 * half), np.arange(half), STRAIGHT)

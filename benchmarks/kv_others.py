@@ -1,0 +1,140 @@
+"""How long an application's own small copies wait beside transfers of KV blocks on one GPU.
+
+    python benchmarks/kv_others.py                 # half a minute
+
+While a load or a store is under way (offcore by both engines and by one, one batch call, the
+kernel) another thread copies 1 KiB to the host, or to the GPU, in a stream of its own and waits for
+it, again and again, as a serving engine fetches its tokens. Rows go to $OUT/cuda-kv-others.jsonl
+where OUT is set, else to benchmarks/results; the table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offcore.kv_case import Case
+from offcore.kv_models import Geometry
+from offcore.kv_peers import Transfers, Way, open_way
+from offcore.report import Stamp, dumps
+from offcore.sizes import format_bytes, parse_sizes
+
+LAYERS = 28
+SMALL = 1 << 10
+TIMEOUT_S = 20.0
+
+
+class Copies:
+    """Copies of 1 KiB, each waited for."""
+
+    def __init__(self) -> None:
+        self._gpu = torch.zeros(SMALL, dtype=torch.uint8, device="cuda")
+        self._host = torch.zeros(SMALL, dtype=torch.uint8).pin_memory()
+        self._stream = torch.cuda.Stream()
+
+    def until(self, ended: threading.Event, to_host: bool) -> list[float]:
+        """Microseconds of each that began before that."""
+        dst, src = (self._host, self._gpu) if to_host else (self._gpu, self._host)
+        times = []
+        while not ended.is_set():
+            began = time.perf_counter()
+            with torch.cuda.stream(self._stream):
+                dst.copy_(src, non_blocking=True)
+            self._stream.synchronize()
+            times.append((time.perf_counter() - began) * 1e6)
+        return times
+
+
+def beside(way: Way, direction: str, copies: Copies, to_host: bool) -> tuple[list[float], float]:
+    """Those times, and the microseconds that the way took meanwhile."""
+    stream = torch.cuda.Stream()
+    ended = threading.Event()
+    took: list[float] = []
+
+    def transfer() -> None:
+        try:
+            began = time.perf_counter()
+            way.enqueue(direction, stream.cuda_stream)
+            if way.streamed:
+                stream.synchronize()
+            way.settle()
+            took.append((time.perf_counter() - began) * 1e6)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=transfer)
+    thread.start()
+    times = copies.until(ended, to_host)
+    thread.join()
+    return times, took[0]
+
+
+def measure(case: Case, name: str, way: Way, rounds: int, page: int) -> list[dict[str, Any]]:
+    rows = []
+    copies = Copies()
+    for direction in ("load", "store"):
+        for to_host in (True, False):
+            beside(way, direction, copies, to_host)  # warm
+            found = [beside(way, direction, copies, to_host) for _ in range(rounds)]
+            times = sorted(one for times, _ in found for one in times)
+            row = {
+                "impl": name,
+                "direction": direction,
+                "other": "to_host" if to_host else "to_gpu",
+                "page_bytes": page,
+                "layers": LAYERS,
+                "blocks": case.blocks,
+                "median_us": round(times[len(times) // 2], 1),
+                "p90_us": round(times[len(times) * 9 // 10], 1),
+                "most_us": round(times[-1], 1),
+                "copies": len(times),
+                "transfer_us": round(sorted(took for _, took in found)[rounds // 2], 1),
+            }
+            rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", default="8K,64K", help="bytes of a layer's page")
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7, help="transfers of each kind")
+    args = parser.parse_args()
+    rows = []
+    for page in parse_sizes(args.pages):
+        case = Case("cuda", Geometry("", LAYERS, page), "layers", args.blocks)
+        ways: dict[str, Way] = {
+            "offcore": Transfers(case, TIMEOUT_S),
+            "offcore, one engine": Transfers(case, TIMEOUT_S, crossing_bytes=0),
+            "batch": open_way("batch", case, TIMEOUT_S),
+            "kernel": open_way("kernel", case, TIMEOUT_S),
+        }
+        for name, way in ways.items():
+            rows += measure(case, name, way, args.rounds, page)
+            way.close()
+        case.close()
+    stamp = asdict(Stamp())
+    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+    (folder / "cuda-kv-others.jsonl").write_text(
+        "".join(dumps(row | stamp) for row in rows), "utf-8"
+    )
+    print("page, transfer: us of a copy of 1 KiB, median, 90 %, most; of the transfer beside them")
+    for row in rows:
+        print(
+            f"{format_bytes(row['page_bytes']):>5} {row['impl']:>19} {row['direction']:>5} "
+            f"{row['other']:>7}: {row['median_us']:9.1f} {row['p90_us']:9.1f} "
+            f"{row['most_us']:9.1f} {row['transfer_us']:9.1f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
