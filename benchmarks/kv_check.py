@@ -192,6 +192,7 @@ def order(checks: Checks) -> int:
     reader = torch.cuda.Stream()
     wrong = crossed = 0
     found = torch.zeros((), dtype=torch.int64, device="cuda")
+    checks.settle()
     with kv.BlockTransfer(layout, pool) as transfer:
         for turn in range(checks.args.turns):
             value = 1 + turn % 250
@@ -210,6 +211,7 @@ def order(checks: Checks) -> int:
                 job.wait_stream(reader)
                 found += (cache[:, named.cuda()] != value ^ 255).sum()
             crossed += job.wait().calls["crossed"]
+    checks.settle()
     wrong += int(found)
     print(f"order: {2 * checks.args.turns} jobs, {crossed} copies crossed, {wrong} wrong")
     pool.close()

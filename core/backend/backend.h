@@ -101,8 +101,9 @@ struct Launch {
 
 // How far the rows of crossed copies (Launch::crossed) lie apart, and what these may cost.
 struct Reach {
-  uint64_t bytes = 0;  // of a local rank's memory, from the first row to one step behind the last
-  uint64_t host_bytes = 0;  // the same of the host's memory
+  uint64_t step = 0;        // from row to row of a local rank's memory, at most
+  uint64_t bytes = 0;       // of that memory, which the rows and one step more go over
+  uint64_t host_bytes = 0;  // the same of the host's
   uint64_t room = 0;        // that may be taken of the host's memory
   uint64_t tell_ns = 0;     // that telling of one may take longer than of others
 };
@@ -228,6 +229,8 @@ class Backend : public Memory {
   // Lets launches be crossed. Before anything is launched, once. False: no engine does such copies,
   // telling of them takes too long, or there is no room.
   virtual bool cross(Rank, const Reach&) { return false; }
+  // Takes that back, and gives up what it took. Not while anything is launched.
+  virtual void uncross(Rank) {}
   // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
   // driver's event stands for now. Throw unsupported where there are no streams, and for a stream
   // that is being captured.

@@ -5,13 +5,14 @@
 // - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls.
 // - Jobs that touch the same block or slot, one of them writing, are copied in the order of their
 //   calls, whatever their priorities and directions: the later one begins when the earlier one's
-//   copies have ended, or (in one direction, whose copies are in order) are enqueued. Waiting makes
+//   copies have ended, or (in one direction, where one engine copies) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
 // - Small pages go by both engines while the other direction has none on its way (crossing.h).
 // - Where there are neighbours' links, large jobs of all layers go over several: each part over the
-//   one that is expected to bring it first, by the speeds that were measured. Either way copies of
-//   one direction have no order among each other. A link that fails is not used any more.
+//   one that is expected to bring it first, by the speeds that were measured. A link that fails is
+//   not used any more.
+// - Over several links, or by both engines, copies of one direction have no order among each other.
 #pragma once
 #include <array>
 #include <memory>
@@ -78,8 +79,7 @@ class Courier {
   uint64_t share_of_engine(const Lane& lane, const Job& job, bool goes_on) const;
   Link* choose(Way& way, const Job& job, uint64_t bytes) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
-  void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
-               uint32_t plain_max);
+  void enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Room& room);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
   void finish(const std::shared_ptr<Job>& job);
 

@@ -16,8 +16,8 @@ constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several
 constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
-// Of a part where both engines copy: what waits for an engine waits for 0.1 ms of it. The own one's
-// may be larger, and have pages that are told one by one among them.
+// Of a part where both engines copy, or a block: what waits for an engine waits for 0.1 ms of it or
+// a block. The own one's may be larger, and have pages that are told one by one among them.
 constexpr uint64_t kCrossedBlocks = 8;
 constexpr uint64_t kCrossedBytes = uint64_t{2} << 20;
 constexpr uint64_t kOwnParts = 2;
@@ -41,19 +41,25 @@ bool Courier::submit(Way& way, uint32_t plain_max, bool goes_on) {
   if (job == nullptr) return false;
   Link* link = &way.links[0];
   Lane* lane = nullptr;
-  uint64_t bytes = 0;
-  if (crosses(*job)) {
+  Room room{.strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
+            .plain = std::max(1U, plain_max),
+            .apart = crosses(*job)};
+  if (room.apart) {
     lane = engine_for(*link, *job);
     if (lane == nullptr) return false;
-    bytes = share_of_engine(*lane, *job, goes_on);
+    room.bytes = share_of_engine(*lane, *job, goes_on);
   } else {
-    bytes = share_of(way, *job);
-    link = choose(way, *job, bytes);
+    room.bytes = share_of(way, *job);
+    link = choose(way, *job, room.bytes);
     if (link == nullptr) return false;
     lane = link->staged() ? &link->emptiest() : &link->lanes[0];
   }
+  // An engine that has nothing to do takes what is told soonest.
+  const bool soon = job->cursor_->stage() < job->urgent_ || lane->crossed ||
+                    (room.apart && lane->flights.empty());
+  if (!link->staged() && !soon) room.in_time = plain_in_time(*link, plain_max);
   try {
-    enqueue(*link, *lane, job, bytes, plain_max);
+    enqueue(*link, *lane, job, room);
   } catch (const Error& error) {
     refuse(*link, *lane, job, error);
   } catch (const std::bad_alloc&) {
@@ -86,7 +92,7 @@ void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
 // its way, which would have to wait, and the blocks are no run for which a copy a layer is fewer.
 bool Courier::crosses(const Job& job) const {
   if (!crossing_.any() || !crossing_.groups[job.request_.group]) return false;
-  if (job.together_ < job.layers_ || job.cursor_->apart(1) == 0) return false;
+  if (job.together_ < job.layers_ || !job.cursor_->apart()) return false;
   const Direction other =
       job.request_.direction == Direction::load ? Direction::store : Direction::load;
   return ways_[static_cast<size_t>(other)].links[0].idle();
@@ -98,11 +104,11 @@ Lane* Courier::engine_for(Link& link, const Job& job) const {
   Lane& own = link.lanes[0];
   Lane& other = link.lanes[1];
   if (job.began_ns_ < 0 && link.idle()) return &own;
-  const bool past_bounds = job.cursor_->stage() < job.urgent_;
-  const auto has_room = [&](const Lane& lane) {
-    return past_bounds || lane.flights.size() < (lane.to_host() ? kFlightsToHost : kFlightsMin);
+  const auto has_room = [](const Lane& lane) {
+    return lane.flights.size() < (lane.to_host() ? kFlightsToHost : kFlightsMin);
   };
-  const bool first = has_room(own);
+  // What a stream waits for goes past the bounds of its own engine: nobody else is to wait for it.
+  const bool first = job.cursor_->stage() < job.urgent_ || has_room(own);
   const bool second = has_room(other);
   if (first && second) return &link.emptiest();
   return first ? &own : second ? &other : nullptr;
@@ -176,20 +182,12 @@ uint32_t Courier::plain_in_time(const Link& link, uint32_t plain_max) const {
   return static_cast<uint32_t>(std::max(0.0, left_ns / link.plain_ns()));
 }
 
-void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, uint64_t bytes,
-                      uint32_t plain_max) {
+void Courier::enqueue(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Room& room) {
   const Request& request = job->request_;
   const uint32_t stage = job->cursor_->stage();
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
-  const bool soon = stage < job->urgent_ || lane.crossed;
-  Part part =
-      link.staged()
-          ? job->cursor_->next_staged(
-                std::max<uint64_t>(1, std::min(bytes, link.stage_bytes) / row_bytes))
-          : job->cursor_->next({.bytes = bytes,
-                                .strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
-                                .plain = std::max(1U, plain_max),
-                                .in_time = soon ? 0 : plain_in_time(link, plain_max)});
+  const uint64_t rows = std::max<uint64_t>(1, std::min(room.bytes, link.stage_bytes) / row_bytes);
+  Part part = link.staged() ? job->cursor_->next_staged(rows) : job->cursor_->next(room);
   Flight flight{.job = job,
                 .bytes = part.bytes,
                 .commands = part.copies,

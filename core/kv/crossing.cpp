@@ -25,6 +25,37 @@ uint64_t copy_ns(const Machine& machine, const Fold& fold) {
   return static_cast<uint64_t>(machine.cost.issue_ns + bytes / machine.links.host_gbps);
 }
 
+uint64_t span(const Fold& fold, uint64_t step) { return (fold.pieces + uint64_t{1}) * step; }
+
+// A group whose blocks might go by both engines.
+struct Candidate {
+  size_t group = 0;
+  std::shared_ptr<const std::vector<Stage>> stages;
+
+  // How far apart its rows are for what a copy of them takes.
+  double bytes_a_ns(const Machine& machine) const {
+    double most = 0;
+    for (const Fold& fold : stages->front().folds) {
+      const auto bytes = static_cast<double>(span(fold, fold.step));
+      most = std::max(most, bytes / static_cast<double>(copy_ns(machine, fold)));
+    }
+    return most;
+  }
+};
+
+Reach reach_of(const Machine& machine, const std::vector<Candidate>& candidates, uint64_t room) {
+  Reach reach{.room = room, .tell_ns = UINT64_MAX};
+  for (const Candidate& candidate : candidates) {
+    for (const Fold& fold : candidate.stages->front().folds) {
+      reach.step = std::max(reach.step, fold.step);
+      reach.bytes = std::max(reach.bytes, span(fold, fold.step));
+      reach.host_bytes = std::max(reach.host_bytes, span(fold, fold.row_step));
+      reach.tell_ns = std::min(reach.tell_ns, copy_ns(machine, fold));
+    }
+  }
+  return reach;
+}
+
 // Stores the first and the last block both ways. Loads are tried by the backend: here they would
 // write what somebody may be using.
 class Trial {
@@ -81,35 +112,41 @@ bool Crossing::any() const { return std::find(groups.begin(), groups.end(), true
 
 Crossing crossing_of(Backend& backend, const std::vector<Group>& groups,
                      const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes) {
-  Crossing crossing{.groups = std::vector<bool>(groups.size())};
-  std::vector<Trial> trials;
-  Reach reach{.room = bytes, .tell_ns = UINT64_MAX};
-  uint64_t tried_bytes = 0;
+  std::vector<Candidate> candidates;
   for (size_t i = 0; i < groups.size() && bytes > 0; ++i) {
     const Layout& layout = *groups[i].layout;
-    const auto stages =
+    auto stages =
         std::make_shared<const std::vector<Stage>>(stages_of(layout, layout.layers(), memories[i]));
-    trials.emplace_back(backend, groups[i], stages);
-    crossing.groups[i] = has_small_pages(stages->front().folds);
-    if (!crossing.groups[i]) continue;
-    for (const Fold& fold : stages->front().folds) {
-      reach.bytes = std::max(reach.bytes, (fold.pieces + uint64_t{1}) * fold.step);
-      reach.host_bytes = std::max(reach.host_bytes, (fold.pieces + uint64_t{1}) * fold.row_step);
-      reach.tell_ns = std::min(reach.tell_ns, copy_ns(backend.machine(), fold));
-    }
-    tried_bytes = std::max(tried_bytes, trials.back().bytes());
+    if (has_small_pages(stages->front().folds)) candidates.push_back({i, std::move(stages)});
   }
-  if (reach.bytes == 0) return {};
+  // Where not all can, those go that are far apart for what they take.
+  std::sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
+    return a.bytes_a_ns(backend.machine()) < b.bytes_a_ns(backend.machine());
+  });
+  while (!candidates.empty() &&
+         !backend.cross(kOwner, reach_of(backend.machine(), candidates, bytes))) {
+    candidates.pop_back();
+  }
+  if (candidates.empty()) return {};
+  Crossing crossing{.groups = std::vector<bool>(groups.size())};
   try {
-    if (!backend.cross(kOwner, reach)) return {};
-    crossing.tried = backend.allocate_host(tried_bytes);
-    for (size_t i = 0; i < groups.size(); ++i) {
-      crossing.groups[i] = crossing.groups[i] && trials[i].brings_the_same(crossing.tried);
+    std::vector<Trial> trials;
+    uint64_t tried_bytes = 0;
+    for (const Candidate& candidate : candidates) {
+      trials.emplace_back(backend, groups[candidate.group], candidate.stages);
+      tried_bytes = std::max(tried_bytes, trials.back().bytes());
     }
-  } catch (const Error&) {  // the GPU does not take such copies, or no memory is left
-    return {};
+    crossing.tried = backend.allocate_host(tried_bytes);
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      crossing.groups[candidates[i].group] = trials[i].brings_the_same(crossing.tried);
+    }
+  } catch (const Error& error) {  // the GPU does not take such copies, or no memory is left
+    crossing.groups.clear();
+    if (error.code() == Code::timeout) return {};  // one is under way
   }
-  return crossing.any() ? crossing : Crossing{};
+  if (crossing.any()) return crossing;
+  backend.uncross(kOwner);
+  return {};
 }
 
 }  // namespace offcore::kv

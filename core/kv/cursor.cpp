@@ -79,16 +79,9 @@ Cursor::Run Cursor::run(const Rows& rows, size_t first, size_t count_max) const 
   return run;
 }
 
-size_t Cursor::apart(size_t blocks_max) const {
+bool Cursor::apart() const {
   const uint32_t pieces = (*stages_)[stage_].folds.front().pieces;
-  const size_t end = std::min(blocks_.size(), next_ + blocks_max);
-  size_t block = next_;
-  while (block < end) {
-    const size_t count = run(host(), block, pieces + size_t{1}).count;
-    if (count > pieces) break;
-    block += count;
-  }
-  return std::min(block, end) - next_;
+  return run(host(), next_, pieces + size_t{1}).count <= pieces;
 }
 
 void Cursor::push(const Command& command, Part& part) const {
@@ -226,6 +219,7 @@ Part Cursor::next(const Room& room) {
     uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
     if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);
     if (blocks == 0 && part.bytes > 0) break;
+    if (room.apart) blocks = std::min<uint64_t>(blocks, stage.folds.front().pieces);
     const Run found = run(host(), next_, std::max<uint64_t>(1, blocks));
     for (const Fold& fold : stage.folds) add(host(), found, fold, plain, part);
     part.bytes += found.count * stage.bytes;

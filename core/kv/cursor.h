@@ -48,6 +48,7 @@ struct Room {
   // two calls an engine does nothing for a while, so that many plain copies of one call are copied
   // sooner than strided ones, each of a call of its own; but they take longer to tell.
   uint32_t in_time = 0;
+  bool apart = false;  // no run for which a copy a layer would be fewer
 };
 
 // The layers that are copied together, so that they are there together.
@@ -101,9 +102,9 @@ class Cursor {
   Part next(const Room& room);                 // the next commands, of one stage
   // The same by memory of the neighbour's, of so many blocks at most, with all their layers.
   Part next_staged(size_t blocks_max);
-  // How many of the next blocks take copies of their own over the layers, because they are no run
-  // for which one a layer would be fewer; looks at so many at most.
-  size_t apart(size_t blocks_max) const;
+  // Whether the next block takes a copy of its own over the layers, because it begins no run for
+  // which one a layer would be fewer.
+  bool apart() const;
   uint64_t left_bytes() const;               // of the stage
   void stop() { stage_ = stages_->size(); }  // nothing comes any more
 

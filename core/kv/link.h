@@ -51,7 +51,8 @@ struct Link {
   bool staged() const { return stage_bytes > 0; }
   double gbps() const { return gbps_; }                      // as measured
   double copy_ns(const Part& part, const Lane& lane) const;  // by what the machine says, at least
-  double ahead_ns(int64_t now) const;  // for which the engine has something to do, at least
+  // For which the engine has something to do, at least; about, where both copy.
+  double ahead_ns(int64_t now) const;
   // When so many bytes more would be through, from now on, by that speed. An idle link is taken to
   // have at least `gbps_min`: else one that was slow once would never be measured again.
   double through_ns(uint64_t more, double gbps_min) const;

@@ -252,7 +252,7 @@ class BlockTransfer:
     device: cuda: the GPU that the caches lie on; by default what the tensors say.
     ahead_bytes, ahead_commands: how much is enqueued ahead in a direction. What is not enqueued
         yet can be cancelled, or overtaken by a higher priority; less than what an engine copies in
-        about 100 us leaves it idle.
+        about 100 us leaves it idle. Where both engines copy it is at most three small parts.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
         strided copy; a number, or a pair for load and store. None: as many as the thread can tell a
         driver of while the engine has something to do; without a driver none.
@@ -261,10 +261,11 @@ class BlockTransfer:
         `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
         jobs by layer. On host any numbers: further threads.
     crossing_bytes: cuda: host memory, at most so much, from which copies are addressed that the
-        other direction's engine makes: pages of up to 64 KiB go by both engines while the other
-        direction has none on its way. 8 MiB are taken, or a thirty-second of what a block's layers
-        are apart. Below 8 MiB: none, and one engine copies; so it does with `links`, `kernel` or
-        `plain_from`, or where this GPU does not do it. Results say path "crossed".
+        other direction's engine makes: pages of up to 256 KiB go by both engines while the other
+        direction has none on its way. An eighth of what a block's layers are apart is taken, 8 MiB
+        at least, as much of the GPU's, and four blocks for a trial. Below 8 MiB: none, and one
+        engine copies; so it does with `links`, `kernel` or `plain_from`, or where this GPU does not
+        do it. Results say path "crossed".
     linger: seconds, up to 60, that the transfer's thread looks out for jobs after the last one, on
         a core of its own, before it sleeps. One that has slept is slow over all of the next job:
         small pages take a tenth longer. None: 0.05 with 8 cores, 0.002 with 4, else 0.0002.
@@ -273,8 +274,8 @@ class BlockTransfer:
         Results say path "kernel".
     verify: check every program of commands before it runs. For tests: it is slow.
 
-    Loads and stores run at the same time, in streams of their own. Jobs that touch
-    the same block or slot, one of them writing, keep the order of their calls. Tensors and pools
+    Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
+    block or slot, one of them writing, keep the order of their calls. Tensors and pools
     are kept alive by the transfer and its jobs. A transfer that is dropped together with its jobs
     cancels them. Raises `Error`: invalid, unavailable.
     """

@@ -160,56 +160,93 @@ def test_what_is_not_under_way_keeps_no_engine() -> None:
     check_on_gpu(code)
 
 
-def failing(entry: str, call: int, code: int) -> dict[str, str]:
-    """That call fails, of those for crossing alone."""
-    before = "world = Small(crossing_bytes=0)\nprint(calls(sys.argv[1]))\nworld.transfer.close()"
-    count = int(run(before, entry, prelude=WORLD + CROSSED))
-    return {"OFFCORE_FAKE_CUDA_FAIL": f"{entry}:{count + call}:{code}"}
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        ("cuMemAddressReserve", 1, 2),
-        ("cuMemCreate", 1, 801),  # no host memory of this kind
-        ("cuMemCreate", 2, 2),  # no room on the GPU
-        ("cuMemSetAccess", 1, 1),
-        ("cuMemcpy2DAsync", 1, 1),  # such copies are refused
-        ("cuMemcpy2DAsync", 2, 1),
-        ("cuMemcpy2DAsync", 6, 1),  # those of the cache's steps
-        0,  # or not done right: the first one
-        1,
-        2,
-    ],
-)
-def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | int) -> None:
-    env = (
-        {"OFFCORE_FAKE_CUDA_STRIDED_RIGHT": str(fault)}
-        if isinstance(fault, int)
-        else failing(*fault)
-    )
+def test_groups_are_judged_apart() -> None:
+    """One whose layers are too far apart for what its blocks take keeps no other from crossing."""
     code = """
-    world = Small()
-    for turn in range(2):
-        world.check(some(64), np.arange(64), STRAIGHT)
-    world.transfer.close()
-    assert done("same_device") == [0]
+    near = Small()
+    far = Gpu(driver.memory(8 * (32 << 20)), (8, 64, 1024), (32 << 20, 1024, 1))
+    layouts = [kv.Layout(far, block_axis=1, layer_axis=0),
+               kv.Layout(Gpu(near.at, near.shape), block_axis=1, layer_axis=0)]
+    pools = [kv.HostPool(layouts[0].block_bytes, 64, backend="cuda"), near.pool]
+    slots = pools[0].allocate(64, timeout=20)[some(64, 8, 64)]
+    for room, both in ((8 << 20, False), (64 << 20, True)):
+        with kv.BlockTransfer(layouts, pools, verify=True, crossing_bytes=room) as transfer:
+            apart = transfer.store(some(64, 9, 64), slots).wait(20)
+            assert (apart.path == "crossed") == both, apart
+            result = transfer.store(some(128), np.arange(128), group=1).wait(20)
+            assert result.path == "crossed", result
+            assert (near.rows(range(128)) == near.wanted(some(128))).all()
     """
-    check_on_gpu(code, **env)
+    check_on_gpu(code)
 
 
-def test_a_refused_copy_fails_its_job_alone() -> None:
-    """Later jobs have one engine then."""
+@pytest.mark.parametrize("step", [(1 << 30) + 12288, (2 << 30) + (1 << 20)])
+def test_layers_far_apart(step: int) -> None:
+    """Copies of two dimensions, and of three where a pitch has no room for the step."""
     code = """
-    world = Small(linger=60.0)  # so the thread tells everything
-    failed = code_of(lambda: world.transfer.store(some(64), np.arange(64)).wait(20))
-    assert failed[0] == "driver", failed
-    for turn in range(2):
-        world.check(some(64, turn), np.arange(64), STRAIGHT)
+    step, MIB, page = int(sys.argv[1]), 1 << 20, 32 << 10
+    at = driver.reserve((7 * step + 8 * MIB) >> 21 << 21)
+    image = np.random.default_rng(2).integers(0, 256, (8, 64, page), np.uint8)
+    for k in range(8):
+        place = at + (k * step >> 21 << 21)  # whole granules; a layer may begin inside one
+        driver("cuMemMap", place, 6 * MIB, 0, driver.create(6 * MIB), 0)
+        driver.set_access(place, 6 * MIB, [0])
+        driver.put(at + k * step, image[k].tobytes())
+    layout = kv.Layout(Gpu(at, (8, 64, page), (step, page, 1)), block_axis=1, layer_axis=0)
+    pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
+    slots, named = pool.allocate(64, timeout=20)[some(64, 8, 64)], some(64, 9, 64)
+    entry = "cuMemcpy3DAsync" if step >= 1 << 31 else "cuMemcpy2DAsync"
+    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+        before = calls(entry)
+        stored = transfer.store(named, slots).wait(20)
+        assert calls(entry) - before == 64
+        rows = np.stack([pool.row(slot) for slot in slots])
+        assert (rows == image[:, named].swapaxes(0, 1).reshape(64, -1)).all()
+        loaded = transfer.load(named[::-1], slots).wait(20)
+    image[:, named[::-1]] = image[:, named]
+    found = [driver.read(at + k * step, 64 * page) for k in range(8)]
+    assert b"".join(found) == image.tobytes()
+    assert (stored.path, loaded.path) == ("crossed", "crossed")
+    assert 0 < stored.calls["crossed"] < 64
+    """
+    check_on_gpu(code, str(step), OFFCORE_FAKE_CUDA_MEMORY="64G")
+
+
+def test_runs_behind_blocks_that_are_apart() -> None:
+    """A run that is longer than the layers are is no part of what crosses."""
+    code = """
+    world = Small(blocks=256)
+    world.transfer.close()
+    layout = kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0)
+    pool = kv.HostPool(layout.block_bytes, 256, backend="cuda")  # of one chunk
+    pool.allocate(256, timeout=20)
+    named = np.concatenate([some(40, 3, 64), np.arange(100, 200), some(40, 4, 50) + 200])
+    slots = np.concatenate([some(40, 5, 64), np.arange(100, 200), some(40, 6, 50) + 200])
+    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+        for turn in range(4):
+            world.fill(turn)
+            stored = transfer.store(named, slots).wait(20)
+            rows = np.stack([pool.row(slot) for slot in slots])
+            assert (rows == world.wanted(named)).all()
+            for slot in slots:
+                pool.row(slot)[:] = (slot + turn) % 256
+            loaded = transfer.load(named, slots).wait(20)
+            world.image[:, named] = ((slots + turn) % 256)[:, np.newaxis]
+            assert (world.read() == world.image).all()
+            for done in (stored, loaded):
+                assert done.path == "crossed" and done.calls["strided"] < 120, done
+    """
+    check_on_gpu(code)
+
+
+@pytest.mark.parametrize("commands", [1, 4])
+def test_few_commands_ahead(commands: int) -> None:
+    code = """
+    world = Small(ahead_commands=int(sys.argv[1]))
+    world.check(some(64), some(64, 7, 256))
     world.transfer.close()
     """
-    # The trials have six strided copies; then come the two of the first part, which does not cross.
-    check_on_gpu(code, **failing("cuMemcpy2DAsync", 6 + 2 + 2, 1))
+    check_on_gpu(code, str(commands))
 
 
 def test_cancelled_and_overtaken() -> None:
@@ -315,6 +352,14 @@ def test_a_stream_waits_for_all_of_it() -> None:
         job.wait_stream(reader.stream, 10)
         assert passed(reader)
         assert (world.rows(slots) == world.wanted(some(128, turn))).all(), turn
+        assert job.wait(10).path == "crossed"
+        # A load: what looks at it behind wait_stream sees all, of both engines.
+        for slot in slots:
+            world.pool.row(slot)[:] = 100 + turn
+        job = world.transfer.load(some(128, turn), slots)
+        job.wait_stream(reader.stream, 10)
+        assert passed(reader)
+        assert (world.read() == 100 + turn).all(), turn
         assert job.wait(10).path == "crossed"
     world.transfer.close()
     """

@@ -13,22 +13,18 @@ constexpr uint64_t kReachMax = uint64_t{1} << 40;
 // The driver gives a range of this size an address below all of a GPU's memory.
 constexpr uint64_t kRangeMin = uint64_t{1} << 30;
 
-constexpr uint32_t kTriedRows = 4;
+constexpr uint32_t kTriedRows = 2;
 constexpr uint64_t kTriedBytes = 4096;  // of a row
-constexpr uint64_t kTriedStep = uint64_t{64} << 10;
 
 uint64_t whole(uint64_t bytes, uint64_t piece) { return (bytes + piece - 1) / piece * piece; }
 
 // Of the host's memory: larger pieces are fewer, for which telling takes shorter.
 uint64_t piece_of(const Reach& reach) {
   const uint64_t room = reach.room / kPieceMin * kPieceMin;
-  const uint64_t piece =
-      std::min(room, whole(std::max(reach.bytes / kPieces, uint64_t{1}), kPieceMin));
+  const uint64_t piece = std::min(room, whole(reach.bytes / kPieces + 1, kPieceMin));
   const bool far = std::max(reach.bytes, reach.host_bytes) > kReachMax;
   if (room == 0 || far || (reach.bytes / piece + 1) * kPieceNs > reach.tell_ns) {
-    fail(Code::unsupported, "copies of rows over ", reach.bytes,
-         " bytes by the engine of the other ", "direction want more than ", reach.room,
-         " bytes of the host's memory");
+    fail(Code::unsupported, "rows over ", reach.bytes, " bytes are too far apart to be crossed");
   }
   return piece;
 }
@@ -36,14 +32,16 @@ uint64_t piece_of(const Reach& reach) {
 }  // namespace
 
 Crossing::Crossing(const Device& device, const Reach& reach)
-    : host_bytes_(whole(std::max(reach.bytes, kTriedRows * kTriedStep), piece_of(reach))),
-      gpu_bytes_(whole(std::max(reach.host_bytes, kTriedRows * kTriedStep), kPieceMin)),
-      range_(device.context(), std::max(host_bytes_ + gpu_bytes_, kRangeMin)) {
+    : step_(whole(reach.step, kPieceMin)),
+      host_bytes_(whole(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
+      gpu_bytes_(whole(std::max(reach.host_bytes, kPieceMin), kPieceMin)),
+      range_(device.context(), std::max(host_bytes_ + gpu_bytes_ + step_, kRangeMin)) {
   const uint64_t piece = piece_of(reach);
   const auto host = Part::create_host(device, piece);
   for (uint64_t at = 0; at < host_bytes_; at += piece) range_.map(at, host);
   const auto gpu = Part::create(device, kPieceMin, false);
   for (uint64_t at = 0; at < gpu_bytes_; at += kPieceMin) range_.map(host_bytes_ + at, gpu);
+  if (step_ >= gpu_bytes_) range_.map(host_bytes_ + step_, Part::create(device, kPieceMin, false));
   const int ordinal = device.ordinal();
   range_.open({&ordinal, 1});
 }
@@ -79,10 +77,10 @@ bool Crossing::works(const Device& device) {
     sent[i] = static_cast<std::byte>(1 + i * 7 + i / 251);
     got[i] = ~sent[i];
   }
-  const auto row = [&](uint32_t i) { return reinterpret_cast<void*>(place + i * kTriedStep); };
+  const auto row = [&](uint32_t i) { return reinterpret_cast<void*>(place + i * step_); };
   for (uint32_t i = 0; i < kTriedRows; ++i) device.copy(row(i), got, kTriedBytes);
   Rows load{.dst = place,
-            .dst_pitch = kTriedStep,
+            .dst_pitch = step_,
             .src = reinterpret_cast<CUdeviceptr>(sent),
             .src_pitch = kTriedBytes,
             .bytes = kTriedBytes,
@@ -91,7 +89,7 @@ bool Crossing::works(const Device& device) {
   Rows store{.dst = reinterpret_cast<CUdeviceptr>(got),
              .dst_pitch = kTriedBytes,
              .src = place,
-             .src_pitch = kTriedStep,
+             .src_pitch = step_,
              .bytes = kTriedBytes,
              .rows = kTriedRows,
              .dst_host = true};

@@ -251,10 +251,12 @@ class CudaBackend final : public Backend {
   bool cross(Rank rank, const Reach& reach) override {
     try {
       return local(rank)->cross(reach);
-    } catch (const Error&) {  // a driver that does not map host memory, or no memory is left
+    } catch (const Error&) {  // too far apart, a driver that does not do it, or no memory is left
       return false;
     }
   }
+
+  void uncross(Rank rank) override { local(rank)->uncross(); }
 
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const auto& device = fleet_->devices().front();

@@ -145,9 +145,16 @@ Device::~Device() = default;
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
 bool Device::cross(const Reach& reach) {
-  auto crossing = std::make_unique<Crossing>(*this, reach);
-  if (!crossing->works(*this)) return false;
-  crossing_ = std::move(crossing);
+  const auto crossing = std::make_shared<Crossing>(*this, reach);
+  try {
+    if (!crossing->works(*this)) return false;
+  } catch (const Error&) {
+    const Current here = current();
+    const bool idle = Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
+    if (!idle) keep_for_good(crossing);  // a copy is still under way
+    throw;
+  }
+  crossing_ = crossing;
   return true;
 }
 

@@ -137,6 +137,7 @@ class Device final : public Port {
   // Tries copies by the engine of the other direction (crossing.h), and keeps what these need.
   // False: not every byte came. Throws unsupported, memory or driver. Not while anything is fed.
   bool cross(const Reach& reach);
+  void uncross() { crossing_.reset(); }                         // nor while anything is under way
   const Crossing* crossing() const { return crossing_.get(); }  // null: there are none
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
@@ -151,7 +152,7 @@ class Device final : public Port {
   std::shared_ptr<Events> events_;
   std::unique_ptr<Stream> service_;
   std::unique_ptr<const Gather> gather_;
-  std::unique_ptr<const Crossing> crossing_;
+  std::shared_ptr<const Crossing> crossing_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 
