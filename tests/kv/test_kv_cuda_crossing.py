@@ -213,7 +213,7 @@ def test_layers_far_apart(step: int) -> None:
 
 
 def test_runs_behind_blocks_that_are_apart() -> None:
-    """A run that is longer than the layers are is no part of what crosses."""
+    """A run that is longer than the layers are takes fewer copies, and does not cross."""
     code = """
     world = Small(blocks=256)
     world.transfer.close()
@@ -234,7 +234,7 @@ def test_runs_behind_blocks_that_are_apart() -> None:
             world.image[:, named] = ((slots + turn) % 256)[:, np.newaxis]
             assert (world.read() == world.image).all()
             for done in (stored, loaded):
-                assert done.path == "crossed" and done.calls["strided"] < 120, done
+                assert done.path == "crossed" and done.calls["crossed"] <= 80, done
     """
     check_on_gpu(code)
 
