@@ -263,7 +263,7 @@ class BlockTransfer:
     crossing_bytes: cuda: host memory, at most so much, from which copies are addressed that the
         other direction's engine makes: pages of up to 256 KiB go by both engines while the other
         direction has none on its way. An eighth of what a block's layers are apart is taken, 8 MiB
-        at least, as much of the GPU's, and four blocks for a trial. Below 8 MiB: none, and one
+        at least, 10 MiB of the GPU's, and four blocks for a trial. Below 8 MiB: none, and one
         engine copies; so it does with `links`, `kernel` or `plain_from`, or where this GPU does not
         do it. Results say path "crossed".
     linger: seconds, up to 60, that the transfer's thread looks out for jobs after the last one, on

@@ -239,6 +239,15 @@ def test_runs_behind_blocks_that_are_apart() -> None:
     check_on_gpu(code)
 
 
+def test_large_rows() -> None:
+    code = """
+    world = Small(layers=33, blocks=8, page=256 << 10)
+    world.check(np.array([5, 1, 6, 2]), np.array([9, 3, 12, 0]))
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
 @pytest.mark.parametrize("commands", [1, 4])
 def test_few_commands_ahead(commands: int) -> None:
     code = """

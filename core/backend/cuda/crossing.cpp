@@ -32,16 +32,16 @@ uint64_t piece_of(const Reach& reach) {
 }  // namespace
 
 Crossing::Crossing(const Device& device, const Reach& reach)
-    : step_(whole(reach.step, kPieceMin)),
+    : gpu_bytes_(whole(std::max(reach.host_bytes, kPieceMin), kPieceMin)),
+      step_(whole(std::max(reach.step, gpu_bytes_), kPieceMin)),
       host_bytes_(whole(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
-      gpu_bytes_(whole(std::max(reach.host_bytes, kPieceMin), kPieceMin)),
-      range_(device.context(), std::max(host_bytes_ + gpu_bytes_ + step_, kRangeMin)) {
+      range_(device.context(), std::max(host_bytes_ + step_ + kPieceMin, kRangeMin)) {
   const uint64_t piece = piece_of(reach);
   const auto host = Part::create_host(device, piece);
   for (uint64_t at = 0; at < host_bytes_; at += piece) range_.map(at, host);
   const auto gpu = Part::create(device, kPieceMin, false);
   for (uint64_t at = 0; at < gpu_bytes_; at += kPieceMin) range_.map(host_bytes_ + at, gpu);
-  if (step_ >= gpu_bytes_) range_.map(host_bytes_ + step_, Part::create(device, kPieceMin, false));
+  range_.map(host_bytes_ + step_, Part::create(device, kTriedBytes, false));  // the trial's 2nd row
   const int ordinal = device.ordinal();
   range_.open({&ordinal, 1});
 }

@@ -34,9 +34,9 @@ class Crossing {
   };
   Origin before(CUdeviceptr meant, uint64_t pitch, uint32_t rows, bool host) const;
 
-  uint64_t step_;        // of the trial: that of the rows, and large enough for memory apart
+  uint64_t gpu_bytes_;   // of addresses, behind those of the host's memory
+  uint64_t step_;        // of the trial: the widest of the rows, or past all those
   uint64_t host_bytes_;  // of addresses, from the first on
-  uint64_t gpu_bytes_;   // behind those, and as much for the trial's rows
   Range range_;
   std::shared_ptr<void> tried_;  // kept: to give pinned memory back waits for the whole GPU
 };
