@@ -174,8 +174,8 @@ class Driver:
         prop = Prop(type=1, handle_types=handle_types, location_type=1, device=device)
         return self.get(c_uint64, "cuMemCreate", bytes_, byref(prop), 0)
 
-    def reserve(self, bytes_: int) -> int:
-        return self.get(c_uint64, "cuMemAddressReserve", bytes_, 0, 0, 0)
+    def reserve(self, bytes_: int, hint: int = 0) -> int:
+        return self.get(c_uint64, "cuMemAddressReserve", bytes_, 0, hint, 0)
 
     def set_access(self, start: int, bytes_: int, devices: Sequence[int], flags: int = 3) -> int:
         rights = (Access * len(devices))(*(Access(1, device, flags) for device in devices))

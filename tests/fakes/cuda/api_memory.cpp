@@ -1,4 +1,5 @@
 // Entry points for memory: virtual memory management, registered host memory, facts on pointers.
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -33,6 +34,13 @@ int checked_device(const AllocationProp* prop) {
 }
 
 bool is_multiple(uint64_t value) { return value % kGranularity == 0; }
+
+// Large ranges lie below all other memory (H200, driver 580).
+DevicePtr low_hint(uint64_t bytes) {
+  constexpr uint64_t kLarge = uint64_t{1} << 30;
+  static std::atomic<DevicePtr> next{uint64_t{12} << 30};
+  return bytes < kLarge ? 0 : next.fetch_add(bytes + kLarge);
+}
 
 }  // namespace
 
@@ -78,7 +86,7 @@ FAKE_API Result cuMemAddressReserve(DevicePtr* start, size_t bytes, size_t align
     require(start != nullptr && flags == 0, kInvalidValue);
     require(bytes > 0 && is_multiple(bytes), kInvalidValue);
     require(alignment == 0 || std::has_single_bit(alignment), kInvalidValue);
-    *start = addresses().reserve(bytes, alignment, hint);
+    *start = addresses().reserve(bytes, alignment, hint != 0 ? hint : low_hint(bytes));
   });
 }
 
