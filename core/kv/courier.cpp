@@ -30,11 +30,11 @@ Courier::Courier(std::shared_ptr<Board> board, std::shared_ptr<Backend> backend,
     : board_(std::move(board)),
       backend_(std::move(backend)),
       groups_(std::move(groups)),
+      crossing_(std::move(crossing)),
       neighbours_(std::move(neighbours)),
       pace_(pace),
       keep_(std::move(keep)),
       checked_(checked),
-      crossing_(std::move(crossing)),
       cache_of_(caches_of(groups_)),
       blocks_(groups_.size()),
       slots_(groups_.size()) {
@@ -275,9 +275,8 @@ std::shared_ptr<Job> Courier::pick(Way& way) {
 
 bool Courier::may_begin(Job& job) const {
   std::erase_if(job.waits_, [&](const std::shared_ptr<Job>& other) {
-    const auto& links = ways_[static_cast<size_t>(job.request_.direction)].links;
     const bool in_order = other->request_.direction == job.request_.direction &&
-                          links.size() == 1 && links[0].lanes.size() == 1;
+                          neighbours_.empty() && !may_cross(job) && !may_cross(*other);
     return other->done() || (in_order && other->cursor_->ended());
   });
   if (!job.waits_.empty()) return false;

@@ -72,6 +72,7 @@ class Courier {
   void refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job, const Error& failure);
   std::shared_ptr<Job> pick(Way& way);
   bool may_begin(Job& job) const;
+  bool may_cross(const Job& job) const;
   bool crosses(const Job& job) const;
   Lane* engine_for(Link& link, const Job& job) const;
   bool has_room(Link& link) const;
@@ -86,12 +87,13 @@ class Courier {
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<Backend> backend_;
   const std::vector<Group> groups_;
+  const Crossing crossing_;
   const std::vector<Neighbour> neighbours_;
   const Pace pace_;
   const std::shared_ptr<const void> keep_;
   const bool checked_;
   std::mutex turning_;                      // whoever holds it has all below, and the jobs' share
-  Crossing crossing_;                       // of no group any more once a driver has refused it
+  bool refused_ = false;                    // a driver has, what crosses
   std::vector<std::shared_ptr<Job>> jobs_;  // that have not ended, by their numbers
   std::array<Way, 2> ways_;                 // by direction
   const std::vector<size_t> cache_of_;      // of a group: the first one with the same memory

@@ -75,7 +75,7 @@ void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
   const Request& request = job->request_;
   if (failure.code() == Code::driver) {
     link.lost = link.staged();
-    if (lane.crossed) crossing_.groups.clear();
+    refused_ = refused_ || lane.crossed;
   }
   try {
     Flight flight{.job = job};
@@ -88,11 +88,15 @@ void Courier::refuse(Link& link, Lane& lane, const std::shared_ptr<Job>& job,
   stop(job, failure);
 }
 
+// Whether both engines may copy some of it.
+bool Courier::may_cross(const Job& job) const {
+  return crossing_.any() && crossing_.groups[job.request_.group] && job.together_ == job.layers_;
+}
+
 // Whether both engines are to copy the job's next blocks: while the other direction has nothing on
 // its way, which would have to wait, and the blocks are no run for which a copy a layer is fewer.
 bool Courier::crosses(const Job& job) const {
-  if (!crossing_.any() || !crossing_.groups[job.request_.group]) return false;
-  if (job.together_ < job.layers_ || !job.cursor_->apart()) return false;
+  if (refused_ || !may_cross(job) || !job.cursor_->apart()) return false;
   const Direction other =
       job.request_.direction == Direction::load ? Direction::store : Direction::load;
   return ways_[static_cast<size_t>(other)].links[0].idle();
