@@ -6,12 +6,13 @@ fetches alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from offcore.errors import error
 from offcore.plot import pyplot
+from offcore.sizes import format_bytes
 
 FIGURES = {16: "one request", 17: "several requests at once"}
 _REFERENCE = "loop"
@@ -24,6 +25,23 @@ _COLOURS = {
 }
 
 
+def _geometry(row: dict[str, Any]) -> str:
+    model: str = row["model"] or f"{row['layers']} x {format_bytes(row['page_bytes'])}"
+    return model
+
+
+def _extent(row: dict[str, Any]) -> str:
+    return f"{row['tokens']}" if row["tokens"] else f"{row['blocks']} blocks"
+
+
+# What a case is told by besides its geometry, where rows differ in it.
+_PARTS: tuple[Callable[[dict[str, Any]], str], ...] = (
+    lambda row: row["direction"],
+    lambda row: row["layout"],
+    _extent,
+)
+
+
 def speedups(records: Sequence[dict[str, Any]], figure: int | None) -> dict[str, dict[str, float]]:
     """By case ("qwen2.5-7b, 4096"), then by way: the loop's time over its own, in the same run.
     Raises `Error`: invalid where rows of the loop are missing."""
@@ -32,15 +50,22 @@ def speedups(records: Sequence[dict[str, Any]], figure: int | None) -> dict[str,
         for row in records
         if "time_us" in row and (figure is None or (row["requests"] > 1) == (figure == 17))
     ]
-    several = {
-        name: len({row[name] for row in rows}) > 1 for name in ("direction", "layout", "tokens")
-    }
+    several = [part for part in _PARTS if len({part(row) for row in rows}) > 1]
     found: dict[str, dict[str, float]] = {}
     for loop in (row for row in rows if row["impl"] == _REFERENCE):
-        label = loop["model"] or "-"
-        label += "".join(f"\n{loop[name]}" for name, differ in several.items() if differ)
+        label = "\n".join([_geometry(loop), *(part(loop) for part in several)])
         for row in rows:
-            same = ("run", "model", "direction", "layout", "blocks", "requests", "page_bytes")
+            same = (
+                "run",
+                "step",
+                "model",
+                "layers",
+                "page_bytes",
+                "direction",
+                "layout",
+                "blocks",
+                "requests",
+            )
             if row["impl"] in _COLOURS and all(row.get(one) == loop.get(one) for one in same):
                 ways = found.setdefault(label, {})
                 ways[row["impl"]] = loop["time_us"] / row["time_us"]

@@ -10,6 +10,7 @@ from offcore.kv_bench import Clock, Plan, run
 from offcore.kv_case import DIRECTIONS, LAYOUTS, Case
 from offcore.kv_models import MODELS, Geometry
 from offcore.kv_peers import open_way
+from offcore.kv_plot import speedups
 
 FIELDS = {
     *("impl", "direction", "layout", "page_bytes", "layers", "blocks", "gbps", "ceiling_gbps"),
@@ -59,6 +60,23 @@ def test_rows_and_a_plot_without_a_gpu(offcore_cli, tmp_path) -> None:
     assert figure.stat().st_size > 0
     ran = offcore_cli("kv", "plot", rows, "--figure", "17", "--out", figure)
     assert (ran.status, "several requests at once" in ran.err) == (1, True)
+
+
+def test_cases_without_a_model_are_told_apart() -> None:
+    """By their pages, layers and blocks: none stands for another one."""
+    same = {"run": "r", "model": "", "tokens": None, "direction": "load", "layout": "layers"}
+    rows = [
+        same
+        | {"impl": impl, "layers": layers, "page_bytes": page, "blocks": blocks, "time_us": time}
+        | {"requests": 1}
+        for layers, page, blocks, own in ((28, 8192, 64, 1), (28, 16384, 64, 2), (1, 8192, 256, 4))
+        for impl, time in (("loop", 8), ("offcore", own))
+    ]
+    assert speedups(rows, 16) == {
+        "28 x 8K\n64 blocks": {"offcore": 8},
+        "28 x 16K\n64 blocks": {"offcore": 4},
+        "1 x 8K\n256 blocks": {"offcore": 2},
+    }
 
 
 def test_what_cannot_be_measured(offcore_cli) -> None:
