@@ -54,9 +54,9 @@ def run_rank() -> None:
 
 
 def start_ranks() -> int:
-    with socket.socket() as probe:  # a port that is free now, and most likely the one after it
+    with socket.socket() as probe:  # a port that is free now, where rank 0 is to listen
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = probe.getsockname()[1] - 1
     processes = []
     for rank in range(RANKS):
         own = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
