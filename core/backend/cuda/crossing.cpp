@@ -16,12 +16,10 @@ constexpr uint64_t kRangeMin = uint64_t{1} << 30;
 constexpr uint32_t kTriedRows = 2;
 constexpr uint64_t kTriedBytes = 4096;  // of a row
 
-uint64_t whole(uint64_t bytes, uint64_t piece) { return (bytes + piece - 1) / piece * piece; }
-
 // Of the host's memory: larger pieces are fewer, for which telling takes shorter.
 uint64_t piece_of(const Reach& reach) {
   const uint64_t room = reach.room / kPieceMin * kPieceMin;
-  const uint64_t piece = std::min(room, whole(reach.bytes / kPieces + 1, kPieceMin));
+  const uint64_t piece = std::min(room, rounded(reach.bytes / kPieces + 1, kPieceMin));
   const bool far = std::max(reach.bytes, reach.host_bytes) > kReachMax;
   if (room == 0 || far || (reach.bytes / piece + 1) * kPieceNs > reach.tell_ns) {
     fail(Code::unsupported, "rows over ", reach.bytes, " bytes are too far apart to be crossed");
@@ -32,9 +30,9 @@ uint64_t piece_of(const Reach& reach) {
 }  // namespace
 
 Crossing::Crossing(const Device& device, const Reach& reach)
-    : gpu_bytes_(whole(std::max(reach.host_bytes, kPieceMin), kPieceMin)),
-      step_(whole(std::max(reach.step, gpu_bytes_), kPieceMin)),
-      host_bytes_(whole(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
+    : gpu_bytes_(rounded(reach.host_bytes, kPieceMin)),
+      step_(rounded(std::max(reach.step, gpu_bytes_), kPieceMin)),
+      host_bytes_(rounded(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
       range_(device.context(), std::max(host_bytes_ + step_ + kPieceMin, kRangeMin)) {
   const uint64_t piece = piece_of(reach);
   const auto host = Part::create_host(device, piece);

@@ -23,10 +23,6 @@ constexpr auto kLeaveLimit = std::chrono::seconds(2);
 constexpr uint64_t kTrialBytes = 8192;   // of each rank's memory, for each rank: what it is sent
 constexpr uint64_t kTrialSource = 4096;  // from here on: what it sends
 
-uint64_t rounded(uint64_t bytes, uint64_t unit) {
-  return std::max<uint64_t>(1, (bytes + unit - 1) / unit) * unit;
-}
-
 CUmemAllocationProp properties(int ordinal) {
   return {.type = kMemoryPinned,
           .handle_types = kPosixDescriptor,

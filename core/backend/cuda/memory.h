@@ -6,6 +6,7 @@
 // stride: the source of a one-command broadcast. What programs read and write by themselves lies
 // in the first lap; the other mappings are only sources and destinations of strided copies.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <shared_mutex>
@@ -17,6 +18,11 @@
 #include "core/base/descriptor.h"
 
 namespace offcore::cuda {
+
+// Up to whole units, one at least.
+constexpr uint64_t rounded(uint64_t bytes, uint64_t unit) {
+  return std::max<uint64_t>(1, (bytes + unit - 1) / unit) * unit;
+}
 
 // Physical memory: one rank's, or of the host.
 class Part {
