@@ -4,7 +4,8 @@
     python benchmarks/h200_check.py --only build,check   # some steps
 
 Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
-process a GPU, then what users of torch do, and operations in graphs; every byte is checked.
+process a GPU, then what users of torch do, plain tensors of 1 byte to 2 GiB from each of torch's
+allocators, and operations in graphs; every byte is checked.
 gpu_proof.py proves what the backend rests on, gpu_bench.py measures all-gather and all-to-all next
 to NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
 """
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_capture import captured
+from gpu_plain import ALLOCATORS, plain_tensors
 from gpu_random import armed, basics, check
 from gpu_steps import run_step
 from gpu_torch import torch_users
@@ -61,7 +63,9 @@ def build() -> bool:
     return True
 
 
-def run_ranks(role: str, ranks: int, limit_s: float, extra: list[str]) -> bool:
+def run_ranks(
+    role: str, ranks: int, limit_s: float, extra: list[str], env: dict[str, str] | None = None
+) -> bool:
     """One process a rank; all are ended when one fails or the time is over."""
     with socket.socket() as probe, socket.socket() as other:
         for one in (probe, other):
@@ -72,7 +76,7 @@ def run_ranks(role: str, ranks: int, limit_s: float, extra: list[str]) -> bool:
     command = [sys.executable, __file__, "--role", role, "--ranks", str(ranks)]
     command += ["--ports", ",".join(map(str, ports)), *extra]
     processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=environment())
+        subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=environment() | (env or {}))
         for rank in range(ranks)
     ]
     try:
@@ -105,6 +109,7 @@ ROLES = {
     "check": check,
     "armed": armed,
     "torch": torch_users,
+    "plain": plain_tensors,
     "capture": captured,
 }
 
@@ -160,10 +165,19 @@ def main() -> int:
         one = alone("check", f"{what}: one process", args.limit, *extra, *more)
         return run_ranks("check", ranks, args.limit, [*extra, *more]) and one
 
+    def plain() -> bool:
+        good = True
+        for name, option in ALLOCATORS.items():
+            print(f"== plain: allocator {name}", flush=True)
+            env = {"PYTORCH_CUDA_ALLOC_CONF": option, "PYTORCH_ALLOC_CONF": option}
+            good = run_ranks("plain", ranks, args.limit, [], env if option else None) and good
+        return good
+
     largest = ("--largest", str(args.largest))
     work: dict[str, Callable[[], bool]] = {
         "basics": lambda: alone("basics", "basics", 90),
         "torch": lambda: run_ranks("torch", ranks, 60, []),
+        "plain": plain,
         "capture": lambda: run_ranks("capture", ranks, 30, []),
         "proof": lambda: script("gpu_proof.py", 80),
         "measure": lambda: script("gpu_bench.py", 120, "--ranks", str(ranks), *largest),

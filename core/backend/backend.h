@@ -185,6 +185,7 @@ class Loaded {
   // carries another binding the backend arms anew, or throws unsupported if it cannot take back.
   // False where the engines cannot hold them: the next launch enqueues them then.
   virtual bool arm(const Launch& launch) = 0;
+  // Throws Refused where nothing is enqueued: no rank sees anything of the launch.
   virtual std::unique_ptr<Run> launch(const Launch& launch) = 0;
   // False where the backend does some of its commands by others, because a test of it has failed.
   virtual bool native() const { return true; }

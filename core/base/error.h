@@ -36,6 +36,12 @@ class Error : public std::exception {
   std::string message_;
 };
 
+// What did not happen: whatever it was for is as it was before, and it may be tried again.
+class Refused final : public Error {
+ public:
+  explicit Refused(const Error& error) : Error(error) {}
+};
+
 // Joins its arguments into a string. (std::format needs a newer compiler than g++ 12.)
 template <typename... Parts>
 std::string cat(const Parts&... parts) {

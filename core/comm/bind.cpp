@@ -32,22 +32,33 @@ Windows windows_of(const Request& request) {
 
 }  // namespace
 
+// What a refused launch had taken is given back, so that the call can be made again.
 void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
   if (plan.credits) {
     if (!plan.credited) grant(plan, lane, request.streams);  // the caller enters now
     plan.credited = false;
   }
   ++plan.launches;
-  if (plan.program->mode != Mode::armed) {
-    const Launch launch = bind(plan, request, lane);
-    pending.view_ = std::exchange(plan.view, {});
-    pending.run_ = plan.loaded->launch(launch);
-    return;
+  try {
+    if (plan.program->mode == Mode::armed) {
+      launch_armed(plan, request, lane, pending);
+    } else {
+      const Bound bound = bind(plan, request, lane);
+      pending.view_ = std::exchange(plan.view, {});
+      bound.run([&](const Launch& launch) { pending.run_ = plan.loaded->launch(launch); });
+    }
+  } catch (const Refused&) {
+    --plan.launches;
+    plan.credited = plan.credits != nullptr;
+    throw;
   }
+}
+
+void Communicator::launch_armed(Plan& plan, const Request& request, Lane& lane, Pending& pending) {
   const auto arm = [&] {
-    auto armed = std::make_unique<Launch>(bind(plan, request, lane));
-    plan.held = plan.loaded->arm(*armed);
-    return armed;
+    Bound bound = bind(plan, request, lane);
+    bound.run([&](const Launch& launch) { plan.held = plan.loaded->arm(launch); });
+    return std::make_unique<Launch>(std::move(bound.launch));
   };
   std::unique_ptr<Launch> armed = std::exchange(plan.armed, nullptr);
   if (armed == nullptr) {
@@ -60,8 +71,16 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   }
   pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
-  pending.run_ = plan.loaded->launch(*armed);
-  plan.armed = arm();  // at once: the next call finds its program on the engines
+  try {
+    pending.run_ = plan.loaded->launch(*armed);
+  } catch (const Refused&) {
+    plan.armed = std::move(armed);
+    throw;
+  }
+  try {
+    plan.armed = arm();       // at once: the next call finds its program on the engines
+  } catch (const Refused&) {  // the next call tries again
+  }
 }
 
 // Tells the peers that write into this rank that they may, for the plan's next launch.
@@ -88,31 +107,46 @@ Launch Communicator::bind_words(const Program& program, const Flags& flags,
   return launch;
 }
 
-Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
+template <typename Step>
+void Communicator::Bound::run(const Step& step) const {
+  try {
+    step(launch);
+  } catch (const Refused&) {
+    track->flags.epoch = launch.epoch;
+    if (slots != nullptr) slots->give_back(slot, turned);
+    throw;
+  }
+}
+
+Communicator::Bound Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
   const auto& buffers = plan.program->buffers;
   const bool captured = request.capture != 0;
   Track& track = captured         ? lane.find(request.capture)->track
                  : plan.own_track ? *plan.own_track
                                   : lane.track;
   Flags& flags = track.flags;
-  Launch launch = bind_words(*plan.program, flags, lane);
+  Bound bound{.launch = bind_words(*plan.program, flags, lane), .track = &track};
+  Launch& launch = bound.launch;
   launch.streams = request.streams;
   if (!captured) flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
 
-  Slots::Place slot;
+  const auto take = [&](Slots& slots, bool turned, BufferId id) {
+    bound.slots = &slots;
+    bound.turned = turned;
+    bound.slot = slots.take(turned);
+    for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = bound.slot.base(rank);
+  };
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
     if (buffer.name == "slot") {
-      slot = track.slots.take(captured || plan.full_exchange);
-      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
+      take(track.slots, captured || plan.full_exchange, id);
     } else if (buffer.name == "scratch") {
       for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
     } else if (plan.views && buffer.name == "out") {
-      slot = track.views.take(true);
-      for (Rank rank = 0; rank < ranks_; ++rank) binding.base(id, rank) = slot.base(rank);
-      plan.view = {.window = slot.window, .offset = slot.offset};
+      take(track.views, true, id);
+      plan.view = {.window = bound.slot.window, .offset = bound.slot.offset};
     } else if (own_side(buffer, request) == nullptr) {
       for (Rank rank = 0; rank < ranks_; ++rank) {
         std::byte* base = request.out[0].window->base(rank);
@@ -124,10 +158,10 @@ Launch Communicator::bind(Plan& plan, const Request& request, Lane& lane) {
                           std::vector<Share>, std::shared_ptr<void>>;
   // A graph keeps windows, and no more: what else it uses is its user's to keep, as in any graph.
   launch.owner =
-      std::make_shared<Held>(std::move(slot), windows_of(request), flags.memory.owner,
-                             control_.owner, track.scratch, captured ? nullptr : request.keep);
+      std::make_shared<Held>(bound.slot, windows_of(request), flags.memory.owner, control_.owner,
+                             track.scratch, captured ? nullptr : request.keep);
   bind_own(*plan.program, request, launch);
-  return launch;
+  return bound;
 }
 
 // Binds what the ranks alone see to this call's memory; whether any of it was bound elsewhere.

@@ -168,7 +168,8 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
     check_alive();
   } else {
     Lane& known = *lanes_.at(request.lane);
-    publish(known, *plan->entry, turn);
+    // What was published when the ranks first met stands: a peer may still be reading it.
+    if (std::exchange(known.refused, nullptr) != plan->entry) publish(known, *plan->entry, turn);
     ++known.sequence;
     log_.debug("call ", known.sequence - 1, " of lane ", known.index, ": ", plan->entry->text);
   }
@@ -180,7 +181,13 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->lane_ = &lane;
   pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
-  all_or_none([&] { launch(*plan, request, lane, *pending); });
+  try {
+    all_or_none([&] { launch(*plan, request, lane, *pending); });
+  } catch (const Refused&) {
+    --lane.sequence;
+    lane.refused = plan->entry;
+    throw;
+  }
   if (plan->credits) {
     pending->plan_ = plan;
     pending->launch_ = plan->launches;
@@ -206,6 +213,7 @@ void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
     }
   }
   lane.journal.publish(own, sequence, entry);
+  lane.refused.reset();
   if (entry.decided()) return;
   for (Rank peer = 0; peer < ranks_; ++peer) wake(wakeup(peer));
 }

@@ -129,6 +129,17 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     std::string key = {};
     std::shared_ptr<Plan> plan = nullptr;  // null: the ranks have yet to meet this key
   };
+  // A launch and what it has taken.
+  struct Bound {
+    Launch launch;
+    Track* track;
+    Slots* slots = nullptr;  // null: it needs none
+    Slots::Place slot = {};
+    bool turned = false;  // as Slots::take
+    // Gives that back where the step is refused.
+    template <typename Step>
+    void run(const Step& step) const;
+  };
   friend class Pending;
 
   Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
@@ -174,17 +185,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool agree_on_place(const Lane& lane, const Entry& mine, Turn& turn);
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
+  void launch_armed(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
   void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
-  Launch bind(Plan& plan, const Request& request, Lane& lane);
+  Bound bind(Plan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
   void publish(Lane& lane, const Entry& entry, Turn& turn);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
-  // peers waiting, nor come one call late to everything that follows.
+  // peers waiting, nor come one call late to everything that follows. What was refused has not
+  // happened, and the rank may still make its call.
   template <typename Step>
   auto all_or_none(const Step& step) {
     try {
       return step();
+    } catch (const Refused&) {
+      throw;
     } catch (...) {
       if (!alone()) abort();
       throw;

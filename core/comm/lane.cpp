@@ -83,4 +83,9 @@ Slots::Place Slots::take(bool full_exchange) {
   return place;
 }
 
+void Slots::give_back(Place place, bool full_exchange) {
+  if (full_exchange) --turn_;
+  if (!place.former.empty()) former_.swap(place.former);
+}
+
 }  // namespace offcore

@@ -90,6 +90,8 @@ class Slots {
   Place upcoming() const { return {.window = window_, .offset = turn_ % turning_ * bytes_}; }
   // The slot of the next launch: in turn for full exchanges, the guarded one otherwise.
   Place take(bool full_exchange);
+  // Undoes the last `take`, which gave that: its launch was refused.
+  void give_back(Place place, bool full_exchange);
 
  private:
   const uint32_t turning_;
@@ -130,6 +132,7 @@ struct Lane {
   ControlMemory records;
   Journal journal{{}};
   uint64_t sequence = 0;                       // launches so far: the next one's number
+  std::shared_ptr<const Entry> refused;        // that was published for it, but did not happen
   uint32_t own_tracks = 0;                     // that its plans have
   std::vector<std::unique_ptr<Graph>> graphs;  // as they were made: alike on every rank
   Flags graph_flags;                           // of all of them, once there is one

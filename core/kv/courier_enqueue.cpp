@@ -44,6 +44,8 @@ bool Courier::submit(Way& way, uint32_t plain_max, bool goes_on) {
   Room room{.strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
             .plain = std::max(1U, plain_max),
             .apart = crosses(*job)};
+  const bool urgent = job->cursor_->stage() < job->urgent_;
+  room.told = room.apart || urgent;
   if (room.apart) {
     lane = engine_for(*link, *job);
     if (lane == nullptr) return false;
@@ -55,8 +57,7 @@ bool Courier::submit(Way& way, uint32_t plain_max, bool goes_on) {
     lane = link->staged() ? &link->emptiest() : &link->lanes[0];
   }
   // An engine that has nothing to do takes what is told soonest.
-  const bool soon = job->cursor_->stage() < job->urgent_ || lane->crossed ||
-                    (room.apart && lane->flights.empty());
+  const bool soon = urgent || lane->crossed || (room.apart && lane->flights.empty());
   if (!link->staged() && !soon) room.in_time = plain_in_time(*link, plain_max);
   try {
     enqueue(*link, *lane, job, room);

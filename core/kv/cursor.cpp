@@ -5,9 +5,7 @@
 namespace offcore::kv {
 namespace {
 
-constexpr size_t kStridesFrom = 3;  // any two blocks are at some step
-// Plain copies of one call for which an engine may have to wait.
-constexpr uint32_t kTogether = 32;
+constexpr size_t kStridesFrom = 3;       // any two blocks are at some step
 constexpr uint32_t kTogetherFirst = 16;  // of a job, for which it surely does, of large pages
 // Pages that take as long to copy as to tell. Of smaller ones to a GPU a driver (580) takes longer
 // for a first call of many, unless a copy of its own goes ahead.
@@ -24,6 +22,13 @@ constexpr uint32_t kStridedMax = 16;
 
 std::string_view to_string(Direction direction) {
   return direction == Direction::load ? "load" : "store";
+}
+
+bool Manner::folds(uint64_t rows, uint64_t bytes, bool told) const {
+  if (!strided || !batches || plain_from) return strided && rows > 1;
+  const auto count = static_cast<double>(rows);
+  const double row_ns = told ? 0 : static_cast<double>(bytes) / host_gbps;
+  return strided_ns + count * row_ns < count * std::max(plain_ns, row_ns);
 }
 
 std::vector<Stage> stages_of(const Layout& layout, uint32_t layers_together,
@@ -113,7 +118,8 @@ void Cursor::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_
 }
 
 // One fold of a run of blocks.
-void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const {
+void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain, bool told,
+                 Part& part) const {
   const auto at = [&](size_t block, size_t piece) {
     const auto number = static_cast<uint64_t>(blocks_[run.first + block]);
     return fold.at + number * fold.block_step + piece * fold.step;
@@ -130,7 +136,8 @@ void Cursor::add(const Rows& rows, const Run& run, const Fold& fold, bool plain,
     return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
   }
   plain = plain && run.count <= fold.pieces;  // else there are few strided ones, of many rows
-  if (plain || !manner_.strided || (manner_.plain_from && fold.bytes >= *manner_.plain_from)) {
+  const bool strided = manner_.folds(std::max<uint64_t>(run.count, fold.pieces), fold.bytes, told);
+  if (plain || !strided || (manner_.plain_from && fold.bytes >= *manner_.plain_from)) {
     for (size_t block = 0; block < run.count; ++block) {
       for (size_t piece = 0; piece < fold.pieces; ++piece) {
         copy(at(block, piece), row(block, piece), fold.bytes, 1, 0, 0, part);
@@ -202,26 +209,28 @@ Part Cursor::next(const Room& room) {
   const Stage& stage = (*stages_)[stage_];
   const uint64_t left = (blocks_.size() - next_) * stage.apart;
   const uint32_t in_time = manner_.plain_from ? 0 : room.in_time;
-  const bool waits = in_time < kTogether;  // the engine does
+  const bool waits = in_time < manner_.together;  // the engine does
   const bool small = stage.bytes / stage.pieces < kShortFrom;
   const bool soon = waits && !small && stage_ == 0 && next_ == 0;
-  Part part{.together = soon ? kTogetherFirst : std::max(kTogether, in_time),
-            .ahead = waits && small && direction_ == Direction::load && left > kTogether};
+  Part part{.together = soon ? kTogetherFirst : std::max(manner_.together, in_time),
+            .ahead = waits && small && direction_ == Direction::load && left > manner_.together};
   const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
   const uint64_t told =
       std::min<uint64_t>({surely / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
-  const bool folds = manner_.strided && stage.apart > stage.folds.size();
+  const bool folds = std::any_of(stage.folds.begin(), stage.folds.end(), [&](const Fold& fold) {
+    return manner_.folds(fold.pieces, fold.bytes, room.told);
+  });
   const bool plain = manner_.batches && folds && told >= kBlocksPlain;
   const uint32_t commands = plain ? surely : folds || soon ? room.strided : room.plain;
   const uint32_t strided_max = manner_.batches ? kStridedMax : UINT32_MAX;
-  part.commands.reserve(std::min<size_t>(commands, left) + kTogether);
+  part.commands.reserve(std::min<size_t>(commands, left) + manner_.together);
   while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {
     uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
     if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);
     if (blocks == 0 && part.bytes > 0) break;
     if (room.apart) blocks = std::min<uint64_t>(blocks, stage.folds.front().pieces);
     const Run found = run(host(), next_, std::max<uint64_t>(1, blocks));
-    for (const Fold& fold : stage.folds) add(host(), found, fold, plain, part);
+    for (const Fold& fold : stage.folds) add(host(), found, fold, plain, room.told, part);
     part.bytes += found.count * stage.bytes;
     part.pages += found.count * stage.pieces;
     next_ += found.count;
@@ -233,7 +242,8 @@ Part Cursor::next(const Room& room) {
 Part Cursor::next_staged(size_t blocks_max) {
   const Stage& stage = (*stages_)[stage_];
   const size_t count = std::min<size_t>(blocks_max, blocks_.size() - next_);
-  Part part{.bytes = count * stage.bytes, .pages = count * stage.pieces, .together = kTogether};
+  Part part{
+      .bytes = count * stage.bytes, .pages = count * stage.pieces, .together = manner_.together};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
     staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());
@@ -247,7 +257,7 @@ Part Cursor::next_staged(size_t blocks_max) {
   const Rows rows{staged, first, {0, kNeighbour, kStage}};
   while (next_ < first + count) {
     const Run found = run(rows, next_, first + count - next_);
-    for (const Fold& fold : stage.folds) add(rows, found, fold, false, part);
+    for (const Fold& fold : stage.folds) add(rows, found, fold, false, false, part);
     next_ += found.count;
   }
   if (!load) {

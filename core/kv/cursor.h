@@ -37,6 +37,15 @@ struct Manner {
   // A driver is told of many plain copies by one call, whose end a fence is. The engine begins on
   // them when the call returns.
   bool batches = false;
+  // Where there are: plain copies of one call, and what one of them and a strided copy take.
+  uint32_t together = 32;
+  double plain_ns = 0;
+  double strided_ns = 0;  // besides its bytes
+  double host_gbps = 1;
+
+  // Whether one strided copy of so many rows is sooner through than as many plain ones. `told`:
+  // sooner submitted, which is what counts where two engines copy or a stream waits for that.
+  bool folds(uint64_t rows, uint64_t bytes, bool told) const;
 };
 
 // What a part may have, about.
@@ -49,6 +58,7 @@ struct Room {
   // sooner than strided ones, each of a call of its own; but they take longer to tell.
   uint32_t in_time = 0;
   bool apart = false;  // no run for which a copy a layer would be fewer
+  bool told = false;   // as Manner::folds
 };
 
 // The layers that are copied together, so that they are there together.
@@ -126,7 +136,9 @@ class Cursor {
 
   Rows host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   Run run(const Rows& rows, size_t first, size_t count_max) const;
-  void add(const Rows& rows, const Run& run, const Fold& fold, bool plain, Part& part) const;
+  // `plain`: one by one, where that is about as few commands. `told`: as Manner::folds.
+  void add(const Rows& rows, const Run& run, const Fold& fold, bool plain, bool told,
+           Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
   void add_rows(size_t count, Part& part) const;

@@ -1,5 +1,6 @@
 #include "core/kv/peers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -27,7 +28,7 @@ void copy_by_loop(const Pages& pages, int device, uintptr_t stream) {
   }
 }
 
-void copy_by_batch(const Pages& pages, int device, uintptr_t stream) {
+void copy_by_batch(const Pages& pages, int device, uintptr_t stream, uint64_t call_pages) {
   check(pages);
   const cuda::Driver& driver = cuda::Driver::open();
   if (driver.cuMemcpyBatchAsync == nullptr) {
@@ -40,10 +41,12 @@ void copy_by_batch(const Pages& pages, int device, uintptr_t stream) {
   std::vector<size_t> sizes(pages.dsts.size(), pages.bytes);
   cuda::CUmemcpyAttributes attributes{.src_order = cuda::kSrcOrderStream};
   size_t first = 0;
-  cuda::check(
-      driver.cuMemcpyBatchAsync(dsts.data(), srcs.data(), sizes.data(), sizes.size(), &attributes,
-                                &first, 1, reinterpret_cast<cuda::CUstream>(stream)),
-      "cuMemcpyBatchAsync");
+  for (size_t at = 0; at < dsts.size(); at += call_pages) {
+    cuda::check(driver.cuMemcpyBatchAsync(&dsts[at], &srcs[at], sizes.data(),
+                                          std::min(call_pages, dsts.size() - at), &attributes,
+                                          &first, 1, reinterpret_cast<cuda::CUstream>(stream)),
+                "cuMemcpyBatchAsync");
+  }
 }
 
 void copy_by_hand(const Pages& pages) {

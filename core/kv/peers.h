@@ -15,7 +15,8 @@ struct Pages {
 
 // These return once all is in the stream of that GPU. Throw invalid, unsupported or driver.
 void copy_by_loop(const Pages& pages, int device, uintptr_t stream);
-void copy_by_batch(const Pages& pages, int device, uintptr_t stream);
+// In one call, or so many pages a call.
+void copy_by_batch(const Pages& pages, int device, uintptr_t stream, uint64_t call_pages);
 // In this process's own memory, done on return.
 void copy_by_hand(const Pages& pages);
 

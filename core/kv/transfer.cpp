@@ -170,6 +170,13 @@ std::shared_ptr<Job> Transfer::start(Request request) {
                 .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
   manner.batches = !backend_->host_visible() && !options_.kernel &&
                    backend_->machine().batches.sub_batch != UINT32_MAX;
+  if (manner.batches) {
+    const Machine& machine = backend_->machine();
+    manner.together = machine.batches.sub_batch;
+    manner.plain_ns = machine.batches.copy_ns;
+    manner.strided_ns = machine.cost.issue_ns;
+    manner.host_gbps = machine.links.host_gbps;
+  }
   auto job = std::make_shared<Job>(board_, std::move(request));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;

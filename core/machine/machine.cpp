@@ -51,8 +51,8 @@ uint64_t digest(const Machine& machine) {
                trigger] = cost;
   add(control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
       trigger);
-  const auto& [b2b_max, sub_batch] = batches;
-  add(b2b_max, sub_batch);
+  const auto& [b2b_max, sub_batch, copy_ns] = batches;
+  add(b2b_max, sub_batch, copy_ns);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

@@ -71,6 +71,7 @@ struct Cost {
 struct Batches {
   uint64_t b2b_bytes_max = UINT64_MAX;  // up to this many bytes, all of it: one engine
   uint32_t sub_batch = UINT32_MAX;      // copies handed over at once, while more are prepared
+  uint32_t copy_ns = UINT32_MAX;        // that one takes whoever hands it over
 };
 
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.

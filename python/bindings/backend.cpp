@@ -286,6 +286,13 @@ void bind_backend(nb::module_& module) {
   module.def(
       "gpus", [] { return cuda::Driver::open().devices(); },
       "How many GPUs the driver shows. Raises unavailable.");
+  module.def(
+      "gpu_name",
+      [] {
+        cuda::Driver::open();
+        return cuda::device_name(0);
+      },
+      "What the driver calls the first GPU. Raises unavailable.");
   nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
       .def(
           "__init__",

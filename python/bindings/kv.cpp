@@ -205,19 +205,23 @@ kv::Pages pages_of(const Places& dsts, const Places& srcs, uint64_t bytes) {
 }
 
 void bind_peers(nb::module_& module) {
-  const auto on_gpu = [&](const char* name, auto copy) {
-    module.def(
-        name,
-        [copy](const Places& dsts, const Places& srcs, uint64_t bytes, int device,
-               uintptr_t stream) {
-          const nb::gil_scoped_release unlocked;
-          copy(pages_of(dsts, srcs, bytes), device, stream);
-        },
-        nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
-        "What programs do that have no offcore: core/kv/peers.h.");
-  };
-  on_gpu("copy_by_loop", kv::copy_by_loop);
-  on_gpu("copy_by_batch", kv::copy_by_batch);
+  module.def(
+      "copy_by_loop",
+      [](const Places& dsts, const Places& srcs, uint64_t bytes, int device, uintptr_t stream) {
+        const nb::gil_scoped_release unlocked;
+        kv::copy_by_loop(pages_of(dsts, srcs, bytes), device, stream);
+      },
+      nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
+      "What programs do that have no offcore: core/kv/peers.h.");
+  module.def(
+      "copy_by_batch",
+      [](const Places& dsts, const Places& srcs, uint64_t bytes, int device, uintptr_t stream,
+         uint64_t call_pages) {
+        const nb::gil_scoped_release unlocked;
+        kv::copy_by_batch(pages_of(dsts, srcs, bytes), device, stream, call_pages);
+      },
+      nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
+      nb::arg("call_pages") = UINT64_MAX);
   module.def(
       "copy_by_hand",
       [](const Places& dsts, const Places& srcs, uint64_t bytes) {

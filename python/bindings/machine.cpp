@@ -41,7 +41,8 @@ void bind_parts(nb::module_& module) {
       .def_rw("swap_gbps", &Links::swap_gbps);
   nb::class_<Batches>(module, "Batches")
       .def_rw("b2b_bytes_max", &Batches::b2b_bytes_max)
-      .def_rw("sub_batch", &Batches::sub_batch);
+      .def_rw("sub_batch", &Batches::sub_batch)
+      .def_rw("copy_ns", &Batches::copy_ns);
   nb::class_<Cost>(module, "Cost")
       .def_rw("control_ns", &Cost::control_ns)
       .def_rw("doorbell_ns", &Cost::doorbell_ns)

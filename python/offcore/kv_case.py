@@ -17,6 +17,7 @@ LAYOUTS = ("layers", "tensors", "kv-apart", "contiguous")
 DIRECTIONS = ("load", "store", "both")
 
 _READY_S = 600.0  # pinning takes about 0.1 s/GB
+_OWN_BYTES = 64 << 20  # torch puts smaller tensors together in one allocation
 _SPARE = 4  # of so many blocks one more that no copy may touch
 
 Bytes = NDArray[np.uint8]
@@ -74,13 +75,14 @@ class _Part:
 
 
 class TorchMemory:
-    """A GPU's, as engines have it: from torch's allocator."""
+    """A GPU's, as engines have it: from torch's allocator, an allocation of the driver's for each."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
 
         self._torch = torch
-        self._tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+        whole = torch.empty(max(nbytes, _OWN_BYTES), dtype=torch.uint8, device="cuda:0")
+        self._tensor = whole[:nbytes]
         self.address = self._tensor.data_ptr()
 
     def tensor(self, at: int, shape: tuple[int, ...]) -> Any:

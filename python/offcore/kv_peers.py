@@ -2,12 +2,13 @@
 
 `offcore`: BlockTransfer, by copy engines. `kernel`: the same with its kernel of 16 blocks.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
-all pages. `vllm`, `triton`: vLLM's own calls, where it is installed: its batch of all pages, and
+all pages; `batch32`, `batch64`: such calls of 32 or 64 pages each. `vllm`, `triton`: vLLM's own calls, where it is installed: its batch of all pages, and
 its kernel. What peers are given are the places of all pages, ready-made.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from offcore import _core, kv
 from offcore.errors import error
 from offcore.kv_case import Case, Numbers, torch_with_gpu
 
-IMPLS = ("offcore", "loop", "batch", "vllm", "triton", "kernel")
+_CALL_PAGES = {"batch": {}, "batch32": {"call_pages": 32}, "batch64": {"call_pages": 64}}
+IMPLS = ("offcore", "loop", *_CALL_PAGES, "vllm", "triton", "kernel")
 PEERS = IMPLS[1:]
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
 
@@ -159,8 +161,8 @@ def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
         return _driver_peer(case, _core.copy_by_loop)
     if case.backend != "cuda":
         raise _absent(name, f"backend {case.backend} has no driver and no kernels")
-    if name == "batch":
-        return _driver_peer(case, _core.copy_by_batch)
+    if name in _CALL_PAGES:
+        return _driver_peer(case, functools.partial(_core.copy_by_batch, **_CALL_PAGES[name]))
     if name == "kernel":
         return Transfers(case, timeout_s, kernel=True)
     if name in ("vllm", "triton"):

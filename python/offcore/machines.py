@@ -49,12 +49,23 @@ _SECTIONS = (
 )
 
 
-def for_gpus(ranks: int) -> str:
-    """The profile of a host of NVIDIA GPUs behind a switch: the least that has as many ranks.
+# What the driver calls the GPUs that machine files were measured on.
+_CARDS = {"h100": r"NVIDIA H100 80GB HBM3\b", "h200": r"NVIDIA H200\b(?! NVL)"}
+ASSUMED = "nvidia"  # profiles of others: costs are assumed, and no table is tuned
 
-    A function of the number of ranks alone, so that all ranks choose alike.
+
+def for_gpus(ranks: int) -> str:
+    """The profile of a host of such NVIDIA GPUs behind a switch: the least that has as many ranks.
+    `nvidia-N` where none was measured on these GPUs.
+
+    A function of the card and the number of ranks alone, so that all ranks choose alike.
     """
-    return next((f"h200-{count}" for count in (2, 4, 8) if ranks <= count), f"h200-{ranks}")
+    try:
+        name = _core.gpu_name()
+    except _core.Error:
+        name = ""
+    card = next((card for card, named in _CARDS.items() if re.match(named, name)), ASSUMED)
+    return next((f"{card}-{count}" for count in (2, 4, 8) if ranks <= count), f"{card}-{ranks}")
 
 
 def names() -> list[str]:
@@ -266,7 +277,7 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
 def _limit(limits: _Section, key: str) -> int | None:
     if limits.take(key) is None:
         return None
-    small = key in ("rows_max", "swap_align", "bcst_align", "sub_batch")
+    small = key in ("rows_max", "swap_align", "bcst_align", "sub_batch", "copy_ns")
     return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
 
 

@@ -65,14 +65,14 @@ def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
 
 
 def test_pages_go_one_by_one_while_an_engine_is_behind() -> None:
-    """Blocks of 512 KiB are told sooner than they are copied: of most of them the pages in calls of
+    """Blocks of 672 KiB are told sooner than they are copied: of most of them the pages in calls of
     many, which leave the engine fewer pauses; not where a stream waits for them to be told."""
     code = """
-    world = World(layers=8, blocks=128, page=64 << 10, crossing_bytes=0)
+    world = World(layers=24, blocks=128, page=28 << 10, crossing_bytes=0)
     blocks, slots = np.random.default_rng(7).permutation(128), np.arange(128)[::-1]
     result = world.transfer.store(blocks, slots).wait()
     assert (result.path, result.calls["plain"]) == ("mixed", 0), result
-    assert result.calls["strided"] + result.calls["batched"] // 8 == 128, result
+    assert result.calls["strided"] + result.calls["batched"] // 24 == 128, result
     assert result.calls["batched"] > 16 * result.calls["batches"], result
     assert (world.rows(slots) == world.wanted(blocks)).all()
     world.image[:, blocks[::-1]] = world.image[:, blocks].copy()

@@ -124,7 +124,8 @@ def test_where_one_engine_copies() -> None:
                     {"page": 512 << 10, "blocks": 16}, {"crossing_bytes": (8 << 20) - 1}):
         world = Small(**options)
         half = world.shape[1] // 2
-        world.check(some(half, 0, 2 * half), np.arange(half), STRAIGHT)
+        paths = ("plain",) if "page" in options else STRAIGHT  # large pages are as fast alone
+        world.check(some(half, 0, 2 * half), np.arange(half), paths)
         world.transfer.close()
     world = Small(crossing_bytes=8 << 20)
     world.check(some(64), slots)
@@ -183,8 +184,8 @@ def test_groups_are_judged_apart() -> None:
 @pytest.mark.parametrize("hint", [0, 0x7E << 40])
 @pytest.mark.parametrize("step", [(1 << 30) + 12288, (2 << 30) + (1 << 20)])
 def test_layers_far_apart(step: int, hint: int) -> None:
-    """Copies of two dimensions, and of three where a pitch has no room for the step. What lies
-    below all that copies are addressed from is copied by one engine."""
+    """Copies of two dimensions, and of three where a pitch has no room for the step; of caches that
+    lie above what copies are addressed from, or below."""
     code = """
     step, hint, MIB, page = int(sys.argv[1]), int(sys.argv[2]), 1 << 20, 32 << 10
     at = driver.reserve((7 * step + 8 * MIB) >> 21 << 21, hint)
@@ -208,7 +209,7 @@ def test_layers_far_apart(step: int, hint: int) -> None:
     image[:, named[::-1]] = image[:, named]
     found = [driver.read(at + k * step, 64 * page) for k in range(8)]
     assert b"".join(found) == image.tobytes()
-    assert {run.path == "crossed" for run in (stored, loaded)} == {hint > 0}
+    assert {run.path for run in (stored, loaded)} == {"crossed"}
     assert stored.calls["crossed"] < 64
     """
     check_on_gpu(code, str(step), str(hint), OFFCORE_FAKE_CUDA_MEMORY="64G")

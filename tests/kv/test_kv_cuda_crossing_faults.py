@@ -74,7 +74,7 @@ def test_a_refused_copy_fails_its_job_alone(store: bool, crossed: bool) -> None:
     # The trials have six strided copies; then come two of the first part, which does not cross, and
     # two that do.
     call = 6 + (4 if crossed else 2)
-    check_on_gpu(code, str(store), str(crossed), **failing("cuMemcpy2DAsync", call, 1))
+    check_on_gpu(code, str(store), str(crossed), **failing("cuMemcpy2DAsync", call, 999))
 
 
 @pytest.mark.parametrize("cancel", [False, True])

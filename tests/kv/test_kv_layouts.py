@@ -215,7 +215,8 @@ def test_a_job_takes_the_fewest_commands(places: Places) -> None:
     assert commands(places, outermost, run[:3]) == 3
     assert commands(places, outermost, steps) == 4
     assert commands(places, outermost, scattered, by_layer=True) == 20
-    assert commands(places, outermost, scattered, by_layer=2) == 10
+    pairs = 20 if places.backend == "cuda" else 10  # a copy of two rows is slower than two of one
+    assert commands(places, outermost, scattered, by_layer=2) == pairs
     assert commands(places, outermost, run, by_layer=True) == 4
     contiguous = Cache([(Tensor(0, (10, 4, 16), "uint8", 0, 1),)], alone=True)
     assert commands(places, contiguous, scattered) == 5

@@ -184,7 +184,7 @@ def test_a_call_that_is_refused_on_a_link(call: int) -> None:
     """By whichever GPU it was: its job fails, what else of it was enqueued has ended, and later
     jobs are right."""
     code = """
-    world = Lent([1, 2])
+    world = Lent([1, 2], plain_from=NEVER)
     every, slots = np.arange(256), np.arange(256)
     codes = [code_of(lambda: world.transfer.load(every, slots).wait(20))[0] for _ in range(2)]
     assert codes.count("driver") == 1, codes
@@ -197,7 +197,7 @@ def test_a_call_that_is_refused_on_a_link(call: int) -> None:
     assert world.pool.leaving_blocks == 0
     world.transfer.close(timeout=20)
     """
-    check_on_gpus(code, OFFCORE_FAKE_CUDA_FAIL=f"cuMemcpy2DAsync:{call}:1")
+    check_on_gpus(code, OFFCORE_FAKE_CUDA_FAIL=f"cuMemcpy2DAsync:{call}:999")
 
 
 def test_a_cancelled_job_over_several_links_tells_what_was_copied() -> None:

@@ -10,8 +10,6 @@ constexpr uint64_t kPieceMin = uint64_t{8} << 20;
 constexpr uint64_t kPieces = 8;
 constexpr uint64_t kPieceNs = 100;
 constexpr uint64_t kReachMax = uint64_t{1} << 40;
-// The driver gives a range of this size an address below all of a GPU's memory.
-constexpr uint64_t kRangeMin = uint64_t{1} << 30;
 
 constexpr uint32_t kTriedRows = 2;
 constexpr uint64_t kTriedBytes = 4096;  // of a row
@@ -33,7 +31,7 @@ Crossing::Crossing(const Device& device, const Reach& reach)
     : gpu_bytes_(rounded(reach.host_bytes, kPieceMin)),
       step_(rounded(std::max(reach.step, gpu_bytes_), kPieceMin)),
       host_bytes_(rounded(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
-      range_(device.context(), std::max(host_bytes_ + step_ + kPieceMin, kRangeMin)) {
+      range_(device.context(), host_bytes_ + step_ + kPieceMin) {
   const uint64_t piece = piece_of(reach);
   const auto host = Part::create_host(device, piece);
   for (uint64_t at = 0; at < host_bytes_; at += piece) range_.map(at, host);
@@ -47,7 +45,7 @@ Crossing::Crossing(const Device& device, const Reach& reach)
 Crossing::Origin Crossing::before(CUdeviceptr meant, uint64_t pitch, uint32_t rows,
                                   bool host) const {
   const CUdeviceptr first = range_.base() + (host ? 0 : host_bytes_);
-  if (meant < first) return {};
+  // Modulo 2^64: to what lies below, pitches lead past the last address.
   const uint64_t rest = (meant - first) % pitch;
   if (rest + rows * pitch > (host ? host_bytes_ : gpu_bytes_)) return {};
   return {.at = first + rest, .pitches = (meant - first) / pitch};
@@ -92,15 +90,14 @@ bool Crossing::works(const Device& device) {
              .rows = kTriedRows,
              .dst_host = true};
   if (!turn(load) || !turn(store)) return false;
-  device.copy(load);
+  if (!device.copy(load)) return false;
   bool came = true;
   for (uint32_t i = 0; i < kTriedRows; ++i) {
     std::vector<std::byte> found(kTriedBytes);
     device.copy(found.data(), row(i), kTriedBytes);
     came = came && std::memcmp(found.data(), sent + i * kTriedBytes, kTriedBytes) == 0;
   }
-  device.copy(store);
-  return came && std::memcmp(got, sent, kTriedRows * kTriedBytes) == 0;
+  return came && device.copy(store) && std::memcmp(got, sent, kTriedRows * kTriedBytes) == 0;
 }
 
 }  // namespace offcore::cuda

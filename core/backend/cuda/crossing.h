@@ -1,7 +1,8 @@
 // Addresses by which the engine of the other direction makes copies between the host and a GPU.
 //
 // A driver gives a copy to the engine of the direction that its base addresses have, and goes from
-// there by whole pitches to where rows begin, however many (H200, driver 580). So a copy of the
+// there by whole pitches to where rows begin, however many, modulo 2^64 (H100 and H200, driver 580).
+// So a copy of the
 // host's rows to the GPU is made by the engine for the way back if its destination's base is memory
 // of the host and its source's the GPU's. An engine pauses after each copy: while one does, the
 // other one keeps the link busy.
@@ -21,7 +22,7 @@ class Crossing {
   Crossing(const Device& device, const Reach& reach);
 
   // Addresses a copy between the host and the GPU so. False: it stays as it is, because its rows
-  // reach too far or lie below all bases.
+  // reach too far.
   bool turn(Rows& rows) const;
   // Whether each byte comes, in both directions, in memory of its own. Throws driver.
   bool works(const Device& device);

@@ -6,6 +6,7 @@
 
 #include "core/backend/cuda/crossing.h"
 #include "core/backend/cuda/gather.h"
+#include "core/backend/cuda/peer_base.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
@@ -30,7 +31,7 @@ uint64_t rows_of_slice(uint64_t pitch) {
   return pitch % rows == 0 ? rows : 0;
 }
 
-void copy_rows(const Rows& rows, CUstream stream) {
+CUresult copy_rows(const Rows& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
     CUmemcpy2D rectangle{.src_y = rows.src_ahead,
                          .src = rows.src,
@@ -41,7 +42,7 @@ void copy_rows(const Rows& rows, CUstream stream) {
                          .width = rows.bytes,
                          .height = rows.rows};
     tell_memories(rows, rectangle);
-    return check(Driver::get().cuMemcpy2DAsync(&rectangle, stream), "cuMemcpy2DAsync");
+    return Driver::get().cuMemcpy2DAsync(&rectangle, stream);
   }
   const uint64_t src_height = rows_of_slice(rows.src_pitch);
   const uint64_t dst_height = rows_of_slice(rows.dst_pitch);
@@ -57,7 +58,7 @@ void copy_rows(const Rows& rows, CUstream stream) {
                  .height = 1,
                  .depth = rows.rows};
   tell_memories(rows, box);
-  check(Driver::get().cuMemcpy3DAsync(&box, stream), "cuMemcpy3DAsync");
+  return Driver::get().cuMemcpy3DAsync(&box, stream);
 }
 
 void keep_for_good(std::shared_ptr<void> held) {
@@ -142,6 +143,16 @@ Device::Device(Rank rank, int ordinal)
 
 Device::~Device() = default;
 
+bool Device::works() const {
+  const Current here = current();
+  const CUresult result = Driver::get().cuStreamQuery(service_->handle());
+  return result == kSuccess || result == kNotReady;
+}
+
+void Device::base_on(std::shared_ptr<const Part> foreign) {
+  peer_base_ = std::make_unique<const PeerBase>(*this, std::move(foreign));
+}
+
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
 
 bool Device::cross(const Reach& reach) {
@@ -197,11 +208,14 @@ void Device::copy(void* dst, const void* src, uint64_t bytes) const {
   settle();
 }
 
-void Device::copy(const Rows& rows) const {
+bool Device::copy(const Rows& rows) const {
   const std::scoped_lock lock(mutex_);
   const Current here = current();
-  copy_rows(rows, service_->handle());
+  const CUresult result = copy_rows(rows, service_->handle());
+  if (refused(result)) return false;
+  check(result, "a copy of rows");
   settle();
+  return true;
 }
 
 void Device::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const {

@@ -31,7 +31,7 @@ struct Rows {
   uint64_t dst_ahead = 0;  // pitches from `dst` to where the first row goes
   uint64_t src_ahead = 0;
 };
-void copy_rows(const Rows& rows, CUstream stream);
+CUresult copy_rows(const Rows& rows, CUstream stream);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);
@@ -110,6 +110,8 @@ class Event {
 
 class Crossing;
 class Gather;
+class Part;
+class PeerBase;
 
 class Device final : public Port {
  public:
@@ -124,9 +126,11 @@ class Device final : public Port {
   Event event(bool timed = false) const { return Event(events_, timed); }
   std::unique_ptr<Stream> stream() const { return std::make_unique<Stream>(context_); }
 
+  bool works() const;  // false: the GPU has failed, and so does every later call
+
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
-  void copy(const Rows& rows) const;
+  bool copy(const Rows& rows) const;  // false: the driver refuses it
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
@@ -139,6 +143,11 @@ class Device final : public Port {
   bool cross(const Reach& reach);
   void uncross() { crossing_.reset(); }                         // nor while anything is under way
   const Crossing* crossing() const { return crossing_.get(); }  // null: there are none
+
+  // Lets copy engines make copies within this GPU, by addresses of that memory of another GPU's
+  // (peer_base.h). Once, before anything is fed. Throws memory or driver.
+  void base_on(std::shared_ptr<const Part> foreign);
+  const PeerBase* peer_base() const { return peer_base_.get(); }  // null: SMs make such copies
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
@@ -153,6 +162,7 @@ class Device final : public Port {
   std::unique_ptr<Stream> service_;
   std::unique_ptr<const Gather> gather_;
   std::shared_ptr<const Crossing> crossing_;
+  std::unique_ptr<const PeerBase> peer_base_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 

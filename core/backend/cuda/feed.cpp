@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/backend/cuda/crossing.h"
+#include "core/backend/cuda/peer_base.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -209,18 +210,18 @@ void Feed::signal(const Command& command) {
     const Place dst = place(command.dst);
     const Ring& words = source_.words;
     const CUdeviceptr src = preset == 0 ? source_.word : preset;
-    return copy_rows({.dst = dst.address,
-                      .dst_pitch = dst.ring->stride(),
-                      .src = words.repeated(own) + (src - words.part(own)),
-                      .src_pitch = words.stride(),
-                      .bytes = sizeof value,
-                      .rows = command.rows},
-                     stream_);
+    const Rows rows{.dst = dst.address,
+                    .dst_pitch = dst.ring->stride(),
+                    .src = words.repeated(own) + (src - words.part(own)),
+                    .src_pitch = words.stride(),
+                    .bytes = sizeof value,
+                    .rows = command.rows};
+    if (accepted(copy_rows(rows, stream_), "a strided copy of a signal")) return;
   }
   const Rank to = command.dst.rank;
   if (preset != 0 && command.rows == 1 && to != kHostRank && to != own) {
     flush();
-    return check(
+    return submitted(
         Driver::get().cuMemcpyAsync(place(command.dst).address, preset, sizeof value, stream_),
         "cuMemcpyAsync");
   }
@@ -257,34 +258,24 @@ void Feed::copy(const Command& command) {
     uint64_t dst_pitch = 0;
     uint64_t src_pitch = 0;
     if (pitches(command, dst, src, dst_pitch, src_pitch)) {
-      Rows rows{.dst = dst.address,
-                .dst_pitch = dst_pitch,
-                .src = src.address,
-                .src_pitch = src_pitch,
-                .bytes = command.bytes,
-                .rows = command.rows,
-                .dst_host = command.dst.rank == kHostRank,
-                .src_host = command.src.rank == kHostRank};
-      if (gather(rows)) return;
-      flush();
-      ++notes_.calls.strided;
-      if (launch_.crossed && device_.crossing() != nullptr) {
-        notes_.calls.crossed += device_.crossing()->turn(rows);
-      }
-      return copy_rows(rows, stream_);
+      const Rows rows{.dst = dst.address,
+                      .dst_pitch = dst_pitch,
+                      .src = src.address,
+                      .src_pitch = src_pitch,
+                      .bytes = command.bytes,
+                      .rows = command.rows,
+                      .dst_host = command.dst.rank == kHostRank,
+                      .src_host = command.src.rank == kHostRank};
+      if (gather(rows) || strided(rows)) return;
     }
   }
   for (uint32_t row = 0; row < command.rows; ++row) {
     const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
     const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
-    if (dst.rank != own || src.rank != own) {
+    if (dst.rank == own && src.rank == own) {
+      inside(place(dst).address, place(src).address, command.bytes);
+    } else {
       outside(dst, src, command.bytes);
-      continue;
-    }
-    const Place to = place(dst);
-    const Place from = place(src);
-    if (habits_.own_copy_on_sm || habits_.parked || !detour(to, from, command.bytes)) {
-      inside(to.address, from.address, command.bytes);
     }
   }
 }
@@ -327,6 +318,20 @@ bool Feed::gather(const Rows& rows) {
   return true;
 }
 
+// False: the driver refuses it.
+bool Feed::strided(Rows rows) {
+  flush();
+  const Crossing* crossing = launch_.crossed ? device_.crossing() : nullptr;
+  const bool crossed = crossing != nullptr && crossing->turn(rows);
+  const CUresult result = copy_rows(rows, stream_);
+  // Its caller does without crossed launches from then on (kv/courier.h).
+  if (crossed) submitted(result, "a crossed copy of rows");
+  if (!crossed && !accepted(result, "a strided copy")) return false;
+  ++notes_.calls.strided;
+  notes_.calls.crossed += crossed;
+  return true;
+}
+
 // Whether batches of copies go into the stream: the driver takes none where it is captured, or the
 // legacy default one.
 bool Feed::batches() const {
@@ -350,59 +355,51 @@ void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
   collect(address(dst), address(src), bytes, 0, kCopiesMax);
 }
 
-// The driver has SMs copy what begins and ends in one GPU's memory, and a batch that asks it to
-// prefer overlap is no exception (2 x H200, driver 580). It judges by the base addresses. So one of
-// them is given as a peer's, from which whole pitches and a rest lead to the place that is meant.
-bool Feed::detour(const Place& dst, const Place& src, uint64_t bytes) {
-  const Ring* flags = rings_.find(launch_.binding.base(kFlagBuffer, device_.rank()));
-  for (const bool from_dst : {true, false}) {
-    const Place& place = from_dst ? dst : src;
-    CUdeviceptr meant = place.address;
-    const Ring* ring = place.ring != nullptr ? place.ring : flags;
-    const CUdeviceptr base = ring == nullptr ? 0 : ring->elsewhere(meant, device_.ordinal());
-    if (base == 0 || meant - base < bytes) continue;
-    for (uint64_t done = 0; done < bytes;) {
-      const uint64_t distance = meant + done - base;
-      const uint64_t rows = (distance + kPitchMax - 1) / kPitchMax;
-      const uint64_t pitch = distance / rows;
-      const uint64_t rest = distance % rows;
-      const uint64_t width = std::min(bytes - done, pitch - rest);
-      CUmemcpy2D piece{.src = src.address + done,
-                       .src_pitch = width,
-                       .dst = dst.address + done,
-                       .dst_pitch = width,
-                       .width = width,
-                       .height = 1};
-      if (from_dst) {
-        piece.dst = base, piece.dst_pitch = pitch, piece.dst_y = rows, piece.dst_x = rest;
-      } else {
-        piece.src = base, piece.src_pitch = pitch, piece.src_y = rows, piece.src_x = rest;
-      }
-      strided(piece);
-      done += width;
-    }
-    return true;
-  }
-  return false;
-}
-
 void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
+  if (!habits_.own_copy_on_sm && !habits_.parked && device_.peer_base() != nullptr) {
+    const uint64_t done = by_peer_base(dst, src, bytes);
+    if (done == bytes) return;
+    dst += done;
+    src += done;
+    bytes -= done;
+  }
   const bool asked = !habits_.own_copy_on_sm && batches();
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
   if (!asked) return plain(dst, src, bytes);
   collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);
 }
 
-void Feed::strided(const CUmemcpy2D& copy) {
+// The bytes that are copied so: all, unless the driver refuses some.
+uint64_t Feed::by_peer_base(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   flush();
-  ++notes_.calls.strided;
-  check(Driver::get().cuMemcpy2DAsync(&copy, stream_), "cuMemcpy2DAsync");
+  uint64_t done = 0;
+  while (done < bytes) {
+    const CUmemcpy2D piece = device_.peer_base()->first(dst + done, src + done, bytes - done);
+    if (!accepted(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync")) break;
+    ++notes_.calls.strided;
+    done += piece.width;
+  }
+  return done;
 }
 
 void Feed::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   flush();
   ++notes_.calls.plain;
-  check(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+  submitted(Driver::get().cuMemcpyAsync(dst, src, bytes, stream_), "cuMemcpyAsync");
+}
+
+void Feed::submitted(CUresult result, const char* call) {
+  check(result, call);
+  notes_.submitted = true;
+}
+
+bool Feed::accepted(CUresult result, const char* call) {
+  if (refused(result)) {
+    notes_.native = false;
+    return false;
+  }
+  submitted(result, call);
+  return true;
 }
 
 // For a batch of at most so many copies.
@@ -416,20 +413,28 @@ void Feed::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned fl
 }
 
 void Feed::flush_copies() {
-  if (gathering_) notes_.calls.kernels += gathering_->flush();
+  if (gathering_) {
+    const uint32_t kernels = gathering_->flush();
+    notes_.calls.kernels += kernels;
+    notes_.submitted = notes_.submitted || kernels > 0;
+  }
   if (sizes_.empty()) return;
-  if (sizes_.size() == 1 && flags_ == 0) {
-    ++notes_.calls.plain;
-    check(Driver::get().cuMemcpyAsync(dsts_[0], srcs_[0], sizes_[0], stream_), "cuMemcpyAsync");
-  } else {
-    CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
-    size_t first = 0;
+  const Driver& driver = Driver::get();
+  const bool alone = sizes_.size() == 1 && flags_ == 0;
+  CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
+  size_t first = 0;
+  if (!alone && accepted(driver.cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(),
+                                                   sizes_.size(), &attributes, &first, 1, stream_),
+                         "cuMemcpyBatchAsync")) {
     batched_ = true;
     ++notes_.calls.batches;
     notes_.calls.batched += static_cast<uint32_t>(sizes_.size());
-    check(Driver::get().cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(), sizes_.size(),
-                                           &attributes, &first, 1, stream_),
-          "cuMemcpyBatchAsync");
+  } else {
+    if (flags_ == kPreferOverlap) notes_.own_copy = OwnCopy::sm;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      submitted(driver.cuMemcpyAsync(dsts_[i], srcs_[i], sizes_[i], stream_), "cuMemcpyAsync");
+      ++notes_.calls.plain;
+    }
   }
   dsts_.clear();
   srcs_.clear();
@@ -438,7 +443,7 @@ void Feed::flush_copies() {
 
 void Feed::flush_ops() {
   if (ops_.empty()) return;
-  check(
+  submitted(
       Driver::get().cuStreamBatchMemOp(stream_, static_cast<unsigned>(ops_.size()), ops_.data(), 0),
       "cuStreamBatchMemOp");
   ops_.clear();

@@ -1,10 +1,11 @@
 // Feeds the commands of a program's queues into a stream, as few driver calls as can be.
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
-//              GPUs: a batch, which engines share; within one GPU: a batch that asks for a copy
-//              engine, because a plain one would take SMs; many in a group between the host and a
-//              GPU: a batch, which costs the host less; rows between those two in a launch that is
-//              crossed: one strided copy by the engine of the other direction (crossing.h)
+//              GPUs: a batch, which engines share; within one GPU: by addresses that make it a copy
+//              engine's (peer_base.h), because a plain one would take SMs; many in a group between
+//              the host and a GPU: a batch, which costs the host less; rows between those two in a
+//              launch that is crossed: one strided copy by the engine of the other direction
+//              (crossing.h)
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
@@ -12,7 +13,8 @@
 //              beside copies that are not strided, and to any behind a batch: a write-value to each
 //   fence      hands over what was collected: a stream is in order by itself
 //
-// A batch of copies cannot be captured: there its copies are plain ones.
+// A batch of copies cannot be captured: there its copies are plain ones. Where the driver refuses a
+// strided copy or a batch, its rows or entries are copied one by one (Notes::native).
 //
 // A signal that is only a copy relies on copies of one stream not to overtake each other where data
 // goes before it. That is the signal form `copy_order`: it saves a step, and nobody promises it
@@ -63,10 +65,19 @@ struct Notes {
   std::vector<Stamp> stamps;
   OwnCopy own_copy = OwnCopy::engine;
   Calls calls;
+  bool native = true;      // false: the driver has refused a form, and another one was taken
+  bool submitted = false;  // something is in a stream
 
+  void add(const Notes& other) {  // but the stamps
+    own_copy = std::max(own_copy, other.own_copy);
+    calls += other.calls;
+    native = native && other.native;
+    submitted = submitted || other.submitted;
+  }
   void tell(Report& report) const {  // but the stamps
     report.own_copy = std::max(report.own_copy, own_copy);
     report.calls += calls;
+    report.native = report.native && native;
   }
 };
 
@@ -115,12 +126,16 @@ class Feed {
   bool pitches(const Command& command, Place& dst, Place& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
   bool gather(const Rows& rows);
+  bool strided(Rows rows);
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
-  bool detour(const Place& dst, const Place& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
-  void strided(const CUmemcpy2D& copy);
+  uint64_t by_peer_base(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  // Of a driver's call that enqueues: throws where it has failed.
+  void submitted(CUresult result, const char* call);
+  // The same of one with another form. False: it was refused, and the other form is to be taken.
+  bool accepted(CUresult result, const char* call);
   void collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, unsigned flags, size_t most);
   void flush_copies();
   void flush_ops();

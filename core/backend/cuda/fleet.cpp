@@ -46,6 +46,14 @@ void Fleet::try_strided(Ring& ring) {
   if (!*tried) strided_works_ = false;
 }
 
+void Fleet::base_copies_on(const Ring& ring) {
+  const std::scoped_lock lock(mutex_);
+  for (const auto& device : devices_) {
+    if (device->peer_base() != nullptr) continue;
+    if (auto foreign = ring.part_elsewhere(device->ordinal())) device->base_on(std::move(foreign));
+  }
+}
+
 Fleet::Lane& Fleet::lane(uint32_t index, uint32_t device) {
   Lane& lane = lanes_[{index, device}];
   if (!lane.caller) {
@@ -63,6 +71,14 @@ Line& Fleet::engine(Lane& lane, uint32_t device, size_t index) {
 }
 
 void Fleet::check_launch(const Cargo& cargo, const Launch& launch) const {
+  try {
+    check_places(cargo, launch);
+  } catch (const Error& error) {
+    throw Refused(error);
+  }
+}
+
+void Fleet::check_places(const Cargo& cargo, const Launch& launch) const {
   const Program& program = *cargo.program;
   if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
       launch.binding.buffers() != program.buffers.size() ||
@@ -210,6 +226,16 @@ void Fleet::enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hang
   }
 }
 
+// Whether nothing of a launch is enqueued, and the GPUs still work.
+bool Fleet::untouched(const Flight& flight) const {
+  if (std::any_of(flight.parts.begin(), flight.parts.end(),
+                  [](const Flight::Part& part) { return part.notes.submitted; })) {
+    return false;
+  }
+  return std::all_of(devices_.begin(), devices_.end(),
+                     [](const auto& device) { return device->works(); });
+}
+
 // Half of a launch is enqueued: nobody may take what it leaves for a result. It is poisoned, and
 // released like any other once its streams' ends are known.
 void Fleet::abandon(Flight& flight, std::vector<Turn>& turns) {
@@ -243,7 +269,7 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   const std::scoped_lock lock(mutex_);
   if (closed_) fail(Code::cancelled, "the cuda backend is closed");
   owners = reap();
-  auto flight = std::make_shared<Flight>(cargo, launch);
+  const auto flight = std::make_shared<Flight>(cargo, launch);
   flight->launch_ns = launch_ns;
   std::optional<Parked> parked;
   if (!hangar.parked.empty()) {
@@ -259,6 +285,14 @@ std::shared_ptr<Flight> Fleet::launch(std::shared_ptr<const Cargo> cargo, const 
   std::vector<Turn> turns;
   try {
     enqueue(*flight, turns, hangar, parked ? &*parked : nullptr);
+  } catch (const Error& error) {
+    if (!parked && untouched(*flight)) {
+      flying_.pop_back();
+      throw Refused(Error(error.code(), cat(error.message(), "; nothing of ", cargo->program->op,
+                                            " was enqueued, and it can be called again")));
+    }
+    abandon(*flight, turns);
+    throw;
   } catch (...) {
     abandon(*flight, turns);
     throw;

@@ -73,6 +73,8 @@ class Fleet {
 
   // Tries one strided copy to all ranks in a new ring, the first of its kind, and tells the ring.
   void try_strided(Ring& ring);
+  // Lets copy engines copy within the local GPUs, if the ring has memory of another one.
+  void base_copies_on(const Ring& ring);
   // False once that has failed: such commands are done row by row.
   bool strided() const { return strided_works_; }
 
@@ -119,9 +121,11 @@ class Fleet {
 
   Lane& lane(uint32_t index, uint32_t device);
   Line& engine(Lane& lane, uint32_t device, size_t index);
-  void check_launch(const Cargo& cargo, const Launch& launch) const;
+  void check_launch(const Cargo& cargo, const Launch& launch) const;  // throws Refused
+  void check_places(const Cargo& cargo, const Launch& launch) const;  // throws invalid
   void enqueue(Flight& flight, std::vector<Turn>& turns, const Hangar& hangar,
                const Parked* parked);
+  bool untouched(const Flight& flight) const;
   void abandon(Flight& flight, std::vector<Turn>& turns);
   Turn begin(Flight& flight, const LocalProgram& local);
   void fork(Turn& turn);

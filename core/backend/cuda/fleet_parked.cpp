@@ -34,8 +34,7 @@ void Fleet::resume(Flight& flight, Turn& turn, const Hangar& hangar, const Parke
   }
   gates.flush();
   for (const Event& join : parked.joins[index]) join.hold(turn.stream);
-  turn.part->notes.own_copy = std::max(turn.part->notes.own_copy, parked.notes.own_copy);
-  turn.part->notes.calls += parked.notes.calls;
+  turn.part->notes.add(parked.notes);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
     const CUdeviceptr word = hangar.bays[index][i].line->word();

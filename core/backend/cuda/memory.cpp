@@ -265,24 +265,11 @@ void Ring::map(std::span<const std::shared_ptr<Device>> local) {
   }
 }
 
-CUdeviceptr Ring::elsewhere(CUdeviceptr& address, int ordinal) const {
-  const auto foreign = [&](uint32_t at) {
-    return ordinals_[at % ranks()] >= 0 && ordinals_[at % ranks()] != ordinal;
-  };
-  if (address < base() || address >= base() + bytes()) {
-    for (Rank rank = 0; rank < ranks(); ++rank) {
-      if (foreign(rank) && part(rank) < address) return part(rank);
-    }
-    return 0;
+std::shared_ptr<const Part> Ring::part_elsewhere(int ordinal) const {
+  for (Rank rank = 0; rank < ranks(); ++rank) {
+    if (ordinals_[rank] >= 0 && ordinals_[rank] != ordinal) return parts_[rank];
   }
-  const uint64_t at = (address - base()) % (ranks() * stride_);
-  address = part(ranks()) + at;  // in the second lap
-  for (uint32_t back = 1; back < ranks(); ++back) {
-    if (foreign(static_cast<uint32_t>(at / stride_) + ranks() - back)) {
-      return address - back * stride_;
-    }
-  }
-  return 0;
+  return nullptr;
 }
 
 CUdeviceptr Ring::repeated(Rank rank) const {
@@ -315,7 +302,7 @@ bool Ring::try_strided(std::span<const std::shared_ptr<Device>> local) const {
     for (const bool same : {false, true}) {
       if (!same && stride_ > kPitchMax)
         continue;  // a copy of such rows has wide steps on both sides
-      device->copy(same ? bcst : fan);
+      works = device->copy(same ? bcst : fan) && works;
       for (uint32_t row = 0; row < peers; ++row) {
         std::vector<uint8_t> got(chunk);
         device->copy(got.data(), reinterpret_cast<void*>(fan.dst + row * stride_), chunk);

@@ -85,9 +85,8 @@ class Ring {
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
   const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
-  // An address below `address`, which is in the ring or anywhere, that lies in another GPU's part;
-  // 0: there is none. An address of the ring may move on by a lap for that.
-  CUdeviceptr elsewhere(CUdeviceptr& address, int ordinal) const;
+  // A part that lies on another GPU; null: there is none, or the driver does not tell.
+  std::shared_ptr<const Part> part_elsewhere(int ordinal) const;
   // Whether one strided copy may go to all ranks: no document says that it works across the
   // memory of several GPUs, so it is tried first. True until told.
   bool strided() const { return strided_; }

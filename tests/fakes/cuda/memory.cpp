@@ -47,6 +47,19 @@ bool is_host_memory(DevicePtr start, uint64_t bytes) {
   return mincore(reinterpret_cast<void*>(first), end - first, pages.data()) == 0;
 }
 
+DevicePtr find_room(uint64_t bytes, uint64_t align, DevicePtr hint) {
+  void* const wish = reinterpret_cast<void*>(hint / align * align);
+  void* room =
+      mmap(wish, bytes + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  require(room != MAP_FAILED, kOutOfMemory);
+  const auto begin = reinterpret_cast<DevicePtr>(room);
+  const DevicePtr start = (begin + align - 1) / align * align;
+  if (start > begin) munmap(room, start - begin);
+  const uint64_t rest = align - (start - begin);
+  if (rest > 0) munmap(reinterpret_cast<void*>(start + bytes), rest);
+  return start;
+}
+
 }  // namespace
 
 Allocation::Allocation(int fd, uint64_t bytes, bool owned) : fd_(fd), bytes_(bytes), owned_(owned) {
@@ -146,17 +159,12 @@ uint64_t live_allocations() {
   return used().allocations;
 }
 
+// Before anything is reserved: what cuMemAlloc gives lies above it (H100, driver 580).
+AddressSpace::AddressSpace()
+    : behind_(find_room(kHeapBytes, kGranularity, 0)), end_(behind_ + kHeapBytes) {}
+
 DevicePtr AddressSpace::reserve(uint64_t bytes, uint64_t alignment, DevicePtr hint) {
-  const uint64_t align = std::max(alignment, kGranularity);
-  void* const wish = reinterpret_cast<void*>(hint / align * align);
-  void* room =
-      mmap(wish, bytes + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  require(room != MAP_FAILED, kOutOfMemory);
-  const auto begin = reinterpret_cast<DevicePtr>(room);
-  const DevicePtr start = (begin + align - 1) / align * align;
-  if (start > begin) munmap(room, start - begin);
-  const uint64_t rest = align - (start - begin);
-  if (rest > 0) munmap(reinterpret_cast<void*>(start + bytes), rest);
+  const DevicePtr start = find_room(bytes, std::max(alignment, kGranularity), hint);
   const std::unique_lock lock(mutex_);
   reservations_.emplace(start, bytes);
   return start;
@@ -202,7 +210,7 @@ DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation) {
   const uint64_t bytes = allocation->bytes();
   const std::lock_guard heap(heap_mutex_);
   if (end_ - behind_ < bytes) {
-    behind_ = reserve(std::max(bytes, kHeapBytes), 0, 0);
+    behind_ = find_room(std::max(bytes, kHeapBytes), kGranularity, 0);
     end_ = behind_ + std::max(bytes, kHeapBytes);
   }
   const std::unique_lock lock(mutex_);

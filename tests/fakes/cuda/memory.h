@@ -107,6 +107,7 @@ struct PointerFacts {
 
 class AddressSpace {
  public:
+  AddressSpace();
   DevicePtr reserve(uint64_t bytes, uint64_t alignment, DevicePtr hint);
   void free(DevicePtr start, uint64_t bytes);
   void map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocation> allocation);
@@ -154,8 +155,8 @@ class AddressSpace {
   std::map<DevicePtr, uint64_t> registrations_;
   Mappings mappings_;
   std::mutex heap_mutex_;  // of the two below
-  DevicePtr behind_ = 0;   // where the next plain allocation would lie
-  DevicePtr end_ = 0;
+  DevicePtr behind_;       // where the next plain allocation would lie
+  DevicePtr end_;
 };
 
 AddressSpace& addresses();
