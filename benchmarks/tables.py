@@ -166,6 +166,30 @@ def kv_short() -> list[str]:
     return table(head, body)
 
 
+def kv_calls() -> list[str]:
+    """The driver's calls and a kernel alone, GB/s: what a transfer could also be made of."""
+    text = (RESULTS / "cuda-kv-calls.txt").read_text("utf-8")
+    body = []
+    for name, lines in re.findall(r"^strided, (\w+ of \d+)K pages\n((?:  .*\n)+)", text, re.M):
+        of = {
+            line[:18].strip(): {
+                cell.split()[0]: float(cell.split()[-1]) for cell in line[18:].split("|")[1:]
+            }
+            for line in lines.splitlines()
+            if line.startswith(("  rows", "  pages", "  kernel"))
+        }
+        batches, kernels = of["pages apart"], of.get("kernel of", {})
+        best = max(batches, key=lambda count: batches[count])
+        direction, page = name.split(" of ")
+        cells = [f"{of['rows of a copy']['28']:.1f}", f"{batches.get('32', '-')}"]
+        cells += [f"{batches[best]:.1f} ({best})"]
+        cells += [f"{kernels[count]:.1f}" if kernels else "-" for count in ("16", "64", "132")]
+        body.append((f"{direction}, {page} KiB", *cells))
+    head = ("64 blocks", "strided copies, one engine", "batches of 32", "best batches",
+            "kernel of 16", "a workgroup a block (64)", "132")  # fmt: skip
+    return table(head, iter(body))
+
+
 def multicast() -> list[str]:
     """How many times as fast as gloo and as offcore's own ring multicast is."""
 
@@ -233,6 +257,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "kv": lambda: kv_pages("pages", ("load", "store", "both")),
     "kv-scattered": lambda: kv_pages("scattered", ("load", "store")),
     "kv-short": kv_short,
+    "kv-calls": kv_calls,
     "multicast": multicast,
     "loopback": loopback,
     "many-hosts": many_hosts,
