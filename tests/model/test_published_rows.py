@@ -3,6 +3,7 @@
 import math
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,8 @@ def test_no_row_is_called_a_prediction(findings: list[Finding]) -> None:
     assert by_construction == {"L17", "L18", "K3"}
     assert {one.basis for one in findings} == {"fitted", "by construction"}
     assert tally(findings) == "none predicted, 47 of 47 fitted, 5 of 5 by construction"
+    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text("utf-8")
+    assert "47 of 47 fitted rows and 5 of 5 by construction are met; **none of them is" in page
 
 
 def time_us(machine: _core.Machine, op: str, variant: str, nbytes: int) -> float:
