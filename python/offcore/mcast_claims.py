@@ -194,9 +194,9 @@ def _traffic_findings(found: Results) -> list[Finding]:
                 f"{gather:.3g}x", percent(min(0, gather / 1.5 - 1) + max(0, gather / 2 - 1)),
                 "predicted", 1.5 <= gather <= 2),
         ceiling("F12", "broadcast: switch bytes of k-nomial trees over multicast, 64 KiB", 2,
-                 trees),
+                trees),
         ceiling("F12", "broadcast: switch bytes of a binary tree over multicast, 64 KiB", 2,
-                 ports["broadcast", "binary_tree"]),
+                ports["broadcast", "binary_tree"]),
     ]  # fmt: skip
 
 
