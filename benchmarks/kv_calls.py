@@ -7,7 +7,9 @@ It tells where the time of a transfer goes that offcore does not spend itself. `
 left to the driver to find out (unified); with other numbers of rows, which tells what a row costs
 and what a call; by two threads with a stream each, half of the blocks each or a direction each (the
 interpreter's lock goes to and fro between calls); in some cuMemcpy3DBatchAsync of so many; and as
-pages, by cuMemcpyBatchAsync of so many, which tells what an engine takes from call to call.
+pages, by cuMemcpyBatchAsync of so many, which tells what an engine takes from call to call; and by
+the kernel of `BlockTransfer(kernel=True)`, launched once with so many workgroups: the 16 that a
+transfer takes, one for each block of the cache (64), and more.
 `pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. Host memory is a
 HostPool's, the driver's own (cuMemHostAlloc), or registered, for which small or huge pages were
 asked; a GPU's comes from cuMemAlloc or is a window. Times are medians: until the calls have
@@ -19,12 +21,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import re
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +39,10 @@ import offcore
 from offcore import kv
 from offcore.sizes import format_bytes
 
+GATHER = Path(__file__).parents[1] / "core" / "backend" / "cuda" / "gather.cpp"
+PAIRS, UNIT_BYTES, THREADS = 128, 16, 1024  # of the kernel in it
 LAYERS, BLOCKS, PAGES = 28, 64, 256
+WORKGROUPS = (16, 32, BLOCKS, 132, 264)
 ROOM = 4 * LAYERS * BLOCKS * (32 << 10)
 TURNS = 11
 HOST, DEVICE, UNIFIED = 1, 2, 4
@@ -98,6 +105,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.driver = Driver(0)
+        self.gather: c_uint64 | None = None
         self.context = c_uint64()
         self.driver("cuDevicePrimaryCtxRetain", byref(self.context), c_uint64(0))
         self.mapped: list[mmap.mmap] = []
@@ -252,6 +260,36 @@ class Calls:
         dsts, srcs = (column.reshape(-1) for column in (columns if load else columns[::-1]))
         return self.batches(dsts, srcs, page, count)
 
+    def kernel(self, load: bool, page: int, workgroups: int) -> Times:
+        """The same by one launch of a kernel."""
+        if self.gather is None:
+            self.gather = self._loaded_gather()
+        places = (c_uint64 * (2 * PAIRS))()
+        for number, (cache, row) in enumerate(self._blocks("pool", self.device, page, LAYERS)):
+            places[2 * number : 2 * number + 2] = [cache, row] if load else [row, cache]
+        steps = (2 * BLOCKS * page, page) if load else (page, 2 * BLOCKS * page)
+        units = page // UNIT_BYTES
+        given = (
+            places,
+            *map(c_uint64, steps),
+            *map(c_uint, (units, LAYERS, BLOCKS * LAYERS * units)),
+        )
+        pointers = (c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
+        grid = tuple(map(c_uint, (workgroups, 1, 1, THREADS, 1, 1, 0)))
+        stream = c_uint64(self.driver.stream)
+        return self.timed(
+            lambda: self.driver("cuLaunchKernel", self.gather, *grid, stream, pointers, None)
+        )
+
+    def _loaded_gather(self) -> c_uint64:
+        """The kernel of the backend, from its source."""
+        found = re.search(r'kGatherPtx = R"\((.*?)\)"', GATHER.read_text("utf-8"), re.DOTALL)
+        assert found is not None
+        module, function = c_uint64(), c_uint64()
+        self.driver("cuModuleLoadData", byref(module), found[1].encode())
+        self.driver("cuModuleGetFunction", byref(function), module, b"gather")
+        return function
+
     def _blocks(self, host: str, device: str, page: int, rows: int) -> list[tuple[int, int]]:
         rng = np.random.default_rng(1)
         caches, slots = (rng.permutation(2 * BLOCKS)[:BLOCKS].tolist() for _ in range(2))
@@ -334,8 +372,9 @@ def show_strided(calls: Calls, page: int, load: bool) -> None:
         "3-D batches of",
         {str(n): (calls.together(load, page, n), nbytes) for n in (4, 8, 16, 32, 64)},
     )
-    counts = (LAYERS, 2 * LAYERS, 4 * LAYERS, 8 * LAYERS)
+    counts = (LAYERS, 32, 2 * LAYERS, 4 * LAYERS, 8 * LAYERS)
     show("pages apart", {str(n): (calls.apart(load, page, n), nbytes) for n in counts})
+    show("kernel of", {str(n): (calls.kernel(load, page, n), nbytes) for n in WORKGROUPS})
 
 
 def main() -> int:

@@ -5,8 +5,9 @@
 A root and a leaf in one process: broadcasts, of which the leaf checks every datagram, marks it in
 its bitmap and puts its chunk in place. `receive`: one receive worker, by bytes of a datagram, with
 and without GSO and GRO. `workers`: as many subgroups as receive workers, of one 8 MiB buffer (the
-paper's Figure 13). `state`: bytes of protocol state that a rank holds for a 16 GB buffer (III-D).
-Bytes are compared after the last broadcast. Rows go to $OUT/mcast-loopback.jsonl where OUT is set,
+paper's Figure 13). `sealed`: one receive worker, without and with a MAC in every datagram.
+`state`: bytes of protocol state that a rank holds for a 16 GB buffer (III-D). Bytes are compared
+after the last broadcast. Rows go to $OUT/mcast-loopback.jsonl where OUT is set,
 else to benchmarks/results. It belongs on a machine that does nothing else.
 """
 
@@ -31,7 +32,7 @@ FIGURE_13_BYTES = 8 << 20
 
 
 def open_pair(
-    datagram_bytes: int, merged: bool, workers: int, subgroups: int
+    datagram_bytes: int, merged: bool, workers: int, subgroups: int, sealed: bool = False
 ) -> tuple[_core.McastNode, _core.McastNode]:
     """A root and a leaf. Only the leaf has receive workers."""
     options = _core.McastUdpOptions()
@@ -46,7 +47,8 @@ def open_pair(
         group = _core.McastGroup()
         group.tag = 0x0FFC000000000000 + os.getpid() + (datagram_bytes << 24)
         group.rank, group.ranks, group.subgroups = rank, 2, subgroups
-        group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, False)
+        group.sealed = sealed
+        group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
         node.start(group, addresses, 10.0)
     return root, leaf
 
@@ -124,6 +126,10 @@ def main() -> None:
             nodes = open_pair(4096 + 32, True, workers, workers)
             row = broadcasts(nodes, FIGURE_13_BYTES, arguments.seconds)
             record("workers", workers=workers, datagram_bytes=4096 + 32, **row)
+        for sealed in (False, True):
+            nodes = open_pair(1472, True, 1, 1, sealed)
+            row = broadcasts(nodes, 64 << 20, arguments.seconds)
+            record("sealed", workers=1, datagram_bytes=1472, sealed=sealed, **row)
         for datagram_bytes in (1472, 4096 + 32):
             record("state", datagram_bytes=datagram_bytes, state_bytes=state_bytes(datagram_bytes))
 

@@ -2,14 +2,15 @@
 
 Random starts, the same for the same seed, are fitted without a pull to the parameters' guesses:
 those that end as good as the best of them show what the ratios leave open. The best one is then
-fitted with the pull. Each row is also told as the fit without it predicts it.
+fitted with the pull. Each row is also told as fits without it predict it: they start at random
+places of their own, because a fit that starts from the fitted costs has already seen the row.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from offcore.sizes import format_bytes
 
 SEED = 1
 STARTS = 12
+HELD_OUT_STARTS = 6  # of each fit without a row
 EQUALLY_GOOD = 0.01  # the worst row is worse by no more than one point
 _STEPS = (40, 60, 200)  # first coarse, then by the worst rows, and the last fit
 _COARSE, _WORST = 2, 6  # the powers of a residual
@@ -48,6 +50,7 @@ _SHOWN = (
     ("all_to_all", "prelaunch_swap", 1 << 20),
     ("all_gather", "pcpy", 1 << 30),
 )
+KEYS = tuple(dict.fromkeys(row.key for row in rows.ROWS))  # what is left out together
 _SOURCE = "published MI300X ratios (DMA-Latte section 5): offcore calibrate; scale weakly pinned"
 
 Say = Callable[[str], None]
@@ -60,19 +63,14 @@ def calibrate(name: str, seed: int, starts: int, say: Say) -> dict[str, Any]:
         raise error("unsupported", f"the published rows are those of 8 x MI300X, not of {name}")
     made = sweep.programs(machine)
     free = Objective(machine, made, pull=0)
-    fits = []
-    for number, start in enumerate(_starts(free.parameters, seed, starts)):
-        values = solve(free.parameters, partial(free.vector, power=_COARSE), start, _STEPS[0])
-        values = solve(free.parameters, partial(free.vector, power=_WORST), values, _STEPS[1])
-        fits.append((_merit(free, values), values))
-        say(f"start {number + 1} of {starts}: worst row {free.worst(values):.1%}")
-    fits.sort(key=lambda fit: fit[0])
+    guesses = {one.name: one.guess for one in free.parameters}
+    places = [guesses, *_places(free.parameters, np.random.default_rng(seed), starts - 1)]
+    good = _equally_good(free, places, say)
     pulled = Objective(machine, made)
-    best = solve(pulled.parameters, partial(pulled.vector, power=_WORST), fits[0][1], _STEPS[2])
+    best = solve(pulled.parameters, partial(pulled.vector, power=_WORST), good[0], _STEPS[2])
     best = {one: float(f"{value:.4g}") for one, value in best.items()}
     say(f"fitted: worst row {pulled.worst(best):.1%}")
-    good = [values for merit, values in fits if merit <= fits[0][0] + EQUALLY_GOOD]
-    engines = _engines(pulled, best, good, say)
+    engines = _engines(pulled, best, good, held_out(machine, made, seed, say))
     set_costs(machine, best)
     return {
         "machine": name,
@@ -84,18 +82,55 @@ def calibrate(name: str, seed: int, starts: int, say: Say) -> dict[str, Any]:
     }
 
 
-def _starts(parameters: Sequence[Parameter], seed: int, count: int) -> list[Values]:
-    """The guesses, then random places of the ranges."""
-    random = np.random.default_rng(seed)
-    found = [{one.name: one.guess for one in parameters}]
-    for _ in range(count - 1):
+def _places(
+    parameters: Sequence[Parameter], random: np.random.Generator, count: int
+) -> Iterable[Values]:
+    """Random places of the parameters' ranges."""
+    for _ in range(count):
         shares = random.random(len(parameters))
-        found.append(
-            {
-                one.name: float(one.low * (one.high / one.low) ** share)
-                for one, share in zip(parameters, shares, strict=True)
-            }
+        yield {
+            one.name: float(one.low * (one.high / one.low) ** share)
+            for one, share in zip(parameters, shares, strict=True)
+        }
+
+
+def _equally_good(objective: Objective, starts: Iterable[Values], say: Say) -> list[Values]:
+    """Where these starts end, the best first, less those that end worse by more than a point."""
+    fits = []
+    for number, start in enumerate(starts):
+        values = solve(
+            objective.parameters, partial(objective.vector, power=_COARSE), start, _STEPS[0]
         )
+        values = solve(
+            objective.parameters, partial(objective.vector, power=_WORST), values, _STEPS[1]
+        )
+        fits.append((_merit(objective, values), values))
+        say(f"start {number + 1}: worst row {objective.worst(values):.1%}")
+    fits.sort(key=lambda fit: fit[0])
+    return [values for merit, values in fits if merit <= fits[0][0] + EQUALLY_GOOD]
+
+
+def held_out(
+    machine: _core.Machine,
+    made: Mapping[sweep.Key, _core.Program],
+    seed: int,
+    say: Say,
+    keys: Sequence[str] = KEYS,
+) -> dict[str, tuple[float, float]]:
+    """By a row's name, the least and the most that fits of the other rows miss it by.
+
+    A key's rows are left out together. The fits know neither the fitted costs nor the guesses.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for key in keys:
+        without = Objective(machine, made, without=key, pull=0)
+        random = np.random.default_rng([seed, int(key.removeprefix("L"))])
+        starts = _places(without.parameters, random, HELD_OUT_STARTS)
+        good = [without.sweep(one) for one in _equally_good(without, starts, lambda _: None)]
+        for row in (row for row in rows.ROWS if row.key == key):
+            missed = [row.residual(one) for one in good]
+            found[row.name] = min(missed), max(missed)
+            say(f"without {key}: {row.op}: {row.claim}: {calibrated.span(found[row.name])}")
     return found
 
 
@@ -106,18 +141,11 @@ def _merit(objective: Objective, values: Values) -> float:
 
 
 def _engines(
-    objective: Objective, best: Values, good: Sequence[Values], say: Say
+    objective: Objective,
+    best: Values,
+    good: Sequence[Values],
+    left_out: Mapping[str, tuple[float, float]],
 ) -> dict[str, Any]:
-    left_out: dict[str, float] = {}
-    for key in dict.fromkeys(row.key for row in rows.ROWS):
-        without = Objective(objective.machine, objective.made, without=key)
-        values = solve(without.parameters, partial(without.vector, power=_WORST), best, _STEPS[1])
-        found = without.sweep(values)
-        left_out |= {row.name: row.residual(found) for row in rows.ROWS if row.key == key}
-        say(
-            f"without {key}: "
-            + ", ".join(f"{left_out[r.name]:+.1%}" for r in rows.ROWS if r.key == key)
-        )
     times = {key: [_time(objective, values, key) for values in good] for key in _SHOWN}
     found = objective.sweep(best)
     return {
@@ -137,7 +165,7 @@ def _engines(
                 "published": row.published,
                 "model": round(row.value(found), 4),
                 "residual": round(row.residual(found), 4),
-                "left_out": round(left_out[row.name], 4),
+                "left_out": [round(share, 4) for share in left_out[row.name]],
             }
             for row in rows.ROWS
         ],
@@ -205,7 +233,7 @@ def _small(
     start = {one.name: one.guess for one in parameters}
     values = solve(parameters, drawn, start, _STEPS[2])
     told = [_told(one, _short(values[one.name])) for one in parameters]
-    return {"parameters": told, "assumed": assumed}
+    return {"parameters": told, "assumed": assumed, "numbers": len(vector(values))}
 
 
 def write(record: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -245,7 +273,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
             )
         made.append(table)
     table = _table(
-        "residuals, and those of the fit without the row (all parts of L4 at once, and so on)",
+        "residuals, and those of fits without the row (all parts of L4 at once, and so on)",
         ("row", "operation", "claim"),
     )
     for column in ("published", "model", "residual", "left out"):
@@ -258,7 +286,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
             f"{row['published']:g}",
             f"{row['model']:.2f}",
             f"{row['residual']:+.1%}",
-            f"{row['left_out']:+.1%}",
+            calibrated.span(row["left_out"]),
         )
     made.append(table)
     equally = record["engines"]["equally_good"]

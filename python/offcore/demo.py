@@ -16,8 +16,9 @@ import offcore
 from offcore import bench, plot, report, reproduce
 from offcore.baselines import torch_for
 from offcore.errors import error
+from offcore.findings import Finding
 from offcore.latte import calibrated, sweep
-from offcore.latte.rows import Finding, findings
+from offcore.latte.rows import findings
 from offcore.report import JsonLines, Row, Skip, Stamp
 from offcore.sizes import format_bytes, parse_sizes
 

@@ -19,6 +19,7 @@ import numpy as np
 from offcore import mcast
 from offcore.baselines import torch_for
 from offcore.errors import Error
+from offcore.mcast_bench import spread
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Call = Callable[[Bytes, Bytes], None]  # out, this rank's part
@@ -144,9 +145,7 @@ class Rank:
                 {
                     "impl": name,
                     "bytes": nbytes,
-                    "time_us": round(statistics.median(times[name]), 3),
-                    "time_us_min": round(min(times[name]), 3),
-                    "time_us_max": round(max(times[name]), 3),
+                    **spread(times[name]),
                     "calls": calls * self.order["batches"],
                     "wrong": wrong[name],
                     "fetched_chunks": totals[0] if ours else None,

@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offcore import calibrate, plot, reproduce_mcast
+from offcore import calibrate, mcast_claims, plot, reproduce_mcast
 from offcore.errors import error
+from offcore.findings import Finding, tally
 from offcore.latte import calibrated, figures, kv, page, power, rows
-from offcore.latte.rows import Finding
 
 # Writes into the folder, prints to the console, and gives what it found.
 Reproduction = Callable[[Path, Console], list[Finding]]
@@ -43,6 +43,7 @@ def latte(folder: Path, console: Console) -> list[Finding]:
     html.write_text(page.page(findings, model.record, drawn), "utf-8")
     calibrate.show(model.record, console)
     console.print(table(findings))
+    console.print(calibrated.held_out(model.record), highlight=False, soft_wrap=True)
     console.print(f"{calibrated.ABSOLUTE}: compare ratios", highlight=False, soft_wrap=True)
     console.print(f"page: {html}", highlight=False, soft_wrap=True)
     return findings
@@ -51,8 +52,8 @@ def latte(folder: Path, console: Console) -> list[Finding]:
 def mcast(folder: Path, console: Console) -> list[Finding]:
     """Paper 004's figures 2, 7, 10 to 13 and S: multicast broadcast and all-gather, simulated"""
     plot.pyplot()
-    found = reproduce_mcast.results()
-    findings = reproduce_mcast.findings(found)
+    found = mcast_claims.results()
+    findings = mcast_claims.findings(found)
     rows = reproduce_mcast.recorded(RESULTS)
     drawn = [
         (one.title, one.caption, _save(one.draw(found, rows), folder / one.name))
@@ -97,9 +98,8 @@ def run(name: str, folder: Path, console: Console) -> list[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    met = sum(one.met for one in findings)
     result = Table(
-        title=f"claims and what this gives for them: {met} of {len(findings)} are met",
+        title=f"claims and what this gives for them; met: {tally(findings)}",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         padding=(0, 1, 0, 0),
@@ -107,8 +107,10 @@ def table(findings: list[Finding]) -> Table:
     for name in ("row", "claim", "published", "model"):
         result.add_column(name)
     result.add_column("difference", justify="right")
+    result.add_column("basis")
     result.add_column("")
     for one in findings:
-        state = "[green]met[/]" if one.met else "[bold red]not met[/]"
-        result.add_row(one.key, one.claim, one.published, one.model, one.difference, state)
+        colour = {True: "green", False: "bold red", None: "dim"}[one.met]
+        cells = (one.key, one.claim, one.published, one.model, one.difference, one.basis)
+        result.add_row(*cells, f"[{colour}]{one.verdict}[/]")
     return result

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,11 @@ def test_the_drivers_own_calls_are_told() -> None:
     assert done.returncode == 0, done.stderr
     assert "cuMemHostAlloc is absent" in done.stdout
     # Of pages of three sizes, either way; from memory of three kinds.
-    for line in ("rows of a copy", "threads", "3-D batches of", "small pages", "huge pages"):
+    lines = ("rows of a copy", "threads", "3-D batches of", "small pages", "huge pages")
+    for line in (*lines, "pages apart", "kernel of        | 16 "):
         assert done.stdout.count(f"\n  {line}") == 6, done.stdout
     assert done.stdout.count("cuMemAlloc named ") == 18
     assert done.stdout.count(" | 256 ") == 4
+    # As many workgroups as blocks, and batches of 32 pages.
+    assert len(re.findall(r"kernel of .* \| 64 \d+/", done.stdout)) == 6
+    assert len(re.findall(r"pages apart .* \| 32 \d+/", done.stdout)) == 6

@@ -1,9 +1,7 @@
-"""The simulated fat-tree against closed forms, SimGrid's recorded times, and properties."""
+"""The simulated fat-tree against closed forms and properties."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ import offcore
 from offcore import fat_tree
 from offcore.fat_tree import Load, Tree, Wire, measure, one_spine, paper, radix, run
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 KIB = 1024
 IDEAL = Wire(hop_ns=0)  # 7 bytes a nanosecond, nothing else
 TREES = st.one_of(
@@ -94,29 +91,6 @@ def test_the_papers_traffic() -> None:
     multicast, ring = (measure(paper(), Wire(), [load])[0].switch_bytes for load in loads)
     assert multicast / ring < 0.53
     assert ring / multicast == pytest.approx(1.99, abs=0.01)
-
-
-def test_ring_times_beside_simgrid() -> None:
-    """Calibrated with SimGrid's time of one message to a near and to a far host, no more."""
-    rows = [json.loads(line) for line in (RESULTS / "simgrid-188.jsonl").read_text().splitlines()]
-    known = {(row["algorithm"], row["bytes_per_rank"]): row["time_us"] for row in rows}
-    near, far = known["near", 4096], known["far", 4096]
-    hop_ns = (far - near) / 2 * 1e3
-    wire = Wire(hop_ns=hop_ns, message_ns=near * 1e3 - 2 * hop_ns - 4096 / 7)
-    tree = Tree("simgrid", 188, 16, 18, 18)
-    compared = 0
-    for (algorithm, nbytes), theirs in known.items():
-        if algorithm == "ring":
-            [ours] = measure(tree, wire, [Load("all_gather", "ring", nbytes * 188)])
-            assert ours.time_us == pytest.approx(theirs, rel=0.02)
-        elif algorithm == "knomial" and nbytes >= 64 * KIB:
-            [ours] = measure(tree, wire, [Load("broadcast", "knomial", nbytes, radix=2)])
-            assert ours.time_us == pytest.approx(theirs, rel=0.05)
-        elif algorithm == "linear" and nbytes >= 64 * KIB:
-            [ours] = measure(tree, wire, [Load("all_gather", "linear", nbytes * 188)])
-            assert ours.time_us == pytest.approx(theirs, rel=0.12)
-        compared += algorithm in ("ring", "knomial", "linear")
-    assert compared == 15
 
 
 @given(TREES, st.integers(0, 300_000), st.integers(1, 9), st.data())

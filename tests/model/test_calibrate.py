@@ -1,6 +1,7 @@
 """`offcore calibrate`: what it writes, and that it finds again what is committed."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,63 @@ def test_the_document_tells_the_record() -> None:
             assert f"| `{one['name']}` | {one['value']:g} {one['unit']} |" in text
         for name, value in record[part].get("assumed", {}).items():
             assert f"{value:g}" in text, name
-    for row in record["engines"]["rows"]:
-        shares = f"{100 * row['residual']:+.1f} % | {100 * row['left_out']:+.1f} %"
-        told = f"{row['published']:g} | {row['model']:.2f} | {shares} |"
-        assert f"| {row['key']} | {row['op']}: {row['claim']} | {told}" in text
+    # The table of rows is one of benchmarks/tables.py.
+    held_out = calibrated.held_out(record)
+    [told] = re.findall(r"(\d+ of \d+) ratios are predicted within 15 %", held_out)
+    assert f"{told} ratios are predicted within 15 %" in text
+    assert "nearly predictions" not in text
+    for part in ("power", "kv"):
+        assert record[part]["numbers"] <= len(record[part]["parameters"])
+
+
+def test_held_out_fits_start_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that starts from the fitted costs has seen the row that it is to predict."""
+    starts: list[dict[str, float]] = []
+
+    def stay(parameters: object, vector: object, start: dict[str, float], steps: int) -> object:
+        starts.append(dict(start))
+        return start
+
+    monkeypatch.setattr(calibrate, "solve", stay)
+    model = calibrated.load()
+    made = sweep.programs(model.machine)
+    calibrate.held_out(model.machine, made, 1, lambda _: None, keys=["L4", "L16"])
+    tried = [dict(pairs) for pairs in {tuple(start.items()) for start in starts}]
+    assert len(tried) == 2 * calibrate.HELD_OUT_STARTS
+    guesses = {one.name: one.guess for one in fit.Objective.parameters}
+    for known in (model.values, guesses):
+        for start in tried:
+            assert max(abs(np.log(start[name] / known[name])) for name in known) > 0.5
+
+
+def test_rows_that_only_the_fit_meets() -> None:
+    """Fitted, all rows are within 10 %; predicted, these are not within 15 %."""
+    engines = calibrated.load().record["engines"]["rows"]
+    beyond = {(row["key"], row["op"]) for row in engines if calibrated.beyond(row["left_out"])}
+    assert beyond == {
+        ("L4", "all_to_all"),
+        ("L10", "all_gather"),
+        ("L10", "all_to_all"),
+        ("L16", "all_gather"),
+    }
+    page = " ".join((ROOT / "docs" / "papers.md").read_text("utf-8").split())
+    for row in engines:
+        assert row["left_out"] == sorted(row["left_out"])
+        if calibrated.beyond(row["left_out"]):
+            least, most = (f"{100 * one:+.1f}" for one in row["left_out"])
+            assert f"{least} to {most} %" in page
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_held_out_row_is_predicted_as_recorded() -> None:
+    pytest.importorskip("scipy")
+    model = calibrated.load()
+    made = sweep.programs(model.machine)
+    found = calibrate.held_out(model.machine, made, model.record["seed"], print, keys=["L16"])
+    rows = {f"{r['key']} {r['op']}: {r['claim']}": r for r in model.record["engines"]["rows"]}
+    for name, missed in found.items():
+        assert missed == pytest.approx(rows[name]["left_out"], abs=0.01)
 
 
 def test_other_machines_have_no_published_rows() -> None:

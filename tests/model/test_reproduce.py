@@ -71,8 +71,19 @@ def test_claims_and_residuals_are_printed(reproduced: tuple[Path, str, float]) -
     told = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert {one["key"] for one in told} >= {"L1", "L16", "L20", "P3", "K3"}
     assert all(one["met"] for one in told)
-    for words in ("left out", "wake_ns", "weakly pinned", f"{len(told)} of {len(told)} are met"):
+    tally = "none predicted, 47 of 47 fitted, 5 of 5 by construction"
+    held_out = "left out of the fit, 29 of 33 ratios are predicted within 15 %"
+    for words in ("left out", "wake_ns", "weakly pinned", tally, held_out):
         assert words in out
+    html = (folder / "out" / "latte.html").read_text("utf-8")
+    for words in (
+        tally,
+        held_out,
+        "4 parameters and 3 assumed constants for 4 numbers",
+        "5 parameters and 4 assumed constants for 5 numbers",
+        "At the limit of what is allowed: layer_us, cpu_ms",
+    ):
+        assert words in html
 
 
 def test_a_model_that_is_wrong_does_not_pass(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ curves, the parameters of power and of KV fetches, and how good the fit is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from offcore import _core, machines
 from offcore.errors import error
 from offcore.latte import kv, power
 from offcore.latte.fit import Values, curves_of
+from offcore.latte.rows import RATIO_BOUND
 from offcore.latte.sweep import Curve
 
 NAME = "mi300x-8"
@@ -25,6 +27,29 @@ def caution(machine: str | None) -> str:
     """What belongs beside times of a machine whose costs were fitted to ratios; else nothing."""
     fitted = machine is not None and machines.calibration_of(Path(machine).stem) is not None
     return f"{machine}, simulated: {ABSOLUTE}. Compare ratios." if fitted else ""
+
+
+def span(residuals: Sequence[float]) -> str:
+    """The least and the most, once where they read alike."""
+    return " to ".join(dict.fromkeys(f"{100 * one:+.1f} %" for one in residuals))
+
+
+def held_out(record: Mapping[str, Any]) -> str:
+    """How well rows are predicted by fits that have not seen them."""
+    rows = record["engines"]["rows"]
+    missed = {
+        f"{row['key']} {row['op']}": row["left_out"] for row in rows if beyond(row["left_out"])
+    }
+    told = f"left out of the fit, {len(rows) - len(missed)} of {len(rows)} ratios are predicted "
+    told += f"within {100 * RATIO_BOUND:g} %"
+    if missed:
+        told += ", not " + ", ".join(f"{name} ({span(one)})" for name, one in missed.items())
+    return told
+
+
+def beyond(residuals: Sequence[float]) -> bool:
+    """Whether a held-out fit misses a row by more than a fitted row may be off."""
+    return max(map(abs, residuals)) > RATIO_BOUND
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offcore import _core
+from offcore.findings import Finding, percent
 from offcore.latte.fit import Parameter, Values, Vector
-from offcore.latte.rows import Finding, percent
 from offcore.latte.sweep import RANKS, SIZES, Key, Sweep, Times, variants_of
 
 OP = "all_gather"
@@ -174,7 +174,8 @@ def findings(one: Shares) -> list[Finding]:
                 claim=f"all_gather: {claim}",
                 published=published,
                 model=f"{value:.2f}x" if name == "xcd_times" else f"{100 * value:.1f} % less",
-                difference=percent(outside) if abs(outside) >= 5e-4 else "none",
+                difference=percent(outside),
+                basis="fitted",
                 met=abs(outside) <= BOUND,
             )
         )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from offcore import _core
+from offcore.findings import Finding, percent
 from offcore.latte.sweep import (
     COPY_SIZES,
     OPS,
@@ -61,26 +61,6 @@ class Row:
 
     def residual(self, sweep: Sweep) -> float:
         return self.value(sweep) / self.published - 1
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table that a person reads."""
-
-    key: str
-    claim: str
-    published: str
-    model: str
-    difference: str
-    met: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def percent(share: float) -> str:
-    """With its sign, which a zero has not."""
-    return f"{100 * share:+.1f} %" if abs(share) >= 5e-4 else "0.0 %"
 
 
 def _mean(slow: Times, fast: Times, sizes: Range) -> float:
@@ -201,6 +181,7 @@ def _ratio(row: Row, sweep: Sweep) -> Finding:
         published=f"{row.published:g}x",
         model=f"{value:.3g}x",
         difference=percent(residual),
+        basis="fitted",
         met=abs(residual) <= RATIO_BOUND,
     )
 
@@ -216,6 +197,7 @@ def _copy_findings(sweep: Sweep) -> Iterator[Finding]:
         published="at every size",
         model=f"at {sum(ordered)} of {len(ordered)} sizes",
         difference="none" if all(ordered) else f"{ordered.count(False)} sizes",
+        basis="fitted",
         met=all(ordered),
     )
     shares = (
@@ -231,6 +213,7 @@ def _copy_findings(sweep: Sweep) -> Iterator[Finding]:
             published=told,
             model=f"{share:.1f} %",
             difference=f"{points:+.1f} points",
+            basis="fitted",
             met=abs(points) <= POINTS_BOUND,
         )
 
@@ -261,6 +244,7 @@ def _count_findings(made: Mapping[Key, _core.Program]) -> Iterator[Finding]:
             published="7x, 7x, 4x",
             model=", ".join(f"{one:g}x" for one in fewer),
             difference="none" if fewer == (7, 7, 4) else "other counts",
+            basis="by construction",
             met=fewer == (7, 7, 4),
         )
         yield Finding(
@@ -269,6 +253,7 @@ def _count_findings(made: Mapping[Key, _core.Program]) -> Iterator[Finding]:
             published="56",
             model=f"{all_pcpy}",
             difference=f"{all_pcpy - 56:+d}" if all_pcpy != 56 else "none",
+            basis="by construction",
             met=all_pcpy == 56,
         )
 
@@ -286,6 +271,7 @@ def _order_finding(key: str, sweep: Sweep, op: str) -> Finding:
         published=f"{', '.join(wanted)}; {wanted[1]} to {format_bytes(LAST_OF_PAIR[op])}",
         model=", ".join(f"{name} to {format_bytes(last)}" for name, _, last in ranges),
         difference="none" if met else "another order",
+        basis="fitted",
         met=met,
     )
 

@@ -1,0 +1,281 @@
+"""The tables of the documents, made from what was recorded: `python benchmarks/tables.py`.
+
+A comment `<!-- table NAME -->` announces a table, which is written anew from the rows of
+benchmarks/results, from a calibration or from the simulator. Tests hold the documents to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from offcore import mcast_claims
+from offcore.fat_tree import Load, Tree, Wire, measure
+from offcore.findings import Finding
+from offcore.latte import calibrated, figures, kv, power, rows
+from offcore.report import read_records
+from offcore.sizes import format_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/kv.md", "docs/mcast.md", "docs/mcast-testbed.md", "docs/model.md",
+         "docs/papers.md")  # fmt: skip
+SIMGRID = {"ring": "ring", "linear": "all pairs", "knomial": "binomial tree"}
+KV_PEERS = ("batch", "loop", "kernel")
+MULTICAST = (
+    ("all_gather-4", "all-gather, 4 hosts"),
+    ("all_gather-8", "all-gather, 8 hosts"),
+    ("all_gather-4-lossy", "all-gather, 4 hosts, 1 % lost"),
+    ("all_gather-4-lossy-plain", "the same without offloads, 4 chains"),
+    ("broadcast-4", "broadcast, 4 hosts"),
+    ("broadcast-8", "broadcast, 8 hosts"),
+    ("broadcast-4-jumbo", "broadcast, 4 hosts, MTU 9000"),
+    ("broadcast-8-jumbo", "broadcast, 8 hosts, MTU 9000"),
+    ("broadcast-4-lossy", "broadcast, 4 hosts, 1 % lost"),
+)
+Record = dict[str, Any]
+
+
+def table(head: Sequence[str], body: Iterator[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *body]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def _kib(nbytes: int) -> str:
+    return f"{nbytes >> 10} KiB"
+
+
+def claims(found: Sequence[Finding], ours: str) -> list[str]:
+    head = ("row", "claim", "paper", ours, "difference", "basis", "")
+    body = (
+        (one.key, one.claim, one.published, one.model, one.difference, one.basis, one.verdict)
+        for one in found
+    )
+    return table(head, body)
+
+
+def latte() -> list[str]:
+    found = figures.results(calibrated.load())
+    values = found.calibrated
+    spent = power.shares(found.sweep, found.activities, values.power)
+    made = [
+        *rows.findings(found.sweep, found.made),
+        *power.findings(spent),
+        *kv.findings(values.machine, found.fetches, values.kv),
+    ]
+    return claims(made, "ours (model)")
+
+
+def mcast() -> list[str]:
+    return claims(mcast_claims.findings(mcast_claims.results()), "ours")
+
+
+def residuals() -> list[str]:
+    """Of the fit, and of fits that have not seen the row."""
+    head = ("row", "claim", "published", "model", "residual", "without the row")
+    engines = calibrated.load().record["engines"]
+    body = (
+        (
+            row["key"],
+            f"{row['op']}: {row['claim']}",
+            f"{row['published']:g}",
+            f"{row['model']:.2f}",
+            f"{100 * row['residual']:+.1f} %",
+            calibrated.span(row["left_out"]),
+        )
+        for row in engines["rows"]
+    )
+    return table(head, body)
+
+
+def simgrid_differences() -> dict[tuple[str, int], float]:
+    """By algorithm and bytes of a rank, how much longer the fat-tree simulator takes than SimGrid,
+    as a share: calibrated with its time of one message to a near and to a far host, no more."""
+    rows = read_records(RESULTS / "simgrid-188.jsonl")
+    known = {(row["algorithm"], row["bytes_per_rank"]): row["time_us"] for row in rows}
+    near, far = known["near", 4096], known["far", 4096]
+    hop_ns = (far - near) / 2 * 1e3
+    wire = Wire(hop_ns=hop_ns, message_ns=near * 1e3 - 2 * hop_ns - 4096 / 7)
+    tree = Tree("simgrid", 188, 16, 18, 18)
+    found = {}
+    for (name, nbytes), theirs in known.items():
+        if name in SIMGRID:
+            load = Load("broadcast", name, nbytes, radix=2)
+            load = load if name == "knomial" else Load("all_gather", name, nbytes * tree.hosts)
+            found[name, nbytes] = measure(tree, wire, [load])[0].time_us / theirs - 1
+    return found
+
+
+def simgrid_beside() -> list[str]:
+    found = simgrid_differences()
+    sizes = sorted({nbytes for _, nbytes in found})
+    body = (
+        (_kib(nbytes), *(f"{100 * found[name, nbytes]:+.1f} %" for name in SIMGRID))
+        for nbytes in sizes
+    )
+    return table(("bytes of a rank", *SIMGRID.values()), body)
+
+
+def _kv(step: str) -> dict[tuple[int, str], dict[str, Record]]:
+    """Rows by page and direction, then by who copied: of the most blocks that were measured."""
+    found: dict[tuple[int, str], dict[str, Record]] = {}
+    for row in read_records(RESULTS / "cuda-kv.jsonl"):
+        most = 64 if row["page_bytes"] > 64 << 10 else 256
+        if row["step"] == step and row["blocks"] == most:
+            found.setdefault((row["page_bytes"], row["direction"]), {})[row["impl"]] = row
+    return found
+
+
+def _times(of: dict[str, Record], peer: str) -> str:
+    return f"{of[peer]['time_us'] / of['offcore']['time_us']:.2f}x"
+
+
+def _rate(of: dict[str, Record]) -> str:
+    own = of["offcore"]
+    return f"{own['gbps']:.1f} GB/s, {100 * own['gbps'] / own['ceiling_gbps']:.0f} %"
+
+
+def kv_pages(step: str, directions: Sequence[str]) -> list[str]:
+    found = _kv(step)
+
+    def cell(of: dict[str, Record]) -> str:
+        return f"{_rate(of)}; " + ", ".join(_times(of, peer) for peer in KV_PEERS)
+
+    pages = sorted({page for page, _ in found})
+    body = ((_kib(page), *(cell(found[page, one]) for one in directions)) for page in pages)
+    return table(("page of a layer", *directions), body)
+
+
+def kv_short() -> list[str]:
+    """Loads, and both directions where a kernel is the peer."""
+    found = _kv("pages")
+    head = ("page", "load, % of the link", "one batch call", "a copy a page", "a kernel on 16 SMs",
+            "both directions, a kernel")  # fmt: skip
+    body = (
+        (
+            _kib(page),
+            _rate(found[page, "load"]),
+            *(_times(found[page, "load"], peer) for peer in KV_PEERS),
+            _times(found[page, "both"], "kernel"),
+        )
+        for page in (8 << 10, 32 << 10, 64 << 10)
+    )
+    return table(head, body)
+
+
+def kv_calls() -> list[str]:
+    """The driver's calls and a kernel alone, GB/s: what a transfer could also be made of."""
+    text = (RESULTS / "cuda-kv-calls.txt").read_text("utf-8")
+    body = []
+    for name, lines in re.findall(r"^strided, (\w+ of \d+)K pages\n((?:  .*\n)+)", text, re.M):
+        of = {
+            line[:18].strip(): {
+                cell.split()[0]: float(cell.split()[-1]) for cell in line[18:].split("|")[1:]
+            }
+            for line in lines.splitlines()
+            if line.startswith(("  rows", "  pages", "  kernel"))
+        }
+        batches, kernels = of["pages apart"], of.get("kernel of", {})
+        best = max(batches, key=lambda count: batches[count])
+        direction, page = name.split(" of ")
+        cells = [f"{of['rows of a copy']['28']:.1f}", f"{batches.get('32', '-')}"]
+        cells += [f"{batches[best]:.1f} ({best})"]
+        cells += [f"{kernels[count]:.1f}" if kernels else "-" for count in ("16", "64", "132")]
+        body.append((f"{direction}, {page} KiB", *cells))
+    head = ("64 blocks", "strided copies, one engine", "batches of 32", "best batches",
+            "kernel of 16", "a workgroup a block (64)", "132")  # fmt: skip
+    return table(head, iter(body))
+
+
+def multicast() -> list[str]:
+    """How many times as fast as gloo and as offcore's own ring multicast is."""
+
+    def cells(name: str) -> tuple[str, ...]:
+        by_size: dict[int, dict[str, float]] = {}
+        for row in read_records(RESULTS / f"mcast-{name}.jsonl"):
+            by_size.setdefault(row["bytes"], {})[row["impl"]] = row["time_us"]
+        ratios = (
+            ", ".join(f"{of[peer] / of['offcore']:.2f}x" for of in by_size.values())
+            for peer in ("gloo", "ring")
+        )
+        return (", ".join(map(format_bytes, by_size)), *ratios)
+
+    head = ("what (mcast-NAME.jsonl)", "bytes of the array", "beside gloo", "beside our own ring")
+    return table(head, ((f"{what} (`{name}`)", *cells(name)) for name, what in MULTICAST))
+
+
+def loopback() -> list[str]:
+    """What one or more receive workers take, and what a MAC costs them."""
+    head = (
+        "measure",
+        "receive workers",
+        "bytes of a datagram",
+        "array",
+        "GSO and GRO",
+        "MAC",
+        "Gbit/s",
+    )
+    body = (
+        (
+            row["measure"],
+            str(row["workers"]),
+            f"{row['datagram_bytes']:,}",
+            format_bytes(row["bytes"]),
+            "on" if row["gro"] else "off",
+            "on" if row.get("sealed") else "off",
+            f"{row['gbit_s']:.1f}",
+        )
+        for row in read_records(RESULTS / "mcast-loopback.jsonl")
+        if "gbit_s" in row
+    )
+    return table(head, body)
+
+
+def many_hosts() -> list[str]:
+    """Seconds of calls between hundreds of hosts."""
+    head = ("hosts", "bytes of a rank", "way", "calls", "least", "median", "90 %", "most", "GB")
+    made = []
+    for hosts in (188, 1024):
+        for row in read_records(RESULTS / f"mcast-testbed-{hosts}.jsonl"):
+            times = (row.get(f"time_us{end}") for end in ("_min", "", "_p90", "_max"))
+            told = (f"{one / 1e6:.2f}" if one else "-" for one in times)
+            way = {"offcore": "multicast"}.get(row["impl"], row["impl"])
+            size = format_bytes(row["bytes"] // hosts)
+            ports = f"{row['switch_bytes'] / 1e9:.2f}"
+            made.append((str(hosts), size, way, str(row["calls"]), *told, ports))
+    return table(head, iter(made))
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "latte": latte,
+    "mcast": mcast,
+    "residuals": residuals,
+    "simgrid": simgrid_beside,
+    "kv": lambda: kv_pages("pages", ("load", "store", "both")),
+    "kv-scattered": lambda: kv_pages("scattered", ("load", "store")),
+    "kv-short": kv_short,
+    "kv-calls": kv_calls,
+    "multicast": multicast,
+    "loopback": loopback,
+    "many-hosts": many_hosts,
+}
+_ANNOUNCED = re.compile(r"(<!-- table (\S+) -->\n\n)(?:\|.*\n)*\n?")
+
+
+@cache
+def made(name: str) -> str:
+    return "".join(line + "\n" for line in TABLES[name]())
+
+
+def filled(text: str) -> str:
+    """A document with its announced tables made anew."""
+    return _ANNOUNCED.sub(lambda found: f"{found[1]}{made(found[2])}\n", text)
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(filled(path.read_text("utf-8")), "utf-8")
