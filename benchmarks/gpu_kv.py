@@ -7,8 +7,10 @@
 the driver's own calls cost (kv_calls.py). `pages`: 28 layers, 64 and 256 scattered blocks, pages of
 8 to 256 KiB, beside the loop, one batch call and the kernel, in turns. `alone`: the same by itself,
 one after the other: peers leave the driver's and the thread's caches cold. `scattered`: 256 pages
-that nothing folds. `submit`: a load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192
-slows down. `links`: 1 GiB over the links of other GPUs too, where there are any.
+that nothing folds. `tensors`: a tensor a layer, each an allocation of its own, as engines have
+them, K and V together and apart, beside one batch call and calls of 32 and 64 pages. `submit`: a
+load of 4096 tokens of Qwen2.5-0.5B. `gemm`: how much a GEMM of 8192 slows down. `links`: 1 GiB over
+the links of other GPUs too, where there are any.
 Each step is a process of its own; one that fails or takes too long is told, and the others go on,
 as long as all of them together have time.
 Rows go to $OUT/cuda-kv.jsonl where OUT is set, else to benchmarks/results; the table comes last.
@@ -35,17 +37,19 @@ from offcore.sizes import format_bytes, parse_sizes
 FOLDER = Path(__file__).parent
 LAYERS = 28
 PEERS = ("loop", "batch", "kernel")
+BATCHES = ("batch", "batch32", "batch64", "loop")  # of which the table has a column each
 LIMITS_S = {  # of a step
     "check": 50,
     "calls": 20,
     "pages": 120,
     "alone": 45,
     "scattered": 20,
+    "tensors": 120,
     "submit": 20,
     "gemm": 30,
     "links": 100,  # of several GPUs only
 }
-ALL_S = 310  # where all GPUs but one are left out
+ALL_S = 430  # where all GPUs but one are left out
 GIB = 1 << 30
 LARGE = 128 << 10  # pages from here on: 64 blocks only
 Row = dict[str, Any]
@@ -72,6 +76,20 @@ def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
         geometries = [Geometry("", 1, page) for page in pages if page < LARGE]
         two = ("load", "store")
         return [kv_bench.Plan(geometries=geometries, blocks=[256], directions=two, **common)]
+    if step == "tensors":
+        common |= {"peers": ("batch", "batch32", "batch64")}
+        return [
+            kv_bench.Plan(
+                geometries=[Geometry("", args.layers, page)],
+                layouts=[layout],
+                blocks=[64, 256],
+                directions=("load", "store"),
+                **common,
+            )
+            for layout in ("kv-apart", "tensors")
+            for page in pages
+            if page < LARGE
+        ]
     if step == "submit":
         return [kv_bench.Plan(geometries=[MODELS["qwen2.5-0.5b"]], **common)]
     if step == "links":
@@ -150,7 +168,8 @@ def show(rows: list[Row]) -> None:
     if not groups:
         return
     print("step, page, blocks, direction: offcore GB/s and % of the ceiling; kernel; times as fast")
-    print("as one batch, as the loop; caller's us, thread's us; calls; GEMM slowdown, kernel's")
+    print("as one batch, calls of 32, of 64, the loop; caller's us, thread's us; calls; GEMM's")
+    print("slowdown, the kernel's")
     for (step, page, blocks, direction, layout, lent), ways in groups.items():
         own = ways["offcore"]
         kernel = share(ways["kernel"]) if "kernel" in ways else "-"
@@ -160,9 +179,10 @@ def show(rows: list[Row]) -> None:
         gemm = " ".join(f"{one:.3f}" for one in slow if one is not None)
         print(
             f"{step:>9} {format_bytes(page):>5} {blocks:4} {direction:>5} {share(own)} | "
-            f"{kernel:>13} | {ratio(ways, 'batch')} {ratio(ways, 'loop')} | "
+            f"{kernel:>13} | {' '.join(ratio(ways, peer) for peer in BATCHES)} | "
             f"{own['submit_us']:6.1f} {own['enqueue_us']:7.1f} | {told:4} {gemm}"
-            + (f" {layout}: {links_of(own)}" if lent is not None else "")
+            + (f" {layout}" if layout != "layers" else "")
+            + (f": {links_of(own)}" if lent is not None else "")
         )
 
 

@@ -6,6 +6,7 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kStridesFrom = 3;       // any two blocks are at some step
+constexpr uint32_t kTogetherMax = 128;   // of a call of 256 each takes twice as long (H100, 580)
 constexpr uint32_t kTogetherFirst = 16;  // of a job, for which it surely does, of large pages
 // Pages that take as long to copy as to tell. Of smaller ones to a GPU a driver (580) takes longer
 // for a first call of many, unless a copy of its own goes ahead.
@@ -212,7 +213,8 @@ Part Cursor::next(const Room& room) {
   const bool waits = in_time < manner_.together;  // the engine does
   const bool small = stage.bytes / stage.pieces < kShortFrom;
   const bool soon = waits && !small && stage_ == 0 && next_ == 0;
-  Part part{.together = soon ? kTogetherFirst : std::max(manner_.together, in_time),
+  const uint32_t told_together = std::max(manner_.together, std::min(in_time, kTogetherMax));
+  Part part{.together = soon ? kTogetherFirst : told_together,
             .ahead = waits && small && direction_ == Direction::load && left > manner_.together};
   const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
   const uint64_t told =
