@@ -58,7 +58,10 @@ TreeOption = Annotated[
 ]
 MeetingOption = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Real hosts: where rank 0 listens (3 ports)."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Real hosts: where rank 0 listens (3 ports); all need the same OFFCORE_JOB_SECRET.",
+    ),
 ]
 
 
