@@ -110,7 +110,7 @@ std::vector<Connection> connect_ranks(int listener, const Roster& roster, Rank r
                                       const Deadline& deadline) {
   std::vector<Connection> connections =
       Greetings(listener, roster, rank, store).connect_all(deadline);
-  for (Connection& connection : connections) connection.allow(payload_bytes_max);
+  for (Connection& connection : connections) connection.trust(payload_bytes_max);
   return connections;
 }
 

@@ -140,7 +140,6 @@ Connection::Status Connection::send(FrameKind kind, std::string_view payload, in
 
 Connection::Status Connection::receive() {
   constexpr uint64_t kReadBytesMax = 256 << 10;
-  constexpr size_t kFdsMax = 64;
   // Who may say little is not given much memory to say it in.
   const size_t read_bytes = std::min(kReadBytesMax, payload_bytes_max_ + sizeof(Header));
   received_.erase(0, used_);
@@ -167,7 +166,7 @@ Connection::Status Connection::receive() {
       fds_.emplace_back(fd);
     }
   }
-  if (fds_.size() > kFdsMax || (message.msg_flags & MSG_CTRUNC) != 0) return Status::garbage;
+  if (fds_.size() > fds_max_ || (message.msg_flags & MSG_CTRUNC) != 0) return Status::garbage;
   return count == 0 ? Status::closed : Status::ok;
 }
 

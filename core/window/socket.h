@@ -101,7 +101,11 @@ class Connection {
       : socket_(std::move(socket)), payload_bytes_max_(payload_bytes_max) {}
 
   int fd() const { return socket_.get(); }
-  void allow(uint64_t payload_bytes_max) { payload_bytes_max_ = payload_bytes_max; }
+  // From now on longer payloads, and descriptors: before, one that comes along is garbage.
+  void trust(uint64_t payload_bytes_max) {
+    payload_bytes_max_ = payload_bytes_max;
+    fds_max_ = kFdsMax;
+  }
   // `fd` -1: none.
   Status send(FrameKind kind, std::string_view payload, int fd, const Deadline& deadline);
   // Takes in what has arrived, without waiting. The frames before a close still come out of next().
@@ -113,7 +117,9 @@ class Connection {
 
  private:
   Descriptor socket_;
+  static constexpr size_t kFdsMax = 64;  // that nobody has taken yet
   uint64_t payload_bytes_max_ = 0;
+  size_t fds_max_ = 0;
   std::string received_;
   size_t used_ = 0;  // of received_
   std::deque<Descriptor> fds_;

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from offcore import namespaces, plain_exchange, testbed_faults
+from offcore import _core, namespaces, plain_exchange, testbed_faults
 from offcore.errors import Error, error
 from offcore.testbed import DEVICE, Testbed
 from offcore.testbed_faults import Faults
@@ -184,7 +184,8 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of hosts have thousands
     # Hosts are ranks' network namespaces, where the kernel cannot tell whose process comes.
-    os.environ.setdefault("OFFCORE_JOB_SECRET", secrets.token_hex(16))
+    if not _core.env("OFFCORE_JOB_SECRET"):
+        os.environ["OFFCORE_JOB_SECRET"] = secrets.token_hex(16)
     order = json.loads(sys.argv[1])
     with open(int(sys.argv[2]), "w", encoding="utf-8") as lines:
         os.set_inheritable(lines.fileno(), False)

@@ -324,6 +324,18 @@ def test_greetings_without_the_key_of_the_meeting_are_not_believed() -> None:
     assert blobs == [[b"0", b"1"]] * 2
 
 
+def test_descriptors_of_strangers_are_not_kept() -> None:
+    with waiting_store() as (store, first):
+        _, name = reach(store).knock(secret=False)
+        before = len(os.listdir("/proc/self/fd"))
+        givers = [reach_unix(name) for _ in range(20)]
+        for giver in givers:
+            socket.send_fds(giver.socket, [b"OFC2"], [0, 1, 2])
+            assert giver.receive() == (-1, b"")
+        assert len(os.listdir("/proc/self/fd")) <= before + len(givers)
+        assert_they_meet(store, first)
+
+
 def test_a_secret_is_not_shown(secret: str) -> None:
     command = [sys.executable, "-m", "offcore.cli", "doctor"]
     for more in ([], ["--json", "-"]):
