@@ -49,6 +49,7 @@ class Greetings final : Reception {
     const std::string stranger = stranger_at(socket.get(), roster_.secret);
     if (!stranger.empty()) fail_unreachable(peer, "at its Unix socket is " + stranger);
     Guest& guest = seat(std::move(socket), -1);
+    guest.stranger = false;
     guest.rank = peer;
     const std::string said = Packer().number(rank_).number(peer).bytes();
     const std::string greeting = seal().closed(FrameKind::greeting, said);

@@ -49,16 +49,16 @@ class Store final : Reception {
         address_(address),
         ranks_(ranks),
         secret_(env("OFFCORE_JOB_SECRET")),
-        street_(listen_at(address)),
+        tcp_(listen_at(address)),
         salt_(random_bytes(Seal::kNonceBytes)),
         cards_(ranks),
         came_(ranks) {
     cards_[0] = card;
     came_[0] = true;
-    open(street_.get());
+    open(tcp_.get());
     if (!secret_.empty()) return;
-    house_ = listen_unix(house_name_);
-    open(house_.get());
+    unix_ = listen_unix(unix_name_);
+    open(unix_.get());
   }
 
   Roster serve(const Deadline& deadline) {
@@ -74,7 +74,7 @@ class Store final : Reception {
       const std::string refusal =
           Packer().number(static_cast<uint8_t>(error.code())).text(error.message()).bytes();
       for (Guest& guest : guests_) {
-        if (guest.seal) send(guest, FrameKind::refusal, refusal);
+        if (!guest.stranger) send(guest, FrameKind::refusal, refusal);
       }
       throw;
     }
@@ -111,7 +111,7 @@ class Store final : Reception {
   }
 
   bool admits(int fd, int door) override {
-    if (door == street_.get()) return true;
+    if (door == tcp_.get()) return true;
     const std::string stranger = stranger_at(fd, secret_);
     if (!stranger.empty()) turned_away_ = "turned away: " + stranger;
     return stranger.empty();
@@ -146,21 +146,21 @@ class Store final : Reception {
     if (secret != !secret_.empty()) {
       turned_away_ = cat("turned away: a process with", secret ? "" : "out",
                          " OFFCORE_JOB_SECRET, which rank 0 has", secret ? " not" : "");
-    } else if (!secret && place != place_here()) {
+    } else if (!secret && place != place_) {
       turned_away_ =
           "turned away: a process on another host or in another network namespace, "
           "where ranks need an OFFCORE_JOB_SECRET";
     }
     const std::string own_nonce = random_bytes(Seal::kNonceBytes);
     guest.seal = Seal(secret_, nonce + own_nonce);
-    const bool asked_in = secret_.empty() && guest.door == street_.get();
+    const bool asked_in = secret_.empty() && guest.door == tcp_.get();
     const auto has_secret = static_cast<uint8_t>(!secret_.empty());
     send(guest, FrameKind::challenge,
          Packer()
              .text(own_nonce)
-             .number(place_here())
+             .number(place_)
              .number(has_secret)
-             .text(asked_in ? house_name_ : "")
+             .text(asked_in ? unix_name_ : "")
              .bytes());
     guest.gone |= asked_in;
   }
@@ -172,8 +172,9 @@ class Store final : Reception {
     const auto port = unpacker.number<uint16_t>();
     const std::string card(unpacker.text());
     // By a Unix socket whoever holds a port can send the ranks of one job to another's store.
-    const bool astray = guest.door == house_.get() && port != port_of(address_);
+    const bool astray = guest.door == unix_.get() && port != port_of(address_);
     if (!unpacker.ok() || astray) return lose(guest);
+    guest.stranger = false;  // so it hears why, if it gets no place
     if (ranks != ranks_) {
       fail(Code::mismatch, "rank ", rank, " expects ", ranks, " ranks at ", address_,
            ", rank 0 expects ", ranks_, ": give every rank the same world size");
@@ -223,9 +224,10 @@ class Store final : Reception {
   const std::string address_;
   const uint32_t ranks_;
   const std::string secret_;
-  const Descriptor street_;  // where anybody comes by
-  Descriptor house_;         // where only this user's processes get in
-  std::string house_name_;
+  const uint64_t place_ = place_here();
+  const Descriptor tcp_;  // lets anybody in
+  Descriptor unix_;       // lets this user's processes in; none where there is a secret
+  std::string unix_name_;
   const std::string salt_;
   std::vector<std::optional<std::string>> cards_;
   std::vector<bool> came_;
@@ -263,15 +265,15 @@ class Visitor {
  private:
   struct Challenge {
     Seal seal;
-    std::string house_name;
+    std::string unix_name;
   };
 
   // Nothing: late, or the store of an earlier meeting hung up before it knew us, so try again.
   std::optional<Roster> talk(Descriptor socket, const Deadline& deadline) {
     Connection connection(std::move(socket), ranks_ * (kCardBytesMax + 4) + 4096);
     std::optional<Challenge> challenge = knock(connection, deadline);
-    if (challenge && !challenge->house_name.empty()) {
-      Descriptor inside = connect_unix(challenge->house_name, deadline);
+    if (challenge && !challenge->unix_name.empty()) {
+      Descriptor inside = connect_unix(challenge->unix_name, deadline);
       if (!inside) return {};
       const std::string stranger = stranger_at(inside.get(), secret_);
       if (!stranger.empty()) fail(Code::invalid, "at ", address_, " listens ", stranger);
@@ -301,14 +303,14 @@ class Visitor {
     const std::string nonce = random_bytes(Seal::kNonceBytes);
     const auto has_secret = static_cast<uint8_t>(!secret_.empty());
     send(connection, FrameKind::knock,
-         Packer().text(nonce).number(place_here()).number(has_secret).bytes(), deadline);
+         Packer().text(nonce).number(place_).number(has_secret).bytes(), deadline);
     Frame frame;
     if (!wait_for(connection, frame, deadline)) return {};
     Unpacker unpacker(frame.payload);
     const std::string their_nonce(unpacker.text());
     const auto place = unpacker.number<uint64_t>();
     const bool secret = unpacker.number<uint8_t>() != 0;
-    const std::string house_name(unpacker.text());
+    const std::string unix_name(unpacker.text());
     if (frame.kind != FrameKind::challenge || !unpacker.ok()) {
       fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
     }
@@ -317,14 +319,14 @@ class Visitor {
            " OFFCORE_JOB_SECRET, rank ", rank_, " has ", secret ? "none" : "one",
            ": give all ranks the same");
     }
-    if (!secret && place != place_here()) {
+    if (!secret && place != place_) {
       fail(Code::invalid, "rank 0 at ", address_, " is on another host or in another network ",
            "namespace, where only a secret can tell ranks from strangers: set ",
            "OFFCORE_JOB_SECRET to the same random text at all ranks (docs/security.md)");
     }
     Seal seal(secret_, nonce + their_nonce);
     if (!seal.opened(frame)) fail_stranger();
-    return Challenge{.seal = std::move(seal), .house_name = house_name};
+    return Challenge{.seal = std::move(seal), .unix_name = unix_name};
   }
 
   // False: late, or hung up on.
@@ -374,6 +376,7 @@ class Visitor {
   const uint32_t ranks_;
   const std::string card_;
   const std::string secret_;
+  const uint64_t place_ = place_here();
   std::string reason_;
   bool known_ = false;  // rank 0 has let us in
   std::vector<uint32_t> missing_;

@@ -45,7 +45,7 @@ void Reception::step(const Deadline& deadline) {
     }
   }
   const int64_t patient_ns = now_ns() - kStrangerNs;
-  for (Guest& guest : guests_) guest.gone |= !guest.rank && guest.since_ns < patient_ns;
+  for (Guest& guest : guests_) guest.gone |= guest.stranger && guest.since_ns < patient_ns;
   std::erase_if(guests_, [](const Guest& guest) { return guest.gone; });
 }
 
@@ -72,14 +72,15 @@ void Reception::admit(int door) {
     }
     if (!admits(socket.get(), door)) continue;
     const auto strangers =
-        std::ranges::count_if(guests_, [](const Guest& guest) { return !guest.rank; });
+        std::ranges::count_if(guests_, [](const Guest& guest) { return guest.stranger; });
     if (static_cast<size_t>(strangers) >= strangers_max_) turn_out_oldest();
     seat(std::move(socket), door);
   }
 }
 
 bool Reception::turn_out_oldest() {
-  const auto oldest = std::ranges::find_if(guests_, [](const Guest& guest) { return !guest.rank; });
+  const auto oldest =
+      std::ranges::find_if(guests_, [](const Guest& guest) { return guest.stranger; });
   if (oldest == guests_.end()) return false;
   guests_.erase(oldest);
   return true;

@@ -21,7 +21,8 @@ class Reception {
   struct Guest {
     Connection connection;
     int door = -1;                 // the listener that it came by; -1: this rank called it
-    std::optional<uint32_t> rank;  // who it has proved to be, or has to be if it was called
+    bool stranger = true;          // has not proved to be of this job, nor been called
+    std::optional<uint32_t> rank;  // whose place it has, or has to have proved if it was called
     std::optional<Seal> seal;
     bool gone = false;
     int64_t since_ns = now_ns();

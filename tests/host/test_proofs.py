@@ -195,6 +195,8 @@ import os, sys
 import numpy, offcore
 if int(sys.argv[3]) != os.geteuid():
     os.setgroups([]); os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3]))
+print("ready", flush=True)
+sys.stdin.readline()
 try:
     with offcore.Communicator(
         backend="host", store=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=3.0
@@ -213,12 +215,20 @@ def as_users(*users: int, secrets: tuple[str, ...] = ("", "")) -> list[str]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", AS_RANK, store, str(rank), str(user)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OFFCORE_JOB_SECRET": secret},
         )
         for rank, (user, secret) in enumerate(zip(users, secrets, strict=True))
     ]
+    for rank in ranks:  # however long they take to start
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
     return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
 
 
