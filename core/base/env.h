@@ -13,6 +13,7 @@ namespace offcore {
   X(OFFCORE_STORE, "", "host:port of the rendezvous store; rank 0 listens there")                \
   X(OFFCORE_RANK, "", "rank of this process at the rendezvous")                                  \
   X(OFFCORE_WORLD_SIZE, "", "number of ranks at the rendezvous")                                 \
+  X(OFFCORE_JOB_SECRET, "", "the same at all ranks of a job, which prove it when they meet")     \
   X(OFFCORE_TIMEOUT_S, "30", "seconds after which a wait that names no timeout gives up")        \
   X(OFFCORE_HOST_CORES, "0", "cores for all ranks on backend host; 0: those it may run on")      \
   X(OFFCORE_COMMIT, "", "commit that benchmark rows name where the source is no checkout")       \

@@ -1,51 +1,64 @@
 #include "core/window/meeting.h"
 
-#include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <climits>
+#include <charconv>
 #include <optional>
 #include <thread>
 
-#include "core/base/error.h"
+#include "core/base/env.h"
+#include "core/base/hmac.h"
+#include "core/base/place.h"
+#include "core/window/proof.h"
+#include "core/window/reception.h"
 #include "core/window/socket.h"
 
 namespace offcore {
 namespace {
 
-constexpr uint64_t kPayloadBytesMax = 256 << 10;
-constexpr size_t kStrangersMax = 256;  // connections that have not said who they are
+constexpr uint64_t kSaidBytesMax = kCardBytesMax + 256;  // a hello, the longest that a rank says
 constexpr int64_t kRetryNs = 10'000'000;
 constexpr int64_t kReplyNs = 1'000'000'000;  // a small frame into a fresh socket: never this long
+constexpr int64_t kProgressNs = 100'000'000;
 
 using Status = Connection::Status;
 
-uint64_t random_key() {
-  uint64_t key = 0;
-  if (getrandom(&key, sizeof(key), 0) != sizeof(key)) {
-    fail_errno(Code::driver, "cannot get random bytes");
-  }
-  return key;
-}
-
-[[noreturn]] void fail_missing(const std::vector<Rank>& missing, const std::string& store,
+[[noreturn]] void fail_missing(const std::vector<uint32_t>& missing, const std::string& store,
                                int64_t wait_ns, const std::string& reason) {
   fail(Code::timeout, rank_list(missing), " did not arrive at ", store, " within ",
        shown_s(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")");
 }
 
+uint16_t port_of(const std::string& address) {
+  uint16_t port = 0;
+  const size_t digits = address.rfind(':') + 1;
+  std::from_chars(address.data() + digits, address.data() + address.size(), port);
+  return port;
+}
+
+std::string key_of(const std::string& secret, std::string_view salt) {
+  return hmac_sha256(secret, "offcore key " + std::string(salt));
+}
+
 // Rank 0's side.
-class Store {
+class Store final : Reception {
  public:
-  Store(const std::string& address, Rank ranks, const std::string& name)
-      : address_(address),
+  Store(const std::string& address, uint32_t ranks, const std::string& card)
+      : Reception(kSaidBytesMax, ranks),
+        address_(address),
         ranks_(ranks),
-        listener_(listen_at(address)),
-        roster_{.key = random_key(), .names = std::vector<std::string>(ranks)},
+        secret_(env("OFFCORE_JOB_SECRET")),
+        tcp_(listen_at(address)),
+        salt_(random_bytes(Seal::kNonceBytes)),
+        cards_(ranks),
         came_(ranks) {
-    roster_.names[0] = name;
+    cards_[0] = card;
+    came_[0] = true;
+    open(tcp_.get());
+    if (!secret_.empty()) return;
+    unix_ = listen_unix(unix_name_);
+    open(unix_.get());
   }
 
   Roster serve(const Deadline& deadline) {
@@ -54,141 +67,184 @@ class Store {
       while (!missing().empty()) {
         if (deadline.passed()) give_up(wait_ns);
         step(deadline);
+        tell_progress();
       }
+      hand_out();
     } catch (const Error& error) {
       const std::string refusal =
           Packer().number(static_cast<uint8_t>(error.code())).text(error.message()).bytes();
-      for (Guest& guest : guests_) send(guest, FrameKind::refusal, refusal);
+      for (Guest& guest : guests_) {
+        if (!guest.stranger) send(guest, FrameKind::refusal, refusal);
+      }
       throw;
     }
-    return roster_;
+    std::vector<std::string> cards;
+    for (std::optional<std::string>& card : cards_) cards.push_back(std::move(*card));
+    return {.secret = secret_, .key = key_of(secret_, salt_), .cards = std::move(cards)};
   }
 
  private:
-  struct Guest {
-    Connection connection;
-    std::optional<Rank> rank;
-    bool gone = false;
-  };
-
-  std::vector<Rank> missing() const {
-    std::vector<Rank> missing;
-    for (Rank rank = 0; rank < ranks_; ++rank) {
-      if (roster_.names[rank].empty()) missing.push_back(rank);
+  std::vector<uint32_t> missing() const {
+    std::vector<uint32_t> missing;
+    for (uint32_t rank = 0; rank < ranks_; ++rank) {
+      if (!cards_[rank]) missing.push_back(rank);
     }
     return missing;
   }
 
   // Those who came and gave up a moment earlier are not the ones to look for.
   [[noreturn]] void give_up(int64_t wait_ns) const {
-    std::vector<Rank> never = missing();
-    std::erase_if(never, [this](Rank rank) { return came_[rank]; });
-    if (!never.empty()) fail_missing(never, address_, wait_ns, "");
+    std::vector<uint32_t> never = missing();
+    std::erase_if(never, [this](uint32_t rank) { return came_[rank]; });
+    if (!never.empty()) fail_missing(never, address_, wait_ns, turned_away_);
     fail(Code::timeout, rank_list(missing()), " came to ", address_, " but left before all had");
   }
 
-  void send(Guest& guest, FrameKind kind, const std::string& payload) {
-    if (guest.connection.send(kind, payload, -1, Deadline::after_ns(kReplyNs)) != Status::ok) {
-      dismiss(guest);
+  bool send(Guest& guest, FrameKind kind, const std::string& payload) {
+    const Deadline deadline = Deadline::after_ns(kReplyNs);
+    if (guest.connection.send(kind, guest.seal->closed(kind, payload), -1, deadline) ==
+        Status::ok) {
+      return true;
     }
+    lose(guest);
+    return false;
+  }
+
+  bool admits(int fd, int door) override {
+    if (door == tcp_.get()) return true;
+    const std::string stranger = stranger_at(fd, secret_);
+    if (!stranger.empty()) turned_away_ = "turned away: " + stranger;
+    return stranger.empty();
   }
 
   // Its rank may come again: a process that failed early and was started anew.
-  void dismiss(Guest& guest) {
+  void lose(Guest& guest) override {
     guest.gone = true;
-    if (guest.rank) roster_.names[*guest.rank].clear();
+    if (!guest.rank) return;
+    cards_[*guest.rank].reset();
     guest.rank.reset();
+    news_ = true;
   }
 
-  void announce() {
-    const bool complete = missing().empty();
-    Packer packer;
-    packer.number(roster_.key).number(ranks_).number(static_cast<uint8_t>(complete));
-    for (const std::string& name : roster_.names) packer.text(name);
-    for (Guest& guest : guests_) {
-      if (guest.rank) send(guest, FrameKind::roster, packer.bytes());
+  void hear(Guest& guest, const Frame& frame) override {
+    if (!guest.seal && frame.kind == FrameKind::knock) return challenge(guest, frame);
+    if (!guest.seal || guest.rank || frame.kind != FrameKind::hello) return lose(guest);
+    const std::optional<std::string_view> hello = guest.seal->opened(frame);
+    if (!hello) {
+      turned_away_ = "turned away: a process that has another OFFCORE_JOB_SECRET";
+      return lose(guest);
     }
+    enter(guest, *hello);
   }
 
-  void hear(Guest& guest, const Frame& frame) {
+  void challenge(Guest& guest, const Frame& frame) {
     Unpacker unpacker(frame.payload);
-    const auto rank = unpacker.number<Rank>();
-    const auto ranks = unpacker.number<Rank>();
-    const std::string name(unpacker.text());
-    if (frame.kind != FrameKind::hello || !unpacker.ok() || name.empty() || guest.rank) {
-      return dismiss(guest);
+    const std::string nonce(unpacker.text());
+    const auto place = unpacker.number<uint64_t>();
+    const bool secret = unpacker.number<uint8_t>() != 0;
+    if (!unpacker.ok() || nonce.size() != Seal::kNonceBytes) return lose(guest);
+    if (secret != !secret_.empty()) {
+      turned_away_ = cat("turned away: a process with", secret ? "" : "out",
+                         " OFFCORE_JOB_SECRET, which rank 0 has", secret ? " not" : "");
+    } else if (!secret && place != place_) {
+      turned_away_ =
+          "turned away: a process on another host or in another network namespace, "
+          "where ranks need an OFFCORE_JOB_SECRET";
     }
-    guest.rank = rank;
+    const std::string own_nonce = random_bytes(Seal::kNonceBytes);
+    guest.seal = Seal(secret_, nonce + own_nonce);
+    const bool asked_in = secret_.empty() && guest.door == tcp_.get();
+    const auto has_secret = static_cast<uint8_t>(!secret_.empty());
+    send(guest, FrameKind::challenge,
+         Packer()
+             .text(own_nonce)
+             .number(place_)
+             .number(has_secret)
+             .text(asked_in ? unix_name_ : "")
+             .bytes());
+    guest.gone |= asked_in;
+  }
+
+  void enter(Guest& guest, std::string_view hello) {
+    Unpacker unpacker(hello);
+    const auto rank = unpacker.number<uint32_t>();
+    const auto ranks = unpacker.number<uint32_t>();
+    const auto port = unpacker.number<uint16_t>();
+    const std::string card(unpacker.text());
+    // By a Unix socket whoever holds a port can send the ranks of one job to another's store.
+    const bool astray = guest.door == unix_.get() && port != port_of(address_);
+    if (!unpacker.ok() || astray) return lose(guest);
+    guest.stranger = false;  // so it hears why, if it gets no place
     if (ranks != ranks_) {
-      guest.rank.reset();  // it has no place, but hears why
       fail(Code::mismatch, "rank ", rank, " expects ", ranks, " ranks at ", address_,
            ", rank 0 expects ", ranks_, ": give every rank the same world size");
     }
-    const bool out_of_range = rank == 0 || rank >= ranks_;
-    if (out_of_range || !roster_.names[rank].empty()) {
-      guest.rank.reset();
+    if (rank >= ranks_ || cards_[rank]) {
       fail(Code::invalid, "two processes claim to be rank ", rank, " at ", address_,
            ": give every process its own rank");
     }
-    roster_.names[rank] = name;
+    guest.rank = rank;
+    cards_[rank] = card;
     came_[rank] = true;
-    announce();
+    news_ = true;
+    send(guest, FrameKind::progress, progress());
   }
 
-  void step(const Deadline& deadline) {
-    std::vector<pollfd> entries{{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
-    for (const Guest& guest : guests_) {
-      entries.push_back({.fd = guest.connection.fd(), .events = POLLIN, .revents = 0});
+  std::string progress() const {
+    const std::vector<uint32_t> ranks = missing();
+    Packer packer;
+    packer.number(static_cast<uint32_t>(ranks.size()));
+    for (const uint32_t rank : ranks) packer.number(rank);
+    return packer.bytes();
+  }
+
+  // Not at each arrival: there may be hundreds, and each would be told of each.
+  void tell_progress() {
+    if (!news_ || now_ns() - told_ns_ < kProgressNs || missing().empty()) return;
+    news_ = false;
+    told_ns_ = now_ns();
+    const std::string said = progress();
+    for (Guest& guest : guests_) {
+      if (guest.rank) send(guest, FrameKind::progress, said);
     }
-    const int64_t left_ms = std::min<int64_t>(deadline.left_ns() / 1'000'000 + 1, 1000);
-    if (poll(entries.data(), entries.size(), static_cast<int>(left_ms)) <= 0) return;
-    // Those who have hung up go first, so that their ranks are free for newcomers.
-    std::vector<Status> states(guests_.size(), Status::ok);
-    for (size_t i = 0; i < guests_.size(); ++i) {
-      if (entries[i + 1].revents == 0) continue;
-      states[i] = guests_[i].connection.receive();
-      if (states[i] != Status::ok) dismiss(guests_[i]);
-    }
-    for (size_t i = 0; i < states.size(); ++i) {
-      Status status = states[i];
-      if (status != Status::ok) continue;
-      if (const std::optional<Frame> frame = guests_[i].connection.next(status)) {
-        hear(guests_[i], *frame);
-      } else if (status == Status::garbage) {
-        dismiss(guests_[i]);
+  }
+
+  void hand_out() {
+    Packer packer;
+    packer.text(salt_);
+    for (const std::optional<std::string>& card : cards_) packer.text(*card);
+    for (Guest& guest : guests_) {
+      const std::optional<uint32_t> rank = guest.rank;
+      if (rank && !send(guest, FrameKind::roster, packer.bytes())) {
+        fail(Code::peer, "rank ", *rank, " died while the ranks met at ", address_);
       }
     }
-    std::erase_if(guests_, [](const Guest& guest) { return guest.gone; });
-    if (entries[0].revents != 0) admit();
   }
 
-  void admit() {
-    Descriptor accepted = accept_from(listener_.get(), Deadline::after_ns(0));
-    if (!accepted) return;
-    const auto strangers =
-        std::count_if(guests_.begin(), guests_.end(), [](const Guest& g) { return !g.rank; });
-    if (static_cast<size_t>(strangers) >= kStrangersMax) {
-      guests_.erase(std::find_if(guests_.begin(), guests_.end(),
-                                 [](const Guest& guest) { return !guest.rank; }));
-    }
-    guests_.push_back({.connection = Connection(std::move(accepted), kPayloadBytesMax),
-                       .rank = std::nullopt,
-                       .gone = false});
-  }
-
-  std::string address_;
-  Rank ranks_;
-  Descriptor listener_;
-  Roster roster_;
+  const std::string address_;
+  const uint32_t ranks_;
+  const std::string secret_;
+  const uint64_t place_ = place_here();
+  const Descriptor tcp_;  // lets anybody in
+  Descriptor unix_;       // lets this user's processes in; none where there is a secret
+  std::string unix_name_;
+  const std::string salt_;
+  std::vector<std::optional<std::string>> cards_;
   std::vector<bool> came_;
-  std::vector<Guest> guests_;
+  std::string turned_away_;  // who last
+  bool news_ = false;
+  int64_t told_ns_ = 0;
 };
 
 // The other ranks' side.
 class Visitor {
  public:
-  Visitor(const std::string& address, Rank rank, Rank ranks, const std::string& name)
-      : address_(address), rank_(rank), ranks_(ranks), name_(name) {}
+  Visitor(const std::string& address, uint32_t rank, uint32_t ranks, const std::string& card)
+      : address_(address),
+        rank_(rank),
+        ranks_(ranks),
+        card_(card),
+        secret_(env("OFFCORE_JOB_SECRET")) {}
 
   Roster visit(const Deadline& deadline) {
     const int64_t wait_ns = deadline.left_ns();
@@ -199,7 +255,7 @@ class Visitor {
       }
       // Silence from somebody who did answer means that others are missing.
       if (deadline.passed()) {
-        fail_missing(missing_.empty() ? std::vector<Rank>{0} : missing_, address_, wait_ns,
+        fail_missing(missing_.empty() ? std::vector<uint32_t>{0} : missing_, address_, wait_ns,
                      reason_);
       }
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRetryNs, deadline.left_ns())));
@@ -207,76 +263,134 @@ class Visitor {
   }
 
  private:
+  struct Challenge {
+    Seal seal;
+    std::string unix_name;
+  };
+
   // Nothing: late, or the store of an earlier meeting hung up before it knew us, so try again.
   std::optional<Roster> talk(Descriptor socket, const Deadline& deadline) {
-    Connection connection(std::move(socket), kPayloadBytesMax);
-    const std::string hello = Packer().number(rank_).number(ranks_).text(name_).bytes();
-    if (connection.send(FrameKind::hello, hello, -1, deadline) != Status::ok) return {};
-    bool known = false;
+    Connection connection(std::move(socket), ranks_ * (kCardBytesMax + 4) + 4096);
+    std::optional<Challenge> challenge = knock(connection, deadline);
+    if (challenge && !challenge->unix_name.empty()) {
+      Descriptor inside = connect_unix(challenge->unix_name, deadline);
+      if (!inside) return {};
+      const std::string stranger = stranger_at(inside.get(), secret_);
+      if (!stranger.empty()) fail(Code::invalid, "at ", address_, " listens ", stranger);
+      connection = Connection(std::move(inside), ranks_ * (kCardBytesMax + 4) + 4096);
+      challenge = knock(connection, deadline);
+    }
+    if (!challenge) return {};
+    const std::string hello =
+        Packer().number(rank_).number(ranks_).number(port_of(address_)).text(card_).bytes();
+    send(connection, FrameKind::hello, challenge->seal.closed(FrameKind::hello, hello), deadline);
     while (true) {
       Frame frame;
-      switch (connection.wait_frame(frame, deadline)) {
-        case Status::ok:
-          break;
-        case Status::late:
-          if (!known) reason_ = "whoever listens there does not answer";
-          return {};
-        case Status::closed:
-          if (known) fail(Code::peer, "rank 0 died while the ranks met at ", address_);
-          reason_ = "whoever listens there hangs up";
-          return {};
-        case Status::garbage:
-          fail(Code::driver, "what listens at ", address_, " is no offcore rank 0: choose another ",
-               "port");
-      }
-      known = true;
-      reason_.clear();
-      if (std::optional<Roster> roster = hear(frame)) return roster;
+      if (!wait_for(connection, frame, deadline)) return {};
+      const std::optional<std::string_view> payload = challenge->seal.opened(frame);
+      if (!payload) fail_stranger();
+      known_ = true;
+      if (std::optional<Roster> roster = hear(frame.kind, *payload)) return roster;
     }
   }
 
-  std::optional<Roster> hear(const Frame& frame) {
+  void send(Connection& connection, FrameKind kind, const std::string& payload,
+            const Deadline& deadline) {
+    connection.send(kind, payload, -1, deadline);  // the wait for the answer tells of a failure
+  }
+
+  std::optional<Challenge> knock(Connection& connection, const Deadline& deadline) {
+    const std::string nonce = random_bytes(Seal::kNonceBytes);
+    const auto has_secret = static_cast<uint8_t>(!secret_.empty());
+    send(connection, FrameKind::knock,
+         Packer().text(nonce).number(place_).number(has_secret).bytes(), deadline);
+    Frame frame;
+    if (!wait_for(connection, frame, deadline)) return {};
     Unpacker unpacker(frame.payload);
-    if (frame.kind == FrameKind::refusal) {
+    const std::string their_nonce(unpacker.text());
+    const auto place = unpacker.number<uint64_t>();
+    const bool secret = unpacker.number<uint8_t>() != 0;
+    const std::string unix_name(unpacker.text());
+    if (frame.kind != FrameKind::challenge || !unpacker.ok()) {
+      fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
+    }
+    if (secret != !secret_.empty()) {
+      fail(Code::mismatch, "rank 0 at ", address_, " has ", secret ? "an" : "no",
+           " OFFCORE_JOB_SECRET, rank ", rank_, " has ", secret ? "none" : "one",
+           ": give all ranks the same");
+    }
+    if (!secret && place != place_) {
+      fail(Code::invalid, "rank 0 at ", address_, " is on another host or in another network ",
+           "namespace, where only a secret can tell ranks from strangers: set ",
+           "OFFCORE_JOB_SECRET to the same random text at all ranks (docs/security.md)");
+    }
+    Seal seal(secret_, nonce + their_nonce);
+    if (!seal.opened(frame)) fail_stranger();
+    return Challenge{.seal = std::move(seal), .unix_name = unix_name};
+  }
+
+  // False: late, or hung up on.
+  bool wait_for(Connection& connection, Frame& frame, const Deadline& deadline) {
+    switch (connection.wait_frame(frame, deadline)) {
+      case Status::ok:
+        reason_.clear();
+        return true;
+      case Status::late:
+        if (!known_) reason_ = "whoever listens there does not answer";
+        return false;
+      case Status::closed:
+        if (known_) fail(Code::peer, "rank 0 died while the ranks met at ", address_);
+        reason_ = "whoever listens there hangs up";
+        return false;
+      case Status::garbage:
+        break;
+    }
+    fail(Code::driver, "what listens at ", address_, " is no offcore rank 0: choose another port");
+  }
+
+  [[noreturn]] void fail_stranger() const {
+    fail(Code::mismatch, "whoever listens at ", address_, " has another OFFCORE_JOB_SECRET than ",
+         "rank ", rank_, ": give all ranks the same, and every job its own port");
+  }
+
+  std::optional<Roster> hear(FrameKind kind, std::string_view payload) {
+    Unpacker unpacker(payload);
+    if (kind == FrameKind::refusal) {
       const auto code = static_cast<Code>(unpacker.number<uint8_t>());
       const std::string message(unpacker.text());
       if (unpacker.ok() && code <= Code::peer) throw Error(code, message);
     }
-    Roster roster;
-    roster.key = unpacker.number<uint64_t>();
-    const auto ranks = unpacker.number<Rank>();
-    const bool complete = unpacker.number<uint8_t>() != 0;
-    if (frame.kind != FrameKind::roster || !unpacker.ok() || ranks != ranks_) {
-      fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
+    if (kind == FrameKind::progress) {
+      missing_.resize(std::min(unpacker.number<uint32_t>(), ranks_));
+      for (uint32_t& rank : missing_) rank = unpacker.number<uint32_t>();
+      if (unpacker.ok()) return std::nullopt;
     }
-    missing_.clear();
-    for (Rank rank = 0; rank < ranks_; ++rank) {
-      roster.names.emplace_back(unpacker.text());
-      if (roster.names.back().empty()) missing_.push_back(rank);
-    }
-    return complete && unpacker.ok() ? std::optional(roster) : std::nullopt;
+    Roster roster{.secret = secret_, .key = key_of(secret_, unpacker.text()), .cards = {}};
+    for (uint32_t rank = 0; rank < ranks_; ++rank) roster.cards.emplace_back(unpacker.text());
+    if (kind == FrameKind::roster && unpacker.ok()) return roster;
+    fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
   }
 
-  std::string address_;
-  Rank rank_;
-  Rank ranks_;
-  std::string name_;
+  const std::string address_;
+  const uint32_t rank_;
+  const uint32_t ranks_;
+  const std::string card_;
+  const std::string secret_;
+  const uint64_t place_ = place_here();
   std::string reason_;
-  std::vector<Rank> missing_;
+  bool known_ = false;  // rank 0 has let us in
+  std::vector<uint32_t> missing_;
 };
 
 }  // namespace
 
-std::string rank_list(const std::vector<Rank>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += cat(i == 0 ? "" : ", ", ranks[i]);
-  return text;
-}
-
-Roster meet(const std::string& store, Rank rank, Rank ranks, const std::string& name,
+Roster meet(const std::string& store, uint32_t rank, uint32_t ranks, const std::string& card,
             const Deadline& deadline) {
-  if (rank == 0) return Store(store, ranks, name).serve(deadline);
-  return Visitor(store, rank, ranks, name).visit(deadline);
+  if (card.size() > kCardBytesMax) {
+    fail(Code::invalid, card.size(), " bytes to hand over: at most ", kCardBytesMax);
+  }
+  if (rank == 0) return Store(store, ranks, card).serve(deadline);
+  return Visitor(store, rank, ranks, card).visit(deadline);
 }
 
 }  // namespace offcore

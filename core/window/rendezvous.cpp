@@ -5,8 +5,8 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/window/greetings.h"
 #include "core/window/meeting.h"
 #include "core/window/socket.h"
 
@@ -24,7 +25,6 @@ namespace {
 constexpr uint64_t kTagBytesMax = 4096;
 constexpr size_t kInboxMax = 4096;           // parcels a peer may be ahead
 constexpr int64_t kGoodbyeNs = 200'000'000;  // a peer that reads nothing gets none
-constexpr int64_t kGreetingNs = 1'000'000'000;
 
 using Status = Connection::Status;
 using Key = std::pair<std::string, uint64_t>;  // tag, sequence
@@ -55,10 +55,6 @@ class Mesh final : public Rendezvous {
   void close() override;
 
  private:
-  void connect_all(int listener, const Roster& roster, const Deadline& deadline);
-  void greet(Rank peer, const std::string& name, const Deadline& deadline);
-  void welcome(int listener, int64_t wait_ns, const Deadline& deadline);
-  [[noreturn]] void fail_unconnected(int64_t wait_ns) const;
   void post(Rank peer, const Key& key, std::string_view blob, int fd, const Deadline& deadline);
   std::vector<Rank> missing(const Key& key) const;
   std::optional<Rank> first_gone(const std::vector<Rank>& ranks) const;
@@ -92,8 +88,10 @@ Mesh::Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& dead
   std::string name;
   const Descriptor listener = listen_unix(name);
   const Roster roster = meet(store, rank, ranks, name, deadline);
-  key_ = roster.key;
-  connect_all(listener.get(), roster, deadline);
+  std::memcpy(&key_, roster.key.data(), sizeof(key_));
+  std::vector<Connection> connections = connect_ranks(listener.get(), roster, rank, store,
+                                                      kBlobBytesMax + 2 * kTagBytesMax, deadline);
+  for (Rank peer = 0; peer < ranks; ++peer) peers_[peer].connection = std::move(connections[peer]);
   poke_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!poke_) fail_errno(Code::driver, "cannot make an event descriptor");
   try {
@@ -101,56 +99,6 @@ Mesh::Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& dead
   } catch (const std::system_error& error) {
     fail(Code::driver, "cannot start the thread that watches the peers: ", error.what());
   }
-}
-
-// A rank connects to the lower ones; that needs nobody to accept, so no order can lock up.
-void Mesh::connect_all(int listener, const Roster& roster, const Deadline& deadline) {
-  const int64_t wait_ns = deadline.left_ns();
-  for (Rank peer = 0; peer < rank_; ++peer) greet(peer, roster.names[peer], deadline);
-  const auto unconnected = [this] {
-    return std::any_of(peers_.begin() + rank_ + 1, peers_.end(),
-                       [](const Peer& peer) { return peer.connection.fd() < 0; });
-  };
-  while (unconnected()) welcome(listener, wait_ns, deadline);
-}
-
-void Mesh::greet(Rank peer, const std::string& name, const Deadline& deadline) {
-  Descriptor socket = connect_unix(name);
-  if (!socket) {
-    fail(Code::peer, "rank ", peer, " met rank ", rank_, " at ", store_, " but cannot be reached (",
-         std::strerror(errno),
-         "): it died, or runs on another host or in another network namespace");
-  }
-  peers_[peer].connection = Connection(std::move(socket), kBlobBytesMax + 2 * kTagBytesMax);
-  const std::string greeting = Packer().number(key_).number(rank_).bytes();
-  if (peers_[peer].connection.send(FrameKind::greeting, greeting, -1, deadline) != Status::ok) {
-    fail(Code::peer, "rank ", peer, " hung up while the ranks met at ", store_);
-  }
-}
-
-void Mesh::welcome(int listener, int64_t wait_ns, const Deadline& deadline) {
-  Descriptor socket = accept_from(listener, deadline);
-  if (!socket) fail_unconnected(wait_ns);
-  Connection connection(std::move(socket), kBlobBytesMax + 2 * kTagBytesMax);
-  Frame frame;
-  // Who does not greet at once is a stranger: a rank greets before it does anything else.
-  const Deadline greeting = Deadline::after_ns(std::min(kGreetingNs, deadline.left_ns()));
-  if (connection.wait_frame(frame, greeting) != Status::ok) return;
-  Unpacker unpacker(frame.payload);
-  const auto key = unpacker.number<uint64_t>();
-  const auto peer = unpacker.number<Rank>();
-  const bool known = frame.kind == FrameKind::greeting && unpacker.ok() && key == key_ &&
-                     peer > rank_ && peer < ranks_ && peers_[peer].connection.fd() < 0;
-  if (known) peers_[peer].connection = std::move(connection);
-}
-
-void Mesh::fail_unconnected(int64_t wait_ns) const {
-  std::vector<Rank> ranks;
-  for (Rank peer = rank_ + 1; peer < ranks_; ++peer) {
-    if (peers_[peer].connection.fd() < 0) ranks.push_back(peer);
-  }
-  fail(Code::timeout, rank_list(ranks), " came to ", store_, " but did not connect within ",
-       shown_s(wait_ns), " s");
 }
 
 std::vector<Rank> Mesh::missing(const Key& key) const {

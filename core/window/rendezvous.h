@@ -5,9 +5,10 @@
 // Ranks are processes, or threads of one process with one Rendezvous each. Every call below but
 // on_peer_loss and close is collective: all ranks make it with the same tag. Calls with different
 // tags may run at once; the n-th call with a tag meets the n-th of every peer, also after a
-// timeout. No call outlives its deadline. Errors: timeout (names the missing ranks), peer (a rank
-// died or left), mismatch (ranks disagree about the world), invalid (bad address or arguments),
-// driver (the port is taken, a socket fails).
+// timeout. No call outlives its deadline. Nothing is told or handed to who has not proved to be a
+// rank of the job (proof.h). Errors: timeout (names the missing ranks), peer (a rank died or left),
+// mismatch (ranks disagree about the world or its secret), invalid (bad address or arguments, ranks
+// of several users without a secret), driver (the port is taken, a socket fails).
 #pragma once
 #include <cstdint>
 #include <functional>

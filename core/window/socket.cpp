@@ -12,17 +12,18 @@
 #include <charconv>
 #include <climits>
 #include <memory>
+#include <thread>
 
 #include "core/base/error.h"
 
 namespace offcore {
 namespace {
 
-constexpr uint32_t kMagic = 0x3143464f;  // "OFC1"
+constexpr uint32_t kMagic = 0x3243464f;  // "OFC2"
 
 struct Header {
   uint32_t magic = kMagic;
-  FrameKind kind = FrameKind::hello;
+  FrameKind kind = FrameKind::knock;
   uint16_t has_fd = 0;
   uint64_t bytes = 0;
 };
@@ -138,13 +139,14 @@ Connection::Status Connection::send(FrameKind kind, std::string_view payload, in
 }
 
 Connection::Status Connection::receive() {
-  constexpr size_t kReadBytes = 256 << 10;
-  constexpr size_t kFdsMax = 64;
+  constexpr uint64_t kReadBytesMax = 256 << 10;
+  // Who may say little is not given much memory to say it in.
+  const size_t read_bytes = std::min(kReadBytesMax, payload_bytes_max_ + sizeof(Header));
   received_.erase(0, used_);
   used_ = 0;
   const size_t before = received_.size();
-  received_.resize(before + kReadBytes);
-  iovec part{received_.data() + before, kReadBytes};
+  received_.resize(before + read_bytes);
+  iovec part{received_.data() + before, read_bytes};
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
   msghdr message{};
   message.msg_iov = &part;
@@ -164,7 +166,7 @@ Connection::Status Connection::receive() {
       fds_.emplace_back(fd);
     }
   }
-  if (fds_.size() > kFdsMax || (message.msg_flags & MSG_CTRUNC) != 0) return Status::garbage;
+  if (fds_.size() > fds_max_ || (message.msg_flags & MSG_CTRUNC) != 0) return Status::garbage;
   return count == 0 ? Status::closed : Status::ok;
 }
 
@@ -265,24 +267,33 @@ Descriptor listen_unix(std::string& name) {
   return listener;
 }
 
-Descriptor connect_unix(const std::string& name) {
+Descriptor connect_unix(const std::string& name, const Deadline& deadline) {
   Descriptor connection = open_socket(AF_UNIX);
   sockaddr_un address{};
   const socklen_t bytes = unix_address(name, address);
   if (!connection) return {};
-  if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0) return {};
+  while (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0) {
+    if (!again(errno) || deadline.passed()) return {};
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // its queue is full
+  }
   return connection;
 }
 
-Descriptor accept_from(int listener, const Deadline& deadline) {
-  while (wait_ready(listener, POLLIN, deadline)) {
-    Descriptor accepted(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (accepted) return accepted;
-    // A client that gave up between poll and accept is no error.
-    if (!again(errno) && errno != ECONNABORTED) fail_errno(Code::driver, "cannot accept");
-    if (deadline.passed()) break;
+Descriptor accept_from(int listener) {
+  Descriptor accepted(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  // A client that gave up meanwhile is no error.
+  const bool harmless = again(errno) || errno == ECONNABORTED || errno == EMFILE || errno == ENFILE;
+  if (!accepted && !harmless) fail_errno(Code::driver, "cannot accept");
+  return accepted;
+}
+
+uid_t peer_uid(int unix_fd) {
+  ucred peer{};
+  socklen_t bytes = sizeof(peer);
+  if (getsockopt(unix_fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
+    fail_errno(Code::driver, "cannot ask whose a Unix socket is");
   }
-  return {};
+  return peer.uid;
 }
 
 }  // namespace offcore

@@ -2,8 +2,10 @@
 //
 // A frame is a 16-byte header (magic, kind, whether a descriptor comes along, payload bytes) and
 // its payload. All reads are bounded; nothing raises SIGPIPE; every socket is non-blocking and
-// closed on exec. Both ends are on one host, so numbers travel as they lie in memory.
+// closed on exec. Numbers travel as they lie in memory, little-endian: see the magic.
 #pragma once
+#include <sys/types.h>
+
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -19,16 +21,20 @@
 namespace offcore {
 
 enum class FrameKind : uint16_t {
-  hello,     // rank to store: rank, ranks, name of its Unix socket
-  roster,    // store to rank: key, who has arrived, and once all have, their sockets' names
-  refusal,   // store to rank: error code and message
-  greeting,  // rank to rank, first: key, rank
-  parcel,    // rank to rank: sequence, tag, blob
-  goodbye,   // rank to rank, last: nothing, or a rank that it has seen die
+  knock,      // rank to store, first: see meeting.h for these
+  challenge,  // store to rank
+  hello,      // rank to store
+  progress,   // store to rank
+  roster,     // store to rank
+  refusal,    // store to rank
+  greeting,   // rank to rank, first: see greetings.h
+  welcome,    // its answer
+  parcel,     // rank to rank: sequence, tag, blob
+  goodbye,    // rank to rank, last: nothing, or a rank that it has seen die
 };
 
 struct Frame {
-  FrameKind kind = FrameKind::hello;
+  FrameKind kind = FrameKind::knock;
   std::string payload;
   Descriptor fd;
 };
@@ -95,6 +101,11 @@ class Connection {
       : socket_(std::move(socket)), payload_bytes_max_(payload_bytes_max) {}
 
   int fd() const { return socket_.get(); }
+  // From now on longer payloads, and descriptors: before, one that comes along is garbage.
+  void trust(uint64_t payload_bytes_max) {
+    payload_bytes_max_ = payload_bytes_max;
+    fds_max_ = kFdsMax;
+  }
   // `fd` -1: none.
   Status send(FrameKind kind, std::string_view payload, int fd, const Deadline& deadline);
   // Takes in what has arrived, without waiting. The frames before a close still come out of next().
@@ -106,7 +117,9 @@ class Connection {
 
  private:
   Descriptor socket_;
+  static constexpr size_t kFdsMax = 64;  // that nobody has taken yet
   uint64_t payload_bytes_max_ = 0;
+  size_t fds_max_ = 0;
   std::string received_;
   size_t used_ = 0;  // of received_
   std::deque<Descriptor> fds_;
@@ -122,8 +135,11 @@ Descriptor connect_to(const std::string& address, const Deadline& deadline, std:
 
 // A Unix socket under a name that the kernel picks, outside the file system.
 Descriptor listen_unix(std::string& name);
-Descriptor connect_unix(const std::string& name);  // empty, with errno set, on failure
-// Empty where nobody has connected by the deadline.
-Descriptor accept_from(int listener, const Deadline& deadline);
+// Waits while more connect than are accepted. Empty, with errno set, on failure.
+Descriptor connect_unix(const std::string& name, const Deadline& deadline);
+// Empty, with errno set, where nobody waits or no descriptor is free. Throws driver.
+Descriptor accept_from(int listener);
+// Whose process connected, or listens, at the other end of a Unix socket, as the kernel knows.
+uid_t peer_uid(int unix_fd);
 
 }  // namespace offcore

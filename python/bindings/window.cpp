@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "core/base/error.h"
+#include "core/window/meeting.h"
 #include "module.h"
 
 namespace offcore {
@@ -49,10 +50,26 @@ std::vector<nb::bytes> all_gather(const Meeting& self, const std::string& tag,
   return result;
 }
 
+std::vector<nb::bytes> meet_at(const std::string& store, uint32_t rank, uint32_t ranks,
+                               const nb::bytes& card, double timeout_s) {
+  const std::string said(card.c_str(), card.size());
+  Roster roster;
+  {
+    const nb::gil_scoped_release unlocked;
+    roster = meet(store, rank, ranks, said, Deadline::after_s(timeout_s));
+  }
+  std::vector<nb::bytes> cards;
+  for (const std::string& one : roster.cards) cards.emplace_back(one.data(), one.size());
+  return cards;
+}
+
 }  // namespace
 
 void bind_window(nb::module_& module) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  module.attr("CARD_BYTES_MAX") = kCardBytesMax;
+  module.def("meet", &meet_at, nb::arg("store"), nb::arg("rank"), nb::arg("world_size"),
+             nb::arg("card"), nb::arg("timeout_s"), "Every rank's card: core/window/meeting.h.");
   nb::class_<Meeting>(module, "Rendezvous",
                       "One rank's place among ranks that meet at a store (\"host:port\").")
       .def(nb::init<const std::string&, Rank, Rank, double>(), nb::arg("store"), nb::arg("rank"),

@@ -89,10 +89,15 @@ def examine() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "shared_memory": _shared_memory(),
         "environment": [
-            {"name": name, "value": os.environ.get(name), "default": default, "meaning": meaning}
+            {"name": name, "value": _shown(name), "default": default, "meaning": meaning}
             for name, default, meaning in offcore._core.env_variables()
         ],
     }
+
+
+def _shown(variable: str) -> str | None:
+    value = os.environ.get(variable)
+    return "(set)" if value and variable == "OFFCORE_JOB_SECRET" else value
 
 
 def _grid(title: str, *columns: str) -> Table:

@@ -11,6 +11,7 @@ ring over TCP. docs/mcast.md explains the protocol and what is and is not protec
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ from offcore.operands import OperandError, checked, held, memory_of, same_dtype
 
 __all__ = ["Communicator", "Handle", "Result"]
 
-_TAG_BYTES, _SECRET_BYTES = 8, 16
+_TAG_BYTES, _SECRET_BYTES, _CODE_BYTES = 8, 16, 32
 CHAINS = 2  # while one root starts or ends the other one sends
 
 
@@ -109,6 +110,7 @@ class Communicator:
 
     meeting: where they find each other: "host:port", at which rank 0 listens (OFFCORE_STORE), a
     torch.distributed store, or a process group; None without OFFCORE_STORE: the default group.
+    At an address, ranks on several hosts need OFFCORE_JOB_SECRET (docs/security.md).
     rank, world_size: needed except for a group (OFFCORE_RANK, OFFCORE_WORLD_SIZE).
     interface: name or address of the network interface; None: the first that can multicast.
     subgroups: multicast groups that a buffer is split over. chains: roots of an all-gather that
@@ -197,22 +199,30 @@ class Communicator:
             for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
         }
         agreed |= {name: getattr(options, name) for name in ("ipv6", "multicast_group", "port")}
-        key = secrets.token_bytes(_TAG_BYTES + _SECRET_BYTES)
-        card = {"agreed": agreed, "address": address.hex()}
+        card = {"rank": self._rank, "agreed": agreed, "address": address.hex()}
         if self._rank == 0:
-            card["key"] = key.hex()
-        blobs = met.all_gather(json.dumps(card).encode(), self._timeout)
-        cards = [json.loads(blob) for blob in blobs]
-        for rank, other in enumerate(cards):
+            card["salt"] = secrets.token_hex(_TAG_BYTES + _SECRET_BYTES)
+        job_secret = _core.env("OFFCORE_JOB_SECRET").encode()
+        cards = []
+        for rank, blob in enumerate(met.all_gather(_signed(job_secret, card), self._timeout)):
+            other = _opened(job_secret, blob)
+            if other is None or other["rank"] != rank:
+                raise error(
+                    "mismatch",
+                    f"rank {rank} has another OFFCORE_JOB_SECRET than rank {self._rank}: give all "
+                    "ranks the same",
+                )
             if other["agreed"] != agreed:
                 raise error(
                     "mismatch",
                     f"rank {rank} opens its communicator with {other['agreed']}, rank "
                     f"{self._rank} with {agreed}: they must be alike",
                 )
-        key = bytes.fromhex(cards[0]["key"])
+            cards.append(other)
+        # Who reads the salt on its way, but has no part in the job's secret, has no key.
+        key = hmac.digest(job_secret, bytes.fromhex(cards[0]["salt"]), "sha256")
         group.tag = int.from_bytes(key[:_TAG_BYTES], "big")
-        group.set_secret(key[_TAG_BYTES:])
+        group.set_secret(key[_TAG_BYTES : _TAG_BYTES + _SECRET_BYTES])
         return [bytes.fromhex(other["address"]) for other in cards]
 
     @property
@@ -334,6 +344,20 @@ class Communicator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _signed(job_secret: bytes, card: dict[str, Any]) -> bytes:
+    said = json.dumps(card).encode()
+    return hmac.digest(job_secret, said, "sha256") + said
+
+
+def _opened(job_secret: bytes, blob: bytes) -> dict[str, Any] | None:
+    """None where it was signed under another secret."""
+    code, said = blob[:_CODE_BYTES], blob[_CODE_BYTES:]
+    if not hmac.compare_digest(code, hmac.digest(job_secret, said, "sha256")):
+        return None
+    card: dict[str, Any] = json.loads(said)
+    return card
 
 
 def _nanoseconds(name: str, time: float, unit: float) -> int:

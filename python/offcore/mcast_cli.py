@@ -58,7 +58,10 @@ TreeOption = Annotated[
 ]
 MeetingOption = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Real hosts: where rank 0 listens (3 ports)."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Real hosts: where rank 0 listens (3 ports); all need the same OFFCORE_JOB_SECRET.",
+    ),
 ]
 
 
@@ -209,11 +212,13 @@ def on_testbed(
 
     Needs no root. Without a command, every host multicasts to all others and what the switch ports
     carried is compared with a ring of TCP connections. A command runs on every host with
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and one OFFCORE_JOB_SECRET.
 
     \b
     offcore mcast testbed --hosts 188
-    offcore mcast testbed --hosts 4 --loss 0.01 -- python examples/all_gather.py
+    offcore mcast testbed --hosts 3 --loss 0.01 -- \\
+      sh -c 'offcore mcast bench broadcast --sizes 1M --hosts $WORLD_SIZE \\
+               --rank $RANK --meeting $MASTER_ADDR:$MASTER_PORT'
     """
     place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
     task, arguments = "offcore.testbed_run:check", {}
@@ -230,9 +235,8 @@ def on_testbed(
             f"{found['switch_bytes'] / 1e6:,.1f} MB",
             highlight=False,
         )
-        failed = [status for status in found["status"] if status]
-        if failed:
-            raise typer.Exit(failed[0] if 0 < failed[0] < 256 else 1)
+        if death := testbed_run.obituary(found):
+            raise error("peer", death)
         return
     console.print(_checked(found))
     if found["multicast"]["wrong"] and not (loss or bursts or duplicates or reordering):

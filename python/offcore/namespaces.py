@@ -29,6 +29,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # What makes hosts of namespaces and the network between them, and what it is a part of.
 TOOLS = {"unshare": "util-linux", "ip": "iproute2", "nft": "nftables"}
+# What may keep users from namespaces: with which value, and one that allows them.
+_SYSCTLS = (
+    ("kernel.unprivileged_userns_clone", 0, 1),
+    ("kernel.apparmor_restrict_unprivileged_userns", 1, 0),
+    *((f"user.max_{kind}_namespaces", 0, 10_000) for kind in ("user", "net", "mnt", "pid")),
+)
 # What a packet larger than the wire's needs: segmentation on sending, merging on receiving.
 OFFLOADS = (
     "tx-generic-segmentation",
@@ -84,7 +90,24 @@ def refused() -> str | None:
         return str(failure)
     if done.returncode == 0:
         return None
-    return done.stderr.strip() or f"unshare ended with status {done.returncode}"
+    said = done.stderr.strip() or f"unshare ended with status {done.returncode}"
+    return f"{said}; {denied_by()}"
+
+
+def denied_by(folder: Path = Path("/proc/sys")) -> str:
+    """What keeps namespaces from this user, as far as the kernel tells, and what to do about it."""
+    found = []
+    for name, denies, allows in _SYSCTLS:
+        try:
+            value = int((folder / name.replace(".", "/")).read_text())
+        except (OSError, ValueError):  # this kernel has none such
+            continue
+        if value == denies:
+            found.append(f"{name} is {value} (as root: sysctl -w {name}={allows})")
+    return "; ".join(found) or (
+        "no sysctl denies it, so a container or a security module does: allow it to make user, "
+        "network, mount and PID namespaces (docker: --privileged)"
+    )
 
 
 @contextlib.contextmanager

@@ -10,22 +10,26 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import resource
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from offcore import namespaces, plain_exchange, testbed_faults
+from offcore import _core, namespaces, plain_exchange, testbed_faults
 from offcore.errors import Error, error
 from offcore.testbed import DEVICE, Testbed
 from offcore.testbed_faults import Faults
 
 _STORE_PORT = 29500
 _CHECK_BYTES = 1024
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def check(testbed: Testbed) -> Iterator[dict[str, Any]]:
 
 
 def command(testbed: Testbed, words: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """A command on every host, which finds its rank where torch.distributed looks for it."""
+    """A command on every host, which finds its rank where torch.distributed looks for it. Once one
+    has failed the others, which may wait for it, are given a moment to say so."""
     before = testbed.ports()
     started_s = time.monotonic()
     children = []
@@ -109,31 +114,78 @@ def command(testbed: Testbed, words: Sequence[str], timeout_s: float) -> Iterato
         }
         settings = [f"{name}={value}" for name, value in variables.items()]
         children.append(testbed.spawn(host, ["env", *settings, *words]))
-    late = [child for child in children if not _ended(child, started_s + timeout_s)]
-    for child in late:
+    status, failed = _ended(children, started_s + timeout_s)
+    late = [rank for rank, one in enumerate(status) if one is None]
+    for child in children:
         child.kill()
-    if late:
-        raise error("timeout", f"on {len(late)} hosts the command took more than {timeout_s:g} s")
+    if late and failed is None:
+        raise error("timeout", f"{_listed(late)}: the command took more than {timeout_s:g} s")
     yield {
         "hosts": testbed.hosts,
         "seconds": round(time.monotonic() - started_s, 3),
-        "status": [child.wait() for child in children],
+        "status": status,
+        "failed": failed,
         "switch_bytes": testbed.switch_bytes(before),
     }
 
 
-def _ended(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
-    try:
-        child.wait(max(0.0, deadline_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _ended(
+    children: Sequence[subprocess.Popen[bytes]], deadline_s: float
+) -> tuple[list[int | None], int | None]:
+    """Every rank's status, None: it has not ended; and which rank was the first that failed."""
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def wait(rank: int) -> None:
+        children[rank].wait()
+        told.put(rank)
+
+    for rank in range(len(children)):
+        threading.Thread(target=wait, args=(rank,), daemon=True).start()
+    status: list[int | None] = [None] * len(children)
+    failed = None
+    while None in status:
+        try:
+            rank = told.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            break
+        status[rank] = children[rank].returncode
+        if status[rank] and failed is None:
+            failed = rank
+            deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    return status, failed
+
+
+def obituary(record: dict[str, Any]) -> str | None:
+    """Which rank of a command failed first, how, and what became of the others. None: none did."""
+    first, status = record["failed"], record["status"]
+    if first is None:
+        return None
+    more = [rank for rank, one in enumerate(status) if one and rank != first]
+    late = [rank for rank, one in enumerate(status) if one is None]
+    text = f"rank {first} {_end(status[first])}"
+    if more:
+        text += f"; then {_listed(more)} failed too"
+    return text + (f"; {_listed(late)} had not ended {_GRACE_S:g} s later" if late else "")
+
+
+def _end(status: int) -> str:
+    if status < 0:
+        return f"was killed by signal {-status} ({signal.strsignal(-status)})"
+    return f"exited with status {status}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of hosts have thousands
+    # Hosts are ranks' network namespaces, where the kernel cannot tell whose process comes.
+    if not _core.env("OFFCORE_JOB_SECRET"):
+        os.environ["OFFCORE_JOB_SECRET"] = secrets.token_hex(16)
     order = json.loads(sys.argv[1])
     with open(int(sys.argv[2]), "w", encoding="utf-8") as lines:
         os.set_inheritable(lines.fileno(), False)

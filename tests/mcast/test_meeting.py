@@ -1,7 +1,8 @@
 """Ranks find each other at an address, a store, or a group."""
 
 import socket
-import struct
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from crews import at_once, free_address
 
 import offcore
+from offcore import _core, mcast
 from offcore.meeting import AddressMeeting, StoreMeeting, meeting_of
 
 
@@ -66,7 +68,7 @@ def test_who_does_not_come_is_named(kind: str) -> None:
         [lambda rank=rank: meeting_of(place, rank, 4).all_gather(b"", 0.3) for rank in present]
     )
     assert [result.code for result in results] == ["timeout", "timeout"]
-    assert "rank 1, 3" in str(results[0])
+    assert all("ranks 1, 3 did not" in str(result) for result in results)
 
 
 def test_worlds_of_different_sizes_do_not_meet() -> None:
@@ -76,34 +78,103 @@ def test_worlds_of_different_sizes_do_not_meet() -> None:
     assert [result.code for result in results] == ["mismatch", "mismatch"]
 
 
+def test_worlds_of_different_sizes_do_not_meet_at_a_store() -> None:
+    """Nor is who waits for ranks that others do not know of told that those are late."""
+    meetings = [StoreMeeting(store, rank, 2 + rank) for store in (Store(),) for rank in range(2)]
+    results = at_once([lambda met=met: met.all_gather(b"", 0.3) for met in meetings])
+    assert [result.code for result in results] == ["mismatch", "mismatch"]
+    assert "rank 1 expects 3 ranks" in str(results[0])
+
+
+def test_two_processes_with_one_rank_are_told_so() -> None:
+    address = free_address()
+    results = at_once(
+        [lambda r=rank: AddressMeeting(address, r, 3).all_gather(b"", 5) for rank in (0, 1, 1)]
+    )
+    assert [result.code for result in results] == ["invalid"] * 3
+    assert all("two processes claim to be rank 1" in str(result) for result in results)
+
+
 def test_strangers_at_the_door_keep_nobody_out() -> None:
+    """Silent ones stay, and each of them used to cost a second."""
     address = free_address()
     host, port = address.split(":")
-    hello = struct.Struct(">8sIII")
-    rubbish = [
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n" * 9,
-        hello.pack(b"ocmeet1\n", 9, 2, 4) + b"mine",
-        hello.pack(b"ocmeet1\n", 1, 2, 1 << 30),
-        hello.pack(b"ocmeet1\n", 0, 2, 4) + b"mine",
-    ]
+    rubbish = [b""] * 30 + [b"GET / HTTP/1.1\r\n\r\n" * 9, b"OFC2", bytes(4096)]
+    staying: list[socket.socket] = []
 
     def knock() -> None:
         for said in rubbish:
             for _ in range(100):
                 try:
-                    with socket.create_connection((host, int(port)), timeout=5) as visitor:
-                        visitor.sendall(said)
+                    staying.append(socket.create_connection((host, int(port)), timeout=5))
+                    staying[-1].sendall(said)
                     break
                 except OSError:
                     time.sleep(0.01)
 
     def late() -> list[bytes]:
         time.sleep(0.3)
-        return AddressMeeting(address, 1, 2).all_gather(b"one", 10)
+        return AddressMeeting(address, 1, 2).all_gather(b"one", 8)
 
-    results = at_once([lambda: AddressMeeting(address, 0, 2).all_gather(b"zero", 10), late, knock])
+    results = at_once([lambda: AddressMeeting(address, 0, 2).all_gather(b"zero", 8), late, knock])
     assert results[:2] == [[b"zero", b"one"]] * 2
+    for one in staying:
+        one.close()
+
+
+RANK = """
+import sys
+from offcore.meeting import AddressMeeting
+print("comes", flush=True)
+met = AddressMeeting(sys.argv[1], int(sys.argv[2]), 3)
+print(met.all_gather(sys.argv[3].encode(), 20.0))
+"""
+
+
+def test_a_rank_that_was_killed_while_ranks_meet_may_come_again() -> None:
+    address = free_address()
+
+    def start(rank: int, said: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", RANK, address, str(rank), said]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "comes\n"
+        return process
+
+    ranks = [start(0, "zero"), start(1, "killed")]
+    time.sleep(0.5)
+    ranks[1].kill()
+    ranks[1].communicate()
+    ranks[1:] = [start(1, "one"), start(2, "two")]
+    expected = str([b"zero", b"one", b"two"]) + "\n"
+    assert [rank.communicate(timeout=30)[0] for rank in ranks] == [expected] * 3
+
+
+@pytest.mark.parametrize("kind", ["address", "store"])
+def test_communicators_of_different_secrets_do_not_open(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a store too, which hands out whatever anybody wrote there."""
+    place: Any = free_address() if kind == "address" else Store()
+    secrets = {"0": "one", "1": "another"}
+    env = _core.env
+
+    def env_of_rank(name: str) -> str:
+        mine = threading.current_thread().name
+        return secrets[mine] if name == "OFFCORE_JOB_SECRET" else env(name)
+
+    monkeypatch.setattr(_core, "env", env_of_rank)
+
+    def body(rank: int) -> Any:
+        def opened() -> Any:
+            threading.current_thread().name = str(rank)
+            return mcast.Communicator(place, rank=rank, world_size=2, interface="lo", timeout=5)
+
+        return opened
+
+    results = at_once([body(rank) for rank in range(2)])
+    assert [result.code for result in results] == ["mismatch", "mismatch"]
+    assert all("another OFFCORE_JOB_SECRET" in str(result) for result in results)
 
 
 @pytest.mark.parametrize(

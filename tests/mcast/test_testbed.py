@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,12 +157,113 @@ def test_a_command_runs_on_every_host(capfd: pytest.CaptureFixture[str]) -> None
     task = {"words": words, "timeout_s": 30.0}
     [found] = on_testbed("offcore.testbed_run:command", Place(hosts=3), task)
     assert found["status"] == [0, 1, 2]
+    assert found["failed"] in (1, 2)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"]
+
+
+def offcore_tool(folder: Path) -> dict[str, str]:
+    """An environment in which `offcore` is this one."""
+    tool = folder / "offcore"
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.cli "$@"\n')
+    tool.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "COLUMNS": "200"}
+
+
+def shell(line: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ("sh", "-c", line), capture_output=True, text=True, timeout=100, env=environment
+    )
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    """Also where the others wait for it: they are not left to the command's limit."""
+    line = "offcore mcast testbed --hosts 3 -- sh -c 'test $RANK != 1 || exit 1; exec sleep 90'"
+    done = shell(line, offcore_tool(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("offcore: peer: rank 1 exited with status 1; ")
+    done = shell(line.replace("exit 1", "kill -9 $$"), offcore_tool(tmp_path))
+    assert "offcore: peer: rank 1 was killed by signal 9 (Killed); ranks 0, 2 had" in done.stderr
+
+
+def test_the_example_of_the_help_page_crosses_the_switches(tmp_path: Path) -> None:
+    environment = offcore_tool(tmp_path)
+    page = shell("offcore mcast testbed --help", environment).stdout.replace("\\ ", "\\")
+    page = "\n".join(line.strip() for line in page.splitlines()).replace("\\\n", "")
+    [example] = [line for line in page.splitlines() if "--hosts 3" in line]
+    assert {"$RANK", "$WORLD_SIZE", "$MASTER_ADDR", "$MASTER_PORT"} <= set(
+        re.findall(r"\$[A-Z_]+", example)
+    )
+    done = shell(example, environment)
+    assert done.returncode == 0, done.stderr
+    row = next(line.split() for line in done.stdout.splitlines() if "offcore" in line)
+    assert row[1] == "1M"
+    carried = re.search(r"3 hosts: .* switch ports carried ([\d,.]+) MB", done.stderr)
+    assert carried is not None
+    assert float(carried[1].replace(",", "")) > 4  # 1 MiB at four ports, for a single call
+
+
+MEETS = """
+import os
+from offcore import Error, mcast
+address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+try:
+    with mcast.Communicator(
+        address, rank=int(os.environ["RANK"]), world_size=2, timeout=3.0
+    ) as comm:
+        comm.barrier().wait()
+    print("met")
+except Error as error:
+    print(error.code, error)
+"""
+
+
+def test_ranks_of_different_hosts_need_a_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    """A testbed gives its hosts one."""
+    for words, expected in (
+        ([], ["met", "met"]),
+        (["env", "-u", "OFFCORE_JOB_SECRET"], ["invalid rank 0 at ", "timeout rank 1 did not "]),
+    ):
+        task = {"words": [*words, sys.executable, "-c", MEETS], "timeout_s": 60.0}
+        [found] = on_testbed("offcore.testbed_run:command", Place(hosts=2), task)
+        assert found["status"] == [0, 0]
+        said = sorted(capfd.readouterr().out.splitlines())
+        for line, start in zip(said, expected, strict=True):
+            assert line.startswith(start)
+            assert start == "met" or "OFFCORE_JOB_SECRET" in line
+
+
+@pytest.mark.parametrize("limit", ["user.max_user_namespaces", "user.max_net_namespaces"])
+def test_what_denies_namespaces_is_named(limit: str, tmp_path: Path) -> None:
+    """In a namespace where they are denied."""
+    line = f"echo 0 > /proc/sys/{limit.replace('.', '/')}; offcore mcast testbed --hosts 2"
+    done = shell(f"unshare -Ur sh -c '{line}'", offcore_tool(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("offcore: unavailable: no testbed: unshare: ")
+    assert f"{limit} is 0 (as root: sysctl -w {limit}=" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kernel.unprivileged_userns_clone", "0"),
+        ("kernel.apparmor_restrict_unprivileged_userns", "1"),
+    ],
+)
+def test_what_other_systems_deny_namespaces_by_is_named(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    assert "sysctl -w" not in namespaces.denied_by(tmp_path)
+    path = tmp_path / name.replace(".", "/")
+    path.parent.mkdir()
+    path.write_text(value + "\n")
+    assert f"{name} is {value} (as root: sysctl -w {name}=" in namespaces.denied_by(tmp_path)
+    path.write_text(str(1 - int(value)))
+    assert name not in namespaces.denied_by(tmp_path)
 
 
 def test_a_command_has_a_limit() -> None:
     task = {"words": ["sleep", "60"], "timeout_s": 0.2}
-    with pytest.raises(offcore.Error, match="took more than"):
+    with pytest.raises(offcore.Error, match="ranks 0, 1: the command took more than"):
         list(on_testbed("offcore.testbed_run:command", Place(hosts=2), task))
 
 

@@ -36,6 +36,7 @@ ENVIRONMENT_READERS = {
     "core/base/env.cpp": "the one table of variables",
     "python/offcore/crew.py": "hands its environment on to the ranks it starts",
     "python/offcore/doctor.py": "tells the variables that are set from those left at their default",
+    "python/offcore/testbed_run.py": "gives the hosts of a testbed a secret",
 }
 
 Findings = list[tuple[int, str]]

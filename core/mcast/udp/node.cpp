@@ -1,17 +1,15 @@
 #include "core/mcast/udp/node.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <fstream>
 #include <sstream>
 #include <utility>
 
-#include "core/base/digest.h"
 #include "core/base/error.h"
+#include "core/base/place.h"
 #include "core/base/threads.h"
 #include "core/mcast/endpoint.h"
 #include "core/mcast/udp/caster.h"
@@ -28,7 +26,7 @@ constexpr uint16_t kPorts = 10'000;
 
 // What a rank tells the others, as text.
 struct Card {
-  uint64_t place = 0;
+  uint64_t place = 0;           // who shares it gets multicast only by looping it back
   uint32_t datagram_bytes = 0;  // the largest that it sends or receives
   uint32_t buffer_bytes = 0;    // of a receiving socket
   uint16_t port = 0;            // TCP
@@ -52,20 +50,6 @@ struct Card {
     return card;
   }
 };
-
-// Of a host and network namespace: who shares it gets multicast only by looping it back.
-uint64_t place_here() {
-  Digest digest;
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  digest.add(boot);
-  struct stat here{};
-  if (stat("/proc/thread-self/ns/net", &here) == 0) {
-    digest.add(static_cast<uint64_t>(here.st_ino));
-    digest.add(static_cast<uint64_t>(here.st_dev));
-  }
-  return digest.value();
-}
 
 Address first_group(const UdpOptions& options, const Key& key) {
   const uint64_t tag = key.tag;
