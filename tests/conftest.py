@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import needs
+
 TESTS = Path(__file__).parent
 LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 # numpy's algebra is not used, and the threads it starts take a third of a short process's time.
@@ -106,9 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skipped = [item for item in items if not _sanitized(item, config)]
         config.hook.pytest_deselected(items=skipped)
         items[:] = [item for item in items if item not in set(skipped)]
-    no_torch = importlib.util.find_spec("torch") is None
     for item in items:
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: run with --long"))
-        if "torch" in item.keywords and no_torch:
-            item.add_marker(pytest.mark.skip(reason="torch is not installed"))
+        for mark in item.iter_markers("needs"):
+            if reason := needs.missing(*mark.args):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offcore import namespaces
-
-REFUSED = namespaces.refused()
-on_namespaces = pytest.mark.skipif(REFUSED is not None, reason=f"no namespaces: {REFUSED}")
+on_namespaces = pytest.mark.needs("namespaces", "tc")
 ROW = {
     "impl", "op", "hosts", "bytes", "loss", "time_us", "goodput_gbps", "wrong", "fetched_chunks",
     "duplicates", "switch_bytes", "run", "versions", "commit", "date",
@@ -84,7 +81,7 @@ def test_soak_looks_at_every_byte_under_each_fault(tmp_path: Path) -> None:
 
 
 @on_namespaces
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_gloo_beside() -> None:
     rows = rows_of("bench", "broadcast", "--hosts", "2", "--sizes", "64K", "--impls",
                    "offcore,gloo", "--batches", "1")  # fmt: skip
@@ -119,6 +116,7 @@ def test_refusals(words: list[str], says: str) -> None:
     assert says in done.stderr
 
 
+@pytest.mark.needs("matplotlib")
 def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     rows = rows_of("simulate", "all_gather", "--hosts", "32", "--sizes", "1M", "--chains", "1,4",
@@ -132,6 +130,7 @@ def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
     assert "multicast, 4 chains" in plot.read_text()
 
 
+@pytest.mark.needs("matplotlib")
 def test_reproduce_mcast_draws_every_figure(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "offcore.cli", "reproduce", "mcast", "--out", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
