@@ -174,7 +174,11 @@ def bench_command(
         baselines=names_of(baseline, "--baseline") if baseline else [],
         timeout_s=timeout,
     )
-    bench.check_baselines(request)
+    absent = bench.check_baselines(request)
+    for name, why in absent.items():
+        typer.echo(f"baseline {name}: unavailable: {why}", err=True)
+    present = [name for name in request.baselines if name not in absent]
+    request = replace(request, baselines=present)
     if plot_to is not None:
         plot.check_plot(plot_to)
     rows = _measure(request, json)

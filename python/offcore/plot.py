@@ -43,11 +43,11 @@ PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2",
 
 def check_plot(path: Path) -> None:
     """Raises where a plot could not be written: before anything has been measured."""
-    pyplot()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
+    pyplot()
 
 
 def pyplot() -> Any:

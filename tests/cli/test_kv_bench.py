@@ -32,6 +32,7 @@ def test_geometries() -> None:
     assert MODELS["qwen2.5-0.5b"].blocks(4097) == 257
 
 
+@pytest.mark.needs("matplotlib")
 def test_rows_and_a_plot_without_a_gpu(offcore_cli, tmp_path) -> None:
     rows = tmp_path / "kv.jsonl"
     words = ("--model", "qwen2.5-0.5b,qwen2.5-1.5b", "--tokens", "64", "--backend", "host")

@@ -216,6 +216,7 @@ def test_what_auto_chose_is_one_line_whatever_it_chose():
     }
 
 
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(("number", "op"), [(13, "all_gather"), (14, "all_to_all")])
 def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
     picture = tmp_path / "figure.svg"
@@ -225,6 +226,7 @@ def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
         assert f"<!-- {label} -->" in text or label in text
 
 
+@pytest.mark.needs("matplotlib")
 def test_plot_reads_files_of_rows(offcore_cli, tmp_path):
     file, picture = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     file.write_text("".join(map(report.dumps, run_of("a"))))
