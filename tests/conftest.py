@@ -22,6 +22,10 @@ LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it s
 # numpy's algebra is not used, and the threads it starts take a third of a short process's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Machines and tables of the user who runs the tests are not meant.
+os.environ.pop("OFFCORE_MACHINES", None)
+os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
+
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
 # the network's, and under the thread sanitizer also what starts no thread.

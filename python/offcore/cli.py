@@ -15,7 +15,19 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, demo, doctor, kv_cli, mcast_cli, plot, report, sdma, stress, tune
+from offcore import (
+    bench,
+    demo,
+    doctor,
+    folders,
+    kv_cli,
+    mcast_cli,
+    plot,
+    report,
+    sdma,
+    stress,
+    tune,
+)
 from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
@@ -238,14 +250,15 @@ def tune_command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The table; by default where it is looked up first."),
+        typer.Option(metavar="FILE", help="The table; by default in your folder of machines."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Measure every variant and write the table that auto chooses by.
 
-    A table is looked up as tuned/MACHINE.json in the folder OFFCORE_MACHINES, then in offcore's own
-    machines. --json keeps the rows that it was picked from.
+    A table is looked up as tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by
+    default ~/.config/offcore/machines), then in offcore's own: offcore doctor lists them. --json
+    keeps the rows that it was picked from.
 
     \b
     offcore tune --backend cuda --signals fenced,copy_order
@@ -275,6 +288,7 @@ def tune_command(
             **kept,
         )
         template = replace(template, variants=list(kinds))
+        folders.prepare(out.parent if out else folders.machines() / "tuned")
         records = tune.measure(tune.requests(template, names), json)
     name = tune.machine_of(records)
     table = tune.pick(records, prelaunch)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, calibrate, explain, plot, report, reproduce
+from offcore import bench, breakdown, calibrate, explain, folders, plot, report, reproduce
 from offcore.errors import error
 from offcore.latte.calibrated import NAME, caution
 from offcore.options import (
@@ -42,7 +42,9 @@ def calibrate_command(
     ] = calibrate.STARTS,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="For MACHINE.json; by default where it lies."),
+        typer.Option(
+            metavar="FOLDER", help="For MACHINE.json; by default yours (doctor says which)."
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -51,7 +53,8 @@ def calibrate_command(
     Prints every parameter with its range, the residual of each row, also as the fit without that
     row predicts it, and what the ratios leave open. Needs scipy.
     """
-    folder = out or offcore.machines.path_of(machine).parent
+    folder = out or folders.machines()
+    folders.prepare(folder)
     record = calibrate.calibrate(machine, seed, starts, partial(typer.echo, err=True))
     console = report.console(stderr=json == "-")
     calibrate.show(record, console)

@@ -21,7 +21,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from offcore import bench
+from offcore import bench, folders
 from offcore.errors import error
 from offcore.report import JsonLines, Row, Stamp, collect, format_us, to_json
 from offcore.sizes import format_bytes
@@ -147,13 +147,11 @@ def machine_of(records: Iterable[dict[str, Any]]) -> str:
 def write(table: Sequence[dict[str, Any]], path: Path) -> None:
     """A row a line, which reads well in a diff. Raises invalid."""
     text = "[\n" + ",\n".join("  " + json.dumps(row) for row in table) + "\n]\n"
+    folders.prepare(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     except OSError as failure:
-        raise error(
-            "invalid", f"cannot write '{path}': {failure.strerror}; name another place by --out"
-        ) from None
+        raise error("invalid", f"cannot write '{path}': {failure.strerror}") from None
 
 
 def _place(row: dict[str, Any]) -> str:
