@@ -81,7 +81,7 @@ def simulate(
         int, typer.Option(metavar="N", help="Trees send a message on in so many pieces.")
     ] = 1,
     loss: LossOption = 0.0,
-    gbps: Annotated[float, typer.Option(metavar="GBIT/S", help="Of every link.")] = 56.0,
+    gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
     beside: Annotated[
         bool,
         typer.Option("--beside-reduce-scatter", metavar="", help="It runs at the same time."),
@@ -122,7 +122,7 @@ def simulate(
                     if beside:
                         partner = _PARTNERS.get(name, "ring")
                         loads.append(Load("reduce_scatter", partner, nbytes))
-                    for row in fat_tree.measure(built, Wire(gbps=gbps), loads):
+                    for row in fat_tree.measure(built, Wire(gbitps=gbitps), loads):
                         rows.append(row)
                         lines.write(row.to_json() | stamp)
     report.console(stderr=json == "-").print(_simulated(rows))
