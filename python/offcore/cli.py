@@ -32,6 +32,7 @@ from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
 from offcore.options import (
+    COUNT_MAX,
     REAL_SIZES,
     SIM_SIZES,
     SIZES_METAVAR,
@@ -65,6 +66,7 @@ from offcore.options import (
     names_of,
     parsed,
 )
+from offcore.records import read_records
 from offcore.report import JsonLines, Row, Skip, Stamp
 from offcore.sizes import parse_bytes, parse_sizes
 
@@ -265,7 +267,7 @@ def tune_command(
     offcore tune --from rows.jsonl --out machines/tuned/h200-4.json
     """
     if source is not None:
-        records = report.read_records(source)
+        records = tune.read(source)
     else:
         kinds = bench.VARIANTS if prelaunch else bench.KINDS
         names = known_names(ops, "--ops", tune.OPS)
@@ -320,7 +322,7 @@ def plot_command(
     offcore plot rows.jsonl --figure 13 --out figure13.png
     """
     plot.check_plot(out)
-    records = [record for path in files for record in report.read_records(path)]
+    records = [record for path in files for record in read_records(path)]
     if figure is None:
         rows = report.rows_of(records)
         plot.plot_rows(rows, out, metric.value if metric else None)
@@ -411,7 +413,10 @@ def verify(
 def doctor_command(
     stressed: StressOption = False,
     operations: Annotated[
-        int, typer.Option(min=stress.OPERATIONS_MIN, metavar="N", help="Operations of each trial.")
+        int,
+        typer.Option(
+            min=stress.OPERATIONS_MIN, max=COUNT_MAX, metavar="N", help="Operations of each trial."
+        ),
     ] = stress.OPERATIONS,
     json: JsonOption = None,
 ) -> None:

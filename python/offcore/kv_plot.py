@@ -12,6 +12,7 @@ from typing import Any
 
 from offcore.errors import error
 from offcore.plot import pyplot
+from offcore.records import check_records
 from offcore.sizes import format_bytes
 
 FIGURES = {16: "one request", 17: "several requests at once"}
@@ -34,6 +35,12 @@ def _extent(row: dict[str, Any]) -> str:
     return f"{row['tokens']}" if row["tokens"] else f"{row['blocks']} blocks"
 
 
+_FORMS = {  # of the keys that are looked at
+    **dict.fromkeys(("impl", "direction", "layout"), "str"),
+    **dict.fromkeys(("layers", "page_bytes", "blocks", "requests"), "int"),
+    **{"model": "str | None", "tokens": "int | None", "time_us": "float > 0"},
+}
+
 # What a case is told by besides its geometry, where rows differ in it.
 _PARTS: tuple[Callable[[dict[str, Any]], str], ...] = (
     lambda row: row["direction"],
@@ -44,12 +51,11 @@ _PARTS: tuple[Callable[[dict[str, Any]], str], ...] = (
 
 def speedups(records: Sequence[dict[str, Any]], figure: int | None) -> dict[str, dict[str, float]]:
     """By case ("qwen2.5-7b, 4096"), then by way: the loop's time over its own, in the same run.
-    Raises `Error`: invalid where rows of the loop are missing."""
-    rows = [
-        row
-        for row in records
-        if "time_us" in row and (figure is None or (row["requests"] > 1) == (figure == 17))
-    ]
+    Raises `Error`: invalid where rows of the loop are missing, or where one is none."""
+    rows = [row for row in records if "absent" not in row]
+    check_records(rows, _FORMS)
+    if figure is not None:
+        rows = [row for row in rows if (row["requests"] > 1) == (figure == 17)]
     several = [part for part in _PARTS if len({part(row) for row in rows}) > 1]
     found: dict[str, dict[str, float]] = {}
     for loop in (row for row in rows if row["impl"] == _REFERENCE):

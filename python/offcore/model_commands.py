@@ -14,6 +14,8 @@ from offcore import bench, breakdown, calibrate, explain, folders, plot, report,
 from offcore.errors import error
 from offcore.latte.calibrated import NAME, caution
 from offcore.options import (
+    COUNT_MAX,
+    NUMBER_MAX,
     SIZES_METAVAR,
     BackendName,
     BackendOption,
@@ -35,10 +37,10 @@ from offcore.sizes import parse_bytes, parse_sizes
 def calibrate_command(
     machine: SimMachineOption = NAME,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of the random starts.")
+        int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Of the random starts.")
     ] = calibrate.SEED,
     starts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Fits from random places.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Fits from random places.")
     ] = calibrate.STARTS,
     out: Annotated[
         Path | None,

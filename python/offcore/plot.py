@@ -15,6 +15,7 @@ from typing import Any
 
 from offcore.baselines import BASELINES
 from offcore.errors import error
+from offcore.records import check_records
 from offcore.report import Row, differing, has_choice, rows_of, title_of
 from offcore.sizes import format_bytes
 
@@ -155,6 +156,8 @@ def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
     metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run);
     None: speedup where nccl was run, else time.
     """
+    if not rows:
+        raise error("invalid", "there is no row to plot")
     metric = metric or ("speedup" if any(row.impl == _LIBRARY for row in rows) else "time")
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
@@ -186,7 +189,9 @@ def figure_rows(records: Iterable[dict[str, Any]], number: int) -> list[Row]:
     cases: dict[tuple[str, bool], list[Row]] = {}
     for one in records:
         if one.get("op") == op and one.get("timing") == "chain":
-            cases.setdefault((one["run"], one["in_place"]), []).extend(rows_of([one]))
+            check_records([one], {"run": "str"})
+            [row] = rows_of([one])
+            cases.setdefault((one["run"], row.in_place), []).append(row)
     cases = {case: rows for case, rows in cases.items() if any(r.impl == _LIBRARY for r in rows)}
     # As the paper has them, where there is a choice: an all-gather in place.
     place = any(in_place for _, in_place in cases)

@@ -451,7 +451,7 @@ at least as much.</p>
 
 def recorded(folder: Path) -> list[Mapping[str, Any]]:
     """Rows of `offcore mcast bench` in a folder of results; none where it is not there."""
-    from offcore.report import read_records
+    from offcore.records import read_records
 
     return [
         row for path in sorted(folder.glob("mcast-testbed-*.jsonl")) for row in read_records(path)
