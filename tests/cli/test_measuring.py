@@ -2,6 +2,7 @@
 
 import io
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,11 @@ from offcore.baselines import Subject, check_baseline
 from offcore.bench import Request
 from offcore.layout import Layout
 from offcore.nccl import kernels_of, verdict
+from offcore.records import read_records
 from offcore.timers import HostTimer, StreamTimer
 from offcore.workers import Entry, Worker
+
+ROOT = Path(__file__).parents[2]
 
 
 class Watch:
@@ -224,6 +228,27 @@ def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
     text = picture.read_text()
     for label in ("nccl, graph", "nccl, eager", "fan, safe", "fan, promised", "as fast as nccl"):
         assert f"<!-- {label} -->" in text or label in text
+
+
+@pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize("name", ["cuda-h200-2", "cuda-h200-4"])
+def test_lines_of_recorded_rows_can_be_told_apart(name):
+    """In each panel: few lines, no two alike, and of offcore's no two ways of one colour."""
+    records = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
+    figure = plot.rows_figure(report.rows_of(records))
+    assert len(figure.axes) == 4  # two operations, two signal forms
+    for axes in figure.axes:
+        lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+        assert 7 <= len(lines) <= 10
+        looks = {
+            (one.get_color(), one.get_linestyle(), one.get_marker(), one.get_markerfacecolor())
+            for one in lines
+        }
+        assert len(looks) == len(lines)
+        own = [one for one in lines if one.get_label().startswith("offcore")]
+        ways = {one.get_label().removesuffix(", sm") for one in own}
+        assert len({one.get_color() for one in own}) == len(ways) == 3
+    plot.pyplot().close(figure)
 
 
 @pytest.mark.needs("matplotlib")

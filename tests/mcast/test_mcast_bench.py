@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from offcore import plot, reproduce_mcast
 
 on_namespaces = pytest.mark.needs("namespaces", "tc")
 ROW = {
@@ -128,6 +131,21 @@ def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
     assert rows[0]["impl"] == "simulated"
     assert sum(rows[0]["phases_us"].values()) <= rows[0]["time_us"]
     assert "multicast, 4 chains" in plot.read_text()
+
+
+@pytest.mark.needs("matplotlib")
+def test_figure_12_speaks_of_diamonds_where_they_are_drawn() -> None:
+    [figure] = [one for one in reproduce_mcast.FIGURES if one.name == "figure12"]
+    counted = {"multicast": 2_000_000, "ring": 4_000_000}
+    found = SimpleNamespace(ports={op: counted for op in ("broadcast", "all_gather")})
+    rows = reproduce_mcast.recorded(Path(__file__).parents[2] / "benchmarks" / "results")
+    for given in (rows, []):
+        drawn = figure.draw(found, given)
+        diamonds = [line for axes in drawn.axes for line in axes.get_lines()]
+        assert len(diamonds) == (2 if given else 0)
+        assert {line.get_marker() for line in diamonds} <= {"D"}
+        assert ("iamonds" in figure.told(given)) == bool(given)
+        plot.pyplot().close(drawn)
 
 
 @pytest.mark.needs("matplotlib")
