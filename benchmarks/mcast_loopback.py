@@ -78,7 +78,7 @@ def broadcasts(
         "time_us": statistics.median(times) * 1e6,
         "time_us_min": min(times) * 1e6,
         "time_us_max": max(times) * 1e6,
-        "gbit_s": count * 8 / statistics.median(times) / 1e9,
+        "gbitps": count * 8 / statistics.median(times) / 1e9,
         "wrong": wrong,
         "lost_chunks": lost,
         "datagrams_run": counters["udp_received_datagrams"] / max(counters["udp_receive_runs"], 1),

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from offcore.report import read_records
+from offcore.records import read_records
 from offcore.sizes import format_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results"

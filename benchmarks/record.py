@@ -27,7 +27,8 @@ from PIL import Image
 from offcore import plot, versus
 from offcore.latte import calibrated, sweep
 from offcore.latte import rows as claims
-from offcore.report import Row, Stamp, read_records, rows_of
+from offcore.records import read_records
+from offcore.report import Row, Stamp, rows_of
 
 MACHINE = "mi300x-8"
 ROOT = Path(__file__).resolve().parents[1]

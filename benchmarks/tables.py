@@ -226,10 +226,10 @@ def loopback() -> list[str]:
             format_bytes(row["bytes"]),
             "on" if row["gro"] else "off",
             "on" if row.get("sealed") else "off",
-            f"{row['gbit_s']:.1f}",
+            f"{row['gbitps']:.1f}",
         )
         for row in read_records(RESULTS / "mcast-loopback.jsonl")
-        if "gbit_s" in row
+        if "gbitps" in row
     )
     return table(head, body)
 

@@ -15,10 +15,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import needs
+
 TESTS = Path(__file__).parent
 LONG_LIMIT_S = 2 * 3600.0  # the longest takes ten minutes; sanitizers make it several times that
 # numpy's algebra is not used, and the threads it starts take a third of a short process's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Machines and tables of the user who runs the tests are not meant.
+os.environ.pop("OFFCORE_MACHINES", None)
+os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
@@ -106,9 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skipped = [item for item in items if not _sanitized(item, config)]
         config.hook.pytest_deselected(items=skipped)
         items[:] = [item for item in items if item not in set(skipped)]
-    no_torch = importlib.util.find_spec("torch") is None
     for item in items:
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: run with --long"))
-        if "torch" in item.keywords and no_torch:
-            item.add_marker(pytest.mark.skip(reason="torch is not installed"))
+        for mark in item.iter_markers("needs"):
+            if reason := needs.missing(*mark.args):
+                item.add_marker(pytest.mark.skip(reason=reason))

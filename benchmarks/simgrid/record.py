@@ -67,7 +67,9 @@ def main() -> None:
                 nbytes, seconds = line.split()
                 place = {"impl": "simgrid", "op": op, "algorithm": algorithm, "hosts": RANKS}
                 fact = {"bytes_per_rank": int(nbytes), "time_us": round(float(seconds) * 1e6, 6)}
-                rows.append(place | fact | {"simgrid": version, "gbps": 56, "hop_ns": 300} | stamp)
+                rows.append(
+                    place | fact | {"simgrid": version, "gbitps": 56, "hop_ns": 300} | stamp
+                )
     RESULT.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     print(RESULT)
 

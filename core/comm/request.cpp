@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "core/base/env.h"
 #include "core/base/error.h"
 #include "core/plan/variant.h"
 
@@ -88,8 +87,7 @@ class Checker {
   // The variant is part of the plan key: the one that the environment names, spelled the one way.
   void settle_names() {
     std::string& variant = request_.variant;
-    if (variant == "auto") variant = env("OFFCORE_VARIANT");
-    if (variant != "auto") variant = to_string(parse_variant(variant));
+    variant = variant == "auto" ? default_variant() : to_string(parse_variant(variant));
     for (const std::string_view known :
          {"auto", "barrier", "credits", "promise", "eager", "view"}) {
       if (request_.protocol == known) return;

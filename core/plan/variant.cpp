@@ -3,6 +3,7 @@
 #include <array>
 #include <charconv>
 
+#include "core/base/env.h"
 #include "core/base/error.h"
 
 namespace offcore {
@@ -53,6 +54,16 @@ Variant parse_variant(std::string_view text) {
   }
   variant.kind = static_cast<Variant::Kind>(index);
   return variant;
+}
+
+std::string default_variant() {
+  std::string text = env("OFFCORE_VARIANT");
+  if (text == "auto") return text;
+  try {
+    return to_string(parse_variant(text));
+  } catch (const Error& error) {
+    fail(error.code(), "OFFCORE_VARIANT: ", error.message());
+  }
 }
 
 std::vector<Variant> all_variants() {

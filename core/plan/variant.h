@@ -29,4 +29,8 @@ std::string to_string(const Variant& variant);  // "prelaunch_pcpy", "pcpy:2"
 Variant parse_variant(std::string_view text);   // throws invalid, naming the known ones
 std::vector<Variant> all_variants();
 
+// What `auto` stands for by OFFCORE_VARIANT: a variant's text, or "auto". Throws invalid, with the
+// variable's name.
+std::string default_variant();
+
 }  // namespace offcore

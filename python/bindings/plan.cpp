@@ -110,6 +110,8 @@ void bind_plan(nb::module_& module) {
           nb::arg("entry") = true, nb::arg("staged") = false, nb::arg("captured") = false)
       .def("__str__", [](const Protocol& self) { return to_string(self); });
   module.def("variants", [] { return names(all_variants()); }, "Every variant's name.");
+  module.def("default_variant", &default_variant,
+             "What `auto` stands for by OFFCORE_VARIANT; raises invalid.");
   module.def(
       "check_variant", [](const std::string& name) { return to_string(parse_variant(name)); },
       nb::arg("name"), "The variant's canonical name; raises invalid for an unknown one.");

@@ -20,7 +20,7 @@ void bind_inputs(nb::module_& module) {
       .def_rw("spine_ports", &TreeShape::spine_ports);
   nb::class_<Wire>(module, "TreeWire")
       .def(nb::init<>())
-      .def_rw("gbps", &Wire::gbps)
+      .def_rw("gbitps", &Wire::gbitps)
       .def_rw("hop_ns", &Wire::hop_ns)
       .def_rw("cut_through", &Wire::cut_through)
       .def_rw("packet_bytes", &Wire::packet_bytes)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.layout import ROOT, Bytes, Layout
 from offcore.timers import Enqueue
 
@@ -25,6 +25,7 @@ from offcore.timers import Enqueue
 BACKENDS = {"gloo": "host", "memcpy": "host", "nccl": "cuda", "nccl-ce": "cuda"}
 BASELINES = tuple(BACKENDS)
 
+_NO_TORCH = "needs torch (pip install torch)"
 _SEED = 1 << 48  # far from the seeds of offcore's own calls
 
 
@@ -72,14 +73,13 @@ def open_baseline(name: str, place: Place) -> Baseline:
         return Memcpy(place)
     if name == "gloo":
         return Gloo(place)
-    check_baseline(name, BACKENDS.get(name, ""))
     from offcore.nccl import Nccl
 
     return Nccl(name, place)
 
 
 def check_baseline(name: str, backend: str) -> None:
-    """Raises where the baseline cannot run there: before anything has been started."""
+    """Raises invalid for an unknown baseline, unsupported for one of another backend."""
     if name not in BACKENDS:
         known = ", ".join(BASELINES)
         raise error("invalid", f"no baseline is called '{name}': there are {known}")
@@ -88,9 +88,14 @@ def check_baseline(name: str, backend: str) -> None:
             "unsupported",
             f"--baseline {name} is measured beside --backend {BACKENDS[name]}, not {backend}",
         )
+
+
+def absence(name: str) -> str:
+    """Why a known baseline cannot be had here; empty where it can."""
     # Not imported here, where nothing needs it: that takes seconds. Its ranks say what it lacks.
     if name != "memcpy" and importlib.util.find_spec("torch") is None:
-        raise _no_torch(name)
+        return _NO_TORCH
+    return ""
 
 
 def facts_of(layout: Layout, machine: str, mode: str = "eager", **more: Any) -> dict[str, Any]:
@@ -103,27 +108,16 @@ def one_after_the_other(call: Callable[[], Any]) -> Enqueue:
     return lambda calls: [call() for _ in range(calls)]
 
 
-def _no_torch(name: str) -> Exception:
-    where = "/cpu" if name == "gloo" else ""
-    return error(
-        "unavailable",
-        f"the baseline {name} needs torch: pip install torch "
-        f"--index-url https://download.pytorch.org/whl{where}",
-    )
-
-
 def torch_for(name: str) -> Any:
     """torch, built with what the baseline needs. Raises unavailable."""
     try:
         torch = importlib.import_module("torch")
         distributed = importlib.import_module("torch.distributed")
     except ImportError:
-        raise _no_torch(name) from None
+        raise error("unavailable", f"baseline {name}: {_NO_TORCH}") from None
     library = name.partition("-")[0]
     if not distributed.is_available() or not getattr(distributed, f"is_{library}_available")():
-        raise error(
-            "unavailable", f"the baseline {name} needs a torch that was built with {library}"
-        )
+        raise error("unavailable", f"baseline {name}: needs a torch that was built with {library}")
     return torch
 
 
@@ -172,6 +166,22 @@ def refuse(name: str, layout: Layout) -> None:
         raise error("unsupported", f"{name} has no all-to-all in place")
     if layout.nbytes == 0:
         raise error("unsupported", f"{name} cannot run a size of 0")
+
+
+class Absent:
+    """Stands for a baseline that could not be opened: every size of it is left out."""
+
+    def __init__(self, failure: Error) -> None:
+        self._reason = str(failure)
+
+    def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
+        raise error("unsupported", self._reason)
+
+    def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
+        return self._reason
+
+    def close(self) -> None:
+        pass
 
 
 class Memcpy:

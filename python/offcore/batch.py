@@ -18,7 +18,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from offcore import _core, defaults, machines
+from offcore import _core, defaults, folders, machines
 from offcore.batch_result import BatchResult
 from offcore.entries import Entries, entries_of, streams_of
 from offcore.errors import error
@@ -215,7 +215,7 @@ def _call(
     entries.settle(where, kind, stream)
     ranks = entries.core.ranks
     name = machine or {"sim": "mi300x-8", "cuda": machines.for_gpus(ranks)}.get(where, "host-1")
-    loaded = _machine(name, _core.env("OFFCORE_MACHINES"))
+    loaded = _machine(name, str(folders.machines()))
     if ranks > loaded.ranks:
         raise error("invalid", f"machine {name} has 1 to {loaded.ranks} ranks, not {ranks}")
     return _Call(where, loaded, entries, chosen)

@@ -21,7 +21,7 @@ from typing import Any
 
 import offcore
 from offcore import defaults, nccl
-from offcore.baselines import check_baseline
+from offcore.baselines import absence, check_baseline
 from offcore.crew import Crew, free_port
 from offcore.errors import error
 from offcore.exercise import Exercise, facts_of
@@ -116,10 +116,12 @@ def run(request: Request, progress: Progress = lambda steps: None) -> Iterator[O
     return run_processes([request], progress)
 
 
-def check_baselines(request: Request) -> None:
-    """Raises where a baseline cannot run here: before anything has been started."""
+def check_baselines(request: Request) -> dict[str, str]:
+    """The baselines that cannot be had here, and why. Raises for those that make no sense beside
+    that backend: before anything has been started."""
     for name in request.baselines:
         check_baseline(name, request.backend)
+    return {name: why for name in request.baselines if (why := absence(name))}
 
 
 def skip_or_raise(request_named: bool, failure: offcore.Error) -> str:

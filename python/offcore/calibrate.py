@@ -237,7 +237,8 @@ def _small(
 
 
 def write(record: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The costs into folder/NAME.json, whose other lines stay, the rest beside it."""
+    """The costs into folder/NAME.json, whose other lines stay, the rest beside it. The folder has
+    been prepared."""
     name = record["machine"]
     path = folder / f"{name}.json"
     source = path if path.is_file() else machines.path_of(name)
@@ -249,7 +250,7 @@ def write(record: Mapping[str, Any], folder: Path) -> list[Path]:
         text = re.sub(rf'("{section}.{one.name}": )"[^"]*"', rf'\g<1>"{_SOURCE}"', text)
     path.write_text(text, "utf-8")
     beside = folder / "calibrated" / f"{name}.json"
-    beside.parent.mkdir(parents=True, exist_ok=True)
+    beside.parent.mkdir(exist_ok=True)
     beside.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return [path, beside]
 

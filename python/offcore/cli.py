@@ -15,11 +15,24 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, demo, doctor, kv_cli, mcast_cli, plot, report, sdma, stress, tune
+from offcore import (
+    bench,
+    demo,
+    doctor,
+    folders,
+    kv_cli,
+    mcast_cli,
+    plot,
+    report,
+    sdma,
+    stress,
+    tune,
+)
 from offcore.errors import error
 from offcore.latte.calibrated import caution
 from offcore.model_commands import COMMANDS
 from offcore.options import (
+    COUNT_MAX,
     REAL_SIZES,
     SIM_SIZES,
     SIZES_METAVAR,
@@ -53,6 +66,7 @@ from offcore.options import (
     names_of,
     parsed,
 )
+from offcore.records import read_records
 from offcore.report import JsonLines, Row, Skip, Stamp
 from offcore.sizes import parse_bytes, parse_sizes
 
@@ -174,7 +188,11 @@ def bench_command(
         baselines=names_of(baseline, "--baseline") if baseline else [],
         timeout_s=timeout,
     )
-    bench.check_baselines(request)
+    absent = bench.check_baselines(request)
+    for name, why in absent.items():
+        typer.echo(f"baseline {name}: unavailable: {why}", err=True)
+    present = [name for name in request.baselines if name not in absent]
+    request = replace(request, baselines=present)
     if plot_to is not None:
         plot.check_plot(plot_to)
     rows = _measure(request, json)
@@ -234,21 +252,22 @@ def tune_command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The table; by default where it is looked up first."),
+        typer.Option(metavar="FILE", help="The table; by default in your folder of machines."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Measure every variant and write the table that auto chooses by.
 
-    A table is looked up as tuned/MACHINE.json in the folder OFFCORE_MACHINES, then in offcore's own
-    machines. --json keeps the rows that it was picked from.
+    A table is looked up as tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by
+    default ~/.config/offcore/machines), then in offcore's own: offcore doctor lists them. --json
+    keeps the rows that it was picked from.
 
     \b
     offcore tune --backend cuda --signals fenced,copy_order
     offcore tune --from rows.jsonl --out machines/tuned/h200-4.json
     """
     if source is not None:
-        records = report.read_records(source)
+        records = tune.read(source)
     else:
         kinds = bench.VARIANTS if prelaunch else bench.KINDS
         names = known_names(ops, "--ops", tune.OPS)
@@ -271,6 +290,7 @@ def tune_command(
             **kept,
         )
         template = replace(template, variants=list(kinds))
+        folders.prepare(out.parent if out else folders.machines() / "tuned")
         records = tune.measure(tune.requests(template, names), json)
     name = tune.machine_of(records)
     table = tune.pick(records, prelaunch)
@@ -302,7 +322,7 @@ def plot_command(
     offcore plot rows.jsonl --figure 13 --out figure13.png
     """
     plot.check_plot(out)
-    records = [record for path in files for record in report.read_records(path)]
+    records = [record for path in files for record in read_records(path)]
     if figure is None:
         rows = report.rows_of(records)
         plot.plot_rows(rows, out, metric.value if metric else None)
@@ -393,7 +413,10 @@ def verify(
 def doctor_command(
     stressed: StressOption = False,
     operations: Annotated[
-        int, typer.Option(min=stress.OPERATIONS_MIN, metavar="N", help="Operations of each trial.")
+        int,
+        typer.Option(
+            min=stress.OPERATIONS_MIN, max=COUNT_MAX, metavar="N", help="Operations of each trial."
+        ),
     ] = stress.OPERATIONS,
     json: JsonOption = None,
 ) -> None:

@@ -19,7 +19,6 @@ def number(name: str, given: int | None, variable: str) -> int:
     """What was given, else what the environment says. Raises `Error`: invalid without either."""
     if given is not None:
         return given
-    text = _core.env(variable)
-    if not text.isdigit():
+    if not (text := _core.env(variable)):
         raise error("invalid", f"{name} is missing: pass {name}=N or set {variable}")
     return int(text)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import offcore
 from offcore import bench, plot, report, reproduce
-from offcore.baselines import torch_for
+from offcore.baselines import absence
 from offcore.errors import error
 from offcore.findings import Finding
 from offcore.latte import calibrated, sweep
@@ -34,8 +34,10 @@ NOT_MEASURED = "a model's times: no GPU was measured"
 
 
 def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console) -> None:
-    """Writes its plots into `folder`. Raises where a byte was wrong."""
+    """Writes its plots, where matplotlib is here, into `folder`. Raises where a byte was wrong."""
     stamp = Stamp()
+    drawing = _can_draw(console)
+    baselines = _baselines(console)
     start_s = time.monotonic()
     simulated: list[Row] = []
     for op in OPS:
@@ -49,8 +51,7 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
     took_s = time.monotonic() - start_s
 
     real: list[Row] = []
-    baselines, advice = _baselines()
-    notes = [note for note in (advice, _busy()) if note]
+    busy = _busy()
     for op in OPS:
         request = bench.Request(
             op=op,
@@ -66,6 +67,7 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
         real += _measure([request], label, lines, stamp, console, report.table)
 
     plots = {folder / f"{MACHINE}.png": (simulated, "speedup"), folder / "host.png": (real, "time")}
+    plots = plots if drawing else {}
     for path, (rows, metric) in plots.items():
         plot.plot_rows(rows, path, metric)
     _say(console, f"{MACHINE_RANKS} x MI300X, simulated in {took_s:.0f} s ({NOT_MEASURED})")
@@ -74,8 +76,10 @@ def run(folder: Path, host_sizes: list[int], lines: JsonLines, console: Console)
     _say(console, f"\nthis machine, {HOST_RANKS} processes, real time")
     for op in OPS:
         _say(console, f"  {op}  " + _beside_baselines([row for row in real if row.op == op]))
-    _say(console, *(f"  {note}" for note in notes))
-    _say(console, "", f"plots: {', '.join(map(str, plots))}")
+    if busy:
+        _say(console, f"  {busy}")
+    if plots:
+        _say(console, "", f"plots: {', '.join(map(str, plots))}")
     _conclude(simulated + real, console)
 
 
@@ -146,13 +150,22 @@ def _measure(
     return rows
 
 
-def _baselines() -> tuple[list[str], str]:
-    """What to measure beside, and how to get more."""
+def _can_draw(console: Console) -> bool:
+    """Whether there will be plots; says what they lack."""
     try:
-        torch_for("gloo")
+        plot.pyplot()
     except offcore.Error as failure:
-        return ["memcpy"], f"without gloo: {failure}"
-    return ["gloo", "memcpy"], ""
+        _say(console, f"without plots: {failure}")
+        return False
+    return True
+
+
+def _baselines(console: Console) -> list[str]:
+    """What to measure beside; says what is absent."""
+    if why := absence("gloo"):
+        _say(console, f"without gloo: {why}")
+        return ["memcpy"]
+    return ["gloo", "memcpy"]
 
 
 def _busy() -> str:

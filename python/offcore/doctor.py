@@ -6,15 +6,19 @@ import datetime
 import os
 import platform
 from dataclasses import asdict
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 import offcore
-from offcore import _core, stress
+from offcore import _core, folders, stress
 from offcore.errors import error
 from offcore.report import JsonLines, commit, progress_bar, versions
 
@@ -64,23 +68,68 @@ def _build() -> dict[str, str]:
     }
 
 
-def examine() -> dict[str, Any]:
-    machines: list[dict[str, Any]] = []
+def _machines() -> list[dict[str, Any]]:
+    """Every machine: its ranks, its file, and the tables of measured choices that are used."""
+    found: list[dict[str, Any]] = []
+    tables = offcore.machines.tables()
     for name in offcore.machines.names():
-        if name.endswith("-N"):  # stands for any number of ranks
-            machines.append({"name": name, "ranks": None})
-            continue
+        many = name.endswith("-N")  # stands for any number of ranks
+        told: dict[str, Any] = {"name": name, "ranks": None}
+        told["file"] = str(offcore.machines.path_of(name))
+        pattern = f"{name[:-1]}[0-9]*" if many else name
+        told["tuned"] = [str(path) for stem, path in tables.items() if fnmatch(stem, pattern)]
         try:
-            machines.append({"name": name, "ranks": offcore.machines.load(name).ranks})
+            told["ranks"] = None if many else offcore.machines.load(name).ranks
         except offcore.Error as failure:
-            machines.append({"name": name, "error": str(failure)})
+            told["error"] = str(failure)
+        found.append(told)
+    return found
+
+
+def _environment() -> list[dict[str, Any]]:
+    """Every variable that is read, and those of our prefix that are not. `problem`: what is wrong
+    with its name or value, else None."""
+    found: list[dict[str, Any]] = []
+    known = _core.env_variables()
+    for name, default, meaning in known:
+        read = {"OFFCORE_VARIANT": _core.default_variant}.get(name, partial(_core.env, name))
+        try:
+            read()
+            problem = None
+        except offcore.Error as failure:
+            problem = str(failure)
+        told = {"name": name, "value": _shown(name), "default": default}
+        found.append(told | {"meaning": meaning, "problem": problem})
+    names = [name for name, *_ in known]
+    for name in sorted(os.environ):
+        if name.startswith("OFFCORE_") and name not in names:
+            near = get_close_matches(name, names, 1)
+            problem = "not read by offcore" + (f": did you mean {near[0]}?" if near else "")
+            told = {"name": name, "value": os.environ[name], "default": None, "meaning": None}
+            found.append(told | {"problem": problem})
+    return found
+
+
+def _folders() -> list[dict[str, Any]]:
+    """What is read from the user's folders, and written there."""
+    return [
+        {"use": use, "path": str(path), "exists": path.exists()}
+        for use, path in (
+            ("machine files, tuned tables", folders.machines()),
+            ("verdicts of doctor --stress", stress.memory()),
+        )
+    ]
+
+
+def examine() -> dict[str, Any]:
     return {
         "backends": [
             {"name": name, "available": available, "reason": reason}
             for name, available, reason in offcore.probe_backends()
         ],
         "cuda": _gpus(),
-        "machines": machines,
+        "machines": _machines(),
+        "folders": _folders(),
         "versions": versions(),
         "commit": commit(),
         "build": _build(),
@@ -88,10 +137,7 @@ def examine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory_bytes(),
         "shared_memory": _shared_memory(),
-        "environment": [
-            {"name": name, "value": _shown(name), "default": default, "meaning": meaning}
-            for name, default, meaning in offcore._core.env_variables()
-        ],
+        "environment": _environment(),
     }
 
 
@@ -152,10 +198,6 @@ def render(found: dict[str, Any], console: Console) -> None:
         state = "[green]available[/]" if backend["available"] else "[yellow]unavailable[/]"
         backends.add_row(backend["name"], state, backend["reason"])
     gpus = [_render_gpus(found["cuda"])] if found["cuda"] else []
-    machines = _grid("machines", "name", "ranks")
-    for machine in found["machines"]:
-        told = machine["error"] if "error" in machine else machine["ranks"] or "N"
-        machines.add_row(machine["name"], str(told))
     system = _grid("this machine", "what", "")
     for name, version in found["versions"].items():
         system.add_row(name, version)
@@ -171,9 +213,34 @@ def render(found: dict[str, Any], console: Console) -> None:
             "/dev/shm",
             f"{shared['free_bytes'] / 2**30:.1f} GiB free of {shared['bytes'] / 2**30:.1f} GiB",
         )
-    environment = _grid("environment", "variable", "value", "meaning")
-    for variable in found["environment"]:
-        value = variable["value"]
-        shown = f"[dim]{variable['default'] or '-'} (not set)[/]" if value is None else value
-        environment.add_row(variable["name"], shown, variable["meaning"])
-    console.print(Group(backends, *gpus, machines, system, environment))
+    tables = (_render_machines(found["machines"]), _render_folders(found["folders"]))
+    environment = _render_environment(found["environment"])
+    console.print(Group(backends, *gpus, *tables, system, environment))
+
+
+def _render_machines(machines: list[dict[str, Any]]) -> Table:
+    table = _grid("machines", "name", "ranks", "file, tuned tables")
+    for machine in machines:
+        files = "\n".join((machine["file"], *machine["tuned"]))
+        told = machine.get("error") or str(machine["ranks"] or "N")
+        table.add_row(machine["name"], told, files)
+    return table
+
+
+def _render_folders(places: list[dict[str, Any]]) -> Table:
+    table = _grid("your folders", "what", "where")
+    for place in places:
+        table.add_row(place["use"], place["path"] + ("" if place["exists"] else " (none yet)"))
+    return table
+
+
+def _render_environment(variables: list[dict[str, Any]]) -> Table:
+    table = _grid("environment", "variable", "value", "meaning")
+    for variable in variables:
+        value, problem = variable["value"], variable["problem"]
+        shown = (
+            f"[dim]{variable['default'] or '-'} (not set)[/]" if value is None else escape(value)
+        )
+        meaning = f"[yellow]{escape(problem)}[/]" if problem else variable["meaning"]
+        table.add_row(variable["name"], shown, meaning)
+    return table

@@ -88,7 +88,7 @@ class Wire:
     The default is a 56 Gbit/s network whose adapters do the work of point-to-point messages.
     """
 
-    gbps: float = 56.0
+    gbitps: float = 56.0
     hop_ns: float = 300.0
     cut_through: bool = True
     packet_bytes: int = 4096

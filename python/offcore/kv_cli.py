@@ -13,6 +13,7 @@ from offcore.kv_case import DIRECTIONS, LAYOUTS
 from offcore.kv_models import MODELS, geometry
 from offcore.kv_peers import PEERS
 from offcore.options import (
+    COUNT_MAX,
     BackendName,
     ItersOption,
     JsonOption,
@@ -20,6 +21,7 @@ from offcore.options import (
     TimeoutOption,
     known_names,
 )
+from offcore.records import read_records
 from offcore.report import JsonLines, Stamp
 
 app = typer.Typer(
@@ -61,7 +63,7 @@ def bench_command(
         typer.Option(metavar="all|N,...", help="GPUs that lend offcore their links to the host."),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests under way at once.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Requests under way at once.")
     ] = 1,
     with_gemm: Annotated[
         bool,
@@ -168,6 +170,6 @@ def plot_command(
     plot.check_plot(out)
     if figure not in kv_plot.FIGURES:
         raise typer.BadParameter("16 or 17", param_hint="--figure")
-    records = [record for path in files for record in report.read_records(path)]
+    records = [record for path in files for record in read_records(path)]
     kv_plot.plot_rows(records, out, figure)
     typer.echo(f"plot: {out}")

@@ -6,13 +6,12 @@ section are the fields of the struct of that name in core/machine/machine.h: non
 none unknown. A limit, or a number of `batches`, of null means that there is none. `host-N`, for N
 of 1 to 64, comes from host.json.
 
-calibrated/NAME.json, in the same folders, is what `offcore calibrate` found (docs/model.md).
-
-tuned/NAME.json, in OFFCORE_MACHINES or else beside the machine files that come along, is a list of
-measured choices, which `offcore tune` writes: for an operation of that many ranks and a size from
-`bytes_min` to `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is
-the signal form of GPUs that it was measured with, else null; `date` and `commit` say when and of
-what.
+Files are looked up in the user's folder (OFFCORE_MACHINES, else offcore/machines in
+XDG_CONFIG_HOME), then among those that come along. In the same folders, calibrated/NAME.json is
+what `offcore calibrate` found (docs/model.md), and tuned/NAME.json a list of measured choices,
+which `offcore tune` writes: for an operation of that many ranks and a size from `bytes_min` to
+`bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is the signal form
+of GPUs that it was measured with, else null; `date` and `commit` say when and of what.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import offcore
-from offcore import _core
+from offcore import _core, folders
 from offcore.errors import error
 
 _HOST_RANKS_MAX = 64
@@ -68,6 +67,15 @@ def for_gpus(ranks: int) -> str:
     return next((f"{card}-{count}" for count in (2, 4, 8) if ranks <= count), f"{card}-{ranks}")
 
 
+def tables() -> dict[str, Path]:
+    """The tuned tables that count, by machine (host-N for each number of ranks)."""
+    found: dict[str, Path] = {}
+    for folder in _folders():
+        for path in sorted(folder.glob("tuned/*.json")):
+            found.setdefault(path.stem, path)
+    return found
+
+
 def names() -> list[str]:
     """The machines that `load` knows by name. `host-N` stands for 1 to 64 ranks of this host."""
     found: set[str] = set()
@@ -99,8 +107,7 @@ def load(name_or_path: str | Path) -> _core.Machine:
 def _on_this_host(machine: _core.Machine) -> _core.Machine:
     """With links as wide as its engines where no CPU is left for a rank's second one."""
     links = machine.links
-    given = _core.env("OFFCORE_HOST_CORES")  # the backend refuses what is no number
-    cores = int(given) if given.isdigit() and given != "0" else os.cpu_count() or 1
+    cores = int(_core.env("OFFCORE_HOST_CORES")) or os.cpu_count() or 1
     if cores < 2 * machine.ranks:
         widest = links.engine_gbps
         links.link_gbps = links.egress_gbps = links.ingress_gbps = links.host_gbps = widest
@@ -109,33 +116,35 @@ def _on_this_host(machine: _core.Machine) -> _core.Machine:
 
 
 def tuned_path(name: str) -> Path:
-    """Where a tuned table of that machine is looked up first."""
-    return next(iter(_folders()), Path()) / "tuned" / f"{name}.json"
+    """Where a tuned table of that machine is looked up first, and written."""
+    return folders.machines() / "tuned" / f"{name}.json"
 
 
 def path_of(name: str) -> Path:
     """The file of that machine. Raises invalid for an unknown name."""
-    return _find(name, name)
+    return _find("host" if name.startswith("host-") else name, name)
 
 
 def calibration_of(name: str) -> Path | None:
     """What `offcore calibrate` found for that machine; None where nothing was fitted."""
-    paths = (folder / "calibrated" / f"{name}.json" for folder in _folders())
-    return next((path for path in paths if path.is_file()), None)
+    return _first(f"calibrated/{name}.json", _folders())
 
 
 def _folders() -> list[Path]:
-    """Where machine files may lie, first match first."""
-    folders = [Path(given)] if (given := _core.env("OFFCORE_MACHINES")) else []
+    """Where machine files may lie, first match first: the user's, then those that come along."""
+    found = [folders.machines()]
     for root in map(Path, offcore.__path__):
-        folders += [root / "machines", root.parent.parent / "machines"]
-    return [folder for folder in folders if folder.is_dir()]
+        found += [root / "machines", root.parent.parent / "machines"]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _first(name: str, places: list[Path]) -> Path | None:
+    return next((path for one in places if (path := one / name).is_file()), None)
 
 
 def _find(stem: str, name: str) -> Path:
-    for folder in _folders():
-        if (path := folder / f"{stem}.json").is_file():
-            return path
+    if path := _first(f"{stem}.json", _folders()):
+        return path
     raise _unknown(name)
 
 
@@ -315,12 +324,10 @@ _TUNED_KEYS = (
 _SIGNALS = ("fenced", "copy_order")
 
 
-def _with_tuned(machine: _core.Machine, folders: list[Path]) -> _core.Machine:
+def _with_tuned(machine: _core.Machine, places: list[Path]) -> _core.Machine:
     """The first table found counts."""
-    for folder in folders:
-        if (path := folder / "tuned" / f"{machine.name}.json").is_file():
-            _load_tuned(machine, path)
-            break
+    if path := _first(f"tuned/{machine.name}.json", places):
+        _load_tuned(machine, path)
     return machine
 
 

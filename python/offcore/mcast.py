@@ -117,8 +117,8 @@ class Communicator:
     send at once. multicast: False sends everything through the ring. sealed: a MAC in every
     datagram. receive_workers, send_workers: threads besides the one that decides; None: by cores.
     timeout: seconds of one operation (OFFCORE_TIMEOUT_S). silence: seconds after which a peer that
-    says nothing is taken for dead. link_gbps, alpha_us: of the cutoff timer N/B + alpha. The rest:
-    the UDP transport's, see docs/mcast.md.
+    says nothing is taken for dead. link_gbitps (Gbit/s), alpha_us: of the cutoff timer N/B + alpha.
+    The rest: the UDP transport's, see docs/mcast.md.
 
     Calls are enqueued and run one after the other; all ranks make the same ones in the same order.
     Raises `Error`: invalid, timeout (ranks that did not come), mismatch, driver.
@@ -139,7 +139,7 @@ class Communicator:
         send_workers: int | None = None,
         timeout: float | None = None,
         silence: float = 5.0,
-        link_gbps: float = 10.0,
+        link_gbitps: float = 10.0,
         alpha_us: float = 10_000.0,
         settle_us: float = 200.0,
         spin_us: float = 100.0,
@@ -182,7 +182,7 @@ class Communicator:
         group.multicast, group.sealed = multicast, sealed
         group.timeout_ns = _nanoseconds("timeout", self._timeout, 1e9)
         group.silence_ns = _nanoseconds("silence", silence, 1e9)
-        group.link_bytes_s = link_gbps * 1e9 / 8
+        group.link_bytes_s = link_gbitps * 1e9 / 8
         group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
         group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
         group.check()

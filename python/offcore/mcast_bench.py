@@ -22,6 +22,7 @@ from offcore.errors import error
 from offcore.fat_tree import received_bytes
 from offcore.mcast import CHAINS
 from offcore.mcast_nodes import Nodes
+from offcore.meeting import AddressMeeting
 from offcore.testbed import DEVICE, Testbed
 from offcore.testbed_run import Place
 
@@ -192,6 +193,7 @@ def on_real_hosts(
     request.check(hosts)
     if not 0 <= rank < hosts:
         raise error("invalid", f"--rank {rank}: {hosts} hosts have the ranks 0 to {hosts - 1}")
+    AddressMeeting(meeting, rank, hosts)  # raises invalid for what is no address
     order = next(
         one
         for one in orders(request, hosts, meeting, False, interface=interface)

@@ -111,7 +111,7 @@ def _threads() -> dict[str, list[float]]:
     nbytes = 8 << 20
     found = {}
     for name, cost_ns in DATAPATHS.items():
-        wire = Wire(gbps=200, datagram_recv_ns=cost_ns)
+        wire = Wire(gbitps=200, datagram_recv_ns=cost_ns)
         times_us = [
             measure(
                 fat_tree.one_spine(2, 2),

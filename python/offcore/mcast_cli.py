@@ -13,7 +13,7 @@ from offcore import fat_tree, mcast_bench, mcast_plot, plot, report, testbed_run
 from offcore.errors import error
 from offcore.fat_tree import ALGORITHMS, MULTICAST, Load, Row, Wire
 from offcore.mcast import CHAINS
-from offcore.options import SIZES_METAVAR, JsonOption, PlotOption, known_names, parsed
+from offcore.options import COUNT_MAX, SIZES_METAVAR, JsonOption, PlotOption, known_names, parsed
 from offcore.report import JsonLines, Stamp
 from offcore.sizes import format_bytes, parse_bytes, parse_sizes
 from offcore.testbed_faults import Faults
@@ -25,12 +25,20 @@ app = typer.Typer(
 )
 
 _PARTNERS = {MULTICAST: "in_network"}  # which reduce-scatter runs beside an all-gather
-HostsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts.")]
+HOSTS_MAX = 1 << 16
+HostsOption = Annotated[int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts.")]
 ChainsOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Roots of an all-gather that send at once.")
+    int,
+    typer.Option(
+        min=1, max=HOSTS_MAX, metavar="N", help="Roots of an all-gather that send at once."
+    ),
 ]
-PerLeafOption = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts on each leaf bridge.")]
-MtuOption = Annotated[int, typer.Option(metavar="BYTES", help="The links' largest packet.")]
+PerLeafOption = Annotated[
+    int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts on each leaf bridge.")
+]
+MtuOption = Annotated[
+    int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="The links' largest packet.")
+]
 OffloadsOption = Annotated[
     bool,
     typer.Option(help="Packets larger than a link's may pass whole (GSO); else none does."),
@@ -79,12 +87,15 @@ def simulate(
     chains: Annotated[
         str, typer.Option(metavar="LIST", help="Multicast: hosts that send at once.")
     ] = "1",
-    radix: Annotated[int, typer.Option(metavar="K", help="Of the k-nomial tree.")] = 4,
+    radix: Annotated[
+        int, typer.Option(max=COUNT_MAX, metavar="K", help="Of the k-nomial tree.")
+    ] = 4,
     segments: Annotated[
-        int, typer.Option(metavar="N", help="Trees send a message on in so many pieces.")
+        int,
+        typer.Option(max=COUNT_MAX, metavar="N", help="Trees send a message on in so many pieces."),
     ] = 1,
     loss: LossOption = 0.0,
-    gbps: Annotated[float, typer.Option(metavar="GBIT/S", help="Of every link.")] = 56.0,
+    gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
     beside: Annotated[
         bool,
         typer.Option("--beside-reduce-scatter", metavar="", help="It runs at the same time."),
@@ -125,7 +136,7 @@ def simulate(
                     if beside:
                         partner = _PARTNERS.get(name, "ring")
                         loads.append(Load("reduce_scatter", partner, nbytes))
-                    for row in fat_tree.measure(built, Wire(gbps=gbps), loads):
+                    for row in fat_tree.measure(built, Wire(gbitps=gbitps), loads):
                         rows.append(row)
                         lines.write(row.to_json() | stamp)
     report.console(stderr=json == "-").print(_simulated(rows))
@@ -288,12 +299,16 @@ def bench_command(
         str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
     ] = "4M",
     chains: ChainsOption = CHAINS,
-    batches: Annotated[int, typer.Option(min=1, metavar="N", help="Time is their median.")] = 5,
+    batches: Annotated[
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Time is their median.")
+    ] = 5,
     timeout: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
     ] = 60.0,
     meeting: MeetingOption = None,
-    rank: Annotated[int, typer.Option(min=0, metavar="R", help="Real hosts: this one's.")] = 0,
+    rank: Annotated[
+        int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: this one's.")
+    ] = 0,
     interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
     json: JsonOption = None,
 ) -> None:

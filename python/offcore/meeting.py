@@ -53,9 +53,11 @@ class GroupMeeting:
     """By a torch.distributed group's own collectives. None: the default group."""
 
     def __init__(self, group: Any) -> None:
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_initialized():
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            dist = None
+        if dist is None or not dist.is_available() or not dist.is_initialized():
             raise error(
                 "invalid",
                 "there is no place to meet: pass host:port (rank 0 listens there), set "

@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 import offcore
-from offcore import bench, breakdown, calibrate, explain, plot, report, reproduce
+from offcore import bench, breakdown, calibrate, explain, folders, plot, report, reproduce
 from offcore.errors import error
 from offcore.latte.calibrated import NAME, caution
 from offcore.options import (
+    COUNT_MAX,
+    NUMBER_MAX,
     SIZES_METAVAR,
     BackendName,
     BackendOption,
@@ -35,14 +37,16 @@ from offcore.sizes import parse_bytes, parse_sizes
 def calibrate_command(
     machine: SimMachineOption = NAME,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of the random starts.")
+        int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Of the random starts.")
     ] = calibrate.SEED,
     starts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Fits from random places.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Fits from random places.")
     ] = calibrate.STARTS,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="For MACHINE.json; by default where it lies."),
+        typer.Option(
+            metavar="FOLDER", help="For MACHINE.json; by default yours (doctor says which)."
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -51,7 +55,8 @@ def calibrate_command(
     Prints every parameter with its range, the residual of each row, also as fits without that row
     predict it from starts of their own, and what the ratios leave open. Needs scipy.
     """
-    folder = out or offcore.machines.path_of(machine).parent
+    folder = out or folders.machines()
+    folders.prepare(folder)
     record = calibrate.calibrate(machine, seed, starts, partial(typer.echo, err=True))
     console = report.console(stderr=json == "-")
     calibrate.show(record, console)

@@ -78,7 +78,7 @@ class Nccl:
         self._place = place
         self._torch = torch = torch_for(name)
         if not torch.cuda.is_available():
-            raise error("unavailable", f"the baseline {name} needs a torch that sees the GPUs")
+            raise error("unavailable", f"baseline {name}: needs a torch that sees the GPUs")
         join_world(torch, place)
         self._device = torch.device("cuda", place.gpu)
         torch.cuda.set_device(self._device)

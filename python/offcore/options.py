@@ -11,6 +11,9 @@ import typer
 
 SIM_SIZES = "1K:4G"
 REAL_SIZES = "1K:64M"
+# Of counts, and of what fills the core's 64 bits.
+COUNT_MAX = 2**31 - 1
+NUMBER_MAX = 2**63 - 1
 
 
 class Op(str, enum.Enum):
@@ -61,7 +64,8 @@ StressOption = Annotated[
     typer.Option("--stress", metavar="", help="Find the signal forms that are safe here (GPUs)."),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="The machine's first ranks only.")
+    int | None,
+    typer.Option(min=1, max=COUNT_MAX, metavar="N", help="The machine's first ranks only."),
 ]
 InPlaceOption = Annotated[
     bool, typer.Option("--in-place", metavar="", help="Input and output share a buffer.")
@@ -128,13 +132,13 @@ VariantsOption = Annotated[
     ),
 ]
 ItersOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Batches; time is their median.")
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Batches; time is their median.")
 ]
 CallsOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Calls a batch, enqueued ahead.")
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Calls a batch, enqueued ahead.")
 ]
 WarmupOption = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Calls before the first batch.")
+    int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Calls before the first batch.")
 ]
 CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
 BaselineOption = Annotated[

@@ -7,6 +7,7 @@ invocation: ratios of different runs are not drawn.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 from offcore.baselines import BASELINES
 from offcore.errors import error
+from offcore.records import check_records
 from offcore.report import Row, differing, has_choice, rows_of, title_of
 from offcore.sizes import format_bytes
 
@@ -36,6 +38,14 @@ _REFERENCES = (_LIBRARY, "pcpy")  # what a speedup is over: the first that was r
 FIGURES = {13: "all_gather", 14: "all_to_all"}
 _METRIC_LABELS = {"time": "time (us)", "busbw": "busbw (1e9 bytes/s)"}
 _WAYS = {"auto": "safe", "promise": "promised"}
+_WAY_COLOURS = {
+    "safe": "#D55E00",
+    "promised": "#0072B2",
+    "view": "#009E73",
+    "barrier": "#CC79A7",
+    "eager": "#E69F00",
+    "credits": "#56B4E9",
+}
 _KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 _DASHES = (":", "-.", "-")
 PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
@@ -43,11 +53,11 @@ PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2",
 
 def check_plot(path: Path) -> None:
     """Raises where a plot could not be written: before anything has been measured."""
-    pyplot()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise error("invalid", f"cannot plot to '{path}': name a .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise error("invalid", f"cannot plot to '{path}': its folder does not exist")
+    pyplot()
 
 
 def pyplot() -> Any:
@@ -71,22 +81,25 @@ def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xlabel("total size (bytes, K = 1024)")
 
 
-def _style_of(name: str, way: int, expanded: bool) -> dict[str, Any]:
+def _style_of(label: str, way: int, expanded: bool) -> dict[str, Any]:
+    """way: how many lines of its name, the label's first part, came before."""
+    name, *settings = label.split(", ")
     kind = name.removeprefix("prelaunch_").split(":")[0]
-    offcore = name not in BASELINES
     style: dict[str, Any] = {
         "color": COLOURS.get(kind, COLOURS["pcpy"]),
-        "linestyle": "--" if offcore and name == kind and kind in COLOURS else "-",
-        "marker": "s" if not offcore else "^" if name == kind else "o",
+        "linestyle": "--" if name == kind and kind in _KINDS else "-",
+        "marker": "s" if name in BASELINES else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
     }
     if kind == "fan" and expanded:  # it runs as b2b does then: both are to be seen
         style |= {"linewidth": 4, "alpha": 0.45, "zorder": 1.5}
-    if way > 0:  # the same in another setting
+    if name == "offcore":  # what auto chose: a colour a way
+        known = [_WAY_COLOURS[one] for one in settings if one in _WAY_COLOURS]
+        style["color"] = known[0] if known else COLOURS["pcpy"]
+        style |= {"linestyle": ":", "markerfacecolor": "white"} if "sm" in settings else {}
+    elif way > 0:  # the same in another setting
         style |= {"linestyle": _DASHES[(way - 1) % len(_DASHES)], "markerfacecolor": "white"}
-        if name == "offcore":
-            style["color"] = list(COLOURS.values())[way % len(_KINDS)]
     return style
 
 
@@ -133,7 +146,7 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
             "speedup": [reference.get(row.bytes, 0.0) / row.time_us for row in line],
         }
         name = label.split(",")[0]
-        style = _style_of(name, ways.get(name, 0), any(row.native is False for row in line))
+        style = _style_of(label, ways.get(name, 0), any(row.native is False for row in line))
         ways[name] = ways.get(name, 0) + 1
         axes.plot([row.bytes for row in line], values[metric], label=label, **style)
     size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
@@ -150,32 +163,48 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
 
 
 def plot_rows(rows: list[Row], path: Path, metric: str | None = None) -> None:
-    """One panel an operation, one line a variant.
+    """Draws `rows_figure` into a file."""
+    figure = rows_figure(rows, metric)
+    figure.savefig(path, dpi=140)
+    pyplot().close(figure)
+
+
+def rows_figure(rows: list[Row], metric: str | None = None) -> Any:
+    """One panel an operation and signal form, one line a variant.
 
     metric: time, busbw or speedup (over nccl, or pcpy; raises invalid where neither was run);
-    None: speedup where nccl was run, else time.
+    None: speedup where nccl was run, else time. Raises invalid without rows.
     """
+    if not rows:
+        raise error("invalid", "there is no row to plot")
     metric = metric or ("speedup" if any(row.impl == _LIBRARY for row in rows) else "time")
     rows = [row for row in rows if row.timing == rows[0].timing]  # a call alone is another matter
     if any(row.named for row in rows):  # then what auto chose is one of them
         rows = [row for row in rows if row.named is not False]
-    plt = pyplot()
     ops = list(dict.fromkeys(row.op for row in rows))
-    figure, panels = plt.subplots(
-        1, len(ops), figsize=(6.4 * len(ops) + 1.6, 4.6), squeeze=False, layout="constrained"
+    forms = list(dict.fromkeys(row.signals for row in rows if row.signals)) or [""]
+    figure, panels = pyplot().subplots(
+        len(forms),
+        len(ops),
+        figsize=(6.4 * len(ops) + 1.6, 4.6 * len(forms)),
+        squeeze=False,
+        layout="constrained",
     )
     handles: dict[str, Any] = {}
-    for axes, op in zip(panels[0], ops, strict=True):
-        of_op = [row for row in rows if row.op == op]
-        _draw_lines(axes, of_op, metric)
-        axes.set_title(title_of(of_op), fontsize=10)
+    for axes, (form, op) in zip(panels.flat, itertools.product(forms, ops), strict=True):
+        shown = [row for row in rows if row.op == op and row.signals in (form, "", None)]
+        if not shown:
+            axes.set_visible(False)
+            continue
+        _draw_lines(axes, shown, metric)
+        title = title_of(shown) + (f", signals {form}" if len(forms) > 1 else "")
+        axes.set_title(title, fontsize=10)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(
         handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9
     )
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    return figure
 
 
 def figure_rows(records: Iterable[dict[str, Any]], number: int) -> list[Row]:
@@ -186,7 +215,9 @@ def figure_rows(records: Iterable[dict[str, Any]], number: int) -> list[Row]:
     cases: dict[tuple[str, bool], list[Row]] = {}
     for one in records:
         if one.get("op") == op and one.get("timing") == "chain":
-            cases.setdefault((one["run"], one["in_place"]), []).extend(rows_of([one]))
+            check_records([one], {"run": "str"})
+            [row] = rows_of([one])
+            cases.setdefault((one["run"], row.in_place), []).append(row)
     cases = {case: rows for case, rows in cases.items() if any(r.impl == _LIBRARY for r in rows)}
     # As the paper has them, where there is a choice: an all-gather in place.
     place = any(in_place for _, in_place in cases)

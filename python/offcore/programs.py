@@ -59,6 +59,8 @@ def program_of(
     moves = moves_of(op, ranks, nbytes, in_place)
     entering = protocol_of(moves, protocol)
     if variant == "auto":
+        variant = _core.default_variant()
+    if variant == "auto":
         variant, _ = _core.choose(moves, nbytes, machine, entering)
     return _core.plan(moves, variant, machine, entering)
 

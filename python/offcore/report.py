@@ -15,7 +15,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +27,7 @@ from rich.table import Table
 import offcore
 from offcore import _core
 from offcore.errors import error
+from offcore.records import check_records
 from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
 
 _WIDTH_MIN = 100
@@ -180,22 +181,12 @@ def to_json(row: Row, stamp: Stamp) -> dict[str, Any]:
 
 
 def rows_of(records: Iterable[dict[str, Any]]) -> list[Row]:
-    """Rows from their JSON; those that an older version wrote lack some fields."""
-    names = [one.name for one in fields(Row)]
-    try:
-        return [Row(**{name: one[name] for name in names if name in one}) for one in records]
-    except TypeError as failure:
-        raise error("invalid", f"a row is none of offcore bench: {failure}") from None
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of rows. Raises invalid."""
-    try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except OSError as failure:
-        raise error("invalid", f"cannot read '{path}': {failure.strerror}") from None
-    except ValueError as failure:
-        raise error("invalid", f"'{path}' holds no rows, an object a line: {failure}") from None
+    """Rows from their JSON; those that an older version wrote lack some fields. Raises invalid."""
+    found = list(records)
+    forms = {one.name: str(one.type) for one in fields(Row)} | {"ranks": "int > 0"}
+    optional = [one.name for one in fields(Row) if one.default is not MISSING]
+    check_records(found, forms, optional)
+    return [Row(**{name: one[name] for name in forms if name in one}) for one in found]
 
 
 def dumps(record: dict[str, Any]) -> str:

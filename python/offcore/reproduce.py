@@ -56,7 +56,7 @@ def mcast(folder: Path, console: Console) -> list[Finding]:
     findings = mcast_claims.findings(found)
     rows = reproduce_mcast.recorded(RESULTS)
     drawn = [
-        (one.title, one.caption, _save(one.draw(found, rows), folder / one.name))
+        (one.title, one.told(rows), _save(one.draw(found, rows), folder / one.name))
         for one in reproduce_mcast.FIGURES
     ]
     html = folder / "mcast.html"

@@ -11,7 +11,7 @@ import typer
 import offcore
 from offcore import _core, report, sdma_run, sdma_text
 from offcore.errors import error
-from offcore.options import JsonOption, parsed
+from offcore.options import NUMBER_MAX, JsonOption, parsed
 from offcore.report import JsonLines
 from offcore.sizes import parse_bytes
 
@@ -141,7 +141,10 @@ def run_command(
     file: FileArgument,
     machine: MachineOption = MACHINE,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of bytes and of the order; 0: in order.")
+        int,
+        typer.Option(
+            min=0, max=NUMBER_MAX, metavar="N", help="Of bytes and of the order; 0: in order."
+        ),
     ] = 1,
     ring: Annotated[
         str, typer.Option(metavar="SIZE", help="A ring's bytes, a power of two.")
@@ -149,7 +152,9 @@ def run_command(
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Commands: the memory from --base on.")
     ] = "1M",
-    base: Annotated[int, typer.Option(min=0, metavar="ADDRESS", help="Where it begins.")] = 0,
+    base: Annotated[
+        int, typer.Option(min=0, max=NUMBER_MAX, metavar="ADDRESS", help="Where it begins.")
+    ] = 0,
     json: JsonOption = None,
 ) -> None:
     """Execute commands on emulated engines, and check every byte of their memory.

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offcore import _core
+from offcore import _core, folders
 from offcore.errors import error
 
 FORMS = ("fenced", "copy_order")
@@ -49,10 +49,9 @@ class Verdict:
     date: str
 
 
-def cache_folder() -> Path:
-    """Where offcore keeps what it remembers."""
-    given = _core.env("OFFCORE_CACHE")
-    return Path(given or Path(_core.env("XDG_CACHE_HOME"), "offcore")).expanduser()
+def memory() -> Path:
+    """The file of verdicts."""
+    return folders.cache() / "signals.json"
 
 
 def driver_name(facts: dict[str, Any]) -> str:
@@ -63,7 +62,7 @@ def driver_name(facts: dict[str, Any]) -> str:
 
 def remembered() -> list[Verdict]:
     """Every verdict in the cache. Raises `Error`: invalid for a file that makes no sense."""
-    file = cache_folder() / "signals.json"
+    file = memory()
     try:
         return [Verdict(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
     except FileNotFoundError:
@@ -78,7 +77,7 @@ def remember(verdicts: Sequence[Verdict]) -> Path:
     def key(verdict: Verdict) -> tuple[str, str, str]:
         return verdict.driver, verdict.gpu, verdict.signals
 
-    file = cache_folder() / "signals.json"
+    file = memory()
     try:
         kept = [old for old in remembered() if key(old) not in map(key, verdicts)]
     except _core.Error:

@@ -21,8 +21,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from offcore import bench
+from offcore import bench, folders
 from offcore.errors import error
+from offcore.records import check_records, read_records
 from offcore.report import JsonLines, Row, Stamp, collect, format_us, to_json
 from offcore.sizes import format_bytes
 
@@ -32,6 +33,14 @@ GPU_SIZES = "1K:64K:4,128K:4M,16M:1G:4"  # every power of two where variants cha
 PROTOCOLS = "auto,eager,promise"
 
 _BYTES_MAX = 2**63 - 1
+_FORMS = {  # of the keys of a row that are looked at
+    **dict.fromkeys(("impl", "op", "machine", "timing", "date", "commit"), "str"),
+    **dict.fromkeys(("ranks", "bytes"), "int"),
+    **dict.fromkeys(("time_us", "time_us_min"), "float"),
+    **dict.fromkeys(("variant", "protocol", "asked", "signals"), "str | None"),
+    **{"in_place": "bool", "staged": "bool | None", "commands": "int | None"},
+}
+_OPTIONAL = ("asked", "signals", "staged", "timing")
 # Nearer than this to the fastest is as fast: at least this share, at most that one.
 _NOISE_MIN = 0.02
 _NOISE_MAX = 0.10
@@ -67,6 +76,13 @@ def measure(asked: Sequence[bench.Request], json_to: str | None) -> list[dict[st
     return [to_json(row, stamp) for row in rows]
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """Recorded rows. Raises invalid."""
+    records = read_records(path)
+    check_records(records, _FORMS, _OPTIONAL)
+    return records
+
+
 def noise(record: dict[str, Any]) -> float:
     """Microseconds by which a time may be off: from the least batch to the median, in bounds."""
     time_us = float(record["time_us"])
@@ -84,8 +100,9 @@ def winner(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _counts(record: dict[str, Any]) -> bool:
     """Whether a table may use the row: right bytes, measured in one of the ways that it knows."""
-    return (
+    return bool(
         record.get("impl") == "offcore"
+        and record.get("variant")
         and not record.get("wrong")
         and record.get("timing", "chain") == "chain"
         and record.get("asked", record.get("protocol")) in PROTOCOLS.split(",")
@@ -147,13 +164,11 @@ def machine_of(records: Iterable[dict[str, Any]]) -> str:
 def write(table: Sequence[dict[str, Any]], path: Path) -> None:
     """A row a line, which reads well in a diff. Raises invalid."""
     text = "[\n" + ",\n".join("  " + json.dumps(row) for row in table) + "\n]\n"
+    folders.prepare(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     except OSError as failure:
-        raise error(
-            "invalid", f"cannot write '{path}': {failure.strerror}; name another place by --out"
-        ) from None
+        raise error("invalid", f"cannot write '{path}': {failure.strerror}") from None
 
 
 def _place(row: dict[str, Any]) -> str:

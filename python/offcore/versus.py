@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offcore.report import format_us, read_records
+from offcore.records import read_records
+from offcore.report import format_us
 from offcore.sizes import format_bytes, parse_sizes
 
 Record = dict[str, Any]

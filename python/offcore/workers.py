@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import offcore
 from offcore import _core
-from offcore.baselines import Baseline, Place, Subject, open_baseline
+from offcore.baselines import Absent, Baseline, Place, Subject, open_baseline
 from offcore.bench import Form, Request, skip_or_raise
 from offcore.exercise import Exercise, facts_of
 from offcore.layout import Layout
@@ -141,10 +141,15 @@ class Worker:
             gpu=self._comm._gpus[0],
             stream=self._watch.stream if self._watch else 0,
         )
-        opened = {}
+        opened: dict[str, Baseline] = {}
         for name in names:
             self._step(f"opening {name}", _OPEN_S)
-            opened[name] = open_baseline(name, place)
+            try:
+                opened[name] = open_baseline(name, place)
+            except offcore.Error as failure:
+                if failure.code != "unavailable":
+                    raise
+                opened[name] = Absent(failure)  # on all ranks alike: they run the same packages
         return opened
 
     def run(self) -> None:

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
+import needs
 import ready
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from cuda_library import fake_cuda_library
 
 COMMAND = (sys.executable, "-m", "offcore.cli")
+
+
+def two_gpus():
+    """The environment of a machine of two GPUs, which the stand-in driver pretends to be."""
+    fake = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
+    return fake | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,30 @@ def offcore_cli(tmp_path_factory):
 
 
 @pytest.fixture
+def cli_without(tmp_path_factory):
+    """The command line where packages are not installed, and with GPUs, if asked for."""
+
+    def run(names, *words, gpus=False):
+        hidden = needs.hiding(tmp_path_factory.mktemp("hidden"), *names)
+        done = subprocess.run(
+            (*COMMAND, *map(str, words)),
+            env=os.environ | hidden | (two_gpus() if gpus else {}),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
 def gpu_cli(offcore_cli):
-    """The command line on a machine of two GPUs, which the stand-in driver pretends to be."""
-    given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
-    given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    """The command line on a machine of two GPUs."""
 
     def run(*words, env=None):
-        return offcore_cli(*words, env=given | (env or {}))
+        return offcore_cli(*words, env=two_gpus() | (env or {}))
 
     return run
 

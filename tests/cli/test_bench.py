@@ -1,6 +1,7 @@
 """`offcore bench`: rows, columns, checks, skips and refusals."""
 
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -190,7 +191,30 @@ def test_each_protocol_and_timing_has_its_rows(offcore_cli):
     assert {row["named"] for row in ran.records} == {True}
 
 
-@pytest.mark.torch
+def test_a_baseline_that_is_not_installed_is_named_and_left_out(cli_without):
+    words = ("--baseline", "gloo,memcpy", "--iters", "2", "--calls", "2", "--json", "-")
+    ran = cli_without(["torch"], "bench", "all_gather", *HOST, "--sizes", "4K", *words)
+    assert ran.status == 0, ran.err
+    assert ran.err.splitlines()[0] == "baseline gloo: unavailable: needs torch (pip install torch)"
+    assert {row["impl"] for row in ran.records} == {"offcore", "memcpy"}
+
+
+@pytest.mark.needs("torch")
+def test_a_baseline_whose_ranks_cannot_open_it_is_left_out(offcore_cli, tmp_path):
+    """torch is there, and has no gloo: only the ranks, which import it, can tell."""
+    (tmp_path / "torch").mkdir()
+    for name in ("__init__", "distributed"):
+        text = "def is_available(): return False\n"
+        (tmp_path / "torch" / f"{name}.py").write_text(text, "utf-8")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    words = ("--sizes", "4K", "--baseline", "gloo,memcpy", "--iters", "2", "--calls", "2")
+    ran = offcore_cli("bench", "all_gather", *HOST, *words, env={"PYTHONPATH": path})
+    assert ran.status == 0, ran.err
+    assert "baseline gloo: needs a torch that was built with gloo" in ran.out
+    assert "memcpy" in ran.out
+
+
+@pytest.mark.needs("torch")
 def test_host_beside_gloo():
     """All operations in the same two processes: to import torch takes longer than all else."""
     few = {"batches": 2, "calls": 3, "warmup": 1, "baselines": ["gloo"]}
@@ -205,6 +229,7 @@ def test_host_beside_gloo():
     assert len(rows) == len(gloo) + 2 * len(OPS)
 
 
+@pytest.mark.needs("matplotlib")
 def test_the_table_has_the_columns_and_marks_the_best(offcore_cli, tmp_path):
     file, picture = tmp_path / "rows.jsonl", tmp_path / "plot.svg"
     words = ("--sizes", "1K,4M", "--json", file, "--plot", picture)

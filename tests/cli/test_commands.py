@@ -57,6 +57,7 @@ def test_verify_of_a_file_that_is_not_there(offcore_cli):
     assert ran.err.startswith("offcore: invalid: cannot read 'no-such.dma'")
 
 
+@pytest.mark.needs("matplotlib")
 def test_breakdown_has_the_papers_phases(offcore_cli, tmp_path):
     picture = tmp_path / "phases.png"
     ran = offcore_cli("breakdown", "--machine", "mi300x-8", "--json", "-", "--plot", picture)
@@ -93,6 +94,15 @@ def test_version(offcore_cli):
     assert ran.out.startswith("offcore ")
 
 
+def test_demo_without_plots_says_so_first_and_ends_well(cli_without, tmp_path):
+    ran = cli_without(["matplotlib"], "demo", "--out", tmp_path, "--host-sizes", "4K")
+    assert ran.status == 0, ran.err
+    assert ran.out.startswith("without plots: plots need matplotlib: pip install")
+    assert ran.out.rstrip().endswith("no byte is wrong")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.needs("matplotlib")
 def test_demo_shows_both_machines(offcore_cli, tmp_path):
     ran = offcore_cli("demo", "--out", tmp_path, "--host-sizes", "4K")
     assert ran.status == 0, ran.err

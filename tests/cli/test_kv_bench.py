@@ -2,16 +2,20 @@
 check of bytes behind their column #wrong, which has to find what is wrong."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from offcore import plot
 from offcore.kv_bench import Clock, Plan, run
 from offcore.kv_case import DIRECTIONS, LAYOUTS, Case
 from offcore.kv_models import MODELS, Geometry
 from offcore.kv_peers import open_way
-from offcore.kv_plot import speedups
+from offcore.kv_plot import rows_figure, speedups
+from offcore.records import read_records
 
+ROOT = Path(__file__).parents[2]
 FIELDS = {
     *("impl", "direction", "layout", "page_bytes", "layers", "blocks", "gbps", "ceiling_gbps"),
     *("submit_us", "gemm_slowdown", "wrong", "run", "versions", "commit", "date", "model"),
@@ -32,12 +36,13 @@ def test_geometries() -> None:
     assert MODELS["qwen2.5-0.5b"].blocks(4097) == 257
 
 
+@pytest.mark.needs("matplotlib")
 def test_rows_and_a_plot_without_a_gpu(offcore_cli, tmp_path) -> None:
     rows = tmp_path / "kv.jsonl"
     words = ("--model", "qwen2.5-0.5b,qwen2.5-1.5b", "--tokens", "64", "--backend", "host")
     words += ("--direction", "load,store,both", "--baseline", "loop,batch,vllm", "--iters", "2")
-    plot = tmp_path / "kv.png"
-    ran = offcore_cli("kv", "bench", *words, "--json", rows, "--plot", plot)
+    picture = tmp_path / "kv.png"
+    ran = offcore_cli("kv", "bench", *words, "--json", rows, "--plot", picture)
     assert ran.status == 0, ran.err
     assert "batch is absent: backend host has no driver" in ran.out
     found = [json.loads(line) for line in rows.open()]
@@ -54,7 +59,7 @@ def test_rows_and_a_plot_without_a_gpu(offcore_cli, tmp_path) -> None:
         assert row.keys() >= FIELDS
         assert (row["wrong"], row["gemm_slowdown"], row["blocks"]) == (0, None, 4)
         assert min(row["gbps"], row["ceiling_gbps"], row["submit_us"]) > 0
-    assert plot.stat().st_size > 0
+    assert picture.stat().st_size > 0
     figure = tmp_path / "f.png"
     assert offcore_cli("kv", "plot", rows, "--figure", "16", "--out", figure).status == 0
     assert figure.stat().st_size > 0
@@ -73,10 +78,29 @@ def test_cases_without_a_model_are_told_apart() -> None:
         for impl, time in (("loop", 8), ("offcore", own))
     ]
     assert speedups(rows, 16) == {
-        "28 x 8K\n64 blocks": {"offcore": 8},
-        "28 x 16K\n64 blocks": {"offcore": 4},
-        "1 x 8K\n256 blocks": {"offcore": 2},
+        "load": {
+            "28 x 8K\n64 blocks": {"offcore": 8},
+            "28 x 16K\n64 blocks": {"offcore": 4},
+            "1 x 8K\n256 blocks": {"offcore": 2},
+        }
     }
+
+
+@pytest.mark.needs("matplotlib")
+def test_a_plot_of_many_cases_can_be_read() -> None:
+    """It is no wider than a page or a screen, and bars keep the room for their numbers."""
+    records = read_records(ROOT / "benchmarks" / "results" / "cuda-kv.jsonl")
+    figure = rows_figure(records, 16)
+    width, height = figure.get_size_inches() * 140
+    assert max(width, height) < 2500
+    told = [text.get_text() for axes in figure.axes for text in axes.get_xticklabels()]
+    assert len(told) == sum(map(len, speedups(records, 16).values()))
+    for axes in figure.axes:
+        groups = len(axes.get_xticklabels())
+        assert 1 <= groups <= 10
+        inches = axes.get_window_extent().width / figure.dpi
+        assert inches / (axes.get_xlim()[1] - axes.get_xlim()[0]) > 0.7
+    plot.pyplot().close(figure)
 
 
 def test_what_cannot_be_measured(offcore_cli) -> None:

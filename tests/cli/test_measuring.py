@@ -2,6 +2,7 @@
 
 import io
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,11 @@ from offcore.baselines import Subject, check_baseline
 from offcore.bench import Request
 from offcore.layout import Layout
 from offcore.nccl import kernels_of, verdict
+from offcore.records import read_records
 from offcore.timers import HostTimer, StreamTimer
 from offcore.workers import Entry, Worker
+
+ROOT = Path(__file__).parents[2]
 
 
 class Watch:
@@ -216,6 +220,7 @@ def test_what_auto_chose_is_one_line_whatever_it_chose():
     }
 
 
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(("number", "op"), [(13, "all_gather"), (14, "all_to_all")])
 def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
     picture = tmp_path / "figure.svg"
@@ -225,6 +230,28 @@ def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
         assert f"<!-- {label} -->" in text or label in text
 
 
+@pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize("name", ["cuda-h200-2", "cuda-h200-4"])
+def test_lines_of_recorded_rows_can_be_told_apart(name):
+    """In each panel: few lines, no two alike, and of offcore's no two ways of one colour."""
+    records = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
+    figure = plot.rows_figure(report.rows_of(records))
+    assert len(figure.axes) == 4  # two operations, two signal forms
+    for axes in figure.axes:
+        lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+        assert 7 <= len(lines) <= 10
+        looks = {
+            (one.get_color(), one.get_linestyle(), one.get_marker(), one.get_markerfacecolor())
+            for one in lines
+        }
+        assert len(looks) == len(lines)
+        own = [one for one in lines if one.get_label().startswith("offcore")]
+        ways = {one.get_label().removesuffix(", sm") for one in own}
+        assert len({one.get_color() for one in own}) == len(ways) == 3
+    plot.pyplot().close(figure)
+
+
+@pytest.mark.needs("matplotlib")
 def test_plot_reads_files_of_rows(offcore_cli, tmp_path):
     file, picture = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     file.write_text("".join(map(report.dumps, run_of("a"))))

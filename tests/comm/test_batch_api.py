@@ -52,7 +52,7 @@ def test_other_kinds_of_arrays() -> None:
     assert bytes(dst[:8]) == b"12345678"
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_torch_tensors() -> None:
     import torch
 

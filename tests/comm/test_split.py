@@ -98,7 +98,7 @@ def test_the_log_tells_what_was_chosen_once() -> None:
     assert "new: " in chosen
     assert "b2b, barrier, fenced" in chosen
     assert len([line for line in logged("debug") if "all_gather" in line]) == 3
-    assert "OFFCORE_LOG is 'loud': off, info or debug" in logged("loud")[-1]
+    assert "OFFCORE_LOG is 'loud': it must be one of off, info, debug" in logged("loud")[-1]
 
 
 def test_ranges_around_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +124,3 @@ def test_ranges_around_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Error, match=r"pip install 'offcore\[nvtx\]'") as told:
         offcore.Communicator(backend="host", ranks=2)
     assert told.value.code == "unavailable"
-    monkeypatch.setenv("OFFCORE_NVTX", "yes")
-    with pytest.raises(Error, match="0 or 1"):
-        offcore.Communicator(backend="host", ranks=2)

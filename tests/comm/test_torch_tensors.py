@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import needs
 import offcore
 
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+needs.require("torch")
+import torch  # noqa: E402
 
 DTYPES = "bool uint8 int16 uint16 int64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn"
 

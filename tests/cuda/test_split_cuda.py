@@ -135,7 +135,7 @@ def test_ranks_as_threads() -> None:
     assert run(body, free_store()) == ""
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_groups_of_torch() -> None:
     """Communicators of torch's groups, and groups of them; torch here has no GPU of its own."""
     text = """

@@ -1,7 +1,6 @@
 """The stress of the signal forms, and what `signals="auto"` makes of it, on the stand-in driver."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -161,16 +160,14 @@ def test_ranks_have_one_form(tmp_path: Path) -> None:
         assert words in told[1] or wanted, told
 
 
+@pytest.mark.needs("ptxas")
 def test_the_kernels_assemble(tmp_path: Path) -> None:
     """As the driver compiles them, for the GPUs from Turing to Blackwell."""
-    assembler = shutil.which("ptxas")
-    if assembler is None:
-        pytest.skip("ptxas, of CUDA's toolkit, is not here")
     source = Path(__file__).parents[2] / "core" / "backend" / "cuda" / "resident.cpp"
     text = source.read_text("utf-8").split('R"(')[1].split(')";')[0]
     (tmp_path / "kernels.ptx").write_text(text)
     for target in ("sm_75", "sm_90", "sm_100"):
-        command = [assembler, f"-arch={target}", "kernels.ptx", "-o", "kernels.cubin"]
+        command = ["ptxas", f"-arch={target}", "kernels.ptx", "-o", "kernels.cubin"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
 

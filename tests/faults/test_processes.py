@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -125,7 +124,7 @@ def test_little_address_space(
     assert (ends[0].get("code") is None) == (ends[1].get("code") is None), ends
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.needs("unshare")
 def test_a_full_dev_shm(start_ranks: Start) -> None:
     """Windows are no files in /dev/shm: that it is full is no matter."""
     script = "mount -t tmpfs -o size=4k none /dev/shm && head -c 8k /dev/zero > /dev/shm/full; exec"

@@ -230,14 +230,6 @@ def test_a_timeout_names_queue_and_command_and_the_wait_may_be_repeated() -> Non
     assert "poll flag[0]:" in message
 
 
-def test_a_number_of_cores_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("many", "-1", "2.5", "99999999999"):
-        monkeypatch.setenv("OFFCORE_HOST_CORES", text)
-        with pytest.raises(Error, match="OFFCORE_HOST_CORES is") as caught:
-            offcore.Communicator(backend="host", ranks=2)
-        assert caught.value.code == "invalid"
-
-
 def test_memory_that_is_not_there() -> None:
     with offcore.Communicator(backend="host", ranks=2, timeout=10) as comm:
         with pytest.raises(Error, match=r"cannot allocate 1125899906842624 bytes.*available") as e:

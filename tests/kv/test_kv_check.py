@@ -9,7 +9,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_random_transfers_are_right() -> None:
     command = [
         sys.executable,

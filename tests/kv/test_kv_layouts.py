@@ -178,7 +178,7 @@ def test_tensors_at_equal_steps_fold_and_others_do_not() -> None:
     assert kv.Layout(turned).copies() == [(1, 60)]
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_torch_tensors_of_any_strides() -> None:
     import torch
 

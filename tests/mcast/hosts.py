@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ from typing import Any
 
 import pytest
 
+import needs
+
 UNSHARE = ["unshare", "-Urnm", "--map-root-user"]
 
 
 @cache
-def why_not(*tools: str) -> str:
-    """Empty where namespaces and tools are here."""
-    for tool in ("unshare", "ip", *tools):
-        if shutil.which(tool) is None:
-            return f"{tool} is not installed"
+def refused() -> str:
+    """Why this kernel has no namespaces with a switch for us; empty where it has."""
     tried = subprocess.run(
         [*UNSHARE, "ip", "link", "add", "b0", "type", "bridge"], capture_output=True, text=True
     )
@@ -83,7 +81,8 @@ def leaving_hosts(
 
 
 def _told(task: dict[str, Any], tools: tuple[str, ...]) -> Any:
-    if reason := why_not(*tools):
+    needs.require("unshare", "ip", *tools)
+    if reason := refused():
         pytest.skip(reason)
     worker = Path(__file__).with_name("host_worker.py")
     done = subprocess.run(

@@ -21,7 +21,7 @@ TREES = st.one_of(
 
 
 def us(nbytes: float, wire: Wire = IDEAL) -> float:
-    return nbytes / (wire.gbps / 8) / 1e3
+    return nbytes / (wire.gbitps / 8) / 1e3
 
 
 def crossed(tree: Tree) -> int:
@@ -180,7 +180,7 @@ def test_two_thousand_hosts() -> None:
         (Tree("t", 0, 1), Wire(), Load("all_gather", "ring", 1)),
         (Tree("t", 9, 2, 1, 0), Wire(), Load("all_gather", "ring", 1)),
         (Tree("t", 9, 2, 1, 1, 2, 0), Wire(), Load("all_gather", "ring", 1)),
-        (paper(4), Wire(gbps=0), Load("all_gather", "ring", 1)),
+        (paper(4), Wire(gbitps=0), Load("all_gather", "ring", 1)),
         (paper(4), Wire(), Load("all_gather", "knomial", 1)),
         (paper(4), Wire(), Load("gather", "ring", 1)),
         (paper(6), Wire(), Load("all_gather", "doubling", 1)),

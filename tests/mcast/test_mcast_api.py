@@ -186,7 +186,7 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
         {"chains": 0},
         {"subgroups": 65},
         {"interface": "no-such"},
-        {"link_gbps": 0.0},
+        {"link_gbitps": 0.0},
         {"timeout": float("inf")},
         {"timeout": -1.0},
         {"silence": float("nan")},

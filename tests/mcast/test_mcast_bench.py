@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from offcore import mcast_bench, namespaces
+from offcore import mcast_bench, plot, reproduce_mcast
 
-REFUSED = namespaces.refused()
-on_namespaces = pytest.mark.skipif(REFUSED is not None, reason=f"no namespaces: {REFUSED}")
+on_namespaces = pytest.mark.needs("namespaces", "tc")
 ROW = {
     "impl", "op", "hosts", "bytes", "loss", "time_us", "time_us_p90", "goodput_gbps", "wrong",
     "fetched_chunks", "duplicates", "switch_bytes", "run", "versions", "commit", "date",
@@ -98,7 +98,7 @@ def test_soak_looks_at_every_byte_under_each_fault(tmp_path: Path) -> None:
 
 
 @on_namespaces
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_gloo_beside() -> None:
     rows = rows_of("bench", "broadcast", "--hosts", "2", "--sizes", "64K", "--impls",
                    "offcore,gloo", "--batches", "1")  # fmt: skip
@@ -133,6 +133,7 @@ def test_refusals(words: list[str], says: str) -> None:
     assert says in done.stderr
 
 
+@pytest.mark.needs("matplotlib")
 def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     rows = rows_of("simulate", "all_gather", "--hosts", "32", "--sizes", "1M", "--chains", "1,4",
@@ -146,6 +147,22 @@ def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
     assert "multicast, 4 chains" in plot.read_text()
 
 
+@pytest.mark.needs("matplotlib")
+def test_figure_12_speaks_of_diamonds_where_they_are_drawn() -> None:
+    [figure] = [one for one in reproduce_mcast.FIGURES if one.name == "figure12"]
+    counted = {"multicast": 2_000_000, "ring": 4_000_000}
+    found = SimpleNamespace(ports={op: counted for op in ("broadcast", "all_gather")})
+    rows = reproduce_mcast.recorded(Path(__file__).parents[2] / "benchmarks" / "results")
+    for given in (rows, []):
+        drawn = figure.draw(found, given)
+        diamonds = [line for axes in drawn.axes for line in axes.get_lines()]
+        assert len(diamonds) == (2 if given else 0)
+        assert {line.get_marker() for line in diamonds} <= {"D"}
+        assert ("iamonds" in figure.told(given)) == bool(given)
+        plot.pyplot().close(drawn)
+
+
+@pytest.mark.needs("matplotlib")
 def test_reproduce_mcast_draws_every_figure(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "offcore.cli", "reproduce", "mcast", "--out", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)

@@ -10,7 +10,7 @@ from crews import free_address
 RANKS = 3
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_init_process_group_just_works() -> None:
     port = free_address().rpartition(":")[2]
     script = str(Path(__file__).with_name("torch_ranks.py"))

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 import offcore
-from offcore import namespaces, plain_exchange
+from offcore import plain_exchange
 from offcore.fat_tree import Load, Wire, run
 from offcore.testbed import Testbed
 from offcore.testbed_faults import PSN_BIT, Faults, counts
 from offcore.testbed_run import Place
 from offcore.testbed_run import run as on_testbed
 
-REFUSED = namespaces.refused()
-pytestmark = pytest.mark.skipif(REFUSED is not None, reason=f"no namespaces here: {REFUSED}")
+pytestmark = pytest.mark.needs("namespaces", "tc")
 HERE = Path(__file__).parent
 BLOCK = 16 * 1024
 

@@ -117,8 +117,8 @@ def test_other_machines_have_no_published_rows() -> None:
     assert raised.value.code == "unsupported"
 
 
+@pytest.mark.needs("scipy")
 def test_a_solution_is_found_within_the_ranges() -> None:
-    pytest.importorskip("scipy")
     parameters = (
         fit.Parameter("a", "us", "inside", 1, 100, 10),
         fit.Parameter("b", "us", "beyond its range", 1, 100, 10),
@@ -132,9 +132,9 @@ def test_a_solution_is_found_within_the_ranges() -> None:
     assert found == pytest.approx({"a": 30, "b": 100}, rel=1e-3)
 
 
+@pytest.mark.needs("scipy")
 def test_the_committed_fit_is_where_the_fit_ends() -> None:
     """From the committed place, and from one 10 % beside it, a few steps find no better one."""
-    pytest.importorskip("scipy")
     model = calibrated.load()
     objective = fit.Objective(model.machine, sweep.programs(model.machine))
     cost = objective.cost(model.values)
@@ -145,9 +145,9 @@ def test_the_committed_fit_is_where_the_fit_ends() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.needs("scipy")
 @pytest.mark.timeout(3600)
 def test_calibrate_finds_what_is_committed(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     record = calibrated.load().record
     told: list[str] = []
     again = calibrate.calibrate("mi300x-8", record["seed"], record["starts"], told.append)

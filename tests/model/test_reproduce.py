@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import needs
 import offcore
 from offcore import _core, explain, machines, reproduce
 from offcore.latte import figures, rows
@@ -33,7 +34,7 @@ def offcore_command(*words: str, cwd: Path, **env: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
-    pytest.importorskip("matplotlib")
+    needs.require("matplotlib")
     folder = tmp_path_factory.mktemp("reproduced")
     start_s = time.monotonic()
     ran = offcore_command("reproduce", "latte", "--out", "out", "--json", "rows.jsonl", cwd=folder)
@@ -86,8 +87,8 @@ def test_claims_and_residuals_are_printed(reproduced: tuple[Path, str, float]) -
         assert words in html
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_model_that_is_wrong_does_not_pass(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     data = json.loads((ROOT / "machines" / "mi300x-8.json").read_text())
     data["cost"]["doorbell_ns"] *= 3
     (tmp_path / "mi300x-8.json").write_text(json.dumps(data))

@@ -133,6 +133,14 @@ def check_names(path: str, text: str) -> Findings:
     ]
 
 
+def check_rates(path: str, text: str) -> Findings:
+    """_gbps are 1e9 bytes a second everywhere; of a network only goodput is counted so."""
+    return [
+        (number, f"{match[0]}: a rate in bits is named _gbitps")
+        for number, match in lines_matching(r"\b(?!goodput_gbps\b)\w*(?:gbps|gbit_s)\b", text)
+    ]
+
+
 def check_environment(path: str, text: str) -> Findings:
     """Every environment variable is read through core/base/env.h."""
     if path in ENVIRONMENT_READERS:
@@ -288,6 +296,7 @@ RULES: list[tuple[Callable[[str, str], Findings], Callable[[str], bool]]] = [
     (check_text, lambda path: True),
     (check_size, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_names, under(*SOURCES, suffixes=(*CPP, ".py"))),
+    (check_rates, lambda path: re.search(r"mcast|fat_tree|simgrid", path) is not None),
     (check_environment, under("core/", "python/", suffixes=(*CPP, ".py"))),
     (check_cpp_functions, under("core/", "python/", suffixes=CPP)),
     (check_python_functions, under(*SOURCES, suffixes=(".py",))),

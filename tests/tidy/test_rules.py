@@ -49,6 +49,7 @@ PLANTED = {
     "tall": ("core/ir/a.h", header(*["//"] * 499), "501 lines"),
     "name_cpp": ("core/ir/a.h", header("class QueueManager {};"), "QueueManager: name it"),
     "name_python": ("tests/a.py", "class ThingBase:\n    pass\n", "ThingBase: name it"),
+    "bits": ("core/mcast/a.h", header("double link_gbps;"), "link_gbps: a rate in bits"),
     "getenv": ("core/ir/a.h", header('auto x = std::getenv("X");'), "getenv: read it through"),
     "environ": (
         "python/offcore/a.py",

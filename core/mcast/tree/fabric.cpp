@@ -20,9 +20,9 @@ Fabric::Fabric(const TreeShape& shape, const Wire& wire, int lanes)
     : tree_(shape),
       wire_(wire),
       segment_bytes_(wire.segment_bytes > 0 ? wire.segment_bytes : wire.packet_bytes),
-      ps_per_byte_(8000.0 / wire.gbps),
+      ps_per_byte_(8000.0 / wire.gbitps),
       hop_time_(from_ns(wire.hop_ns)) {
-  if (wire.gbps <= 0 || wire.packet_bytes < 1 || segment_bytes_ < 1 || wire.recv_workers < 1 ||
+  if (wire.gbitps <= 0 || wire.packet_bytes < 1 || segment_bytes_ < 1 || wire.recv_workers < 1 ||
       wire.hop_ns < 0 || wire.ack_packets < 1)
     fail(Code::invalid, "links need a bandwidth, packets a length, hosts a receive worker");
   const auto hosts = static_cast<size_t>(tree_.hosts());

@@ -20,7 +20,7 @@ using Time = int64_t;  // picoseconds
 inline constexpr Time kPerNs = 1000;
 
 struct Wire {
-  double gbps = 56;             // 1e9 bits a second, of a link in each direction
+  double gbitps = 56;           // 1e9 bits a second, of a link in each direction
   double hop_ns = 300;          // from a link's start to the next one's, packets of no length
   bool cut_through = true;      // a switch sends on what it has not yet wholly received
   int packet_bytes = 4096;      // payload of one packet
