@@ -5,7 +5,8 @@
 //   shape     rows >= 1, bytes >= 1, step meanings, one queue per (rank, index), buffers seen only
 //             by those who may (a local buffer by its own rank's queues); fields that the text
 //             does not show are 0; an armed engine queue starts with a poll; at most 2^22 rows
-//   words     signals of one word have distinct values and are ordered; values lie in 1..span
+//   words     signals of one word have distinct values and are ordered, where each row of a signal
+//             is an event of its own; values lie in 1..span
 //   unmatched a poll that no signal can satisfy
 //   deadlock  queues that wait for each other for ever, or an armed queue whose first poll is not
 //             released by its own rank's caller
