@@ -294,7 +294,8 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`."""
+        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`. Others may pass
+        None, if a prelaunched broadcast's root does not change between both forms (mismatch)."""
         return self._start("broadcast", out, inp, None, root, variant, protocol, lane)
 
     def scatter(
@@ -307,7 +308,7 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Part q of the root's input becomes rank q's output. inp: None on other ranks."""
+        """Part q of the root's input becomes rank q's output. inp: others may pass None."""
         return self._start("scatter", out, inp, None, root, variant, protocol, lane)
 
     def scatter_v(

@@ -58,8 +58,9 @@ def program_of(
         raise error("invalid", f"machine {machine.name} has {machine.ranks} ranks, not {ranks}")
     moves = moves_of(op, ranks, nbytes, in_place)
     entering = protocol_of(moves, protocol)
-    if variant == "auto":
-        variant, _ = _core.choose(moves, nbytes, machine, entering)
+    if variant == "auto":  # the leaves of a broadcast cannot tell whether its root is in place
+        alike = moves_of(op, ranks, nbytes, in_place or op == "broadcast")
+        variant, _ = _core.choose(alike, nbytes, machine, entering)
     return _core.plan(moves, variant, machine, entering)
 
 
