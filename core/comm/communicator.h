@@ -175,7 +175,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<Plan> meet_in_graph(const Request& request, const Lookup& lookup,
                                       const std::string& text, Lane& lane, Turn& turn);
   Settled agree(Lane& lane, const Entry& mine, const Facts& facts, Turn& turn);
-  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
+  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged,
+                                  const Deadline& deadline);
+  // What ranks plan alike fails on all of them alike, but for a rank that takes too long.
+  template <typename Step>
+  void in_time(const Step& step) {
+    try {
+      step();
+    } catch (const Error& error) {
+      if (error.code() != Code::timeout || alone()) throw;
+      abort();
+      fail(Code::timeout, error.message(), "; the communicator is dead");
+    }
+  }
   void tell(const Plan& plan) const;
   Graph& graph(Lane& lane, uint64_t capture, Turn& turn);
   Graph* take_over(const Lane& lane, Turn& turn) const;

@@ -50,10 +50,11 @@ std::string text_of(const Request& request, const Facts& facts, const Machine& m
 }
 
 Choice variant_of(const Request& request, const Facts& facts, const Machine& machine,
-                  const Protocol& protocol) {
+                  const Protocol& protocol, const Deadline& deadline) {
   const bool chosen = request.variant == "auto";
-  Choice choice = chosen ? choose(moves_of(shared(facts)), facts.total_bytes, machine, protocol)
-                         : Choice{.variant = parse_variant(request.variant)};
+  Choice choice =
+      chosen ? choose(moves_of(shared(facts)), facts.total_bytes, machine, protocol, deadline)
+             : Choice{.variant = parse_variant(request.variant)};
   if (!request.view() || !facts.in_place || !choice.variant.prelaunch) return choice;
   if (!chosen) {
     fail(Code::unsupported,
@@ -139,7 +140,7 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& l
   const bool same_place = settled.place == mine.place && target.window != Target::kOutside;
   check_promise(request, same_place);
   const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
-  std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged);
+  std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged, turn.deadline());
   equip(*plan, lane, turn);
   mine.decided = true;
   if (staged) mine.place = kOutsidePlace;
@@ -169,7 +170,7 @@ std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const 
   const std::string key = cache_key(request, lookup.facts, target);
   std::shared_ptr<Plan> plan = plans_.find(key);
   if (plan == nullptr) {
-    plan = make_plan(request, lookup.facts, staged);
+    plan = make_plan(request, lookup.facts, staged, turn.deadline());
     plans_.keep(key, plan, false);
   }
   plan->entry = std::make_shared<const Entry>(mine);
@@ -197,13 +198,16 @@ Communicator::Settled Communicator::agree(Lane& lane, const Entry& mine, const F
 }
 
 std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Facts& facts,
-                                              bool staged) {
+                                              bool staged, const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const Choice choice = variant_of(request, facts, machine, protocol);
-  plan->program = offcore::plan(moves, choice.variant, machine, protocol);
+  Choice choice;
+  in_time([&] {
+    choice = variant_of(request, facts, machine, protocol, deadline);
+    plan->program = offcore::plan(moves, choice.variant, machine, protocol, deadline);
+  });
   const std::shared_ptr<const Program> whole = plan->program;
   if (request.protocol == "credits" && whole->mode != Mode::capture && protocol.entry && !staged) {
     if (whole->mode == Mode::armed) {

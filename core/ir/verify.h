@@ -23,13 +23,14 @@
 //             Either way the word is 0 again before it can be signalled anew. The protocol is
 //             barrier.
 #pragma once
+#include "core/base/clock.h"
 #include "core/ir/program.h"
 
 namespace offcore {
 
 // Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>". A hazard names both sides, a
-// deadlock every stuck queue; commands count from 0.
-void verify(const Program& program);
+// deadlock every stuck queue; commands count from 0. Throws timeout.
+void verify(const Program& program, const Deadline& deadline = Deadline::never());
 
 // Only bounds, shape and the values of words: the rules that ask one command at a time.
 void verify_form(const Program& program);

@@ -430,10 +430,11 @@ Program lower(const Moves& moves, const Variant& variant, const Machine& machine
 }
 
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
-                                    const Machine& machine, const Protocol& protocol) {
+                                    const Machine& machine, const Protocol& protocol,
+                                    const Deadline& deadline) {
   auto program =
       std::make_shared<Program>(legalize(lower(moves, variant, machine, protocol), machine));
-  verify(*program);
+  verify(*program, deadline);
   return program;
 }
 
