@@ -55,7 +55,10 @@ def settings_of(draw: st.DrawFn) -> tuple[Any, int, str, Any]:
         machine.links = links
     ranks = draw(st.integers(2, machine.ranks))
     variant = draw(st.sampled_from(VARIANTS))
-    return machine, ranks, variant, PROTOCOLS[draw(st.sampled_from(sorted(PROTOCOLS)))]
+    protocols = list(PROTOCOLS.values())
+    if machine.flags == _core.FlagHome.peer:  # where programs can be captured
+        protocols += [_core.Protocol(staged=staged, captured=True) for staged in (False, True)]
+    return machine, ranks, variant, draw(st.sampled_from(protocols))
 
 
 SIZES = st.sampled_from([1, 64, 4096, 300_000, 3 << 20, 40 << 20])
