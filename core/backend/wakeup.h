@@ -24,6 +24,15 @@ inline bool reached_value(uint32_t value, uint32_t target) {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
+// Sets the word to `target` unless it is there or beyond already: a word never falls back.
+inline void raise_word(std::atomic_ref<uint32_t> word, uint32_t target) {
+  uint32_t value = word.load(std::memory_order_relaxed);
+  while (!reached_value(value, target) &&
+         !word.compare_exchange_weak(value, target, std::memory_order_release,
+                                     std::memory_order_relaxed)) {
+  }
+}
+
 // Tells the rank's sleepers that a word has changed. Call it after the word's release store.
 void wake(Wakeup& wakeup);
 

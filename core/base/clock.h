@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "core/base/error.h"
+
 namespace offcore {
 
 inline int64_t now_ns() {
@@ -34,8 +36,12 @@ class Deadline {
     const int64_t now = now_ns();
     return Deadline(wait_ns >= INT64_MAX - now ? INT64_MAX : now + wait_ns, wait_ns);
   }
+  static Deadline never() { return after_ns(INT64_MAX); }
+  // Throws invalid for what is no time to wait: less than none, or NaN.
   static Deadline after_s(double wait_s) {
-    if (!(wait_s > 0)) return after_ns(0);  // nor is NaN a time to wait
+    if (!(wait_s >= 0)) {
+      fail(Code::invalid, "a timeout of ", wait_s, " s: it must be 0 s or more");
+    }
     return after_ns(wait_s >= 9e9 ? INT64_MAX : static_cast<int64_t>(wait_s * 1e9));
   }
   // An earlier end for a part of the same wait: messages still tell the whole wait.

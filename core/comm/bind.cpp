@@ -169,7 +169,7 @@ bool Communicator::bind_own(const Program& program, const Request& request, Laun
   bool moved = false;
   for (size_t id = 1; id < program.buffers.size(); ++id) {
     const std::vector<Operand>* side = own_side(program.buffers[id], request);
-    for (size_t i = 0; side != nullptr && i < local_ranks_.size(); ++i) {
+    for (size_t i = 0; side != nullptr && i < side->size(); ++i) {
       std::byte*& base = launch.binding.base(static_cast<BufferId>(id), local_ranks_[i]);
       moved |= base != (*side)[i].data;
       base = (*side)[i].data;

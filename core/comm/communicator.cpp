@@ -2,6 +2,7 @@
 
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
@@ -100,8 +101,10 @@ std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& dea
     return Window::create(*backend_, turn.ranks_together(), ranks_, bytes, deadline);
   });
   check_alive();
-  windows_.push_back(window);
-  log_.info("window ", windows_.size() - 1, ": ", bytes, " bytes a rank");
+  std::erase_if(windows_, [](const Numbered& made) { return made.window.expired(); });
+  windows_.push_back({.number = windows_made_, .window = window});
+  log_.info("window ", windows_made_, ": ", bytes, " bytes a rank");
+  ++windows_made_;
   return window;
 }
 
@@ -119,8 +122,8 @@ std::vector<std::string> Communicator::exchange(const std::string& tag, const st
 
 void Communicator::locate(Operand& operand, Rank rank) const {
   if (operand.window || operand.data == nullptr || operand.bytes == 0) return;
-  for (const auto& candidate : windows_) {
-    const auto window = candidate.lock();
+  for (const Numbered& made : windows_) {
+    const auto window = made.window.lock();
     if (!window) continue;
     if (const auto offset = window->contains(rank, operand.data, operand.bytes)) {
       operand.window = window;
@@ -131,7 +134,7 @@ void Communicator::locate(Operand& operand, Rank rank) const {
 }
 
 // What every call begins with.
-Communicator::Lookup Communicator::look_up(Request& request) const {
+Communicator::Lookup Communicator::look_up(Request& request) {
   if (request.view()) lay_view(request);
   for (auto* side : {&request.out, &request.in}) {
     for (size_t i = 0; i < side->size() && i < local_ranks_.size(); ++i) {
@@ -141,15 +144,18 @@ Communicator::Lookup Communicator::look_up(Request& request) const {
   Lookup lookup{.facts = facts_of(request, ranks_, local_ranks_)};
   lookup.target = target_of(request, lookup.facts);
   lookup.key = cache_key(request, lookup.facts, lookup.target);
-  if (const auto found = plans_.find(lookup.key); found != plans_.end()) {
-    lookup.plan = found->second;
-  }
+  lookup.plan = plans_.find(lookup.key);
   return lookup;
 }
 
-bool Communicator::knows(Request request) const {
+bool Communicator::knows(Request request) {
   const std::scoped_lock lock(turns_.mutex);
   return look_up(request).plan != nullptr;
+}
+
+std::pair<size_t, size_t> Communicator::kept() const {
+  const std::scoped_lock lock(turns_.mutex);
+  return {plans_.size(), windows_.size()};
 }
 
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
@@ -214,7 +220,7 @@ void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
   }
   lane.journal.publish(own, sequence, entry);
   lane.refused.reset();
-  if (entry.decided()) return;
+  if (entry.decided) return;
   for (Rank peer = 0; peer < ranks_; ++peer) wake(wakeup(peer));
 }
 

@@ -6,6 +6,10 @@
 // the caller's buffers (the same place of the same window on every rank) or in slots. Afterwards
 // nothing goes over the wire but the operation itself; the journal still tells when ranks diverge.
 //
+// A rank that has no plan where others have (it dropped it, or only its own part of the call is
+// new: a gather's root with another output) waits until all have come to the call, and does as the
+// others' records say.
+//
 // In a stream that is being captured an operation becomes part of a graph and does not run (mode
 // capture). The ranks meet at every such call, and the n-th graph of a lane is the same one on all.
 //
@@ -19,6 +23,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/backend/backend.h"
@@ -26,6 +31,7 @@
 #include "core/base/error.h"
 #include "core/base/log.h"
 #include "core/comm/lane.h"
+#include "core/comm/plans.h"
 #include "core/comm/request.h"
 #include "core/comm/turn.h"
 #include "core/plan/plan.h"
@@ -52,7 +58,6 @@ struct Result {
 };
 
 class Communicator;
-struct Plan;  // what a communicator keeps for a plan key
 
 // One operation under way.
 class Pending {
@@ -105,7 +110,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Slots::Place next_input(uint32_t lane, uint64_t bytes, const Deadline& deadline);
 
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
-  bool knows(Request request) const;
+  bool knows(Request request);
+  // How many plans and windows it keeps track of: bounded, whatever is called and made.
+  std::pair<size_t, size_t> kept() const;
 
   // Every rank's text, by rank. Collective; throws unsupported where all ranks are local.
   std::vector<std::string> exchange(const std::string& tag, const std::string& text,
@@ -140,6 +147,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     template <typename Step>
     void run(const Step& step) const;
   };
+  // Where all ranks' data lands: the digest of a place.
+  struct Settled {
+    uint64_t place = 0;
+    bool before = false;  // by ranks that have the plan already
+  };
   friend class Pending;
 
   Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
@@ -150,7 +162,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Lane& lane(uint32_t index, Turn& turn);
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
-  Lookup look_up(Request& request) const;
+  Lookup look_up(Request& request);
   void lay_view(Request& request) const;
   Target target_of(const Request& request, const Facts& facts) const;
   // What ranks do together, `call` in words: the others hear of it, and at a timeout this rank
@@ -173,16 +185,29 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // As meet, into a graph that is being captured: at every call, since replays tell nobody.
   std::shared_ptr<Plan> meet_in_graph(const Request& request, const Lookup& lookup,
                                       const std::string& text, Lane& lane, Turn& turn);
-  bool agree(const Request& request, Lane& lane, const Entry& mine, const Target& target,
-             Turn& turn);
-  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged);
+  Settled agree(Lane& lane, const Entry& mine, const Facts& facts, Turn& turn);
+  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged,
+                                  const Deadline& deadline);
+  // What ranks plan alike fails on all of them alike, but for a rank that takes too long.
+  template <typename Step>
+  void in_time(const Step& step) {
+    try {
+      step();
+    } catch (const Error& error) {
+      if (error.code() != Code::timeout || alone()) throw;
+      abort();
+      fail(Code::timeout, error.message(), "; the communicator is dead");
+    }
+  }
   void tell(const Plan& plan) const;
   Graph& graph(Lane& lane, uint64_t capture, Turn& turn);
   Graph* take_over(const Lane& lane, Turn& turn) const;
   void equip(Plan& plan, Lane& lane, Turn& turn);
   void equip(const Program& program, Track& track, bool views, Turn& turn);
   void compare_machines(const Deadline& deadline) const;
-  bool agree_on_place(const Lane& lane, const Entry& mine, Turn& turn);
+  Settled settle(const Lane& lane, const Entry& mine, const Facts& facts, Turn& turn);
+  std::shared_ptr<Plan> kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
+                                  const Facts& facts) const;
   Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn);
   void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
   void launch_armed(Plan& plan, const Request& request, Lane& lane, Pending& pending);
@@ -215,9 +240,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<Rank> local_ranks_;
   Log log_;
   ControlMemory control_;
-  std::vector<std::weak_ptr<Window>> windows_;  // by creation: the same index on every rank
+  struct Numbered {
+    uint32_t number;  // by creation: the same on every rank
+    std::weak_ptr<Window> window;
+  };
+  std::vector<Numbered> windows_;  // those that somebody holds, and a few that are gone
+  uint32_t windows_made_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
-  std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
+  Plans plans_;
   Journal calls_{{}};    // what ranks do together, as they begin it
   uint64_t called_ = 0;  // by this rank
   bool closed_ = false;

@@ -2,9 +2,9 @@
 // (other operations, another order, other sizes) find out instead of hanging or corrupting.
 //
 // Every launch of a lane leaves one record under its sequence number: the digest of its plan key,
-// whether the plan was known already (decided), and the key's text for the error message. Nothing
-// is sent: a rank looks at its peers' records when it meets a key for the first time, when a wait
-// takes long, and when an operation has completed.
+// where the data lands and whether the rank knew that already (decided), and the key's text for the
+// error message. Nothing is sent: a rank looks at its peers' records when it has no plan for a key,
+// when a wait takes long, and when an operation has completed.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -19,11 +19,10 @@ namespace offcore {
 
 // What one rank says of one launch.
 struct Entry {
-  uint64_t key = 0;   // digest of the key's text
-  uint64_t plan = 0;  // digest of key and landing place; 0 while undecided
-  std::string text;   // "all_gather ranks=2 ... out=window 1+0", cut to the record's room
-
-  bool decided() const { return plan != 0; }
+  uint64_t key = 0;      // digest of the key's text
+  uint64_t place = 0;    // digest of where the data lands; what the rank proposes while undecided
+  bool decided = false;  // the rank has kept the plan
+  std::string text;      // "all_gather ranks=2 ... out=window 1+0", cut to the record's room
 };
 
 class Journal {

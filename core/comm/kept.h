@@ -10,6 +10,8 @@ namespace offcore {
 
 struct Plan {
   std::shared_ptr<const Entry> entry;
+  uint32_t lane = 0;
+  uint64_t landing = 0;  // the digest of where the data lands, whatever the entry adds to it
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;

@@ -2,6 +2,7 @@
 // data lands, and plan. And how ranks that make different calls find out.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -17,12 +18,20 @@ constexpr uint32_t kTracksMax = 64;  // of plans that have their own
 constexpr size_t kGraphsMax = 256;
 constexpr uint32_t kGoneLooks = 20;  // the same on every rank
 constexpr auto kGoneLook = std::chrono::milliseconds(5);
+const uint64_t kOutsidePlace = digest(to_string(Target{.window = Target::kOutside}));
 
 bool stage_of(const Request& request, const Facts& facts, bool same_place, const Machine& machine) {
   if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
   if (request.protocol == "eager" || !same_place) return true;
   const bool free = request.protocol == "auto" && request.variant == "auto" && request.capture == 0;
-  return free && slots_win(moves_of(facts), facts.total_bytes, machine);
+  return free && slots_win(moves_of(shared(facts)), facts.total_bytes, machine);
+}
+
+void check_promise(const Request& request, bool same_place) {
+  if (request.protocol != "promise" || same_place) return;
+  fail(Code::unsupported,
+       "protocol promise needs the output at the same place of a window of "
+       "every rank; allocate it with Communicator.window() or empty()");
 }
 
 Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
@@ -40,11 +49,12 @@ std::string text_of(const Request& request, const Facts& facts, const Machine& m
              machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
-Choice variant_of(const Request& request, const Moves& moves, const Facts& facts,
-                  const Machine& machine, const Protocol& protocol) {
+Choice variant_of(const Request& request, const Facts& facts, const Machine& machine,
+                  const Protocol& protocol, const Deadline& deadline) {
   const bool chosen = request.variant == "auto";
-  Choice choice = chosen ? choose(moves, facts.total_bytes, machine, protocol)
-                         : Choice{.variant = parse_variant(request.variant)};
+  Choice choice =
+      chosen ? choose(moves_of(shared(facts)), facts.total_bytes, machine, protocol, deadline)
+             : Choice{.variant = parse_variant(request.variant)};
   if (!request.view() || !facts.in_place || !choice.variant.prelaunch) return choice;
   if (!chosen) {
     fail(Code::unsupported,
@@ -82,12 +92,11 @@ Target Communicator::target_of(const Request& request, const Facts& facts) const
       return {.window = Target::kOutside};
     }
   }
-  uint32_t index = 0;
-  while (index < windows_.size() && windows_[index].lock() != first.window) ++index;
-  if (index == windows_.size()) {
-    fail(Code::invalid, "the window belongs to another communicator");
-  }
-  return {.window = index, .offset = first.offset};
+  const auto made = std::find_if(windows_.begin(), windows_.end(), [&](const Numbered& candidate) {
+    return candidate.window.lock() == first.window;
+  });
+  if (made == windows_.end()) fail(Code::invalid, "the window belongs to another communicator");
+  return {.window = made->number, .offset = first.offset};
 }
 
 std::string Communicator::calls_elsewhere(const std::string& own) const {
@@ -113,21 +122,33 @@ std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& l
   });
 }
 
-// A plan key's first call: every rank comes here together. Until they agree the call has not
-// happened; from then on it has its number, also where planning it fails (on all ranks alike).
+// A plan key's first call: every rank comes here together, or those that have no plan while the
+// others go on. Until they agree the call has not happened; from then on it has its number, also
+// where planning it fails (on all ranks alike).
 std::shared_ptr<Plan> Communicator::meet(const Request& request, const Lookup& lookup,
                                          const std::string& text, Lane& lane, Turn& turn) {
   const Target& target = lookup.target;
-  const Entry undecided{.key = digest(text), .text = cat(text, " out=", to_string(target))};
-  const bool same_place = agree(request, lane, undecided, target, turn);
+  Entry mine{.key = digest(text),
+             .place = digest(to_string(target)),
+             .text = cat(text, " out=", to_string(target))};
+  const Settled settled = agree(lane, mine, lookup.facts, turn);
+  auto known = settled.before ? kept_plan(lane, mine, settled.place, lookup.facts) : nullptr;
+  if (known != nullptr) {
+    plans_.keep(lookup.key, known, false);
+    return known;
+  }
+  const bool same_place = settled.place == mine.place && target.window != Target::kOutside;
+  check_promise(request, same_place);
   const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
-  std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged);
-  plan->entry = std::make_shared<const Entry>(
-      Entry{.key = undecided.key,
-            .plan = digest(cat(text, staged ? " staged" : to_string(target))),
-            .text = undecided.text});
+  std::shared_ptr<Plan> plan = make_plan(request, lookup.facts, staged, turn.deadline());
   equip(*plan, lane, turn);
-  plans_.emplace(lookup.key, plan);
+  mine.decided = true;
+  if (staged) mine.place = kOutsidePlace;
+  plan->landing = mine.place;
+  if (plan->own_track) mine.place = digest(cat(mine.place, " of call ", lane.sequence));
+  plan->entry = std::make_shared<const Entry>(std::move(mine));
+  plan->lane = lane.index;
+  plans_.keep(lookup.key, plan, plan->own_track != nullptr);
   tell(*plan);
   return plan;
 }
@@ -138,15 +159,20 @@ std::shared_ptr<Plan> Communicator::meet_in_graph(const Request& request, const 
   const std::string captured =
       cat(text, " mode=capture graph=", known != nullptr ? known->number : lane.captured);
   const Entry mine{.key = digest(captured),
+                   .place = digest(to_string(lookup.target)),
                    .text = cat(captured, " out=", to_string(lookup.target))};
-  const bool same_place = agree(request, lane, mine, lookup.target, turn);
+  const bool same_place = agree(lane, mine, lookup.facts, turn).place == mine.place &&
+                          lookup.target.window != Target::kOutside;
+  check_promise(request, same_place);
   const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
   Graph& graph = this->graph(lane, request.capture, turn);
   const Target target = staged ? Target{.window = Target::kOutside} : lookup.target;
   const std::string key = cache_key(request, lookup.facts, target);
-  const auto found = plans_.find(key);
-  auto plan = found != plans_.end() ? found->second : make_plan(request, lookup.facts, staged);
-  plans_.emplace(key, plan);
+  std::shared_ptr<Plan> plan = plans_.find(key);
+  if (plan == nullptr) {
+    plan = make_plan(request, lookup.facts, staged, turn.deadline());
+    plans_.keep(key, plan, false);
+  }
   plan->entry = std::make_shared<const Entry>(mine);
   equip(*plan->program, graph.track, false, turn);
   tell(*plan);
@@ -162,29 +188,26 @@ void Communicator::tell(const Plan& plan) const {
             result.counts.engines, " engines, ", result.counts.syncs, " syncs");
 }
 
-// Whether all ranks write to the same place of the same window. The call has its number then.
-bool Communicator::agree(const Request& request, Lane& lane, const Entry& mine,
-                         const Target& target, Turn& turn) {
+// Where the ranks' data lands. The call has its number then.
+Communicator::Settled Communicator::agree(Lane& lane, const Entry& mine, const Facts& facts,
+                                          Turn& turn) {
   publish(lane, mine, turn);
-  const bool agreed = agree_on_place(lane, mine, turn);
+  const Settled settled = settle(lane, mine, facts, turn);
   ++lane.sequence;
-  const bool same_place = agreed && target.window != Target::kOutside;
-  if (request.protocol == "promise" && !same_place) {
-    fail(Code::unsupported,
-         "protocol promise needs the output at the same place of a window of "
-         "every rank; allocate it with Communicator.window() or empty()");
-  }
-  return same_place;
+  return settled;
 }
 
 std::shared_ptr<Plan> Communicator::make_plan(const Request& request, const Facts& facts,
-                                              bool staged) {
+                                              bool staged, const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   auto plan = std::make_shared<Plan>();
   const Moves moves = moves_of(facts);
   const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
-  const Choice choice = variant_of(request, moves, facts, machine, protocol);
-  plan->program = offcore::plan(moves, choice.variant, machine, protocol);
+  Choice choice;
+  in_time([&] {
+    choice = variant_of(request, facts, machine, protocol, deadline);
+    plan->program = offcore::plan(moves, choice.variant, machine, protocol, deadline);
+  });
   const std::shared_ptr<const Program> whole = plan->program;
   if (request.protocol == "credits" && whole->mode != Mode::capture && protocol.entry && !staged) {
     if (whole->mode == Mode::armed) {
@@ -296,20 +319,42 @@ void Communicator::equip(const Program& program, Track& track, bool views, Turn&
   }
 }
 
-// Whether all ranks gave the same place; throws mismatch when one has another key, or has met this
-// one already.
-bool Communicator::agree_on_place(const Lane& lane, const Entry& mine, Turn& turn) {
-  if (alone()) return true;
-  bool same = true;
+// The place that the ranks which have the plan have settled; else the one that all propose, or
+// outside. Throws mismatch where a rank has another key, or where this rank cannot take part in
+// what the others do already.
+Communicator::Settled Communicator::settle(const Lane& lane, const Entry& mine, const Facts& facts,
+                                           Turn& turn) {
+  Settled settled{.place = mine.place};
+  if (alone()) return settled;
+  bool alike = true;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer == local_ranks_[0]) continue;
     const Entry theirs = wait_for_entry(lane, peer, mine, turn);
-    if (theirs.key != mine.key || theirs.decided()) {
-      diverge(lane, peer, lane.sequence, mine, theirs);
+    bool possible = theirs.key == mine.key;
+    if (theirs.decided) {
+      possible = possible && (!settled.before || theirs.place == settled.place) &&
+                 (theirs.place == mine.place || theirs.place == kOutsidePlace ||
+                  kept_plan(lane, mine, theirs.place, facts) != nullptr);
+      settled = {.place = theirs.place, .before = true};
     }
-    same = same && digest(theirs.text) == digest(mine.text);
+    if (!possible) diverge(lane, peer, lane.sequence, mine, theirs);
+    alike = alike && theirs.place == mine.place;
   }
-  return same;
+  if (!settled.before && !alike) settled.place = kOutsidePlace;
+  return settled;
+}
+
+// This rank's plan of that key and place, kept under another cache key: one that binds the output
+// of this call as it should.
+std::shared_ptr<Plan> Communicator::kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
+                                              const Facts& facts) const {
+  const bool any_form = !form_matters(facts, local_ranks_);
+  return plans_.find_if([&](const Plan& plan) {
+    const Entry& entry = *plan.entry;
+    return plan.lane == lane.index && entry.decided && entry.key == mine.key &&
+           entry.place == place && (plan.landing == kOutsidePlace || plan.landing == mine.place) &&
+           (any_form || plan.result->in_place == facts.in_place);
+  });
 }
 
 Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn) {
@@ -346,9 +391,12 @@ void Communicator::diverge(const Lane& lane, Rank peer, uint64_t sequence, const
   const Rank own = local_ranks_[0];
   abort();
   fail(Code::mismatch, "call ", sequence, " of lane ", lane.index, " differs: rank ", own,
-       " makes ", mine.text, mine.decided() ? "" : " (for the first time)", ", rank ", peer,
-       " makes ", theirs.text, theirs.decided() ? "" : " (for the first time)",
-       ". All ranks must make the same calls in the same order, with buffers alike");
+       " makes ", mine.text, mine.decided ? "" : " (for the first time)", ", rank ", peer,
+       " makes ", theirs.text, theirs.decided ? "" : " (for the first time)",
+       ". All ranks must make the same calls in the same order, with buffers alike",
+       mine.key != theirs.key ? ""
+                              : "; where the operation is prelaunched or takes credits, pass an "
+                                "input on all ranks or on none");
 }
 
 }  // namespace offcore

@@ -35,6 +35,14 @@ bool begins_at(const Operand& part, const Operand& whole, uint64_t offset) {
   return x.space == y.space && x.begin == y.begin + offset;
 }
 
+// Whether in place or not is each rank's own affair: see shared().
+bool own_form(const Facts& facts) {
+  const auto& counts = facts.counts;
+  return facts.collective == Collective::broadcast ||
+         (facts.collective == Collective::all_gather &&
+          std::find(counts.begin(), counts.end(), 0) != counts.end());
+}
+
 class Checker {
  public:
   Checker(Request& request, Rank ranks, const std::vector<Rank>& local_ranks)
@@ -156,15 +164,19 @@ class Checker {
     facts_.total_bytes = facts_.counts[0];
     for (size_t i = 0; i < local_ranks_.size(); ++i) {
       need(request_.out, i, "the buffer", facts_.total_bytes);
-      if (!facts_.in_place && local_ranks_[i] == facts_.root) {
-        need(request_.in, i, "the input", facts_.total_bytes);
-      }
+      if (facts_.in_place || local_ranks_[i] != facts_.root) continue;
+      facts_.in_place = !request_.in[i].given;
+      if (!facts_.in_place) need(request_.in, i, "the input", facts_.total_bytes);
     }
+    if (facts_.in_place) request_.in.clear();
   }
 
   void rooted() {
     const bool scatter = facts_.collective == Collective::scatter;
-    if (facts_.in_place) {
+    request_.in.resize(local_ranks_.size());
+    facts_.in_place = false;
+    for (size_t i = 0; i < local_ranks_.size(); ++i) {
+      if (request_.in[i].given || !uses(false, local_ranks_[i])) continue;
       fail(Code::unsupported, name(), " in place is not supported; pass an input and an output");
     }
     const auto& leaf = scatter ? request_.out : request_.in;
@@ -188,10 +200,15 @@ class Checker {
   void settle_overlap() {
     if (request_.in.empty()) return;
     size_t in_place = 0;
+    size_t apart = 0;  // a rank without an input is neither
     for (size_t i = 0; i < local_ranks_.size(); ++i) {
       const Operand& in = request_.in[i];
       const Operand& out = request_.out[i];
-      if (in.bytes == 0 || out.bytes == 0 || !overlap(in, out)) continue;
+      if (in.bytes == 0 || !uses(false, local_ranks_[i])) continue;
+      if (out.bytes == 0 || !overlap(in, out)) {
+        ++apart;
+        continue;
+      }
       const bool gathers = facts_.collective == Collective::all_gather;
       const bool can = request_.view() ? gathers
                                        : facts_.collective != Collective::scatter &&
@@ -209,7 +226,7 @@ class Checker {
       ++in_place;
     }
     if (in_place == 0) return;
-    if (in_place != local_ranks_.size()) {
+    if (apart != 0) {
       fail(Code::invalid, name(), ": some local ranks are in place and some are not");
     }
     facts_.in_place = true;
@@ -286,6 +303,18 @@ Collective parse_collective(std::string_view text) {
        "': known are all_gather, all_to_all, broadcast, scatter, gather");
 }
 
+Facts shared(const Facts& facts) {
+  Facts all = facts;
+  if (own_form(facts)) all.in_place = true;
+  return all;
+}
+
+bool form_matters(const Facts& facts, const std::vector<Rank>& local_ranks) {
+  return !own_form(facts) || std::any_of(local_ranks.begin(), local_ranks.end(), [&](Rank rank) {
+    return facts.collective == Collective::broadcast ? rank == facts.root : facts.counts[rank] != 0;
+  });
+}
+
 Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_ranks) {
   return Checker(request, ranks, local_ranks).run();
 }
@@ -337,8 +366,8 @@ std::string cache_key(const Request& request, const Facts& facts, const Target& 
 
 std::string describe(const Facts& facts) {
   std::ostringstream text;
-  text << to_string(facts.collective) << " ranks=" << facts.ranks
-       << " in_place=" << (facts.in_place ? "yes" : "no");
+  text << to_string(facts.collective) << " ranks=" << facts.ranks;
+  if (!own_form(facts)) text << " in_place=" << (facts.in_place ? "yes" : "no");
   if (facts.collective == Collective::broadcast || facts.collective == Collective::scatter ||
       facts.collective == Collective::gather) {
     text << " root=" << facts.root;

@@ -15,15 +15,14 @@ enum class Collective : uint8_t { all_gather, all_to_all, broadcast, scatter, ga
 std::string_view to_string(Collective collective);
 Collective parse_collective(std::string_view text);
 
-// One local rank's buffer: any memory, or a part of a window. Absent where a rank has none (the
+// One local rank's buffer: any memory, or a part of a window. Not given where a rank has none (the
 // output of a gather's leaf).
 struct Operand {
   std::byte* data = nullptr;  // null for phantom memory
   uint64_t bytes = 0;
   std::shared_ptr<Window> window;  // null: memory outside any window
   uint64_t offset = 0;             // in the window
-
-  bool present() const { return data != nullptr || window != nullptr || bytes != 0; }
+  bool given = false;              // by the caller; also where it has no bytes
 };
 
 struct Request {
@@ -75,7 +74,14 @@ std::string to_string(const Target& target);  // "window 1+4096", "outside", "vi
 // What makes two calls share a plan, as bytes: cheap to build at every call.
 std::string cache_key(const Request& request, const Facts& facts, const Target& target);
 
-// "all_gather ranks=2 counts=4096x2 in_place=no root=0"
+// Where a rank may contribute nothing (a broadcast's leaf, a part of no bytes) it cannot tell
+// whether the others are in place. What they tell each other is the same then: only copies within a
+// rank differ. So each rank plans for its own form, and all of them choose for this one.
+Facts shared(const Facts& facts);
+// Whether in place or not makes a difference to what these ranks do.
+bool form_matters(const Facts& facts, const std::vector<Rank>& local_ranks);
+
+// "all_gather ranks=2 in_place=no counts=4096x2", without the form where each rank has its own
 std::string describe(const Facts& facts);
 
 }  // namespace offcore

@@ -52,9 +52,7 @@ Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Dead
   return together(text, [&] {
     const Entry entry{.key = digest(text), .text = text};
     Lane& lane = this->lane(index, turn);
-    publish(lane, entry, turn);
-    agree_on_place(lane, entry, turn);
-    ++lane.sequence;
+    agree(lane, entry, {}, turn);
     Slots& views = lane.track.views;
     views.grow(*backend_, turn.ranks_together(), ranks_, slot_bytes, deadline);
     return views.upcoming();

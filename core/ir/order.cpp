@@ -216,10 +216,32 @@ void Order::check_rising() const {
   for (size_t i = 1; i < signals_.size(); ++i) {
     const Signal& first = signals_[i - 1];
     const Signal& second = signals_[i];
-    if (first.word != second.word || before(first.place, second.place)) continue;
+    if (first.word != second.word || done_before(first, second.place)) continue;
     fail(Code::verify, "words: ", describe(program_, second.place),
          ": must happen after the smaller value of ", describe(program_, first.place));
   }
+}
+
+// Whether that row of a signal is done before `place` begins. Its rows are events of their own: to
+// have seen one tells nothing of the others, but a later command of its queue tells of all.
+bool Order::done_before(const Signal& signal, Place place) const {
+  if (!before(signal.place, place)) return false;
+  const bool one =
+      signal.place.queue == place.queue || command_at(program_, signal.place).rows == 1;
+  if (one || clock(place)[signal.place.queue] > signal.place.command + 1) return true;
+  for (uint32_t q = 0; q < program_.queues.size(); ++q) {
+    const std::vector<Command>& commands = program_.queues[q].commands;
+    for (uint32_t c = 0; c < commands.size(); ++c) {
+      if (commands[c].op != Op::poll || !before({q, c}, place)) continue;
+      for (uint32_t row = 0; row < commands[c].rows; ++row) {
+        if (word_of(commands[c], row) == signal.word &&
+            releases_[node({q, c}).releases + row] == signal.place) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
 }
 
 void Order::fail_deadlock(const std::vector<uint32_t>& next) const {

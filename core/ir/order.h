@@ -4,6 +4,8 @@
 // between them; a command after a poll happens after the signals that released its rows. A word's
 // signals rise in value, so a poll is released by the smallest value that satisfies it. Kept as one
 // vector clock per run of polls: row[q] is how many commands of queue q are known to be complete.
+// The last one of them may be a signal of several rows: then the row that was seen is complete, and
+// the others may not be.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -64,6 +66,7 @@ class Order {
   void run();
   uint32_t join(Place poll, uint32_t current);
   void check_rising() const;
+  bool done_before(const Signal& signal, Place place) const;
   [[noreturn]] void fail_deadlock(const std::vector<uint32_t>& next) const;
   const Place* missing(Place poll, const std::vector<uint32_t>& next) const;
 

@@ -15,6 +15,7 @@ namespace {
 
 // Bounds the time and memory of a check; all rows of all commands count.
 constexpr uint64_t kRowsMax = uint64_t{1} << 22;
+constexpr size_t kLookEvery = 4096;  // accesses between two looks at the clock
 
 template <typename... Parts>
 [[noreturn]] void reject(std::string_view rule, const Program& program, Place place,
@@ -168,6 +169,12 @@ void check_command(const Program& program, Place place) {
   }
 }
 
+void check_time(const Program& program, const Deadline& deadline) {
+  if (!deadline.passed()) return;
+  fail(Code::timeout, "planning ", program.op, " takes more than ", shown_s(deadline.wait_ns()),
+       " s: pass a longer timeout, or move less in a call");
+}
+
 // The bytes that a row of a command touches in one buffer of one rank.
 struct Access {
   uint32_t memory = 0;  // buffer and rank
@@ -187,7 +194,7 @@ class Accesses {
     first_queue_.resize(program.ranks + size_t{1}, static_cast<uint32_t>(program.queues.size()));
   }
 
-  void check() {
+  void check(const Deadline& deadline) {
     // Programs often write in the order of places already.
     collect(true);
     const auto reads = static_cast<std::ptrdiff_t>(all_.size());
@@ -196,18 +203,30 @@ class Accesses {
     sort(all_.begin() + reads, all_.end());
     std::inplace_merge(all_.begin(), all_.begin() + reads, all_.end(), less);
     // Only accesses that a later one may still overlap stay open. Reads never meet reads.
-    std::vector<const Access*> writes;
-    std::vector<const Access*> others;
-    for (const Access& access : all_) {
+    std::vector<Run> writes;
+    std::vector<Run> others;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      const Access& access = all_[i];
+      if (i % kLookEvery == 0) check_time(program_, deadline);
       meet(access, writes);
       if (access.writes) meet(access, others);
-      (access.writes ? writes : others).push_back(&access);
+      open(access, access.writes ? writes : others);
     }
     for (const Access& access : all_) check_exit(access);
   }
 
  private:
   using Iterator = std::vector<Access>::iterator;
+
+  // Accesses of one queue to the same bytes, in its order: as of a scratch that it uses again and
+  // again.
+  struct Run {
+    const Access* first;
+    std::vector<const Access*> more = {};
+
+    size_t size() const { return 1 + more.size(); }
+    const Access& operator[](size_t i) const { return i == 0 ? *first : *more[i - 1]; }
+  };
 
   static bool less(const Access& a, const Access& b) {
     if (a.memory != b.memory) return a.memory < b.memory;
@@ -279,17 +298,39 @@ class Accesses {
            " waits until it has: rank ", rank, " would be done too early");
   }
 
-  // Checks an access against the open ones and closes those that end before it.
-  void meet(const Access& access, std::vector<const Access*>& open) const {
-    std::erase_if(open, [&](const Access* other) {
-      return other->memory != access.memory || other->end <= access.begin;
+  static void open(const Access& access, std::vector<Run>& runs) {
+    const auto same = std::find_if(runs.begin(), runs.end(), [&](const Run& run) {
+      return run.first->place.queue == access.place.queue && run.first->begin == access.begin &&
+             run.first->end == access.end;
     });
-    for (const Access* other : open) {
-      if (order_.before(other->place, access.place)) continue;
-      if (order_.before(access.place, other->place)) continue;
-      const bool in_order = std::pair(other->place.queue, other->place.command) <
+    if (same == runs.end()) {
+      runs.push_back({.first = &access});
+    } else {
+      same->more.push_back(&access);
+    }
+  }
+
+  // Checks an access against the open ones and closes those that end before it. Of a run some come
+  // before it, all others have to come after it: the first of these tells for the rest.
+  void meet(const Access& access, std::vector<Run>& runs) const {
+    std::erase_if(runs, [&](const Run& run) {
+      return run.first->memory != access.memory || run.first->end <= access.begin;
+    });
+    for (const Run& run : runs) {
+      size_t later = 0;
+      for (size_t end = run.size(); later < end;) {
+        const size_t middle = (later + end) / 2;
+        if (order_.before(run[middle].place, access.place)) {
+          later = middle + 1;
+        } else {
+          end = middle;
+        }
+      }
+      if (later == run.size() || order_.before(access.place, run[later].place)) continue;
+      const Access& other = run[later];
+      const bool in_order = std::pair(other.place.queue, other.place.command) <
                             std::pair(access.place.queue, access.place.command);
-      fail_hazard(in_order ? *other : access, in_order ? access : *other);
+      fail_hazard(in_order ? other : access, in_order ? access : other);
     }
   }
 
@@ -408,10 +449,11 @@ void verify_form(const Program& program) {
   }
 }
 
-void verify(const Program& program) {
+void verify(const Program& program, const Deadline& deadline) {
   verify_form(program);
+  check_time(program, deadline);
   const Order order(program);
-  Accesses(program, order).check();
+  Accesses(program, order).check(deadline);
   if (program.mode == Mode::capture) Replays(program, order).check();
 }
 

@@ -5,7 +5,8 @@
 //   shape     rows >= 1, bytes >= 1, step meanings, one queue per (rank, index), buffers seen only
 //             by those who may (a local buffer by its own rank's queues); fields that the text
 //             does not show are 0; an armed engine queue starts with a poll; at most 2^22 rows
-//   words     signals of one word have distinct values and are ordered; values lie in 1..span
+//   words     signals of one word have distinct values and are ordered, where each row of a signal
+//             is an event of its own; values lie in 1..span
 //   unmatched a poll that no signal can satisfy
 //   deadlock  queues that wait for each other for ever, or an armed queue whose first poll is not
 //             released by its own rank's caller
@@ -22,13 +23,14 @@
 //             Either way the word is 0 again before it can be signalled anew. The protocol is
 //             barrier.
 #pragma once
+#include "core/base/clock.h"
 #include "core/ir/program.h"
 
 namespace offcore {
 
 // Throws verify: "<rule>: queue 0.1, command 3 (copy ...): <reason>". A hazard names both sides, a
-// deadlock every stuck queue; commands count from 0.
-void verify(const Program& program);
+// deadlock every stuck queue; commands count from 0. Throws timeout.
+void verify(const Program& program, const Deadline& deadline = Deadline::never());
 
 // Only bounds, shape and the values of words: the rules that ask one command at a time.
 void verify_form(const Program& program);

@@ -35,7 +35,7 @@ struct Limits {
   uint32_t rows_max = UINT32_MAX;
   uint32_t swap_align = 1;                // bytes; both addresses
   uint32_t bcst_align = 1;                // destinations agree modulo this
-  uint64_t swap_scratch_bytes = 1 << 20;  // bound of the scratch where swap has to be expanded
+  uint64_t swap_scratch_bytes = 1 << 20;  // where swap is expanded; more for more than 1024 pieces
 };
 
 // Bandwidths in 1e9 bytes a second, one direction.

@@ -47,7 +47,7 @@ std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Mac
 }  // namespace
 
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-              const Protocol& protocol) {
+              const Protocol& protocol, const Deadline& deadline) {
   if (const auto variant = tuned(moves, total_bytes, machine, protocol)) {
     return {.variant = *variant, .tuned = true};
   }
@@ -57,6 +57,10 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
     // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
     // the caller or by a measured table, never by the model.
     if (variant.prelaunch) continue;
+    if (deadline.passed()) {
+      fail(Code::timeout, "choosing a variant for ", moves.op, " takes more than ",
+           shown_s(deadline.wait_ns()), " s: pass a longer timeout, or name a variant");
+    }
     const Program program = legalize(lower(moves, variant, machine, protocol), machine);
     const double ns = estimate(program, machine).total_ns();
     if (ns < best_ns) {

@@ -154,10 +154,11 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
       pieces[rank] = bcst(own, rank, moves.ranks, machine);
     } else {
       for (const Move& move : own) pieces[rank].push_back(plain(move, rank));
-      // The peers go first: the own slice is the quickest and nobody waits for it elsewhere.
-      std::stable_partition(pieces[rank].begin(), pieces[rank].end(),
-                            [](const Piece& piece) { return !piece.peers.empty(); });
     }
+    // The peers go first: the own slice is the quickest and nobody waits for it elsewhere. And a
+    // peer's queue is then the same one whether there is an own slice to copy or not.
+    std::stable_partition(pieces[rank].begin(), pieces[rank].end(),
+                          [](const Piece& piece) { return !piece.peers.empty(); });
   }
   return pieces;
 }

@@ -8,6 +8,9 @@
 namespace offcore {
 namespace {
 
+constexpr size_t kCommandsMax = size_t{1} << 22;  // of a program: what verify takes
+constexpr uint64_t kSwapPiecesMax = 1024;         // of a swap that goes through scratch memory
+
 class Legalizer {
  public:
   Legalizer(Program& program, const Machine& machine) : program_(program), machine_(machine) {}
@@ -18,6 +21,7 @@ class Legalizer {
       if (queue.index == kCallerQueue) continue;  // run by the caller itself, row by row
       commands_.clear();
       for (const Command& command : queue.commands) legalize(command, queue);
+      total_ += commands_.size();
       queue.commands = commands_;
     }
   }
@@ -36,6 +40,15 @@ class Legalizer {
       case Op::timestamp:
       case Op::fence:
         break;
+    }
+    push(command);
+  }
+
+  void push(const Command& command) {
+    if (total_ + commands_.size() >= kCommandsMax) {
+      fail(Code::unsupported, program_.op, ": machine ", machine_.name, " would need more than ",
+           kCommandsMax, " commands, as a copy of it moves at most ",
+           machine_.limits.copy_bytes_max, " bytes: raise its limits, or move less in a call");
     }
     commands_.push_back(command);
   }
@@ -73,7 +86,7 @@ class Legalizer {
 
   void each_row(const Command& command) {
     for (uint32_t row = 0; row < command.rows; ++row) {
-      commands_.push_back(rows_of(command, row, 1));
+      push(rows_of(command, row, 1));
     }
   }
 
@@ -86,7 +99,7 @@ class Legalizer {
       part.dst.offset += done;
       part.src.offset += done;
       part.bytes = std::min(bytes_max, command.bytes - done);
-      commands_.push_back(part);
+      push(part);
     }
   }
 
@@ -104,7 +117,9 @@ class Legalizer {
   }
 
   // Swaps that the machine lacks go through scratch memory of the executing rank, which its queues
-  // share evenly; the fences keep the three copies of a piece, and the pieces, in order.
+  // share evenly; the fences keep the three copies of a piece, and the pieces, in order. Swaps that
+  // the machine's scratch would cut into too many pieces take more of it: the pieces wait for each
+  // other, and each is a handful of commands.
   void swap(const Command& command, const Queue& queue) {
     if (command.rows > 1) {  // no machine has a strided swap
       program_.native = false;
@@ -115,7 +130,7 @@ class Legalizer {
     program_.native = false;
     const Slice scratch{scratch_share_ * queue.index, queue.rank, scratch_};
     const Command fence{.op = Op::fence};
-    commands_.push_back(fence);
+    push(fence);
     for (uint64_t done = 0; done < command.bytes; done += scratch_share_) {
       const uint64_t bytes = std::min(scratch_share_, command.bytes - done);
       Slice remote = command.dst;
@@ -124,7 +139,7 @@ class Legalizer {
       own.offset += done;
       for (const auto& [dst, src] : {std::pair{scratch, remote}, {remote, own}, {own, scratch}}) {
         split({.dst = dst, .src = src, .bytes = bytes, .op = Op::copy});
-        commands_.push_back(fence);
+        push(fence);
       }
     }
   }
@@ -140,8 +155,9 @@ class Legalizer {
       }
     }
     if (queues == 0) return;
-    scratch_share_ =
-        std::max<uint64_t>(1, std::min(bytes, machine_.limits.swap_scratch_bytes / queues));
+    const uint64_t share = std::max<uint64_t>(1, machine_.limits.swap_scratch_bytes / queues);
+    const uint64_t pieces_share = (bytes + kSwapPiecesMax - 1) / kSwapPiecesMax;
+    scratch_share_ = std::min(bytes, std::max(share, pieces_share));
     scratch_ = static_cast<BufferId>(program_.buffers.size());
     program_.buffers.push_back(
         {.name = "scratch", .kind = Buffer::Kind::local, .bytes = scratch_share_ * queues});
@@ -150,6 +166,7 @@ class Legalizer {
   Program& program_;
   const Machine& machine_;
   std::vector<Command> commands_;
+  size_t total_ = 0;  // of the queues that are done
   BufferId scratch_ = 0;
   uint64_t scratch_share_ = 0;
 };

@@ -152,10 +152,13 @@ class Lowering {
   }
 
   // Where a link has room for several engines, as memory that CPUs share, they divide a large copy.
+  // How many do depends on the peers alone, so that in place and out of place peers are told alike.
   void spread(std::vector<Piece>& pieces) const {
+    const auto remote = static_cast<size_t>(std::count_if(
+        pieces.begin(), pieces.end(), [](const Piece& piece) { return !piece.peers.empty(); }));
     const auto room = static_cast<size_t>(machine_.links.link_gbps / machine_.links.engine_gbps);
     const size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
-    const size_t ways = std::min(room, engines / std::max<size_t>(pieces.size(), 1));
+    const size_t ways = std::min(room, engines / std::max<size_t>(remote, 1));
     if (ways < 2 || variant_.kind != Variant::Kind::pcpy) return;
     std::vector<Piece> parts;
     for (const Piece& piece : pieces) {
@@ -427,10 +430,11 @@ Program lower(const Moves& moves, const Variant& variant, const Machine& machine
 }
 
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
-                                    const Machine& machine, const Protocol& protocol) {
+                                    const Machine& machine, const Protocol& protocol,
+                                    const Deadline& deadline) {
   auto program =
       std::make_shared<Program>(legalize(lower(moves, variant, machine, protocol), machine));
-  verify(*program);
+  verify(*program, deadline);
   return program;
 }
 

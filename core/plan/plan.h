@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/base/clock.h"
 #include "core/machine/machine.h"
 #include "core/plan/moves.h"
 #include "core/plan/variant.h"
@@ -33,12 +34,14 @@ using QueuedCommands = std::vector<std::vector<std::vector<Command>>>;
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
               const Protocol& protocol, QueuedCommands queues);
 
-// Rewrites commands that the machine lacks or whose limits they exceed; sets program.native.
+// Rewrites commands that the machine lacks or whose limits they exceed; sets program.native. Throws
+// unsupported where that takes more commands than anybody could check or enqueue.
 Program legalize(Program program, const Machine& machine);
 
-// lower, legalize, verify.
+// lower, legalize, verify. Throws timeout.
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
-                                    const Machine& machine, const Protocol& protocol);
+                                    const Machine& machine, const Protocol& protocol,
+                                    const Deadline& deadline = Deadline::never());
 
 // A program of protocol barrier in two: the entry signals of its callers alone, to be sent as soon
 // as the buffers are free, and all the rest, which waits for them as before. Only together are they
@@ -55,13 +58,13 @@ std::string why_not(const Moves& moves, const Variant& variant, const Protocol& 
 // The variants that this operation can have, in the order of all_variants().
 std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol);
 
-// The tuned table's variant, else the cheapest by the cost model.
+// The tuned table's variant, else the cheapest by the cost model. Throws timeout.
 struct Choice {
   Variant variant;
   bool tuned = false;
 };
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-              const Protocol& protocol);
+              const Protocol& protocol, const Deadline& deadline = Deadline::never());
 
 // Whether the tuned table, with this form of signals, has slots faster than an entry round, where
 // both can be had: in windows.

@@ -62,7 +62,8 @@ Operand operand_of(const Region& region, Rank rank) {
   return {.data = base == nullptr ? nullptr : base + region.offset,
           .bytes = region.bytes,
           .window = region.window,
-          .offset = region.offset};
+          .offset = region.offset,
+          .given = true};
 }
 
 // (address, bytes): what the Python layer has checked to be contiguous host memory. None: absent.
@@ -82,7 +83,8 @@ std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_r
     }
     const auto pair = nb::cast<nb::tuple>(item);
     result.push_back({.data = reinterpret_cast<std::byte*>(nb::cast<uint64_t>(pair[0])),
-                      .bytes = nb::cast<uint64_t>(pair[1])});
+                      .bytes = nb::cast<uint64_t>(pair[1]),
+                      .given = true});
   }
   return result;
 }
@@ -346,6 +348,10 @@ void bind_comm(nb::module_& module) {
           },
           nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
           nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
+      .def_prop_ro("kept", &Communicator::kept, "How many plans and windows it keeps track of.")
+      .def_prop_ro_static(
+          "plans_max", [](nb::handle) { return Plans::kDroppableMax; },
+          "Of the plans that can be made again, how many are kept.")
       .def("start", &start, nb::arg("op"), nb::arg("out").none(), nb::arg("inp").none(),
            nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
            nb::arg("lane"), nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))

@@ -70,8 +70,10 @@ void bind_ir(nb::module_& module) {
       .def_prop_ro("queues", &queues_of, "Rows of (rank, index or \"caller\", command texts).")
       .def("counts", [](const Program& program) { return count(program); });
   type.attr("__hash__") = nb::none();  // equal programs are equal by value
-  module.def("verify", &verify, nb::arg("program"), nb::call_guard<nb::gil_scoped_release>(),
-             "Raises verify, naming rule, queue and command, for a program that breaks a rule.");
+  module.def(
+      "verify", [](const Program& program) { verify(program); }, nb::arg("program"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Raises verify, naming rule, queue and command, for a program that breaks a rule.");
 }
 
 }  // namespace offcore

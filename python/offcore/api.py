@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +14,20 @@ from offcore.errors import error
 from offcore.handle import Handle, View
 from offcore.operands import (
     NUMBER_MAX,
+    SEED_MAX,
     OperandError,
     Side,
     checked,
     counts_in_bytes,
     dtype_name,
+    faults_of,
     held,
     host_place_of,
     places_of,
     same_dtype,
 )
 from offcore.programs import program_of, variants
-from offcore.views import Look, ViewCalls, kind_of, looks_of, tensors_of
+from offcore.views import Look, ViewCalls, dense, looks_of, tensors_of
 
 Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
@@ -146,7 +147,7 @@ class Communicator(ViewCalls):
         packets: bool = False,
         timeout: float | None = None,
     ) -> None:
-        self.timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        self.timeout = defaults.seconds(timeout)
         if ranks is None and store is None:
             store = _core.env("OFFCORE_STORE") or None
         if store is not None:
@@ -159,10 +160,7 @@ class Communicator(ViewCalls):
             wanted = defaults.backend(machine)
         given = machine
         if machine is None:
-            count = world_size or ranks or 2
-            machine = {"sim": "mi300x-8", "sdma": "mi300x-8", "cuda": machines.for_gpus(count)}.get(
-                wanted, f"host-{count}"
-            )
+            machine = defaults.machine(wanted, world_size or ranks or 2)
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
         cuda = stress.cuda_options(wanted, devices, signals, own_copy)
         loaded = machines.load(machine)
@@ -180,8 +178,8 @@ class Communicator(ViewCalls):
             rank=checked("rank", rank or 0, NUMBER_MAX),
             world_size=checked("world_size", world_size or 0, NUMBER_MAX),
             phantom=phantom,
-            seed=seed,
-            faults=[_core.Fault(**fault) for fault in faults],
+            seed=checked("seed", seed, SEED_MAX),
+            faults=faults_of(faults),
             packets=packets,
             cuda=cuda,
             timeout_s=self.timeout,
@@ -206,20 +204,17 @@ class Communicator(ViewCalls):
         One array where one rank is local, else a list with one for each local rank. Numpy arrays;
         on cuda torch tensors, whose dtype may be one of torch's.
         """
-        shape = (shape,) if isinstance(shape, int) else shape
-        kind = kind_of(dtype)
-        window = self.window(max(1, math.prod(shape) * kind.itemsize))._core
+        shape, kind, nbytes = dense("empty", shape, dtype)
+        window = self.window(max(1, nbytes))._core
         arrays = [self._array(window, rank, 0, shape, kind) for rank in self.local_ranks]
         return arrays[0] if len(arrays) == 1 else arrays
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host
         memory may be passed to an operation."""
-        shape = (shape,) if isinstance(shape, int) else shape
-        kind = np.dtype(dtype)
+        shape, kind, nbytes = dense("host_array", shape, dtype)
         if self._core.host_visible:
             return np.zeros(shape, kind)
-        nbytes = int(np.prod(shape)) * kind.itemsize
         view: Any = self._core.host_array(max(1, nbytes))
         array: NDArray[Any] = view[:nbytes].view(kind).reshape(shape)
         return array
@@ -294,7 +289,8 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`."""
+        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`. Others may pass
+        None, if a prelaunched broadcast's root does not change between both forms (mismatch)."""
         return self._start("broadcast", out, inp, None, root, variant, protocol, lane)
 
     def scatter(
@@ -307,7 +303,7 @@ class Communicator(ViewCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Part q of the root's input becomes rank q's output. inp: None on other ranks."""
+        """Part q of the root's input becomes rank q's output. inp: others may pass None."""
         return self._start("scatter", out, inp, None, root, variant, protocol, lane)
 
     def scatter_v(

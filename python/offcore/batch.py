@@ -157,7 +157,7 @@ def batch_copy(
     to host on cuda, several GPUs in a capture), and what opening the backend raises.
     """
     call = _call(dsts, srcs, sizes, kind, stream, policy, backend, machine)
-    seconds = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+    seconds = defaults.seconds(timeout)
     entries = call.entries
     run = _core.start_batch(
         call.backend,

@@ -235,12 +235,22 @@ def _row(
     )
 
 
+def _check_ranks(request: Request) -> None:
+    """Raises invalid where the machine has fewer ranks: before any process has been started."""
+    name = request.machine or defaults.machine(request.backend, request.ranks)
+    machine = offcore.machines.load(name)
+    if request.ranks > machine.ranks:
+        reason = f"machine {machine.name} has {machine.ranks} ranks, not {request.ranks}"
+        raise error("invalid", reason)
+
+
 def run_processes(
     requests: Sequence[Request], progress: Progress = lambda steps: None
 ) -> Iterator[Outcome]:
     """Several requests in the same processes, one a rank. They share backend, machine, ranks and
     timeout. Prelaunched variants of GPUs come last, what has to be proven first at the end."""
     first = requests[0]
+    _check_ranks(first)
     job = {
         "requests": [asdict(request) for request in requests],
         "store": f"127.0.0.1:{free_port()}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offcore import _core
+import math
+
+from offcore import _core, machines
 from offcore.errors import error
 
 
@@ -13,6 +15,27 @@ def backend(machine: str | None) -> str:
         return "host" if machine.startswith("host") else "sim"
     available = {name for name, usable, _ in _core.probe_backends() if usable}
     return "cuda" if "cuda" in available else "host"
+
+
+def machine(backend: str, ranks: int) -> str:
+    """The machine that a backend runs as where none is named."""
+    if backend in ("sim", "sdma"):
+        return "mi300x-8"
+    return machines.for_gpus(ranks) if backend == "cuda" else f"host-{ranks}"
+
+
+def seconds(given: float | None) -> float:
+    """The timeout that was given, else the environment's. Raises `Error`: invalid for what is no
+    number of seconds of 0 or more."""
+    name = "OFFCORE_TIMEOUT_S" if given is None else "timeout"
+    value = _core.env(name) if given is None else given
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number >= 0:
+        raise error("invalid", f"{name} is {value!r}; it must be 0 s or more")
+    return number
 
 
 def number(name: str, given: int | None, variable: str) -> int:

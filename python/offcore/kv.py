@@ -88,7 +88,7 @@ class HostPool:
         chunk_bytes: int = 1 << 30,
         timeout: float | None = None,
     ) -> None:
-        self.timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        self.timeout = defaults.seconds(timeout)
         self.backend = defaults.backend(None) if backend == "auto" else backend
         if self.backend != "cuda" and device is not None:
             raise error("unsupported", f"device is a GPU's number, and backend {backend} has none")

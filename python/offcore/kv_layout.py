@@ -43,6 +43,8 @@ def _memory_of(array: Any) -> _Memory:
         device = array.device.index if array.device.type == "cuda" else _HOST
         return _Memory(array.data_ptr(), tuple(array.shape), steps, itemsize, device)
     if isinstance(array, np.ndarray):
+        if array.dtype.hasobject:
+            raise error("invalid", "a cache holds Python objects, whose bytes are addresses")
         if not array.flags.writeable:
             raise error("invalid", "a cache is read-only: loads write into it")
         return _Memory(array.ctypes.data, array.shape, array.strides, array.itemsize, _HOST)

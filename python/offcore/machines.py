@@ -3,7 +3,8 @@
 A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `flags`, `native`,
 `limits`, `links`, `cost`, `batches` and `sources` (where each number comes from). The keys of a
 section are the fields of the struct of that name in core/machine/machine.h: none may be missing,
-none unknown. A limit, or a number of `batches`, of null means that there is none. `host-N`, for N
+none unknown. A limit, or a number of `batches`, of null means that there is none; a copy or a
+scratch of less than 4096 bytes is refused, as is an alignment of more than 65536. `host-N`, for N
 of 1 to 64, comes from host.json.
 
 Files are looked up in the user's folder (OFFCORE_MACHINES, else offcore/machines in
@@ -31,6 +32,9 @@ from offcore import _core, folders
 from offcore.errors import error
 
 _HOST_RANKS_MAX = 64
+# A plan has a command for each copy that the limits allow: smaller ones make programs of millions.
+_COPY_BYTES_LEAST = 4096
+_ALIGN_MOST = 65536
 
 _SECTIONS = (
     "name",
@@ -286,8 +290,11 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
 def _limit(limits: _Section, key: str) -> int | None:
     if limits.take(key) is None:
         return None
-    small = key in ("rows_max", "swap_align", "bcst_align", "sub_batch", "copy_ns")
-    return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
+    if key in ("copy_bytes_max", "swap_scratch_bytes"):
+        return limits.integer(key, _COPY_BYTES_LEAST, 2**63 - 1)
+    if key in ("swap_align", "bcst_align"):
+        return limits.integer(key, 1, _ALIGN_MOST)
+    return limits.integer(key, 1, 2**32 - 1 if key in ("rows_max", "sub_batch", "copy_ns") else 2**63 - 1)
 
 
 def _check_sources(path: Path, value: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offcore import _core
+from offcore import _core, defaults
 from offcore.errors import error
 from offcore.meeting import meeting_of
 from offcore.metrics import prometheus
@@ -152,7 +152,7 @@ class Communicator:
         datagram_bytes: int = 0,
         buffer_bytes: int = 4 << 20,
     ) -> None:
-        self._timeout = float(_core.env("OFFCORE_TIMEOUT_S")) if timeout is None else timeout
+        self._timeout = defaults.seconds(timeout)
         began = time.monotonic()
         met = meeting_of(meeting, rank, world_size)
         self._rank, self._ranks = met.rank, met.world_size
@@ -188,7 +188,8 @@ class Communicator:
         group.check()
         addresses = self._meet(met, group, options, self._node.address)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
-        self._node.start(group, addresses, self._timeout - (time.monotonic() - began))
+        left = self._timeout - (time.monotonic() - began)
+        self._node.start(group, addresses, max(left, 0.0))
 
     def _meet(
         self, met: Any, group: _core.McastGroup, options: _core.McastUdpOptions, address: bytes

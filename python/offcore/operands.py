@@ -22,6 +22,7 @@ _HOST = -1  # in the place of a GPU's number
 _READ_ONLY = " is read-only; the operation writes into it"
 BYTES_MAX = 1 << 62  # what a size or a count may be, so that their product fits the core
 NUMBER_MAX = (1 << 16) - 1  # what a rank or a lane may be
+SEED_MAX = (1 << 64) - 1
 
 
 class OperandError(Exception):
@@ -160,6 +161,18 @@ def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:
     if not 0 <= number <= last:
         raise error("invalid", f"{name} is {number}; it must lie in 0..{last}")
     return number
+
+
+def faults_of(given: Sequence[dict[str, Any]]) -> list[_core.Fault]:
+    """The simulator's faults. Raises `Error`: invalid."""
+    try:
+        return [_core.Fault(**fault) for fault in given]
+    except (TypeError, ValueError):
+        raise error(
+            "invalid",
+            f"faults are {given!r}; pass dicts that have a kind (its name), and may have the "
+            "numbers rank, queue, nth, factor, ns",
+        ) from None
 
 
 def counts_in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:

@@ -60,8 +60,9 @@ def program_of(
     entering = protocol_of(moves, protocol)
     if variant == "auto":
         variant = _core.default_variant()
-    if variant == "auto":
-        variant, _ = _core.choose(moves, nbytes, machine, entering)
+    if variant == "auto":  # the leaves of a broadcast cannot tell whether its root is in place
+        alike = moves_of(op, ranks, nbytes, in_place or op == "broadcast")
+        variant, _ = _core.choose(alike, nbytes, machine, entering)
     return _core.plan(moves, variant, machine, entering)
 
 

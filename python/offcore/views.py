@@ -78,9 +78,7 @@ class ViewCalls(ABC):
         rank then makes it at the same place in the order of its calls. Raises `Error`: memory;
         timeout and mismatch where ranks disagree; unsupported for phantom memory.
         """
-        shape = (shape,) if isinstance(shape, int) else shape
-        kind = kind_of(dtype)
-        nbytes = checked("next_input: bytes", math.prod(shape) * kind.itemsize)
+        shape, kind, nbytes = dense("next_input", shape, dtype)
         lane = checked("next_input: lane", lane, NUMBER_MAX)
         window, offset = self._core.next_input(lane, nbytes, self.timeout)
         if len(self.local_ranks) == 1:
@@ -133,9 +131,19 @@ def tensors_of(kind: Any) -> Make:
     return make if known else view_bytes
 
 
-def kind_of(dtype: Any) -> Any:
-    """A dtype as numpy's or torch's."""
-    return dtype if type(dtype).__module__ == "torch" else np.dtype(dtype)
+def dense(what: str, shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
+    """The shape, the dtype (numpy's or torch's) and the bytes of an array that `what` makes.
+    Raises `Error`: invalid for lengths below 0, and for a dtype of no fixed size or of objects."""
+    given = shape if isinstance(shape, (list, tuple)) else (shape,)
+    lengths = tuple(checked(f"{what}: a length of the shape", length) for length in given)
+    try:
+        kind = dtype if type(dtype).__module__ == "torch" else np.dtype(dtype)
+        itemsize = int(kind.itemsize)
+    except (TypeError, ValueError, AttributeError):
+        raise error("invalid", f"{what}: {dtype!r} is no dtype") from None
+    if itemsize == 0 or getattr(kind, "hasobject", False):
+        raise error("invalid", f"{what}: elements of dtype {kind} have no bytes of a fixed number")
+    return lengths, kind, checked(f"{what}: bytes", math.prod(lengths) * itemsize)
 
 
 def looks_of(given: Any) -> list[Look]:

@@ -55,6 +55,26 @@ def test_every_replay_is_right(op: str, place: str) -> None:
     assert run(code(text), op, place) == ""
 
 
+def test_a_graph_outlives_the_plan_that_was_captured() -> None:
+    text = """
+    with opened(2) as (comm, gpus):
+        captured = Captured(comm, equal_case("all_gather", 2, 1003, True), "window")
+        with gpus.graph(comm.given) as graph:
+            captured.start()
+        most = offcore._core.Communicator.plans_max
+        others = comm.window(2 * most)
+        for nbytes in range(1, most + 50):
+            comm.all_gather_v(others, None, [nbytes, 0]).wait()
+        assert comm._core.kept[0] == most
+        for turn in range(1, 4):
+            captured.fill(turn)
+            graph.replay()
+            assert gpus.settle(comm.given), turn
+            captured.check("auto")
+    """
+    assert run(code(text)) == ""
+
+
 def test_uneven_counts_and_ranks_without_bytes() -> None:
     text = """
     with opened(3) as (comm, gpus):

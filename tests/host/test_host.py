@@ -230,6 +230,29 @@ def test_a_timeout_names_queue_and_command_and_the_wait_may_be_repeated() -> Non
     assert "poll flag[0]:" in message
 
 
+def test_a_word_never_falls_back() -> None:
+    """Rows of a signal are stored one by one: one that comes late must not undo a larger value.
+    verify refuses such a program, which then waited for ever after some hundred runs."""
+    rows = 4000
+    text = f"""program f machine=host-1 ranks=1 variant=v mode=eager protocol=promise native=yes \
+flags={rows + 1} span=2
+buffer w window 64
+queue 0.0
+  signal flag[0]:0 = 1 rows={rows} step=1
+queue 0.1
+  poll flag[0]:0 >= 1
+  signal flag[0]:{rows - 1} = 2
+queue 0.caller
+  poll flag[0]:{rows - 1} >= 2
+"""
+    program = _core.Program.parse(text)
+    with pytest.raises(Error, match="must happen after the smaller value"):
+        _core.verify(program)
+    session = _core.Session("host", machines.load("host-2"), 1)
+    for _ in range(600):
+        assert session.run(program, {}, timeout_s=5.0, checked=False).time_ns > 0
+
+
 def test_memory_that_is_not_there() -> None:
     with offcore.Communicator(backend="host", ranks=2, timeout=10) as comm:
         with pytest.raises(Error, match=r"cannot allocate 1125899906842624 bytes.*available") as e:

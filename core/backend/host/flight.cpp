@@ -84,8 +84,8 @@ void Context::signal(const Command& command) const {
   const Cargo& cargo = *flight_.cargo;
   const Rank ranks = cargo.program->ranks;
   for (uint32_t row = 0; row < command.rows; ++row) {
-    word_at(launch, row_of(command.dst, command.dst_step, row, ranks))
-        .store(launch.epoch + command.value, std::memory_order_release);
+    raise_word(word_at(launch, row_of(command.dst, command.dst_step, row, ranks)),
+               launch.epoch + command.value);
   }
   // Who reads the words: everybody, or the ranks that the rows name.
   const bool everybody = command.dst.rank == kHostRank;
