@@ -18,7 +18,7 @@ struct Plan;  // what a communicator keeps for a plan key
 
 class Plans {
  public:
-  static constexpr size_t kDroppableMax = 1024;
+  static constexpr size_t kDroppableMax = 512;
 
   // Counts as a use. Null: there is none.
   std::shared_ptr<Plan> find(const std::string& key);
