@@ -114,11 +114,13 @@ ROLES = {
 }
 
 
-def main() -> int:
+STEPS = ("build", "probe", *ROLES, "proof", "measure")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    known = ("build", "probe", *ROLES, "proof", "measure")
     parser.add_argument(
-        "--only", metavar="STEP,...", default=",".join(known), help="of " + ", ".join(known)
+        "--only", metavar="STEP,...", default=",".join(STEPS), help="of " + ", ".join(STEPS)
     )
     parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all by default")
     parser.add_argument("--calls", type=int, default=150, help="random operations a turn")
@@ -132,12 +134,16 @@ def main() -> int:
         "--ports", type=lambda text: [int(p) for p in text.split(",")], help=argparse.SUPPRESS
     )
     args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(STEPS):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
     if args.role:
         return ROLES[args.role](args)
-
     steps = args.only.split(",")
-    if unknown := set(steps) - set(known):
-        parser.error(f"no step is called {', '.join(sorted(unknown))}")
     if "build" in steps and not build():
         return 1
     if steps == ["build"]:

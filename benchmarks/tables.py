@@ -16,7 +16,7 @@ from offcore import mcast_claims
 from offcore.fat_tree import Load, Tree, Wire, measure
 from offcore.findings import Finding
 from offcore.latte import calibrated, figures, kv, power, rows
-from offcore.report import read_records
+from offcore.records import read_records
 from offcore.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

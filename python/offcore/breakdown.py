@@ -25,7 +25,7 @@ PHASES = ("control", "schedule", "copy", "sync")
 SIZES = "4K:2M"
 
 NOTES = (
-    "control: the host's calls into the driver, for the copy and the signal",
+    "control: the host's calls into the driver, as far as no engine works meanwhile",
     "copy, sync: what the copy adds to an empty queue and the signal to the copy, all of them "
     "enqueued ahead behind a word that the host then writes",
     "schedule: what remains of the whole. Doorbell, the engine's waking and fetching, and the "
@@ -83,14 +83,17 @@ def phases_of(
     time_us: float, control_us: float, full_us: float, copy_us: float, empty_us: float
 ) -> dict[str, float]:
     """The four phases, which add up to time_us, what one copy and its signal take when the host
-    submits them at once (control_us of it are its own). full_us, copy_us, empty_us: armed ahead,
-    copy and signal, the copy alone, and nothing. A difference smaller than the noise may come out
-    below 0, and is shown so."""
+    submits them at once (for control_us it was calling the driver). full_us, copy_us, empty_us:
+    armed ahead, copy and signal, the copy alone, and nothing. Control is what no engine works
+    during: while the host submits the signal, the copy is under way. None is below 0."""
+    sync_us = max(0.0, full_us - copy_us)
+    engines_us = min(time_us, max(0.0, copy_us - empty_us) + sync_us)
+    alone_us = time_us - engines_us
     phases = {
-        "control_us": control_us,
-        "schedule_us": time_us - control_us - (full_us - empty_us),
-        "copy_us": copy_us - empty_us,
-        "sync_us": full_us - copy_us,
+        "control_us": min(control_us, alone_us),
+        "schedule_us": alone_us - min(control_us, alone_us),
+        "copy_us": engines_us - min(sync_us, engines_us),
+        "sync_us": min(sync_us, engines_us),
     }
     return {name: round(value, 3) for name, value in phases.items()}
 

@@ -75,7 +75,7 @@ class _Part:
 
 
 class TorchMemory:
-    """A GPU's, as engines have it: from torch's allocator, an allocation of the driver's for each."""
+    """A GPU's, as engines have it: from torch's allocator, each an allocation of its own."""
 
     def __init__(self, nbytes: int) -> None:
         import torch

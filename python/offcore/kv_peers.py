@@ -2,8 +2,9 @@
 
 `offcore`: BlockTransfer, by copy engines. `kernel`: the same with its kernel of 16 blocks.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
-all pages; `batch32`, `batch64`: such calls of 32 or 64 pages each. `vllm`, `triton`: vLLM's own calls, where it is installed: its batch of all pages, and
-its kernel. What peers are given are the places of all pages, ready-made.
+all pages; `batch32`, `batch64`: such calls of 32 or 64 pages each. `vllm`, `triton`: vLLM's own
+calls, where it is installed: its batch of all pages, and its kernel. What peers are given are the
+places of all pages, ready-made.
 """
 
 from __future__ import annotations

@@ -294,7 +294,8 @@ def _limit(limits: _Section, key: str) -> int | None:
         return limits.integer(key, _COPY_BYTES_LEAST, 2**63 - 1)
     if key in ("swap_align", "bcst_align"):
         return limits.integer(key, 1, _ALIGN_MOST)
-    return limits.integer(key, 1, 2**32 - 1 if key in ("rows_max", "sub_batch", "copy_ns") else 2**63 - 1)
+    small = key in ("rows_max", "sub_batch", "copy_ns")
+    return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
 
 
 def _check_sources(path: Path, value: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -337,6 +338,11 @@ def bench_command(
         found = mcast_bench.on_testbed(request, place)
     else:
         found = mcast_bench.on_real_hosts(request, hosts, rank, meeting, interface)
+    _record(found, json)
+
+
+def _record(found: Iterable[dict[str, Any]], json: str | None) -> None:
+    """Writes and prints rows as they are measured; exits with 1 where a byte is wrong."""
     rows: list[dict[str, Any]] = []
     stamp = vars(Stamp())
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offcore.breakdown import phases_of
 from offcore.layout import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -107,9 +108,28 @@ def test_breakdown_is_made_of_differences(gpu_cli, tmp_path):
         assert (row["backend"], row["machine"]) == ("cuda", "h200-2")
         assert sum(row["phases"].values()) == pytest.approx(row["time_us"], abs=0.01)
         assert 0 < row["phases"]["control_us"] <= row["time_us"]
+        assert min(row["phases"].values()) >= 0
         assert row["armed_us"] > 0
     assert "the driver shows no line between them" in ran.err
     assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("control_us", "full_us", "copy_us", "empty_us"),
+    [
+        (6.0, 12.0, 10.0, 5.0),
+        (6.0, 25.0, 22.0, 5.0),  # the copy is under way while the host submits the signal
+        (6.0, 9.0, 10.0, 11.0),  # differences below the noise
+        (6.0, 90.0, 50.0, 5.0),
+    ],
+)
+def test_no_phase_is_negative(
+    control_us: float, full_us: float, copy_us: float, empty_us: float
+) -> None:
+    phases = phases_of(20.0, control_us, full_us, copy_us, empty_us)
+    assert sum(phases.values()) == pytest.approx(20.0)
+    assert min(phases.values()) >= 0
+    assert phases["control_us"] <= control_us
 
 
 def test_breakdown_of_a_backend_without_engines(offcore_cli):

@@ -1,8 +1,9 @@
 """Copies that the driver refuses: another form of them is taken, or the call has not happened."""
 
 import pytest
-from stores import free_store
 from test_cuda import run
+
+from stores import free_store
 
 PRELUDE = """
 from concurrent.futures import ThreadPoolExecutor

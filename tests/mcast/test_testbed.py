@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import offcore
-from offcore import plain_exchange
+from offcore import namespaces, plain_exchange
 from offcore.fat_tree import Load, Wire, run
 from offcore.testbed import Testbed
 from offcore.testbed_faults import PSN_BIT, Faults, counts

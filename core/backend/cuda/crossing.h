@@ -1,11 +1,10 @@
 // Addresses by which the engine of the other direction makes copies between the host and a GPU.
 //
 // A driver gives a copy to the engine of the direction that its base addresses have, and goes from
-// there by whole pitches to where rows begin, however many, modulo 2^64 (H100 and H200, driver 580).
-// So a copy of the
-// host's rows to the GPU is made by the engine for the way back if its destination's base is memory
-// of the host and its source's the GPU's. An engine pauses after each copy: while one does, the
-// other one keeps the link busy.
+// there by whole pitches to where rows begin, however many, modulo 2^64 (H100 and H200, driver
+// 580). So a copy of the host's rows to the GPU is made by the engine for the way back if its
+// destination's base is memory of the host and its source's the GPU's. An engine pauses after each
+// copy: while one does, the other one keeps the link busy.
 //
 // Wanted is memory behind a base, mapped, as far as the rows' pitches go: a piece of it is, again
 // and again. Nothing of it is read or written, but for the trial. The host's has to come from

@@ -196,7 +196,7 @@ class CudaBackend final : public Backend {
     const auto mapped =
         std::make_shared<Mapped>(std::move(parts), fleet_->devices(), fleet_->rings());
     fleet_->try_strided(mapped->ring);
-    fleet_->base_copies_on(mapped->ring);
+    fleet_->alias_copies(mapped->ring);
     for (Share& share : shares) {
       share.data = reinterpret_cast<std::byte*>(mapped->ring.part(share.rank));
       share.owner = mapped;

@@ -5,8 +5,8 @@
 #include <thread>
 
 #include "core/backend/cuda/crossing.h"
+#include "core/backend/cuda/engine_alias.h"
 #include "core/backend/cuda/gather.h"
-#include "core/backend/cuda/peer_base.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
@@ -149,8 +149,8 @@ bool Device::works() const {
   return result == kSuccess || result == kNotReady;
 }
 
-void Device::base_on(std::shared_ptr<const Part> foreign) {
-  peer_base_ = std::make_unique<const PeerBase>(*this, std::move(foreign));
+void Device::make_alias(std::shared_ptr<const Part> foreign) {
+  engine_alias_ = std::make_unique<const EngineAlias>(*this, std::move(foreign));
 }
 
 void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }

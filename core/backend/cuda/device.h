@@ -111,7 +111,7 @@ class Event {
 class Crossing;
 class Gather;
 class Part;
-class PeerBase;
+class EngineAlias;
 
 class Device final : public Port {
  public:
@@ -145,9 +145,11 @@ class Device final : public Port {
   const Crossing* crossing() const { return crossing_.get(); }  // null: there are none
 
   // Lets copy engines make copies within this GPU, by addresses of that memory of another GPU's
-  // (peer_base.h). Once, before anything is fed. Throws memory or driver.
-  void base_on(std::shared_ptr<const Part> foreign);
-  const PeerBase* peer_base() const { return peer_base_.get(); }  // null: SMs make such copies
+  // (engine_alias.h). Once, before anything is fed. Throws memory or driver.
+  void make_alias(std::shared_ptr<const Part> foreign);
+  const EngineAlias* engine_alias() const {
+    return engine_alias_.get();
+  }  // null: SMs make such copies
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
@@ -162,7 +164,7 @@ class Device final : public Port {
   std::unique_ptr<Stream> service_;
   std::unique_ptr<const Gather> gather_;
   std::shared_ptr<const Crossing> crossing_;
-  std::unique_ptr<const PeerBase> peer_base_;
+  std::unique_ptr<const EngineAlias> engine_alias_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };
 

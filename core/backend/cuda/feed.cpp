@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/backend/cuda/crossing.h"
-#include "core/backend/cuda/peer_base.h"
+#include "core/backend/cuda/engine_alias.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -358,8 +358,8 @@ void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
 }
 
 void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
-  if (!habits_.own_copy_on_sm && !habits_.parked && device_.peer_base() != nullptr) {
-    const uint64_t done = by_peer_base(dst, src, bytes);
+  if (!habits_.own_copy_on_sm && !habits_.parked && device_.engine_alias() != nullptr) {
+    const uint64_t done = by_engine(dst, src, bytes);
     if (done == bytes) return;
     dst += done;
     src += done;
@@ -372,11 +372,11 @@ void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
 }
 
 // The bytes that are copied so: all, unless the driver refuses some.
-uint64_t Feed::by_peer_base(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
+uint64_t Feed::by_engine(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
   flush();
   uint64_t done = 0;
   while (done < bytes) {
-    const CUmemcpy2D piece = device_.peer_base()->first(dst + done, src + done, bytes - done);
+    const CUmemcpy2D piece = device_.engine_alias()->first(dst + done, src + done, bytes - done);
     if (!accepted(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync")) break;
     ++notes_.calls.strided;
     done += piece.width;

@@ -2,10 +2,10 @@
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
 //              GPUs: a batch, which engines share; within one GPU: by addresses that make it a copy
-//              engine's (peer_base.h), because a plain one would take SMs; many in a group between
-//              the host and a GPU: a batch, which costs the host less; rows between those two in a
-//              launch that is crossed: one strided copy by the engine of the other direction
-//              (crossing.h)
+//              engine's, because a plain one would take SMs (engine_alias.h); many in a group
+//              between the host and a GPU: a batch, which costs the host less; rows between those
+//              two in a launch that is crossed: one strided copy by the engine of the other
+//              direction (crossing.h)
 //   poll       waits, consecutive ones as one batch; captured: and the words' reset
 //   signal     a write-value, which the driver documents to fence all that came before it in its
 //              stream. To several ranks: one write-value into a word of this GPU and one strided
@@ -130,7 +130,7 @@ class Feed {
   bool batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
-  uint64_t by_peer_base(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  uint64_t by_engine(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   // Of a driver's call that enqueues: throws where it has failed.
   void submitted(CUresult result, const char* call);

@@ -46,11 +46,12 @@ void Fleet::try_strided(Ring& ring) {
   if (!*tried) strided_works_ = false;
 }
 
-void Fleet::base_copies_on(const Ring& ring) {
+void Fleet::alias_copies(const Ring& ring) {
   const std::scoped_lock lock(mutex_);
   for (const auto& device : devices_) {
-    if (device->peer_base() != nullptr) continue;
-    if (auto foreign = ring.part_elsewhere(device->ordinal())) device->base_on(std::move(foreign));
+    if (device->engine_alias() != nullptr) continue;
+    if (auto foreign = ring.part_elsewhere(device->ordinal()))
+      device->make_alias(std::move(foreign));
   }
 }
 

@@ -74,7 +74,7 @@ class Fleet {
   // Tries one strided copy to all ranks in a new ring, the first of its kind, and tells the ring.
   void try_strided(Ring& ring);
   // Lets copy engines copy within the local GPUs, if the ring has memory of another one.
-  void base_copies_on(const Ring& ring);
+  void alias_copies(const Ring& ring);
   // False once that has failed: such commands are done row by row.
   bool strided() const { return strided_works_; }
 

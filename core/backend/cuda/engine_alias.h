@@ -5,7 +5,7 @@
 // given as another GPU's memory, from which whole pitches and a rest lead to the address meant: by
 // arithmetic modulo 2^64, so that it may lie above the base or below.
 //
-// Two rules of the driver (2 x H100, driver 580; benchmarks/results/cuda-h100-2-peer-base.txt):
+// Two rules of the driver (2 x H100, driver 580; benchmarks/results/cuda-h100-2-engine-alias.txt):
 // - As many bytes as the row has must be mapped behind the base, else it refuses the copy.
 // - They must be one GPU's, else the copy runs at 94 GB/s instead of 545.
 // So one part of another GPU's memory is mapped again and again, and wider rows go in pieces.
@@ -15,10 +15,10 @@
 
 namespace offcore::cuda {
 
-class PeerBase {
+class EngineAlias {
  public:
   // Throws memory or driver.
-  PeerBase(const Device& device, std::shared_ptr<const Part> foreign);
+  EngineAlias(const Device& device, std::shared_ptr<const Part> foreign);
 
   // Addresses the first bytes of a copy within the GPU so; the result's width says how many.
   CUmemcpy2D first(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) const;

@@ -1,4 +1,4 @@
-#include "core/backend/cuda/peer_base.h"
+#include "core/backend/cuda/engine_alias.h"
 
 namespace offcore::cuda {
 namespace {
@@ -10,14 +10,14 @@ static_assert(kPitch <= kPitchMax && kRowMax <= kPitch);
 
 }  // namespace
 
-PeerBase::PeerBase(const Device& device, std::shared_ptr<const Part> foreign)
+EngineAlias::EngineAlias(const Device& device, std::shared_ptr<const Part> foreign)
     : range_(device.context(), rounded(kRowMax, foreign->bytes())) {
   for (uint64_t at = 0; at < kRowMax; at += foreign->bytes()) range_.map(at, foreign);
   const int ordinal = device.ordinal();
   range_.open({&ordinal, 1});
 }
 
-CUmemcpy2D PeerBase::first(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) const {
+CUmemcpy2D EngineAlias::first(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) const {
   const uint64_t distance = dst - range_.base();
   const uint64_t rest = distance % kPitch;
   const uint64_t width = std::min({bytes, kRowMax, kPitch - rest});
