@@ -21,7 +21,7 @@ from offcore import _core, kv
 from offcore.errors import error
 from offcore.kv_case import Case, Numbers, torch_with_gpu
 
-_CALL_PAGES = {"batch": {}, "batch32": {"call_pages": 32}, "batch64": {"call_pages": 64}}
+_CALL_PAGES = {"batch": 2**64 - 1, "batch32": 32, "batch64": 64}
 IMPLS = ("offcore", "loop", *_CALL_PAGES, "vllm", "triton", "kernel")
 PEERS = IMPLS[1:]
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
@@ -163,7 +163,9 @@ def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
     if case.backend != "cuda":
         raise _absent(name, f"backend {case.backend} has no driver and no kernels")
     if name in _CALL_PAGES:
-        return _driver_peer(case, functools.partial(_core.copy_by_batch, **_CALL_PAGES[name]))
+        return _driver_peer(
+            case, functools.partial(_core.copy_by_batch, call_pages=_CALL_PAGES[name])
+        )
     if name == "kernel":
         return Transfers(case, timeout_s, kernel=True)
     if name in ("vllm", "triton"):

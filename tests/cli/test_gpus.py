@@ -107,7 +107,6 @@ def test_breakdown_is_made_of_differences(gpu_cli, tmp_path):
     for row in ran.records:
         assert (row["backend"], row["machine"]) == ("cuda", "h200-2")
         assert sum(row["phases"].values()) == pytest.approx(row["time_us"], abs=0.01)
-        assert 0 < row["phases"]["control_us"] <= row["time_us"]
         assert min(row["phases"].values()) >= 0
         assert row["armed_us"] > 0
     assert "the driver shows no line between them" in ran.err

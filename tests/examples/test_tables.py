@@ -9,7 +9,7 @@ import pytest
 
 import offcore
 from offcore import mcast_claims
-from offcore.report import read_records
+from offcore.records import read_records
 
 ROOT = Path(__file__).parents[2]
 
