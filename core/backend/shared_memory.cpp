@@ -6,39 +6,15 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <string>
 
 #include "core/base/descriptor.h"
 #include "core/base/error.h"
+#include "core/base/host_memory.h"
 
 namespace offcore {
 namespace {
-
-// The first number after `name` in a file of "name number" lines; the largest when there is none.
-uint64_t number_after(const char* path, const std::string& name) {
-  std::ifstream file(path);
-  for (std::string word; file >> word;) {
-    uint64_t number = 0;
-    if (word == name && file >> number) return number;
-  }
-  return std::numeric_limits<uint64_t>::max();
-}
-
-// What this process may still take, by the kernel's estimate and by its control group's limit.
-uint64_t available_bytes() {
-  const uint64_t free_kib = number_after("/proc/meminfo", "MemAvailable:");
-  uint64_t available = free_kib > UINT64_MAX / 1024 ? UINT64_MAX : free_kib * 1024;
-  uint64_t limit = 0;
-  uint64_t used = 0;
-  std::ifstream limit_file("/sys/fs/cgroup/memory.max");
-  std::ifstream used_file("/sys/fs/cgroup/memory.current");
-  if (limit_file >> limit && used_file >> used) {
-    available = std::min(available, limit > used ? limit - used : 0);
-  }
-  return available;
-}
 
 // A mapping and the descriptor behind it.
 struct Mapping {
@@ -66,22 +42,27 @@ Share map(Rank rank, uint64_t bytes, Descriptor fd) {
           .owner = mapping};
 }
 
-[[noreturn]] void fail_memory(uint64_t bytes, uint64_t available) {
-  fail(Code::memory, "cannot allocate ", bytes, " bytes of shared memory: ", available,
-       " bytes are available; use smaller windows or fewer ranks");
+[[noreturn]] void fail_memory(uint64_t bytes, const HostMemory& memory) {
+  fail(Code::memory, "cannot allocate ", bytes, " bytes of shared memory: of the ",
+       memory.total_bytes, " bytes that this process may use, ", memory.available_bytes,
+       " are available; use smaller windows or fewer ranks");
+}
+
+// posix_fallocate takes pages that the kernel may only get by killing someone: ask first, and leave
+// a little for everybody else.
+void check_available(uint64_t bytes) {
+  constexpr uint64_t kSpareBytes = 64 << 20;
+  if (bytes <= kSpareBytes) return;
+  const HostMemory memory = host_memory();
+  const uint64_t available = memory.available_bytes;
+  const bool fits = available >= kSpareBytes && bytes <= available - kSpareBytes;
+  if (!fits || bytes > std::numeric_limits<off_t>::max()) fail_memory(bytes, memory);
 }
 
 }  // namespace
 
 Share allocate_shared(Rank rank, uint64_t bytes) {
-  // posix_fallocate takes pages that the kernel may only get by killing someone: ask first, and
-  // leave a little for everybody else.
-  constexpr uint64_t kSpareBytes = 64 << 20;
-  const uint64_t available = available_bytes();
-  if (bytes > std::numeric_limits<off_t>::max() ||
-      (bytes > kSpareBytes && (available < kSpareBytes || bytes > available - kSpareBytes))) {
-    fail_memory(bytes, available);
-  }
+  check_available(bytes);
   Descriptor fd(memfd_create("offcore", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail_errno(Code::driver, "cannot create shared memory (memfd_create)");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
@@ -91,7 +72,7 @@ Share allocate_shared(Rank rank, uint64_t bytes) {
   do {
     error = bytes == 0 ? 0 : posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));
   } while (error == EINTR);
-  if (error != 0) fail_memory(bytes, available);
+  if (error != 0) fail_memory(bytes, host_memory());
   // Nobody may shrink it under a peer's copy.
   fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   return map(rank, bytes, std::move(fd));

@@ -45,7 +45,8 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
     } else {
       const Bound bound = bind(plan, request, lane);
       pending.view_ = std::exchange(plan.view, {});
-      bound.run([&](const Launch& launch) { pending.run_ = plan.loaded->launch(launch); });
+      bound.run(
+          [&](const Launch& launch) { pending.run_ = owned_here(plan.loaded->launch(launch)); });
     }
   } catch (const Refused&) {
     --plan.launches;
@@ -72,7 +73,7 @@ void Communicator::launch_armed(Plan& plan, const Request& request, Lane& lane, 
   pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
   try {
-    pending.run_ = plan.loaded->launch(*armed);
+    pending.run_ = owned_here(plan.loaded->launch(*armed));
   } catch (const Refused&) {
     plan.armed = std::move(armed);
     throw;

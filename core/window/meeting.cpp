@@ -65,6 +65,7 @@ class Store final : Reception {
     const int64_t wait_ns = deadline.left_ns();
     try {
       while (!missing().empty()) {
+        if (deadline.stopped()) fail(Code::cancelled, "rank 0 was interrupted at ", address_);
         if (deadline.passed()) give_up(wait_ns);
         step(deadline);
         tell_progress();
@@ -259,6 +260,7 @@ class Visitor {
                      reason_);
       }
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRetryNs, deadline.left_ns())));
+      deadline.listen();
     }
   }
 

@@ -29,8 +29,10 @@ void Reception::step(const Deadline& deadline) {
   for (const Guest& guest : guests_) {
     entries.push_back({.fd = guest.connection.fd(), .events = POLLIN, .revents = 0});
   }
-  const int64_t wait_ns = std::min(deadline.left_ns(), kStepNs);
-  if (poll(entries.data(), entries.size(), static_cast<int>(wait_ns / 1'000'000 + 1)) > 0) {
+  const int64_t wait_ns = std::min(deadline.nap_ns(), kStepNs);
+  const int ready = poll(entries.data(), entries.size(), static_cast<int>(wait_ns / 1'000'000 + 1));
+  deadline.listen();
+  if (ready > 0) {
     // Those who have hung up go first, so that their ranks are free for newcomers.
     std::vector<std::pair<Guest*, Status>> talking;
     size_t at = doors_.size();

@@ -1,4 +1,5 @@
 // Errors, environment and clocks.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -6,6 +7,7 @@
 #include "core/base/clock.h"
 #include "core/base/env.h"
 #include "core/base/error.h"
+#include "core/base/host_memory.h"
 #include "module.h"
 
 namespace offcore {
@@ -39,7 +41,7 @@ void bind_base(nb::module_& module) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      raise(error);
+      if (PyErr_Occurred() == nullptr) raise(error);  // else it ended a wait (released.h)
     }
   });
 
@@ -58,6 +60,14 @@ void bind_base(nb::module_& module) {
       "build",
       [] { return std::make_tuple(std::string(kCompiler), std::string(OFFCORE_BUILD_COMMIT)); },
       "The compiler of this build, and the commit it came from (empty: not a checkout).");
+  module.def(
+      "host_memory",
+      [](const std::string& root) {
+        const HostMemory memory = host_memory(root);
+        return std::make_pair(memory.total_bytes, memory.available_bytes);
+      },
+      nb::arg("root") = "",
+      "(bytes that this process may use, available): core/base/host_memory.h.");
   module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
 }
 

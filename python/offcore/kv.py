@@ -132,13 +132,15 @@ class HostPool:
         could not be had: the pool then goes on with the rows before it."""
         self._core.wait_ready(self.timeout if timeout is None else timeout)
 
-    def allocate(self, count: int, *, timeout: float = 0.0) -> Slots:
+    def allocate(self, count: int, *, timeout: float | None = None) -> Slots:
         """Slots for `count` blocks, sorted, in as few runs of consecutive ones as can be.
 
-        timeout: seconds to wait for rows to be registered, or freed by others. Raises `Error`:
-        memory, with how many are free, not registered yet, and about to be free.
+        timeout: seconds to wait for rows to be registered, or freed by others; None: the pool's;
+        0: no wait. Raises `Error`: memory, with how many are free, not registered yet, and about
+        to be free; at once where the pool has fewer rows.
         """
-        slots: Any = self._core.allocate(checked("count", count), timeout)
+        seconds = self.timeout if timeout is None else timeout
+        slots: Any = self._core.allocate(checked("count", count), seconds)
         return cast(Slots, slots)
 
     def free(self, slots: ArrayLike) -> None:

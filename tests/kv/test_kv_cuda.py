@@ -366,7 +366,7 @@ def test_a_chunk_that_cannot_be_registered() -> None:
     assert (code, "has 20 rows and gets no more" in told) == ("memory", True), told
     assert pool.progress == (20, 20)
     slots = pool.allocate(20)
-    code, told = code_of(lambda: pool.allocate(1))
+    code, told = code_of(lambda: pool.allocate(1, timeout=0))
     assert (code, "gets no more" in told) == ("memory", True), told
     pool.grow(30)
     assert pool.allocate(30, timeout=10).tolist() == list(range(20, 50))

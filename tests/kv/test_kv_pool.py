@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_caches import Places
 
 import offcore
-from offcore import kv
+from offcore import _core, kv
 
 
 def check_refused(call: Callable[[], object], code: str, *says: str) -> None:
@@ -49,6 +49,15 @@ def test_rows_are_memory_of_their_own(places: Places) -> None:
     assert (kept == 4).all(), "the memory lives as long as a view of it"
     check_refused(lambda: pool.allocate(1), "cancelled", "closed")
     pool.close()
+
+
+def test_a_fresh_pool_is_waited_for() -> None:
+    with kv.HostPool(1 << 20, 64, backend="host", chunk_bytes=1 << 20) as pool:
+        assert pool.allocate(64).tolist() == list(range(64))
+        threading.Timer(0.2, lambda: pool.free([5])).start()
+        assert pool.allocate(1).tolist() == [5], "rows that others free are waited for too"
+        pool.timeout = 0.1
+        check_refused(lambda: pool.allocate(1), "memory", "0 of 64 are free")
 
 
 def test_the_smallest_run_that_fits_is_taken() -> None:
@@ -100,7 +109,9 @@ def test_what_is_not_allocated_is_refused() -> None:
 def test_exhaustion_tells_the_numbers() -> None:
     pool = opened(10, block_bytes=128)
     pool.allocate(7)
-    check_refused(lambda: pool.allocate(4), "memory", "4 rows of 128 bytes", "3 of 10 are free")
+    check_refused(
+        lambda: pool.allocate(4, timeout=0), "memory", "4 rows of 128 bytes", "3 of 10 are free"
+    )
     check_refused(lambda: pool.allocate(11, timeout=60), "memory", "cannot allocate 11 rows")
     assert pool.free_blocks == 3
 
@@ -168,14 +179,28 @@ def test_rows_become_usable_chunk_by_chunk() -> None:
 
 
 def test_close_waits_for_no_registration_of_a_large_pool() -> None:
-    pool = kv.HostPool(1 << 20, 1 << 20, backend="host", chunk_bytes=1 << 20)
-    check_refused(lambda: pool.wait_ready(0), "timeout", "of 1048576 rows")
+    _, available = _core.host_memory()
+    blocks, options = available // 4 >> 20, {"backend": "host", "chunk_bytes": 1 << 20}
+    pool = kv.HostPool(1 << 20, blocks, **options)
+    check_refused(lambda: pool.wait_ready(0), "timeout", f"of {blocks} rows")
     pool.close()
-    options = {"backend": "host", "chunk_bytes": 1 << 20}
-    ended = threading.Thread(target=lambda: kv.HostPool(1 << 20, 1 << 20, **options))
+    ended = threading.Thread(target=lambda: kv.HostPool(1 << 20, blocks, **options))
     ended.start()  # dropped at once
     ended.join(20)
     assert not ended.is_alive()
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused_at_once() -> None:
+    total, _ = _core.host_memory()
+    blocks = (total >> 20) + 1
+    with pytest.raises(offcore.Error) as raised:
+        kv.HostPool(1 << 20, blocks, backend="host")
+    assert raised.value.code == "memory"
+    assert f"{blocks} more rows of {1 << 20} bytes" in str(raised.value)
+    assert f"of the {total} bytes that this process may use" in str(raised.value)
+    with opened(4) as pool:
+        check_refused(lambda: pool.grow(1 << 31), "memory", f"{1 << 31} more rows", f"{total}")
+        assert pool.progress == (4, 4)
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -193,7 +218,11 @@ def test_any_order_of_calls(calls: list[tuple[int, int]], chunk: int) -> None:
             free |= set(slots.tolist())
             continue
         if count > len(free):
-            check_refused(lambda count=count: pool.allocate(count), "memory", f"{len(free)} of 24")
+            check_refused(
+                lambda count=count: pool.allocate(count, timeout=0),
+                "memory",
+                f"{len(free)} of 24",
+            )
             continue
         slots = pool.allocate(count)
         assert sorted(set(slots.tolist())) == slots.tolist()
