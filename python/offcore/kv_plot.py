@@ -41,7 +41,17 @@ _FORMS = {  # of the keys that are looked at
     **{"model": "str | None", "tokens": "int | None", "time_us": "float > 0"},
 }
 
-_SAME = "run step model layers page_bytes direction layout blocks requests".split()
+_SAME = [
+    "run",
+    "step",
+    "model",
+    "layers",
+    "page_bytes",
+    "direction",
+    "layout",
+    "blocks",
+    "requests",
+]
 _CASES_MAX = 10  # beside each other
 
 Cases = dict[str, dict[str, float]]  # by label, then by way
