@@ -17,6 +17,7 @@ HOST = -1  # in the place of a rank
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
 Column = NDArray[np.uint64]
+_LISTS_WRAP = int(np.__version__.split(".")[0]) < 2  # a number below 0 becomes a large one
 
 
 class _Side:
@@ -50,7 +51,11 @@ class _Side:
     def _take_addresses(self, given: Any) -> None:
         self.addresses = True
         try:
-            if isinstance(given, np.ndarray) and given.dtype.kind == "i" and (given < 0).any():
+            if isinstance(given, np.ndarray):
+                below = given.dtype.kind == "i" and (given < 0).any()
+            else:
+                below = _LISTS_WRAP and min(given) < 0
+            if below:
                 raise OverflowError
             self.places: Column = np.ascontiguousarray(given, dtype=np.uint64)
         except (OverflowError, TypeError, ValueError):

@@ -28,6 +28,12 @@ app = typer.Typer(
 _PARTNERS = {MULTICAST: "in_network"}  # which reduce-scatter runs beside an all-gather
 HOSTS_MAX = 1 << 16
 HostsOption = Annotated[int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts.")]
+RankOption = Annotated[
+    int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: this one's.")
+]
+BatchesOption = Annotated[
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Time is their median.")
+]
 ChainsOption = Annotated[
     int,
     typer.Option(
@@ -300,16 +306,12 @@ def bench_command(
         str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
     ] = "4M",
     chains: ChainsOption = CHAINS,
-    batches: Annotated[
-        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Time is their median.")
-    ] = 5,
+    batches: BatchesOption = 5,
     timeout: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
     ] = 60.0,
     meeting: MeetingOption = None,
-    rank: Annotated[
-        int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: this one's.")
-    ] = 0,
+    rank: RankOption = 0,
     interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
     json: JsonOption = None,
 ) -> None:

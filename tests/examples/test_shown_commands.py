@@ -1,13 +1,15 @@
-"""Every `offcore` command that a document shows runs as it is written, but for the sizes: few and
-small ones here, with those of the document only read."""
+"""Every `offcore` command that a document or a help page shows runs as it is written, but for the
+sizes: few and small ones here, with those of the text only read."""
 
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from offcore import cli
 from offcore.sizes import parse_sizes
@@ -26,9 +28,10 @@ FAILING = {
     "--variants swap": "offcore: unsupported: ",
     "unfenced.json": "offcore: verify: ",
 }
+KV_ROWS = "kv.jsonl"
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
-# Their words are read, and nothing is run: they want GPUs, or rows of theirs.
-ON_GPUS = ("--backend cuda", "--stress", "kv plot")
+# Their words are read, and nothing is run: they want GPUs.
+ON_GPUS = ("--backend cuda", "--stress")
 ON_NAMESPACES = ("offcore mcast testbed", "offcore mcast bench")
 # So here: `calibrate` takes minutes and writes beside the machine's file; `reproduce` has tests.
 LONG = ("offcore calibrate", "offcore reproduce")
@@ -36,7 +39,7 @@ LONG = ("offcore calibrate", "offcore reproduce")
 
 def commands_of(text: str) -> set[str]:
     text = text.replace("\\\n", " ")
-    lines = re.findall(r"^    (offcore .*)$", text, re.M)
+    lines = re.findall(r"^    ((?:echo .* \| )?offcore .*)$", text, re.M)
     spans = re.findall(r"`(offcore [^`]+)`", text)
     spans = [span.replace(r"\|", "|").replace("\n", " ") for span in spans]
     found = set()
@@ -54,27 +57,44 @@ def commands_of(text: str) -> set[str]:
     return found
 
 
+def help_pages(app: typer.Typer) -> Iterator[str]:
+    for group in app.registered_groups:
+        yield from help_pages(group.typer_instance)
+    for made in (*app.registered_commands, app.registered_callback):
+        yield (made and made.callback.__doc__) or ""
+
+
 def shown() -> list[str]:
     texts = [path.read_text("utf-8") for name in DOCUMENTS for path in ROOT.glob(name)]
-    return sorted(set().union(*map(commands_of, (*texts, cli.bench.__doc__ or ""))))
+    return sorted(set().union(*map(commands_of, (*texts, *help_pages(cli.app)))))
+
+
+def only_read(command: str) -> str:
+    before, dashes, after = command.partition(" -- ")
+    return f"{before} --help{dashes}{after}"
 
 
 def made_cheap(command: str) -> str:
+    if "kv plot" in command:
+        command = re.sub(r"\bFILE(\.jsonl)?\b", KV_ROWS, command)
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"\b{name}\b", value, command)
     if any(part in command for part in (*ON_GPUS, *LONG)):
-        return command + " --help"
+        return only_read(command)
     if "--hosts 188" in command and command.startswith(ON_NAMESPACES):
-        return command + " --help"
+        return only_read(command)
+    if command.startswith("offcore kv bench"):
+        return re.sub(r"--tokens \d+", "--tokens 64", command)
     if command.startswith("offcore tune"):
         return command + " --sizes 4K --iters 3 --calls 3"
-    if not command.startswith("offcore bench") or "--help" in command:
+    measured = command.startswith(("offcore bench", "offcore mcast bench"))
+    if "--help" in command or not (measured or command.startswith("offcore mcast simulate")):
         return command
     given = re.search(r"--sizes (\S+)", command)
     if given is None:
-        return command + " --sizes 4K"
+        return command + (" --sizes 256K" if "mcast" in command else " --sizes 4K")
     sizes = parse_sizes(given[1])
-    few = len(sizes) <= 3 and max(sizes) <= 1 << 20
+    few = len(sizes) <= 3 and (max(sizes) <= 1 << 20 or not measured)
     return command if few else command.replace(given[0], f"--sizes {min(sizes)}")
 
 
@@ -83,20 +103,24 @@ def needed(command: str) -> tuple[str, ...]:
     if "--help" in made_cheap(command):
         return ()
     if command.startswith(ON_NAMESPACES):
-        return ("namespaces", "tc")
-    return ("matplotlib",) if re.search(r" --plot |^offcore plot ", command) else ()
+        return ("namespaces", "tc", *(("torch",) if "gloo" in command else ()))
+    return ("matplotlib",) if re.search(r" --plot |^offcore (kv )?plot ", command) else ()
 
 
 @pytest.mark.parametrize(
     "command", [pytest.param(one, marks=pytest.mark.needs(*needed(one))) for one in shown()]
 )
-def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
+def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "offcore"
     tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.cli "$@"\n', "utf-8")
-    tool.chmod(0o755)
+    for name, words in (("offcore", "-m offcore.cli "), ("python", "")):
+        (tool.parent / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n', "utf-8")
+        (tool.parent / name).chmod(0o755)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    rows = ROOT / "benchmarks" / "results" / "cuda-h200-2.jsonl"
+    results = ROOT / "benchmarks" / "results"
+    rows = results / "cuda-h200-2.jsonl"
+    (tmp_path / KV_ROWS).write_bytes((results / "cuda-kv.jsonl").read_bytes())
     for copied in (tmp_path / "rows.jsonl", tmp_path / "benchmarks" / "results" / rows.name):
         copied.write_bytes(rows.read_bytes())
     lists = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "sdma.md").read_text("utf-8"), re.S)
@@ -120,5 +144,17 @@ def test_a_documents_command_runs(command: str, tmp_path: Path) -> None:
     assert all(start in done.stderr for start in expected), done.stderr
 
 
-def test_the_documents_show_commands() -> None:
+def test_documents_and_help_pages_show_commands() -> None:
+    texts = list(help_pages(cli.app))
+    assert len(set().union(*map(commands_of, texts))) > 15
     assert {command.split()[1] for command in shown()} >= {*BARE, "breakdown", "doctor"}
+
+
+def test_contributing_names_tests_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    selections = re.findall(r"python -m pytest ([^`]+)`", text)
+    assert selections
+    for words in selections:
+        command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *words.split())
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout
