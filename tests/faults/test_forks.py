@@ -227,7 +227,7 @@ def test_jobs_and_rendezvous_and_groups() -> None:
     assert run(code) == ""
 
 
-@pytest.mark.torch
+@pytest.mark.needs("torch")
 def test_data_loaders() -> None:
     code = """
     import torch
