@@ -171,16 +171,18 @@ class Run {
 };
 
 // Waits for a run in slices, between which the caller may be told to stop. `failed` hears of every
-// slice's error, and may throw another one.
+// slice's error, and may throw another one. A timeout before its slice is over is the run's own: of
+// a simulation, in its virtual time.
 template <typename Failed>
 void wait_in_slices(Run& run, const Deadline& deadline, const Failed& failed) {
   for (;;) {
     const bool last = deadline.left_ns() <= kListenNs;
+    const Deadline slice = last ? deadline : deadline.slice(kListenNs);
     try {
-      return run.wait(last ? deadline : deadline.slice(kListenNs));
+      return run.wait(slice);
     } catch (const Error& error) {
       failed(error);
-      if (last || error.code() != Code::timeout) throw;
+      if (last || error.code() != Code::timeout || !slice.passed()) throw;
     }
     deadline.listen();
   }
