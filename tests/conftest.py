@@ -26,6 +26,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 NOT_SANITIZED = {
     "asan": {"cli", "tidy", "examples", "cuda", "fakes", "test_mcast_bench.py", "test_testbed.py"},
 }
+# Children leave what is their parent's, which are leaks, and start threads after a fork.
+NOT_SANITIZED["asan"] |= {"test_forks.py", "test_after_forks.py"}
 NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py"}  # gloo's threads are built without it
 NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py"}  # partly on the stand-in driver

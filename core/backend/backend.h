@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/base/clock.h"
+#include "core/base/error.h"
 #include "core/ir/program.h"
 #include "core/machine/cost.h"
 #include "core/machine/machine.h"
@@ -169,6 +170,24 @@ class Run {
   virtual void hold(uintptr_t stream);
 };
 
+// Waits for a run in slices, between which the caller may be told to stop. `failed` hears of every
+// slice's error, and may throw another one. A timeout before its slice is over is the run's own: of
+// a simulation, in its virtual time.
+template <typename Failed>
+void wait_in_slices(Run& run, const Deadline& deadline, const Failed& failed) {
+  for (;;) {
+    const bool last = deadline.left_ns() <= kListenNs;
+    const Deadline slice = last ? deadline : deadline.slice(kListenNs);
+    try {
+      return run.wait(slice);
+    } catch (const Error& error) {
+      failed(error);
+      if (last || error.code() != Code::timeout || !slice.passed()) throw;
+    }
+    deadline.listen();
+  }
+}
+
 // What a stream of the caller's has yet to do before something may begin.
 class Mark {
  public:
@@ -245,6 +264,7 @@ struct Probe {
   std::string name;
   bool available = false;
   std::string reason;
+  Code refusal = Code::unavailable;  // what opening it throws where it is not
 };
 
 }  // namespace offcore

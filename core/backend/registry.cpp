@@ -89,7 +89,7 @@ std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& ma
   for (const Row& row : kRows) {
     if (name == row.name) {
       const Probe probe = row.probe();
-      if (!probe.available) fail(Code::unavailable, "backend ", name, ": ", probe.reason);
+      if (!probe.available) fail(probe.refusal, "backend ", name, ": ", probe.reason);
       return row.open(machine, ranks, std::move(local_ranks), std::move(options));
     }
     known += cat(known.empty() ? "" : ", ", row.name);

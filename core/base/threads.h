@@ -1,12 +1,12 @@
-// Threads of the library's own, and what has them.
+// Threads of the library's own.
 #pragma once
 #include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <memory>
-#include <utility>
+#include <mutex>
 
 #include "core/base/clock.h"
 
@@ -32,6 +32,26 @@ bool look_out(const Ready& ready, int64_t look_ns) {
   return true;
 }
 
+// Sleeps until told that something has changed, or for a nap of the deadline's.
+inline void sleep(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                  const Deadline& deadline) {
+  changed.wait_for(lock, std::chrono::nanoseconds(deadline.nap_ns()));
+  lock.unlock();
+  deadline.listen();
+  lock.lock();
+}
+
+// Sleeps until it is ready, of which `changed` tells. False: the deadline has passed before.
+template <typename Ready>
+bool sleep_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                 const Deadline& deadline, const Ready& ready) {
+  while (!ready()) {
+    if (deadline.passed()) return false;
+    sleep(changed, lock, deadline);
+  }
+  return true;
+}
+
 // Signals of the process are for its own threads (Ctrl-C for Python's main thread): threads that
 // are started while this lives get none.
 class SignalsBlocked {
@@ -48,13 +68,5 @@ class SignalsBlocked {
  private:
   sigset_t before_;
 };
-
-// Owns what has threads and locks of its own. Neither survives a fork: a child never destroys it.
-template <typename Type>
-std::shared_ptr<Type> owned_by_process(std::unique_ptr<Type> object) {
-  return {object.release(), [process = getpid()](Type* owned) {
-            if (process == getpid()) delete owned;
-          }};
-}
 
 }  // namespace offcore

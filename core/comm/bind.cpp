@@ -41,7 +41,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   if (plan.program->mode != Mode::armed) {
     const Launch launch = bind(plan, request, lane);
     pending.view_ = std::exchange(plan.view, {});
-    pending.run_ = plan.loaded->launch(launch);
+    pending.run_ = owned_here(plan.loaded->launch(launch));
     return;
   }
   const auto arm = [&] {
@@ -60,7 +60,7 @@ void Communicator::launch(Plan& plan, const Request& request, Lane& lane, Pendin
   }
   pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
-  pending.run_ = plan.loaded->launch(*armed);
+  pending.run_ = owned_here(plan.loaded->launch(*armed));
   plan.armed = arm();  // at once: the next call finds its program on the engines
 }
 

@@ -10,7 +10,6 @@
 namespace offcore {
 namespace {
 
-constexpr int64_t kSliceNs = 50'000'000;  // how often a long wait looks at its peers' records
 constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 
 }  // namespace
@@ -22,8 +21,8 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
     fail(Code::invalid, "machine ", backend->machine().name, " has ", backend->machine().ranks,
          " ranks, ", ranks, " asked for");
   }
-  std::shared_ptr<Communicator> communicator(
-      new Communicator(std::move(backend), std::move(rendezvous), ranks));
+  const std::shared_ptr<Communicator> communicator = owned_by_process(std::unique_ptr<Communicator>(
+      new Communicator(std::move(backend), std::move(rendezvous), ranks)));
   Communicator& self = *communicator;
   if (self.rendezvous_) self.compare_machines(deadline);
   self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks,
@@ -49,7 +48,8 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
 
 Communicator::Communicator(std::unique_ptr<Backend> backend, std::shared_ptr<Rendezvous> rendezvous,
                            Rank ranks)
-    : backend_(std::move(backend)),
+    : OfProcess("the communicator"),
+      backend_(std::move(backend)),
       rendezvous_(std::move(rendezvous)),
       ranks_(ranks),
       log_(rendezvous_ ? cat("rank ", rendezvous_->rank()) : cat(ranks, " ranks")) {
@@ -201,7 +201,10 @@ void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
           fail(Code::timeout, "rank ", peer, " is ", kAheadMax, " calls behind on lane ",
                lane.index, ": it has made ", lane.journal.published(peer));
         }
-        turn.aside([] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
+        turn.aside([&] {
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
+          turn.deadline().listen();
+        });
       }
     }
   }
@@ -263,20 +266,13 @@ void Pending::release(const std::vector<uintptr_t>& streams) {
 
 Result Pending::wait(const Deadline& deadline) {
   Communicator& communicator = *communicator_;
-  for (;;) {
-    const bool slice = !communicator.alone() && deadline.left_ns() > kSliceNs;
-    try {
-      run_->wait(slice ? deadline.slice(kSliceNs) : deadline);
-      break;
-    } catch (const Error& error) {
-      // Before a timeout or a peer's abort is believed: have the ranks diverged?
-      communicator.compare_with_peers(*lane_, sequence_, *entry_);
-      if (error.code() == Code::peer && communicator.aborted_) {
-        fail(Code::cancelled, "aborted by this rank: ", error.message());
-      }
-      if (error.code() != Code::timeout || !slice) throw;
+  wait_in_slices(*run_, deadline, [&](const Error& error) {
+    // Before a timeout or a peer's abort is believed: have the ranks diverged?
+    communicator.compare_with_peers(*lane_, sequence_, *entry_);
+    if (error.code() == Code::peer && communicator.aborted_) {
+      fail(Code::cancelled, "aborted by this rank: ", error.message());
     }
-  }
+  });
   communicator.compare_with_peers(*lane_, sequence_, *entry_);
   Result result = *result_;
   result.armed_ahead = armed_ahead_;

@@ -24,6 +24,7 @@
 #include "core/backend/backend.h"
 #include "core/base/digest.h"
 #include "core/base/error.h"
+#include "core/base/fork.h"
 #include "core/base/log.h"
 #include "core/comm/lane.h"
 #include "core/comm/request.h"
@@ -55,8 +56,9 @@ class Communicator;
 struct Plan;  // what a communicator keeps for a plan key
 
 // One operation under way.
-class Pending {
+class Pending : public OfProcess {
  public:
+  Pending() : OfProcess("the operation") {}
   ~Pending();
   bool done();
   // Throws timeout (and can be waited for again), peer, cancelled, mismatch.
@@ -75,14 +77,14 @@ class Pending {
   std::shared_ptr<Plan> plan_;            // protocol credits
   uint64_t launch_ = 0;                   // of the plan's
   Slots::Place view_;
-  std::unique_ptr<Run> run_;
+  OwnedHere<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
   uint64_t sequence_ = 0;
   std::shared_ptr<const Entry> entry_;
 };
 
-class Communicator : public std::enable_shared_from_this<Communicator> {
+class Communicator : public std::enable_shared_from_this<Communicator>, public OfProcess {
  public:
   // With a rendezvous this process drives its one rank; without (null) all ranks are local.
   static std::shared_ptr<Communicator> create(std::unique_ptr<Backend> backend,

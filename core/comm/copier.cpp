@@ -1,7 +1,5 @@
 #include "core/comm/copier.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -15,13 +13,9 @@ namespace {
 struct Copiers {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Copier>> open;
-  pid_t owner = 0;
 };
 
-Copiers& copiers() {
-  static auto* const all = new Copiers;  // outlives whatever still uses it as the process ends
-  return *all;
-}
+PerProcess<Copiers> copiers;
 
 std::string key_of(const std::string& backend, const Machine& machine, Rank ranks,
                    const BackendOptions& options) {
@@ -50,11 +44,7 @@ bool has_flags(const Program& program) {
 
 std::shared_ptr<Copier> Copier::of(const std::string& backend, const Machine& machine, Rank ranks,
                                    BackendOptions options) {
-  Copiers& all = copiers();
-  if (all.owner != 0 && all.owner != getpid()) {
-    fail(Code::driver, "this process is a fork of one that has made batches, whose engines stayed ",
-         "there: start processes anew (multiprocessing's \"spawn\")");
-  }
+  Copiers& all = copiers.get();
   const std::string key = key_of(backend, machine, ranks, options);
   const std::scoped_lock lock(all.mutex);
   std::shared_ptr<Copier>& copier = all.open[key];
@@ -63,14 +53,12 @@ std::shared_ptr<Copier> Copier::of(const std::string& backend, const Machine& ma
     for (Rank rank = 0; rank < ranks; ++rank) local[rank] = rank;
     copier.reset(new Copier(
         open_backend(backend, machine, ranks, std::move(local), std::move(options)), ranks));
-    all.owner = getpid();
   }
   return copier;
 }
 
 void Copier::close_all() {
-  Copiers& all = copiers();
-  if (all.owner != getpid()) return;
+  Copiers& all = copiers.get();
   std::map<std::string, std::shared_ptr<Copier>> open;
   {
     const std::scoped_lock lock(all.mutex);
@@ -185,7 +173,7 @@ std::unique_ptr<BatchRun> Copier::start(BatchCall call, const Deadline& deadline
   const uint32_t lane = lane_of(call.streams);
   const Launch launch = bind(*program, bases, call, lane, deadline);
   try {
-    result->run = loaded->launch(launch);
+    result->run = owned_here(loaded->launch(launch));
   } catch (...) {
     if (has_flags(*program)) lanes_[lane].flags = {};  // its words are as it has left them
     throw;

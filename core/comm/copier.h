@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/backend/registry.h"
+#include "core/base/fork.h"
 #include "core/comm/lane.h"
 #include "core/plan/batch.h"
 
@@ -64,21 +65,21 @@ struct BatchCall {
 
 // A batch under way, or one that was captured. Dropping it lets it go on by itself.
 class Copier;
-struct BatchRun {
+struct BatchRun : OfProcess {
+  BatchRun() : OfProcess("the batch") {}
   std::shared_ptr<Copier> copier;
   Batch plan;
   Mode mode = Mode::eager;
   bool within = false;  // something is copied within a rank's memory
   int64_t plan_ns = 0;
   int64_t submit_ns = 0;  // of the caller's time, after planning
-  std::unique_ptr<Run> run;
+  OwnedHere<Run> run;
 };
 
 class Copier : public std::enable_shared_from_this<Copier> {
  public:
   ~Copier() { close(); }
-  // The process's copier for this backend, machine and set of GPUs. Throws what opening does, and
-  // driver in a child of the process that opened its first.
+  // The process's copier for this backend, machine and set of GPUs. Throws what opening does.
   static std::shared_ptr<Copier> of(const std::string& backend, const Machine& machine, Rank ranks,
                                     BackendOptions options);
   // Closes all: waits a little for what is under way, then ends it.

@@ -324,8 +324,11 @@ Entry Communicator::wait_for_entry(const Lane& lane, Rank peer, const Entry& min
            " calls there");
     }
     turn.aside([&] {
-      Sleeper sleeper(own);
-      if (lane.journal.published(peer) <= sequence) sleeper.sleep(1'000'000);
+      {
+        Sleeper sleeper(own);
+        if (lane.journal.published(peer) <= sequence) sleeper.sleep(1'000'000);
+      }
+      turn.deadline().listen();
     });
   }
 }

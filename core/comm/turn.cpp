@@ -1,9 +1,7 @@
 #include "core/comm/turn.h"
 
-#include <algorithm>
-#include <chrono>
-
 #include "core/base/error.h"
+#include "core/base/threads.h"
 
 namespace offcore {
 namespace {
@@ -22,12 +20,8 @@ uint32_t checked_lane(uint32_t lane) {
 
 Turn::Turn(Turns& turns, Rendezvous* others, uint32_t lane, const Deadline& deadline)
     : turns_(turns), others_(others), lane_(lane), deadline_(deadline), lock_(turns.mutex) {
-  while (turns.taken[lane]) {
-    if (deadline.passed()) {
-      fail(Code::timeout, "another thread's call waits for the other ranks: ", name_of(lane));
-    }
-    constexpr int64_t kSecondNs = 1'000'000'000;
-    turns.over.wait_for(lock_, std::chrono::nanoseconds(std::min(deadline.left_ns(), kSecondNs)));
+  if (!sleep_until(turns.over, lock_, deadline, [&] { return !turns.taken[lane]; })) {
+    fail(Code::timeout, "another thread's call waits for the other ranks: ", name_of(lane));
   }
   turns.taken[lane] = true;
 }

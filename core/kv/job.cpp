@@ -5,11 +5,6 @@
 #include "core/base/threads.h"
 
 namespace offcore::kv {
-namespace {
-
-constexpr int64_t kLookNs = 50'000'000;  // bounds a sleep
-
-}  // namespace
 
 Job::Job(std::shared_ptr<Board> board, Request request)
     : board_(std::move(board)), request_(std::move(request)), urgency_(request_.priority) {}
@@ -19,11 +14,6 @@ uint32_t Job::stage_of(uint32_t layer) const {
     fail(Code::invalid, "there is no layer ", layer, ": the cache has ", layers_);
   }
   return layer / together_;
-}
-
-void Job::sleep(std::unique_lock<std::mutex>& lock, const Deadline& deadline) const {
-  const int64_t left_ns = std::min(kLookNs, deadline.left_ns());
-  board_->changed.wait_for(lock, std::chrono::nanoseconds(left_ns));
 }
 
 void Job::fail_timeout(const Deadline& deadline) const {
@@ -44,7 +34,7 @@ void Job::wait(const Deadline& deadline) {
   std::unique_lock lock(board_->mutex);
   while (!done()) {
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(lock, deadline);
+    sleep(board_->changed, lock, deadline);
   }
   if (failure_) throw *failure_;
 }
@@ -55,7 +45,7 @@ void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
   while (stages_done_ <= stage) {
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(lock, deadline);
+    sleep(board_->changed, lock, deadline);
   }
 }
 
@@ -76,7 +66,7 @@ void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
     if (stages_done_ > stage) return;  // there was nothing to copy
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(lock, deadline);
+    sleep(board_->changed, lock, deadline);
   }
   const std::vector<std::shared_ptr<Run>> runs = stages_[stage];
   lock.unlock();

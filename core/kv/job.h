@@ -105,7 +105,6 @@ class Job {
   friend class Transfer;
 
   uint32_t stage_of(uint32_t layer) const;
-  void sleep(std::unique_lock<std::mutex>& lock, const Deadline& deadline) const;
   [[noreturn]] void fail_timeout(const Deadline& deadline) const;
   [[noreturn]] void fail_layer(uint32_t layer) const;
 

@@ -1,10 +1,9 @@
 #include "core/kv/pool.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <system_error>
 
+#include "core/base/host_memory.h"
 #include "core/base/threads.h"
 
 namespace offcore::kv {
@@ -12,17 +11,13 @@ namespace {
 
 constexpr uint64_t kRowsMax = uint64_t{1} << 32;
 
-std::chrono::nanoseconds left(const Deadline& deadline) {
-  return std::chrono::nanoseconds(std::min<int64_t>(deadline.left_ns(), INT64_MAX / 4));
-}
-
 }  // namespace
 
 HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes)
-    : backend_(std::move(backend)),
+    : OfProcess("the host pool"),
+      backend_(std::move(backend)),
       row_bytes_(row_bytes),
-      rows_chunk_(row_bytes == 0 ? 0 : std::max<uint64_t>(1, chunk_bytes / row_bytes)),
-      process_(getpid()) {
+      rows_chunk_(row_bytes == 0 ? 0 : std::max<uint64_t>(1, chunk_bytes / row_bytes)) {
   if (row_bytes == 0 || row_bytes > uint64_t{1} << 40) {
     fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
   }
@@ -48,9 +43,6 @@ void HostPool::end_thread(Lock lock) {
 }
 
 HostPool::Lock HostPool::enter() const {
-  if (process_ != getpid()) {
-    fail(Code::unsupported, "a host pool does not survive a fork: make it in the child");
-  }
   Lock lock(mutex_);
   if (closed_) fail(Code::cancelled, "the host pool is closed");
   return lock;
@@ -60,6 +52,13 @@ void HostPool::grow(uint64_t rows) {
   const Lock lock = enter();
   if (rows > kRowsMax - slots_.size()) {
     fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
+  }
+  const HostMemory memory = host_memory();
+  const uint64_t coming = slots_.size() - ready_ + rows;
+  if (coming > memory.available_bytes / row_bytes_) {
+    fail(Code::memory, "a host pool cannot get ", coming, " more rows of ", row_bytes_,
+         " bytes: of the ", memory.total_bytes, " bytes that this process may use, ",
+         memory.available_bytes, " are available");
   }
   const size_t chunks = chunks_.size();
   const uint64_t before = slots_.size();
@@ -157,7 +156,7 @@ HostPool::Counts HostPool::counts() const {
 
 void HostPool::wait_ready(const Deadline& deadline) {
   Lock lock = enter();
-  changed_.wait_for(lock, left(deadline), [&] { return closed_ || !registering(); });
+  sleep_until(changed_, lock, deadline, [&] { return closed_ || !registering(); });
   if (failure_) throw *failure_;
   if (closed_) fail(Code::cancelled, "the host pool is closed");
   if (!registering()) return;
@@ -175,8 +174,8 @@ void HostPool::fail_exhausted(uint64_t count) const {
 std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline) {
   Lock lock = enter();
   if (count > slots_.size()) fail_exhausted(count);
-  changed_.wait_for(lock, left(deadline),
-                    [&] { return closed_ || free_ >= count || count > slots_.size(); });
+  sleep_until(changed_, lock, deadline,
+              [&] { return closed_ || free_ >= count || count > slots_.size(); });
   if (closed_) fail(Code::cancelled, "the host pool is closed");
   if (free_ < count) fail_exhausted(count);
   std::vector<int64_t> slots;
@@ -250,11 +249,10 @@ void HostPool::unpin(std::span<const int64_t> slots) noexcept {
 
 void HostPool::close(const Deadline& deadline) {
   std::vector<Chunk> gone;  // freed without the mutex
-  if (process_ != getpid()) return;
+  if (!here()) return;
   {
     Lock lock(mutex_);
-    changed_.wait_for(lock, left(deadline), [&] { return pinned_ == 0; });
-    if (pinned_ > 0) {
+    if (!sleep_until(changed_, lock, deadline, [&] { return pinned_ == 0; })) {
       fail(Code::timeout, "jobs still use ", pinned_, " rows of the host pool after ",
            shown_s(deadline.wait_ns()), " s: close their BlockTransfer first");
     }

@@ -7,10 +7,7 @@
 // - A slot is given back by free(). While jobs use it, that is deferred: it cannot be allocated or
 //   named by new jobs meanwhile.
 // - Memory outlives its chunk's place in the pool while somebody holds a view of a row.
-// - Nothing of it survives a fork: a child gets errors of code unsupported.
 #pragma once
-#include <sys/types.h>
-
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -24,6 +21,7 @@
 
 #include "core/backend/backend.h"
 #include "core/base/error.h"
+#include "core/base/fork.h"
 
 namespace offcore::kv {
 
@@ -33,7 +31,7 @@ struct Row {
   uint32_t chunk = 0;
 };
 
-class HostPool : public std::enable_shared_from_this<HostPool> {
+class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess {
  public:
   static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                           uint64_t chunk_bytes);
@@ -107,7 +105,6 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   const std::shared_ptr<Backend> backend_;
   const uint64_t row_bytes_;
   const uint64_t rows_chunk_;
-  const pid_t process_;
 
   mutable std::mutex mutex_;  // of all below
   std::condition_variable changed_;

@@ -1,7 +1,6 @@
 #include "core/kv/transfer.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <system_error>
@@ -81,11 +80,11 @@ std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
 Transfer::Transfer(std::shared_ptr<Backend> backend,
                    std::vector<std::shared_ptr<Backend>> neighbours, std::vector<Group> groups,
                    TransferOptions options, std::shared_ptr<const void> keep)
-    : backend_(std::move(backend)),
+    : OfProcess("the transfer"),
+      backend_(std::move(backend)),
       links_(1 + neighbours.size()),
       groups_(std::move(groups)),
       options_(options),
-      process_(getpid()),
       board_(std::make_shared<Board>(options.linger_ns)),
       named_(groups_.size()) {
   if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
@@ -153,9 +152,6 @@ std::shared_ptr<const std::vector<Stage>> Transfer::stages(uint32_t group,
 }
 
 std::shared_ptr<Job> Transfer::start(Request request) {
-  if (process_ != getpid()) {
-    fail(Code::unsupported, "a transfer does not survive a fork: make it in the child");
-  }
   if (request.group >= groups_.size()) {
     fail(Code::invalid, "there is no group ", request.group, " of ", groups_.size());
   }
@@ -170,7 +166,8 @@ std::shared_ptr<Job> Transfer::start(Request request) {
                 .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
   manner.batches = !backend_->host_visible() && !options_.kernel &&
                    backend_->machine().batches.sub_batch != UINT32_MAX;
-  auto job = std::make_shared<Job>(board_, std::move(request));
+  const std::shared_ptr<Job> job =
+      owned_by_process(std::make_unique<Job>(board_, std::move(request)));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;
   job->together_ = together == 0 ? layers : std::min(together, layers);
@@ -205,6 +202,7 @@ std::shared_ptr<Job> Transfer::start(Request request) {
 void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
   while (board_->asleep && !job.enqueued(layer) && !deadline.passed()) {
     if (!courier_->help(true)) sched_yield();  // the thread that wakes needs what it holds
+    deadline.listen();
   }
 }
 
@@ -225,19 +223,15 @@ void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& 
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {
-  if (process_ != getpid()) return;
+  if (!here()) return;
   std::unique_lock lock(board_->mutex);
   board_->closing = true;
   board_->cancel_all = board_->cancel_all || cancel;
   board_->news = true;
   board_->work.notify_one();
-  while (!board_->ended) {
-    if (deadline.passed()) {
-      fail(Code::timeout, board_->under_way, " jobs were still under way after ",
-           shown_s(deadline.wait_ns()), " s");
-    }
-    board_->changed.wait_for(
-        lock, std::chrono::nanoseconds(std::min<int64_t>(deadline.left_ns(), 50'000'000)));
+  if (!sleep_until(board_->changed, lock, deadline, [&] { return board_->ended; })) {
+    fail(Code::timeout, board_->under_way, " jobs were still under way after ",
+         shown_s(deadline.wait_ns()), " s");
   }
   lock.unlock();
   const std::scoped_lock joining(mutex_);

@@ -2,11 +2,8 @@
 // (DMA-Latte sections 2.1.2, 5.3 and 6).
 //
 // A call checks its blocks and slots, hands a job to a thread (courier.h) and returns. It is for
-// one GPU: rank 0 of the backend it is given, which no other transfer uses. Nothing of it survives
-// a fork.
+// one GPU: rank 0 of the backend it is given, which no other transfer uses.
 #pragma once
-#include <sys/types.h>
-
 #include <map>
 #include <memory>
 #include <optional>
@@ -30,7 +27,7 @@ struct TransferOptions {
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };
 
-class Transfer : public std::enable_shared_from_this<Transfer> {
+class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess {
  public:
   // `neighbours`: backends of two ranks, rank 0 on the same GPU, rank 1 on one whose link is lent.
   // `keep` lives until the last copy has ended. Throws invalid, and what the backends throw.
@@ -66,7 +63,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const size_t links_;  // the own one included
   const std::vector<Group> groups_;
   const TransferOptions options_;
-  const pid_t process_;
   const std::shared_ptr<Board> board_;
   std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor
   std::shared_ptr<Courier> courier_;

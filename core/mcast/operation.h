@@ -10,6 +10,7 @@
 
 #include "core/base/clock.h"
 #include "core/base/error.h"
+#include "core/base/fork.h"
 #include "core/mcast/layout.h"
 
 namespace offcore::mcast {
@@ -40,13 +41,12 @@ struct Report {
 };
 
 // Any thread.
-class Operation {
+class Operation : public OfProcess {
  public:
-  explicit Operation(Request request) : request_(std::move(request)) {}
+  explicit Operation(Request request) : OfProcess("the operation"), request_(std::move(request)) {}
   const Request& request() const { return request_; }
 
   bool ended() const { return done_; }
-  bool ended_by(const Deadline& deadline) const;  // waits for it
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
   Report wait(const Deadline& deadline) const;
   void end(std::optional<Error> error, const Report& report);  // once, by the endpoint

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/base/clock.h"
+#include "core/base/fork.h"
 #include "core/mcast/wire.h"
 
 namespace offcore::mcast {
@@ -46,10 +47,10 @@ class Transport {
 };
 
 // An endpoint that runs: a transport with its threads. What the API holds; made by the transport.
-// The destructor closes it. A child of fork() has nothing of it: calls throw unsupported there, and
-// the destructor must not be called (see owned_by_process).
-class Node {
+// The destructor closes it.
+class Node : public OfProcess {
  public:
+  Node() : OfProcess("the multicast communicator") {}
   virtual ~Node() = default;
   // What peers need to reach this rank, as bytes for the rendezvous.
   virtual std::string address() const = 0;

@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <climits>
 #include <optional>
 #include <thread>
 
@@ -52,6 +51,7 @@ class Store {
     const int64_t wait_ns = deadline.left_ns();
     try {
       while (!missing().empty()) {
+        if (deadline.stopped()) fail(Code::cancelled, "rank 0 was interrupted at ", address_);
         if (deadline.passed()) give_up(wait_ns);
         step(deadline);
       }
@@ -140,8 +140,10 @@ class Store {
     for (const Guest& guest : guests_) {
       entries.push_back({.fd = guest.connection.fd(), .events = POLLIN, .revents = 0});
     }
-    const int64_t left_ms = std::min<int64_t>(deadline.left_ns() / 1'000'000 + 1, 1000);
-    if (poll(entries.data(), entries.size(), static_cast<int>(left_ms)) <= 0) return;
+    const auto nap_ms = static_cast<int>(deadline.nap_ns() / 1'000'000 + 1);
+    const int count = poll(entries.data(), entries.size(), nap_ms);
+    deadline.listen();
+    if (count <= 0) return;
     // Those who have hung up go first, so that their ranks are free for newcomers.
     std::vector<Status> states(guests_.size(), Status::ok);
     for (size_t i = 0; i < guests_.size(); ++i) {
@@ -203,6 +205,7 @@ class Visitor {
                      reason_);
       }
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRetryNs, deadline.left_ns())));
+      deadline.listen();
     }
   }
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/base/threads.h"
 #include "core/window/meeting.h"
 #include "core/window/socket.h"
 
@@ -218,8 +219,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
       fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", store_,
            ") within ", shown_s(wait_ns), " s");
     }
-    constexpr int64_t kHourNs = 3'600'000'000'000;
-    arrived_.wait_for(lock, std::chrono::nanoseconds(std::min(deadline.left_ns(), kHourNs)));
+    sleep(arrived_, lock, deadline);
   }
   std::vector<Parcel> parcels(ranks_);
   parcels[rank_].blob = blob;
@@ -367,7 +367,7 @@ std::shared_ptr<Rendezvous> Rendezvous::join(const std::string& store, Rank rank
   if (ranks < 1 || rank >= ranks) {
     fail(Code::invalid, "rank ", rank, " does not lie in a world of ", ranks, " ranks");
   }
-  return std::make_shared<Mesh>(store, rank, ranks, deadline);
+  return owned_by_process(std::make_unique<Mesh>(store, rank, ranks, deadline));
 }
 
 std::vector<std::string> Rendezvous::all_gather_bytes(std::string_view tag, std::string_view blob,

@@ -18,6 +18,7 @@
 
 #include "core/base/clock.h"
 #include "core/base/descriptor.h"
+#include "core/base/fork.h"
 #include "core/ir/command.h"
 
 namespace offcore {
@@ -30,8 +31,9 @@ struct Parcel {
 
 inline constexpr uint64_t kBlobBytesMax = 16 << 20;
 
-class Rendezvous {
+class Rendezvous : public OfProcess {
  public:
+  Rendezvous() : OfProcess("the rendezvous") {}
   // Meets the other ranks at `store` ("host:port", "[v6]:port"). Returns when all are connected.
   static std::shared_ptr<Rendezvous> join(const std::string& store, Rank rank, Rank ranks,
                                           const Deadline& deadline);

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <climits>
 #include <memory>
 
 #include "core/base/error.h"
@@ -93,11 +92,10 @@ bool again(int error) { return error == EAGAIN || error == EWOULDBLOCK || error 
 bool wait_ready(int fd, short events, const Deadline& deadline) {
   while (true) {
     pollfd entry{.fd = fd, .events = events, .revents = 0};
-    const int64_t left_ms = std::min<int64_t>(deadline.left_ns() / 1'000'000 + 1, INT_MAX);
-    const int count = poll(&entry, 1, static_cast<int>(left_ms));
-    if (count > 0) return true;
-    if ((count == 0 || errno == EINTR) && deadline.passed()) return false;
-    if (count < 0 && errno != EINTR) return true;  // the next call reports it
+    const int count = poll(&entry, 1, static_cast<int>(deadline.nap_ns() / 1'000'000 + 1));
+    if (count > 0 || (count < 0 && errno != EINTR)) return true;  // the next call reports errors
+    deadline.listen();
+    if (deadline.passed()) return false;
   }
 }
 

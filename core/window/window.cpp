@@ -95,7 +95,8 @@ std::shared_ptr<Window> Window::create(Memory& memory, Rendezvous* rendezvous, R
     for (Rank rank = 0; rank < ranks; ++rank) shares.push_back(memory.allocate(rank, bytes));
     memory.map(shares);
   }
-  return std::shared_ptr<Window>(new Window(bytes, std::move(shares), memory.host_visible()));
+  return owned_by_process(
+      std::unique_ptr<Window>(new Window(bytes, std::move(shares), memory.host_visible())));
 }
 
 void Window::read(void* dst, Rank rank, uint64_t offset, uint64_t bytes) const {

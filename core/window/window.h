@@ -11,11 +11,12 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/base/fork.h"
 #include "core/window/rendezvous.h"
 
 namespace offcore {
 
-class Window : public std::enable_shared_from_this<Window> {
+class Window : public std::enable_shared_from_this<Window>, public OfProcess {
  public:
   // Collective. With a rendezvous this process holds its rank's share and maps the others'; without
   // one (null) all ranks are local to the memory. Throws memory, mismatch (naming the sizes),
@@ -40,7 +41,10 @@ class Window : public std::enable_shared_from_this<Window> {
  private:
   const Share& reachable(Rank rank, uint64_t offset, uint64_t bytes) const;
   Window(uint64_t bytes, std::vector<Share> shares, bool host_visible)
-      : bytes_(bytes), host_visible_(host_visible), shares_(std::move(shares)) {}
+      : OfProcess("the window"),
+        bytes_(bytes),
+        host_visible_(host_visible),
+        shares_(std::move(shares)) {}
 
   uint64_t bytes_;
   bool host_visible_;

@@ -1,6 +1,7 @@
 // Backends, and a session that runs a program with all ranks in this process: what the conformance
 // suite drives every backend by.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -18,6 +19,8 @@
 #include "core/base/error.h"
 #include "core/ir/verify.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -37,9 +40,10 @@ struct RunReport {
 constexpr std::chrono::microseconds kSettled{200};
 
 // Owns a backend. A run that failed may still touch its memory, so its launch owns that.
-class Session {
+class Session : public OfProcess {
  public:
-  Session(const std::string& backend, const Machine& machine, Rank ranks, BackendOptions options) {
+  Session(const std::string& backend, const Machine& machine, Rank ranks, BackendOptions options)
+      : OfProcess("the session") {
     std::vector<Rank> all(ranks);
     for (Rank rank = 0; rank < ranks; ++rank) all[rank] = rank;
     backend_ = open_backend(backend, machine, ranks, std::move(all), std::move(options));
@@ -65,8 +69,8 @@ class Session {
     }
     RunReport result;
     {
-      const nb::gil_scoped_release unlocked;
-      launch_all(program, launch, timeout_s, repeat, gate, result);
+      LockReleased released;
+      launch_all(program, launch, released, timeout_s, repeat, gate, result);
     }
     for (const Copy& copy : copies) {
       copy.share.copy(copy.array.data(), copy.share.data, copy.array.size());
@@ -153,8 +157,8 @@ class Session {
     }
   };
 
-  void launch_all(const Program& program, Launch& launch, double timeout_s, uint32_t repeat,
-                  Stopwatch* gate, RunReport& result) {
+  void launch_all(const Program& program, Launch& launch, LockReleased& released, double timeout_s,
+                  uint32_t repeat, Stopwatch* gate, RunReport& result) {
     const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
@@ -165,7 +169,7 @@ class Session {
       const int64_t opened_ns = offcore::now_ns();
       if (gate != nullptr) gate->open();
       try {
-        run->wait(Deadline::after_s(timeout_s));
+        wait_in_slices(*run, released.within(timeout_s), [](const Error&) {});
       } catch (const Error&) {
         // Nobody waits any more: every rank stops where it is.
         for (Wakeup* wakeup : launch.wakeups) poison(*wakeup, 0);
@@ -249,9 +253,10 @@ void bind_report(nb::module_& module) {
 }
 
 void bind_stopwatch(nb::module_& module) {
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Stopwatch>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/stopwatch.h.")
-      .def(nb::init<int>(), nb::arg("device"))
+      .def(nb::new_(
+               [](int device) { return owned_by_process(std::make_unique<Stopwatch>(device)); }),
+           nb::arg("device"))
       .def_prop_ro("stream",
                    [](const Stopwatch& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
       .def("shut", &Stopwatch::shut, Unlocked())
@@ -261,9 +266,10 @@ void bind_stopwatch(nb::module_& module) {
       .def(
           "elapsed_us",
           [](const Stopwatch& self, double timeout_s) {
-            return self.elapsed_us(Deadline::after_s(timeout_s));
+            LockReleased released;
+            return self.elapsed_us(released.within(timeout_s));
           },
-          nb::arg("timeout_s"), Unlocked());
+          nb::arg("timeout_s"));
 }
 
 }  // namespace
@@ -298,17 +304,16 @@ void bind_backend(nb::module_& module) {
           nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine")
       .def_ro("proven", &CudaOptions::proven);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
-      .def(
-          "__init__",
-          [](Session* place, const std::string& backend, const Machine& machine, Rank ranks,
-             bool phantom, uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda,
-             bool packets) {
-            new (place) Session(backend, machine, ranks,
-                                {.sim = {phantom, seed, std::move(faults), packets}, .cuda = cuda});
-          },
-          nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
-          nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{},
-          nb::arg("cuda") = CudaOptions{}, nb::arg("packets") = false)
+      .def(nb::new_([](const std::string& backend, const Machine& machine, Rank ranks, bool phantom,
+                       uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda,
+                       bool packets) {
+             return owned_by_process(std::make_unique<Session>(
+                 backend, machine, ranks,
+                 BackendOptions{.sim = {phantom, seed, std::move(faults), packets}, .cuda = cuda}));
+           }),
+           nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
+           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{},
+           nb::arg("cuda") = CudaOptions{}, nb::arg("packets") = false)
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,

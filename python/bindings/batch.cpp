@@ -10,6 +10,8 @@
 #include "keep.h"
 #include "module.h"
 #include "place.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -57,7 +59,7 @@ void bind_entries(nb::module_& module) {
           nb::arg("dsts"), nb::arg("srcs"), nb::arg("sizes"),
           nb::arg("dst_homes").none() = nb::none(), nb::arg("src_homes").none() = nb::none(),
           nb::arg("ranks") = 1, "No homes: all is the host's.")
-      .def("locate", &locate_on_gpus, nb::arg("gpu"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("locate", &locate_on_gpus, nb::arg("gpu"), Unlocked(),
            "Finds the homes of addresses on GPUs and in pinned memory; ranks then are `gpus`.")
       .def("check_kind", &check_kind, nb::arg("kind"))
       .def_ro("gpus", &BatchEntries::gpus)
@@ -66,7 +68,7 @@ void bind_entries(nb::module_& module) {
       "plan_entries",
       [](const BatchEntries& entries, const std::vector<uint32_t>& swaps, const BatchPolicy& policy,
          const Machine& machine, bool phantom) {
-        const nb::gil_scoped_release release;
+        LockReleased released;
         BatchBases bases;
         std::vector<Slice> seams;
         const Moves moves = moves_of(entries, phantom, bases, seams);
@@ -88,13 +90,13 @@ std::unique_ptr<BatchRun> start(const std::string& backend, const Machine& machi
                  .phantom = phantom,
                  .streams = std::move(streams),
                  .keep = keep_alive(std::move(keep))};
-  const nb::gil_scoped_release release;
+  LockReleased released;
   BackendOptions options{.sim = {.phantom = phantom}};
   if (backend == "cuda") {
     options.cuda = {.devices = entries.gpus, .own_copy = own_copy, .foreign = true};
   }
   return Copier::of(backend, machine, entries.ranks, std::move(options))
-      ->start(std::move(call), Deadline::after_s(timeout_s));
+      ->start(std::move(call), released.within(timeout_s));
 }
 
 void bind_run(nb::module_& module) {
@@ -122,15 +124,15 @@ void bind_run(nb::module_& module) {
       .def(
           "wait",
           [](const BatchRun& self, double timeout_s) {
-            const nb::gil_scoped_release release;
-            self.run->wait(Deadline::after_s(timeout_s));
+            LockReleased released;
+            wait_in_slices(*self.run, released.within(timeout_s), [](const Error&) {});
             return self.run->report();
           },
           nb::arg("timeout_s"));
   module.def("start_batch", &start, nb::arg("backend"), nb::arg("machine"), nb::arg("entries"),
              nb::arg("swaps"), nb::arg("policy"), nb::arg("phantom"), nb::arg("own_copy"),
              nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"));
-  module.def("close_batches", &Copier::close_all, nb::call_guard<nb::gil_scoped_release>(),
+  module.def("close_batches", &Copier::close_all, Unlocked(),
              "Ends the backends that batches have opened.");
 }
 
@@ -176,7 +178,7 @@ void bind_batch(nb::module_& module) {
       "plan_batch",
       [](const Moves& moves, const std::vector<uint32_t>& swaps, const BatchPolicy& policy,
          const Machine& machine, const std::vector<Place>& seams) {
-        const nb::gil_scoped_release release;
+        LockReleased released;
         std::vector<Slice> slices;
         for (const Place& seam : seams) slices.push_back(slice_of(seam));
         return plan_batch(moves, swaps, policy, machine, slices);

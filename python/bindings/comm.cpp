@@ -18,6 +18,8 @@
 #include "core/comm/settle.h"
 #include "keep.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -32,28 +34,27 @@ struct Region {
   uint64_t bytes = 0;
 };
 
-Region region(const std::shared_ptr<Window>& window, uint64_t offset, uint64_t bytes) {
-  if (offset > window->bytes() || bytes > window->bytes() - offset) {
-    fail(Code::invalid, "region ", offset, "+", bytes, " lies outside a window of ",
-         window->bytes(), " bytes");
+Region region(Window& window, uint64_t offset, uint64_t bytes) {
+  if (offset > window.bytes() || bytes > window.bytes() - offset) {
+    fail(Code::invalid, "region ", offset, "+", bytes, " lies outside a window of ", window.bytes(),
+         " bytes");
   }
-  return {window, offset, bytes};
+  return {window.shared_from_this(), offset, bytes};
 }
 
 // This process's view of a rank's share.
-nb::object view(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset, uint64_t bytes) {
-  if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
-  if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
-  if (!window->host_visible()) {
+nb::object view(Window& window, Rank rank, uint64_t offset, uint64_t bytes) {
+  if (rank >= window.ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  if (window.phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
+  if (!window.host_visible()) {
     fail(Code::unsupported,
          "a window in GPU memory is no numpy array: use its tensor(), or read() "
          "and write()");
   }
   const Region checked = region(window, offset, bytes);
-  auto* owner = new std::shared_ptr<Window>(window);
-  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<decltype(owner)>(p); });
   return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
-             reinterpret_cast<uint8_t*>(window->base(rank) + checked.offset), {bytes}, capsule)
+             reinterpret_cast<uint8_t*>(window.base(rank) + checked.offset), {bytes},
+             capsule_of(checked.window))
       .cast();
 }
 
@@ -108,8 +109,8 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
                                                 Rank world_size, bool phantom, uint64_t seed,
                                                 std::vector<Fault> faults, bool packets,
                                                 const CudaOptions& cuda, double timeout_s) {
-  const nb::gil_scoped_release release;
-  const Deadline deadline = Deadline::after_s(timeout_s);
+  LockReleased released;
+  const Deadline deadline = released.within(timeout_s);
   BackendOptions options{
       .sim = {.phantom = phantom, .seed = seed, .faults = std::move(faults), .packets = packets},
       .cuda = cuda};
@@ -153,15 +154,14 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
                                std::move(protocol), lane);
   request.streams = std::move(streams);
   request.keep = keep_alive(std::move(keep));
-  const nb::gil_scoped_release release;
-  return self.start(std::move(request), Deadline::after_s(timeout_s));
+  LockReleased released;
+  return self.start(std::move(request), released.within(timeout_s));
 }
 
 nb::object host_array(Communicator& self, uint64_t bytes) {
-  auto* share = new Share(self.backend().allocate_host(bytes));
-  nb::capsule capsule(share, [](void* p) noexcept { delete static_cast<Share*>(p); });
-  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(share->data),
-                                                      {bytes}, capsule)
+  Share share = self.backend().allocate_host(bytes);
+  auto* data = reinterpret_cast<uint8_t*>(share.data);
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes}, capsule_of(std::move(share)))
       .cast();
 }
 
@@ -195,19 +195,19 @@ uint64_t bytes_of(const std::vector<int64_t>& shape, uint64_t item_bytes, uint64
 
 // A local rank's part of a window from `offset` on, as a DLPack capsule. Made by hand, because an
 // object that torch.from_dlpack has to ask takes ten times as long, and views make one at a call.
-nb::object dlpack(const std::shared_ptr<Window>& window, Rank rank, uint64_t offset,
-                  std::vector<int64_t> shape, uint8_t code, uint8_t bits) {
-  if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
-  if (window->phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
-  const int device = window->device(rank);
-  if (device < 0 && !window->host_visible()) {
+nb::object dlpack(Window& window, Rank rank, uint64_t offset, std::vector<int64_t> shape,
+                  uint8_t code, uint8_t bits) {
+  if (rank >= window.ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+  if (window.phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
+  const int device = window.device(rank);
+  if (device < 0 && !window.host_visible()) {
     fail(Code::unsupported, "rank ", rank, " is not local: its own process has its tensors");
   }
-  const Region checked = region(window, offset, bytes_of(shape, bits / 8, window->bytes()));
+  const Region checked = region(window, offset, bytes_of(shape, bits / 8, window.bytes()));
   auto lent = std::make_unique<Lent>();
-  lent->window = window;
+  lent->window = checked.window;
   lent->shape = std::move(shape);
-  lent->tensor.data = window->base(rank) + checked.offset;
+  lent->tensor.data = window.base(rank) + checked.offset;
   lent->tensor.device = device < 0 ? nb::dlpack::device{nb::device::cpu::value, 0}
                                    : nb::dlpack::device{nb::device::cuda::value, device};
   lent->tensor.ndim = static_cast<int32_t>(lent->shape.size());
@@ -238,14 +238,14 @@ void bind_windows(nb::module_& module) {
       .def(
           "read",
           [](const Window& self, uintptr_t dst, Rank rank, uint64_t offset, uint64_t bytes) {
-            const nb::gil_scoped_release release;
+            LockReleased released;
             self.read(reinterpret_cast<void*>(dst), rank, offset, bytes);
           },
           nb::arg("dst"), nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
       .def(
           "write",
           [](const Window& self, Rank rank, uint64_t offset, uintptr_t src, uint64_t bytes) {
-            const nb::gil_scoped_release release;
+            LockReleased released;
             self.write(rank, offset, reinterpret_cast<const void*>(src), bytes);
           },
           nb::arg("rank"), nb::arg("offset"), nb::arg("src"), nb::arg("nbytes"))
@@ -260,7 +260,7 @@ void bind_windows(nb::module_& module) {
   module.def(
       "fill",
       [](Bytes array, uint64_t seed, uint64_t offset) {
-        const nb::gil_scoped_release release;
+        LockReleased released;
         fill_pattern({reinterpret_cast<std::byte*>(array.data()), array.size()}, seed, offset);
       },
       nb::arg("array"), nb::arg("seed"), nb::arg("offset") = 0,
@@ -272,7 +272,7 @@ void bind_windows(nb::module_& module) {
           fail(Code::invalid, "wrong_bytes: ", offset, "+", bytes, " lies outside ", array.size(),
                " bytes");
         }
-        const nb::gil_scoped_release release;
+        LockReleased released;
         return count_wrong({reinterpret_cast<const std::byte*>(array.data()) + offset, bytes}, seed,
                            source_offset);
       },
@@ -305,13 +305,12 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro(
           "view",
           [](const Pending& self) { return std::pair(self.view().window, self.view().offset); })
-      .def("release", &Pending::release, nb::arg("streams"),
-           nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &Pending::release, nb::arg("streams"), Unlocked())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {
-            const nb::gil_scoped_release release;
-            return self.wait(Deadline::after_s(timeout_s));
+            LockReleased released;
+            return self.wait(released.within(timeout_s));
           },
           nb::arg("timeout_s"));
 }
@@ -333,8 +332,8 @@ void bind_comm(nb::module_& module) {
       .def(
           "window",
           [](Communicator& self, uint64_t bytes, double timeout_s) {
-            const nb::gil_scoped_release release;
-            return self.window(bytes, Deadline::after_s(timeout_s));
+            LockReleased released;
+            return self.window(bytes, released.within(timeout_s));
           },
           nb::arg("nbytes"), nb::arg("timeout_s"))
       .def(
@@ -352,24 +351,24 @@ void bind_comm(nb::module_& module) {
       .def(
           "next_input",
           [](Communicator& self, uint32_t lane, uint64_t bytes, double timeout_s) {
-            const nb::gil_scoped_release release;
-            const Slots::Place place = self.next_input(lane, bytes, Deadline::after_s(timeout_s));
+            LockReleased released;
+            const Slots::Place place = self.next_input(lane, bytes, released.within(timeout_s));
             return std::pair(place.window, place.offset);
           },
           nb::arg("lane"), nb::arg("nbytes"), nb::arg("timeout_s"))
       .def(
           "barrier",
           [](Communicator& self, double timeout_s) {
-            const nb::gil_scoped_release release;
-            self.barrier(Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.barrier(released.within(timeout_s));
           },
           nb::arg("timeout_s"))
       .def(
           "exchange",
           [](Communicator& self, const std::string& tag, const std::string& text,
              double timeout_s) {
-            const nb::gil_scoped_release release;
-            return self.exchange(tag, text, Deadline::after_s(timeout_s));
+            LockReleased released;
+            return self.exchange(tag, text, released.within(timeout_s));
           },
           nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.")
       .def_prop_ro("host_visible", [](Communicator& self) { return self.backend().host_visible(); })
@@ -378,9 +377,13 @@ void bind_comm(nb::module_& module) {
       .def(
           "device", [](Communicator& self, Rank rank) { return self.backend().device(rank); },
           nb::arg("rank"))
-      .def("check", &Communicator::check, nb::call_guard<nb::gil_scoped_release>())
+      .def("check", &Communicator::check, Unlocked())
       .def("abort", &Communicator::abort)
-      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", [](nb::handle_t<Communicator> self) {
+        Communicator* const here = if_here(self);
+        LockReleased released;
+        if (here != nullptr) here->close();
+      });
 }
 
 }  // namespace offcore

@@ -7,6 +7,7 @@
 #include "core/ir/text.h"
 #include "core/ir/verify.h"
 #include "module.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -70,7 +71,7 @@ void bind_ir(nb::module_& module) {
       .def_prop_ro("queues", &queues_of, "Rows of (rank, index or \"caller\", command texts).")
       .def("counts", [](const Program& program) { return count(program); });
   type.attr("__hash__") = nb::none();  // equal programs are equal by value
-  module.def("verify", &verify, nb::arg("program"), nb::call_guard<nb::gil_scoped_release>(),
+  module.def("verify", &verify, nb::arg("program"), Unlocked(),
              "Raises verify, naming rule, queue and command, for a program that breaks a rule.");
 }
 

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/base/fork.h"
 #include "module.h"
 
 namespace offcore {
@@ -15,8 +16,9 @@ class Released {
  public:
   static void add(PyObject* object) {
     {
-      const std::scoped_lock lock(mutex_);
-      objects_.push_back(object);
+      Released& all = here_.get();
+      const std::scoped_lock lock(all.mutex_);
+      all.objects_.push_back(object);
     }
     // Fails when its queue is full: then a later one, or the next operation, drops all of them.
     if (Py_IsInitialized()) Py_AddPendingCall([](void*) { return drop(), 0; }, nullptr);
@@ -25,16 +27,20 @@ class Released {
   static void drop() {
     std::vector<PyObject*> objects;
     {
-      const std::scoped_lock lock(mutex_);
-      objects.swap(objects_);
+      Released& all = here_.get();
+      const std::scoped_lock lock(all.mutex_);
+      objects.swap(all.objects_);
     }
     for (PyObject* object : objects) Py_DECREF(object);
   }
 
  private:
-  static inline std::mutex mutex_;
-  static inline std::vector<PyObject*> objects_;
+  std::mutex mutex_;
+  std::vector<PyObject*> objects_;
+  static PerProcess<Released> here_;
 };
+
+inline PerProcess<Released> Released::here_;
 
 // Holds a Python object from C++ memory that any thread may release.
 inline std::shared_ptr<void> keep_alive(nb::object object) {

@@ -16,6 +16,8 @@
 #include "core/kv/transfer.h"
 #include "keep.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -27,12 +29,13 @@ using kv::JobReport;
 using kv::Layout;
 using kv::Transfer;
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 constexpr double kLingerMaxS = 60;
 
 // A job, and the transfer whose thread it needs.
-struct Started {
+struct Started : OfProcess {
+  Started(std::shared_ptr<Transfer> of, std::shared_ptr<Job> started)
+      : OfProcess("the job"), transfer(std::move(of)), job(std::move(started)) {}
   std::shared_ptr<Transfer> transfer;
   std::shared_ptr<Job> job;
 };
@@ -74,8 +77,8 @@ std::shared_ptr<HostPool> open_host_pool(const std::string& backend, const Machi
 nb::object allocate(HostPool& pool, uint64_t count, double timeout_s) {
   auto slots = std::make_unique<std::vector<int64_t>>();
   {
-    const nb::gil_scoped_release unlocked;
-    *slots = pool.allocate(count, Deadline::after_s(timeout_s));
+    LockReleased released;
+    *slots = pool.allocate(count, released.within(timeout_s));
   }
   const size_t size = slots->size();
   int64_t* data = slots->data();
@@ -86,20 +89,17 @@ nb::object allocate(HostPool& pool, uint64_t count, double timeout_s) {
 
 nb::object row(const HostPool& pool, int64_t slot) {
   auto [data, memory] = pool.row(slot);
-  auto* held = new std::shared_ptr<void>(std::move(memory));
-  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
-  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(data),
-                                                      {pool.row_bytes()}, owner)
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
+             reinterpret_cast<uint8_t*>(data), {pool.row_bytes()}, capsule_of(std::move(memory)))
       .cast();
 }
 
 std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
                                         int device, std::vector<std::shared_ptr<Layout>> layouts,
-                                        std::vector<std::shared_ptr<HostPool>> pools,
-                                        const std::vector<int>& links, const Machine& pair,
-                                        uint64_t link_bytes, uint64_t crossing_bytes,
-                                        nb::object keep, uint64_t ahead_bytes,
-                                        uint32_t ahead_commands,
+                                        const nb::list& pools, const std::vector<int>& links,
+                                        const Machine& pair, uint64_t link_bytes,
+                                        uint64_t crossing_bytes, nb::object keep,
+                                        uint64_t ahead_bytes, uint32_t ahead_commands,
                                         std::array<std::optional<uint64_t>, 2> plain_from,
                                         std::optional<double> linger_s, bool kernel, bool checked) {
   if (layouts.size() != pools.size()) {
@@ -107,13 +107,15 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
          " host pools: each cache needs its pool");
   }
   std::vector<kv::Group> groups;
-  for (size_t i = 0; i < layouts.size(); ++i) groups.push_back({layouts[i], pools[i]});
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    groups.push_back({layouts[i], nb::cast<HostPool&>(pools[i]).shared_from_this()});
+  }
   const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
   if (linger_s && !(*linger_s >= 0 && *linger_s <= kLingerMaxS)) {
     fail(Code::invalid, "linger is ", *linger_s, " s; it must lie in 0..", kLingerMaxS);
   }
   const auto linger_ns = linger_s ? static_cast<int64_t>(*linger_s * 1e9) : kv::usual_linger_ns();
-  const nb::gil_scoped_release unlocked;
+  LockReleased released;
   std::vector<std::shared_ptr<Backend>> neighbours;
   for (const int link : links) {
     BackendOptions options;
@@ -133,9 +135,9 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                           kept);
 }
 
-Started start(const std::shared_ptr<Transfer>& self, bool load, uint32_t group,
-              const Numbers& blocks, const Numbers& slots, int32_t priority,
-              uint32_t layers_together, const std::string& after_is, uintptr_t after) {
+Started start(Transfer& self, bool load, uint32_t group, const Numbers& blocks,
+              const Numbers& slots, int32_t priority, uint32_t layers_together,
+              const std::string& after_is, uintptr_t after) {
   Released::drop();
   kv::Request request{.direction = load ? Direction::load : Direction::store,
                       .group = group,
@@ -143,10 +145,10 @@ Started start(const std::shared_ptr<Transfer>& self, bool load, uint32_t group,
                       .slots = copied(slots),
                       .priority = priority,
                       .layers_together = layers_together};
-  const nb::gil_scoped_release unlocked;
-  if (after_is == "stream") request.after = self->backend().mark_stream(after);
-  if (after_is == "event") request.after = self->backend().mark_event(after);
-  return {self, self->start(std::move(request))};
+  LockReleased released;
+  if (after_is == "stream") request.after = self.backend().mark_stream(after);
+  if (after_is == "event") request.after = self.backend().mark_event(after);
+  return {self.shared_from_this(), self.start(std::move(request))};
 }
 
 void bind_pools(nb::module_& module) {
@@ -178,21 +180,28 @@ void bind_pools(nb::module_& module) {
       .def("shrink", &HostPool::shrink, nb::arg("keep"), Unlocked())
       .def(
           "wait_ready",
-          [](HostPool& self, double timeout_s) { self.wait_ready(Deadline::after_s(timeout_s)); },
-          nb::arg("timeout_s"), Unlocked())
+          [](HostPool& self, double timeout_s) {
+            LockReleased released;
+            self.wait_ready(released.within(timeout_s));
+          },
+          nb::arg("timeout_s"))
       .def("allocate", &allocate, nb::arg("count"), nb::arg("timeout_s"))
       .def(
           "free",
           [](HostPool& self, const Numbers& slots) {
-            const nb::gil_scoped_release unlocked;
+            LockReleased released;
             self.free({slots.data(), slots.size()});
           },
           nb::arg("slots"))
       .def("row", &row, nb::arg("slot"))
       .def(
           "close",
-          [](HostPool& self, double timeout_s) { self.close(Deadline::after_s(timeout_s)); },
-          nb::arg("timeout_s"), Unlocked());
+          [](nb::handle_t<HostPool> self, double timeout_s) {
+            HostPool* const here = if_here(self);
+            LockReleased released;
+            if (here != nullptr) here->close(released.within(timeout_s));
+          },
+          nb::arg("timeout_s"));
   module.def("open_host_pool", &open_host_pool, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("block_bytes"), nb::arg("blocks"), nb::arg("chunk_bytes"),
              Unlocked());
@@ -210,7 +219,7 @@ void bind_peers(nb::module_& module) {
         name,
         [copy](const Places& dsts, const Places& srcs, uint64_t bytes, int device,
                uintptr_t stream) {
-          const nb::gil_scoped_release unlocked;
+          LockReleased released;
           copy(pages_of(dsts, srcs, bytes), device, stream);
         },
         nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
@@ -221,7 +230,7 @@ void bind_peers(nb::module_& module) {
   module.def(
       "copy_by_hand",
       [](const Places& dsts, const Places& srcs, uint64_t bytes) {
-        const nb::gil_scoped_release unlocked;
+        LockReleased released;
         kv::copy_by_hand(pages_of(dsts, srcs, bytes));
       },
       nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"));
@@ -246,21 +255,24 @@ void bind_jobs(nb::module_& module) {
       .def(
           "wait",
           [](const Started& self, double timeout_s) {
-            self.transfer->wait(*self.job, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.transfer->wait(*self.job, released.within(timeout_s));
           },
-          nb::arg("timeout_s"), Unlocked())
+          nb::arg("timeout_s"))
       .def(
           "wait_layer",
           [](const Started& self, uint32_t layer, double timeout_s) {
-            self.job->wait_layer(layer, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.job->wait_layer(layer, released.within(timeout_s));
           },
-          nb::arg("layer"), nb::arg("timeout_s"), Unlocked())
+          nb::arg("layer"), nb::arg("timeout_s"))
       .def(
           "hold",
           [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
-            self.transfer->hold(*self.job, layer, stream, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.transfer->hold(*self.job, layer, stream, released.within(timeout_s));
           },
-          nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), Unlocked())
+          nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"))
       .def(
           "cancel", [](const Started& self) { self.job->cancel(); }, Unlocked())
       .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })
@@ -270,10 +282,12 @@ void bind_jobs(nb::module_& module) {
            nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"))
       .def(
           "close",
-          [](Transfer& self, bool cancel, double timeout_s) {
-            self.close(cancel, Deadline::after_s(timeout_s));
+          [](nb::handle_t<Transfer> self, bool cancel, double timeout_s) {
+            Transfer* const here = if_here(self);
+            LockReleased released;
+            if (here != nullptr) here->close(cancel, released.within(timeout_s));
           },
-          nb::arg("cancel"), nb::arg("timeout_s"), Unlocked());
+          nb::arg("cancel"), nb::arg("timeout_s"));
   module.def("open_transfer", &open_transfer, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("crossing_bytes"), nb::arg("keep"),

@@ -1,6 +1,4 @@
 // The multicast protocol: groups, nodes that run it, and the network in memory.
-#include <unistd.h>
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
@@ -13,6 +11,8 @@
 #include "core/mcast/siphash.h"
 #include "keep.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -31,9 +31,6 @@ using mcast::Operation;
 using mcast::Rank;
 using mcast::Report;
 using mcast::Run;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-
-constexpr int64_t kSliceNs = 100'000'000;
 
 std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
   std::array<std::byte, 16> secret{};
@@ -99,23 +96,16 @@ std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, R
                          .in = reinterpret_cast<const std::byte*>(in),
                          .counts = std::move(counts),
                          .keep = keep_alive(std::move(keep))};
-  const nb::gil_scoped_release unlocked;
+  LockReleased released;
   return endpoint.submit(std::move(request));
 }
 
-// The main thread waits in slices, so that Ctrl-C gets through. Others hear no signals, and one
-// that outlives the interpreter must not ask for its lock again.
 nb::dict wait(const Operation& operation, double timeout_s) {
-  const Deadline deadline = Deadline::after_s(timeout_s);
-  const bool hears = gettid() == getpid();
   const auto ended = [&] {
-    const nb::gil_scoped_release unlocked;
-    return operation.ended_by(hears ? deadline.slice(kSliceNs) : deadline);
+    LockReleased released;
+    return operation.wait(released.within(timeout_s));
   };
-  while (!ended() && !deadline.passed()) {
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  }
-  return dict_of(operation.wait(deadline));
+  return dict_of(ended());
 }
 
 void bind_group(nb::module_& module) {
@@ -160,8 +150,8 @@ void bind_node(nb::module_& module) {
              double timeout_s) {
             std::vector<std::string> all;
             for (const nb::bytes& one : addresses) all.emplace_back(one.c_str(), one.size());
-            const nb::gil_scoped_release unlocked;
-            self.start(group, all, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.start(group, all, released.within(timeout_s));
           },
           nb::arg("group"), nb::arg("addresses"), nb::arg("timeout_s"))
       .def(
@@ -172,8 +162,12 @@ void bind_node(nb::module_& module) {
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
           nb::arg("keep").none(), nb::arg("inp") = 0)
-      .def(
-          "close", [](Node& self) { self.close(); }, Unlocked())
+      .def("close",
+           [](nb::handle_t<Node> self) {
+             Node* const here = if_here(self);
+             LockReleased released;
+             if (here != nullptr) here->close();
+           })
       .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
       .def_prop_ro("counters", [](Node& self) {
         nb::dict dict = dict_of(self.endpoint().counters());

@@ -3,9 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "core/base/threads.h"
 #include "core/mcast/udp/node.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -13,7 +14,6 @@ namespace {
 using mcast::Loops;
 using mcast::Node;
 using mcast::UdpOptions;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 uint32_t chunk_bytes_for(const std::vector<nb::bytes>& addresses, bool sealed) {
   std::vector<std::string> texts;

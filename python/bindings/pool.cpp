@@ -12,6 +12,7 @@
 #include "core/window/arena.h"
 #include "core/window/window.h"
 #include "module.h"
+#include "process.h"
 
 namespace offcore {
 namespace {
@@ -55,21 +56,20 @@ struct Door {
 
 #define OFFCORE_DOORS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define OFFCORE_ONE(n) +1
-// Never destroyed: a framework may give parts back after the interpreter has ended.
-std::array<Door, OFFCORE_DOORS(OFFCORE_ONE)>& doors() {
-  static auto* all = new std::array<Door, OFFCORE_DOORS(OFFCORE_ONE)>;
-  return *all;
-}
+// A framework may give parts back after the interpreter has ended, and in a child.
+PerProcess<std::array<Door, OFFCORE_DOORS(OFFCORE_ONE)>> doors_here;
 #undef OFFCORE_ONE
+auto& doors() { return doors_here.get(); }
 
-uint32_t open_pool(const std::shared_ptr<Window>& window, Rank rank) {
-  if (rank >= window->ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
+uint32_t open_pool(Window& window, Rank rank) {
+  if (rank >= window.ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
   for (uint32_t number = 0; number < doors().size(); ++number) {
     Door& door = doors()[number];
     const std::scoped_lock lock(door.mutex);
     if (door.pool) continue;
-    door.pool = std::make_unique<Pool>(
-        Pool{.window = window, .base = window->base(rank), .arena = {window->bytes(), kPoolAlign}});
+    door.pool = std::make_unique<Pool>(Pool{.window = window.shared_from_this(),
+                                            .base = window.base(rank),
+                                            .arena = {window.bytes(), kPoolAlign}});
     return number;
   }
   fail(Code::unsupported, "more than ", doors().size(),

@@ -1,5 +1,6 @@
 // What is known of the GPUs, and what proofs on them need: the stress of the signal forms, and the
 // blocks that hold every SM.
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,8 @@
 #include "core/backend/cuda/occupation.h"
 #include "core/backend/cuda/stress.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -40,25 +43,23 @@ void bind_stress(nb::module_& module) {
       .def_ro("stuck", &cuda::TrialOutcome::stuck)
       .def_ro("time_ns", &cuda::TrialOutcome::time_ns);
   nb::class_<cuda::Stress>(module, "Stress", "See core/backend/cuda/stress.h.")
-      .def(
-          "__init__",
-          [](cuda::Stress* place, const std::vector<int>& devices) {
-            cuda::Driver::open();
-            new (place) cuda::Stress(devices);
-          },
-          nb::arg("devices"))
+      .def(nb::new_([](const std::vector<int>& devices) {
+             cuda::Driver::open();
+             return owned_by_process(std::make_unique<cuda::Stress>(devices));
+           }),
+           nb::arg("devices"))
       .def_prop_ro("strided", &cuda::Stress::strided)
       .def(
           "run",
           [](cuda::Stress& self, const std::string& signals, std::string shape, bool planted,
              uint64_t chunk_bytes, uint32_t operations, double timeout_s) {
-            const nb::gil_scoped_release release;
+            LockReleased released;
             return self.run({.signals = cuda::parse_signals(signals),
                              .shape = std::move(shape),
                              .planted = planted,
                              .chunk_bytes = chunk_bytes,
                              .operations = operations},
-                            Deadline::after_s(timeout_s));
+                            released.within(timeout_s));
           },
           nb::kw_only(), nb::arg("signals"), nb::arg("shape"), nb::arg("planted"),
           nb::arg("chunk_bytes"), nb::arg("operations"), nb::arg("timeout_s"));
@@ -66,17 +67,15 @@ void bind_stress(nb::module_& module) {
 
 void bind_occupation(nb::module_& module) {
   nb::class_<cuda::Occupation>(module, "Occupation", "See core/backend/cuda/occupation.h.")
-      .def(
-          "__init__",
-          [](cuda::Occupation* place, const std::vector<int>& devices, double limit_s) {
-            cuda::Driver::open();
-            new (place) cuda::Occupation(devices, limit_s);
-          },
-          nb::arg("devices"), nb::arg("limit_s"))
+      .def(nb::new_([](const std::vector<int>& devices, double limit_s) {
+             cuda::Driver::open();
+             return owned_by_process(std::make_unique<cuda::Occupation>(devices, limit_s));
+           }),
+           nb::arg("devices"), nb::arg("limit_s"))
       .def_prop_ro("blocks", &cuda::Occupation::blocks)
       .def_prop_ro("control_ran", &cuda::Occupation::control_ran)
       .def_prop_ro("holds", &cuda::Occupation::holds)
-      .def("release", &cuda::Occupation::release, nb::call_guard<nb::gil_scoped_release>());
+      .def("release", &cuda::Occupation::release, Unlocked());
 }
 
 }  // namespace

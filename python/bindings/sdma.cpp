@@ -17,6 +17,7 @@
 #include "core/backend/sdma/engine.h"
 #include "core/base/error.h"
 #include "module.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -25,7 +26,6 @@ using namespace sdma;
 
 using Dwords = std::vector<uint32_t>;
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 nb::dict fields_of(const Packet& packet) {
   nb::dict fields;
@@ -217,8 +217,8 @@ void bind_engines(nb::module_& module) {
       .def(
           "submit",
           [](OwnRing& self, const Dwords& dwords, double timeout_s) {
-            const nb::gil_scoped_release unlocked;
-            self.ring.submit(dwords, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.ring.submit(dwords, released.within(timeout_s));
           },
           nb::arg("dwords"), nb::arg("timeout_s") = 10.0)
       .def("try_submit",
@@ -253,7 +253,7 @@ void bind_engines(nb::module_& module) {
       .def(
           "run",
           [](Engine& engine, uint64_t packets_max) {
-            const nb::gil_scoped_release unlocked;
+            LockReleased released;
             return to_string(engine.run(packets_max));
           },
           nb::arg("packets_max") = UINT64_MAX, "idle, busy, parked or faulted.")

@@ -4,6 +4,7 @@
 
 #include "core/mcast/tree/simulate.h"
 #include "module.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -75,7 +76,7 @@ void bind_tree(nb::module_& module) {
       .def_ro("switch_bytes", &Simulated::switch_bytes)
       .def_ro("events", &Simulated::events);
   module.def("simulate_tree", &simulate, nb::arg("shape"), nb::arg("wire"), nb::arg("loads"),
-             nb::call_guard<nb::gil_scoped_release>());
+             Unlocked());
 }
 
 }  // namespace offcore

@@ -1,6 +1,7 @@
 // The rendezvous, for tests and tools; communicators join theirs inside the core.
 #include "core/window/rendezvous.h"
 
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,15 +9,17 @@
 
 #include "core/base/error.h"
 #include "module.h"
+#include "process.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
 
 // A rendezvous, and the peers whose processes have died.
-class Meeting {
+class Meeting : public OfProcess {
  public:
-  Meeting(const std::string& store, Rank rank, Rank ranks, double timeout_s)
-      : rendezvous_(Rendezvous::join(store, rank, ranks, Deadline::after_s(timeout_s))) {
+  Meeting(const std::string& store, Rank rank, Rank ranks, const Deadline& deadline)
+      : OfProcess("the rendezvous"), rendezvous_(Rendezvous::join(store, rank, ranks, deadline)) {
     rendezvous_->on_peer_loss([this](Rank peer) {
       const std::lock_guard lock(mutex_);
       lost_.push_back(peer);
@@ -41,8 +44,8 @@ std::vector<nb::bytes> all_gather(const Meeting& self, const std::string& tag,
   const std::string_view bytes(blob.c_str(), blob.size());
   std::vector<std::string> blobs;
   {
-    const nb::gil_scoped_release unlocked;
-    blobs = self.rendezvous().all_gather_bytes(tag, bytes, Deadline::after_s(timeout_s));
+    LockReleased released;
+    blobs = self.rendezvous().all_gather_bytes(tag, bytes, released.within(timeout_s));
   }
   std::vector<nb::bytes> result;
   for (const std::string& one : blobs) result.emplace_back(one.data(), one.size());
@@ -52,11 +55,14 @@ std::vector<nb::bytes> all_gather(const Meeting& self, const std::string& tag,
 }  // namespace
 
 void bind_window(nb::module_& module) {
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Meeting>(module, "Rendezvous",
                       "One rank's place among ranks that meet at a store (\"host:port\").")
-      .def(nb::init<const std::string&, Rank, Rank, double>(), nb::arg("store"), nb::arg("rank"),
-           nb::arg("world_size"), nb::arg("timeout_s"), Unlocked())
+      .def(nb::new_([](const std::string& store, Rank rank, Rank ranks, double timeout_s) {
+             LockReleased released;
+             return owned_by_process(
+                 std::make_unique<Meeting>(store, rank, ranks, released.within(timeout_s)));
+           }),
+           nb::arg("store"), nb::arg("rank"), nb::arg("world_size"), nb::arg("timeout_s"))
       .def_prop_ro("rank", [](const Meeting& self) { return self.rendezvous().rank(); })
       .def_prop_ro("ranks", [](const Meeting& self) { return self.rendezvous().ranks(); })
       .def_prop_ro("key", [](const Meeting& self) { return self.rendezvous().key(); })
@@ -65,22 +71,28 @@ void bind_window(nb::module_& module) {
       .def(
           "exchange_fds",
           [](const Meeting& self, const std::string& tag, int fd, double timeout_s) {
+            LockReleased released;
             std::vector<int> fds;
             for (Descriptor& received :
-                 self.rendezvous().exchange_fds(tag, fd, Deadline::after_s(timeout_s))) {
+                 self.rendezvous().exchange_fds(tag, fd, released.within(timeout_s))) {
               fds.push_back(received.release());
             }
             return fds;
           },
-          nb::arg("tag"), nb::arg("fd"), nb::arg("timeout_s"), Unlocked(),
+          nb::arg("tag"), nb::arg("fd"), nb::arg("timeout_s"),
           "Every peer's descriptor, now this process's to close; -1 at this rank's own place.")
       .def(
           "barrier",
           [](const Meeting& self, const std::string& tag, double timeout_s) {
-            self.rendezvous().barrier(tag, Deadline::after_s(timeout_s));
+            LockReleased released;
+            self.rendezvous().barrier(tag, released.within(timeout_s));
           },
-          nb::arg("tag"), nb::arg("timeout_s"), Unlocked())
-      .def("close", [](const Meeting& self) { self.rendezvous().close(); }, Unlocked());
+          nb::arg("tag"), nb::arg("timeout_s"))
+      .def("close", [](nb::handle_t<Meeting> self) {
+        const Meeting* const here = if_here(self);
+        LockReleased released;
+        if (here != nullptr) here->rendezvous().close();
+      });
 }
 
 }  // namespace offcore

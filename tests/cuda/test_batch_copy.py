@@ -444,7 +444,7 @@ def test_after_a_fork() -> None:
     child = os.fork()
     if child == 0:
         code, told = code_of(lambda: memory.copy(scattered(9, 64)))
-        os._exit(0 if code == "driver" and "fork" in told else 1)
+        os._exit(0 if code == "invalid" and "fork" in told else 1)
     assert os.waitpid(child, 0)[1] == 0
     """
     assert run(code, prelude=PRELUDE) == ""

@@ -372,6 +372,7 @@ Probe probe_cuda() {
     }
   } catch (const Error& error) {
     probe.reason = error.message();
+    probe.refusal = error.code();
   }
   return probe;
 }

@@ -1,7 +1,6 @@
 #include "core/backend/cuda/driver.h"
 
 #include <dlfcn.h>
-#include <pthread.h>
 
 #include <memory>
 #include <mutex>
@@ -29,13 +28,12 @@ struct Opened {
   std::optional<Error> error;
 };
 
-Opened opened;
-const Driver* current = nullptr;
-bool forked = false;  // this process is a child of one that had opened the driver
+PerProcess<Opened> opened_once;
+const Driver* current = nullptr;  // a child of who has opened it sees that too
 
 }  // namespace
 
-Driver::Driver() {
+Driver::Driver() : OfProcess("the NVIDIA driver") {
   const std::string path = env("OFFCORE_LIBCUDA");
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -95,6 +93,8 @@ void Driver::resolve(void* library) {
 
 const Driver& Driver::open() {
   const std::string path = env("OFFCORE_LIBCUDA");
+  if (current != nullptr) current->check_here();
+  Opened& opened = opened_once.get();
   const std::scoped_lock lock(opened.mutex);
   if (opened.path == path) {
     if (opened.error) throw *opened.error;
@@ -111,17 +111,13 @@ const Driver& Driver::open() {
     opened.error = error;
     throw;
   }
-  pthread_atfork(nullptr, nullptr, [] { forked = true; });
   current = opened.driver.get();
   return *current;
 }
 
 const Driver& Driver::get() {
-  if (forked) {
-    fail(Code::driver, "CUDA does not survive fork: start processes anew (multiprocessing's ",
-         "\"spawn\"), or fork before the first use of the cuda backend");
-  }
   if (current == nullptr) fail(Code::driver, "NVIDIA's driver has not been opened");
+  current->check_here();
   return *current;
 }
 

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "core/base/error.h"
+#include "core/base/fork.h"
 
 namespace offcore::cuda {
 
@@ -238,13 +239,12 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuUserObjectRelease, 11030, (CUuserObject, unsigned))                                          \
   X(cuGraphRetainUserObject, 11030, (CUgraph, CUuserObject, unsigned, unsigned))
 
-class Driver {
+class Driver : public OfProcess {
  public:
   // Opens and initialises the driver, once in a process. Throws unavailable, saying what is
   // missing (and is tried again when OFFCORE_LIBCUDA names another library).
   static const Driver& open();
-  // The driver, once open. A child of a process that had opened it gets an error of code driver,
-  // since CUDA does not survive fork.
+  // The driver, once open. Both throw invalid in a child of a process that had opened it.
   static const Driver& get();
 
   int version() const { return version_; }  // 13000 for 13.0

@@ -1,7 +1,6 @@
 #include "core/backend/cuda/memory.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -63,7 +62,6 @@ class Spares {
   }
 
   void give(Block block) {
-    if (getpid() != process_) return;  // of a fork: nothing of the driver's is this process's
     std::unique_lock lock(mutex_);
     blocks_.push_back(std::move(block));
     // Where one has been late it waits for the device, and so would this one.
@@ -122,7 +120,6 @@ class Spares {
     }
   }
 
-  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::condition_variable changed_;
   size_t parked_ = 0;

@@ -20,7 +20,8 @@ std::atomic_ref<uint32_t> word_at(const std::shared_ptr<void>& words, uint32_t i
 
 }  // namespace
 
-Occupation::Occupation(const std::vector<int>& ordinals, double limit_s) {
+Occupation::Occupation(const std::vector<int>& ordinals, double limit_s)
+    : OfProcess("the occupation") {
   if (ordinals.empty()) fail(Code::invalid, "no GPU to hold");
   if (!(limit_s > 0) || limit_s > 60) fail(Code::invalid, "a limit of 0 to 60 s, not ", limit_s);
   uint32_t words = 1;

@@ -11,7 +11,7 @@
 
 namespace offcore::cuda {
 
-class Occupation {
+class Occupation : public OfProcess {
  public:
   // Returns once every SM of every device is full and the control kernels are launched. Throws
   // driver when the blocks do not all start, as where something else is on the GPU.

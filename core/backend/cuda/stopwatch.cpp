@@ -31,6 +31,7 @@ bool passes(const Event& event, const Deadline& deadline) {
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
+    deadline.listen();
   }
   return true;
 }
@@ -38,7 +39,8 @@ bool passes(const Event& event, const Deadline& deadline) {
 }  // namespace
 
 Stopwatch::Stopwatch(int ordinal)
-    : context_(context_of(ordinal)),
+    : OfProcess("the stopwatch"),
+      context_(context_of(ordinal)),
       events_(std::make_shared<Events>(context_)),
       stream_(context_),
       first_(events_, true),

@@ -11,7 +11,7 @@
 
 namespace offcore::cuda {
 
-class Stopwatch {
+class Stopwatch : public OfProcess {
  public:
   // `ordinal`: the GPU, as the driver counts. Throws unavailable, invalid or driver.
   explicit Stopwatch(int ordinal);

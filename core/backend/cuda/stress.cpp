@@ -19,7 +19,7 @@ constexpr BufferId kSource = 2;
 
 }  // namespace
 
-Stress::Stress(const std::vector<int>& ordinals) {
+Stress::Stress(const std::vector<int>& ordinals) : OfProcess("the stress") {
   if (ordinals.size() < 2) fail(Code::invalid, "the stress needs at least two GPUs");
   for (int ordinal : ordinals) {
     const auto rank = static_cast<Rank>(devices_.size());
@@ -202,6 +202,7 @@ bool Stress::finish(const Deadline& deadline) {
         if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
         if (deadline.passed()) return false;
         nap(now_ns() - began_ns);
+        deadline.listen();
       }
     }
   }

@@ -31,7 +31,7 @@ struct TrialOutcome {
   int64_t time_ns = 0;
 };
 
-class Stress {
+class Stress : public OfProcess {
  public:
   static constexpr uint64_t kChunkBytesMax = 256 << 10;
 

@@ -7,7 +7,7 @@
 
 namespace offcore::hip {
 
-Runtime::Runtime() {
+Runtime::Runtime() : OfProcess("the HIP runtime") {
   const std::string path = env("OFFCORE_LIBHIP");
   void* library = nullptr;
   std::string why;
@@ -33,6 +33,7 @@ Runtime::Runtime() {
 
 const Runtime& Runtime::open() {
   static const Runtime* const runtime = new Runtime();
+  runtime->check_here();
   return *runtime;
 }
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <string_view>
 
+#include "core/base/fork.h"
+
 namespace offcore::hip {
 
 using Error = int;
@@ -38,9 +40,10 @@ inline constexpr unsigned kHostMapped = 2;
   X(hipMemcpyBatchAsync, Error,                                \
     (void**, void**, size_t*, size_t, void*, size_t*, size_t, size_t*, Stream))
 
-class Runtime {
+class Runtime : public OfProcess {
  public:
-  // Opens the runtime, once in a process. Throws unavailable, saying what is missing.
+  // Opens the runtime, once in a process. Throws unavailable, saying what is missing,
+  // and invalid in a child of a process that had opened it.
   static const Runtime& open();
   int devices() const { return devices_; }
 

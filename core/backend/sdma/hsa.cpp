@@ -1,7 +1,6 @@
 #include "core/backend/sdma/hsa.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <memory>
 #include <mutex>
@@ -16,13 +15,12 @@ namespace {
 struct Opened {
   std::mutex mutex;
   std::string path;
-  pid_t process = 0;
   std::unique_ptr<Runtime> runtime;
   std::optional<Error> error;
 };
 
-Opened opened;
-const Runtime* current = nullptr;
+PerProcess<Opened> opened_once;
+const Runtime* current = nullptr;  // a child of who has opened it sees that too
 
 template <typename Function>
 Function symbol(void* library, const char* name) {
@@ -31,7 +29,7 @@ Function symbol(void* library, const char* name) {
 
 }  // namespace
 
-Runtime::Runtime() {
+Runtime::Runtime() : OfProcess("the HSA runtime") {
   const std::string path = env("OFFCORE_LIBHSA");
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -117,11 +115,9 @@ MemoryPool Runtime::find_pool(Agent agent, uint32_t flag) const {
 
 const Runtime& Runtime::open() {
   const std::string path = env("OFFCORE_LIBHSA");
+  if (current != nullptr) current->check_here();
+  Opened& opened = opened_once.get();
   const std::scoped_lock lock(opened.mutex);
-  if (opened.runtime != nullptr && opened.process != getpid()) {
-    fail(Code::driver, "the HSA runtime does not survive fork: start processes anew, or fork ",
-         "before the first use of the sdma backend");
-  }
   if (opened.path == path) {
     if (opened.error) throw *opened.error;
     return *opened.runtime;
@@ -130,7 +126,6 @@ const Runtime& Runtime::open() {
     fail(Code::unavailable, "this process has opened ", opened.path, " already, and not ", path);
   }
   opened.path = path;
-  opened.process = getpid();
   opened.error.reset();
   try {
     opened.runtime.reset(new Runtime());
@@ -143,9 +138,8 @@ const Runtime& Runtime::open() {
 }
 
 const Runtime& Runtime::get() {
-  if (current == nullptr || opened.process != getpid()) {
-    fail(Code::driver, "the HSA runtime has not been opened in this process");
-  }
+  if (current == nullptr) fail(Code::driver, "the HSA runtime has not been opened");
+  current->check_here();
   return *current;
 }
 

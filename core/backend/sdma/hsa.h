@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/base/error.h"
+#include "core/base/fork.h"
 
 namespace offcore::hsa {
 
@@ -143,12 +144,12 @@ struct Gpu {
   bool has_packets() const { return name.starts_with("gfx94"); }
 };
 
-class Runtime {
+class Runtime : public OfProcess {
  public:
   // Opens and initialises the runtime, once in a process. Throws unavailable, saying what is
-  // missing. A child of a process that had opened it gets an error of code driver.
+  // missing.
   static const Runtime& open();
-  // The runtime, once open.
+  // The runtime, once open. Both throw invalid in a child of a process that had opened it.
   static const Runtime& get();
 
   const std::vector<Gpu>& gpus() const { return gpus_; }

@@ -8,7 +8,7 @@
 #include "core/backend/sdma/encode.h"
 #include "core/backend/sdma/fleet.h"
 #include "core/base/error.h"
-#include "core/base/threads.h"
+#include "core/base/fork.h"
 
 namespace offcore {
 namespace {
@@ -364,7 +364,8 @@ Probe probe_sdma() {
   try {
     return {.name = "sdma", .available = true, .reason = cat(told_way(), "; ", kUntried)};
   } catch (const Error& error) {
-    return {.name = "sdma", .reason = cat(error.message(), "; ", kUntried)};
+    return {
+        .name = "sdma", .reason = cat(error.message(), "; ", kUntried), .refusal = error.code()};
   }
 }
 

@@ -12,7 +12,7 @@
 
 #include "core/base/digest.h"
 #include "core/base/error.h"
-#include "core/base/threads.h"
+#include "core/base/fork.h"
 #include "core/mcast/endpoint.h"
 #include "core/mcast/udp/caster.h"
 #include "core/mcast/udp/intake.h"
@@ -81,7 +81,8 @@ Address first_group(const UdpOptions& options, const Key& key) {
 
 Loops Loops::start(uint32_t receive_workers, uint32_t send_workers, int64_t spin_ns) {
   const auto loop = [&] { return owned_by_process(std::make_unique<Loop>(spin_ns)); };
-  Loops loops{.control = loop(), .receive = {}, .send = {}};
+  Loops loops;
+  loops.control = loop();
   for (uint32_t i = 0; i < receive_workers; ++i) loops.receive.push_back(loop());
   for (uint32_t i = 0; i < send_workers; ++i) loops.send.push_back(loop());
   return loops;
@@ -98,10 +99,6 @@ class UdpNode final : public Node, Transport, Ears {
   void start(const Group& group, const std::vector<std::string>& addresses,
              const Deadline& deadline) override;
   Endpoint& endpoint() override {
-    if (process_ != getpid()) {
-      fail(Code::unsupported, "a multicast communicator does not survive fork: open one in the ",
-           "child, or start processes anew (multiprocessing's \"spawn\")");
-    }
     if (endpoint_ == nullptr) fail(Code::invalid, "the node has not been started: call start");
     return *endpoint_;
   }
@@ -140,7 +137,6 @@ class UdpNode final : public Node, Transport, Ears {
   Loop& receive_loop(uint32_t subgroup) const;
   Loop& send_loop(uint32_t subgroup) const;
 
-  const pid_t process_ = getpid();
   const UdpOptions options_;
   const Loops loops_;
   Descriptor namespace_;
@@ -251,7 +247,7 @@ void UdpNode::open_subgroups(const Group& group, bool loop) {
 }
 
 void UdpNode::close() {
-  if (process_ != getpid()) return;
+  if (!here()) return;
   if (endpoint_ != nullptr) endpoint_->close();
   loops_.control->call([this] {
     if (endpoint_ != nullptr) endpoint_->on_time(now_ns());

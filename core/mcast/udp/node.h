@@ -28,7 +28,9 @@ struct UdpOptions {
 
 // Whose threads a node runs on. No receive or send loops: the control loop does it. Nodes may share
 // loops, if each is a control loop or a worker's for all of them.
-struct Loops {
+struct Loops : OfProcess {
+  Loops() : OfProcess("the multicast threads") {}
+
   std::shared_ptr<Loop> control;
   std::vector<std::shared_ptr<Loop>> receive;  // subgroup s is received on s modulo their number
   std::vector<std::shared_ptr<Loop>> send;
