@@ -69,6 +69,7 @@ void Courier::run() {
 
 // Until there is something to do. False: nothing is left, and nothing will come.
 bool Courier::rest() {
+  if (board_->helpers > 0) return true;
   {
     const std::scoped_lock turning(turning_);
     if (!jobs_.empty()) return true;
@@ -85,10 +86,16 @@ bool Courier::rest() {
   return false;
 }
 
-bool Courier::turn() {
-  // A caller that helps lets go soon. Who sleeps until then takes longer than that to wake.
+// Others let go soon. Who sleeps until then takes longer than that to wake.
+std::unique_lock<std::mutex> Courier::take_turn() {
   std::unique_lock turning(turning_, std::defer_lock);
   if (!look_out([&] { return turning.try_lock(); }, board_->brief_ns)) turning.lock();
+  return turning;
+}
+
+bool Courier::turn() {
+  if (board_->helpers > 0) return false;
+  const auto turning = take_turn();
   collect();
   bool moved = false;
   for (Way& way : ways_) {
@@ -102,11 +109,15 @@ bool Courier::help(bool waits) {
   const uint32_t plain_max = pace_.ahead_commands / (waits ? 1 : kPartsOfPace);
   bool submitted = false;
   try {
-    const std::scoped_lock turning(turning_);
+    const auto turning = take_turn();
     collect();
+    for (Way& way : ways_) {
+      for (Link& link : way.links) reap(link);
+    }
     for (Way& way : ways_) submitted |= submit(way, plain_max, waits);
   } catch (const std::bad_alloc&) {  // the courier tries again
   }
+  if (waits) return submitted;
   const std::scoped_lock lock(board_->mutex);  // there is something to see end
   board_->news = true;
   board_->work.notify_one();

@@ -42,10 +42,11 @@ struct Board {
   uint64_t under_way = 0;  // jobs that have not ended
   std::atomic<bool> closing{false};
   bool cancel_all = false;
-  bool ended = false;               // the courier is through
-  std::atomic<bool> news{false};    // for the courier: something above, or a job, has changed
-  std::atomic<bool> asleep{false};  // the courier is, or wakes: so long who needs it does its work
-  const int64_t linger_ns;          // how long the courier looks out for jobs before it sleeps
+  bool ended = false;                // the courier is through
+  std::atomic<bool> news{false};     // for the courier: something above, or a job, has changed
+  std::atomic<bool> asleep{false};   // the courier is, or wakes: so long who needs it does its work
+  std::atomic<uint32_t> helpers{0};  // who wait, and submit meanwhile: the courier keeps out
+  const int64_t linger_ns;           // how long the courier looks out for jobs before it sleeps
   // The same of who waits for it to enqueue, and of the courier for copies to end: to be woken
   // takes up to a hundred microseconds of a transfer that takes hundreds.
   const int64_t brief_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;

@@ -12,6 +12,24 @@ namespace {
 
 constexpr double kEndS = 10;
 
+// A caller that submits while it waits.
+class Helper {
+ public:
+  explicit Helper(Board& board) : board_(board) { ++board_.helpers; }
+  ~Helper() {
+    const std::scoped_lock lock(
+        board_.mutex);  // the courier goes on: there is something to see end
+    --board_.helpers;
+    board_.news = true;
+    board_.work.notify_one();
+  }
+  Helper(const Helper&) = delete;
+  Helper& operator=(const Helper&) = delete;
+
+ private:
+  Board& board_;
+};
+
 struct Extent {
   const std::byte* first = nullptr;
   const std::byte* last = nullptr;
@@ -207,8 +225,16 @@ std::shared_ptr<Job> Transfer::start(Request request) {
 }
 
 void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
-  while (board_->asleep && !job.enqueued(layer) && !deadline.passed()) {
-    if (!courier_->help(true)) sched_yield();  // the thread that wakes needs what it holds
+  const Helper helper(*board_);
+  int64_t submitted_ns = now_ns();
+  while (!job.enqueued(layer) && !deadline.passed()) {
+    if (courier_->help(true)) {
+      submitted_ns = now_ns();
+    } else if (now_ns() - submitted_ns > board_->spin_ns) {
+      break;  // it waits for others: the courier looks after that
+    } else {
+      sched_yield();
+    }
     deadline.listen();
   }
 }
