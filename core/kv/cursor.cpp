@@ -212,10 +212,12 @@ Part Cursor::next(const Room& room) {
   const uint32_t in_time = manner_.plain_from ? 0 : room.in_time;
   const bool waits = in_time < manner_.together;  // the engine does
   const bool small = stage.bytes / stage.pieces < kShortFrom;
-  const bool soon = waits && !small && stage_ == 0 && next_ == 0;
+  const bool begins = stage_ == 0 && next_ == 0;
+  const bool soon = waits && !small && begins;
+  const bool load = direction_ == Direction::load;
   const uint32_t told_together = std::max(manner_.together, std::min(in_time, kTogetherMax));
   Part part{.together = soon ? kTogetherFirst : told_together,
-            .ahead = waits && small && direction_ == Direction::load && left > manner_.together};
+            .ahead = waits && small && load && begins && left > manner_.together};
   const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
   const uint64_t told =
       std::min<uint64_t>({surely / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});

@@ -13,18 +13,17 @@ namespace {
 constexpr double kEndS = 10;
 
 // A caller that submits while it waits.
-class Helper {
+class WaitingCaller {
  public:
-  explicit Helper(Board& board) : board_(board) { ++board_.helpers; }
-  ~Helper() {
-    const std::scoped_lock lock(
-        board_.mutex);  // the courier goes on: there is something to see end
-    --board_.helpers;
+  explicit WaitingCaller(Board& board) : board_(board) { ++board_.helpers; }
+  ~WaitingCaller() {
+    const std::scoped_lock lock(board_.mutex);
+    --board_.helpers;  // the courier goes on: there is something to see end
     board_.news = true;
     board_.work.notify_one();
   }
-  Helper(const Helper&) = delete;
-  Helper& operator=(const Helper&) = delete;
+  WaitingCaller(const WaitingCaller&) = delete;
+  WaitingCaller& operator=(const WaitingCaller&) = delete;
 
  private:
   Board& board_;
@@ -225,7 +224,7 @@ std::shared_ptr<Job> Transfer::start(Request request) {
 }
 
 void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
-  const Helper helper(*board_);
+  const WaitingCaller caller(*board_);
   int64_t submitted_ns = now_ns();
   while (!job.enqueued(layer) && !deadline.passed()) {
     if (courier_->help(true)) {

@@ -94,9 +94,14 @@ class Store final : Reception {
   }
 
   // Those who came and gave up a moment earlier are not the ones to look for.
-  [[noreturn]] void give_up(int64_t wait_ns) const {
+  std::vector<uint32_t> never_came() const {
     std::vector<uint32_t> never = missing();
     std::erase_if(never, [this](uint32_t rank) { return came_[rank]; });
+    return never;
+  }
+
+  [[noreturn]] void give_up(int64_t wait_ns) const {
+    const std::vector<uint32_t> never = never_came();
     if (!never.empty()) fail_missing(never, address_, wait_ns, turned_away_);
     fail(Code::timeout, rank_list(missing()), " came to ", address_, " but left before all had");
   }
@@ -192,7 +197,8 @@ class Store final : Reception {
   }
 
   std::string progress() const {
-    const std::vector<uint32_t> ranks = missing();
+    std::vector<uint32_t> ranks = never_came();
+    if (ranks.empty()) ranks = missing();
     Packer packer;
     packer.number(static_cast<uint32_t>(ranks.size()));
     for (const uint32_t rank : ranks) packer.number(rank);

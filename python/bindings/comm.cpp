@@ -317,6 +317,25 @@ void bind_outcome(nb::module_& module) {
           nb::arg("timeout_s"));
 }
 
+void bind_exchanges(nb::class_<Communicator>& communicator) {
+  communicator
+      .def(
+          "barrier",
+          [](Communicator& self, double timeout_s) {
+            LockReleased released;
+            self.barrier(released.within(timeout_s));
+          },
+          nb::arg("timeout_s"))
+      .def(
+          "exchange",
+          [](Communicator& self, const std::string& tag, const std::string& text,
+             double timeout_s) {
+            LockReleased released;
+            return self.exchange(tag, text, released.within(timeout_s));
+          },
+          nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.");
+}
+
 }  // namespace
 
 void bind_comm(nb::module_& module) {
@@ -326,8 +345,9 @@ void bind_comm(nb::module_& module) {
              nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
              nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
              nb::arg("packets"), nb::arg("cuda"), nb::arg("timeout_s"));
-  nb::class_<Communicator>(module, "Communicator")
-      .def_prop_ro("ranks", &Communicator::ranks)
+  nb::class_<Communicator> communicator(module, "Communicator");
+  bind_exchanges(communicator);
+  communicator.def_prop_ro("ranks", &Communicator::ranks)
       .def_prop_ro("local_ranks", &Communicator::local_ranks)
       .def_prop_ro("machine", [](Communicator& self) { return self.backend().machine(); })
       .def_prop_ro("now_ns", [](Communicator& self) { return self.backend().now_ns(); })
@@ -362,21 +382,6 @@ void bind_comm(nb::module_& module) {
             return std::pair(place.window, place.offset);
           },
           nb::arg("lane"), nb::arg("nbytes"), nb::arg("timeout_s"))
-      .def(
-          "barrier",
-          [](Communicator& self, double timeout_s) {
-            LockReleased released;
-            self.barrier(released.within(timeout_s));
-          },
-          nb::arg("timeout_s"))
-      .def(
-          "exchange",
-          [](Communicator& self, const std::string& tag, const std::string& text,
-             double timeout_s) {
-            LockReleased released;
-            return self.exchange(tag, text, released.within(timeout_s));
-          },
-          nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.")
       .def_prop_ro("host_visible", [](Communicator& self) { return self.backend().host_visible(); })
       .def("host_array", &host_array, nb::arg("nbytes"),
            "Zeroed host memory that the engines reach, as a uint8 array.")

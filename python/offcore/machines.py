@@ -64,10 +64,9 @@ def for_gpus(ranks: int) -> str:
     A function of the card and the number of ranks alone, so that all ranks choose alike.
     """
     try:
-        name = _core.gpu_name()
+        card = _card()
     except _core.Error:
-        name = ""
-    card = next((card for card, named in _CARDS.items() if re.match(named, name)), ASSUMED)
+        card = ASSUMED
     return next((f"{card}-{count}" for count in (2, 4, 8) if ranks <= count), f"{card}-{ranks}")
 
 
@@ -78,6 +77,12 @@ def tables() -> dict[str, Path]:
         for path in sorted(folder.glob("tuned/*.json")):
             found.setdefault(path.stem, path)
     return found
+
+
+@functools.cache  # but for failures
+def _card() -> str:
+    name = _core.gpu_name()
+    return next((card for card, named in _CARDS.items() if re.match(named, name)), ASSUMED)
 
 
 def names() -> list[str]:

@@ -72,13 +72,14 @@ def test_a_frozen_rank(start_ranks: Start) -> None:
 
 
 def test_a_missing_rank(start_ranks: Start) -> None:
-    group = start_ranks(4, settings=lambda rank: None if rank == 2 else {"timeout": 1})
+    # Processes may take a second to start on a machine that is busy.
+    group = start_ranks(4, settings=lambda rank: None if rank == 2 else {"timeout": 4})
     began = time.monotonic()
     for rank in group:
         end = rank.end()
         assert end["code"] == "timeout", end
         assert "rank 2" in end["message"]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 14
 
 
 def test_a_late_rank(start_ranks: Start) -> None:
