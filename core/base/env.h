@@ -14,8 +14,7 @@ namespace offcore {
   X(OFFCORE_STORE, "", "host:port", "host:port of the rendezvous store; rank 0 listens there")   \
   X(OFFCORE_RANK, "", "count", "rank of this process at the rendezvous")                         \
   X(OFFCORE_WORLD_SIZE, "", "count", "number of ranks at the rendezvous")                        \
-  X(OFFCORE_JOB_SECRET, "", "",                                                                  \
-    "the same at all ranks of a job, which prove it when they meet")                             \
+  X(OFFCORE_JOB_SECRET, "", "", "the same at all ranks of a job, which prove it when they meet") \
   X(OFFCORE_TIMEOUT_S, "30", "seconds",                                                          \
     "seconds after which a wait that names no timeout gives up")                                 \
   X(OFFCORE_HOST_CORES, "0", "count",                                                            \
