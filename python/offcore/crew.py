@@ -76,9 +76,9 @@ class Crew:
     def _start(self, rank: int, folder: str) -> None:
         stderr = self._stack.enter_context((Path(folder) / f"stderr.{rank}").open("w+b"))
         self._stderr.append(stderr)
-        # Workers find the package where this process found it.
+        # Workers find packages where this process found them.
         root = str(Path(str(offcore.__file__)).parent.parent)
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
         process = subprocess.Popen(
             (sys.executable, "-m", "offcore.workers"),
             stdin=subprocess.PIPE,

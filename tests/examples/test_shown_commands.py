@@ -121,8 +121,9 @@ def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
     results = ROOT / "benchmarks" / "results"
     rows = results / "cuda-h200-2.jsonl"
     (tmp_path / KV_ROWS).write_bytes((results / "cuda-kv.jsonl").read_bytes())
-    for copied in (tmp_path / "rows.jsonl", tmp_path / "benchmarks" / "results" / rows.name):
-        copied.write_bytes(rows.read_bytes())
+    (tmp_path / "rows.jsonl").write_bytes(rows.read_bytes())
+    for named in set(re.findall(r"benchmarks/results/\S+\.jsonl", command)):
+        (tmp_path / named).write_bytes((ROOT / named).read_bytes())
     lists = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "sdma.md").read_text("utf-8"), re.S)
     for name, commands in zip(("commands.json", "unfenced.json"), lists, strict=True):
         (tmp_path / name).write_text(commands, "utf-8")
