@@ -38,13 +38,20 @@ NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan"
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py"}  # gloo's threads are built without it
 NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py"}  # partly on the stand-in driver
 NOT_SANITIZED["tsan"] |= {  # of folders with others that do start threads
+    "test_mcast_claims.py",
     *("test_cutting.py", "test_dying.py", "test_fat_tree.py", "test_lossy.py", "test_strangers.py"),
     *("test_sdma_engine.py", "test_sdma_fuzz.py", "test_sdma_packets.py", "test_sdma_programs.py"),
     "test_sdma_sim.py",
 }
 # What takes long there and is left to --long: also processes that mostly wait for each other.
 LONG_SANITIZED = {
-    "asan": {"model", "test_fat_tree.py", "test_kv_check.py", "test_possible.py"},
+    "asan": {
+        "model",
+        "test_fat_tree.py",
+        "test_mcast_claims.py",
+        "test_kv_check.py",
+        "test_possible.py",
+    },
     "tsan": {"conformance", "faults", "test_kv_check.py"},
 }
 for _slow in LONG_SANITIZED.values():
