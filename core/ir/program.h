@@ -73,6 +73,17 @@ using Bases = std::vector<std::pair<BufferId, Rank>>;  // sorted, each once
 // invalid where the program has no such buffer or rank.
 void collect_bases(const Program& program, const Command& command, Bases& bases);
 
+// Whether two copies address the same buffers of the same ranks: false where it takes a closer look.
+inline bool same_bases(const Command& a, const Command& b) {
+  const auto same = [](const Slice& x, const Slice& y) {
+    return x.buffer == y.buffer && x.rank == y.rank;
+  };
+  const auto simple = [](const Command& c) {
+    return c.op == Op::copy && c.dst_step != kRankStep && c.src_step != kRankStep;
+  };
+  return simple(a) && simple(b) && same(a.dst, b.dst) && same(a.src, b.src);
+}
+
 // What a program costs in commands: what the paper counts.
 struct Counts {
   uint32_t commands = 0;  // of every kind, on engine queues

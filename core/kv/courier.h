@@ -33,7 +33,7 @@ inline constexpr uint32_t kPartsOfPace = 4;  // of what is enqueued ahead
 
 struct Pace {
   uint64_t ahead_bytes = uint64_t{32} << 20;  // enqueued in a direction at most, about
-  uint32_t ahead_commands = 256;
+  uint32_t ahead_commands = 1024;
 };
 
 class Courier {

@@ -8,9 +8,13 @@ namespace {
 constexpr size_t kStridesFrom = 3;       // any two blocks are at some step
 constexpr uint32_t kTogetherMax = 128;   // of a call of 256 each takes twice as long (H100, 580)
 constexpr uint32_t kTogetherFirst = 16;  // of a job, for which it surely does, of large pages
-// Pages that take as long to copy as to tell. Of smaller ones to a GPU a driver (580) takes longer
-// for a first call of many, unless a copy of its own goes ahead.
+constexpr uint32_t kFirstPart = 64;      // of these, so that longer calls come soon
+// Pages that take as long to copy as to submit. Smaller ones to a GPU whose stream is idle a driver
+// (580) copies on the CPU: 64 of 16 KiB in one call take 350 us, 4 and then 60 take 75 (H100). So a
+// first call is as small as keeps the engine busy until the next one.
 constexpr uint64_t kShortFrom = uint64_t{32} << 10;
+constexpr uint64_t kFirstCopies = 4;
+constexpr uint64_t kFirstBytes = uint64_t{16} << 10;
 constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
 // Than is expected: a thread that has just woken, or shares its core, is slow for a while. Strided
 // copies need none of that time.
@@ -94,11 +98,11 @@ void Cursor::push(const Command& command, Part& part) const {
   part.commands.push_back(command);
   ++part.copies;
   part.strided += command.rows > 1;
+  if (command.rows > 1 || !manner_.batches) return;
   const uint64_t plain = part.copies - part.strided;
-  if (command.rows == 1 && manner_.batches &&
-      ((part.ahead && part.copies == 1) || plain % part.together == 0)) {
-    part.commands.push_back({.op = Op::fence});
-  }
+  const bool first_ends = part.first > 0 && plain == part.first;
+  const bool later_ends = plain > part.first && (plain - part.first) % part.together == 0;
+  if (first_ends || later_ends) part.commands.push_back({.op = Op::fence});
 }
 
 // Between the cache and a row, wherever that lies.
@@ -209,15 +213,16 @@ void Cursor::end(Part& part) {
 Part Cursor::next(const Room& room) {
   const Stage& stage = (*stages_)[stage_];
   const uint64_t left = (blocks_.size() - next_) * stage.apart;
+  const uint64_t page = stage.bytes / stage.pieces;
   const uint32_t in_time = manner_.plain_from ? 0 : room.in_time;
   const bool waits = in_time < manner_.together;  // the engine does
-  const bool small = stage.bytes / stage.pieces < kShortFrom;
-  const bool begins = stage_ == 0 && next_ == 0;
-  const bool soon = waits && !small && begins;
-  const bool load = direction_ == Direction::load;
+  const bool small = page < kShortFrom;
+  const bool soon = waits && !small && stage_ == 0 && next_ == 0;
   const uint32_t told_together = std::max(manner_.together, std::min(in_time, kTogetherMax));
-  Part part{.together = soon ? kTogetherFirst : told_together,
-            .ahead = waits && small && load && begins && left > manner_.together};
+  Part part{.together = soon ? kTogetherFirst : told_together};
+  if (waits && small && direction_ == Direction::load) {
+    part.first = static_cast<uint32_t>(std::max(kFirstCopies, kFirstBytes / page));
+  }
   const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
   const uint64_t told =
       std::min<uint64_t>({surely / stage.apart, room.bytes / stage.bytes, blocks_.size() - next_});
@@ -225,9 +230,13 @@ Part Cursor::next(const Room& room) {
     return manner_.folds(fold.pieces, fold.bytes, room.told);
   });
   const bool plain = manner_.batches && folds && told >= kBlocksPlain;
-  const uint32_t commands = plain ? surely : folds || soon ? room.strided : room.plain;
+  const uint32_t commands = plain   ? surely
+                            : folds ? room.strided
+                            : soon  ? std::min(room.strided, kFirstPart)
+                                    : room.plain;
   const uint32_t strided_max = manner_.batches ? kStridedMax : UINT32_MAX;
-  part.commands.reserve(std::min<size_t>(commands, left) + manner_.together);
+  const size_t about = std::min<size_t>(commands, left) + manner_.together;
+  part.commands.reserve(about + about / part.together + 2);  // and fences
   while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {
     uint64_t blocks = (room.bytes - std::min(room.bytes, part.bytes)) / stage.bytes;
     if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);

@@ -83,7 +83,7 @@ struct Part {
   uint64_t copies = 0;    // commands but fences
   uint64_t strided = 0;   // copies of several rows
   uint32_t together = 0;  // plain copies of one call
-  bool ahead = false;     // the first one has a call of its own
+  uint32_t first = 0;     // of the first call; 0: as many
   bool ends_stage = false;
 };
 

@@ -291,7 +291,7 @@ class BlockTransfer:
         layer_axis: int | None = None,
         device: int | None = None,
         ahead_bytes: int = 32 << 20,
-        ahead_commands: int = 256,
+        ahead_commands: int = 1024,
         plain_from: int | tuple[int | None, int | None] | None = None,
         links: Sequence[int] | str | None = None,
         link_bytes: int = 32 << 20,

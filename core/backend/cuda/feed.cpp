@@ -27,7 +27,9 @@ CUdeviceptr device_pointer(std::byte* host) {
 bool worth_batches(std::span<const Command> rest) {
   size_t copies = 0;
   for (const Command& command : rest) {
-    if (!moves_data(command.op) || copies == kHostCopiesMany) break;
+    if (copies == kHostCopiesMany) break;
+    if (command.op == Op::fence) continue;  // where a call ends
+    if (!moves_data(command.op)) break;
     copies +=
         command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
   }
@@ -55,7 +57,8 @@ Feed::Feed(const Device& device, CUstream stream, const Source& source, const Pr
       rings_(rings),
       habits_(habits),
       doubles_(doubles),
-      notes_(notes) {
+      notes_(notes),
+      batches_(takes_batches()) {
   if (device.gather() != nullptr) gathering_.emplace(*device.gather(), stream);
 }
 
@@ -269,14 +272,17 @@ void Feed::copy(const Command& command) {
       if (gather(rows) || strided(rows)) return;
     }
   }
-  for (uint32_t row = 0; row < command.rows; ++row) {
-    const Slice dst = row_of(command.dst, command.dst_step, row, program_.ranks);
-    const Slice src = row_of(command.src, command.src_step, row, program_.ranks);
+  const auto one = [&](const Slice& dst, const Slice& src) {
     if (dst.rank == own && src.rank == own) {
       inside(place(dst).address, place(src).address, command.bytes);
     } else {
       outside(dst, src, command.bytes);
     }
+  };
+  if (command.rows == 1) return one(command.dst, command.src);
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    one(row_of(command.dst, command.dst_step, row, program_.ranks),
+        row_of(command.src, command.src_step, row, program_.ranks));
   }
 }
 
@@ -334,7 +340,7 @@ bool Feed::strided(Rows rows) {
 
 // Whether batches of copies go into the stream: the driver takes none where it is captured, or the
 // legacy default one.
-bool Feed::batches() const {
+bool Feed::takes_batches() const {
   return program_.mode != Mode::capture && reinterpret_cast<uintptr_t>(stream_) != kLegacyStream &&
          Driver::get().cuMemcpyBatchAsync != nullptr;
 }
@@ -353,7 +359,7 @@ void Feed::outside(const Slice& dst, const Slice& src, uint64_t bytes) {
                             .src_host = src.rank == kHostRank})) {
     return;
   }
-  if ((host && !many_) || !batches()) return plain(to, from, bytes);
+  if ((host && !many_) || !batches_) return plain(to, from, bytes);
   collect(to, from, bytes, 0, kCopiesMax);
 }
 
@@ -365,7 +371,7 @@ void Feed::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
     src += done;
     bytes -= done;
   }
-  const bool asked = !habits_.own_copy_on_sm && batches();
+  const bool asked = !habits_.own_copy_on_sm && batches_;
   notes_.own_copy = std::max(notes_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
   if (!asked) return plain(dst, src, bytes);
   collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);

@@ -127,7 +127,7 @@ class Feed {
                uint64_t& src_pitch) const;
   bool gather(const Rows& rows);
   bool strided(Rows rows);
-  bool batches() const;
+  bool takes_batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   uint64_t by_engine(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
@@ -149,6 +149,7 @@ class Feed {
   const Habits habits_;
   const Doubles* doubles_;
   Notes& notes_;
+  const bool batches_;                  // of copies go into the stream
   bool many_ = false;                   // this group has many copies between the host and the GPU
   std::optional<Gathering> gathering_;  // where a kernel copies between the host and the GPU
   bool strided_signals_ = true;

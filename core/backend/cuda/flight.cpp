@@ -69,12 +69,15 @@ std::shared_ptr<const Cargo> make_cargo(std::shared_ptr<const Program> program,
         std::find_if(cargo.locals.begin(), cargo.locals.end(),
                      [&](const LocalProgram& candidate) { return candidate.rank == queue.rank; });
     if (local == cargo.locals.end()) continue;
+    const Command* copied = nullptr;  // the last one
     for (const Command& command : queue.commands) {
       cargo.timed = cargo.timed || command.op == Op::timestamp;
       if (command.op == Op::swap) {
         fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
       }
+      if (copied != nullptr && same_bases(*copied, command)) continue;
       collect_bases(*program, command, cargo.bases);
+      if (command.op == Op::copy) copied = &command;
     }
     if (queue.index == kCallerQueue) {
       local->caller = index;
