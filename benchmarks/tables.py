@@ -168,7 +168,7 @@ def kv_short() -> list[str]:
 
 def kv_calls() -> list[str]:
     """The driver's calls and a kernel alone, GB/s: what a transfer could also be made of."""
-    text = (RESULTS / "cuda-kv-calls.txt").read_text("utf-8")
+    text = (RESULTS / "cuda-kv-calls-h100.txt").read_text("utf-8")
     body = []
     for name, lines in re.findall(r"^strided, (\w+ of \d+)K pages\n((?:  .*\n)+)", text, re.M):
         of = {

@@ -73,7 +73,7 @@ using Bases = std::vector<std::pair<BufferId, Rank>>;  // sorted, each once
 // invalid where the program has no such buffer or rank.
 void collect_bases(const Program& program, const Command& command, Bases& bases);
 
-// Whether two copies address the same buffers of the same ranks: false where it takes a closer look.
+// Whether two copies address the same buffers of the same ranks; false: it takes a closer look.
 inline bool same_bases(const Command& a, const Command& b) {
   const auto same = [](const Slice& x, const Slice& y) {
     return x.buffer == y.buffer && x.rank == y.rank;
