@@ -167,7 +167,7 @@ class Run {
   virtual Report report() const = 0;  // once done
   // Makes a stream of the caller's (as Launch::streams) wait for the end. Throws unsupported where
   // there are no streams.
-  virtual void hold(uintptr_t stream);
+  virtual void enqueue_wait(uintptr_t stream);
 };
 
 // Waits for a run in slices, between which the caller may be told to stop. `failed` hears of every
@@ -230,7 +230,8 @@ class Backend : public Memory {
   virtual const Machine& machine() const = 0;
   // Zeroed memory of this host that the local ranks' engines reach.
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
-  // How a signal stays behind the data before it: "fenced", or "copy_order" (cuda/feed.h).
+  // How a signal stays behind the data before it: "fenced", or "copy_order"
+  // (cuda/stream_encoder.h).
   virtual std::string_view signals() const { return "fenced"; }
   // The GPU that a local rank drives, as the driver counts; -1: none.
   virtual int device(Rank) const { return -1; }

@@ -7,7 +7,7 @@
 namespace offcore {
 namespace {
 
-void refuse_sim(const SimOptions& options) {
+void refuse_sim(const sim::SimOptions& options) {
   if (options.phantom || options.seed != 0 || !options.faults.empty() || options.packets) {
     fail(Code::unsupported, "phantom memory, seeds, faults and packets are the simulator's");
   }
@@ -26,14 +26,14 @@ std::unique_ptr<Backend> open_sim(const Machine& machine, Rank ranks, std::vecto
     fail(Code::unsupported, "the simulator runs all ", ranks, " ranks in one process, not ",
          local_ranks.size());
   }
-  return make_sim(machine, ranks, std::move(options.sim));
+  return sim::make_sim(machine, ranks, std::move(options.sim));
 }
 
 std::unique_ptr<Backend> open_host(const Machine& machine, Rank ranks,
                                    std::vector<Rank> local_ranks, BackendOptions options) {
   refuse_sim(options.sim);
   refuse_cuda(options.cuda);
-  return make_host(machine, ranks, std::move(local_ranks));
+  return host::make_host(machine, ranks, std::move(local_ranks));
 }
 
 std::unique_ptr<Backend> open_cuda(const Machine& machine, Rank ranks,
@@ -49,7 +49,7 @@ std::unique_ptr<Backend> open_sdma(const Machine& machine, Rank ranks,
   return make_sdma(machine, ranks, std::move(local_ranks));
 }
 
-struct Row {
+struct BackendRow {
   const char* name;
   Probe (*probe)();
   std::unique_ptr<Backend> (*open)(const Machine&, Rank, std::vector<Rank>, BackendOptions);
@@ -58,7 +58,7 @@ struct Row {
 Probe probe_sim() { return {.name = "sim", .available = true, .reason = "runs anywhere"}; }
 Probe probe_host() { return {.name = "host", .available = true, .reason = "runs on any Linux"}; }
 
-constexpr Row kRows[] = {
+constexpr BackendRow kRows[] = {
     {"sim", probe_sim, open_sim},
     {"host", probe_host, open_host},
     {"cuda", probe_cuda, open_cuda},
@@ -69,11 +69,13 @@ constexpr Row kRows[] = {
 
 std::vector<Probe> probe_backends() {
   std::vector<Probe> probes;
-  for (const Row& row : kRows) probes.push_back(row.probe());
+  for (const BackendRow& row : kRows) probes.push_back(row.probe());
   return probes;
 }
 
-void Run::hold(uintptr_t) { fail(Code::unsupported, "this backend has no streams that can wait"); }
+void Run::enqueue_wait(uintptr_t) {
+  fail(Code::unsupported, "this backend has no streams that can wait");
+}
 
 std::unique_ptr<Mark> Backend::mark_stream(uintptr_t) {
   fail(Code::unsupported, "this backend has no streams to wait for");
@@ -86,7 +88,7 @@ std::unique_ptr<Mark> Backend::mark_event(uintptr_t) {
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
                                       std::vector<Rank> local_ranks, BackendOptions options) {
   std::string known;
-  for (const Row& row : kRows) {
+  for (const BackendRow& row : kRows) {
     if (name == row.name) {
       const Probe probe = row.probe();
       if (!probe.available) fail(probe.refusal, "backend ", name, ": ", probe.reason);

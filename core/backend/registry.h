@@ -11,7 +11,7 @@
 namespace offcore {
 
 struct BackendOptions {
-  SimOptions sim;
+  sim::SimOptions sim;
   CudaOptions cuda;
 };
 

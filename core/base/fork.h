@@ -71,9 +71,9 @@ class PerProcess {
  public:
   Type& get() {
     const uint32_t now = forks();
-    Held* held = held_.load(std::memory_order_acquire);
+    Instance* held = held_.load(std::memory_order_acquire);
     if (held != nullptr && held->born == now) return held->value;
-    auto made = std::make_unique<Held>();
+    auto made = std::make_unique<Instance>();
     if (held_.compare_exchange_strong(held, made.get(), std::memory_order_acq_rel)) {
       return made.release()->value;
     }
@@ -81,11 +81,11 @@ class PerProcess {
   }
 
  private:
-  struct Held {
+  struct Instance {
     uint32_t born = forks();
     Type value;
   };
-  std::atomic<Held*> held_{nullptr};
+  std::atomic<Instance*> held_{nullptr};
 };
 
 }  // namespace offcore

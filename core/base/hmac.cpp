@@ -19,9 +19,9 @@ constexpr std::array<uint32_t, 64> kRounds = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-using State = std::array<uint32_t, 8>;
+using HashState = std::array<uint32_t, 8>;
 
-void add_block(State& state, std::string_view block) {
+void add_block(HashState& state, std::string_view block) {
   std::array<uint32_t, 64> words;
   for (size_t i = 0; i < 16; ++i) {
     words[i] = 0;
@@ -50,7 +50,7 @@ void add_block(State& state, std::string_view block) {
     b = a;
     a = one + two;
   }
-  const State added = {a, b, c, d, e, f, g, h};
+  const HashState added = {a, b, c, d, e, f, g, h};
   for (size_t i = 0; i < state.size(); ++i) state[i] += added[i];
 }
 
@@ -65,8 +65,8 @@ std::string sha256(std::string_view text) {
   padded.push_back('\x80');
   while (padded.size() % kBlockBytes != kBlockBytes - 8) padded.push_back('\0');
   append_big(padded, uint64_t{text.size()} * 8, 8);
-  State state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  HashState state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                     0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   for (size_t at = 0; at < padded.size(); at += kBlockBytes) {
     add_block(state, std::string_view(padded).substr(at, kBlockBytes));
   }

@@ -23,7 +23,7 @@ void nap(int64_t waited_ns, int64_t spin_ns = 200'000);
 // Looks for so long whether it is ready, and yields the core in between: what mostly comes sooner
 // than a thread that sleeps is woken. False: it was not.
 template <typename Ready>
-bool look_out(const Ready& ready, int64_t look_ns) {
+bool spin_until(const Ready& ready, int64_t look_ns) {
   const int64_t began_ns = now_ns();
   while (!ready()) {
     if (now_ns() - began_ns >= look_ns) return false;

@@ -3,9 +3,9 @@
 #include <limits>
 #include <set>
 
-#include "core/backend/cuda/atlas.h"
+#include "core/backend/cuda/pointer_info.h"
 #include "core/base/error.h"
-#include "core/comm/copier.h"
+#include "core/comm/batch_executor.h"
 
 namespace offcore {
 namespace {
@@ -37,7 +37,7 @@ struct Stretch {
 
 void locate_on_gpus(BatchEntries& entries, int gpu) {
   cuda::Driver::open();
-  cuda::Atlas atlas(gpu);
+  cuda::PointerInfo pointers(gpu);
   std::set<int> gpus;
   const size_t count = entries.sizes.size();
   entries.dst_homes.assign(count, kHostHome);
@@ -46,8 +46,8 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
     if (entries.sizes[i] == 0) continue;
     check_place(entries.dsts[i], entries.sizes[i], "destination", i);
     check_place(entries.srcs[i], entries.sizes[i], "source", i);
-    const int dst = atlas.home(entries.dsts[i], entries.sizes[i], "destination", i);
-    const int src = atlas.home(entries.srcs[i], entries.sizes[i], "source", i);
+    const int dst = pointers.home(entries.dsts[i], entries.sizes[i], "destination", i);
+    const int src = pointers.home(entries.srcs[i], entries.sizes[i], "source", i);
     if (dst == cuda::kHostMemory && src == cuda::kHostMemory) {
       fail(
           Code::unsupported, "entry ", i, " goes from host memory to host memory, for which the ",
@@ -70,7 +70,7 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
   for (auto* homes : {&entries.dst_homes, &entries.src_homes}) {
     for (int32_t& home : *homes) home = rank_of(home);
   }
-  for (const auto& [begin, owner] : atlas.ranges())
+  for (const auto& [begin, owner] : pointers.ranges())
     entries.seams.emplace_back(begin, rank_of(owner));
 }
 
@@ -117,10 +117,10 @@ Moves moves_of(const BatchEntries& entries, bool phantom, BatchBases& bases,
   bases.host = host.begin;
   std::vector<Buffer> buffers{
       {.name = "device",
-       .kind = entries.ranks > 1 ? Buffer::Kind::window : Buffer::Kind::local,
+       .kind = entries.ranks > 1 ? Buffer::Home::window : Buffer::Home::local,
        .bytes = device_bytes}};
   if (host.end > 0) {
-    buffers.push_back({.name = "host", .kind = Buffer::Kind::host, .bytes = host.end - host.begin});
+    buffers.push_back({.name = "host", .kind = Buffer::Home::host, .bytes = host.end - host.begin});
   }
   std::vector<Move> moves(count);
   const auto slice_of = [&](uint64_t at, int32_t home) -> Slice {

@@ -6,7 +6,7 @@
 
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
-#include "core/comm/kept.h"
+#include "core/comm/cached_plan.h"
 
 namespace offcore {
 namespace {
@@ -39,7 +39,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
     });
   }
   {
-    Turn turn(self.turns_, self.rendezvous_.get(), 0, deadline);
+    LaneLock turn(self.lane_locks_, self.rendezvous_.get(), 0, deadline);
     self.lane(0, turn);
   }
   self.log_.info("communicator of ", ranks, " ranks, machine ", self.backend_->machine().name,
@@ -80,7 +80,7 @@ void Communicator::check_alive() const {
   fail(Code::peer, "rank ", poisoned - 1, " died or aborted; make a new communicator");
 }
 
-Lane& Communicator::lane(uint32_t index, Turn& turn) {
+Lane& Communicator::lane(uint32_t index, LaneLock& turn) {
   std::unique_ptr<Lane>& lane = lanes_[index];
   if (lane) return *lane;
   auto made = std::make_unique<Lane>();
@@ -95,7 +95,7 @@ Lane& Communicator::lane(uint32_t index, Turn& turn) {
 }
 
 std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& deadline) {
-  Turn turn(turns_, rendezvous_.get(), kWindowsTurn, deadline);
+  LaneLock turn(lane_locks_, rendezvous_.get(), kWindowsTurn, deadline);
   check_alive();
   auto window = together(cat("window of ", bytes, " bytes"), [&] {
     return Window::create(*backend_, turn.ranks_together(), ranks_, bytes, deadline);
@@ -114,7 +114,7 @@ std::vector<std::string> Communicator::exchange(const std::string& tag, const st
     fail(Code::unsupported, "all ranks of this communicator live in this process: there is nobody ",
          "to exchange with");
   }
-  Turn turn(turns_, rendezvous_.get(), kExchangeTurn, deadline);
+  LaneLock turn(lane_locks_, rendezvous_.get(), kExchangeTurn, deadline);
   check_alive();
   return together(cat("exchange of ", tag),
                   [&] { return turn.all_gather_bytes(tag, text, deadline); });
@@ -149,17 +149,17 @@ Communicator::Lookup Communicator::look_up(Request& request) {
 }
 
 bool Communicator::knows(Request request) {
-  const std::scoped_lock lock(turns_.mutex);
+  const std::scoped_lock lock(lane_locks_.mutex);
   return look_up(request).plan != nullptr;
 }
 
 std::pair<size_t, size_t> Communicator::kept() const {
-  const std::scoped_lock lock(turns_.mutex);
+  const std::scoped_lock lock(lane_locks_.mutex);
   return {plans_.size(), windows_.size()};
 }
 
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
-  Turn turn(turns_, rendezvous_.get(), checked_lane(request.lane), deadline);
+  LaneLock turn(lane_locks_, rendezvous_.get(), checked_lane(request.lane), deadline);
   check_alive();
   request.capture = backend_->capture_of(request.streams);
   if (request.capture != 0 && request.view()) {
@@ -168,9 +168,9 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
          "pass an output");
   }
   const Lookup lookup = look_up(request);
-  std::shared_ptr<Plan> plan = lookup.plan;
+  std::shared_ptr<CachedPlan> plan = lookup.plan;
   if (plan == nullptr || request.capture != 0) {
-    plan = meet(request, lookup, turn);
+    plan = first_call(request, lookup, turn);
     check_alive();
   } else {
     Lane& known = *lanes_.at(request.lane);
@@ -201,7 +201,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   return pending;
 }
 
-void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
+void Communicator::publish(Lane& lane, const Entry& entry, LaneLock& turn) {
   if (alone()) return;
   const uint64_t sequence = lane.sequence;
   const Rank own = local_ranks_[0];
@@ -214,7 +214,7 @@ void Communicator::publish(Lane& lane, const Entry& entry, Turn& turn) {
           fail(Code::timeout, "rank ", peer, " is ", kAheadMax, " calls behind on lane ",
                lane.index, ": it has made ", lane.journal.published(peer));
         }
-        turn.aside([&] {
+        turn.unlocked([&] {
           std::this_thread::sleep_for(std::chrono::microseconds(50));
           turn.deadline().listen();
         });
@@ -238,7 +238,7 @@ void Communicator::barrier(const Deadline& deadline) {
 }
 
 void Communicator::check() const {
-  const std::scoped_lock lock(turns_.mutex);
+  const std::scoped_lock lock(lane_locks_.mutex);
   check_alive();
 }
 
@@ -248,7 +248,7 @@ void Communicator::abort() {
 }
 
 void Communicator::close() {
-  const std::scoped_lock lock(turns_.mutex);
+  const std::scoped_lock lock(lane_locks_.mutex);
   if (closed_) return;
   closed_ = true;
   plans_.clear();  // engines let go of what was armed
@@ -268,7 +268,7 @@ void Pending::release(const std::vector<uintptr_t>& streams) {
          ": only an operation of protocol credits can be released");
   }
   Communicator& communicator = *communicator_;
-  const std::scoped_lock lock(communicator.turns_.mutex);
+  const std::scoped_lock lock(communicator.lane_locks_.mutex);
   communicator.check_alive();
   if (communicator.backend_->capture_of(streams) != 0) {
     fail(Code::unsupported,

@@ -32,9 +32,9 @@
 #include "core/base/fork.h"
 #include "core/base/log.h"
 #include "core/comm/lane.h"
-#include "core/comm/plans.h"
+#include "core/comm/lane_lock.h"
+#include "core/comm/plan_cache.h"
 #include "core/comm/request.h"
-#include "core/comm/turn.h"
 #include "core/plan/plan.h"
 #include "core/window/rendezvous.h"
 
@@ -73,15 +73,15 @@ class Pending : public OfProcess {
   // that call has been made. Throws invalid for another protocol.
   void release(const std::vector<uintptr_t>& streams);
   // Where the output of a view call lies, on every rank; its window is null for other calls.
-  const Slots::Place& view() const { return view_; }
+  const Slots::SlotPlace& view() const { return view_; }
 
  private:
   friend class Communicator;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Result> result_;  // all but the report
-  std::shared_ptr<Plan> plan_;            // protocol credits
+  std::shared_ptr<CachedPlan> plan_;      // protocol credits
   uint64_t launch_ = 0;                   // of the plan's
-  Slots::Place view_;
+  Slots::SlotPlace view_;
   OwnedHere<Run> run_;
   bool armed_ahead_ = false;
   const Lane* lane_ = nullptr;
@@ -109,7 +109,7 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
 
   // The slot that the next all-gather view of the lane will take, with room for `bytes` of each
   // rank. Collective: the ring of views may have to grow. The deadline is as start's.
-  Slots::Place next_input(uint32_t lane, uint64_t bytes, const Deadline& deadline);
+  Slots::SlotPlace next_input(uint32_t lane, uint64_t bytes, const Deadline& deadline);
 
   // Whether the operation's plan is kept already. Planning's own benchmark times this.
   bool knows(Request request);
@@ -136,14 +136,14 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
     Facts facts;
     Target target = {};
     std::string key = {};
-    std::shared_ptr<Plan> plan = nullptr;  // null: the ranks have yet to meet this key
+    std::shared_ptr<CachedPlan> plan = nullptr;  // null: the ranks have yet to meet this key
   };
   // A launch and what it has taken.
   struct Bound {
     Launch launch;
-    Track* track;
+    LaneState* track;
     Slots* slots = nullptr;  // null: it needs none
-    Slots::Place slot = {};
+    Slots::SlotPlace slot = {};
     bool turned = false;  // as Slots::take
     // Gives that back where the step is refused.
     template <typename Step>
@@ -161,7 +161,7 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   Wakeup& wakeup(Rank rank) const;
   bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
   void check_alive() const;
-  Lane& lane(uint32_t index, Turn& turn);
+  Lane& lane(uint32_t index, LaneLock& turn);
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request);
@@ -181,15 +181,16 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
     }
   }
   std::string calls_elsewhere(const std::string& own) const;
-  std::shared_ptr<Plan> meet(const Request& request, const Lookup& lookup, Turn& turn);
-  std::shared_ptr<Plan> meet(const Request& request, const Lookup& lookup, const std::string& text,
-                             Lane& lane, Turn& turn);
+  std::shared_ptr<CachedPlan> first_call(const Request& request, const Lookup& lookup,
+                                         LaneLock& turn);
+  std::shared_ptr<CachedPlan> first_call(const Request& request, const Lookup& lookup,
+                                         const std::string& text, Lane& lane, LaneLock& turn);
   // As meet, into a graph that is being captured: at every call, since replays tell nobody.
-  std::shared_ptr<Plan> meet_in_graph(const Request& request, const Lookup& lookup,
-                                      const std::string& text, Lane& lane, Turn& turn);
-  Settled agree(Lane& lane, const Entry& mine, const Facts& facts, Turn& turn);
-  std::shared_ptr<Plan> make_plan(const Request& request, const Facts& facts, bool staged,
-                                  const Deadline& deadline);
+  std::shared_ptr<CachedPlan> meet_in_graph(const Request& request, const Lookup& lookup,
+                                            const std::string& text, Lane& lane, LaneLock& turn);
+  Settled agree(Lane& lane, const Entry& mine, const Facts& facts, LaneLock& turn);
+  std::shared_ptr<CachedPlan> make_plan(const Request& request, const Facts& facts, bool staged,
+                                        const Deadline& deadline);
   // What ranks plan alike fails on all of them alike, but for a rank that takes too long.
   template <typename Step>
   void in_time(const Step& step) {
@@ -201,23 +202,23 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
       fail(Code::timeout, error.message(), "; the communicator is dead");
     }
   }
-  void tell(const Plan& plan) const;
-  Graph& graph(Lane& lane, uint64_t capture, Turn& turn);
-  Graph* take_over(const Lane& lane, Turn& turn) const;
-  void equip(Plan& plan, Lane& lane, Turn& turn);
-  void equip(const Program& program, Track& track, bool views, Turn& turn);
+  void tell(const CachedPlan& plan) const;
+  Graph& graph(Lane& lane, uint64_t capture, LaneLock& turn);
+  Graph* take_over(const Lane& lane, LaneLock& turn) const;
+  void equip(CachedPlan& plan, Lane& lane, LaneLock& turn);
+  void equip(const Program& program, LaneState& track, bool views, LaneLock& turn);
   void compare_machines(const Deadline& deadline) const;
-  Settled settle(const Lane& lane, const Entry& mine, const Facts& facts, Turn& turn);
-  std::shared_ptr<Plan> kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
-                                  const Facts& facts) const;
-  Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, Turn& turn);
-  void launch(Plan& plan, const Request& request, Lane& lane, Pending& pending);
-  void launch_armed(Plan& plan, const Request& request, Lane& lane, Pending& pending);
+  Settled negotiate(const Lane& lane, const Entry& mine, const Facts& facts, LaneLock& turn);
+  std::shared_ptr<CachedPlan> kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
+                                        const Facts& facts) const;
+  Entry wait_for_entry(const Lane& lane, Rank peer, const Entry& mine, LaneLock& turn);
+  void launch(CachedPlan& plan, const Request& request, Lane& lane, Pending& pending);
+  void launch_armed(CachedPlan& plan, const Request& request, Lane& lane, Pending& pending);
   Launch bind_words(const Program& program, const Flags& flags, const Lane& lane) const;
-  void grant(Plan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
-  Bound bind(Plan& plan, const Request& request, Lane& lane);
+  void grant(CachedPlan& plan, const Lane& lane, const std::vector<uintptr_t>& streams);
+  Bound bind(CachedPlan& plan, const Request& request, Lane& lane);
   bool bind_own(const Program& program, const Request& request, Launch& launch) const;
-  void publish(Lane& lane, const Entry& entry, Turn& turn);
+  void publish(Lane& lane, const Entry& entry, LaneLock& turn);
   // What follows when all ranks have agreed on a call: a rank that fails alone must not leave its
   // peers waiting, nor come one call late to everything that follows. What was refused has not
   // happened, and the rank may still make its call.
@@ -249,12 +250,12 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   std::vector<Numbered> windows_;  // those that somebody holds, and a few that are gone
   uint32_t windows_made_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
-  Plans plans_;
+  PlanCache plans_;
   Journal calls_{{}};    // what ranks do together, as they begin it
   uint64_t called_ = 0;  // by this rank
   bool closed_ = false;
   std::atomic<bool> aborted_{false};
-  mutable Turns turns_;
+  mutable LaneLocks lane_locks_;
 };
 
 }  // namespace offcore

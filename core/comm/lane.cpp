@@ -26,10 +26,10 @@ ControlMemory ControlMemory::create(Rendezvous* rendezvous, Rank ranks, uint64_t
   // One process: ordinary memory, also where the backend's own memory is phantom.
   ControlMemory memory;
   const uint64_t share = (bytes + kWordBytes - 1) / kWordBytes * kWordBytes;
-  struct alignas(kWordBytes) Line {
+  struct alignas(kWordBytes) CacheLine {
     std::byte bytes[kWordBytes];
   };
-  auto lines = std::make_shared<std::vector<Line>>(share / kWordBytes * ranks);
+  auto lines = std::make_shared<std::vector<CacheLine>>(share / kWordBytes * ranks);
   for (Rank rank = 0; rank < ranks; ++rank) {
     memory.bases.push_back((*lines)[share / kWordBytes * rank].bytes);
   }
@@ -73,8 +73,8 @@ void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t 
   turn_ = 0;
 }
 
-Slots::Place Slots::take(bool full_exchange) {
-  Place place = upcoming();
+Slots::SlotPlace Slots::take(bool full_exchange) {
+  SlotPlace place = upcoming();
   if (!full_exchange) place.offset = turning_ * bytes_;
   // Whoever reads a former slot has been told to be done before this launch: so says the slot rule,
   // and on GPUs "done" means earlier in the stream. They may go when this launch has ended.
@@ -83,7 +83,7 @@ Slots::Place Slots::take(bool full_exchange) {
   return place;
 }
 
-void Slots::give_back(Place place, bool full_exchange) {
+void Slots::give_back(SlotPlace place, bool full_exchange) {
   if (full_exchange) --turn_;
   if (!place.former.empty()) former_.swap(place.former);
 }

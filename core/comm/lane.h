@@ -70,7 +70,7 @@ class Slots {
   explicit Slots(uint32_t turning, bool guarded) : turning_(turning), guarded_(guarded) {}
 
   // Where a launch finds its slot, and what it keeps mapped until it has ended.
-  struct Place {
+  struct SlotPlace {
     std::shared_ptr<Window> window;
     uint64_t offset = 0;
     std::vector<std::shared_ptr<Window>> former = {};
@@ -87,11 +87,11 @@ class Slots {
   void grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
             const Deadline& deadline);
   // The slot that the next full exchange will take.
-  Place upcoming() const { return {.window = window_, .offset = turn_ % turning_ * bytes_}; }
+  SlotPlace upcoming() const { return {.window = window_, .offset = turn_ % turning_ * bytes_}; }
   // The slot of the next launch: in turn for full exchanges, the guarded one otherwise.
-  Place take(bool full_exchange);
+  SlotPlace take(bool full_exchange);
   // Undoes the last `take`, which gave that: its launch was refused.
-  void give_back(Place place, bool full_exchange);
+  void give_back(SlotPlace place, bool full_exchange);
 
  private:
   const uint32_t turning_;
@@ -109,7 +109,7 @@ inline constexpr uint32_t kViewCalls = kViewSlots - 2;  // for which a view stay
 // The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program
 // has its own, because it takes its values and its slot when it is armed, ahead of its turn in the
 // lane.
-struct Track {
+struct LaneState {
   Flags flags;
   Slots slots{kEagerSlots, true};
   Slots views{kViewSlots, false};
@@ -123,12 +123,12 @@ struct Track {
 struct Graph {
   uint64_t capture = 0;  // the backend's number
   uint64_t number = 0;   // of the lane's graphs: alike on every rank
-  Track track{.flags = {}, .slots = Slots(1, false)};
+  LaneState track{.flags = {}, .slots = Slots(1, false)};
 };
 
 struct Lane {
   uint32_t index = 0;
-  Track track;
+  LaneState track;
   ControlMemory records;
   Journal journal{{}};
   uint64_t sequence = 0;                       // launches so far: the next one's number

@@ -12,26 +12,26 @@ namespace {
 constexpr std::string_view kNames[] = {"all_gather", "all_to_all", "broadcast", "scatter",
                                        "gather"};
 
-struct Range {
+struct OperandRange {
   const void* space;  // the window, or null for plain addresses
   uint64_t begin;
   uint64_t end;
 };
 
-Range range_of(const Operand& operand) {
+OperandRange range_of(const Operand& operand) {
   const uint64_t begin = operand.window ? operand.offset : reinterpret_cast<uint64_t>(operand.data);
   return {operand.window.get(), begin, begin + operand.bytes};
 }
 
 bool overlap(const Operand& a, const Operand& b) {
-  const Range x = range_of(a);
-  const Range y = range_of(b);
+  const OperandRange x = range_of(a);
+  const OperandRange y = range_of(b);
   return x.space == y.space && x.begin < y.end && y.begin < x.end;
 }
 
 bool begins_at(const Operand& part, const Operand& whole, uint64_t offset) {
-  const Range x = range_of(part);
-  const Range y = range_of(whole);
+  const OperandRange x = range_of(part);
+  const OperandRange y = range_of(whole);
   return x.space == y.space && x.begin == y.begin + offset;
 }
 
@@ -249,12 +249,12 @@ class Checker {
   // What one local rank's operation writes, no other local rank's may touch.
   void check_apart() const {
     if (local_ranks_.size() < 2) return;
-    struct Part {
+    struct OperandPart {
       uint64_t begin, end;
       size_t i;
       bool output;
     };
-    std::vector<Part> parts;
+    std::vector<OperandPart> parts;
     for (const bool output : {true, false}) {
       const auto& side = output ? request_.out : request_.in;
       for (size_t i = 0; i < side.size(); ++i) {
@@ -264,18 +264,18 @@ class Checker {
       }
     }
     std::sort(parts.begin(), parts.end(),
-              [](const Part& a, const Part& b) { return a.begin < b.begin; });
-    const Part* written = nullptr;  // of those so far, the one that reaches farthest
-    const Part* touched = nullptr;
-    for (const Part& part : parts) {
-      const Part* before = part.output ? touched : written;
+              [](const OperandPart& a, const OperandPart& b) { return a.begin < b.begin; });
+    const OperandPart* written = nullptr;  // of those so far, the one that reaches farthest
+    const OperandPart* touched = nullptr;
+    for (const OperandPart& part : parts) {
+      const OperandPart* before = part.output ? touched : written;
       if (before != nullptr && before->end > part.begin && before->i != part.i) {
         fail(Code::invalid, name(), ": buffers of ranks ",
              local_ranks_[std::min(before->i, part.i)], " and ",
              local_ranks_[std::max(before->i, part.i)],
              " overlap, and one of them is written; give each rank its own");
       }
-      const auto farthest = [&](const Part* other) {
+      const auto farthest = [&](const OperandPart* other) {
         return other == nullptr || part.end > other->end ? &part : other;
       };
       touched = farthest(touched);

@@ -2,7 +2,7 @@
 // they need neither an entry round nor a copy into a buffer of the caller's (see lane.h).
 #include "core/base/digest.h"
 #include "core/base/error.h"
-#include "core/comm/kept.h"
+#include "core/comm/cached_plan.h"
 
 namespace offcore {
 
@@ -23,7 +23,7 @@ void Communicator::lay_view(Request& request) const {
     Operand out{.bytes = request.in[i].bytes * (gather ? ranks_ : 1)};
     if (i < local_ranks_.size() && lane != lanes_.end() && lane->second &&
         lane->second->track.views.bytes() >= out.bytes) {
-      const Slots::Place slot = lane->second->track.views.upcoming();
+      const Slots::SlotPlace slot = lane->second->track.views.upcoming();
       if (request.in[i].window != nullptr && request.in[i].window == slot.window) {
         out.window = slot.window;
         out.offset = slot.offset;
@@ -35,13 +35,14 @@ void Communicator::lay_view(Request& request) const {
   }
 }
 
-Slots::Place Communicator::next_input(uint32_t index, uint64_t bytes, const Deadline& deadline) {
-  Turn turn(turns_, rendezvous_.get(), checked_lane(index), deadline);
+Slots::SlotPlace Communicator::next_input(uint32_t index, uint64_t bytes,
+                                          const Deadline& deadline) {
+  LaneLock turn(lane_locks_, rendezvous_.get(), checked_lane(index), deadline);
   check_alive();
   const auto known = lanes_.find(index);
   if (known != lanes_.end() && known->second) {
     const Slots& views = known->second->track.views;
-    const Slots::Place place = views.upcoming();
+    const Slots::SlotPlace place = views.upcoming();
     if (place.window && bytes <= views.bytes() / ranks_) return place;
   }
   const std::vector<uint64_t> counts(ranks_, bytes);

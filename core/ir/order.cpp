@@ -91,13 +91,13 @@ void Order::collect_signals() {
       }
     }
   }
-  std::sort(signals_.begin(), signals_.end(), [](const Signal& a, const Signal& b) {
+  std::sort(signals_.begin(), signals_.end(), [](const OrderSignal& a, const OrderSignal& b) {
     return std::tuple(a.word, a.value, a.place.queue, a.place.command) <
            std::tuple(b.word, b.value, b.place.queue, b.place.command);
   });
   for (size_t i = 1; i < signals_.size(); ++i) {
-    const Signal& first = signals_[i - 1];
-    const Signal& second = signals_[i];
+    const OrderSignal& first = signals_[i - 1];
+    const OrderSignal& second = signals_[i];
     if (first.word != second.word || first.value != second.value) continue;
     fail(Code::verify, "words: ", describe(program_, second.place), ": ",
          first.place == second.place
@@ -115,7 +115,7 @@ void Order::match_polls() {
       for (uint32_t row = 0; row < commands[c].rows; ++row) {
         const std::pair key(word_of(commands[c], row), commands[c].value);
         const auto signal = std::lower_bound(signals_.begin(), signals_.end(), key,
-                                             [](const Signal& a, const auto& wanted) {
+                                             [](const OrderSignal& a, const auto& wanted) {
                                                return std::pair(a.word, a.value) < wanted;
                                              });
         if (signal == signals_.end() || signal->word != key.first) {
@@ -214,8 +214,8 @@ uint32_t Order::join(Place poll, uint32_t current) {
 
 void Order::check_rising() const {
   for (size_t i = 1; i < signals_.size(); ++i) {
-    const Signal& first = signals_[i - 1];
-    const Signal& second = signals_[i];
+    const OrderSignal& first = signals_[i - 1];
+    const OrderSignal& second = signals_[i];
     if (first.word != second.word || done_before(first, second.place)) continue;
     fail(Code::verify, "words: ", describe(program_, second.place),
          ": must happen after the smaller value of ", describe(program_, first.place));
@@ -224,7 +224,7 @@ void Order::check_rising() const {
 
 // Whether that row of a signal is done before `place` begins. Its rows are events of their own: to
 // have seen one tells nothing of the others, but a later command of its queue tells of all.
-bool Order::done_before(const Signal& signal, Place place) const {
+bool Order::done_before(const OrderSignal& signal, Place place) const {
   if (!before(signal.place, place)) return false;
   const bool one =
       signal.place.queue == place.queue || command_at(program_, signal.place).rows == 1;

@@ -43,12 +43,12 @@ class Order {
   }
 
  private:
-  struct Signal {
+  struct OrderSignal {
     uint64_t word = 0;
     uint16_t value = 0;
     Place place;
   };
-  struct Node {
+  struct OrderNode {
     uint32_t group = 0;     // how many ordering commands of the queue come before
     uint32_t clock = 0;     // the row of clocks_ that holds once the command may start
     uint32_t releases = 0;  // of a poll: where its rows' signals start in releases_
@@ -56,8 +56,8 @@ class Order {
 
   uint64_t word_of(const Command& command, uint32_t row) const;
   const uint32_t* clock(Place place) const;
-  Node& node(Place place) { return nodes_[starts_[place.queue] + place.command]; }
-  const Node& node(Place place) const { return nodes_[starts_[place.queue] + place.command]; }
+  OrderNode& node(Place place) { return nodes_[starts_[place.queue] + place.command]; }
+  const OrderNode& node(Place place) const { return nodes_[starts_[place.queue] + place.command]; }
 
   void number_nodes();
   void collect_signals();
@@ -66,14 +66,14 @@ class Order {
   void run();
   uint32_t join(Place poll, uint32_t current);
   void check_rising() const;
-  bool done_before(const Signal& signal, Place place) const;
+  bool done_before(const OrderSignal& signal, Place place) const;
   [[noreturn]] void fail_deadlock(const std::vector<uint32_t>& next) const;
   const Place* missing(Place poll, const std::vector<uint32_t>& next) const;
 
   const Program& program_;
   std::vector<uint32_t> starts_;  // of each queue in nodes_
-  std::vector<Node> nodes_;
-  std::vector<Signal> signals_;  // by word, then value
+  std::vector<OrderNode> nodes_;
+  std::vector<OrderSignal> signals_;  // by word, then value
   std::vector<Place> releases_;
   std::vector<uint32_t> clocks_;  // rows of one entry a queue; row 0 knows nothing
 };

@@ -16,7 +16,7 @@ std::string_view to_string(Mode mode) {
   return kNames[static_cast<size_t>(mode)];
 }
 
-std::string_view to_string(Buffer::Kind kind) {
+std::string_view to_string(Buffer::Home kind) {
   constexpr std::string_view kNames[] = {"window", "local", "host"};
   return kNames[static_cast<size_t>(kind)];
 }

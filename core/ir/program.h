@@ -24,22 +24,22 @@ enum class Mode : uint8_t { eager, capture, armed };
 std::string_view to_string(Mode mode);
 
 struct Buffer {
-  enum class Kind : uint8_t {
+  enum class Home : uint8_t {
     window,  // one per rank, of equal size, mapped by every rank
     local,   // one per rank, seen only by that rank's own queues; `bytes` is the largest
     host,    // one, in host memory, seen by all
   };
   std::string name;
-  Kind kind = Kind::window;
+  Home kind = Home::window;
   uint64_t bytes = 0;
 
   friend bool operator==(const Buffer&, const Buffer&) = default;
 };
 
-std::string_view to_string(Buffer::Kind kind);
+std::string_view to_string(Buffer::Home kind);
 
 // The entry at [kFlagBuffer] of every program; how large it is, flag_words says.
-inline Buffer flag_buffer() { return {.name = "flag", .kind = Buffer::Kind::window, .bytes = 0}; }
+inline Buffer flag_buffer() { return {.name = "flag", .kind = Buffer::Home::window, .bytes = 0}; }
 
 struct Queue {
   Rank rank = 0;

@@ -32,9 +32,9 @@ std::string slice_text(const Slice& slice, const Program& program) {
 std::string step_text(int64_t step) { return step == kRankStep ? "rank" : std::to_string(step); }
 
 // One line of the text and a place in it. Every read either succeeds or throws with the place.
-class Line {
+class TextLine {
  public:
-  Line(std::string_view text, size_t number) : text_(text), number_(number) {}
+  TextLine(std::string_view text, size_t number) : text_(text), number_(number) {}
 
   [[noreturn]] void fail_at(size_t at, std::string_view what) const {
     fail(Code::invalid, "line ", number_, ", column ", at + 1, ": ", what);
@@ -101,24 +101,25 @@ class Parser {
 
   Program parse() {
     while (has_text_) {
-      Line line = next_line();
+      TextLine line = next_line();
       line.skip_blanks();
       if (!line.at_end()) statement(line);
     }
-    if (!in_program_) Line("", number_).fail_here("expected 'program OP machine=... ranks=...'");
+    if (!in_program_)
+      TextLine("", number_).fail_here("expected 'program OP machine=... ranks=...'");
     return std::move(program_);
   }
 
  private:
-  Line next_line() {
+  TextLine next_line() {
     const size_t length = rest_.find('\n');
     std::string_view line = rest_.substr(0, length);
     has_text_ = length != std::string_view::npos;
     rest_ = has_text_ ? rest_.substr(length + 1) : std::string_view();
-    return Line(line.substr(0, line.find('#')), ++number_);
+    return TextLine(line.substr(0, line.find('#')), ++number_);
   }
 
-  void statement(Line& line) {
+  void statement(TextLine& line) {
     const size_t start = line.at();
     const std::string_view word = line.name("a statement");
     if (!in_program_) {
@@ -145,13 +146,13 @@ class Parser {
     line.expect_end();
   }
 
-  void field(Line& line, std::string_view key) {
+  void field(TextLine& line, std::string_view key) {
     line.expect_blank(cat("'", key, "'"));
     line.expect(key);
   }
 
   template <typename Value>
-  Value choice(Line& line, std::string_view what, std::initializer_list<Value> values) {
+  Value choice(TextLine& line, std::string_view what, std::initializer_list<Value> values) {
     const size_t start = line.at();
     const std::string_view word = line.name(what);
     std::string known;
@@ -162,7 +163,7 @@ class Parser {
     line.fail_at(start, cat("expected ", what, ", one of ", known));
   }
 
-  void header(Line& line) {
+  void header(TextLine& line) {
     line.expect_blank("the operation");
     program_.op = line.name("the operation's name");
     field(line, "machine=");
@@ -186,8 +187,8 @@ class Parser {
     in_program_ = true;
   }
 
-  void buffer(Line& line) {
-    using Kind = Buffer::Kind;
+  void buffer(TextLine& line) {
+    using HomeName = Buffer::Home;
     line.expect_blank("the buffer's name");
     const size_t start = line.at();
     Buffer buffer{.name = std::string(line.name("the buffer's name"))};
@@ -198,13 +199,13 @@ class Parser {
       line.fail_at(start, "expected at most 255 buffers");
     }
     line.expect_blank("the kind");
-    buffer.kind = choice(line, "the kind", {Kind::window, Kind::local, Kind::host});
+    buffer.kind = choice(line, "the kind", {HomeName::window, HomeName::local, HomeName::host});
     line.expect_blank("the size");
     buffer.bytes = line.number("the size in bytes", UINT64_MAX);
     program_.buffers.push_back(std::move(buffer));
   }
 
-  void queue(Line& line) {
+  void queue(TextLine& line) {
     line.expect_blank("the queue's name");
     const size_t start = line.at();
     Queue queue;
@@ -233,7 +234,7 @@ class Parser {
     return false;
   }
 
-  void operands(Line& line, Command& command) {
+  void operands(TextLine& line, Command& command) {
     if (command.op == Op::fence) return;
     line.expect_blank("the operand");
     if (command.op == Op::timestamp) {
@@ -255,7 +256,7 @@ class Parser {
     rows(line, command);
   }
 
-  void rows(Line& line, Command& command) {
+  void rows(TextLine& line, Command& command) {
     const bool separate = line.skip_blanks();
     if (line.at_end()) return;
     if (!separate || !line.take("rows=")) line.fail_here("expected rows= or the end of the line");
@@ -269,7 +270,7 @@ class Parser {
     command.src_step = step(line);
   }
 
-  Slice slice(Line& line) {
+  Slice slice(TextLine& line) {
     const size_t start = line.at();
     const std::string_view name = line.name("a buffer's name");
     const size_t id = find_buffer(name);
@@ -287,7 +288,7 @@ class Parser {
     return slice;
   }
 
-  int64_t step(Line& line) {
+  int64_t step(TextLine& line) {
     if (line.take("rank")) return kRankStep;
     const bool negative = line.take("-");
     const auto size = static_cast<int64_t>(line.number("a step (or rank)", INT64_MAX));

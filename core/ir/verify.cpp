@@ -102,12 +102,12 @@ class SliceCheck {
   void check_seen(const Slice& slice, std::string_view side) const {
     if (slice.buffer == kFlagBuffer) return;
     const Buffer& buffer = program_.buffers[slice.buffer];
-    if ((buffer.kind == Buffer::Kind::host) != (slice.rank == kHostRank)) {
+    if ((buffer.kind == Buffer::Home::host) != (slice.rank == kHostRank)) {
       reject("shape", program_, place_, side, " must name ",
-             buffer.kind == Buffer::Kind::host ? "[host], where " : "a rank, as ", buffer.name,
+             buffer.kind == Buffer::Home::host ? "[host], where " : "a rank, as ", buffer.name,
              " is a ", to_string(buffer.kind), " buffer");
     }
-    if (buffer.kind == Buffer::Kind::local && slice.rank != program_.queues[place_.queue].rank) {
+    if (buffer.kind == Buffer::Home::local && slice.rank != program_.queues[place_.queue].rank) {
       reject("shape", program_, place_, side, " is local to rank ", slice.rank);
     }
   }
@@ -116,7 +116,7 @@ class SliceCheck {
     if (slice.rank == kHostRank) {
       reject("shape", program_, place_, side, " steps over ranks from host memory");
     }
-    if (program_.buffers[slice.buffer].kind == Buffer::Kind::local) {
+    if (program_.buffers[slice.buffer].kind == Buffer::Home::local) {
       reject("shape", program_, place_, side, " steps over ranks in a local buffer");
     }
     if (command_.rows > program_.ranks) {
@@ -203,8 +203,8 @@ class Accesses {
     sort(all_.begin() + reads, all_.end());
     std::inplace_merge(all_.begin(), all_.begin() + reads, all_.end(), less);
     // Only accesses that a later one may still overlap stay open. Reads never meet reads.
-    std::vector<Run> writes;
-    std::vector<Run> others;
+    std::vector<AccessRun> writes;
+    std::vector<AccessRun> others;
     for (size_t i = 0; i < all_.size(); ++i) {
       const Access& access = all_[i];
       if (i % kLookEvery == 0) check_time(program_, deadline);
@@ -220,7 +220,7 @@ class Accesses {
 
   // Accesses of one queue to the same bytes, in its order: as of a scratch that it uses again and
   // again.
-  struct Run {
+  struct AccessRun {
     const Access* first;
     std::vector<const Access*> more = {};
 
@@ -269,7 +269,7 @@ class Accesses {
   }
 
   bool is_remote(Place place, BufferId buffer, Rank rank) const {
-    return program_.buffers[buffer].kind == Buffer::Kind::window &&
+    return program_.buffers[buffer].kind == Buffer::Home::window &&
            program_.queues[place.queue].rank != rank;
   }
 
@@ -298,8 +298,8 @@ class Accesses {
            " waits until it has: rank ", rank, " would be done too early");
   }
 
-  static void open(const Access& access, std::vector<Run>& runs) {
-    const auto same = std::find_if(runs.begin(), runs.end(), [&](const Run& run) {
+  static void open(const Access& access, std::vector<AccessRun>& runs) {
+    const auto same = std::find_if(runs.begin(), runs.end(), [&](const AccessRun& run) {
       return run.first->place.queue == access.place.queue && run.first->begin == access.begin &&
              run.first->end == access.end;
     });
@@ -312,11 +312,11 @@ class Accesses {
 
   // Checks an access against the open ones and closes those that end before it. Of a run some come
   // before it, all others have to come after it: the first of these tells for the rest.
-  void meet(const Access& access, std::vector<Run>& runs) const {
-    std::erase_if(runs, [&](const Run& run) {
+  void meet(const Access& access, std::vector<AccessRun>& runs) const {
+    std::erase_if(runs, [&](const AccessRun& run) {
       return run.first->memory != access.memory || run.first->end <= access.begin;
     });
-    for (const Run& run : runs) {
+    for (const AccessRun& run : runs) {
       size_t later = 0;
       for (size_t end = run.size(); later < end;) {
         const size_t middle = (later + end) / 2;
@@ -383,11 +383,11 @@ class Replays {
   }
 
  private:
-  using Words = std::map<std::pair<Rank, uint64_t>, Place>;
+  using ReplayWords = std::map<std::pair<Rank, uint64_t>, Place>;
 
   Rank rank_of(Place place) const { return program_.queues[place.queue].rank; }
 
-  void collect(Op op, Words& words) const {
+  void collect(Op op, ReplayWords& words) const {
     for (uint32_t q = 0; q < program_.queues.size(); ++q) {
       const std::vector<Command>& commands = program_.queues[q].commands;
       for (uint32_t c = 0; c < commands.size(); ++c) {
@@ -396,7 +396,7 @@ class Replays {
     }
   }
 
-  void collect(Place place, Words& words) const {
+  void collect(Place place, ReplayWords& words) const {
     const Command& command = command_at(program_, place);
     if (command.value != 1) reject("replay", program_, place, "a captured word is 0 or 1");
     for (uint32_t row = 0; row < command.rows; ++row) {
@@ -435,8 +435,8 @@ class Replays {
 
   const Program& program_;
   const Order& order_;
-  Words signals_;
-  Words polls_;
+  ReplayWords signals_;
+  ReplayWords polls_;
 };
 
 }  // namespace

@@ -6,10 +6,10 @@
 
 namespace offcore::kv {
 
-Job::Job(std::shared_ptr<Board> board, Request request)
-    : board_(std::move(board)), request_(std::move(request)), urgency_(request_.priority) {}
+Job::Job(std::shared_ptr<JobQueue> queue, TransferRequest request)
+    : queue_(std::move(queue)), request_(std::move(request)), urgency_(request_.priority) {}
 
-uint32_t Job::stage_of(uint32_t layer) const {
+uint32_t Job::layer_group_of(uint32_t layer) const {
   if (layer >= layers_) {
     fail(Code::invalid, "there is no layer ", layer, ": the cache has ", layers_);
   }
@@ -18,8 +18,8 @@ uint32_t Job::stage_of(uint32_t layer) const {
 
 void Job::fail_timeout(const Deadline& deadline) const {
   fail(Code::timeout, "a ", to_string(request_.direction), " of ", request_.blocks.size(),
-       " blocks did not end within ", shown_s(deadline.wait_ns()), " s: ", stages_done_, " of ",
-       stages_.size(), " groups of layers have arrived, ",
+       " blocks did not end within ", shown_s(deadline.wait_ns()), " s: ", layer_groups_done_,
+       " of ", layer_groups_.size(), " groups of layers have arrived, ",
        began_ns_ < 0 ? "nothing is enqueued yet" : "it is under way");
 }
 
@@ -30,54 +30,55 @@ void Job::fail_layer(uint32_t layer) const {
 }
 
 void Job::wait(const Deadline& deadline) {
-  look_out([&] { return done(); }, std::min(board_->spin_ns, deadline.left_ns()));
-  std::unique_lock lock(board_->mutex);
+  spin_until([&] { return done(); }, std::min(queue_->spin_ns, deadline.left_ns()));
+  std::unique_lock lock(queue_->mutex);
   while (!done()) {
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(board_->changed, lock, deadline);
+    sleep(queue_->changed, lock, deadline);
   }
   if (failure_) throw *failure_;
 }
 
 void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
-  const uint32_t stage = stage_of(layer);
-  std::unique_lock lock(board_->mutex);
-  while (stages_done_ <= stage) {
+  const uint32_t stage = layer_group_of(layer);
+  std::unique_lock lock(queue_->mutex);
+  while (layer_groups_done_ <= stage) {
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(board_->changed, lock, deadline);
+    sleep(queue_->changed, lock, deadline);
   }
 }
 
 void Job::want(uint32_t layer) {
-  const uint32_t stage = stage_of(layer);
-  const std::scoped_lock lock(board_->mutex);
+  const uint32_t stage = layer_group_of(layer);
+  const std::scoped_lock lock(queue_->mutex);
   if (urgent_ > stage) return;
   urgent_ = stage + 1;
-  board_->news = true;
-  board_->work.notify_one();
+  queue_->news = true;
+  queue_->work.notify_one();
 }
 
-void Job::hold(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
-  const uint32_t stage = stage_of(layer);
-  look_out([&] { return enqueued(layer); }, board_->brief_ns);  // it takes microseconds, as a rule
-  std::unique_lock lock(board_->mutex);
-  while (stages_[stage].empty()) {
-    if (stages_done_ > stage) return;  // there was nothing to copy
+void Job::enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
+  const uint32_t stage = layer_group_of(layer);
+  spin_until([&] { return enqueued(layer); },
+             queue_->brief_ns);  // it takes microseconds, as a rule
+  std::unique_lock lock(queue_->mutex);
+  while (layer_groups_[stage].empty()) {
+    if (layer_groups_done_ > stage) return;  // there was nothing to copy
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
-    sleep(board_->changed, lock, deadline);
+    sleep(queue_->changed, lock, deadline);
   }
-  const std::vector<std::shared_ptr<Run>> runs = stages_[stage];
+  const std::vector<std::shared_ptr<Run>> runs = layer_groups_[stage];
   lock.unlock();
-  for (const std::shared_ptr<Run>& run : runs) run->hold(stream);
+  for (const std::shared_ptr<Run>& run : runs) run->enqueue_wait(stream);
 }
 
 void Job::cancel() {
-  const std::scoped_lock lock(board_->mutex);
+  const std::scoped_lock lock(queue_->mutex);
   cancelled_ = true;
-  board_->news = true;
-  board_->work.notify_one();
+  queue_->news = true;
+  queue_->work.notify_one();
 }
 
 JobReport Job::report() const {

@@ -1,4 +1,4 @@
-// A load or store under way, as its caller sees it, and as the courier keeps it.
+// A load or store under way, as its caller sees it, and as the worker keeps it.
 #pragma once
 #include <array>
 #include <atomic>
@@ -15,7 +15,7 @@
 #include "core/backend/backend.h"
 #include "core/base/error.h"
 #include "core/base/threads.h"
-#include "core/kv/cursor.h"
+#include "core/kv/command_builder.h"
 
 namespace offcore::kv {
 
@@ -24,37 +24,37 @@ class Job;
 inline constexpr uint32_t kCoresMany = 4;   // two that look out leave as many to others
 inline constexpr uint32_t kCoresSpare = 8;  // one that does for long is not missed
 
-// How long a courier looks out for jobs when it has none: one that has slept is slow over all of
+// How long a worker looks for jobs when it has none: one that has slept is slow over all of
 // the next one.
 inline int64_t usual_linger_ns() {
   const uint32_t cores = usable_cores();
   return cores >= kCoresSpare ? 50'000'000 : cores >= kCoresMany ? 2'000'000 : 200'000;
 }
 
-// Where callers and the courier meet. One mutex guards it, and what of jobs both look at.
-struct Board {
-  explicit Board(int64_t linger) : linger_ns(linger) {}
+// Where callers and the worker meet. One mutex guards it, and what of jobs both look at.
+struct JobQueue {
+  explicit JobQueue(int64_t linger) : linger_ns(linger) {}
 
   std::mutex mutex;
-  std::condition_variable work;     // the courier sleeps here
+  std::condition_variable work;     // the worker sleeps here
   std::condition_variable changed;  // those who wait for jobs
   std::deque<std::shared_ptr<Job>> inbox;
   uint64_t under_way = 0;  // jobs that have not ended
   std::atomic<bool> closing{false};
   bool cancel_all = false;
-  bool ended = false;                // the courier is through
-  std::atomic<bool> news{false};     // for the courier: something above, or a job, has changed
-  std::atomic<bool> asleep{false};   // the courier is, or wakes: so long who needs it does its work
-  std::atomic<uint32_t> helpers{0};  // who wait, and submit meanwhile: the courier keeps out
-  const int64_t linger_ns;           // how long the courier looks out for jobs before it sleeps
-  // The same of who waits for it to enqueue, and of the courier for copies to end: to be woken
+  bool ended = false;                // the worker is through
+  std::atomic<bool> news{false};     // for the worker: something above, or a job, has changed
+  std::atomic<bool> asleep{false};   // the worker is, or wakes: so long who needs it does its work
+  std::atomic<uint32_t> helpers{0};  // who wait, and submit meanwhile: the worker keeps out
+  const int64_t linger_ns;           // how long the worker looks for jobs before it sleeps
+  // The same of who waits for it to enqueue, and of the worker for copies to end: to be woken
   // takes up to a hundred microseconds of a transfer that takes hundreds.
   const int64_t brief_ns = usable_cores() >= kCoresMany ? 2'000'000 : 200'000;
   // The same of who waits for a job's end, as drivers do: most jobs end within it.
   const int64_t spin_ns = usable_cores() >= kCoresMany ? 20'000'000 : 200'000;
 };
 
-struct Request {
+struct TransferRequest {
   Direction direction = Direction::load;
   uint32_t group = 0;
   std::vector<int64_t> blocks;
@@ -82,7 +82,7 @@ struct JobReport {
 
 class Job {
  public:
-  Job(std::shared_ptr<Board> board, Request request);
+  Job(std::shared_ptr<JobQueue> queue, TransferRequest request);
 
   bool done() const { return ended_.load(std::memory_order_acquire); }
   // Throws timeout, and what the job failed with.
@@ -91,48 +91,49 @@ class Job {
   void wait_layer(uint32_t layer, const Deadline& deadline);
   // A stream is to wait for the layer: its copies are enqueued before all bounds.
   void want(uint32_t layer);
-  bool enqueued(uint32_t layer) const { return enqueued_ > stage_of(layer) || done(); }
+  bool enqueued(uint32_t layer) const { return enqueued_ > layer_group_of(layer) || done(); }
   // Makes a stream wait for a layer that is wanted, once its copies are enqueued: until then the
   // caller waits.
-  void hold(uint32_t layer, uintptr_t stream, const Deadline& deadline);
+  void enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadline);
   // What is not enqueued yet is not copied.
   void cancel();
   JobReport report() const;  // once done
-  const Request& request() const { return request_; }
+  const TransferRequest& request() const { return request_; }
   uint32_t layers() const { return layers_; }
 
  private:
-  friend class Courier;
+  friend class TransferWorker;
   friend class Transfer;
 
-  uint32_t stage_of(uint32_t layer) const;
+  uint32_t layer_group_of(uint32_t layer) const;
   [[noreturn]] void fail_timeout(const Deadline& deadline) const;
   [[noreturn]] void fail_layer(uint32_t layer) const;
 
-  const std::shared_ptr<Board> board_;
-  Request request_;
+  const std::shared_ptr<JobQueue> queue_;
+  TransferRequest request_;
   uint32_t layers_ = 0;
   uint32_t together_ = 0;
 
-  // The courier's alone.
-  std::optional<Cursor> cursor_;
+  // The worker's alone.
+  std::optional<CommandBuilder> builder_;
   int32_t urgency_ = 0;                      // its priority, or that of a job that waits for it
   std::vector<std::shared_ptr<Job>> waits_;  // what it may not overtake
   uint64_t number_ = 0;
   uint32_t parts_ahead_ = 0;                                          // enqueued and not ended
-  std::vector<uint32_t> stages_ahead_;                                // the same, by stage
-  std::map<std::pair<size_t, uint16_t>, std::shared_ptr<Run>> last_;  // of the stage, by lane
+  std::vector<uint32_t> layer_groups_ahead_;                          // the same, by layer group
+  std::map<std::pair<size_t, uint16_t>, std::shared_ptr<Run>> last_;  // of the layer group, by lane
   int64_t called_ns_ = 0;
 
-  // By Board::mutex; the report is the courier's until the job has ended.
-  std::vector<std::vector<std::shared_ptr<Run>>> stages_;  // what ends each; none: it is not whole
-  uint32_t stages_done_ = 0;
+  // By JobQueue::mutex; the report is the worker's until the job has ended.
+  std::vector<std::vector<std::shared_ptr<Run>>>
+      layer_groups_;  // what ends each; none: it is not whole
+  uint32_t layer_groups_done_ = 0;
   std::optional<Error> failure_;
   JobReport report_;
 
   std::atomic<int64_t> began_ns_{-1};
-  std::atomic<uint32_t> urgent_{0};    // stages for which somebody waits with a stream
-  std::atomic<uint32_t> enqueued_{0};  // stages, wholly
+  std::atomic<uint32_t> urgent_{0};    // layer groups for which somebody waits with a stream
+  std::atomic<uint32_t> enqueued_{0};  // layer groups, wholly
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> ended_{false};
 };

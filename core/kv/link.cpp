@@ -19,12 +19,12 @@ constexpr double kPlainNsMax = 2'000;  // a stall is none of its cost
 
 double Link::through_ns(uint64_t more, double gbps_min) const {
   uint64_t ahead = more;
-  for (const Lane& lane : lanes) ahead += lane.bytes;
+  for (const LinkLane& lane : lanes) ahead += lane.bytes;
   const double gbps = idle() ? std::max(gbps_, gbps_min) : gbps_;
   return static_cast<double>(ahead) / gbps + (staged() ? kHopNs : 0);
 }
 
-double Link::copy_ns(const Part& part, const Lane& lane) const {
+double Link::copy_ns(const Part& part, const LinkLane& lane) const {
   const Machine& machine = backend->machine();
   const double bytes_ns = static_cast<double>(part.bytes) / machine.links.host_gbps;
   if (lane.crossed) return bytes_ns;  // the engines' pauses are each other's time
@@ -33,47 +33,47 @@ double Link::copy_ns(const Part& part, const Lane& lane) const {
 }
 
 double Link::ahead_ns(int64_t now) const {
-  double behind_ns = 0;  // the flights that are copied now: it is all to do
-  for (const Lane& lane : lanes) {
-    if (!lane.flights.empty()) behind_ns += lane.copy_ns - lane.flights.front().copy_ns;
+  double behind_ns = 0;  // the submissions that are copied now: it is all to do
+  for (const LinkLane& lane : lanes) {
+    if (!lane.submissions.empty()) behind_ns += lane.copy_ns - lane.submissions.front().copy_ns;
   }
   return std::max(until_ns_ - static_cast<double>(now), behind_ns);
 }
 
 bool Link::idle() const {
   return std::all_of(lanes.begin(), lanes.end(),
-                     [](const Lane& lane) { return lane.flights.empty(); });
+                     [](const LinkLane& lane) { return lane.submissions.empty(); });
 }
 
-Lane& Link::emptiest() {
-  Lane* found = nullptr;
+LinkLane& Link::emptiest() {
+  LinkLane* found = nullptr;
   for (size_t i = 1; i <= lanes.size(); ++i) {
-    Lane& lane = lanes[(last_ + i) % lanes.size()];
+    LinkLane& lane = lanes[(last_ + i) % lanes.size()];
     if (found == nullptr || lane.bytes < found->bytes) found = &lane;
   }
   return *found;
 }
 
-void Link::add(Lane& lane, Flight flight, int64_t began_ns) {
+void Link::add(LinkLane& lane, EnqueuedPart submission, int64_t began_ns) {
   if (idle()) busy_since_ns_ = began_ns;
   last_ = static_cast<size_t>(&lane - lanes.data());
-  until_ns_ = std::max(until_ns_, static_cast<double>(began_ns)) + flight.copy_ns;
-  lane.copy_ns += flight.copy_ns;
-  lane.bytes += flight.bytes;
-  lane.commands += flight.commands;
-  lane.flights.push_back(std::move(flight));
+  until_ns_ = std::max(until_ns_, static_cast<double>(began_ns)) + submission.copy_ns;
+  lane.copy_ns += submission.copy_ns;
+  lane.bytes += submission.bytes;
+  lane.commands += submission.commands;
+  lane.submissions.push_back(std::move(submission));
 }
 
-Flight Link::take(Lane& lane) {
-  Flight flight = std::move(lane.flights.front());
-  lane.flights.pop_front();
-  lane.bytes -= flight.bytes;
-  lane.commands -= flight.commands;
-  lane.copy_ns = lane.flights.empty() ? 0 : lane.copy_ns - flight.copy_ns;
-  return flight;
+EnqueuedPart Link::take(LinkLane& lane) {
+  EnqueuedPart submission = std::move(lane.submissions.front());
+  lane.submissions.pop_front();
+  lane.bytes -= submission.bytes;
+  lane.commands -= submission.commands;
+  lane.copy_ns = lane.submissions.empty() ? 0 : lane.copy_ns - submission.copy_ns;
+  return submission;
 }
 
-void Link::told(uint64_t copies, int64_t took_ns) {
+void Link::submitted(uint64_t copies, int64_t took_ns) {
   const double found = static_cast<double>(took_ns) / static_cast<double>(copies);
   plain_ns_ += kNewest * (std::clamp(found, kPlainNsMin, kPlainNsMax) - plain_ns_);
 }
@@ -85,7 +85,7 @@ void Link::measured(uint64_t bytes) {
   gbps_ += kNewest * (found - gbps_);
   busy_since_ns_ = now;
   double left_ns = 0;
-  for (const Lane& lane : lanes) left_ns += lane.copy_ns;
+  for (const LinkLane& lane : lanes) left_ns += lane.copy_ns;
   until_ns_ = std::min(until_ns_, static_cast<double>(now) + left_ns);
 }
 

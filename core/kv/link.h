@@ -8,29 +8,29 @@
 #include <vector>
 
 #include "core/backend/backend.h"
-#include "core/kv/cursor.h"
+#include "core/kv/command_builder.h"
 
 namespace offcore::kv {
 
 class Job;
 
 // A part of a job on its way.
-struct Flight {
+struct EnqueuedPart {
   std::shared_ptr<Job> job;
   std::shared_ptr<Run> run;
   uint64_t bytes = 0;
   uint64_t commands = 0;
-  double copy_ns = 0;  // that its copies take, at least
-  uint32_t stage = 0;  // of the job
+  double copy_ns = 0;        // that its copies take, at least
+  uint32_t layer_group = 0;  // of the job
 };
 
-// A queue of a link, whose flights are copied one after the other.
-struct Lane {
+// A queue of a link, whose submissions are copied one after the other.
+struct LinkLane {
   uint16_t number = 0;         // of the backend's
   bool crossed = false;        // by the other direction's engine
   std::byte* stage = nullptr;  // memory for this lane alone
-  std::deque<Flight> flights;
-  uint64_t bytes = 0;  // of the flights
+  std::deque<EnqueuedPart> submissions;
+  uint64_t bytes = 0;  // of the submissions
   uint64_t commands = 0;
   double copy_ns = 0;
 
@@ -45,24 +45,26 @@ struct Link {
   Rank rank = kOwner;        // who copies
   size_t number = 0;         // 0: the GPU's own
   uint64_t stage_bytes = 0;  // of a lane; 0: parts go straight
-  std::vector<Lane> lanes;
+  std::vector<LinkLane> lanes;
   bool lost = false;  // it has failed: nothing goes over it any more
 
   bool staged() const { return stage_bytes > 0; }
-  double gbps() const { return gbps_; }                      // as measured
-  double copy_ns(const Part& part, const Lane& lane) const;  // by what the machine says, at least
+  double gbps() const { return gbps_; }  // as measured
+  double copy_ns(const Part& part,
+                 const LinkLane& lane) const;  // by what the machine says, at least
   // For which the engine has something to do, at least; about, where both copy.
   double ahead_ns(int64_t now) const;
   // When so many bytes more would be through, from now on, by that speed. An idle link is taken to
   // have at least `gbps_min`: else one that was slow once would never be measured again.
   double through_ns(uint64_t more, double gbps_min) const;
   bool idle() const;
-  Lane& emptiest();  // of several the one that has waited for longest
-  void add(Lane& lane, Flight flight, int64_t began_ns);  // when it began to be enqueued
+  LinkLane& emptiest();  // of several the one that has waited for longest
+  void add(LinkLane& lane, EnqueuedPart submission,
+           int64_t began_ns);  // when it began to be enqueued
   // Told of so many plain copies in that time.
-  void told(uint64_t copies, int64_t took_ns);
+  void submitted(uint64_t copies, int64_t took_ns);
   double plain_ns() const { return plain_ns_; }  // that one takes to tell
-  Flight take(Lane& lane);                       // the first one, which has ended
+  EnqueuedPart take(LinkLane& lane);             // the first one, which has ended
   void measured(uint64_t bytes);                 // so many have come through since it was busy
 
  private:

@@ -30,26 +30,26 @@ std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uin
 }
 
 HostPool::~HostPool() {
-  Lock lock(mutex_);
+  PoolLock lock(mutex_);
   closed_ = true;
   end_thread(std::move(lock));
 }
 
 // The thread is taken over under the mutex, so that nobody else joins it too.
-void HostPool::end_thread(Lock lock) {
+void HostPool::end_thread(PoolLock lock) {
   std::thread thread = std::move(thread_);
   lock.unlock();
   if (thread.joinable()) thread.join();
 }
 
-HostPool::Lock HostPool::enter() const {
-  Lock lock(mutex_);
+HostPool::PoolLock HostPool::enter() const {
+  PoolLock lock(mutex_);
   if (closed_) fail(Code::cancelled, "the host pool is closed");
   return lock;
 }
 
 void HostPool::grow(uint64_t rows) {
-  const Lock lock = enter();
+  const PoolLock lock = enter();
   if (rows > kRowsMax - slots_.size()) {
     fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
   }
@@ -92,7 +92,7 @@ void HostPool::start_thread() {
 }
 
 void HostPool::register_chunks() {
-  Lock lock(mutex_);
+  PoolLock lock(mutex_);
   while (registering() && !closed_) {
     const size_t index = static_cast<size_t>(
         std::find_if(chunks_.begin(), chunks_.end(),
@@ -130,7 +130,7 @@ void HostPool::register_chunks() {
 
 uint64_t HostPool::shrink(uint64_t keep) {
   std::vector<Chunk> gone;  // freed without the mutex
-  const Lock lock = enter();
+  const PoolLock lock = enter();
   while (!chunks_.empty() && chunks_.back().first >= keep) {
     const Chunk& last = chunks_.back();
     if (last.share.data == nullptr) {
@@ -149,13 +149,13 @@ uint64_t HostPool::shrink(uint64_t keep) {
   return slots_.size();
 }
 
-HostPool::Counts HostPool::counts() const {
-  const Lock lock = enter();
+HostPool::PoolCounts HostPool::counts() const {
+  const PoolLock lock = enter();
   return {.rows = slots_.size(), .ready = ready_, .free = free_, .leaving = leaving_};
 }
 
 void HostPool::wait_ready(const Deadline& deadline) {
-  Lock lock = enter();
+  PoolLock lock = enter();
   sleep_until(changed_, lock, deadline, [&] { return closed_ || !registering(); });
   if (failure_) throw *failure_;
   if (closed_) fail(Code::cancelled, "the host pool is closed");
@@ -172,7 +172,7 @@ void HostPool::fail_exhausted(uint64_t count) const {
 }
 
 std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline) {
-  Lock lock = enter();
+  PoolLock lock = enter();
   if (count > slots_.size()) fail_exhausted(count);
   sleep_until(changed_, lock, deadline,
               [&] { return closed_ || free_ >= count || count > slots_.size(); });
@@ -198,7 +198,7 @@ std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline
 }
 
 void HostPool::free(std::span<const int64_t> slots) {
-  const Lock lock = enter();
+  const PoolLock lock = enter();
   check(slots, true);
   for (int64_t number : slots) {
     Slot& slot = slots_[static_cast<size_t>(number)];
@@ -210,7 +210,7 @@ void HostPool::free(std::span<const int64_t> slots) {
 }
 
 std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
-  const Lock lock = enter();
+  const PoolLock lock = enter();
   check_taken(slot);
   const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
   return {chunk.share.data + (static_cast<uint64_t>(slot) - chunk.first) * row_bytes_,
@@ -218,7 +218,7 @@ std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
 }
 
 std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
-  const Lock lock = enter();
+  const PoolLock lock = enter();
   check(slots, distinct);
   std::vector<Row> rows;
   rows.reserve(slots.size());
@@ -234,7 +234,7 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
 }
 
 void HostPool::unpin(std::span<const int64_t> slots) noexcept {
-  const Lock lock(mutex_);
+  const PoolLock lock(mutex_);
   for (int64_t number : slots) {
     Slot& slot = slots_[static_cast<size_t>(number)];
     if (--slot.users > 0) continue;
@@ -251,7 +251,7 @@ void HostPool::close(const Deadline& deadline) {
   std::vector<Chunk> gone;  // freed without the mutex
   if (!here()) return;
   {
-    Lock lock(mutex_);
+    PoolLock lock(mutex_);
     if (!sleep_until(changed_, lock, deadline, [&] { return pinned_ == 0; })) {
       fail(Code::timeout, "jobs still use ", pinned_, " rows of the host pool after ",
            shown_s(deadline.wait_ns()), " s: close their BlockTransfer first");
@@ -260,7 +260,7 @@ void HostPool::close(const Deadline& deadline) {
     changed_.notify_all();
     end_thread(std::move(lock));
   }
-  const Lock lock(mutex_);
+  const PoolLock lock(mutex_);
   if (!running_) gone.swap(chunks_);  // else another close() waits for the thread, and frees them
 }
 

@@ -47,13 +47,13 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   // Gives back whole chunks at the end in which no slot is taken, as long as at least `keep` rows
   // are left. Returns how many are.
   uint64_t shrink(uint64_t keep);
-  struct Counts {
+  struct PoolCounts {
     uint64_t rows = 0;     // those still to be registered included
     uint64_t ready = 0;    // registered
     uint64_t free = 0;     // ready, and to be had
     uint64_t leaving = 0;  // freed, but jobs still use them
   };
-  Counts counts() const;
+  PoolCounts counts() const;
   // Until all is registered. Throws timeout, or what a registration failed with; the pool then goes
   // on with what is ready.
   void wait_ready(const Deadline& deadline);
@@ -75,7 +75,7 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   void close(const Deadline& deadline);
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using PoolLock = std::unique_lock<std::mutex>;
   struct Chunk {
     uint64_t first = 0;
     uint64_t rows = 0;
@@ -89,9 +89,9 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   };
 
   HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes);
-  Lock enter() const;
+  PoolLock enter() const;
   void start_thread();
-  void end_thread(Lock lock);
+  void end_thread(PoolLock lock);
   void register_chunks();
   void check(std::span<const int64_t> slots, bool distinct);
   void check_taken(int64_t slot) const;

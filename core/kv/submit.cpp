@@ -8,13 +8,13 @@ namespace offcore::kv {
 namespace {
 
 // What a launch keeps; a failed one poisons its wakeups, so each has its own.
-struct Held {
+struct SubmitOwner {
   std::shared_ptr<const void> keep;
   Wakeup wakeups[2]{};
 };
 
 // The program with the signal by which the cache's owner would learn that a neighbour is through:
-// the courier sees that by the run's end.
+// the worker sees that by the run's end.
 Program told(Program program) {
   const Slice word{.rank = kOwner, .buffer = kFlagBuffer};
   program.flag_words = 1;
@@ -27,11 +27,11 @@ Program told(Program program) {
 
 }  // namespace
 
-std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part part,
+std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Part part,
                             std::shared_ptr<const void> keep, bool checked) {
-  const bool load = course.direction == Direction::load;
-  const bool lent = course.rank == kNeighbour;
-  const Machine& machine = course.backend.machine();
+  const bool load = target.direction == Direction::load;
+  const bool lent = target.rank == kNeighbour;
+  const Machine& machine = target.backend.machine();
   auto program = std::make_shared<Program>();
   program->op = load ? "kv_load" : "kv_store";
   program->machine = machine.name;
@@ -42,29 +42,29 @@ std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part par
   program->buffers = {
       flag_buffer(),
       {.name = "cache",
-       .kind = lent ? Buffer::Kind::window : Buffer::Kind::local,
+       .kind = lent ? Buffer::Home::window : Buffer::Home::local,
        .bytes = layout.span()},
-      {.name = "rows", .kind = Buffer::Kind::host, .bytes = part.rows_span},
+      {.name = "rows", .kind = Buffer::Home::host, .bytes = part.rows_span},
   };
-  if (course.stage != nullptr) {
+  if (target.stage != nullptr) {
     program->buffers.push_back(
-        {.name = "stage", .kind = Buffer::Kind::local, .bytes = course.stage_bytes});
+        {.name = "stage", .kind = Buffer::Home::local, .bytes = target.stage_bytes});
   }
   program->queues.push_back(
-      {.rank = course.rank, .index = course.lane, .commands = std::move(part.commands)});
+      {.rank = target.rank, .index = target.lane, .commands = std::move(part.commands)});
   if (checked) verify(lent ? told(*program) : *program);
-  auto held = std::make_shared<Held>();
+  auto held = std::make_shared<SubmitOwner>();
   held->keep = std::move(keep);
   Launch launch{.binding = Binding(program->buffers.size(), program->ranks),
-                .lane = course.lane,
+                .lane = target.lane,
                 .wakeups = {&held->wakeups[kOwner]},
-                .crossed = course.crossed,
+                .crossed = target.crossed,
                 .owner = held};
   launch.binding.base(kCache, kOwner) = layout.base();
   launch.binding.base(kRows, kHostRank) = part.rows;
   if (lent) launch.wakeups.push_back(&held->wakeups[kNeighbour]);
-  if (course.stage != nullptr) launch.binding.base(kStage, course.rank) = course.stage;
-  return course.backend.load(std::move(program))->launch(launch);
+  if (target.stage != nullptr) launch.binding.base(kStage, target.rank) = target.stage;
+  return target.backend.load(std::move(program))->launch(launch);
 }
 
 }  // namespace offcore::kv

@@ -3,12 +3,12 @@
 #include <memory>
 
 #include "core/backend/backend.h"
-#include "core/kv/cursor.h"
+#include "core/kv/command_builder.h"
 
 namespace offcore::kv {
 
 // Where a part goes. Those of one lane run one after the other, those of several at once.
-struct Course {
+struct SubmitTarget {
   Backend& backend;  // of two ranks where a neighbour copies
   Direction direction;
   Rank rank = kOwner;  // who copies
@@ -20,7 +20,7 @@ struct Course {
 
 // `keep` is held until the part has ended. `checked`: verifies the program first. Throws what a
 // launch does.
-std::shared_ptr<Run> submit(const Course& course, const Layout& layout, Part part,
+std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Part part,
                             std::shared_ptr<const void> keep, bool checked);
 
 }  // namespace offcore::kv

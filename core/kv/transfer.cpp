@@ -15,31 +15,31 @@ constexpr double kEndS = 10;
 // A caller that submits while it waits.
 class WaitingCaller {
  public:
-  explicit WaitingCaller(Board& board) : board_(board) { ++board_.helpers; }
+  explicit WaitingCaller(JobQueue& queue) : queue_(queue) { ++queue_.helpers; }
   ~WaitingCaller() {
-    const std::scoped_lock lock(board_.mutex);
-    --board_.helpers;  // the courier goes on: there is something to see end
-    board_.news = true;
-    board_.work.notify_one();
+    const std::scoped_lock lock(queue_.mutex);
+    --queue_.helpers;  // the worker goes on: there is something to see end
+    queue_.news = true;
+    queue_.work.notify_one();
   }
   WaitingCaller(const WaitingCaller&) = delete;
   WaitingCaller& operator=(const WaitingCaller&) = delete;
 
  private:
-  Board& board_;
+  JobQueue& queue_;
 };
 
-struct Extent {
+struct AddressSpan {
   const std::byte* first = nullptr;
   const std::byte* last = nullptr;
 };
 
 // Of each tensor of a cache.
-std::vector<Extent> extents_of(const Layout& layout) {
-  std::vector<Extent> extents;
+std::vector<AddressSpan> extents_of(const Layout& layout) {
+  std::vector<AddressSpan> extents;
   for (const Piece& piece : layout.pieces()) {
     if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
-    Extent& extent = extents[piece.tensor];
+    AddressSpan& extent = extents[piece.tensor];
     const std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
     if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
     extent.last = std::max(extent.last, end);
@@ -51,14 +51,14 @@ std::vector<Extent> extents_of(const Layout& layout) {
 // the driver refuses a strided copy into them.
 std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
   std::vector<uint64_t> memories;
-  for (const Extent& extent : extents_of(layout)) {
+  for (const AddressSpan& extent : extents_of(layout)) {
     memories.push_back(backend.memory_of(extent.first, extent.last));
   }
   return memories;
 }
 
 void check_reach(const Backend& neighbour, const Layout& layout) {
-  for (const Extent& extent : extents_of(layout)) {
+  for (const AddressSpan& extent : extents_of(layout)) {
     if (neighbour.reaches(kNeighbour, extent.first, extent.last)) continue;
     fail(Code::unsupported, "GPU ", neighbour.device(kNeighbour), " does not reach the cache, ",
          "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
@@ -68,10 +68,10 @@ void check_reach(const Backend& neighbour, const Layout& layout) {
 
 // The room on neighbours that rows take on their way: a quarter for each lane of a direction.
 std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& backends,
-                               const std::vector<Group>& groups, uint64_t bytes) {
+                               const std::vector<CacheGroup>& groups, uint64_t bytes) {
   std::vector<Neighbour> neighbours;
   for (const std::shared_ptr<Backend>& backend : backends) {
-    for (const Group& group : groups) {
+    for (const CacheGroup& group : groups) {
       check_reach(*backend, *group.layout);
       if (group.layout->row_bytes() <= bytes / 4) continue;
       fail(Code::invalid, "a block of ", group.layout->row_bytes(), " bytes needs links of at ",
@@ -86,7 +86,7 @@ std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& back
 
 std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
                                            std::vector<std::shared_ptr<Backend>> neighbours,
-                                           std::vector<Group> groups, TransferOptions options,
+                                           std::vector<CacheGroup> groups, TransferOptions options,
                                            std::shared_ptr<const void> keep) {
   std::unique_ptr<Transfer> transfer(new Transfer(std::move(backend), std::move(neighbours),
                                                   std::move(groups), options, std::move(keep)));
@@ -95,18 +95,18 @@ std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
 }
 
 Transfer::Transfer(std::shared_ptr<Backend> backend,
-                   std::vector<std::shared_ptr<Backend>> neighbours, std::vector<Group> groups,
+                   std::vector<std::shared_ptr<Backend>> neighbours, std::vector<CacheGroup> groups,
                    TransferOptions options, std::shared_ptr<const void> keep)
     : OfProcess("the transfer"),
       backend_(std::move(backend)),
       links_(1 + neighbours.size()),
       groups_(std::move(groups)),
       options_(options),
-      board_(std::make_shared<Board>(options.linger_ns)),
+      queue_(std::make_shared<JobQueue>(options.linger_ns)),
       named_(groups_.size()) {
   if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
   for (size_t i = 0; i < groups_.size(); ++i) {
-    const Group& group = groups_[i];
+    const CacheGroup& group = groups_[i];
     if (group.layout->row_bytes() != group.pool->row_bytes()) {
       fail(Code::invalid, "a block of the cache has ", group.layout->row_bytes(),
            " bytes, one of the host pool ", group.pool->row_bytes());
@@ -117,17 +117,17 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
   // Where pages are to go one by one, by a kernel or over other links nothing else is to decide.
   const bool straight =
       options_.plain_from[0] || options_.plain_from[1] || options_.kernel || !neighbours.empty();
-  Crossing crossing;
+  EngineSplit crossing;
   if (!straight) crossing = crossing_of(*backend_, groups_, memories_, options_.crossing_bytes);
-  courier_ = std::make_shared<Courier>(board_, backend_, groups_, std::move(crossing),
-                                       lent_by(neighbours, groups_, options_.link_bytes),
-                                       options_.pace, std::move(keep), options_.checked);
+  worker_ = std::make_shared<TransferWorker>(queue_, backend_, groups_, std::move(crossing),
+                                             lent_by(neighbours, groups_, options_.link_bytes),
+                                             options_.pace, std::move(keep), options_.checked);
 }
 
 void Transfer::begin() {
   const SignalsBlocked blocked;
   try {
-    thread_ = std::thread([courier = courier_] { courier->run(); });
+    thread_ = std::thread([worker = worker_] { worker->run(); });
   } catch (const std::system_error& error) {
     fail(Code::driver, "cannot start the thread of a transfer: ", error.what());
   }
@@ -142,7 +142,7 @@ Transfer::~Transfer() {
   }
 }
 
-void Transfer::check(const Request& request) {
+void Transfer::check(const TransferRequest& request) {
   const uint64_t blocks = groups_[request.group].layout->blocks();
   std::vector<uint64_t>& named = named_[request.group];
   ++calls_;
@@ -158,17 +158,17 @@ void Transfer::check(const Request& request) {
   }
 }
 
-std::shared_ptr<const std::vector<Stage>> Transfer::stages(uint32_t group,
-                                                           uint32_t layers_together) {
-  auto& stages = stages_[{group, layers_together}];
-  if (stages == nullptr) {
-    stages = std::make_shared<const std::vector<Stage>>(
-        stages_of(*groups_[group].layout, layers_together, memories_[group]));
+std::shared_ptr<const std::vector<LayerGroup>> Transfer::layer_groups(uint32_t group,
+                                                                      uint32_t layers_together) {
+  auto& layer_groups = layer_groups_[{group, layers_together}];
+  if (layer_groups == nullptr) {
+    layer_groups = std::make_shared<const std::vector<LayerGroup>>(
+        layer_groups_of(*groups_[group].layout, layers_together, memories_[group]));
   }
-  return stages;
+  return layer_groups;
 }
 
-std::shared_ptr<Job> Transfer::start(Request request) {
+std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   if (request.group >= groups_.size()) {
     fail(Code::invalid, "there is no group ", request.group, " of ", groups_.size());
   }
@@ -176,61 +176,61 @@ std::shared_ptr<Job> Transfer::start(Request request) {
     fail(Code::invalid, request.blocks.size(), " blocks and ", request.slots.size(),
          " slots: each block needs its slot");
   }
-  const Group& group = groups_[request.group];
+  const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
-  Manner manner{.strided = backend_->machine().native.strided,
-                .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
-  manner.batches = !backend_->host_visible() && !options_.kernel &&
+  CopyPolicy policy{.strided = backend_->machine().native.strided,
+                    .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
+  policy.batches = !backend_->host_visible() && !options_.kernel &&
                    backend_->machine().batches.sub_batch != UINT32_MAX;
-  if (manner.batches) {
+  if (policy.batches) {
     const Machine& machine = backend_->machine();
-    manner.together = machine.batches.sub_batch;
-    manner.plain_ns = machine.batches.copy_ns;
-    manner.strided_ns = machine.cost.issue_ns;
-    manner.host_gbps = machine.links.host_gbps;
+    policy.together = machine.batches.sub_batch;
+    policy.plain_ns = machine.batches.copy_ns;
+    policy.strided_ns = machine.cost.issue_ns;
+    policy.host_gbps = machine.links.host_gbps;
   }
   const std::shared_ptr<Job> job =
-      owned_by_process(std::make_unique<Job>(board_, std::move(request)));
+      owned_by_process(std::make_unique<Job>(queue_, std::move(request)));
   job->layers_ = layers;
   const uint32_t together = job->request_.layers_together;
   job->together_ = together == 0 ? layers : std::min(together, layers);
   job->called_ns_ = backend_->now_ns();
-  std::shared_ptr<const std::vector<Stage>> stages;
+  std::shared_ptr<const std::vector<LayerGroup>> layer_groups;
   {
     const std::scoped_lock lock(mutex_);
     check(job->request_);
-    stages = this->stages(job->request_.group, job->together_);
+    layer_groups = this->layer_groups(job->request_.group, job->together_);
   }
-  job->stages_.resize(stages->size());
-  job->stages_ahead_.resize(stages->size());
+  job->layer_groups_.resize(layer_groups->size());
+  job->layer_groups_ahead_.resize(layer_groups->size());
   job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
   try {
-    job->cursor_.emplace(job->request_.direction, manner, group.layout, std::move(stages),
-                         job->request_.blocks, std::move(rows));
-    const std::scoped_lock lock(board_->mutex);
-    if (board_->closing) fail(Code::cancelled, "the transfer is closed");
-    board_->inbox.push_back(job);
-    ++board_->under_way;
-    board_->news = true;
-    board_->work.notify_one();
+    job->builder_.emplace(job->request_.direction, policy, group.layout, std::move(layer_groups),
+                          job->request_.blocks, std::move(rows));
+    const std::scoped_lock lock(queue_->mutex);
+    if (queue_->closing) fail(Code::cancelled, "the transfer is closed");
+    queue_->inbox.push_back(job);
+    ++queue_->under_way;
+    queue_->news = true;
+    queue_->work.notify_one();
   } catch (...) {
     group.pool->unpin(job->request_.slots);
     throw;
   }
-  if (board_->asleep) courier_->help(false);
+  if (queue_->asleep) worker_->help(false);
   return job;
 }
 
 void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
-  const WaitingCaller caller(*board_);
+  const WaitingCaller caller(*queue_);
   int64_t submitted_ns = now_ns();
   while (!job.enqueued(layer) && !deadline.passed()) {
-    if (courier_->help(true)) {
+    if (worker_->help(true)) {
       submitted_ns = now_ns();
-    } else if (now_ns() - submitted_ns > board_->spin_ns) {
-      break;  // it waits for others: the courier looks after that
+    } else if (now_ns() - submitted_ns > queue_->spin_ns) {
+      break;  // it waits for others: the worker looks after that
     } else {
       sched_yield();
     }
@@ -243,7 +243,8 @@ void Transfer::wait(Job& job, const Deadline& deadline) const {
   job.wait(deadline);
 }
 
-void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const {
+void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
+                            const Deadline& deadline) const {
   if (backend_->capture_of({&stream, 1}) != 0) {
     fail(Code::unsupported,
          "the stream is being captured, and a graph cannot wait for a transfer: ",
@@ -251,18 +252,18 @@ void Transfer::hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& 
   }
   job.want(layer);
   help(job, layer, deadline);
-  job.hold(layer, stream, deadline);
+  job.enqueue_wait(layer, stream, deadline);
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {
   if (!here()) return;
-  std::unique_lock lock(board_->mutex);
-  board_->closing = true;
-  board_->cancel_all = board_->cancel_all || cancel;
-  board_->news = true;
-  board_->work.notify_one();
-  if (!sleep_until(board_->changed, lock, deadline, [&] { return board_->ended; })) {
-    fail(Code::timeout, board_->under_way, " jobs were still under way after ",
+  std::unique_lock lock(queue_->mutex);
+  queue_->closing = true;
+  queue_->cancel_all = queue_->cancel_all || cancel;
+  queue_->news = true;
+  queue_->work.notify_one();
+  if (!sleep_until(queue_->changed, lock, deadline, [&] { return queue_->ended; })) {
+    fail(Code::timeout, queue_->under_way, " jobs were still under way after ",
          shown_s(deadline.wait_ns()), " s");
   }
   lock.unlock();

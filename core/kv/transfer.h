@@ -1,7 +1,7 @@
 // Transfers of paged KV blocks between the caches of one GPU and host pools, by copy engines
 // (DMA-Latte sections 2.1.2, 5.3 and 6).
 //
-// A call checks its blocks and slots, hands a job to a thread (courier.h) and returns. It is for
+// A call checks its blocks and slots, hands a job to a thread (transfer_worker.h) and returns. It is for
 // one GPU: rank 0 of the backend it is given, which no other transfer uses.
 #pragma once
 #include <map>
@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/kv/courier.h"
+#include "core/kv/transfer_worker.h"
 
 namespace offcore::kv {
 
 struct TransferOptions {
   Pace pace;
-  // Pages of so many bytes are copied one by one, by direction: see Manner.
+  // Pages of so many bytes are copied one by one, by direction: see CopyPolicy.
   std::array<std::optional<uint64_t>, 2> plain_from;
   bool checked = false;                      // verify every program before it is launched
   uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
@@ -33,18 +33,18 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   // `keep` lives until the last copy has ended. Throws invalid, and what the backends throw.
   static std::shared_ptr<Transfer> create(std::shared_ptr<Backend> backend,
                                           std::vector<std::shared_ptr<Backend>> neighbours,
-                                          std::vector<Group> groups, TransferOptions options,
+                                          std::vector<CacheGroup> groups, TransferOptions options,
                                           std::shared_ptr<const void> keep);
   ~Transfer();
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
   // Throws invalid for what the request names wrongly; nothing is copied then.
-  std::shared_ptr<Job> start(Request request);
+  std::shared_ptr<Job> start(TransferRequest request);
   // Job::wait and Job::hold of a job of its own, and the thread's work until that is awake. Throws
   // unsupported for a stream that is being captured.
   void wait(Job& job, const Deadline& deadline) const;
-  void hold(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
+  void enqueue_wait(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
   // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no
   // job is taken afterwards all the same.
   void close(bool cancel, const Deadline& deadline);
@@ -53,25 +53,28 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
 
  private:
   Transfer(std::shared_ptr<Backend> backend, std::vector<std::shared_ptr<Backend>> neighbours,
-           std::vector<Group> groups, TransferOptions options, std::shared_ptr<const void> keep);
+           std::vector<CacheGroup> groups, TransferOptions options,
+           std::shared_ptr<const void> keep);
   void begin();
-  void check(const Request& request);
+  void check(const TransferRequest& request);
   void help(const Job& job, uint32_t layer, const Deadline& deadline) const;
-  std::shared_ptr<const std::vector<Stage>> stages(uint32_t group, uint32_t layers_together);
+  std::shared_ptr<const std::vector<LayerGroup>> layer_groups(uint32_t group,
+                                                              uint32_t layers_together);
 
   const std::shared_ptr<Backend> backend_;
   const size_t links_;  // the own one included
-  const std::vector<Group> groups_;
+  const std::vector<CacheGroup> groups_;
   const TransferOptions options_;
-  const std::shared_ptr<Board> board_;
+  const std::shared_ptr<JobQueue> queue_;
   std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor
-  std::shared_ptr<Courier> courier_;
+  std::shared_ptr<TransferWorker> worker_;
   std::thread thread_;
 
   std::mutex mutex_;                          // of all below
   std::vector<std::vector<uint64_t>> named_;  // by group, then block: the last call that named it
   uint64_t calls_ = 0;
-  std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<const std::vector<Stage>>> stages_;
+  std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<const std::vector<LayerGroup>>>
+      layer_groups_;
 };
 
 }  // namespace offcore::kv

@@ -32,7 +32,7 @@ class Estimate {
       push(i, submitted[i]);
     }
     while (!heap_.empty()) {
-      const Turn turn = heap_.top();
+      const NextQueue turn = heap_.top();
       heap_.pop();
       now_ns_ = turn.at_ns;
       step(turn.actor);
@@ -49,12 +49,12 @@ class Estimate {
   }
 
  private:
-  struct Actor {
+  struct QueueClock {
     Moment submitted;
     Moment now;  // the end of the last command
     uint32_t next = 0;
   };
-  struct Word {
+  struct WordHistory {
     struct Change {
       uint16_t value;
       Moment at;
@@ -64,10 +64,10 @@ class Estimate {
     uint16_t noticed = 0;  // the value that the host thread has read
     Moment noticed_at;
   };
-  struct Turn {
+  struct NextQueue {
     double at_ns;
     uint32_t actor;
-    bool operator<(const Turn& other) const {
+    bool operator<(const NextQueue& other) const {
       return at_ns != other.at_ns ? at_ns > other.at_ns : actor > other.actor;
     }
   };
@@ -93,21 +93,21 @@ class Estimate {
   }
 
   // When the queue's first `count` commands have been fetched.
-  Moment fetched(const Actor& actor, bool caller, uint32_t count) const {
+  Moment fetched(const QueueClock& actor, bool caller, uint32_t count) const {
     if (caller || program_.mode == Mode::armed) return actor.submitted;
     return actor.submitted.after(&Phases::schedule_ns,
                                  machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
   }
 
   void step(uint32_t i) {
-    Actor& actor = actors_[i];
+    QueueClock& actor = actors_[i];
     const Queue& queue = program_.queues[i];
     if (actor.next == queue.commands.size()) return;
     const bool caller = queue.index == kCallerQueue;
     const Command& command = queue.commands[actor.next];
     const Moment start = latest(actor.now, fetched(actor, caller, actor.next + 1));
     if (moves_data(command.op)) {
-      const Group group = take_group(queue, actor);
+      const CopyGroup group = take_group(queue, actor);
       actor.now = latest(start.after(&Phases::copy_ns, group.whole_ns),
                          fetched(actor, caller, actor.next).after(&Phases::copy_ns, group.last_ns));
     } else if (command.op == Op::signal) {
@@ -122,13 +122,13 @@ class Estimate {
   }
 
   // How long a group of data commands takes, and its last one alone.
-  struct Group {
+  struct CopyGroup {
     double whole_ns;
     double last_ns;
   };
 
   // The group at the queue's front, which it passes over.
-  Group take_group(const Queue& queue, Actor& actor) {
+  CopyGroup take_group(const Queue& queue, QueueClock& actor) {
     const Cost& cost = machine_.cost;
     const std::vector<double>& capacities = resources_.capacities_gbps();
     double engine_ns = 0;
@@ -168,7 +168,7 @@ class Estimate {
             .last_ns = cost.setup_ns + last_ns};
   }
 
-  void signal(const Queue& queue, Actor& actor, const Command& command, const Moment& start) {
+  void signal(const Queue& queue, QueueClock& actor, const Command& command, const Moment& start) {
     const Cost& cost = machine_.cost;
     if (queue.index == kCallerQueue) {
       Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
@@ -180,7 +180,7 @@ class Estimate {
     }
     ++actor.next;
     for (uint32_t row = 0; row < command.rows; ++row) {
-      Word& word = words_[index_of(command, row)];
+      WordHistory& word = words_[index_of(command, row)];
       word.changes.push_back({command.value, actor.now});
       for (const uint32_t waiting : word.waiting) push(waiting, actor.now);
       word.waiting.clear();
@@ -190,9 +190,9 @@ class Estimate {
   bool poll(uint32_t i, const Command& command, const Moment& start) {
     Moment changed;
     for (uint32_t row = 0; row < command.rows; ++row) {
-      Word& word = words_[index_of(command, row)];
+      WordHistory& word = words_[index_of(command, row)];
       const Moment* change = nullptr;
-      for (const Word::Change& candidate : word.changes) {
+      for (const WordHistory::Change& candidate : word.changes) {
         if (candidate.value < command.value) continue;
         if (change == nullptr || candidate.at.at_ns < change->at_ns) change = &candidate.at;
       }
@@ -202,7 +202,7 @@ class Estimate {
       }
       if (change != nullptr) changed = latest(changed, *change);
     }
-    Actor& actor = actors_[i];
+    QueueClock& actor = actors_[i];
     const Queue& queue = program_.queues[i];
     if (queue.index == kCallerQueue && changed.at_ns > now_ns_) {
       push(i, changed);  // until then the host thread is others' to use
@@ -223,14 +223,14 @@ class Estimate {
     const bool shared = hosts_.size() == 1;
     uint32_t words = shared ? 0 : command_steps(command);
     for (uint32_t row = 0; row < command.rows && shared; ++row) {
-      const Word& word = words_[index_of(command, row)];
+      const WordHistory& word = words_[index_of(command, row)];
       if (word.noticed < command.value) ++words;
       if (word.noticed >= command.value) seen = latest(seen, word.noticed_at);
     }
     if (words == 0) return seen;
     host = latest(seen, host).after(&Phases::sync_ns, machine_.cost.host_poll_ns * words);
     for (uint32_t row = 0; row < command.rows && shared; ++row) {
-      Word& word = words_[index_of(command, row)];
+      WordHistory& word = words_[index_of(command, row)];
       if (word.noticed >= command.value) continue;
       word.noticed = command.value;
       word.noticed_at = host;
@@ -254,9 +254,9 @@ class Estimate {
   std::vector<double> group_bytes_;  // by resource; zero outside take_group
   std::vector<uint32_t> touched_;
   std::vector<Moment> hosts_;
-  std::vector<Actor> actors_;
-  std::vector<Word> words_;
-  std::priority_queue<Turn> heap_;
+  std::vector<QueueClock> actors_;
+  std::vector<WordHistory> words_;
+  std::priority_queue<NextQueue> heap_;
   double now_ns_ = 0;
 };
 

@@ -14,10 +14,10 @@ namespace offcore::mcast {
 
 class Barrier {
  public:
-  Barrier(Rank rank, Rank ranks);
+  Barrier(GroupRank rank, GroupRank ranks);
 
   struct Step {
-    Rank partner = 0;
+    GroupRank partner = 0;
     uint32_t round = 0;
     bool sends = false;
     bool waits = false;
@@ -26,7 +26,7 @@ class Barrier {
 
   // A partner's message for operation `op`, which is the running one or the next. False: it is not
   // awaited, or came before.
-  bool hear(uint64_t op, Rank from, uint32_t round, uint64_t digest);
+  bool hear(uint64_t op, GroupRank from, uint32_t round, uint64_t digest);
   // What was heard at a step for `op`; empty: nothing yet.
   std::optional<uint64_t> heard(uint64_t op, size_t step) const { return heard_[op % 2][step]; }
   void forget(uint64_t op);  // it is over: its place is the one's after the next

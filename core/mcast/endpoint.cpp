@@ -5,8 +5,8 @@
 namespace offcore::mcast {
 namespace {
 
-std::vector<Rank> partners_of(const Group& group, const Barrier& barrier) {
-  std::vector<Rank> partners;
+std::vector<GroupRank> partners_of(const Group& group, const Barrier& barrier) {
+  std::vector<GroupRank> partners;
   if (group.ranks == 1) return partners;
   for (const Barrier::Step& step : barrier.steps()) partners.push_back(step.partner);
   partners.push_back((group.rank + 1) % group.ranks);
@@ -16,7 +16,7 @@ std::vector<Rank> partners_of(const Group& group, const Barrier& barrier) {
   return partners;
 }
 
-Run run_of(const Message& message) {
+ChunkRun run_of(const Message& message) {
   return {.source = message.source, .psn = message.psn, .chunks = message.chunks};
 }
 
@@ -40,12 +40,12 @@ Endpoint::Endpoint(const Group& group, Transport& transport)
 
 Endpoint::~Endpoint() { fail_with(Code::cancelled, "the communicator was closed", group_.rank); }
 
-std::shared_ptr<Operation> Endpoint::submit(Request request) {
+std::shared_ptr<Operation> Endpoint::submit(OperationRequest request) {
   if (request.counts.size() != group_.ranks || request.root >= group_.ranks) {
     fail(Code::invalid, "counts for ", request.counts.size(), " ranks and root ", request.root,
          ", but there are ", group_.ranks, " ranks");
   }
-  const Layout trial(group_, 0, request.kind, request.root, request.counts);
+  const BlockLayout trial(group_, 0, request.kind, request.root, request.counts);
   auto operation = std::make_shared<Operation>(std::move(request));
   {
     const std::lock_guard lock(mutex_);
@@ -65,8 +65,8 @@ void Endpoint::close() {
   transport_.wake();
 }
 
-Counters Endpoint::counters() const {
-  Counters counters;
+EndpointCounters Endpoint::counters() const {
+  EndpointCounters counters;
   {
     const std::lock_guard lock(mutex_);
     counters = counters_;
@@ -75,7 +75,7 @@ Counters Endpoint::counters() const {
   return counters;
 }
 
-void Endpoint::send(Rank to, const Message& message) {
+void Endpoint::send(GroupRank to, const Message& message) {
   {
     const std::lock_guard lock(mutex_);
     ++counters_.messages;
@@ -84,8 +84,8 @@ void Endpoint::send(Rank to, const Message& message) {
 }
 
 // Tells the ranks this one talks to, and hands nothing to the network any more.
-void Endpoint::leave(MessageKind kind, uint32_t detail, Rank blamed) {
-  for (const Rank partner : partners_) {
+void Endpoint::leave(MessageKind kind, uint32_t detail, GroupRank blamed) {
+  for (const GroupRank partner : partners_) {
     send(partner, {.kind = kind, .detail = detail, .op = op_, .source = blamed});
   }
   for (const auto& receiver : receivers_) receiver->disarm();
@@ -93,7 +93,7 @@ void Endpoint::leave(MessageKind kind, uint32_t detail, Rank blamed) {
   closed_ = true;
 }
 
-void Endpoint::fail_with(Code code, const std::string& text, Rank blamed) {
+void Endpoint::fail_with(Code code, const std::string& text, GroupRank blamed) {
   if (closed_) return;
   leave(MessageKind::abort, static_cast<uint32_t>(code), blamed);
   const Error error(code, text);
@@ -105,22 +105,22 @@ void Endpoint::fail_with(Code code, const std::string& text, Rank blamed) {
     if (running_) failed.push_front(running_->operation);
     counters_.failed += failed.size();
   }
-  const Report report = running_ ? running_->report : Report{};
+  const OperationReport report = running_ ? running_->report : OperationReport{};
   running_.reset();
   for (const auto& operation : failed) operation->end(error, report);
 }
 
-std::optional<std::string> Endpoint::gone(Rank rank) const {
+std::optional<std::string> Endpoint::gone(GroupRank rank) const {
   return gone_[rank].empty() ? std::nullopt : std::optional(gone_[rank]);
 }
 
-void Endpoint::on_peer_lost(Rank rank, const std::string& reason, int64_t now_ns) {
+void Endpoint::on_peer_lost(GroupRank rank, const std::string& reason, int64_t now_ns) {
   if (closed_ || rank >= group_.ranks || rank == group_.rank || gone(rank)) return;
   gone_[rank] = reason.empty() ? "its connection ended" : reason;
   progress(now_ns);
 }
 
-void Endpoint::on_message(Rank from, const Message& message, int64_t now_ns) {
+void Endpoint::on_message(GroupRank from, const Message& message, int64_t now_ns) {
   if (closed_ || from >= group_.ranks || from == group_.rank) return;
   heard_ns_[from] = std::max(heard_ns_[from], now_ns);
   bool fits = true;
@@ -152,9 +152,9 @@ void Endpoint::on_message(Rank from, const Message& message, int64_t now_ns) {
 }
 
 // A message that belongs to the running operation, or to none.
-bool Endpoint::on_running(Rank from, const Message& message) {
+bool Endpoint::on_running(GroupRank from, const Message& message) {
   if (!running_ || message.op != op_) return false;
-  const Layout& layout = *running_->layout;
+  const BlockLayout& layout = *running_->layout;
   switch (message.kind) {
     case MessageKind::activate:
       if (!layout.sends(group_.rank) || from != layout.previous(group_.rank)) return false;
@@ -174,8 +174,8 @@ bool Endpoint::on_running(Rank from, const Message& message) {
   }
 }
 
-void Endpoint::on_abort(Rank from, const Message& message) {
-  const Rank blamed = message.source < group_.ranks ? message.source : from;
+void Endpoint::on_abort(GroupRank from, const Message& message) {
+  const GroupRank blamed = message.source < group_.ranks ? message.source : from;
   const auto code = message.detail <= static_cast<uint32_t>(Code::peer)
                         ? static_cast<Code>(message.detail)
                         : Code::peer;
@@ -187,12 +187,12 @@ void Endpoint::on_abort(Rank from, const Message& message) {
             blamed);
 }
 
-std::span<std::byte> Endpoint::place_of(Rank from, const Message& reply) {
+std::span<std::byte> Endpoint::place_of(GroupRank from, const Message& reply) {
   if (closed_ || !running_ || reply.op != op_ || from != left()) return {};
   return ring_.place_of(run_of(reply), reply.payload_bytes);
 }
 
-void Endpoint::on_sent(const Part& part, int64_t now_ns) {
+void Endpoint::on_sent(const BlockPart& part, int64_t now_ns) {
   if (closed_ || !running_ || part.op != op_ || running_->parts_sending == 0) return;
   {
     const std::lock_guard lock(mutex_);
@@ -202,7 +202,7 @@ void Endpoint::on_sent(const Part& part, int64_t now_ns) {
   if (--running_->parts_sending == 0) {
     running_->sent = true;
     ring_.offer_own();
-    const Rank next = running_->layout->next(group_.rank);
+    const GroupRank next = running_->layout->next(group_.rank);
     if (next != group_.rank) send(next, {.kind = MessageKind::activate, .op = op_});
   }
   progress(now_ns);

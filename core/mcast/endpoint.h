@@ -21,9 +21,9 @@
 #include <vector>
 
 #include "core/mcast/barrier.h"
+#include "core/mcast/fetch_ring.h"
 #include "core/mcast/operation.h"
 #include "core/mcast/receiver.h"
-#include "core/mcast/ring.h"
 #include "core/mcast/transport.h"
 
 namespace offcore::mcast {
@@ -31,9 +31,9 @@ namespace offcore::mcast {
 inline constexpr int64_t kNever = INT64_MAX;
 
 // Since the beginning, of all operations.
-struct Counters {
+struct EndpointCounters {
   ReceiverCounters received;
-  Report sum;  // of the reports of operations that ended well
+  OperationReport sum;  // of the reports of operations that ended well
   uint64_t operations = 0;
   uint64_t failed = 0;
   uint64_t sent_datagrams = 0;
@@ -54,26 +54,26 @@ class Endpoint {
   // Any thread.
   const Group& group() const { return group_; }
   // Throws invalid, and what ended the communicator.
-  std::shared_ptr<Operation> submit(Request request);
+  std::shared_ptr<Operation> submit(OperationRequest request);
   Receiver& receiver(uint32_t subgroup) { return *receivers_[subgroup]; }
-  Counters counters() const;
+  EndpointCounters counters() const;
   void close();                            // soon; operations that have not ended fail as cancelled
   bool closed() const { return closed_; }  // nothing is left to do
 
   // Control thread.
-  void on_message(Rank from, const Message& message, int64_t now_ns);
+  void on_message(GroupRank from, const Message& message, int64_t now_ns);
   // A reply's header has come: where its payload_bytes go. Empty: to be read and dropped. Once they
   // are there, on_message is called with the same reply; if they were dropped, with 0 of them.
-  std::span<std::byte> place_of(Rank from, const Message& reply);
-  void on_sent(const Part& part, int64_t now_ns);
-  void on_peer_lost(Rank rank, const std::string& reason, int64_t now_ns);
+  std::span<std::byte> place_of(GroupRank from, const Message& reply);
+  void on_sent(const BlockPart& part, int64_t now_ns);
+  void on_peer_lost(GroupRank rank, const std::string& reason, int64_t now_ns);
   void on_time(int64_t now_ns);  // next_time has come, or wake() was called
   int64_t next_time() const;     // kNever: only when something comes
 
  private:
   struct Running {  // the operation that runs
     std::shared_ptr<Operation> operation;
-    std::shared_ptr<const Layout> layout;
+    std::shared_ptr<const BlockLayout> layout;
     std::byte* out = nullptr;
     Phase phase = Phase::barrier;
     size_t step = 0;  // of the barrier
@@ -88,7 +88,7 @@ class Endpoint {
     int64_t looked_ns = kNever;  // when `looked_taken` was
     uint64_t looked_taken = 0;
     bool settling = false;  // every chain's last chunk has come
-    Report report;
+    OperationReport report;
   };
 
   // What happened is noted; these draw the conclusions.
@@ -102,29 +102,29 @@ class Endpoint {
   void send_block();
   void enter(Phase phase, int64_t now_ns);
   bool still_comes(uint64_t taken, int64_t now_ns) const;
-  Receiver::State received() const;  // by all receivers
+  Receiver::ReceiverState received() const;  // by all receivers
   void finish(int64_t now_ns);
 
-  bool on_running(Rank from, const Message& message);  // false: refused
-  void on_abort(Rank from, const Message& message);
+  bool on_running(GroupRank from, const Message& message);  // false: refused
+  void on_abort(GroupRank from, const Message& message);
 
   // Who is waited for now, if it is one rank.
-  std::optional<Rank> awaited() const;
+  std::optional<GroupRank> awaited() const;
   void watch(int64_t now_ns);
   void check_times(int64_t now_ns);
   std::string state_text() const;
 
-  void send(Rank to, const Message& message);
-  void fail_with(Code code, const std::string& text, Rank blamed);
-  void leave(MessageKind kind, uint32_t detail, Rank blamed);
-  std::optional<std::string> gone(Rank rank) const;
-  Rank left() const { return (group_.rank + group_.ranks - 1) % group_.ranks; }
-  Rank right() const { return (group_.rank + 1) % group_.ranks; }
+  void send(GroupRank to, const Message& message);
+  void fail_with(Code code, const std::string& text, GroupRank blamed);
+  void leave(MessageKind kind, uint32_t detail, GroupRank blamed);
+  std::optional<std::string> gone(GroupRank rank) const;
+  GroupRank left() const { return (group_.rank + group_.ranks - 1) % group_.ranks; }
+  GroupRank right() const { return (group_.rank + 1) % group_.ranks; }
 
   const Group group_;
   Transport& transport_;
   std::vector<std::unique_ptr<Receiver>> receivers_;
-  std::vector<Rank> partners_;  // that this rank talks to: told of failures
+  std::vector<GroupRank> partners_;  // that this rank talks to: told of failures
 
   // Control thread.
   Barrier barrier_;
@@ -133,7 +133,7 @@ class Endpoint {
   uint64_t op_;                    // number of the running operation, or of the next
   std::vector<std::string> gone_;  // why, by rank; empty: it is there
   std::vector<int64_t> heard_ns_;  // last word, by rank
-  std::optional<Rank> watched_;
+  std::optional<GroupRank> watched_;
   int64_t looked_round_ns_ = 0;  // when it was last seen to that
   int64_t watched_ns_ = 0;       // since when
   int64_t probe_wait_ns_ = 0;
@@ -143,7 +143,7 @@ class Endpoint {
   std::deque<std::shared_ptr<Operation>> queue_;
   std::optional<Error> error_;  // what ended the communicator
   bool closing_ = false;
-  Counters counters_;
+  EndpointCounters counters_;
   std::atomic<bool> closed_ = false;
 };
 

@@ -8,23 +8,23 @@
 
 namespace offcore::mcast {
 
-using Rank = uint32_t;
+using GroupRank = uint32_t;
 
 // Agreed at rendezvous, random for every communicator. `tag` stands in every datagram and tells
 // communicators apart; `secret` is never sent: it proves who a peer is, and seals datagrams.
-struct Key {
+struct GroupKey {
   uint64_t tag = 0;
   std::array<std::byte, 16> secret{};
 };
 
-inline constexpr Rank kRanksMax = 1 << 16;
+inline constexpr GroupRank kRanksMax = 1 << 16;
 inline constexpr uint32_t kSubgroupsMax = 64;
 inline constexpr uint32_t kChunkBytesMax = 65000;  // head and chunk fit a UDP datagram
 
 struct Group {
-  Key key;
-  Rank rank = 0;
-  Rank ranks = 1;
+  GroupKey key;
+  GroupRank rank = 0;
+  GroupRank ranks = 1;
   uint32_t chunk_bytes = 1440;  // payload of a datagram
   uint32_t subgroups = 1;       // multicast groups that a block is split over
   uint32_t chains = 1;          // roots of an all-gather that send at once (the paper's M)

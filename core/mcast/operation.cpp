@@ -11,8 +11,8 @@ constexpr int64_t kLookNs = 50'000;  // of a caller, who would take long to wake
 
 }  // namespace
 
-Report Operation::wait(const Deadline& deadline) const {
-  look_out([&] { return ended(); }, std::min(kLookNs, deadline.left_ns()));
+OperationReport Operation::wait(const Deadline& deadline) const {
+  spin_until([&] { return ended(); }, std::min(kLookNs, deadline.left_ns()));
   std::unique_lock lock(mutex_);
   if (!sleep_until(ended_, lock, deadline, [&] { return ended(); })) {
     fail(Code::timeout, "the operation has not ended within ", shown_s(deadline.wait_ns()),
@@ -22,7 +22,7 @@ Report Operation::wait(const Deadline& deadline) const {
   return report_;
 }
 
-void Operation::end(std::optional<Error> error, const Report& report) {
+void Operation::end(std::optional<Error> error, const OperationReport& report) {
   {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);

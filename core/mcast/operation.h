@@ -11,13 +11,13 @@
 #include "core/base/clock.h"
 #include "core/base/error.h"
 #include "core/base/fork.h"
-#include "core/mcast/layout.h"
+#include "core/mcast/block_layout.h"
 
 namespace offcore::mcast {
 
-struct Request {
-  Kind kind = Kind::broadcast;
-  Rank root = 0;                  // of a broadcast
+struct OperationRequest {
+  OperationKind kind = OperationKind::broadcast;
+  GroupRank root = 0;             // of a broadcast
   std::byte* out = nullptr;       // all blocks
   const std::byte* in = nullptr;  // this rank's, copied in its turn; none: it is in `out` already
   std::vector<uint64_t> counts;   // bytes of each rank's block; broadcast: of the root's only
@@ -27,7 +27,7 @@ struct Request {
 enum class Phase : uint8_t { queued, barrier, multicast, recovery, handshake, ended };
 
 // What an operation took, at this rank.
-struct Report {
+struct OperationReport {
   uint64_t bytes = 0;           // of all blocks
   uint64_t datagrams = 0;       // that brought a chunk
   uint64_t lost_chunks = 0;     // missing when the multicast phase was cut off
@@ -43,21 +43,22 @@ struct Report {
 // Any thread.
 class Operation : public OfProcess {
  public:
-  explicit Operation(Request request) : OfProcess("the operation"), request_(std::move(request)) {}
-  const Request& request() const { return request_; }
+  explicit Operation(OperationRequest request)
+      : OfProcess("the operation"), request_(std::move(request)) {}
+  const OperationRequest& request() const { return request_; }
 
   bool ended() const { return done_; }
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
-  Report wait(const Deadline& deadline) const;
-  void end(std::optional<Error> error, const Report& report);  // once, by the endpoint
+  OperationReport wait(const Deadline& deadline) const;
+  void end(std::optional<Error> error, const OperationReport& report);  // once, by the endpoint
 
  private:
-  Request request_;
+  OperationRequest request_;
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
   std::atomic<bool> done_ = false;
   std::optional<Error> error_;
-  Report report_;
+  OperationReport report_;
 };
 
 }  // namespace offcore::mcast

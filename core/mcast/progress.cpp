@@ -12,7 +12,9 @@ namespace {
 
 constexpr int64_t kAlphaMinNs = 1'000'000;  // as far as questions go that are asked too soon
 
-const char* name_of(Kind kind) { return kind == Kind::broadcast ? "broadcast" : "all-gather"; }
+const char* name_of(OperationKind kind) {
+  return kind == OperationKind::broadcast ? "broadcast" : "all-gather";
+}
 
 const char* name_of(Phase phase) {
   constexpr const char* kNames[] = {"queued",   "barrier",   "multicast",
@@ -24,7 +26,7 @@ int64_t plus(int64_t time_ns, int64_t more_ns) {
   return more_ns > kNever - time_ns ? kNever : time_ns + more_ns;
 }
 
-void add(Report& sum, const Report& report) {
+void add(OperationReport& sum, const OperationReport& report) {
   sum.bytes += report.bytes;
   sum.datagrams += report.datagrams;
   sum.lost_chunks += report.lost_chunks;
@@ -56,7 +58,7 @@ void Endpoint::advance(int64_t now_ns) {
     if (closed_) return;
     if (running_->phase == Phase::multicast) run_multicast(now_ns);
     if (running_->phase == Phase::recovery) run_recovery(now_ns);
-    ring_.answer([this](const Run& run, std::span<const std::byte> bytes) {
+    ring_.answer([this](const ChunkRun& run, std::span<const std::byte> bytes) {
       transport_.send(right(),
                       {.kind = MessageKind::reply,
                        .op = op_,
@@ -80,11 +82,11 @@ void Endpoint::begin_next(int64_t now_ns) {
     operation = queue_.front();
     queue_.pop_front();
   }
-  const Request& request = operation->request();
+  const OperationRequest& request = operation->request();
   running_.emplace();
   running_->operation = std::move(operation);  // first: it is told if there is no memory for more
   running_->layout =
-      std::make_shared<Layout>(group_, op_, request.kind, request.root, request.counts);
+      std::make_shared<BlockLayout>(group_, op_, request.kind, request.root, request.counts);
   running_->out = request.out;
   if (const uint64_t own = request.counts[group_.rank]; request.in != nullptr && own > 0) {
     std::memmove(running_->out + running_->layout->offset(group_.rank, 0), request.in, own);
@@ -139,9 +141,9 @@ bool Endpoint::run_barrier(int64_t now_ns) {
 void Endpoint::send_block() {
   Running& run = *running_;
   if (run.sent || !run.turn || run.parts_sending > 0 || run.phase == Phase::barrier) return;
-  std::vector<Part> parts;
+  std::vector<BlockPart> parts;
   for (uint32_t subgroup = 0; subgroup < group_.subgroups; ++subgroup) {
-    const Run chunks = run.layout->part(group_.rank, subgroup);
+    const ChunkRun chunks = run.layout->part(group_.rank, subgroup);
     if (chunks.chunks == 0) continue;
     parts.push_back({.op = op_,
                      .source = group_.rank,
@@ -153,13 +155,13 @@ void Endpoint::send_block() {
                      .bytes = run.layout->bytes_of(chunks)});
   }
   run.parts_sending = static_cast<uint32_t>(parts.size());
-  for (const Part& part : parts) transport_.multicast(part);
+  for (const BlockPart& part : parts) transport_.multicast(part);
 }
 
-Receiver::State Endpoint::received() const {
-  Receiver::State all{.ended = true};
+Receiver::ReceiverState Endpoint::received() const {
+  Receiver::ReceiverState all{.ended = true};
   for (const auto& receiver : receivers_) {
-    const Receiver::State one = receiver->state();
+    const Receiver::ReceiverState one = receiver->state();
     all.missing += one.missing;
     all.taken += one.taken;
     all.ended = all.ended && one.ended;
@@ -177,7 +179,7 @@ bool Endpoint::still_comes(uint64_t taken, int64_t now_ns) const {
 void Endpoint::run_multicast(int64_t now_ns) {
   Running& run = *running_;
   send_block();
-  const Receiver::State state = received();
+  const Receiver::ReceiverState state = received();
   if (state.missing == 0) return enter(Phase::handshake, now_ns);
   if (!group_.multicast) return enter(Phase::recovery, now_ns);
   if (state.ended && !run.settling) {
@@ -202,14 +204,14 @@ void Endpoint::run_multicast(int64_t now_ns) {
 
 void Endpoint::run_recovery(int64_t now_ns) {
   send_block();
-  ring_.ask([this](const Run& run) {
+  ring_.ask([this](const ChunkRun& run) {
     send(left(), {.kind = MessageKind::fetch,
                   .op = op_,
                   .source = run.source,
                   .psn = run.psn,
                   .chunks = run.chunks});
   });
-  const Receiver::State state = received();
+  const Receiver::ReceiverState state = received();
   if (state.missing == 0) return enter(Phase::handshake, now_ns);
   // A late datagram may be what the right neighbour waits for, while this rank waits itself.
   if (std::exchange(running_->looked_taken, state.taken) != state.taken) ring_.look_again();
@@ -224,7 +226,7 @@ void Endpoint::run_handshake(int64_t now_ns) {
 
 void Endpoint::enter(Phase phase, int64_t now_ns) {
   Running& run = *running_;
-  Report& report = run.report;
+  OperationReport& report = run.report;
   int64_t* const spent[] = {nullptr, &report.barrier_ns, &report.multicast_ns, &report.recovery_ns,
                             &report.handshake_ns};
   *spent[static_cast<size_t>(run.phase)] += now_ns - run.phase_ns;
@@ -232,7 +234,7 @@ void Endpoint::enter(Phase phase, int64_t now_ns) {
   run.phase_ns = now_ns;
   ring_.look_again();
   if (phase == Phase::recovery) {
-    for (const auto& receiver : receivers_) receiver->tell_all();
+    for (const auto& receiver : receivers_) receiver->report_all();
   }
   if (phase == Phase::handshake && group_.ranks > 1) {
     send(left(), {.kind = MessageKind::final, .op = op_});
@@ -246,7 +248,7 @@ void Endpoint::finish(int64_t now_ns) {
   running_->report.fetched_chunks = ring_.fetched_chunks();
   for (const auto& receiver : receivers_) receiver->disarm();
   const std::shared_ptr<Operation> operation = std::move(running_->operation);
-  const Report report = running_->report;
+  const OperationReport report = running_->report;
   running_.reset();
   ++op_;
   {
@@ -258,7 +260,7 @@ void Endpoint::finish(int64_t now_ns) {
   operation->end({}, report);
 }
 
-std::optional<Rank> Endpoint::awaited() const {
+std::optional<GroupRank> Endpoint::awaited() const {
   if (!running_) return {};
   const Running& run = *running_;
   if (run.phase == Phase::barrier) return barrier_.steps()[run.step].partner;
@@ -272,7 +274,7 @@ std::optional<Rank> Endpoint::awaited() const {
 // that TCP has lost, with nothing behind it, is sent again after 200 ms, but at once where the
 // receiver acknowledges a later one, and the answer is one.
 void Endpoint::watch(int64_t now_ns) {
-  const std::optional<Rank> rank = awaited();
+  const std::optional<GroupRank> rank = awaited();
   if (rank != watched_) {
     watched_ = rank;
     watched_ns_ = now_ns;
@@ -310,7 +312,7 @@ void Endpoint::check_times(int64_t now_ns) {
 
 std::string Endpoint::state_text() const {
   const Running& run = *running_;
-  const Receiver::State state = received();
+  const Receiver::ReceiverState state = received();
   const std::string who = watched_ ? cat(", waiting for rank ", *watched_) : std::string();
   return cat(name_of(run.operation->request().kind), " ", op_, " of ", run.layout->bytes(),
              " bytes, phase ", name_of(run.phase), who, ", ", state.missing, " chunks missing");

@@ -19,13 +19,13 @@ void ReceiverCounters::add(const ReceiverCounters& other) {
 Receiver::Receiver(const Group& group, uint32_t subgroup, std::function<void()> wake)
     : group_(group), subgroup_(subgroup), wake_(std::move(wake)) {}
 
-Receiver::Batch::~Batch() {
+Receiver::ReceiveVisit::~ReceiveVisit() {
   const bool news = std::exchange(receiver_.news_, false);
   lock_.unlock();
   if (news) receiver_.wake_();
 }
 
-void Receiver::Batch::take(std::span<const std::byte> buffer, uint32_t segment_bytes) {
+void Receiver::ReceiveVisit::take(std::span<const std::byte> buffer, uint32_t segment_bytes) {
   if (segment_bytes == 0) {
     if (!buffer.empty()) ++receiver_.counters_.foreign;
     return;
@@ -39,7 +39,7 @@ void Receiver::Batch::take(std::span<const std::byte> buffer, uint32_t segment_b
   }
 }
 
-size_t Receiver::Batch::next_places(std::span<std::byte*> places) const {
+size_t Receiver::ReceiveVisit::next_places(std::span<std::byte*> places) const {
   const Receiver& own = receiver_;
   if (own.layout_ == nullptr) return 0;
   const Source& from = own.sources_[own.next_source_];
@@ -54,8 +54,8 @@ size_t Receiver::Batch::next_places(std::span<std::byte*> places) const {
   return count;
 }
 
-size_t Receiver::Batch::take_placed(std::span<const std::byte> heads,
-                                    std::span<std::byte* const> places) {
+size_t Receiver::ReceiveVisit::take_placed(std::span<const std::byte> heads,
+                                           std::span<std::byte* const> places) {
   Receiver& own = receiver_;
   const uint32_t head = head_bytes(own.group_);
   const uint32_t first = own.sources_[own.next_source_].psn + own.next_index_;
@@ -81,7 +81,7 @@ void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uin
     ++counters_.stale;
     return;
   }
-  const auto source = load_big<Rank>(datagram + 24);
+  const auto source = load_big<GroupRank>(datagram + 24);
   const uint32_t chunk_bytes = bytes - head;
   const bool fits = source < sources_.size() && load_big<uint16_t>(datagram + 28) == subgroup_ &&
                     load_big<uint16_t>(datagram + 30) == chunk_bytes;
@@ -117,7 +117,7 @@ void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uin
   news_ = news_ || missing_ == 0 || last || tells_all_;
 }
 
-void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
+void Receiver::arm(std::shared_ptr<const BlockLayout> layout, std::byte* out) {
   const std::lock_guard lock(mutex_);
   layout_ = std::move(layout);
   sources_.assign(layout_->ranks(), {});
@@ -126,10 +126,10 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
   next_source_ = 0;
   next_index_ = 0;
   uint64_t bits = 0;
-  for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
-    const Run part = layout_->part(rank, subgroup_);
+  for (GroupRank rank = 0; rank < layout_->ranks(); ++rank) {
+    const ChunkRun part = layout_->part(rank, subgroup_);
     if (rank == group_.rank || part.chunks == 0) continue;
-    const Run last{.source = rank, .psn = part.psn + part.chunks - 1, .chunks = 1};
+    const ChunkRun last{.source = rank, .psn = part.psn + part.chunks - 1, .chunks = 1};
     sources_[rank] = {.bit = bits,
                       .psn = part.psn,
                       .chunks = part.chunks,
@@ -146,7 +146,7 @@ void Receiver::arm(std::shared_ptr<const Layout> layout, std::byte* out) {
 // Roots of a chain send one after the other, so the last one's last chunk closes the chain.
 void Receiver::close_chains() {
   Source* last = nullptr;
-  for (Rank rank = 0; rank < layout_->ranks(); ++rank) {
+  for (GroupRank rank = 0; rank < layout_->ranks(); ++rank) {
     if (!layout_->sends(rank)) continue;
     if (sources_[rank].chunks > 0) last = &sources_[rank];
     if (layout_->next(rank) != rank || last == nullptr) continue;
@@ -161,17 +161,17 @@ void Receiver::disarm() {
   layout_.reset();
 }
 
-void Receiver::tell_all() {
+void Receiver::report_all() {
   const std::lock_guard lock(mutex_);
   tells_all_ = true;
 }
 
-Receiver::State Receiver::state() const {
+Receiver::ReceiverState Receiver::state() const {
   const std::lock_guard lock(mutex_);
   return {.missing = missing_, .taken = taken_now_, .ended = lasts_missing_ == 0};
 }
 
-bool Receiver::has(const Run& run) const {
+bool Receiver::has(const ChunkRun& run) const {
   const std::lock_guard lock(mutex_);
   const Source& from = sources_[run.source];
   const uint64_t first = from.bit + (run.psn - from.psn);
@@ -180,12 +180,12 @@ bool Receiver::has(const Run& run) const {
          (claimed_.empty() || claimed_.find_set(first, end) == end);
 }
 
-Run Receiver::claim(Rank source, uint32_t psn, uint32_t most) {
+ChunkRun Receiver::claim(GroupRank source, uint32_t psn, uint32_t most) {
   const std::lock_guard lock(mutex_);
   const Source& from = sources_[source];
   const uint64_t end = from.bit + from.chunks;
   uint64_t bit = taken_.find_clear(from.bit + (psn - from.psn), end);
-  Run run{.source = source, .psn = from.psn + static_cast<uint32_t>(bit - from.bit)};
+  ChunkRun run{.source = source, .psn = from.psn + static_cast<uint32_t>(bit - from.bit)};
   if (claimed_.empty()) claimed_.resize(taken_.bytes() * 8);
   for (; bit < end && run.chunks < most && taken_.set(bit); ++bit) {
     claimed_.set(bit);
@@ -194,7 +194,7 @@ Run Receiver::claim(Rank source, uint32_t psn, uint32_t most) {
   return run;
 }
 
-void Receiver::fetched(const Run& run) {
+void Receiver::fetched(const ChunkRun& run) {
   const std::lock_guard lock(mutex_);
   const Source& from = sources_[run.source];
   const uint64_t first = from.bit + (run.psn - from.psn);

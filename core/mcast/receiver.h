@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/mcast/bitmap.h"
-#include "core/mcast/layout.h"
+#include "core/mcast/block_layout.h"
 #include "core/mcast/wire.h"
 
 namespace offcore::mcast {
@@ -37,10 +37,10 @@ class Receiver {
   Receiver(const Group& group, uint32_t subgroup, std::function<void()> wake);
 
   // A worker's visit. One at a time for each receiver.
-  class Batch {
+  class ReceiveVisit {
    public:
-    explicit Batch(Receiver& receiver) : receiver_(receiver), lock_(receiver.mutex_) {}
-    ~Batch();
+    explicit ReceiveVisit(Receiver& receiver) : receiver_(receiver), lock_(receiver.mutex_) {}
+    ~ReceiveVisit();
     // What one receive brought: datagrams of `segment_bytes` one after the other, the last one may
     // be shorter (GRO). One datagram: segment_bytes = buffer.size(). Any bytes are safe.
     void take(std::span<const std::byte> buffer, uint32_t segment_bytes);
@@ -62,21 +62,21 @@ class Receiver {
   };
 
   // Control thread, from here on. What comes is for this operation, until disarm.
-  void arm(std::shared_ptr<const Layout> layout, std::byte* out);
+  void arm(std::shared_ptr<const BlockLayout> layout, std::byte* out);
   void disarm();
-  void tell_all();  // from now on every chunk that comes is news, until the next arm
+  void report_all();  // from now on every chunk that comes is news, until the next arm
 
-  struct State {
+  struct ReceiverState {
     uint64_t missing = 0;  // chunks
     uint64_t taken = 0;    // datagrams that brought one, for this operation
     bool ended = false;    // every chain's last chunk has come
   };
-  State state() const;
-  bool has(const Run& run) const;  // of this subgroup's part, and not this rank's block
+  ReceiverState state() const;
+  bool has(const ChunkRun& run) const;  // of this subgroup's part, and not this rank's block
   // The next run of missing chunks of a source's part at or after `psn`, at most `most`; they are
   // claimed: datagrams that bring them are duplicates from now on. Empty: chunks == 0.
-  Run claim(Rank source, uint32_t psn, uint32_t most);
-  void fetched(const Run& run);  // what was claimed has come
+  ChunkRun claim(GroupRank source, uint32_t psn, uint32_t most);
+  void fetched(const ChunkRun& run);  // what was claimed has come
 
   ReceiverCounters counters() const;
   uint64_t state_bytes() const;  // bitmaps and table: what grows with the buffer and the ranks
@@ -98,7 +98,7 @@ class Receiver {
   const std::function<void()> wake_;
 
   mutable std::mutex mutex_;
-  std::shared_ptr<const Layout> layout_;  // none: nothing is expected
+  std::shared_ptr<const BlockLayout> layout_;  // none: nothing is expected
   std::vector<Source> sources_;
   Bitmap taken_;    // by datagram or by claim
   Bitmap claimed_;  // and not fetched yet; empty before the first claim
@@ -106,7 +106,7 @@ class Receiver {
   uint64_t lasts_missing_ = 0;
   uint64_t taken_now_ = 0;
   bool tells_all_ = false;
-  Rank next_source_ = 0;  // of the chunk that may come next
+  GroupRank next_source_ = 0;  // of the chunk that may come next
   uint32_t next_index_ = 0;
   bool news_ = false;  // for the control thread
   ReceiverCounters counters_;

@@ -27,15 +27,15 @@ class Transport {
 
   // Reliable, and in order between two ranks. A connection that fails, or cannot be made in time,
   // is reported by Endpoint::on_peer_lost; messages to that rank are then dropped.
-  virtual void send(Rank to, const Message& message) = 0;
+  virtual void send(GroupRank to, const Message& message) = 0;
   // A reply with its data, which stays where it is until the receiver has said `final`, or stop().
-  virtual void send(Rank to, const Message& reply, std::span<const std::byte> data) = 0;
+  virtual void send(GroupRank to, const Message& reply, std::span<const std::byte> data) = 0;
   // Whether data of replies to that rank is still to be read.
-  virtual bool holds_data(Rank to) const = 0;
+  virtual bool holds_data(GroupRank to) const = 0;
 
   // Begins to send a part's chunks over its subgroup, in order. Once the network has taken the last
   // one, Endpoint::on_sent is called on the control thread. The data stays until then, or stop().
-  virtual void multicast(const Part& part) = 0;
+  virtual void multicast(const BlockPart& part) = 0;
 
   // Any thread, and cheap where nobody sleeps: the control thread calls Endpoint::on_time soon.
   virtual void wake() = 0;
@@ -48,10 +48,10 @@ class Transport {
 
 // An endpoint that runs: a transport with its threads. What the API holds; made by the transport.
 // The destructor closes it.
-class Node : public OfProcess {
+class EndpointNode : public OfProcess {
  public:
-  Node() : OfProcess("the multicast communicator") {}
-  virtual ~Node() = default;
+  EndpointNode() : OfProcess("the multicast communicator") {}
+  virtual ~EndpointNode() = default;
   // What peers need to reach this rank, as bytes for the rendezvous.
   virtual std::string address() const = 0;
   // Begins, with the addresses of all ranks. Connections may be made when first needed.

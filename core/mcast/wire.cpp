@@ -6,7 +6,7 @@ namespace offcore::mcast {
 namespace {
 
 // Proof that the sender of a hello knows the secret: of the tag and both ranks.
-uint64_t proof_of(const Key& key, Rank from, Rank to) {
+uint64_t proof_of(const GroupKey& key, GroupRank from, GroupRank to) {
   std::array<std::byte, 16> said;
   store_big(said.data(), key.tag);
   store_big(said.data() + 8, from);
@@ -16,7 +16,7 @@ uint64_t proof_of(const Key& key, Rank from, Rank to) {
 
 }  // namespace
 
-void write_head(const Group& group, const Part& part, uint32_t index, std::byte* out) {
+void write_head(const Group& group, const BlockPart& part, uint32_t index, std::byte* out) {
   const uint32_t bytes = part.chunk_size(index, group.chunk_bytes);
   store_big(out, kMagic);
   out[2] = std::byte{kVersion};
@@ -33,7 +33,7 @@ void write_head(const Group& group, const Part& part, uint32_t index, std::byte*
   }
 }
 
-uint64_t mac_of(const Key& key, const std::byte* header, std::span<const std::byte> chunk) {
+uint64_t mac_of(const GroupKey& key, const std::byte* header, std::span<const std::byte> chunk) {
   return siphash(key.secret, {header, kHeaderBytes}, chunk);
 }
 
@@ -60,7 +60,7 @@ std::optional<Message> decode(const std::byte* bytes) {
   const Message message{.kind = static_cast<MessageKind>(kind),
                         .detail = load_big<uint32_t>(bytes + 4),
                         .op = load_big<uint64_t>(bytes + 8),
-                        .source = load_big<Rank>(bytes + 16),
+                        .source = load_big<GroupRank>(bytes + 16),
                         .psn = load_big<uint32_t>(bytes + 20),
                         .chunks = load_big<uint32_t>(bytes + 24),
                         .value = load_big<uint64_t>(bytes + 32),
@@ -70,14 +70,14 @@ std::optional<Message> decode(const std::byte* bytes) {
   return message;
 }
 
-Message hello_to(const Group& group, Rank from, Rank to) {
+Message hello_to(const Group& group, GroupRank from, GroupRank to) {
   return {.kind = MessageKind::hello,
           .op = group.key.tag,
           .source = from,
           .value = proof_of(group.key, from, to)};
 }
 
-std::optional<Rank> check_hello(const Group& group, const Message& message) {
+std::optional<GroupRank> check_hello(const Group& group, const Message& message) {
   const bool fits = message.kind == MessageKind::hello && message.op == group.key.tag &&
                     message.source < group.ranks && message.source != group.rank &&
                     message.value == proof_of(group.key, message.source, group.rank);

@@ -52,9 +52,9 @@ void store_big(std::byte* to, Number value) {
 
 // Chunks of one root's block that travel over one subgroup, one after the other. A transport sends
 // each chunk as a datagram: write_head's bytes, then the chunk's.
-struct Part {
+struct BlockPart {
   uint64_t op = 0;
-  Rank source = 0;
+  GroupRank source = 0;
   uint32_t roots = 1;  // that send at once, the source among them
   uint32_t subgroup = 0;
   uint32_t psn = 0;                 // of the first chunk
@@ -77,10 +77,10 @@ inline uint32_t head_bytes(const Group& group) {
 }
 
 // Writes the head of a part's index-th chunk (head_bytes of it).
-void write_head(const Group& group, const Part& part, uint32_t index, std::byte* out);
+void write_head(const Group& group, const BlockPart& part, uint32_t index, std::byte* out);
 
 // The MAC of a datagram: of its 32 header bytes and its chunk.
-uint64_t mac_of(const Key& key, const std::byte* header, std::span<const std::byte> chunk);
+uint64_t mac_of(const GroupKey& key, const std::byte* header, std::span<const std::byte> chunk);
 
 enum class MessageKind : uint8_t {
   hello,     // the first on a connection, by who opened it: see hello_to
@@ -100,7 +100,7 @@ struct Message {
   MessageKind kind = MessageKind::probe;
   uint32_t detail = 0;
   uint64_t op = 0;
-  Rank source = 0;
+  GroupRank source = 0;
   uint32_t psn = 0;
   uint32_t chunks = 0;
   uint64_t value = 0;
@@ -114,8 +114,8 @@ void encode(const Message& message, std::byte* out);  // kMessageBytes
 std::optional<Message> decode(const std::byte* bytes);
 
 // What opens a connection from `from` to `to`: proves knowledge of the secret without telling it.
-Message hello_to(const Group& group, Rank from, Rank to);
+Message hello_to(const Group& group, GroupRank from, GroupRank to);
 // Who sent it; empty where it is no hello to this group's rank by one who knows the secret.
-std::optional<Rank> check_hello(const Group& group, const Message& message);
+std::optional<GroupRank> check_hello(const Group& group, const Message& message);
 
 }  // namespace offcore::mcast

@@ -50,7 +50,7 @@ class Planner {
 
  private:
   // Copies of one rank between the same two memories: what bounds them is their way.
-  struct Way {
+  struct CopyPath {
     Rank dst = 0;
     Rank src = 0;
     uint64_t bytes = 0;
@@ -238,8 +238,8 @@ class Planner {
   }
 
   void add(const Command& command) {
-    std::vector<Way>& ways = work_[executor_of(command.dst, command.src)];
-    auto way = std::find_if(ways.begin(), ways.end(), [&](const Way& candidate) {
+    std::vector<CopyPath>& ways = work_[executor_of(command.dst, command.src)];
+    auto way = std::find_if(ways.begin(), ways.end(), [&](const CopyPath& candidate) {
       return candidate.dst == command.dst.rank && candidate.src == command.src.rank;
     });
     if (way == ways.end()) {
@@ -296,18 +296,18 @@ class Planner {
   }
 
   void folds() {
-    using Key = std::tuple<uint64_t, uint64_t, uint64_t>;
-    std::map<Key, std::vector<Span>> alike;
+    using FoldKey = std::tuple<uint64_t, uint64_t, uint64_t>;
+    std::map<FoldKey, std::vector<Span>> alike;
     auto last = alike.end();
     for (const Span& span : spans_) {
-      const Key key(span.dst >> kPositionBits, span.src >> kPositionBits, span.bytes);
+      const FoldKey key(span.dst >> kPositionBits, span.src >> kPositionBits, span.bytes);
       if (last == alike.end() || last->first != key) last = alike.try_emplace(key).first;
       last->second.push_back(span);
     }
     spans_.clear();
     for (auto& [where, spans] : alike) {
       if (spans.size() >= policy_.fold_rows_min && pays(spans.front())) {
-        for (const Fold& fold :
+        for (const SpanFold& fold :
              offcore::fold(spans, policy_.fold_rows_min, machine_.limits.pitch_bytes_max)) {
           Command command = command_of(fold.first);
           command.rows = fold.rows;
@@ -332,7 +332,7 @@ class Planner {
   }
 
   // As many engines as the way can feed, of those that there are for it.
-  size_t engines_of(const Way& way) const {
+  size_t engines_of(const CopyPath& way) const {
     const bool host = way.dst == kHostRank || way.src == kHostRank;
     const size_t all =
         host && machine_.engines_host > 0 ? machine_.engines_host : machine_.engines_peer;
@@ -352,14 +352,14 @@ class Planner {
 
   // Shares the engines out: each way one, and those that are left to the ways with the most bytes
   // an engine.
-  size_t share(std::vector<Way>& ways, size_t engines) const {
+  size_t share(std::vector<CopyPath>& ways, size_t engines) const {
     if (ways.size() >= engines) {
       for (size_t i = 0; i < ways.size(); ++i) ways[i].first_queue = i % engines;
       return std::min(ways.size(), engines);
     }
     for (size_t left = engines - ways.size(); left > 0; --left) {
-      Way* hungry = nullptr;
-      for (Way& way : ways) {
+      CopyPath* hungry = nullptr;
+      for (CopyPath& way : ways) {
         const size_t most = policy_.engines != 0 ? engines : engines_of(way);
         if (way.engines >= std::min(most, way.commands.size())) continue;
         if (hungry == nullptr || way.bytes * hungry->engines > hungry->bytes * way.engines) {
@@ -370,19 +370,19 @@ class Planner {
       ++hungry->engines;
     }
     size_t queues = 0;
-    for (Way& way : ways) way.first_queue = std::exchange(queues, queues + way.engines);
+    for (CopyPath& way : ways) way.first_queue = std::exchange(queues, queues + way.engines);
     return queues;
   }
 
   // Strided copies first: an engine is busy with one for as long as it takes to prepare the others.
-  std::vector<std::vector<Command>> queues_of(std::vector<Way>& ways, size_t engines) const {
+  std::vector<std::vector<Command>> queues_of(std::vector<CopyPath>& ways, size_t engines) const {
     std::vector<std::vector<Command>> queues(ways.empty() ? 0 : share(ways, engines));
     std::vector<uint64_t> loads(queues.size());
     const uint32_t sub_batch = policy_.sub_batch.value_or(
         machine_.batches.sub_batch == UINT32_MAX ? 0 : machine_.batches.sub_batch);
     for (const bool strided : {true, false}) {
       std::vector<uint32_t> singles(queues.size());
-      for (const Way& way : ways) {
+      for (const CopyPath& way : ways) {
         for (const Command& command : way.commands) {
           if ((command.rows > 1) != strided) continue;
           size_t least = way.first_queue;
@@ -406,7 +406,7 @@ class Planner {
     QueuedCommands queues;
     uint16_t stamp = 0;
     bool several = false;
-    for (std::vector<Way>& ways : work_) {
+    for (std::vector<CopyPath>& ways : work_) {
       queues.push_back(queues_of(ways, engines));
       several = several || queues.back().size() > 1;
       for (std::vector<Command>& commands : queues.back()) {
@@ -416,7 +416,7 @@ class Planner {
       }
     }
     Moves header{.op = moves_.op, .ranks = moves_.ranks, .buffers = moves_.buffers};
-    const Variant variant{.kind = several ? Variant::Kind::pcpy : Variant::Kind::b2b};
+    const Variant variant{.kind = several ? Variant::Shape::pcpy : Variant::Shape::b2b};
     auto program = std::make_shared<Program>(legalize(
         lower(header, variant, machine_, {.captured = policy_.captured}, std::move(queues)),
         machine_));
@@ -433,11 +433,11 @@ class Planner {
   const BatchPolicy& policy_;
   const Machine& machine_;
   const Resources resources_;
-  std::vector<Slice> memories_;         // by their number in positions
-  size_t last_ = 0;                     // of them, that was asked for
-  std::vector<Span> spans_;             // by dst
-  std::vector<Span> swaps_;             // by dst
-  std::vector<std::vector<Way>> work_;  // by rank
+  std::vector<Slice> memories_;              // by their number in positions
+  size_t last_ = 0;                          // of them, that was asked for
+  std::vector<Span> spans_;                  // by dst
+  std::vector<Span> swaps_;                  // by dst
+  std::vector<std::vector<CopyPath>> work_;  // by rank
   Batch batch_;
 };
 

@@ -70,7 +70,7 @@ inline bool same_memory(uint64_t one, uint64_t other) {
 }
 
 // Spans of equal size at constant steps: row k is the first one's places + k steps.
-struct Fold {
+struct SpanFold {
   Span first;
   uint64_t dst_step = 0;
   uint64_t src_step = 0;
@@ -80,6 +80,6 @@ struct Fold {
 // Takes folds of at least rows_min rows out of `spans`, which are all of one size, sorted by dst,
 // and between the same two memories. Steps lie between the size and pitch_max, so that rows do not
 // overlap. Finds the steps whatever the order was in which the moves came: see fold.cpp.
-std::vector<Fold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max);
+std::vector<SpanFold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max);
 
 }  // namespace offcore

@@ -21,14 +21,14 @@ constexpr int kRounds = 4;
 constexpr int kStarts = 3;        // spans that steps are taken from, in a round
 constexpr size_t kNearlyAll = 8;  // a step that carries all but one in so many is not improved on
 
-struct Step {
+struct FoldStep {
   uint64_t dst = 0;
   uint64_t src = 0;
   size_t carried = 0;  // spans that it carries to another one
 };
 
 // Whether one is a multiple of the other, which makes the same chains, but more of them.
-bool parallel(const Step& a, const Step& b) {
+bool parallel(const FoldStep& a, const FoldStep& b) {
   return static_cast<unsigned __int128>(a.dst) * b.src ==
          static_cast<unsigned __int128>(b.dst) * a.src;
 }
@@ -71,10 +71,10 @@ class Folding {
   Folding(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max)
       : spans_(spans), rows_min_(rows_min), pitch_max_(pitch_max) {}
 
-  std::vector<Fold> run() {
+  std::vector<SpanFold> run() {
     for (int round = 0; round < kRounds && spans_.size() >= rows_min_; ++round) {
       const Index index(spans_);
-      const Step step = best_step(index);
+      const FoldStep step = best_step(index);
       if (step.carried + 1 < rows_min_ || !take_chains(index, step)) break;
     }
     return std::move(folds_);
@@ -88,9 +88,9 @@ class Folding {
            std::max(dst, src) <= pitch_max_;
   }
 
-  Step best_step(const Index& index) const {
-    std::vector<Step> candidates;
-    Step best;
+  FoldStep best_step(const Index& index) const {
+    std::vector<FoldStep> candidates;
+    FoldStep best;
     for (int start = 0;
          start < kStarts && best.carried * kNearlyAll < spans_.size() * (kNearlyAll - 1); ++start) {
       const size_t tried = candidates.size();
@@ -104,7 +104,7 @@ class Folding {
   }
 
   // How many spans a step carries; not to the end where they cannot become more than so many.
-  size_t carried(const Index& index, const Step& step, size_t least) const {
+  size_t carried(const Index& index, const FoldStep& step, size_t least) const {
     size_t found = 0;
     size_t left = spans_.size();
     for (const Span& span : spans_) {
@@ -115,11 +115,11 @@ class Folding {
   }
 
   // The steps from a span that carry most of the sample, the shorter ones first.
-  void collect(const Index& index, const Span& from, std::vector<Step>& candidates) const {
-    std::vector<Step> found;
+  void collect(const Index& index, const Span& from, std::vector<FoldStep>& candidates) const {
+    std::vector<FoldStep> found;
     for (const Span& to : spans_) {
       if (!is_step(from, to)) continue;
-      Step step{.dst = to.dst - from.dst, .src = to.src - from.src};
+      FoldStep step{.dst = to.dst - from.dst, .src = to.src - from.src};
       size_t misses = 0;
       for (size_t k = 0; k < kSample && misses < kPatience + 2 * step.carried; ++k) {
         const Span& span = spans_[k * spans_.size() / kSample];
@@ -129,23 +129,23 @@ class Folding {
       if (misses < kPatience + 2 * step.carried) found.push_back(step);
     }
     std::stable_sort(found.begin(), found.end(),
-                     [](const Step& a, const Step& b) { return a.carried > b.carried; });
+                     [](const FoldStep& a, const FoldStep& b) { return a.carried > b.carried; });
     size_t kept = 0;
-    for (const Step& step : found) {
-      const auto again = [&](const Step& other) { return parallel(step, other); };
+    for (const FoldStep& step : found) {
+      const auto again = [&](const FoldStep& other) { return parallel(step, other); };
       if (std::any_of(candidates.begin(), candidates.end(), again)) continue;
       candidates.push_back(step);
       if (++kept == kCandidates) break;
     }
   }
 
-  bool take_chains(const Index& index, const Step& step) {
+  bool take_chains(const Index& index, const FoldStep& step) {
     std::vector<bool> taken(spans_.size(), false);
     size_t rows_taken = 0;
     for (uint32_t i = 0; i < spans_.size(); ++i) {
       const Span& first = spans_[i];
       if (index.find(first.dst - step.dst, first.src - step.src) != kNone) continue;
-      Fold fold{.first = first, .dst_step = step.dst, .src_step = step.src};
+      SpanFold fold{.first = first, .dst_step = step.dst, .src_step = step.src};
       chain_ = {i};
       for (uint64_t k = 1;; ++k) {
         const uint32_t next = index.find(first.dst + k * step.dst, first.src + k * step.src);
@@ -170,12 +170,12 @@ class Folding {
   const uint32_t rows_min_;
   const uint64_t pitch_max_;
   std::vector<uint32_t> chain_;
-  std::vector<Fold> folds_;
+  std::vector<SpanFold> folds_;
 };
 
 }  // namespace
 
-std::vector<Fold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max) {
+std::vector<SpanFold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max) {
   return Folding(spans, std::max(rows_min, 2u), pitch_max).run();
 }
 

@@ -10,15 +10,16 @@
 namespace offcore {
 namespace {
 
-void note_peer(Piece& piece, Rank executor, Rank touched) {
+void note_peer(PlannedCopy& piece, Rank executor, Rank touched) {
   if (touched == executor || touched == kHostRank) return;
   if (std::find(piece.peers.begin(), piece.peers.end(), touched) == piece.peers.end()) {
     piece.peers.push_back(touched);
   }
 }
 
-Piece plain(const Move& move, Rank executor) {
-  Piece piece{.command = {.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy}};
+PlannedCopy plain(const Move& move, Rank executor) {
+  PlannedCopy piece{
+      .command = {.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy}};
   note_peer(piece, executor, move.dst.rank);
   note_peer(piece, executor, move.src.rank);
   return piece;
@@ -36,7 +37,7 @@ bool step_between(const Slice& from, const Slice& to, Rank ranks, int64_t& step)
 }
 
 // Tries to append `move` as one more row.
-bool extend(Piece& piece, const Move& move, Rank executor, Rank ranks, uint32_t rows_max) {
+bool extend(PlannedCopy& piece, const Move& move, Rank executor, Rank ranks, uint32_t rows_max) {
   Command& command = piece.command;
   if (move.bytes != command.bytes || command.rows >= rows_max) return false;
   const auto last_row = command.rows - 1;
@@ -60,8 +61,8 @@ bool extend(Piece& piece, const Move& move, Rank executor, Rank ranks, uint32_t 
   return true;
 }
 
-std::vector<Piece> fold(const std::vector<Move>& moves, Rank executor, Rank ranks) {
-  std::vector<Piece> pieces;
+std::vector<PlannedCopy> fold(const std::vector<Move>& moves, Rank executor, Rank ranks) {
+  std::vector<PlannedCopy> pieces;
   for (const Move& move : moves) {
     if (!pieces.empty() && extend(pieces.back(), move, executor, ranks, UINT32_MAX)) continue;
     pieces.push_back(plain(move, executor));
@@ -71,21 +72,21 @@ std::vector<Piece> fold(const std::vector<Move>& moves, Rank executor, Rank rank
 
 // Both the ring order and the order of ranks can be an arithmetic progression (an all-to-all wraps
 // in ring order, a gather of peers without the own chunk wraps in the order of ranks).
-std::vector<Piece> fan(std::vector<Move> moves, Rank executor, Rank ranks) {
-  std::vector<Piece> ring = fold(moves, executor, ranks);
+std::vector<PlannedCopy> fan(std::vector<Move> moves, Rank executor, Rank ranks) {
+  std::vector<PlannedCopy> ring = fold(moves, executor, ranks);
   std::stable_sort(moves.begin(), moves.end(),
                    [](const Move& a, const Move& b) { return a.dst.rank < b.dst.rank; });
-  std::vector<Piece> natural = fold(moves, executor, ranks);
+  std::vector<PlannedCopy> natural = fold(moves, executor, ranks);
   return natural.size() < ring.size() ? natural : ring;
 }
 
 bool same_source(const Move& a, const Move& b) { return a.src == b.src && a.bytes == b.bytes; }
 
 // Equal sources to the machine's number of destinations a command; the own slice by itself.
-std::vector<Piece> bcst(const std::vector<Move>& moves, Rank executor, Rank ranks,
-                        const Machine& machine) {
+std::vector<PlannedCopy> bcst(const std::vector<Move>& moves, Rank executor, Rank ranks,
+                              const Machine& machine) {
   const uint32_t rows_max = machine.native.bcst_rows > 1 ? machine.native.bcst_rows : UINT32_MAX;
-  std::vector<Piece> pieces;
+  std::vector<PlannedCopy> pieces;
   const Move* last = nullptr;
   for (const Move& move : moves) {
     const bool remote = move.dst.rank != executor;
@@ -120,11 +121,11 @@ Rank swap_owner(Rank low, Rank high, Rank ranks) {
   return 2 * distance < ranks ? low : high;
 }
 
-void swaps(const Moves& moves, std::vector<std::vector<Piece>>& pieces) {
+void swaps(const Moves& moves, std::vector<std::vector<PlannedCopy>>& pieces) {
   for (const Move& move : moves.moves) {
     const auto [low, high] = std::minmax(move.src.rank, move.dst.rank);
     if (move.src.rank != swap_owner(low, high, moves.ranks)) continue;
-    Piece piece = plain(move, move.src.rank);
+    PlannedCopy piece = plain(move, move.src.rank);
     piece.command.op = Op::swap;
     pieces[move.src.rank].push_back(piece);
   }
@@ -137,10 +138,10 @@ Rank executor_of(const Slice& dst, const Slice& src) {
   return dst.rank != kHostRank ? dst.rank : 0;
 }
 
-std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
-                                      const Machine& machine) {
-  std::vector<std::vector<Piece>> pieces(moves.ranks);
-  if (kind == Variant::Kind::swap) {
+std::vector<std::vector<PlannedCopy>> group(const Moves& moves, Variant::Shape kind,
+                                            const Machine& machine) {
+  std::vector<std::vector<PlannedCopy>> pieces(moves.ranks);
+  if (kind == Variant::Shape::swap) {
     swaps(moves, pieces);
     return pieces;
   }
@@ -148,9 +149,9 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
   for (const Move& move : moves.moves) by_rank[executor_of(move.dst, move.src)].push_back(move);
   for (Rank rank = 0; rank < moves.ranks; ++rank) {
     std::vector<Move>& own = by_rank[rank];
-    if (kind == Variant::Kind::fan) {
+    if (kind == Variant::Shape::fan) {
       pieces[rank] = fan(std::move(own), rank, moves.ranks);
-    } else if (kind == Variant::Kind::bcst) {
+    } else if (kind == Variant::Shape::bcst) {
       pieces[rank] = bcst(own, rank, moves.ranks, machine);
     } else {
       for (const Move& move : own) pieces[rank].push_back(plain(move, rank));
@@ -158,20 +159,20 @@ std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
     // The peers go first: the own slice is the quickest and nobody waits for it elsewhere. And a
     // peer's queue is then the same one whether there is an own slice to copy or not.
     std::stable_partition(pieces[rank].begin(), pieces[rank].end(),
-                          [](const Piece& piece) { return !piece.peers.empty(); });
+                          [](const PlannedCopy& piece) { return !piece.peers.empty(); });
   }
   return pieces;
 }
 
 std::string why_not(const Moves& moves, const Variant& variant, const Protocol& protocol) {
-  const Variant::Kind kind = variant.kind;
+  const Variant::Shape kind = variant.kind;
   const bool none = moves.moves.empty();
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
   if (variant.prelaunch && protocol.captured) {
     return "a graph holds its commands itself, so nothing can be armed ahead of it; use the variant"
            " without prelaunch_";
   }
-  if (kind == Variant::Kind::swap) {
+  if (kind == Variant::Shape::swap) {
     if (protocol.staged) return "swap needs the buffer itself in a window of every rank";
     // A rank alone swaps with nobody, whatever the operation.
     const bool mirrored = none ? moves.exchange || moves.ranks == 1 : all_mirrored(moves);
@@ -188,7 +189,7 @@ std::string why_not(const Moves& moves, const Variant& variant, const Protocol& 
     return "in place, only one engine's order keeps a chunk until it is sent; use b2b or fan, on "
            "one engine";
   }
-  if (kind == Variant::Kind::bcst) {
+  if (kind == Variant::Shape::bcst) {
     if (none && moves.one_to_many) return "";
     const auto& list = moves.moves;
     const auto shared = [&](size_t i) {

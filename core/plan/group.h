@@ -14,14 +14,14 @@ namespace offcore {
 Rank executor_of(const Slice& dst, const Slice& src);
 
 // A data command and the remote ranks whose memory it touches.
-struct Piece {
+struct PlannedCopy {
   Command command;
   std::vector<Rank> peers;
 };
 
 // One entry a rank: the pieces that its engines execute, in order.
-std::vector<std::vector<Piece>> group(const Moves& moves, Variant::Kind kind,
-                                      const Machine& machine);
+std::vector<std::vector<PlannedCopy>> group(const Moves& moves, Variant::Shape kind,
+                                            const Machine& machine);
 
 // The longest runs of `values` with a constant difference, as (first, step, rows).
 struct Progression {

@@ -160,7 +160,7 @@ class Legalizer {
     scratch_share_ = std::min(bytes, std::max(share, pieces_share));
     scratch_ = static_cast<BufferId>(program_.buffers.size());
     program_.buffers.push_back(
-        {.name = "scratch", .kind = Buffer::Kind::local, .bytes = scratch_share_ * queues});
+        {.name = "scratch", .kind = Buffer::Home::local, .bytes = scratch_share_ * queues});
   }
 
   Program& program_;

@@ -95,12 +95,12 @@ class Lowering {
     uint64_t slot_bytes = 0;
     for (size_t id = kFlagBuffer + 1; id < moves_.buffers.size(); ++id) {
       Buffer& buffer = moves_.buffers[id];
-      if (buffer.kind != Buffer::Kind::window) continue;
+      if (buffer.kind != Buffer::Home::window) continue;
       part[id] = slot_bytes;
       slot_bytes += buffer.bytes;
-      buffer.kind = Buffer::Kind::local;
+      buffer.kind = Buffer::Home::local;
     }
-    moves_.buffers.push_back({.name = "slot", .kind = Buffer::Kind::window, .bytes = slot_bytes});
+    moves_.buffers.push_back({.name = "slot", .kind = Buffer::Home::window, .bytes = slot_bytes});
     for (Move& move : moves_.moves) {
       // Only what a peer pushes; bytes from the host are fetched by the destination itself.
       const bool own = move.src.rank == move.dst.rank || move.src.rank == kHostRank;
@@ -153,20 +153,21 @@ class Lowering {
 
   // Where a link has room for several engines, as memory that CPUs share, they divide a large copy.
   // How many do depends on the peers alone, so that in place and out of place peers are told alike.
-  void spread(std::vector<Piece>& pieces) const {
-    const auto remote = static_cast<size_t>(std::count_if(
-        pieces.begin(), pieces.end(), [](const Piece& piece) { return !piece.peers.empty(); }));
+  void spread(std::vector<PlannedCopy>& pieces) const {
+    const auto remote = static_cast<size_t>(
+        std::count_if(pieces.begin(), pieces.end(),
+                      [](const PlannedCopy& piece) { return !piece.peers.empty(); }));
     const auto room = static_cast<size_t>(machine_.links.link_gbps / machine_.links.engine_gbps);
     const size_t engines = variant_.engines != 0 ? variant_.engines : machine_.engines_peer;
     const size_t ways = std::min(room, engines / std::max<size_t>(remote, 1));
-    if (ways < 2 || variant_.kind != Variant::Kind::pcpy) return;
-    std::vector<Piece> parts;
-    for (const Piece& piece : pieces) {
+    if (ways < 2 || variant_.kind != Variant::Shape::pcpy) return;
+    std::vector<PlannedCopy> parts;
+    for (const PlannedCopy& piece : pieces) {
       const uint64_t whole = piece.command.bytes;
       const size_t count = whole < ways * kShareBytesMin ? 1 : ways;
       const uint64_t share = whole / count / kAlign * kAlign;
       for (size_t i = 0; i < count; ++i) {
-        Piece& part = parts.emplace_back(piece);
+        PlannedCopy& part = parts.emplace_back(piece);
         part.command.dst.offset += i * share;
         part.command.src.offset += i * share;
         part.command.bytes = i + 1 == count ? whole - i * share : share;
@@ -217,9 +218,9 @@ class Lowering {
   // Where an engine makes one copy at a time, those within the rank come after the signals: peers
   // get theirs earlier, and the time until they have is spent. Elsewhere all copies overlap. None
   // that would then read what another one has written: all moves read what was there before.
-  bool last(const Piece& piece, const std::vector<Piece>& all) const {
+  bool last(const PlannedCopy& piece, const std::vector<PlannedCopy>& all) const {
     return machine_.cost.overlap <= 1 && piece.peers.empty() &&
-           std::none_of(all.begin(), all.end(), [&](const Piece& other) {
+           std::none_of(all.begin(), all.end(), [&](const PlannedCopy& other) {
              return !other.peers.empty() && writes_what_reads(other.command, piece.command);
            });
   }

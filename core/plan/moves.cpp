@@ -21,9 +21,9 @@ struct Sides {
 Sides declare(Moves& moves, uint64_t in_bytes, uint64_t out_bytes) {
   moves.buffers.push_back({.name = "flag"});
   if (!moves.in_place) {
-    moves.buffers.push_back({.name = "in", .kind = Buffer::Kind::local, .bytes = in_bytes});
+    moves.buffers.push_back({.name = "in", .kind = Buffer::Home::local, .bytes = in_bytes});
   }
-  moves.buffers.push_back({.name = "out", .kind = Buffer::Kind::window, .bytes = out_bytes});
+  moves.buffers.push_back({.name = "out", .kind = Buffer::Home::window, .bytes = out_bytes});
   const auto out = static_cast<BufferId>(moves.buffers.size() - 1);
   return {.in = moves.in_place ? out : BufferId{1}, .out = out};
 }
@@ -68,7 +68,7 @@ void check_slice(const Moves& moves, size_t index, const char* side, const Slice
     reject("is in buffer ", int{slice.buffer}, "; the buffers are 1 to ", moves.buffers.size() - 1);
   }
   const Buffer& buffer = moves.buffers[slice.buffer];
-  if (buffer.kind == Buffer::Kind::host ? slice.rank != kHostRank : slice.rank >= moves.ranks) {
+  if (buffer.kind == Buffer::Home::host ? slice.rank != kHostRank : slice.rank >= moves.ranks) {
     reject("is on rank ", slice.rank, "; ", buffer.name, " is a ", to_string(buffer.kind),
            " buffer of ", moves.ranks, " ranks");
   }

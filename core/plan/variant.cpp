@@ -16,7 +16,7 @@ constexpr uint16_t kEnginesMax = 256;
 }  // namespace
 
 bool one_engine(const Variant& variant) {
-  const bool one = variant.kind == Variant::Kind::b2b || variant.kind == Variant::Kind::fan;
+  const bool one = variant.kind == Variant::Shape::b2b || variant.kind == Variant::Shape::fan;
   return variant.engines == 1 || (variant.engines == 0 && one);
 }
 
@@ -52,7 +52,7 @@ Variant parse_variant(std::string_view text) {
          "most E engines a rank (1..",
          kEnginesMax, ")");
   }
-  variant.kind = static_cast<Variant::Kind>(index);
+  variant.kind = static_cast<Variant::Shape>(index);
   return variant;
 }
 
@@ -70,7 +70,7 @@ std::vector<Variant> all_variants() {
   std::vector<Variant> variants;
   for (bool prelaunch : {false, true}) {
     for (size_t kind = 0; kind < kKindNames.size(); ++kind) {
-      variants.push_back({.kind = static_cast<Variant::Kind>(kind), .prelaunch = prelaunch});
+      variants.push_back({.kind = static_cast<Variant::Shape>(kind), .prelaunch = prelaunch});
     }
   }
   return variants;

@@ -8,14 +8,14 @@
 namespace offcore {
 
 struct Variant {
-  enum class Kind : uint8_t {
+  enum class Shape : uint8_t {
     pcpy,  // parallel copies: one command a destination, spread over engines (4.1)
     bcst,  // one source, several destinations in a command (4.2)
     swap,  // two ranges exchanged in a command, in place (4.3)
     b2b,   // all copies to peers back to back on one engine, one signal (4.4)
     fan,   // strided: one command for all destinations
   };
-  Kind kind = Kind::pcpy;
+  Shape kind = Shape::pcpy;
   bool prelaunch = false;  // armed ahead and started by a word (4.5)
   uint16_t engines = 0;    // at most this many engines a rank; 0: as many as the kind wants
 

@@ -5,15 +5,13 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/window/admission.h"
 #include "core/window/proof.h"
-#include "core/window/reception.h"
 
 namespace offcore {
 namespace {
 
 constexpr uint64_t kGreetingBytesMax = 256;
-
-using Status = Connection::Status;
 
 class Greetings final : Reception {
  public:
@@ -53,7 +51,8 @@ class Greetings final : Reception {
     guest.rank = peer;
     const std::string said = Packer().number(rank_).number(peer).bytes();
     const std::string greeting = seal().closed(FrameKind::greeting, said);
-    if (guest.connection.send(FrameKind::greeting, greeting, -1, deadline) != Status::ok) {
+    if (guest.connection.send(FrameKind::greeting, greeting, -1, deadline) !=
+        ConnectionStatus::ok) {
       lose(guest);
     }
   }

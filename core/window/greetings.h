@@ -9,7 +9,7 @@
 
 #include "core/base/clock.h"
 #include "core/ir/command.h"
-#include "core/window/meeting.h"
+#include "core/window/bootstrap.h"
 #include "core/window/socket.h"
 
 namespace offcore {

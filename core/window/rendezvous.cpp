@@ -16,8 +16,8 @@
 
 #include "core/base/error.h"
 #include "core/base/threads.h"
+#include "core/window/bootstrap.h"
 #include "core/window/greetings.h"
-#include "core/window/meeting.h"
 #include "core/window/socket.h"
 
 namespace offcore {
@@ -27,17 +27,16 @@ constexpr uint64_t kTagBytesMax = 4096;
 constexpr size_t kInboxMax = 4096;           // parcels a peer may be ahead
 constexpr int64_t kGoodbyeNs = 200'000'000;  // a peer that reads nothing gets none
 
-using Status = Connection::Status;
-using Key = std::pair<std::string, uint64_t>;  // tag, sequence
+using PeerKey = std::pair<std::string, uint64_t>;  // tag, sequence
 
 struct Peer {
-  enum class State : uint8_t { here, left, lost };
+  enum class PeerState : uint8_t { here, left, lost };
   Connection connection;
   std::mutex sending;
-  State state = State::here;    // from here on guarded by the mesh's mutex
-  bool announced = false;       // its loss, to the callback
-  std::optional<Rank> saw_die;  // before it left
-  std::map<Key, Parcel> inbox;
+  PeerState state = PeerState::here;  // from here on guarded by the mesh's mutex
+  bool announced = false;             // its loss, to the callback
+  std::optional<Rank> saw_die;        // before it left
+  std::map<PeerKey, Parcel> inbox;
 };
 
 // One connected socket per peer, and a thread that reads them all.
@@ -56,13 +55,13 @@ class Mesh final : public Rendezvous {
   void close() override;
 
  private:
-  void post(Rank peer, const Key& key, std::string_view blob, int fd, const Deadline& deadline);
-  std::vector<Rank> missing(const Key& key) const;
+  void post(Rank peer, const PeerKey& key, std::string_view blob, int fd, const Deadline& deadline);
+  std::vector<Rank> missing(const PeerKey& key) const;
   std::optional<Rank> first_gone(const std::vector<Rank>& ranks) const;
   void watch();
-  void read(Rank peer, Status received);
+  void read(Rank peer, ConnectionStatus received);
   void take(Rank peer, Frame& frame);
-  void lose(Rank peer, Peer::State state);
+  void lose(Rank peer, Peer::PeerState state);
   void announce();
   std::string last_word();
   void poke() const { eventfd_write(poke_.get(), 1); }
@@ -102,7 +101,7 @@ Mesh::Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& dead
   }
 }
 
-std::vector<Rank> Mesh::missing(const Key& key) const {
+std::vector<Rank> Mesh::missing(const PeerKey& key) const {
   std::vector<Rank> missing;
   for (Rank peer = 0; peer < ranks_; ++peer) {
     if (peer != rank_ && !peers_[peer].inbox.contains(key)) missing.push_back(peer);
@@ -112,7 +111,7 @@ std::vector<Rank> Mesh::missing(const Key& key) const {
 
 // Of those that are gone; one that died before one that left, perhaps because of the first.
 std::optional<Rank> Mesh::first_gone(const std::vector<Rank>& ranks) const {
-  for (const Peer::State state : {Peer::State::lost, Peer::State::left}) {
+  for (const Peer::PeerState state : {Peer::PeerState::lost, Peer::PeerState::left}) {
     for (Rank peer : ranks) {
       if (peers_[peer].state == state) return peer;
     }
@@ -120,18 +119,18 @@ std::optional<Rank> Mesh::first_gone(const std::vector<Rank>& ranks) const {
   return std::nullopt;
 }
 
-void Mesh::post(Rank peer, const Key& key, std::string_view blob, int fd,
+void Mesh::post(Rank peer, const PeerKey& key, std::string_view blob, int fd,
                 const Deadline& deadline) {
   const std::string payload = Packer().number(key.second).text(key.first).text(blob).bytes();
   Peer& to = peers_[peer];
   const std::lock_guard sending(to.sending);
   {
     const std::lock_guard lock(mutex_);
-    if (to.state != Peer::State::here) return;  // the wait for its parcel reports it
+    if (to.state != Peer::PeerState::here) return;  // the wait for its parcel reports it
   }
-  const Status status = to.connection.send(FrameKind::parcel, payload, fd, deadline);
+  const ConnectionStatus status = to.connection.send(FrameKind::parcel, payload, fd, deadline);
   // Half a frame may be under way: nothing more can be said on this stream. The watcher sees it.
-  if (status != Status::ok) shutdown(to.connection.fd(), SHUT_RDWR);
+  if (status != ConnectionStatus::ok) shutdown(to.connection.fd(), SHUT_RDWR);
 }
 
 std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, int fd,
@@ -141,7 +140,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
          " bytes exceed the limits of ", kTagBytesMax, " and ", kBlobBytesMax);
   }
   const int64_t wait_ns = deadline.left_ns();
-  Key key{tag, 0};
+  PeerKey key{tag, 0};
   {
     const std::lock_guard lock(mutex_);
     if (closing_) fail(Code::cancelled, "this rank has left the rendezvous at ", store_);
@@ -159,7 +158,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
         fail(Code::peer, "rank ", *peer.saw_die, " died before '", tag, "', said rank ", *gone,
              ", and left");
       }
-      fail(Code::peer, "rank ", *gone, peer.state == Peer::State::lost ? " died" : " left",
+      fail(Code::peer, "rank ", *gone, peer.state == Peer::PeerState::lost ? " died" : " left",
            " before '", tag, "'");
     }
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
@@ -180,7 +179,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
 void Mesh::watch() {
   // What came right behind a greeting has been taken in with it.
   for (Rank peer = 0; peer < ranks_; ++peer) {
-    if (peer != rank_) read(peer, Status::ok);
+    if (peer != rank_) read(peer, ConnectionStatus::ok);
   }
   while (true) {
     std::vector<pollfd> entries{{.fd = poke_.get(), .events = POLLIN, .revents = 0}};
@@ -189,7 +188,7 @@ void Mesh::watch() {
       const std::lock_guard lock(mutex_);
       if (closing_) return;
       for (Rank peer = 0; peer < ranks_; ++peer) {
-        if (peer == rank_ || peers_[peer].state != Peer::State::here) continue;
+        if (peer == rank_ || peers_[peer].state != Peer::PeerState::here) continue;
         entries.push_back({.fd = peers_[peer].connection.fd(), .events = POLLIN, .revents = 0});
         ranks.push_back(peer);
       }
@@ -205,9 +204,9 @@ void Mesh::watch() {
   }
 }
 
-void Mesh::read(Rank peer, Status received) {
+void Mesh::read(Rank peer, ConnectionStatus received) {
   Connection& connection = peers_[peer].connection;
-  Status status = Status::ok;
+  ConnectionStatus status = ConnectionStatus::ok;
   while (std::optional<Frame> frame = connection.next(status)) {
     if (frame->kind == FrameKind::goodbye) {
       Unpacker unpacker(frame->payload);
@@ -216,11 +215,12 @@ void Mesh::read(Rank peer, Status received) {
         const std::lock_guard lock(mutex_);
         peers_[peer].saw_die = died;
       }
-      return lose(peer, Peer::State::left);
+      return lose(peer, Peer::PeerState::left);
     }
     take(peer, *frame);
   }
-  if (received != Status::ok || status != Status::ok) lose(peer, Peer::State::lost);
+  if (received != ConnectionStatus::ok || status != ConnectionStatus::ok)
+    lose(peer, Peer::PeerState::lost);
 }
 
 void Mesh::take(Rank peer, Frame& frame) {
@@ -228,11 +228,11 @@ void Mesh::take(Rank peer, Frame& frame) {
   const auto sequence = unpacker.number<uint64_t>();
   const std::string tag(unpacker.text());
   Parcel parcel{.blob = std::string(unpacker.text()), .fd = std::move(frame.fd)};
-  if (frame.kind != FrameKind::parcel || !unpacker.ok()) return lose(peer, Peer::State::lost);
+  if (frame.kind != FrameKind::parcel || !unpacker.ok()) return lose(peer, Peer::PeerState::lost);
   bool full = false;
   {
     const std::lock_guard lock(mutex_);
-    std::map<Key, Parcel>& inbox = peers_[peer].inbox;
+    std::map<PeerKey, Parcel>& inbox = peers_[peer].inbox;
     // What this rank stopped waiting for at a timeout is dropped when the next one comes.
     while (!inbox.empty()) {
       const auto stale = inbox.lower_bound({tag, 0});
@@ -243,13 +243,13 @@ void Mesh::take(Rank peer, Frame& frame) {
     full = inbox.size() >= kInboxMax;
     if (!full) inbox.insert_or_assign({tag, sequence}, std::move(parcel));
   }
-  if (full) return lose(peer, Peer::State::lost);
+  if (full) return lose(peer, Peer::PeerState::lost);
   arrived_.notify_all();
 }
 
-void Mesh::lose(Rank peer, Peer::State state) {
+void Mesh::lose(Rank peer, Peer::PeerState state) {
   const std::lock_guard lock(mutex_);
-  if (peers_[peer].state != Peer::State::here) return;
+  if (peers_[peer].state != Peer::PeerState::here) return;
   peers_[peer].state = state;
   shutdown(peers_[peer].connection.fd(), SHUT_RDWR);
   arrived_.notify_all();
@@ -262,7 +262,7 @@ void Mesh::announce() {
     {
       const std::lock_guard lock(mutex_);
       Peer& gone = peers_[peer];
-      if (gone.state != Peer::State::lost || std::exchange(gone.announced, true)) continue;
+      if (gone.state != Peer::PeerState::lost || std::exchange(gone.announced, true)) continue;
     }
     callback_(peer);
   }
@@ -283,7 +283,7 @@ std::string Mesh::last_word() {
   const std::lock_guard lock(mutex_);
   Packer packer;
   for (Rank peer = 0; peer < ranks_ && packer.bytes().empty(); ++peer) {
-    if (peers_[peer].state == Peer::State::lost) packer.number(peer);
+    if (peers_[peer].state == Peer::PeerState::lost) packer.number(peer);
   }
   return packer.bytes();
 }

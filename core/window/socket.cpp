@@ -28,9 +28,9 @@ struct Header {
 };
 static_assert(sizeof(Header) == 16);
 
-using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+using ResolvedAddresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-Addresses resolve(const std::string& address) {
+ResolvedAddresses resolve(const std::string& address) {
   const size_t colon = address.rfind(':');
   std::string host = address.substr(0, colon == std::string::npos ? 0 : colon);
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
@@ -50,7 +50,7 @@ Addresses resolve(const std::string& address) {
     fail(Code::invalid, "cannot find the host of store address '", address,
          "': ", gai_strerror(status));
   }
-  return Addresses(found, &freeaddrinfo);
+  return ResolvedAddresses(found, &freeaddrinfo);
 }
 
 Descriptor open_socket(int family) {
@@ -214,7 +214,7 @@ Connection::Status Connection::wait_frame(Frame& frame, const Deadline& deadline
 }
 
 Descriptor listen_at(const std::string& address) {
-  const Addresses addresses = resolve(address);
+  const ResolvedAddresses addresses = resolve(address);
   int error = 0;
   for (const addrinfo* at = addresses.get(); at != nullptr; at = at->ai_next) {
     Descriptor listener = open_socket(at->ai_family);
@@ -232,7 +232,7 @@ Descriptor listen_at(const std::string& address) {
 }
 
 Descriptor connect_to(const std::string& address, const Deadline& deadline, std::string& reason) {
-  const Addresses addresses = resolve(address);
+  const ResolvedAddresses addresses = resolve(address);
   for (const addrinfo* at = addresses.get(); at != nullptr; at = at->ai_next) {
     Descriptor connection = open_socket(at->ai_family);
     if (!connection) fail_errno(Code::driver, "cannot open a socket");

@@ -21,7 +21,7 @@
 namespace offcore {
 
 enum class FrameKind : uint16_t {
-  knock,      // rank to store, first: see meeting.h for these
+  knock,      // rank to store, first: see bootstrap.h for these
   challenge,  // store to rank
   hello,      // rank to store
   progress,   // store to rank
@@ -124,6 +124,8 @@ class Connection {
   size_t used_ = 0;  // of received_
   std::deque<Descriptor> fds_;
 };
+
+using ConnectionStatus = Connection::Status;
 
 // Waits until the descriptor is readable or writable (POLLIN, POLLOUT); false when it is late.
 bool wait_ready(int fd, short events, const Deadline& deadline);

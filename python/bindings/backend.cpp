@@ -12,7 +12,7 @@
 #include <optional>
 #include <thread>
 
-#include "core/backend/cuda/stopwatch.h"
+#include "core/backend/cuda/gpu_timer.h"
 #include "core/backend/registry.h"
 #include "core/backend/sim/sim.h"
 #include "core/backend/wakeup.h"
@@ -28,7 +28,7 @@ namespace {
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Arrays = std::map<std::string, std::vector<std::optional<Bytes>>>;
 
-using cuda::Stopwatch;
+using cuda::GpuTimer;
 
 struct RunReport {
   Report report;                  // of the last launch
@@ -50,7 +50,7 @@ class Session : public OfProcess {
   }
 
   RunReport run(const Program& program, const Arrays& arrays, double timeout_s, uint32_t repeat,
-                uint32_t epoch, bool checked, Stopwatch* gate) {
+                uint32_t epoch, bool checked, GpuTimer* gate) {
     if (checked) verify(program);
     const auto memory = std::make_shared<Memory>();
     Launch launch{.binding = Binding(program.buffers.size(), program.ranks),
@@ -125,14 +125,14 @@ class Session : public OfProcess {
   void bind_buffer(Memory& memory, std::vector<Copy>& copies, Launch& launch,
                    const Program& program, BufferId id, const Arrays& arrays) {
     const Buffer& buffer = program.buffers[id];
-    const bool host = buffer.kind == Buffer::Kind::host;
+    const bool host = buffer.kind == Buffer::Home::host;
     const Rank places = host ? Rank{1} : program.ranks;
     const auto found = arrays.find(buffer.name);
     if (found != arrays.end() && found->second.size() != places) {
       fail(Code::invalid, "buffer ", buffer.name, " needs ", places, " arrays, not ",
            found->second.size());
     }
-    const bool window = buffer.kind == Buffer::Kind::window;
+    const bool window = buffer.kind == Buffer::Home::window;
     const std::vector<Share> shares = host ? std::vector<Share>{allocate_host(memory, buffer.bytes)}
                                            : allocate(memory, places, buffer.bytes, window);
     for (Rank i = 0; i < places; ++i) {
@@ -151,14 +151,14 @@ class Session : public OfProcess {
 
   // Whatever happens, nothing stays behind the gate.
   struct Opening {
-    Stopwatch* gate;
+    GpuTimer* gate;
     ~Opening() {
       if (gate != nullptr) gate->open();
     }
   };
 
   void launch_all(const Program& program, Launch& launch, LockReleased& released, double timeout_s,
-                  uint32_t repeat, Stopwatch* gate, RunReport& result) {
+                  uint32_t repeat, GpuTimer* gate, RunReport& result) {
     const std::shared_ptr<Loaded> loaded = backend_->load(std::make_shared<const Program>(program));
     for (uint32_t i = 0; i < repeat; ++i, launch.epoch += program.flag_span) {
       if (program.mode == Mode::armed) loaded->arm(launch);
@@ -185,9 +185,10 @@ class Session : public OfProcess {
   std::unique_ptr<Backend> backend_;
 };
 
-Fault make_fault(const std::string& kind, Rank rank, const nb::object& queue, uint32_t nth,
-                 double factor, int64_t ns) {
-  Fault fault{.kind = parse_fault_kind(kind), .rank = rank, .nth = nth, .factor = factor, .ns = ns};
+sim::Fault make_fault(const std::string& kind, Rank rank, const nb::object& queue, uint32_t nth,
+                      double factor, int64_t ns) {
+  sim::Fault fault{
+      .kind = sim::parse_fault_kind(kind), .rank = rank, .nth = nth, .factor = factor, .ns = ns};
   if (!nb::isinstance<nb::str>(queue)) {
     fault.queue = nb::cast<uint16_t>(queue);
   } else if (nb::cast<std::string>(queue) == "caller") {
@@ -217,21 +218,23 @@ Arrays arrays_of(const nb::dict& buffers) {
 }
 
 void bind_faults(nb::module_& module) {
-  nb::class_<Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
+  nb::class_<sim::Fault>(module, "Fault", "What the simulator is to do wrong (core/backend/sim).")
       .def(
           "__init__",
-          [](Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
-             uint32_t nth, double factor,
-             int64_t ns) { new (place) Fault(make_fault(kind, rank, queue, nth, factor, ns)); },
+          [](sim::Fault* place, const std::string& kind, Rank rank, const nb::object& queue,
+             uint32_t nth, double factor, int64_t ns) {
+            new (place) sim::Fault(make_fault(kind, rank, queue, nth, factor, ns));
+          },
           nb::arg("kind"), nb::arg("rank") = 0, nb::arg("queue") = 0, nb::arg("nth") = 0,
           nb::arg("factor") = 1.0, nb::arg("ns") = 0)
-      .def_prop_ro("kind", [](const Fault& fault) { return std::string(to_string(fault.kind)); })
-      .def_ro("rank", &Fault::rank)
-      .def_ro("nth", &Fault::nth)
-      .def_ro("factor", &Fault::factor)
-      .def_ro("ns", &Fault::ns)
-      .def("__repr__", [](const Fault& fault) { return to_string(fault); });
-  module.def("random_fault", &random_fault, nb::arg("seed"), nb::arg("program"),
+      .def_prop_ro("kind",
+                   [](const sim::Fault& fault) { return std::string(to_string(fault.kind)); })
+      .def_ro("rank", &sim::Fault::rank)
+      .def_ro("nth", &sim::Fault::nth)
+      .def_ro("factor", &sim::Fault::factor)
+      .def_ro("ns", &sim::Fault::ns)
+      .def("__repr__", [](const sim::Fault& fault) { return to_string(fault); });
+  module.def("random_fault", &sim::random_fault, nb::arg("seed"), nb::arg("program"),
              "A fault that a launch of this program meets.");
 }
 
@@ -253,19 +256,19 @@ void bind_report(nb::module_& module) {
 }
 
 void bind_stopwatch(nb::module_& module) {
-  nb::class_<Stopwatch>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/stopwatch.h.")
-      .def(nb::new_(
-               [](int device) { return owned_by_process(std::make_unique<Stopwatch>(device)); }),
-           nb::arg("device"))
+  nb::class_<GpuTimer>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/gpu_timer.h.")
+      .def(
+          nb::new_([](int device) { return owned_by_process(std::make_unique<GpuTimer>(device)); }),
+          nb::arg("device"))
       .def_prop_ro("stream",
-                   [](const Stopwatch& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
-      .def("shut", &Stopwatch::shut, Unlocked())
-      .def("open", &Stopwatch::open)
-      .def("start", &Stopwatch::start, Unlocked())
-      .def("stop", &Stopwatch::stop, Unlocked())
+                   [](const GpuTimer& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
+      .def("shut", &GpuTimer::shut, Unlocked())
+      .def("open", &GpuTimer::open)
+      .def("start", &GpuTimer::start, Unlocked())
+      .def("stop", &GpuTimer::stop, Unlocked())
       .def(
           "elapsed_us",
-          [](const Stopwatch& self, double timeout_s) {
+          [](const GpuTimer& self, double timeout_s) {
             LockReleased released;
             return self.elapsed_us(released.within(timeout_s));
           },
@@ -312,19 +315,19 @@ void bind_backend(nb::module_& module) {
       .def_ro("proven", &CudaOptions::proven);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(nb::new_([](const std::string& backend, const Machine& machine, Rank ranks, bool phantom,
-                       uint64_t seed, std::vector<Fault> faults, const CudaOptions& cuda,
+                       uint64_t seed, std::vector<sim::Fault> faults, const CudaOptions& cuda,
                        bool packets) {
              return owned_by_process(std::make_unique<Session>(
                  backend, machine, ranks,
                  BackendOptions{.sim = {phantom, seed, std::move(faults), packets}, .cuda = cuda}));
            }),
            nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
-           nb::arg("seed") = 0, nb::arg("faults") = std::vector<Fault>{},
+           nb::arg("seed") = 0, nb::arg("faults") = std::vector<sim::Fault>{},
            nb::arg("cuda") = CudaOptions{}, nb::arg("packets") = false)
       .def(
           "run",
           [](Session& session, const Program& program, const nb::dict& buffers, double timeout_s,
-             uint32_t repeat, uint32_t epoch, bool checked, Stopwatch* gate) {
+             uint32_t repeat, uint32_t epoch, bool checked, GpuTimer* gate) {
             return session.run(program, arrays_of(buffers), timeout_s, repeat, epoch, checked,
                                gate);
           },

@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core/base/error.h"
-#include "core/comm/copier.h"
+#include "core/comm/batch_executor.h"
 #include "keep.h"
 #include "module.h"
 #include "place.h"
@@ -95,7 +95,7 @@ std::unique_ptr<BatchRun> start(const std::string& backend, const Machine& machi
   if (backend == "cuda") {
     options.cuda = {.devices = entries.gpus, .own_copy = own_copy, .foreign = true};
   }
-  return Copier::of(backend, machine, entries.ranks, std::move(options))
+  return BatchExecutor::of(backend, machine, entries.ranks, std::move(options))
       ->start(std::move(call), released.within(timeout_s));
 }
 
@@ -132,7 +132,7 @@ void bind_run(nb::module_& module) {
   module.def("start_batch", &start, nb::arg("backend"), nb::arg("machine"), nb::arg("entries"),
              nb::arg("swaps"), nb::arg("policy"), nb::arg("phantom"), nb::arg("own_copy"),
              nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"));
-  module.def("close_batches", &Copier::close_all, Unlocked(),
+  module.def("close_batches", &BatchExecutor::close_all, Unlocked(),
              "Ends the backends that batches have opened.");
 }
 

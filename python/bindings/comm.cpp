@@ -15,7 +15,7 @@
 #include "core/base/error.h"
 #include "core/base/pattern.h"
 #include "core/comm/communicator.h"
-#include "core/comm/settle.h"
+#include "core/comm/negotiate.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
@@ -109,7 +109,7 @@ nb::object buffer_of(nb::handle array, bool writable) {
 std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
                                                 Rank ranks, const std::string& store, Rank rank,
                                                 Rank world_size, bool phantom, uint64_t seed,
-                                                std::vector<Fault> faults, bool packets,
+                                                std::vector<sim::Fault> faults, bool packets,
                                                 const CudaOptions& cuda, double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
@@ -369,7 +369,7 @@ void bind_comm(nb::module_& module) {
           nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
       .def_prop_ro("kept", &Communicator::kept, "How many plans and windows it keeps track of.")
       .def_prop_ro_static(
-          "plans_max", [](nb::handle) { return Plans::kDroppableMax; },
+          "plans_max", [](nb::handle) { return PlanCache::kDroppableMax; },
           "Of the plans that can be made again, how many are kept.")
       .def("start", &start, nb::arg("op"), nb::arg("out").none(), nb::arg("inp").none(),
            nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
@@ -378,7 +378,7 @@ void bind_comm(nb::module_& module) {
           "next_input",
           [](Communicator& self, uint32_t lane, uint64_t bytes, double timeout_s) {
             LockReleased released;
-            const Slots::Place place = self.next_input(lane, bytes, released.within(timeout_s));
+            const Slots::SlotPlace place = self.next_input(lane, bytes, released.within(timeout_s));
             return std::pair(place.window, place.offset);
           },
           nb::arg("lane"), nb::arg("nbytes"), nb::arg("timeout_s"))

@@ -12,7 +12,7 @@
 
 #include "core/backend/registry.h"
 #include "core/base/error.h"
-#include "core/kv/peers.h"
+#include "core/kv/baselines.h"
 #include "core/kv/transfer.h"
 #include "keep.h"
 #include "module.h"
@@ -106,7 +106,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
   }
-  std::vector<kv::Group> groups;
+  std::vector<kv::CacheGroup> groups;
   for (size_t i = 0; i < layouts.size(); ++i) {
     groups.push_back({layouts[i], nb::cast<HostPool&>(pools[i]).shared_from_this()});
   }
@@ -139,12 +139,12 @@ Started start(Transfer& self, bool load, uint32_t group, const Numbers& blocks,
               const Numbers& slots, int32_t priority, uint32_t layers_together,
               const std::string& after_is, uintptr_t after) {
   Released::drop();
-  kv::Request request{.direction = load ? Direction::load : Direction::store,
-                      .group = group,
-                      .blocks = copied(blocks),
-                      .slots = copied(slots),
-                      .priority = priority,
-                      .layers_together = layers_together};
+  kv::TransferRequest request{.direction = load ? Direction::load : Direction::store,
+                              .group = group,
+                              .blocks = copied(blocks),
+                              .slots = copied(slots),
+                              .priority = priority,
+                              .layers_together = layers_together};
   LockReleased released;
   if (after_is == "stream") request.after = self.backend().mark_stream(after);
   if (after_is == "event") request.after = self.backend().mark_event(after);
@@ -173,7 +173,7 @@ void bind_pools(nb::module_& module) {
       .def_prop_ro("rows_chunk", &HostPool::rows_chunk)
       .def_prop_ro("counts",
                    [](const HostPool& self) {
-                     const HostPool::Counts counts = self.counts();
+                     const HostPool::PoolCounts counts = self.counts();
                      return std::tuple(counts.rows, counts.ready, counts.free, counts.leaving);
                    })
       .def("grow", &HostPool::grow, nb::arg("rows"), Unlocked())
@@ -221,7 +221,7 @@ void bind_peers(nb::module_& module) {
         kv::copy_by_loop(pages_of(dsts, srcs, bytes), device, stream);
       },
       nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
-      "What programs do that have no offcore: core/kv/peers.h.");
+      "What programs do that have no offcore: core/kv/baselines.h.");
   module.def(
       "copy_by_batch",
       [](const Places& dsts, const Places& srcs, uint64_t bytes, int device, uintptr_t stream,
@@ -274,7 +274,7 @@ void bind_jobs(nb::module_& module) {
           "hold",
           [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
             LockReleased released;
-            self.transfer->hold(*self.job, layer, stream, released.within(timeout_s));
+            self.transfer->enqueue_wait(*self.job, layer, stream, released.within(timeout_s));
           },
           nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"))
       .def(

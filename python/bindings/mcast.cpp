@@ -7,7 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core/base/error.h"
-#include "core/mcast/fabric.h"
+#include "core/mcast/sim_network.h"
 #include "core/mcast/siphash.h"
 #include "keep.h"
 #include "module.h"
@@ -17,20 +17,20 @@
 namespace offcore {
 namespace {
 
-using mcast::Counters;
+using mcast::BlockLayout;
+using mcast::ChunkRun;
 using mcast::Endpoint;
-using mcast::Fabric;
+using mcast::EndpointCounters;
+using mcast::EndpointNode;
 using mcast::Faults;
 using mcast::Group;
-using mcast::Key;
-using mcast::Kind;
-using mcast::Layout;
+using mcast::GroupKey;
+using mcast::GroupRank;
 using mcast::Message;
-using mcast::Node;
 using mcast::Operation;
-using mcast::Rank;
-using mcast::Report;
-using mcast::Run;
+using mcast::OperationKind;
+using mcast::OperationReport;
+using mcast::SimNetwork;
 
 std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
   std::array<std::byte, 16> secret{};
@@ -45,13 +45,13 @@ std::span<const std::byte> span_of(const nb::bytes& bytes) {
   return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
 }
 
-Kind kind_of(const std::string& name) {
-  if (name == "broadcast") return Kind::broadcast;
-  if (name == "all_gather") return Kind::all_gather;
+OperationKind kind_of(const std::string& name) {
+  if (name == "broadcast") return OperationKind::broadcast;
+  if (name == "all_gather") return OperationKind::all_gather;
   fail(Code::invalid, "no operation ", name, ": broadcast or all_gather");
 }
 
-nb::dict dict_of(const Report& report) {
+nb::dict dict_of(const OperationReport& report) {
   nb::dict dict;
   dict["bytes"] = report.bytes;
   dict["datagrams"] = report.datagrams;
@@ -66,7 +66,7 @@ nb::dict dict_of(const Report& report) {
   return dict;
 }
 
-nb::dict dict_of(const Counters& counters) {
+nb::dict dict_of(const EndpointCounters& counters) {
   nb::dict dict = dict_of(counters.sum);
   dict["datagrams"] = counters.received.taken;
   dict["datagram_bytes"] = counters.received.bytes;
@@ -86,16 +86,16 @@ nb::dict dict_of(const Counters& counters) {
   return dict;
 }
 
-std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, Rank root,
+std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, GroupRank root,
                                   uintptr_t out, std::vector<uint64_t> counts, nb::object keep,
                                   uintptr_t in = 0) {
   Released::drop();
-  mcast::Request request{.kind = kind_of(kind),
-                         .root = root,
-                         .out = reinterpret_cast<std::byte*>(out),
-                         .in = reinterpret_cast<const std::byte*>(in),
-                         .counts = std::move(counts),
-                         .keep = keep_alive(std::move(keep))};
+  mcast::OperationRequest request{.kind = kind_of(kind),
+                                  .root = root,
+                                  .out = reinterpret_cast<std::byte*>(out),
+                                  .in = reinterpret_cast<const std::byte*>(in),
+                                  .counts = std::move(counts),
+                                  .keep = keep_alive(std::move(keep))};
   LockReleased released;
   return endpoint.submit(std::move(request));
 }
@@ -138,15 +138,15 @@ void bind_group(nb::module_& module) {
 }
 
 void bind_node(nb::module_& module) {
-  nb::class_<Node>(module, "McastNode", "core/mcast/transport.h")
+  nb::class_<EndpointNode>(module, "McastNode", "core/mcast/transport.h")
       .def_prop_ro("address",
-                   [](const Node& self) {
+                   [](const EndpointNode& self) {
                      const std::string address = self.address();
                      return nb::bytes(address.data(), address.size());
                    })
       .def(
           "start",
-          [](Node& self, const Group& group, const std::vector<nb::bytes>& addresses,
+          [](EndpointNode& self, const Group& group, const std::vector<nb::bytes>& addresses,
              double timeout_s) {
             std::vector<std::string> all;
             for (const nb::bytes& one : addresses) all.emplace_back(one.c_str(), one.size());
@@ -156,20 +156,20 @@ void bind_node(nb::module_& module) {
           nb::arg("group"), nb::arg("addresses"), nb::arg("timeout_s"))
       .def(
           "submit",
-          [](Node& self, const std::string& kind, Rank root, uintptr_t out,
+          [](EndpointNode& self, const std::string& kind, GroupRank root, uintptr_t out,
              std::vector<uint64_t> counts, nb::object keep, uintptr_t in) {
             return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in);
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
           nb::arg("keep").none(), nb::arg("inp") = 0)
       .def("close",
-           [](nb::handle_t<Node> self) {
-             Node* const here = if_here(self);
+           [](nb::handle_t<EndpointNode> self) {
+             EndpointNode* const here = if_here(self);
              LockReleased released;
              if (here != nullptr) here->close();
            })
-      .def_prop_ro("closed", [](Node& self) { return self.endpoint().closed(); })
-      .def_prop_ro("counters", [](Node& self) {
+      .def_prop_ro("closed", [](EndpointNode& self) { return self.endpoint().closed(); })
+      .def_prop_ro("counters", [](EndpointNode& self) {
         nb::dict dict = dict_of(self.endpoint().counters());
         for (const auto& [name, value] : self.counters()) dict[name.c_str()] = value;
         return dict;
@@ -177,7 +177,7 @@ void bind_node(nb::module_& module) {
 }
 
 void bind_fabric(nb::module_& module) {
-  nb::class_<Faults>(module, "McastFaults", "core/mcast/fabric.h")
+  nb::class_<Faults>(module, "McastFaults", "core/mcast/sim_network.h")
       .def(nb::init<>())
       .def_rw("seed", &Faults::seed)
       .def_rw("loss", &Faults::loss)
@@ -193,41 +193,41 @@ void bind_fabric(nb::module_& module) {
       .def_rw("drain_bytes_s", &Faults::drain_bytes_s)
       .def_rw("together", &Faults::together)
       .def_rw("scatter", &Faults::scatter);
-  nb::class_<Fabric>(module, "McastFabric", "core/mcast/fabric.h")
+  nb::class_<SimNetwork>(module, "McastFabric", "core/mcast/sim_network.h")
       .def(nb::init<std::vector<Group>, const Faults&>(), nb::arg("groups"), nb::arg("faults"))
-      .def_prop_ro("now_ns", &Fabric::now_ns)
+      .def_prop_ro("now_ns", &SimNetwork::now_ns)
       .def(
           "submit",
-          [](Fabric& self, Rank rank, const std::string& kind, Rank root, uintptr_t out,
-             std::vector<uint64_t> counts, nb::object keep, size_t communicator) {
+          [](SimNetwork& self, GroupRank rank, const std::string& kind, GroupRank root,
+             uintptr_t out, std::vector<uint64_t> counts, nb::object keep, size_t communicator) {
             return submit(self.endpoint(rank, communicator), kind, root, out, std::move(counts),
                           std::move(keep));
           },
           nb::arg("rank"), nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
           nb::arg("keep").none(), nb::arg("communicator") = 0)
-      .def("run_until", &Fabric::run_until, nb::arg("until_ns"))
-      .def("close", [](Fabric& self, Rank rank) { self.endpoint(rank, 0).close(); })
+      .def("run_until", &SimNetwork::run_until, nb::arg("until_ns"))
+      .def("close", [](SimNetwork& self, GroupRank rank) { self.endpoint(rank, 0).close(); })
       .def(
           "counters",
-          [](Fabric& self, Rank rank, size_t communicator) {
+          [](SimNetwork& self, GroupRank rank, size_t communicator) {
             return dict_of(self.endpoint(rank, communicator).counters());
           },
           nb::arg("rank"), nb::arg("communicator") = 0)
-      .def("drop", &Fabric::drop, nb::arg("receiver"), nb::arg("source"), nb::arg("psn"))
-      .def("slow", &Fabric::slow, nb::arg("rank"))
-      .def("cut", &Fabric::cut, nb::arg("side"), nb::arg("from_ns"), nb::arg("until_ns"),
+      .def("drop", &SimNetwork::drop, nb::arg("receiver"), nb::arg("source"), nb::arg("psn"))
+      .def("slow", &SimNetwork::slow, nb::arg("rank"))
+      .def("cut", &SimNetwork::cut, nb::arg("side"), nb::arg("from_ns"), nb::arg("until_ns"),
            nb::arg("reliable_too"))
-      .def("kill", &Fabric::kill, nb::arg("rank"), nb::arg("after_calls"), nb::arg("told_ns"))
-      .def("dead", &Fabric::dead, nb::arg("rank"))
-      .def("calls", &Fabric::calls, nb::arg("rank"))
+      .def("kill", &SimNetwork::kill, nb::arg("rank"), nb::arg("after_calls"), nb::arg("told_ns"))
+      .def("dead", &SimNetwork::dead, nb::arg("rank"))
+      .def("calls", &SimNetwork::calls, nb::arg("rank"))
       .def(
           "inject",
-          [](Fabric& self, Rank to, uint32_t subgroup, const nb::bytes& bytes,
+          [](SimNetwork& self, GroupRank to, uint32_t subgroup, const nb::bytes& bytes,
              uint32_t segment_bytes) { self.inject(to, subgroup, span_of(bytes), segment_bytes); },
           nb::arg("to"), nb::arg("subgroup"), nb::arg("bytes"), nb::arg("segment_bytes"))
       .def(
           "inject_message",
-          [](Fabric& self, Rank to, Rank from, const nb::bytes& bytes) {
+          [](SimNetwork& self, GroupRank to, GroupRank from, const nb::bytes& bytes) {
             if (bytes.size() != mcast::kMessageBytes) return false;
             const std::optional<Message> message = mcast::decode(span_of(bytes).data());
             if (message) self.inject(to, from, *message);
@@ -245,35 +245,35 @@ void bind_formats(nb::module_& module) {
         return mcast::siphash(secret_of(key), {}, span_of(bytes));
       },
       nb::arg("key"), nb::arg("bytes"));
-  nb::class_<Layout>(module, "McastLayout", "core/mcast/layout.h")
+  nb::class_<BlockLayout>(module, "McastLayout", "core/mcast/block_layout.h")
       .def(
           "__init__",
-          [](Layout* self, const Group& group, const std::string& kind, Rank root,
+          [](BlockLayout* self, const Group& group, const std::string& kind, GroupRank root,
              const std::vector<uint64_t>& counts) {
-            new (self) Layout(group, group.first_op, kind_of(kind), root, counts);
+            new (self) BlockLayout(group, group.first_op, kind_of(kind), root, counts);
           },
           nb::arg("group"), nb::arg("kind"), nb::arg("root"), nb::arg("counts"))
-      .def_prop_ro("bytes", &Layout::bytes)
-      .def("chunks", &Layout::chunks, nb::arg("source"))
-      .def("offset", &Layout::offset, nb::arg("source"), nb::arg("psn"))
+      .def_prop_ro("bytes", &BlockLayout::bytes)
+      .def("chunks", &BlockLayout::chunks, nb::arg("source"))
+      .def("offset", &BlockLayout::offset, nb::arg("source"), nb::arg("psn"))
       .def(
           "part",
-          [](const Layout& self, Rank source, uint32_t subgroup) {
-            const Run part = self.part(source, subgroup);
+          [](const BlockLayout& self, GroupRank source, uint32_t subgroup) {
+            const ChunkRun part = self.part(source, subgroup);
             return std::pair(part.psn, part.chunks);
           },
           nb::arg("source"), nb::arg("subgroup"), "(first PSN, chunks)")
-      .def("subgroup_of", &Layout::subgroup_of, nb::arg("source"), nb::arg("psn"))
+      .def("subgroup_of", &BlockLayout::subgroup_of, nb::arg("source"), nb::arg("psn"))
       .def(
           "bytes_of",
-          [](const Layout& self, Rank source, uint32_t psn, uint32_t chunks) {
+          [](const BlockLayout& self, GroupRank source, uint32_t psn, uint32_t chunks) {
             return self.bytes_of({.source = source, .psn = psn, .chunks = chunks});
           },
           nb::arg("source"), nb::arg("psn"), nb::arg("chunks"))
-      .def("begins", &Layout::begins, nb::arg("rank"))
-      .def("sends", &Layout::sends, nb::arg("rank"))
-      .def("next", &Layout::next, nb::arg("rank"))
-      .def("previous", &Layout::previous, nb::arg("rank"));
+      .def("begins", &BlockLayout::begins, nb::arg("rank"))
+      .def("sends", &BlockLayout::sends, nb::arg("rank"))
+      .def("next", &BlockLayout::next, nb::arg("rank"))
+      .def("previous", &BlockLayout::previous, nb::arg("rank"));
 }
 
 }  // namespace

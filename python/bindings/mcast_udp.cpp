@@ -11,8 +11,8 @@
 namespace offcore {
 namespace {
 
+using mcast::EndpointNode;
 using mcast::Loops;
-using mcast::Node;
 using mcast::UdpOptions;
 
 uint32_t chunk_bytes_for(const std::vector<nb::bytes>& addresses, bool sealed) {

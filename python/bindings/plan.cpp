@@ -18,8 +18,8 @@ Place place_of(const Slice& slice) {
   return {slice.buffer, slice.rank == kHostRank ? -1 : int32_t{slice.rank}, slice.offset};
 }
 
-Buffer::Kind parse_kind(const std::string& text) {
-  for (auto kind : {Buffer::Kind::window, Buffer::Kind::local, Buffer::Kind::host}) {
+Buffer::Home parse_kind(const std::string& text) {
+  for (auto kind : {Buffer::Home::window, Buffer::Home::local, Buffer::Home::host}) {
     if (to_string(kind) == text) return kind;
   }
   fail(Code::invalid, "unknown kind of buffer '", text, "': window, local or host");

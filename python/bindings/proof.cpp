@@ -37,11 +37,11 @@ nb::dict cuda_facts() {
 }
 
 void bind_stress(nb::module_& module) {
-  nb::class_<cuda::TrialOutcome>(module, "TrialOutcome", "What a trial of the stress has seen.")
-      .def_ro("operations", &cuda::TrialOutcome::operations)
-      .def_ro("wrong_words", &cuda::TrialOutcome::wrong_words)
-      .def_ro("stuck", &cuda::TrialOutcome::stuck)
-      .def_ro("time_ns", &cuda::TrialOutcome::time_ns);
+  nb::class_<cuda::StressOutcome>(module, "TrialOutcome", "What a trial of the stress has seen.")
+      .def_ro("operations", &cuda::StressOutcome::operations)
+      .def_ro("wrong_words", &cuda::StressOutcome::wrong_words)
+      .def_ro("stuck", &cuda::StressOutcome::stuck)
+      .def_ro("time_ns", &cuda::StressOutcome::time_ns);
   nb::class_<cuda::Stress>(module, "Stress", "See core/backend/cuda/stress.h.")
       .def(nb::new_([](const std::vector<int>& devices) {
              cuda::Driver::open();

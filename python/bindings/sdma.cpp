@@ -44,7 +44,7 @@ using Fields = std::map<std::string, uint64_t>;
 
 Packet packet_of(const std::string& kind, const Fields& fields) {
   Packet packet{.kind = parse_kind(kind)};
-  const Layout& layout = layout_of(packet.kind);
+  const PacketLayout& layout = layout_of(packet.kind);
   for (const auto& [name, value] : fields) {
     const Field field = parse_field(name);
     const bool has = std::any_of(layout.fields.begin(), layout.fields.end(),
@@ -76,8 +76,8 @@ BufferId buffer_named(const Program& program, const std::string& name) {
   fail(Code::invalid, "the program has no buffer named '", name, "'");
 }
 
-std::vector<Stream> streams_of(const std::map<uint32_t, Dwords>& queues) {
-  std::vector<Stream> streams;
+std::vector<EncodedQueue> streams_of(const std::map<uint32_t, Dwords>& queues) {
+  std::vector<EncodedQueue> streams;
   for (const auto& [queue, dwords] : queues) streams.push_back({.queue = queue, .dwords = dwords});
   return streams;
 }
@@ -114,7 +114,7 @@ void bind_packets(nb::module_& module) {
 }
 
 void bind_streams(nb::module_& module) {
-  nb::class_<Addresses>(module, "SdmaAddresses", "See core/backend/sdma/stream.h.")
+  nb::class_<Addresses>(module, "SdmaAddresses", "See core/backend/sdma/encode_program.h.")
       .def(nb::init<>())
       .def_static("model", &model_addresses, nb::arg("program"))
       .def_rw("scratch", &Addresses::scratch)
@@ -137,17 +137,17 @@ void bind_streams(nb::module_& module) {
         }
         return rows;
       });
-  nb::class_<Stream>(module, "SdmaStream", "The packets of one engine queue.")
-      .def_ro("queue", &Stream::queue, "Index into the program's queues.")
-      .def_ro("dwords", &Stream::dwords)
-      .def_ro("starts", &Stream::starts, "Of each command: its first dword.")
+  nb::class_<EncodedQueue>(module, "SdmaStream", "The packets of one engine queue.")
+      .def_ro("queue", &EncodedQueue::queue, "Index into the program's queues.")
+      .def_ro("dwords", &EncodedQueue::dwords)
+      .def_ro("starts", &EncodedQueue::starts, "Of each command: its first dword.")
       .def("patches",
-           [](const Stream& stream, const Program& program) {
+           [](const EncodedQueue& stream, const Program& program) {
              constexpr const char* kWhat[] = {"address", "flag", "scratch", "timestamp"};
              std::vector<nb::tuple> rows;
              for (const Patch& patch : stream.patches) {
                const bool host = patch.rank == kHostRank;
-               const bool address = patch.what == Patch::What::address;
+               const bool address = patch.what == Patch::PatchKind::address;
                rows.push_back(nb::make_tuple(
                    patch.dword, kWhat[static_cast<size_t>(patch.what)],
                    address ? nb::cast(program.buffers.at(patch.buffer).name) : nb::none(),
@@ -183,7 +183,7 @@ struct OwnRing {
   uint64_t rptr;
   uint64_t wptr;
   uint64_t doorbell;
-  Ring ring;
+  PacketRing ring;
 };
 
 nb::dict counts_of(const EngineCounts& counts) {
@@ -203,15 +203,15 @@ nb::dict counts_of(const EngineCounts& counts) {
 }
 
 void bind_engines(nb::module_& module) {
-  nb::class_<sdma::Memory>(module, "SdmaMemory", "What emulated engines reach.")
+  nb::class_<sdma::EngineMemory>(module, "SdmaMemory", "What emulated engines reach.")
       .def(nb::init<>())
       .def(
           "add",
-          [](sdma::Memory& memory, uint64_t address, const Bytes& array) {
+          [](sdma::EngineMemory& memory, uint64_t address, const Bytes& array) {
             memory.add(address, reinterpret_cast<std::byte*>(array.data()), array.size());
           },
           nb::arg("address"), nb::arg("array"), nb::keep_alive<1, 3>());
-  nb::class_<OwnRing>(module, "SdmaRing", "See core/backend/sdma/ring.h.")
+  nb::class_<OwnRing>(module, "SdmaRing", "See core/backend/sdma/packet_ring.h.")
       .def(nb::init<uint64_t, uint64_t>(), nb::arg("nbytes"), nb::arg("offset") = 0,
            "offset: what rptr, wptr and doorbell begin with.")
       .def(
@@ -241,7 +241,7 @@ void bind_engines(nb::module_& module) {
   nb::class_<Engine>(module, "SdmaEngine", "An emulated engine: core/backend/sdma/engine.h.")
       .def(
           "__init__",
-          [](Engine* place, OwnRing& ring, const sdma::Memory& memory, uint64_t seed,
+          [](Engine* place, OwnRing& ring, const sdma::EngineMemory& memory, uint64_t seed,
              uint32_t overlap, int64_t now_ns) {
             EngineOptions options{.seed = seed, .overlap = overlap};
             if (now_ns >= 0) options.now_ns = [now_ns] { return now_ns; };

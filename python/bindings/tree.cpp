@@ -53,22 +53,22 @@ void bind_inputs(nb::module_& module) {
 void bind_tree(nb::module_& module) {
   using namespace tree;
   bind_inputs(module);
-  nb::class_<Phases>(module, "TreePhases")
-      .def_ro("barrier_ns", &Phases::barrier_ns)
-      .def_ro("multicast_ns", &Phases::multicast_ns)
-      .def_ro("fetch_ns", &Phases::fetch_ns)
-      .def_ro("handshake_ns", &Phases::handshake_ns);
+  nb::class_<TreePhases>(module, "TreePhases")
+      .def_ro("barrier_ns", &TreePhases::barrier_ns)
+      .def_ro("multicast_ns", &TreePhases::multicast_ns)
+      .def_ro("fetch_ns", &TreePhases::fetch_ns)
+      .def_ro("handshake_ns", &TreePhases::handshake_ns);
   nb::class_<Outcome>(module, "TreeOutcome")
       .def_ro("host_ns", &Outcome::host_ns)
       .def_ro("phases", &Outcome::phases)
       .def_ro("lost", &Outcome::lost)
       .def_ro("fetched", &Outcome::fetched);
-  nb::class_<Port>(module, "TreePort")
-      .def_prop_ro("source", [](const Port& port) { return port.from; })
-      .def_prop_ro("target", [](const Port& port) { return port.to; })
-      .def_ro("bytes", &Port::bytes)
-      .def_ro("packets", &Port::packets)
-      .def_ro("queue_bytes_max", &Port::queue_bytes_max);
+  nb::class_<TreePort>(module, "TreePort")
+      .def_prop_ro("source", [](const TreePort& port) { return port.from; })
+      .def_prop_ro("target", [](const TreePort& port) { return port.to; })
+      .def_ro("bytes", &TreePort::bytes)
+      .def_ro("packets", &TreePort::packets)
+      .def_ro("queue_bytes_max", &TreePort::queue_bytes_max);
   nb::class_<Simulated>(module, "TreeSimulated")
       .def_ro("outcomes", &Simulated::outcomes)
       .def_ro("ports", &Simulated::ports)

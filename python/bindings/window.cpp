@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "core/base/error.h"
-#include "core/window/meeting.h"
+#include "core/window/bootstrap.h"
 #include "module.h"
 #include "process.h"
 #include "released.h"
@@ -71,7 +71,7 @@ std::vector<nb::bytes> meet_at(const std::string& store, uint32_t rank, uint32_t
 void bind_window(nb::module_& module) {
   module.attr("CARD_BYTES_MAX") = kCardBytesMax;
   module.def("meet", &meet_at, nb::arg("store"), nb::arg("rank"), nb::arg("world_size"),
-             nb::arg("card"), nb::arg("timeout_s"), "Every rank's card: core/window/meeting.h.");
+             nb::arg("card"), nb::arg("timeout_s"), "Every rank's card: core/window/bootstrap.h.");
   nb::class_<Meeting>(module, "Rendezvous",
                       "One rank's place among ranks that meet at a store (\"host:port\").")
       .def(nb::new_([](const std::string& store, Rank rank, Rank ranks, double timeout_s) {

@@ -117,7 +117,7 @@ def _late(missing: list[int], timeout: float, where: str) -> _core.Error:
 
 
 class AddressMeeting:
-    """At host:port, where rank 0 listens meanwhile: core/window/meeting.h."""
+    """At host:port, where rank 0 listens meanwhile: core/window/bootstrap.h."""
 
     def __init__(self, address: str, rank: int, world_size: int) -> None:
         _, _, port = address.rpartition(":")

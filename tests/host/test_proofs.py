@@ -24,7 +24,7 @@ STRANGER = 65534
 
 
 class Frames:
-    """A connection that speaks core/window/meeting.h, written after that header."""
+    """A connection that speaks core/window/bootstrap.h, written after that header."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(10)

@@ -46,6 +46,24 @@ def test_layers_are_acyclic_and_name_only_layers() -> None:
     assert rules.LAYERS["mcast"] == {"base"}
 
 
+def test_no_type_name_stands_twice_in_the_core() -> None:
+    """One meaning a word: a name in core/ says which type it is, without its namespace."""
+    definition = re.compile(
+        r"^\s*(?:template\s*<[^>]*>\s*)?(?:class|struct|enum class|enum|union)\s+"
+        r"(?:alignas\([^)]*\)\s+)?(?:\w+::)*(\w+)(?:\s+final)?\s*(?::[^;{]*)?\{"
+        r"|^\s*using\s+(\w+)\s*=",
+        re.MULTILINE,
+    )
+    places: dict[str, list[str]] = {}
+    for path in sorted(p for p in (ROOT / "core").rglob("*") if p.suffix in (".h", ".cpp")):
+        text = re.sub(r"//[^\n]*", "", path.read_text("utf-8"))
+        for found in definition.finditer(text):
+            name = found[1] or found[2]
+            places.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    assert len(places) > 300
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_every_environment_reader_exists() -> None:
     assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
 

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "core/backend/cuda/fleet.h"
+#include "core/backend/cuda/executor.h"
 
 namespace offcore::cuda {
 namespace {
@@ -13,15 +13,15 @@ constexpr auto kLook = std::chrono::milliseconds(2);
 constexpr uint32_t kCapturedValue = 1;  // of every word: verify asks for that
 constexpr uint32_t kQuietLooks = 50;    // in a row without a poll, before replays count as over
 
-struct State {
+struct CaptureState {
   int status = kCaptureNone;
   uint64_t id = 0;
   CUgraph graph = nullptr;  // that is being captured into
 };
 
-State state_of(const Device& device, CUstream stream) {
-  const Current current = device.current();
-  State state;
+CaptureState state_of(const Device& device, CUstream stream) {
+  const ContextGuard current = device.current();
+  CaptureState state;
   check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id, &state.graph,
                                              nullptr, nullptr),
         "cuStreamGetCaptureInfo");
@@ -31,7 +31,7 @@ State state_of(const Device& device, CUstream stream) {
 // The capture that a caller's stream is in; 0: none.
 uint64_t id_of(const Device& device, uintptr_t stream) {
   if (stream <= kLegacyStream) return 0;  // the legacy default stream cannot be captured
-  const State state = state_of(device, reinterpret_cast<CUstream>(stream));
+  const CaptureState state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
   if (state.status != kCaptureActive) {
     fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
@@ -55,11 +55,11 @@ size_t until_peers(std::span<const Command> commands) {
 
 }  // namespace
 
-Captures::Captures(std::span<const std::shared_ptr<Device>> devices, const Habits& habits,
-                   std::shared_ptr<Rings> rings, std::shared_ptr<Words> words)
+Captures::Captures(std::span<const std::shared_ptr<Device>> devices, const EncodeOptions& options,
+                   std::shared_ptr<MappingTable> mappings, std::shared_ptr<SignalWords> words)
     : devices_(devices.begin(), devices.end()),
-      habits_(habits),
-      rings_(std::move(rings)),
+      options_(options),
+      mappings_(std::move(mappings)),
       words_(std::move(words)),
       streams_(devices_.size()) {}
 
@@ -90,8 +90,9 @@ Captures::Capture& Captures::capture(const Launch& launch) {
   std::erase_if(captures_, [](const auto& entry) { return entry.second.gone->load(); });
   auto found = captures_.find(ids[0]);
   if (found == captures_.end()) {
-    Capture made{
-        .ids = ids, .places = std::vector<Place>(devices_.size()), .gone = tell_when_gone(launch)};
+    Capture made{.ids = ids,
+                 .places = std::vector<DeviceCapture>(devices_.size()),
+                 .gone = tell_when_gone(launch)};
     found = captures_.emplace(ids[0], std::move(made)).first;
   }
   if (found->second.ids == ids) return found->second;
@@ -112,7 +113,7 @@ Captures::Gone Captures::tell_when_gone(const Launch& launch) const {
     const std::unique_ptr<Gone> held(static_cast<Gone*>(object));
     (*held)->store(true);
   };
-  const Current current = devices_[0]->current();
+  const ContextGuard current = devices_[0]->current();
   auto held = std::make_unique<Gone>(gone);
   CUuserObject object = nullptr;
   check(driver.cuUserObjectCreate(&object, held.get(), destroyed, 1, kNoDestructorSync),
@@ -120,7 +121,8 @@ Captures::Gone Captures::tell_when_gone(const Launch& launch) const {
   held.release();
   CUresult result = kSuccess;
   for (size_t i = 0; i < launch.streams.size() && result == kSuccess; ++i) {
-    const State state = state_of(*devices_[i], reinterpret_cast<CUstream>(launch.streams[i]));
+    const CaptureState state =
+        state_of(*devices_[i], reinterpret_cast<CUstream>(launch.streams[i]));
     result = driver.cuGraphRetainUserObject(state.graph, object, 1, 0);
   }
   check(driver.cuUserObjectRelease(object, 1), "cuUserObjectRelease");
@@ -134,38 +136,42 @@ bool Captures::gone(uint64_t capture) {
   return found == captures_.end() || found->second.gone->load();
 }
 
-std::shared_ptr<Flight> Captures::record(std::shared_ptr<const Cargo> cargo, const Launch& launch) {
-  if (cargo->timed) fail(Code::unsupported, "timestamps cannot be captured: leave them out");
+std::shared_ptr<CudaSubmission> Captures::record(std::shared_ptr<const CudaProgram> compiled,
+                                                 const Launch& launch) {
+  if (compiled->timed) fail(Code::unsupported, "timestamps cannot be captured: leave them out");
   const std::scoped_lock lock(mutex_);
   Capture& own = capture(launch);
   for (size_t i = signals_.size(); i < devices_.size(); ++i) {
-    signals_.push_back({.word = std::make_unique<Word>(devices_[i], words_),
-                        .presets = std::make_unique<Presets>(devices_[i], words_)});
-    signals_.back().presets->prepare(0, Presets::kHalf);
+    signals_.push_back({.word = std::make_unique<SignalWord>(devices_[i], words_),
+                        .signal_table = std::make_unique<SignalTable>(devices_[i], words_)});
+    signals_.back().signal_table->prepare(0, SignalTable::kHalf);
   }
-  auto flight = std::make_shared<Flight>(std::move(cargo), launch);
-  keep(own, flight);
+  auto submission = std::make_shared<CudaSubmission>(std::move(compiled), launch);
+  keep(own, submission);
   try {
-    for (const LocalProgram& local : flight->cargo->locals) {
-      record(*flight, local, own.places[local.device]);
+    for (const LocalProgram& local : submission->compiled->locals) {
+      record(*submission, local, own.places[local.device]);
     }
   } catch (...) {
     spoil(launch);
     throw;
   }
-  return flight;
+  return submission;
 }
 
-void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
+void Captures::record(CudaSubmission& submission, const LocalProgram& local, DeviceCapture& place) {
   const Device& device = *devices_[local.device];
-  const Program& program = *flight.cargo->program;
-  const Current current = device.current();
-  const auto stream = reinterpret_cast<CUstream>(flight.launch.streams[local.device]);
-  Notes& notes = flight.parts[static_cast<size_t>(&local - flight.cargo->locals.data())].notes;
+  const Program& program = *submission.compiled->program;
+  const ContextGuard current = device.current();
+  const auto stream = reinterpret_cast<CUstream>(submission.launch.streams[local.device]);
+  SubmitStats& stats =
+      submission.parts[static_cast<size_t>(&local - submission.compiled->locals.data())].stats;
   const Signals& signals = signals_[local.device];
-  const auto feed = [&](CUstream where) {
-    const Source source{signals.word->address(), words_->ring(), signals.presets.get()};
-    return Feed(device, where, source, program, flight.launch, *rings_, habits_, nullptr, notes);
+  const auto encoder = [&](CUstream where) {
+    const SignalSource source{signals.word->address(), words_->mapping(),
+                              signals.signal_table.get()};
+    return StreamEncoder(device, where, source, program, submission.launch, *mappings_, options_,
+                         nullptr, stats);
   };
   std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
@@ -173,26 +179,27 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
   const size_t first = local.joined && !local.engines.empty() ? 1 : 0;
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
-  if (place.last_done != nullptr && place.last_stream != stream) place.last_done->hold(stream);
-  Feed own = feed(stream);
+  if (place.last_done != nullptr && place.last_stream != stream)
+    place.last_done->enqueue_wait(stream);
+  StreamEncoder own = encoder(stream);
   own.expect(inside);
   own.lead(caller.first(local.leading));
-  std::vector<Event> joins;
+  std::vector<CudaEvent> joins;
   if (local.engines.size() > first) {
-    const Event here = device.event();
+    const CudaEvent here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
       const CUstream forked = engine(place, local.device, i - first, here);
-      feed(forked).whole(program.queues[local.engines[i]].commands);
+      encoder(forked).whole(program.queues[local.engines[i]].commands);
       joins.push_back(device.event());
       joins.back().record(forked);
     }
   }
   own.run(inside.first(until_peers(inside)));
-  for (const Event& join : joins) join.hold(stream);
+  for (const CudaEvent& join : joins) join.enqueue_wait(stream);
   own.run(inside.subspan(until_peers(inside)));
   own.run(caller.subspan(local.leading));
-  auto done = std::make_shared<Event>(device.event());
+  auto done = std::make_shared<CudaEvent>(device.event());
   done->record(stream);
   place.last_stream = stream;
   place.last_done = std::move(done);
@@ -201,46 +208,48 @@ void Captures::record(Flight& flight, const LocalProgram& local, Place& place) {
 // Half of a program must not be replayed. To ask after a captured stream is what no capture allows.
 void Captures::spoil(const Launch& launch) const {
   for (size_t i = 0; i < launch.streams.size(); ++i) {
-    const Current current = devices_[i]->current();
+    const ContextGuard current = devices_[i]->current();
     Driver::get().cuStreamQuery(reinterpret_cast<CUstream>(launch.streams[i]));
   }
 }
 
 // A stream of ours that joins the capture here. One that another capture holds shows it.
-CUstream Captures::engine(Place& place, uint32_t device, size_t index, const Event& here) {
+CUstream Captures::engine(DeviceCapture& place, uint32_t device, size_t index,
+                          const CudaEvent& here) {
   if (index < place.engines.size()) {
-    here.hold(place.engines[index]);
+    here.enqueue_wait(place.engines[index]);
     return place.engines[index];
   }
   auto& streams = streams_[device];
-  const auto idle = [&](const std::unique_ptr<Stream>& stream) {
+  const auto idle = [&](const std::unique_ptr<CudaStream>& stream) {
     return state_of(*devices_[device], stream->handle()).status == kCaptureNone;
   };
   auto found = std::find_if(streams.begin(), streams.end(), idle);
   if (found == streams.end()) found = streams.insert(found, devices_[device]->stream());
-  here.hold((*found)->handle());
+  here.enqueue_wait((*found)->handle());
   place.engines.push_back((*found)->handle());
   return place.engines.back();
 }
 
-void Captures::keep(const Capture& capture, const std::shared_ptr<Flight>& flight) {
+void Captures::keep(const Capture& capture, const std::shared_ptr<CudaSubmission>& submission) {
   Awaited words(devices_.size());
-  for (const LocalProgram& local : flight->cargo->locals) {
-    const auto index = static_cast<uint32_t>(&local - flight->cargo->locals.data());
-    for (CUdeviceptr word : flight->awaited(index, *rings_)) words[local.device].insert(word);
+  for (const LocalProgram& local : submission->compiled->locals) {
+    const auto index = static_cast<uint32_t>(&local - submission->compiled->locals.data());
+    for (CUdeviceptr word : submission->awaited(index, *mappings_))
+      words[local.device].insert(word);
   }
   const std::scoped_lock lock(kept_mutex_);
   if (closed_) fail(Code::cancelled, "the cuda backend is closed");
-  Kept& kept = kept_[capture.ids[0]];
+  RecordedCapture& kept = kept_[capture.ids[0]];
   kept.gone = capture.gone;
-  kept.flights.push_back(flight);
+  kept.submissions.push_back(submission);
   kept.awaited.resize(devices_.size());
   for (size_t i = 0; i < words.size(); ++i) kept.awaited[i].merge(words[i]);
   if (!guard_.joinable()) guard_ = std::thread([this] { watch(); });
 }
 
-std::vector<Captures::Kept> Captures::take_gone() {
-  std::vector<Kept> taken;
+std::vector<Captures::RecordedCapture> Captures::take_gone() {
+  std::vector<RecordedCapture> taken;
   std::erase_if(kept_, [&](auto& entry) {
     if (!entry.second.gone->load()) return false;
     taken.push_back(std::move(entry.second));
@@ -250,7 +259,7 @@ std::vector<Captures::Kept> Captures::take_gone() {
 }
 
 bool Captures::poisoned() const {
-  return !kept_.empty() && kept_.begin()->second.flights.front()->poisoned() != 0;
+  return !kept_.empty() && kept_.begin()->second.submissions.front()->poisoned() != 0;
 }
 
 Captures::Awaited Captures::awaited() const {
@@ -266,7 +275,7 @@ Captures::Awaited Captures::awaited() const {
 void Captures::watch() {
   std::unique_lock lock(kept_mutex_);
   while (!wake_.wait_for(lock, kLook, [&] { return closed_; })) {
-    std::vector<Kept> gone = take_gone();
+    std::vector<RecordedCapture> gone = take_gone();
     const Awaited words = poisoned() ? awaited() : Awaited{};
     lock.unlock();
     gone.clear();  // unmaps what nobody else holds
@@ -287,14 +296,14 @@ void Captures::release(const Awaited& awaited) const {
 
 bool Captures::untouched(const Awaited& awaited) const {
   const auto ring_of = [&](CUdeviceptr word) {
-    return rings_->find(reinterpret_cast<const void*>(word));
+    return mappings_->find(reinterpret_cast<const void*>(word));
   };
   for (size_t i = 0; i < awaited.size(); ++i) {
     for (auto word = awaited[i].begin(); word != awaited[i].end();) {
       // The words of one window lie in one mapping, and are read together.
-      const Ring* ring = ring_of(*word);
+      const PeerMapping* mapping = ring_of(*word);
       auto end = std::next(word);
-      while (end != awaited[i].end() && ring != nullptr && ring_of(*end) == ring) ++end;
+      while (end != awaited[i].end() && mapping != nullptr && ring_of(*end) == mapping) ++end;
       const CUdeviceptr first = *word;
       std::vector<std::byte> bytes(*std::prev(end) - first + sizeof(uint32_t));
       devices_[i]->copy(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
@@ -334,7 +343,7 @@ void Captures::close() {
     try {
       run_out();
     } catch (const Error&) {
-      new std::map<uint64_t, Kept>(std::move(kept_));  // mapped for good
+      new std::map<uint64_t, RecordedCapture>(std::move(kept_));  // mapped for good
     }
   }
   kept_.clear();

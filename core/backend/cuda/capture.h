@@ -28,14 +28,14 @@
 #include <utility>
 #include <vector>
 
-#include "core/backend/cuda/flight.h"
+#include "core/backend/cuda/submission.h"
 
 namespace offcore::cuda {
 
 class Captures {
  public:
-  Captures(std::span<const std::shared_ptr<Device>> devices, const Habits& habits,
-           std::shared_ptr<Rings> rings, std::shared_ptr<Words> words);
+  Captures(std::span<const std::shared_ptr<Device>> devices, const EncodeOptions& options,
+           std::shared_ptr<MappingTable> mappings, std::shared_ptr<SignalWords> words);
   ~Captures();
 
   // The capture that the callers' streams are in; 0: none. Throws invalid where only some of them
@@ -43,7 +43,8 @@ class Captures {
   uint64_t capture_of(std::span<const uintptr_t> streams) const;
   // Throws invalid when the launch's streams are not being captured. What fails on the way spoils
   // the capture.
-  std::shared_ptr<Flight> record(std::shared_ptr<const Cargo> cargo, const Launch& launch);
+  std::shared_ptr<CudaSubmission> record(std::shared_ptr<const CudaProgram> compiled,
+                                         const Launch& launch);
   // Whether the graphs that this capture made are gone. Those that nothing was recorded into are.
   bool gone(uint64_t capture);
   // Lets replays run out if a rank was poisoned, and then goes of the memory.
@@ -52,36 +53,36 @@ class Captures {
  private:
   using Gone = std::shared_ptr<std::atomic<bool>>;
   // What a device has in one capture.
-  struct Place {
+  struct DeviceCapture {
     std::vector<CUstream> engines;  // of ours, that have joined the capture
     CUstream last_stream = nullptr;
-    std::shared_ptr<const Event> last_done;
+    std::shared_ptr<const CudaEvent> last_done;
   };
   struct Capture {
     std::vector<uint64_t> ids;  // of the streams, a local rank each
-    std::vector<Place> places;
+    std::vector<DeviceCapture> places;
     Gone gone;
   };
   // What a device copies its signals from: their values are those of a first launch, always.
   struct Signals {
-    std::unique_ptr<Word> word;
-    std::unique_ptr<Presets> presets;
+    std::unique_ptr<SignalWord> word;
+    std::unique_ptr<SignalTable> signal_table;
   };
   using Awaited = std::vector<std::set<CUdeviceptr>>;  // by device
   // What was recorded in one capture.
-  struct Kept {
+  struct RecordedCapture {
     Gone gone;
-    std::vector<std::shared_ptr<Flight>> flights;
+    std::vector<std::shared_ptr<CudaSubmission>> submissions;
     Awaited awaited;
   };
 
   Capture& capture(const Launch& launch);
   Gone tell_when_gone(const Launch& launch) const;
-  void record(Flight& flight, const LocalProgram& local, Place& place);
+  void record(CudaSubmission& submission, const LocalProgram& local, DeviceCapture& place);
   void spoil(const Launch& launch) const;
-  CUstream engine(Place& place, uint32_t device, size_t index, const Event& here);
-  void keep(const Capture& capture, const std::shared_ptr<Flight>& flight);
-  std::vector<Kept> take_gone();
+  CUstream engine(DeviceCapture& place, uint32_t device, size_t index, const CudaEvent& here);
+  void keep(const Capture& capture, const std::shared_ptr<CudaSubmission>& submission);
+  std::vector<RecordedCapture> take_gone();
   bool poisoned() const;
   Awaited awaited() const;
   void watch();
@@ -90,18 +91,19 @@ class Captures {
   void run_out();
 
   const std::vector<std::shared_ptr<Device>> devices_;
-  const Habits habits_;
-  const std::shared_ptr<Rings> rings_;
-  const std::shared_ptr<Words> words_;
+  const EncodeOptions options_;
+  const std::shared_ptr<MappingTable> mappings_;
+  const std::shared_ptr<SignalWords> words_;
   std::vector<Signals> signals_;
 
-  std::mutex mutex_;                                           // of the two below
-  std::map<uint64_t, Capture> captures_;                       // by the first stream's capture
-  std::vector<std::vector<std::unique_ptr<Stream>>> streams_;  // by device: used again and again
+  std::mutex mutex_;                      // of the two below
+  std::map<uint64_t, Capture> captures_;  // by the first stream's capture
+  std::vector<std::vector<std::unique_ptr<CudaStream>>>
+      streams_;  // by device: used again and again
 
   std::mutex kept_mutex_;  // of all below; never held while the driver is called
   std::condition_variable wake_;
-  std::map<uint64_t, Kept> kept_;  // as captures_
+  std::map<uint64_t, RecordedCapture> kept_;  // as captures_
   bool closed_ = false;
   std::thread guard_;
 };

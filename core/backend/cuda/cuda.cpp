@@ -3,39 +3,40 @@
 #include <algorithm>
 #include <mutex>
 
-#include "core/backend/cuda/fleet.h"
-#include "core/backend/flight_run.h"
+#include "core/backend/cuda/executor.h"
+#include "core/backend/submission_run.h"
 
 namespace offcore {
 namespace cuda {
 namespace {
 
 // What owns a share that is not in a window: its memory, and a local rank's mapping of it.
-struct Single {
-  std::shared_ptr<const Part> part;
-  std::unique_ptr<Range> range;
+struct SingleMapping {
+  std::shared_ptr<const Allocation> part;
+  std::unique_ptr<AddressRange> range;
 };
 
 // What owns the shares of a window.
-struct Mapped {
-  Mapped(std::vector<std::shared_ptr<const Part>> parts,
-         std::span<const std::shared_ptr<Device>> devices, std::shared_ptr<Rings> rings)
-      : ring(std::move(parts), devices), registry(std::move(rings)) {
-    registry->add(ring);
+struct MappedWindow {
+  MappedWindow(std::vector<std::shared_ptr<const Allocation>> parts,
+               std::span<const std::shared_ptr<Device>> devices,
+               std::shared_ptr<MappingTable> mappings)
+      : mapping(std::move(parts), devices), registry(std::move(mappings)) {
+    registry->add(mapping);
   }
-  ~Mapped() { registry->remove(ring); }
-  Mapped(const Mapped&) = delete;
-  Mapped& operator=(const Mapped&) = delete;
+  ~MappedWindow() { registry->remove(mapping); }
+  MappedWindow(const MappedWindow&) = delete;
+  MappedWindow& operator=(const MappedWindow&) = delete;
 
-  Ring ring;
-  std::shared_ptr<Rings> registry;
+  PeerMapping mapping;
+  std::shared_ptr<MappingTable> registry;
 };
 
 // A program in a graph: nothing of it is under way.
 class RecordedRun final : public Run {
  public:
-  explicit RecordedRun(const Flight& flight) {
-    for (const Flight::Part& part : flight.parts) part.notes.tell(report_);
+  explicit RecordedRun(const CudaSubmission& submission) {
+    for (const CudaSubmission::RankPart& part : submission.parts) part.stats.add_to(report_);
   }
   bool done() override { return true; }
   void wait(const Deadline&) override {}
@@ -48,21 +49,21 @@ class RecordedRun final : public Run {
 // Streams with nothing in them.
 class IdleStreams {
  public:
-  std::unique_ptr<Stream> take(const Device& device) {
+  std::unique_ptr<CudaStream> take(const Device& device) {
     const std::scoped_lock lock(mutex_);
     if (streams_.empty()) return device.stream();
-    std::unique_ptr<Stream> stream = std::move(streams_.back());
+    std::unique_ptr<CudaStream> stream = std::move(streams_.back());
     streams_.pop_back();
     return stream;
   }
-  void give(std::unique_ptr<Stream> stream) {
+  void give(std::unique_ptr<CudaStream> stream) {
     const std::scoped_lock lock(mutex_);
     streams_.push_back(std::move(stream));
   }
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<std::unique_ptr<CudaStream>> streams_;
 };
 
 // The place that a stream has come to.
@@ -74,7 +75,7 @@ class StreamMark : public Mark {
   bool passed() override { return event_.passed(); }
 
  private:
-  Event event_;
+  CudaEvent event_;
 };
 
 // What an event of the caller's stands for now. It may be recorded anew or destroyed meanwhile, so
@@ -82,7 +83,8 @@ class StreamMark : public Mark {
 class EventMark final : public Mark {
  public:
   // The stream waits for the event already.
-  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle, std::unique_ptr<Stream> stream)
+  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle,
+            std::unique_ptr<CudaStream> stream)
       : idle_(std::move(idle)), stream_(std::move(stream)), mark_(device, stream_->handle()) {}
 
   bool passed() override {
@@ -93,65 +95,69 @@ class EventMark final : public Mark {
 
  private:
   std::shared_ptr<IdleStreams> idle_;
-  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   StreamMark mark_;
 };
 
 class CudaLoaded final : public Loaded {
  public:
-  CudaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Cargo> cargo)
-      : fleet_(std::move(fleet)), cargo_(std::move(cargo)) {}
+  CudaLoaded(std::shared_ptr<CudaExecutor> executor, std::shared_ptr<const CudaProgram> compiled)
+      : executor_(std::move(executor)), compiled_(std::move(compiled)) {}
 
   ~CudaLoaded() override {
     try {
-      fleet_->dismiss(cargo_, *hangar_);
+      executor_->dismiss(compiled_, *armed_streams_);
     } catch (const Error&) {
-      new std::unique_ptr<Hangar>(std::move(hangar_));  // engines still hold it: kept for good
+      new std::unique_ptr<ArmedStreams>(
+          std::move(armed_streams_));  // engines still hold it: kept for good
     }
   }
 
   bool arm(const Launch& launch) override {
-    if (cargo_->program->mode != Mode::armed) {
+    if (compiled_->program->mode != Mode::armed) {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
-           to_string(cargo_->program->mode));
+           to_string(compiled_->program->mode));
     }
-    return fleet_->park(cargo_, launch, *hangar_);
+    return executor_->park(compiled_, launch, *armed_streams_);
   }
 
   bool native() const override {
-    const auto& queues = cargo_->program->queues;
-    return fleet_->strided() || std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
+    const auto& queues = compiled_->program->queues;
+    return executor_->strided() ||
+           std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
              return std::any_of(queue.commands.begin(), queue.commands.end(),
                                 [](const Command& c) { return c.rows > 1 && c.op != Op::poll; });
            });
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
-    if (cargo_->program->mode != Mode::capture) {
-      return std::make_unique<FlightRun<Fleet, Flight>>(fleet_,
-                                                        fleet_->launch(cargo_, launch, *hangar_));
+    if (compiled_->program->mode != Mode::capture) {
+      return std::make_unique<SubmissionRun<CudaExecutor, CudaSubmission>>(
+          executor_, executor_->launch(compiled_, launch, *armed_streams_));
     }
-    return std::make_unique<RecordedRun>(*fleet_->record(cargo_, launch));
+    return std::make_unique<RecordedRun>(*executor_->record(compiled_, launch));
   }
 
  private:
-  std::shared_ptr<Fleet> fleet_;
-  std::shared_ptr<const Cargo> cargo_;
-  std::unique_ptr<Hangar> hangar_ = std::make_unique<Hangar>();
+  std::shared_ptr<CudaExecutor> executor_;
+  std::shared_ptr<const CudaProgram> compiled_;
+  std::unique_ptr<ArmedStreams> armed_streams_ = std::make_unique<ArmedStreams>();
 };
 
 class CudaBackend final : public Backend {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<Device>> devices,
-              Habits habits)
-      : machine_(machine), fleet_(std::make_shared<Fleet>(ranks, std::move(devices), habits)) {
-    machine_.signals = to_string(habits.signals);
+              EncodeOptions options)
+      : machine_(machine),
+        executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
+    machine_.signals = to_string(options.signals);
   }
   ~CudaBackend() override {
     try {
-      fleet_->close();
+      executor_->close();
     } catch (const Error&) {
-      new std::shared_ptr<Fleet>(std::move(fleet_));  // a GPU still holds it: kept for good
+      new std::shared_ptr<CudaExecutor>(
+          std::move(executor_));  // a GPU still holds it: kept for good
     }
   }
 
@@ -160,10 +166,10 @@ class CudaBackend final : public Backend {
 
   Share allocate(Rank rank, uint64_t bytes) override {
     const Device& device = *local(rank);
-    const bool exported = fleet_->devices().size() < fleet_->ranks();
-    auto single = std::make_shared<Single>();
-    single->part = Part::create(device, bytes, exported);
-    single->range = std::make_unique<Range>(device.context(), single->part->bytes());
+    const bool exported = executor_->devices().size() < executor_->ranks();
+    auto single = std::make_shared<SingleMapping>();
+    single->part = Allocation::create(device, bytes, exported);
+    single->range = std::make_unique<AddressRange>(device.context(), single->part->bytes());
     single->range->map(0, single->part);
     const int ordinal = device.ordinal();
     single->range->open({&ordinal, 1});
@@ -176,35 +182,35 @@ class CudaBackend final : public Backend {
             .port = local(rank)};
   }
 
-  std::string_view signals() const override { return to_string(fleet_->habits().signals); }
+  std::string_view signals() const override { return to_string(executor_->options().signals); }
 
   int device(Rank rank) const override { return local(rank)->ordinal(); }
 
   Share import(Rank rank, uint64_t bytes, int fd) override {
-    auto single = std::make_shared<Single>();
-    single->part = Part::import(fleet_->devices().front()->context(), bytes, fd);
+    auto single = std::make_shared<SingleMapping>();
+    single->part = Allocation::import(executor_->devices().front()->context(), bytes, fd);
     return {.rank = rank, .bytes = bytes, .owner = single};
   }
 
   void map(std::span<Share> shares) override {
-    std::vector<std::shared_ptr<const Part>> parts;
+    std::vector<std::shared_ptr<const Allocation>> parts;
     for (Share& share : shares) {
-      const auto single = std::static_pointer_cast<Single>(share.owner);
+      const auto single = std::static_pointer_cast<SingleMapping>(share.owner);
       parts.push_back(single->part);
       single->range.reset();
     }
-    const auto mapped =
-        std::make_shared<Mapped>(std::move(parts), fleet_->devices(), fleet_->rings());
-    fleet_->try_strided(mapped->ring);
-    fleet_->alias_copies(mapped->ring);
+    const auto mapped = std::make_shared<MappedWindow>(std::move(parts), executor_->devices(),
+                                                       executor_->mappings());
+    executor_->try_strided(mapped->mapping);
+    executor_->alias_copies(mapped->mapping);
     for (Share& share : shares) {
-      share.data = reinterpret_cast<std::byte*>(mapped->ring.part(share.rank));
+      share.data = reinterpret_cast<std::byte*>(mapped->mapping.part(share.rank));
       share.owner = mapped;
     }
   }
 
   Share allocate_host(uint64_t bytes) override {
-    std::shared_ptr<void> pinned = allocate_pinned(fleet_->devices().front()->context(), bytes);
+    std::shared_ptr<void> pinned = allocate_pinned(executor_->devices().front()->context(), bytes);
     return {.rank = kHostRank,
             .bytes = bytes,
             .data = static_cast<std::byte*>(pinned.get()),
@@ -212,14 +218,14 @@ class CudaBackend final : public Backend {
   }
 
   uint64_t capture_of(std::span<const uintptr_t> streams) const override {
-    return fleet_->capture_of(streams);
+    return executor_->capture_of(streams);
   }
-  bool gone(uint64_t capture) const override { return fleet_->gone(capture); }
+  bool gone(uint64_t capture) const override { return executor_->gone(capture); }
 
   // An allocation, by where it begins: rows in several were refused as a destination (H200, 580).
   uint64_t memory_of(const std::byte* first, const std::byte* last) const override {
     const Driver& driver = Driver::get();
-    const Current current = fleet_->devices().front()->current();
+    const ContextGuard current = executor_->devices().front()->current();
     const auto at = reinterpret_cast<CUdeviceptr>(first);
     const uint64_t alone = ~at;  // no allocation begins there
     CUdeviceptr start = 0;
@@ -236,7 +242,7 @@ class CudaBackend final : public Backend {
   // for.
   bool reaches(Rank rank, const std::byte* first, const std::byte* last) const override {
     const Driver& driver = Driver::get();
-    const Current current = local(rank)->current();
+    const ContextGuard current = local(rank)->current();
     for (const std::byte* byte : {first, last - 1}) {
       const auto at = reinterpret_cast<CUdeviceptr>(byte);
       int peers = 0;
@@ -260,16 +266,16 @@ class CudaBackend final : public Backend {
   void uncross(Rank rank) override { local(rank)->uncross(); }
 
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
-    const auto& device = fleet_->devices().front();
-    const Current current = device->current();
+    const auto& device = executor_->devices().front();
+    const ContextGuard current = device->current();
     refuse_capture(stream);
     return std::make_unique<StreamMark>(*device, reinterpret_cast<CUstream>(stream));
   }
 
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
-    const auto& device = fleet_->devices().front();
-    const Current current = device->current();
-    std::unique_ptr<Stream> stream = idle_streams_->take(*device);
+    const auto& device = executor_->devices().front();
+    const ContextGuard current = device->current();
+    std::unique_ptr<CudaStream> stream = idle_streams_->take(*device);
     check(Driver::get().cuStreamWaitEvent(stream->handle(), reinterpret_cast<CUevent>(event), 0),
           "cuStreamWaitEvent for what a transfer comes after");
     refuse_capture(
@@ -278,11 +284,12 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
-    if (program->ranks != fleet_->ranks()) {
+    if (program->ranks != executor_->ranks()) {
       fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
-           fleet_->ranks());
+           executor_->ranks());
     }
-    return std::make_unique<CudaLoaded>(fleet_, make_cargo(std::move(program), fleet_->devices()));
+    return std::make_unique<CudaLoaded>(executor_,
+                                        compile(std::move(program), executor_->devices()));
   }
 
   int64_t now_ns() const override { return offcore::now_ns(); }
@@ -295,14 +302,14 @@ class CudaBackend final : public Backend {
   }
 
   std::shared_ptr<Device> local(Rank rank) const {
-    for (const auto& device : fleet_->devices()) {
+    for (const auto& device : executor_->devices()) {
       if (device->rank() == rank) return device;
     }
     fail(Code::invalid, "rank ", rank, " is not local");
   }
 
   Machine machine_;
-  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<CudaExecutor> executor_;
   std::shared_ptr<IdleStreams> idle_streams_ = std::make_shared<IdleStreams>();
 };
 
@@ -391,13 +398,13 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     fail(Code::unsupported, "machine ", machine.name, " keeps flags in host memory; the cuda ",
          "backend waits for words in the GPUs' own: use a machine such as h200-4");
   }
-  cuda::Habits habits;
-  habits.signals =
+  cuda::EncodeOptions encode;
+  encode.signals =
       cuda::parse_signals(options.signals == "auto" ? options.proven : options.signals);
   if (options.own_copy != "engine" && options.own_copy != "sm") {
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }
-  habits.own_copy_on_sm = options.own_copy == "sm";
+  encode.own_copy_on_sm = options.own_copy == "sm";
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
   std::vector<std::shared_ptr<cuda::Device>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
@@ -409,7 +416,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
       if (options.foreign) device->reach(*peer);
     }
   }
-  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), habits);
+  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode);
 }
 
 }  // namespace offcore

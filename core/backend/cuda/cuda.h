@@ -1,11 +1,11 @@
 // The cuda backend: NVIDIA's copy engines by the driver API, opened at run time. No
-// operation runs a kernel, unless a caller asks for one (gather.h).
+// operation runs a kernel, unless a caller asks for one (copy_kernel.h).
 //
 // All ranks in one process, rank r on device r, or one process a GPU. Windows are physical
 // allocations that every rank maps (memory.h); commands become asynchronous copies and stream
-// memory operations (feed.h) on the caller's stream or on the backend's own (fleet.h). The driver
-// does not show when a command runs: a report tells the time until the host saw the end and the
-// host's share of it, and nothing by command. NVLink multicast is never used.
+// memory operations (stream_encoder.h) on the caller's stream or on the backend's own (executor.h).
+// The driver does not show when a command runs: a report tells the time until the host saw the end
+// and the host's share of it, and nothing by command. NVLink multicast is never used.
 #pragma once
 #include <memory>
 #include <string>
@@ -17,11 +17,11 @@ namespace offcore {
 
 struct CudaOptions {
   std::vector<int> devices;         // one a local rank; none: rank r on device r
-  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/feed.h
+  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/stream_encoder.h
   std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
   std::string own_copy = "engine";  // copies within a GPU; or "sm"
-  bool gather = false;              // a kernel copies between the host and a GPU: see cuda/gather.h
-  bool foreign = false;             // memory that others have allocated goes from GPU to GPU
+  bool gather = false;   // a kernel copies between the host and a GPU: see cuda/copy_kernel.h
+  bool foreign = false;  // memory that others have allocated goes from GPU to GPU
 
   friend bool operator==(const CudaOptions&, const CudaOptions&) = default;
 };

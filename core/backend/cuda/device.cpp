@@ -4,9 +4,9 @@
 #include <chrono>
 #include <thread>
 
-#include "core/backend/cuda/crossing.h"
+#include "core/backend/cuda/copy_kernel.h"
+#include "core/backend/cuda/dual_engine.h"
 #include "core/backend/cuda/engine_alias.h"
-#include "core/backend/cuda/gather.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
@@ -15,7 +15,7 @@ namespace {
 constexpr double kServiceWaitS = 5;
 
 template <typename Copy>
-void tell_memories(const Rows& rows, Copy& copy) {
+void tell_memories(const StridedCopy& rows, Copy& copy) {
   if (rows.dst_host == rows.src_host) return;
   copy.dst_type = rows.dst_host ? kHostMemoryType : kDeviceMemory;
   copy.src_type = rows.src_host ? kHostMemoryType : kDeviceMemory;
@@ -31,7 +31,7 @@ uint64_t rows_of_slice(uint64_t pitch) {
   return pitch % rows == 0 ? rows : 0;
 }
 
-CUresult copy_rows(const Rows& rows, CUstream stream) {
+CUresult copy_rows(const StridedCopy& rows, CUstream stream) {
   if (std::max(rows.dst_pitch, rows.src_pitch) <= kPitchMax) {
     CUmemcpy2D rectangle{.src_y = rows.src_ahead,
                          .src = rows.src,
@@ -68,38 +68,39 @@ void keep_for_good(std::shared_ptr<void> held) {
   kept->push_back(std::move(held));
 }
 
-Context::Context(int ordinal) : ordinal_(ordinal) {
-  const Relaxed relaxed;
+PrimaryContext::PrimaryContext(int ordinal) : ordinal_(ordinal) {
+  const CaptureGuard relaxed;
   const Driver& driver = Driver::get();
   check(driver.cuDeviceGet(&device_, ordinal), cat("cuDeviceGet of device ", ordinal));
   check(driver.cuDevicePrimaryCtxRetain(&handle_, device_),
         cat("cuDevicePrimaryCtxRetain of device ", ordinal));
 }
 
-Context::~Context() {
-  const Relaxed relaxed;
+PrimaryContext::~PrimaryContext() {
+  const CaptureGuard relaxed;
   Driver::get().cuDevicePrimaryCtxRelease(device_);
 }
 
-Stream::Stream(std::shared_ptr<const Context> context) : context_(std::move(context)) {
-  const Current current(context_->handle());
+CudaStream::CudaStream(std::shared_ptr<const PrimaryContext> context)
+    : context_(std::move(context)) {
+  const ContextGuard current(context_->handle());
   check(Driver::get().cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, 0),
         "cuStreamCreateWithPriority");
 }
 
-Stream::~Stream() {
-  const Current current(context_->handle());
+CudaStream::~CudaStream() {
+  const ContextGuard current(context_->handle());
   Driver::get().cuStreamDestroy(handle_);
 }
 
-Events::~Events() {
-  const Current current(context_->handle());
+EventPool::~EventPool() {
+  const ContextGuard current(context_->handle());
   for (const auto& events : free_) {
     for (CUevent event : events) Driver::get().cuEventDestroy(event);
   }
 }
 
-CUevent Events::take(bool timed) {
+CUevent EventPool::take(bool timed) {
   {
     const std::scoped_lock lock(mutex_);
     if (!free_[timed].empty()) {
@@ -108,28 +109,28 @@ CUevent Events::take(bool timed) {
       return event;
     }
   }
-  const Current current(context_->handle());
+  const ContextGuard current(context_->handle());
   CUevent event = nullptr;
   check(Driver::get().cuEventCreate(&event, timed ? kEventDefault : kEventDisableTiming),
         "cuEventCreate");
   return event;
 }
 
-void Events::give(CUevent event, bool timed) {
+void EventPool::give(CUevent event, bool timed) {
   const std::scoped_lock lock(mutex_);
   free_[timed].push_back(event);
 }
 
-bool Event::passed() const {
-  const Current current = pool_->current();
+bool CudaEvent::passed() const {
+  const ContextGuard current = pool_->current();
   const CUresult result = Driver::get().cuEventQuery(handle_);
   if (result == kNotReady) return false;
   check(result, "a GPU failed: cuEventQuery");
   return true;
 }
 
-double Event::us_since(const Event& first) const {
-  const Current current = pool_->current();
+double CudaEvent::us_since(const CudaEvent& first) const {
+  const ContextGuard current = pool_->current();
   float ms = 0;
   check(Driver::get().cuEventElapsedTime(&ms, first.handle(), handle_), "cuEventElapsedTime");
   return double{ms} * 1e3;
@@ -137,30 +138,30 @@ double Event::us_since(const Event& first) const {
 
 Device::Device(Rank rank, int ordinal)
     : rank_(rank),
-      context_(std::make_shared<const Context>(ordinal)),
-      events_(std::make_shared<Events>(context_)),
-      service_(std::make_unique<Stream>(context_)) {}
+      context_(std::make_shared<const PrimaryContext>(ordinal)),
+      events_(std::make_shared<EventPool>(context_)),
+      service_(std::make_unique<CudaStream>(context_)) {}
 
 Device::~Device() = default;
 
 bool Device::works() const {
-  const Current here = current();
+  const ContextGuard here = current();
   const CUresult result = Driver::get().cuStreamQuery(service_->handle());
   return result == kSuccess || result == kNotReady;
 }
 
-void Device::make_alias(std::shared_ptr<const Part> foreign) {
+void Device::make_alias(std::shared_ptr<const Allocation> foreign) {
   engine_alias_ = std::make_unique<const EngineAlias>(*this, std::move(foreign));
 }
 
-void Device::load_gather() { gather_ = std::make_unique<const Gather>(context_); }
+void Device::load_gather() { gather_ = std::make_unique<const CopyKernel>(context_); }
 
 bool Device::cross(const Reach& reach) {
-  const auto crossing = std::make_shared<Crossing>(*this, reach);
+  const auto crossing = std::make_shared<DualEngine>(*this, reach);
   try {
     if (!crossing->works(*this)) return false;
   } catch (const Error&) {
-    const Current here = current();
+    const ContextGuard here = current();
     const bool idle = Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
     if (!idle) keep_for_good(crossing);  // a copy is still under way
     throw;
@@ -171,7 +172,7 @@ bool Device::cross(const Reach& reach) {
 
 void Device::reach(const Device& peer) const {
   if (peer.ordinal() == ordinal()) return;
-  const Current here = current();
+  const ContextGuard here = current();
   const CUresult result = Driver::get().cuCtxEnablePeerAccess(peer.context()->handle(), 0);
   if (result == kPeerAccessAlready) return;  // torch may have asked for it too
   check(result, cat("cuCtxEnablePeerAccess of device ", ordinal(), " to ", peer.ordinal()));
@@ -193,7 +194,7 @@ void Device::settle() const {
 
 void Device::zero(CUdeviceptr dst, uint64_t bytes) const {
   const std::scoped_lock lock(mutex_);
-  const Current here = current();
+  const ContextGuard here = current();
   check(Driver::get().cuMemsetD8Async(dst, 0, bytes, service_->handle()), "cuMemsetD8Async");
   settle();
 }
@@ -201,16 +202,16 @@ void Device::zero(CUdeviceptr dst, uint64_t bytes) const {
 void Device::copy(void* dst, const void* src, uint64_t bytes) const {
   if (bytes == 0) return;
   const std::scoped_lock lock(mutex_);
-  const Current here = current();
+  const ContextGuard here = current();
   check(Driver::get().cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(dst),
                                     reinterpret_cast<CUdeviceptr>(src), bytes, service_->handle()),
         "cuMemcpyAsync");
   settle();
 }
 
-bool Device::copy(const Rows& rows) const {
+bool Device::copy(const StridedCopy& rows) const {
   const std::scoped_lock lock(mutex_);
-  const Current here = current();
+  const ContextGuard here = current();
   const CUresult result = copy_rows(rows, service_->handle());
   if (refused(result)) return false;
   check(result, "a copy of rows");
@@ -224,7 +225,7 @@ void Device::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) 
     ops.push_back({.operation = kOpWrite32, .address = word, .value = value});
   }
   const std::scoped_lock lock(mutex_);
-  const Current here = current();
+  const ContextGuard here = current();
   for (size_t at = 0; at < ops.size(); at += kMemOpsMax) {
     const size_t count = std::min<size_t>(kMemOpsMax, ops.size() - at);
     check(Driver::get().cuStreamBatchMemOp(service_->handle(), static_cast<unsigned>(count),

@@ -18,7 +18,7 @@ inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider strides are
 uint64_t rows_of_slice(uint64_t pitch);
 
 // Rows at constant steps, of pitches that have such a number: one command of a copy engine.
-struct Rows {
+struct StridedCopy {
   CUdeviceptr dst = 0;
   uint64_t dst_pitch = 0;
   CUdeviceptr src = 0;
@@ -31,18 +31,18 @@ struct Rows {
   uint64_t dst_ahead = 0;  // pitches from `dst` to where the first row goes
   uint64_t src_ahead = 0;
 };
-CUresult copy_rows(const Rows& rows, CUstream stream);
+CUresult copy_rows(const StridedCopy& rows, CUstream stream);
 
 // What a GPU does not let go of: it lives as long as the process.
 void keep_for_good(std::shared_ptr<void> held);
 
 // A retained primary context, which CUDA's runtime and torch use too.
-class Context {
+class PrimaryContext {
  public:
-  explicit Context(int ordinal);
-  ~Context();
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
+  explicit PrimaryContext(int ordinal);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
   CUcontext handle() const { return handle_; }
   int ordinal() const { return ordinal_; }
 
@@ -53,64 +53,65 @@ class Context {
 };
 
 // A non-blocking stream.
-class Stream {
+class CudaStream {
  public:
-  explicit Stream(std::shared_ptr<const Context> context);
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  explicit CudaStream(std::shared_ptr<const PrimaryContext> context);
+  ~CudaStream();
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
   CUstream handle() const { return handle_; }
 
  private:
-  std::shared_ptr<const Context> context_;
+  std::shared_ptr<const PrimaryContext> context_;
   CUstream handle_ = nullptr;
 };
 
 // Events that are used again and again. Without timing, unless a program has timestamps.
-class Events {
+class EventPool {
  public:
-  explicit Events(std::shared_ptr<const Context> context) : context_(std::move(context)) {}
-  ~Events();
+  explicit EventPool(std::shared_ptr<const PrimaryContext> context)
+      : context_(std::move(context)) {}
+  ~EventPool();
   CUevent take(bool timed);
   void give(CUevent event, bool timed);
-  Current current() const { return Current(context_->handle()); }
+  ContextGuard current() const { return ContextGuard(context_->handle()); }
 
  private:
-  std::shared_ptr<const Context> context_;
+  std::shared_ptr<const PrimaryContext> context_;
   std::mutex mutex_;
   std::vector<CUevent> free_[2];  // [timed]
 };
 
 // An event of the pool, given back at the end.
-class Event {
+class CudaEvent {
  public:
-  explicit Event(std::shared_ptr<Events> pool, bool timed = false)
+  explicit CudaEvent(std::shared_ptr<EventPool> pool, bool timed = false)
       : pool_(std::move(pool)), timed_(timed), handle_(pool_->take(timed)) {}
-  ~Event() {
+  ~CudaEvent() {
     if (pool_) pool_->give(handle_, timed_);
   }
-  Event(Event&&) = default;
-  Event& operator=(Event&&) = delete;
+  CudaEvent(CudaEvent&&) = default;
+  CudaEvent& operator=(CudaEvent&&) = delete;
   CUevent handle() const { return handle_; }
   void record(CUstream stream) const {
     check(Driver::get().cuEventRecord(handle_, stream), "cuEventRecord");
   }
   // Makes the stream wait for what was recorded last.
-  void hold(CUstream stream) const {
+  void enqueue_wait(CUstream stream) const {
     check(Driver::get().cuStreamWaitEvent(stream, handle_, 0), "cuStreamWaitEvent");
   }
-  bool passed() const;                        // throws driver when the device has failed
-  double us_since(const Event& first) const;  // both timed, and passed
+  bool passed() const;                            // throws driver when the device has failed
+  double us_since(const CudaEvent& first) const;  // both timed, and passed
 
  private:
-  std::shared_ptr<Events> pool_;
+  std::shared_ptr<EventPool> pool_;
   bool timed_;
   CUevent handle_;
 };
 
-class Crossing;
-class Gather;
-class Part;
+class DualEngine;
+class CopyKernel;
+class Allocation;
 class EngineAlias;
 
 class Device final : public Port {
@@ -121,32 +122,32 @@ class Device final : public Port {
   Rank rank() const { return rank_; }
   int ordinal() const { return context_->ordinal(); }
   int device() const override { return ordinal(); }
-  const std::shared_ptr<const Context>& context() const { return context_; }
-  Current current() const { return Current(context_->handle()); }
-  Event event(bool timed = false) const { return Event(events_, timed); }
-  std::unique_ptr<Stream> stream() const { return std::make_unique<Stream>(context_); }
+  const std::shared_ptr<const PrimaryContext>& context() const { return context_; }
+  ContextGuard current() const { return ContextGuard(context_->handle()); }
+  CudaEvent event(bool timed = false) const { return CudaEvent(events_, timed); }
+  std::unique_ptr<CudaStream> stream() const { return std::make_unique<CudaStream>(context_); }
 
   bool works() const;  // false: the GPU has failed, and so does every later call
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
-  bool copy(const Rows& rows) const;  // false: the driver refuses it
+  bool copy(const StridedCopy& rows) const;  // false: the driver refuses it
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
-  // Loads the kernel that copies between the host and this GPU instead of engines (gather.h).
+  // Loads the kernel that copies between the host and this GPU instead of engines (copy_kernel.h).
   void load_gather();
-  const Gather* gather() const { return gather_.get(); }  // null unless loaded
+  const CopyKernel* gather() const { return gather_.get(); }  // null unless loaded
 
-  // Tries copies by the engine of the other direction (crossing.h), and keeps what these need.
+  // Tries copies by the engine of the other direction (dual_engine.h), and keeps what these need.
   // False: not every byte came. Throws unsupported, memory or driver. Not while anything is fed.
   bool cross(const Reach& reach);
-  void uncross() { crossing_.reset(); }                         // nor while anything is under way
-  const Crossing* crossing() const { return crossing_.get(); }  // null: there are none
+  void uncross() { crossing_.reset(); }                           // nor while anything is under way
+  const DualEngine* crossing() const { return crossing_.get(); }  // null: there are none
 
   // Lets copy engines make copies within this GPU, by addresses of that memory of another GPU's
   // (engine_alias.h). Once, before anything is fed. Throws memory or driver.
-  void make_alias(std::shared_ptr<const Part> foreign);
+  void make_alias(std::shared_ptr<const Allocation> foreign);
   const EngineAlias* engine_alias() const {
     return engine_alias_.get();
   }  // null: SMs make such copies
@@ -159,11 +160,11 @@ class Device final : public Port {
   void settle() const;
 
   Rank rank_;
-  std::shared_ptr<const Context> context_;
-  std::shared_ptr<Events> events_;
-  std::unique_ptr<Stream> service_;
-  std::unique_ptr<const Gather> gather_;
-  std::shared_ptr<const Crossing> crossing_;
+  std::shared_ptr<const PrimaryContext> context_;
+  std::shared_ptr<EventPool> events_;
+  std::unique_ptr<CudaStream> service_;
+  std::unique_ptr<const CopyKernel> gather_;
+  std::shared_ptr<const DualEngine> crossing_;
   std::unique_ptr<const EngineAlias> engine_alias_;
   mutable std::mutex mutex_;  // one user of the service stream at a time
 };

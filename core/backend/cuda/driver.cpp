@@ -21,14 +21,14 @@ Function symbol(void* library, const char* name) {
 }
 
 // What open() has come to.
-struct Opened {
+struct OpenedDriver {
   std::mutex mutex;
   std::string path;
   std::unique_ptr<Driver> driver;
   std::optional<Error> error;
 };
 
-PerProcess<Opened> opened_once;
+PerProcess<OpenedDriver> opened_once;
 const Driver* current = nullptr;  // a child of who has opened it sees that too
 
 }  // namespace
@@ -94,7 +94,7 @@ void Driver::resolve(void* library) {
 const Driver& Driver::open() {
   const std::string path = env("OFFCORE_LIBCUDA");
   if (current != nullptr) current->check_here();
-  Opened& opened = opened_once.get();
+  OpenedDriver& opened = opened_once.get();
   const std::scoped_lock lock(opened.mutex);
   if (opened.path == path) {
     if (opened.error) throw *opened.error;

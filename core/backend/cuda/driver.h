@@ -278,12 +278,12 @@ inline void check(CUresult result, std::string_view what) {
 // While some stream is being captured, the driver refuses calls that could disturb it, also to
 // other threads, and spoils the capture. Ours never touch a captured stream by accident, so they
 // may be made.
-class Relaxed {
+class CaptureGuard {
  public:
-  Relaxed() { exchange(); }
-  ~Relaxed() { exchange(); }
-  Relaxed(const Relaxed&) = delete;
-  Relaxed& operator=(const Relaxed&) = delete;
+  CaptureGuard() { exchange(); }
+  ~CaptureGuard() { exchange(); }
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
 
  private:
   void exchange() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
@@ -292,27 +292,27 @@ class Relaxed {
 
 // Makes a context current and puts the caller's back. Inside another one of the same context it
 // calls nothing.
-class Current {
+class ContextGuard {
  public:
-  explicit Current(CUcontext context) : outer_(innermost_) {
+  explicit ContextGuard(CUcontext context) : outer_(innermost_) {
     if (context == outer_) return;
     relaxed_.emplace();
     check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
     innermost_ = context;
   }
-  ~Current() {
+  ~ContextGuard() {
     if (!relaxed_) return;
     innermost_ = outer_;
     CUcontext popped = nullptr;
     Driver::get().cuCtxPopCurrent(&popped);
   }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
 
  private:
   static inline thread_local CUcontext innermost_ = nullptr;  // of this thread's
   CUcontext outer_;
-  std::optional<Relaxed> relaxed_;
+  std::optional<CaptureGuard> relaxed_;
 };
 
 std::string device_name(int ordinal);

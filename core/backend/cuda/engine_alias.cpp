@@ -10,7 +10,7 @@ static_assert(kPitch <= kPitchMax && kRowMax <= kPitch);
 
 }  // namespace
 
-EngineAlias::EngineAlias(const Device& device, std::shared_ptr<const Part> foreign)
+EngineAlias::EngineAlias(const Device& device, std::shared_ptr<const Allocation> foreign)
     : range_(device.context(), rounded(kRowMax, foreign->bytes())) {
   for (uint64_t at = 0; at < kRowMax; at += foreign->bytes()) range_.map(at, foreign);
   const int ordinal = device.ordinal();

@@ -35,33 +35,33 @@ uint64_t granule(const CUmemAllocationProp& wanted) {
   return bytes;
 }
 
-uint64_t stride_of(const std::vector<std::shared_ptr<const Part>>& parts) {
+uint64_t stride_of(const std::vector<std::shared_ptr<const Allocation>>& parts) {
   uint64_t bytes = 0;
   for (const auto& part : parts) bytes = std::max(bytes, part->bytes());
   return bytes <= kPitchMax ? bytes : rounded(bytes, kSlice);
 }
 
 // Pinned memory that nobody has. The driver takes it back only when the whole device is idle, and
-// holds the caller until then: for ever where a program is parked or work waits for what never
-// comes. So a thread gives it back, nobody waits long for that, and beside parked programs nothing
+// holds the caller until then: for ever where a program is armed or work waits for what never
+// comes. So a thread gives it back, nobody waits long for that, and beside armed programs nothing
 // is given back: whoever asks for as much gets it, as it is from then on.
-class Spares {
+class PinnedCache {
  public:
-  struct Block {
+  struct PinnedBlock {
     void* data;
     uint64_t bytes;
-    std::shared_ptr<const Context> context;
+    std::shared_ptr<const PrimaryContext> context;
   };
 
   void keep(bool more) {
     std::unique_lock lock(mutex_);
     parked_ += more ? 1 : -1;
     if (parked_ == 0 && !blocks_.empty()) serve();
-    // One that is on its way back is to be through before the program is parked.
+    // One that is on its way back is to be through before the program is armed.
     if (more) changed_.wait_for(lock, kLeaveLimit, [&] { return !leaving_; });
   }
 
-  void give(Block block) {
+  void give(PinnedBlock block) {
     std::unique_lock lock(mutex_);
     blocks_.push_back(std::move(block));
     // Where one has been late it waits for the device, and so would this one.
@@ -70,13 +70,14 @@ class Spares {
   }
 
   // Zeroed; null: there is none.
-  void* take(const Context& context, uint64_t bytes) {
+  void* take(const PrimaryContext& context, uint64_t bytes) {
     void* data = nullptr;
     {
       const std::scoped_lock lock(mutex_);
-      const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& block) {
-        return block.bytes == bytes && block.context.get() == &context;
-      });
+      const auto found =
+          std::find_if(blocks_.begin(), blocks_.end(), [&](const PinnedBlock& block) {
+            return block.bytes == bytes && block.context.get() == &context;
+          });
       if (parked_ == 0 || found == blocks_.end()) return nullptr;
       data = found->data;
       blocks_.erase(found);
@@ -100,12 +101,12 @@ class Spares {
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return parked_ == 0 && !blocks_.empty(); });
-      std::optional<Block> block = std::move(blocks_.front());
+      std::optional<PinnedBlock> block = std::move(blocks_.front());
       blocks_.pop_front();
       leaving_ = true;
       lock.unlock();
       try {
-        const Current current(block->context->handle());
+        const ContextGuard current(block->context->handle());
         check(Driver::get().cuMemHostUnregister(block->data), "cuMemHostUnregister");
         munmap(block->data, block->bytes);
       } catch (const Error&) {
@@ -126,22 +127,25 @@ class Spares {
   bool started_ = false;
   bool leaving_ = false;  // one is being given back
   bool late_ = false;
-  std::deque<Block> blocks_;
+  std::deque<PinnedBlock> blocks_;
 };
 
-Spares& spares() {
-  static Spares* const value = new Spares;  // memory may be let go of while the process ends
+PinnedCache& pinned_cache() {
+  static PinnedCache* const value =
+      new PinnedCache;  // memory may be let go of while the process ends
   return *value;
 }
 
 }  // namespace
 
-std::shared_ptr<Part> Part::create(const Device& device, uint64_t bytes, bool exported) {
+std::shared_ptr<Allocation> Allocation::create(const Device& device, uint64_t bytes,
+                                               bool exported) {
   const Driver& driver = Driver::get();
-  const Current current = device.current();
+  const ContextGuard current = device.current();
   const CUmemAllocationProp wanted = properties(device.ordinal());
   if (bytes > uint64_t{1} << 46) fail(Code::memory, bytes, " bytes are more than any GPU has");
-  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(wanted))));
+  std::shared_ptr<Allocation> part(
+      new Allocation(device.context(), rounded(bytes, granule(wanted))));
   const CUresult result = driver.cuMemCreate(&part->handle_, part->bytes_, &wanted, 0);
   if (result == kOutOfMemory) {
     size_t free = 0;
@@ -159,88 +163,91 @@ std::shared_ptr<Part> Part::create(const Device& device, uint64_t bytes, bool ex
   return part;
 }
 
-std::shared_ptr<Part> Part::create_host(const Device& device, uint64_t bytes) {
-  const Current current = device.current();
+std::shared_ptr<Allocation> Allocation::create_host(const Device& device, uint64_t bytes) {
+  const ContextGuard current = device.current();
   const CUmemAllocationProp wanted{
       .type = kMemoryPinned,
       .location = {.type = kLocationNumaNode,
                    .id = std::max(0, numa_node(pci_address(device.ordinal())))}};
-  std::shared_ptr<Part> part(new Part(device.context(), rounded(bytes, granule(wanted))));
+  std::shared_ptr<Allocation> part(
+      new Allocation(device.context(), rounded(bytes, granule(wanted))));
   check(Driver::get().cuMemCreate(&part->handle_, part->bytes_, &wanted, 0),
         "cuMemCreate of host memory");
   return part;
 }
 
-std::shared_ptr<Part> Part::import(std::shared_ptr<const Context> context, uint64_t bytes, int fd) {
+std::shared_ptr<Allocation> Allocation::import(std::shared_ptr<const PrimaryContext> context,
+                                               uint64_t bytes, int fd) {
   Descriptor owned(fd);
-  const Current current(context->handle());
+  const ContextGuard current(context->handle());
   const uint64_t whole = rounded(bytes, granule(properties(context->ordinal())));
-  std::shared_ptr<Part> part(new Part(std::move(context), whole));
+  std::shared_ptr<Allocation> part(new Allocation(std::move(context), whole));
   check(Driver::get().cuMemImportFromShareableHandle(
             &part->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), kPosixDescriptor),
         "cuMemImportFromShareableHandle");
   return part;
 }
 
-Part::~Part() {
-  const Relaxed relaxed;
+Allocation::~Allocation() {
+  const CaptureGuard relaxed;
   if (handle_ != 0) Driver::get().cuMemRelease(handle_);
 }
 
-Range::Range(std::shared_ptr<const Context> context, uint64_t bytes)
+AddressRange::AddressRange(std::shared_ptr<const PrimaryContext> context, uint64_t bytes)
     : context_(std::move(context)), bytes_(bytes) {
-  const Current current(context_->handle());
+  const ContextGuard current(context_->handle());
   check(Driver::get().cuMemAddressReserve(&base_, bytes_, 0, 0, 0),
         cat("cuMemAddressReserve of ", bytes_, " bytes"));
 }
 
-Range::~Range() {
-  const Current current(context_->handle());
+AddressRange::~AddressRange() {
+  const ContextGuard current(context_->handle());
   for (const auto& [offset, part] : mapped_) {
     Driver::get().cuMemUnmap(base_ + offset, part->bytes());
   }
   Driver::get().cuMemAddressFree(base_, bytes_);
 }
 
-void Range::map(uint64_t offset, std::shared_ptr<const Part> part) {
-  const Current current(context_->handle());
+void AddressRange::map(uint64_t offset, std::shared_ptr<const Allocation> part) {
+  const ContextGuard current(context_->handle());
   check(Driver::get().cuMemMap(base_ + offset, part->bytes(), 0, part->handle(), 0), "cuMemMap");
   mapped_.emplace(offset, std::move(part));
 }
 
-void Range::open(std::span<const int> ordinals) {
+void AddressRange::open(std::span<const int> ordinals) {
   std::vector<CUmemAccessDesc> access;
   for (int ordinal : ordinals) {
     access.push_back(
         {.location = {.type = kLocationDevice, .id = ordinal}, .flags = kAccessReadWrite});
   }
-  const Current current(context_->handle());
+  const ContextGuard current(context_->handle());
   for (const auto& [offset, part] : mapped_) {
     check(Driver::get().cuMemSetAccess(base_ + offset, part->bytes(), access.data(), access.size()),
           "cuMemSetAccess (have the GPUs peer access to each other?)");
   }
 }
 
-void Range::unmap() {
-  const Current current(context_->handle());
+void AddressRange::unmap() {
+  const ContextGuard current(context_->handle());
   for (const auto& [offset, part] : mapped_) {
     check(Driver::get().cuMemUnmap(base_ + offset, part->bytes()), "cuMemUnmap");
   }
   mapped_.clear();
 }
 
-Ring::Ring(std::vector<std::shared_ptr<const Part>> parts,
-           std::span<const std::shared_ptr<Device>> local)
+PeerMapping::PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
+                         std::span<const std::shared_ptr<Device>> local)
     : parts_(std::move(parts)),
       stride_(stride_of(parts_)),
       laps_(local.front()->context(), 2 * parts_.size() * stride_) {
   for (const auto& device : local) {
-    repeated_[device->rank()] = std::make_unique<Range>(device->context(), parts_.size() * stride_);
+    repeated_[device->rank()] =
+        std::make_unique<AddressRange>(device->context(), parts_.size() * stride_);
   }
   map(local);
 }
 
-void Ring::map(std::span<const std::shared_ptr<Device>> local) {
+void PeerMapping::map(std::span<const std::shared_ptr<Device>> local) {
   std::vector<int> ordinals;
   for (const auto& device : local) {
     if (std::find(ordinals.begin(), ordinals.end(), device->ordinal()) == ordinals.end()) {
@@ -250,31 +257,31 @@ void Ring::map(std::span<const std::shared_ptr<Device>> local) {
   for (uint32_t k = 0; k < 2u * ranks(); ++k) laps_.map(k * stride_, parts_[k % ranks()]);
   laps_.open(ordinals);
   for (const auto& device : local) {
-    Range& range = *repeated_[device->rank()];
+    AddressRange& range = *repeated_[device->rank()];
     for (Rank k = 0; k < ranks(); ++k) range.map(k * stride_, parts_[device->rank()]);
     const int ordinal = device->ordinal();
     range.open({&ordinal, 1});
   }
-  const Current current = local.front()->current();
+  const ContextGuard current = local.front()->current();
   ordinals_.assign(ranks(), -1);
   for (Rank rank = 0; rank < ranks(); ++rank) {
     Driver::get().cuPointerGetAttribute(&ordinals_[rank], kPointerOrdinal, part(rank));
   }
 }
 
-std::shared_ptr<const Part> Ring::part_elsewhere(int ordinal) const {
+std::shared_ptr<const Allocation> PeerMapping::part_elsewhere(int ordinal) const {
   for (Rank rank = 0; rank < ranks(); ++rank) {
     if (ordinals_[rank] >= 0 && ordinals_[rank] != ordinal) return parts_[rank];
   }
   return nullptr;
 }
 
-CUdeviceptr Ring::repeated(Rank rank) const {
+CUdeviceptr PeerMapping::repeated(Rank rank) const {
   const auto found = repeated_.find(rank);
   return found == repeated_.end() ? 0 : found->second->base();
 }
 
-bool Ring::try_strided(std::span<const std::shared_ptr<Device>> local) const {
+bool PeerMapping::try_strided(std::span<const std::shared_ptr<Device>> local) const {
   const uint32_t peers = ranks() - 1u;
   if (peers < 2) return true;  // no copy has more than one row
   const uint64_t chunk = (kTrialBytes - kTrialSource) / ranks() / 4 * 4;
@@ -287,13 +294,13 @@ bool Ring::try_strided(std::span<const std::shared_ptr<Device>> local) const {
     for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint8_t>(1 + i * 7 + i / 251);
     const uint64_t source = at + kTrialSource;
     device->copy(reinterpret_cast<void*>(part(own) + source), data.data(), data.size());
-    const Rows fan{.dst = part(own + 1u) + at,
-                   .dst_pitch = stride_,
-                   .src = part(own) + source,
-                   .src_pitch = chunk,
-                   .bytes = chunk,
-                   .rows = peers};
-    Rows bcst = fan;
+    const StridedCopy fan{.dst = part(own + 1u) + at,
+                          .dst_pitch = stride_,
+                          .src = part(own) + source,
+                          .src_pitch = chunk,
+                          .bytes = chunk,
+                          .rows = peers};
+    StridedCopy bcst = fan;
     bcst.src = repeated(own) + source;
     bcst.src_pitch = stride_;
     for (const bool same : {false, true}) {
@@ -316,41 +323,43 @@ bool Ring::try_strided(std::span<const std::shared_ptr<Device>> local) const {
   return works;
 }
 
-void Ring::blank(std::span<const std::shared_ptr<Device>> local) {
+void PeerMapping::blank(std::span<const std::shared_ptr<Device>> local) {
   // One allocation stands in for all parts.
-  const std::shared_ptr<const Part> blank = Part::create(*local.front(), parts_[0]->bytes(), false);
+  const std::shared_ptr<const Allocation> blank =
+      Allocation::create(*local.front(), parts_[0]->bytes(), false);
   laps_.unmap();
   for (auto& [rank, range] : repeated_) range->unmap();
   std::fill(parts_.begin(), parts_.end(), blank);
   map(local);
 }
 
-void Rings::add(const Ring& ring) {
+void MappingTable::add(const PeerMapping& mapping) {
   const std::unique_lock lock(mutex_);
-  rings_[ring.base()] = &ring;
+  mappings_[mapping.base()] = &mapping;
 }
 
-void Rings::remove(const Ring& ring) {
+void MappingTable::remove(const PeerMapping& mapping) {
   const std::unique_lock lock(mutex_);
-  rings_.erase(ring.base());
+  mappings_.erase(mapping.base());
 }
 
-const Ring* Rings::find(const void* address) const {
+const PeerMapping* MappingTable::find(const void* address) const {
   const auto at = reinterpret_cast<CUdeviceptr>(address);
   const std::shared_lock lock(mutex_);
-  auto found = rings_.upper_bound(at);
-  if (found == rings_.begin()) return nullptr;
-  const Ring* ring = (--found)->second;
-  return at - ring->base() < ring->bytes() ? ring : nullptr;
+  auto found = mappings_.upper_bound(at);
+  if (found == mappings_.begin()) return nullptr;
+  const PeerMapping* mapping = (--found)->second;
+  return at - mapping->base() < mapping->bytes() ? mapping : nullptr;
 }
 
-std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes) {
+std::shared_ptr<void> allocate_pinned(std::shared_ptr<const PrimaryContext> context,
+                                      uint64_t bytes) {
   const uint64_t whole = rounded(bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
   const auto owned = [&](void* pinned) {
     return std::shared_ptr<void>(
-        pinned, [context, whole](void* own) { spares().give({own, whole, context}); });
+        pinned, [context, whole](void* own) { pinned_cache().give({own, whole, context}); });
   };
-  if (void* spare = spares().take(*context, whole); spare != nullptr) return owned(spare);
+  if (void* spare = pinned_cache().take(*context, whole); spare != nullptr) return owned(spare);
   void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) fail_errno(Code::memory, cat("cannot map ", whole, " bytes"));
   // Fewer pages to register, and for the GPU to look up. A kernel without large pages refuses.
@@ -358,7 +367,7 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
   // Near the GPU, where the kernel lets us: a container may forbid it, and doctor says so.
   const int node = numa_node(pci_address(context->ordinal()));
   if (node >= 0) prefer_node(data, whole, node);
-  const Current current(context->handle());
+  const ContextGuard current(context->handle());
   const CUresult result =
       Driver::get().cuMemHostRegister(data, whole, kHostPortable | kHostDeviceMap);
   if (result != kSuccess) {
@@ -368,6 +377,6 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, ui
   return owned(data);
 }
 
-void keep_pinned(bool more) { spares().keep(more); }
+void keep_pinned(bool more) { pinned_cache().keep(more); }
 
 }  // namespace offcore::cuda

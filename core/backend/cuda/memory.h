@@ -1,8 +1,8 @@
 // Window memory: physical allocations of VMM, mapped by every rank at a constant stride.
 //
-// A ring is one range of addresses in which the ranks' parts lie at a constant stride, twice in a
-// row: from every rank the following ranks are an arithmetic progression, so that one strided copy
-// reaches them all. Each local rank's own part is mapped once more, `ranks` times at the same
+// A mapping is one range of addresses in which the ranks' parts lie at a constant stride, twice in
+// a row: from every rank the following ranks are an arithmetic progression, so that one strided
+// copy reaches them all. Each local rank's own part is mapped once more, `ranks` times at the same
 // stride: the source of a one-command broadcast. What programs read and write by themselves lies
 // in the first lap; the other mappings are only sources and destinations of strided copies.
 #pragma once
@@ -25,57 +25,57 @@ constexpr uint64_t rounded(uint64_t bytes, uint64_t unit) {
 }
 
 // Physical memory: one rank's, or of the host.
-class Part {
+class Allocation {
  public:
   // Allocates on the device. Throws memory, naming the free bytes.
-  static std::shared_ptr<Part> create(const Device& device, uint64_t bytes, bool exported);
+  static std::shared_ptr<Allocation> create(const Device& device, uint64_t bytes, bool exported);
   // Of the host, on the NUMA node that the device is nearest to.
-  static std::shared_ptr<Part> create_host(const Device& device, uint64_t bytes);
+  static std::shared_ptr<Allocation> create_host(const Device& device, uint64_t bytes);
   // Owns fd from here on, also when it throws.
-  static std::shared_ptr<Part> import(std::shared_ptr<const Context> context, uint64_t bytes,
-                                      int fd);
-  ~Part();
+  static std::shared_ptr<Allocation> import(std::shared_ptr<const PrimaryContext> context,
+                                            uint64_t bytes, int fd);
+  ~Allocation();
 
   CUmemHandle handle() const { return handle_; }
   uint64_t bytes() const { return bytes_; }  // whole granules
   int fd() const { return fd_.get(); }       // -1 unless exported or imported
 
  private:
-  Part(std::shared_ptr<const Context> context, uint64_t bytes)
+  Allocation(std::shared_ptr<const PrimaryContext> context, uint64_t bytes)
       : context_(std::move(context)), bytes_(bytes) {}
 
-  std::shared_ptr<const Context> context_;
+  std::shared_ptr<const PrimaryContext> context_;
   CUmemHandle handle_ = 0;
   uint64_t bytes_;
   Descriptor fd_;
 };
 
 // A reserved range of addresses and what is mapped in it.
-class Range {
+class AddressRange {
  public:
-  Range(std::shared_ptr<const Context> context, uint64_t bytes);
-  ~Range();
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  AddressRange(std::shared_ptr<const PrimaryContext> context, uint64_t bytes);
+  ~AddressRange();
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
 
   CUdeviceptr base() const { return base_; }
-  void map(uint64_t offset, std::shared_ptr<const Part> part);
+  void map(uint64_t offset, std::shared_ptr<const Allocation> part);
   // All that is mapped may be read and written by these devices.
   void open(std::span<const int> ordinals);
   void unmap();
 
  private:
-  std::shared_ptr<const Context> context_;
+  std::shared_ptr<const PrimaryContext> context_;
   CUdeviceptr base_ = 0;
   uint64_t bytes_;
-  std::map<uint64_t, std::shared_ptr<const Part>> mapped_;  // by offset
+  std::map<uint64_t, std::shared_ptr<const Allocation>> mapped_;  // by offset
 };
 
-class Ring {
+class PeerMapping {
  public:
   // `parts`: one a rank. `local`: the devices of this process's ranks.
-  Ring(std::vector<std::shared_ptr<const Part>> parts,
-       std::span<const std::shared_ptr<Device>> local);
+  PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
+              std::span<const std::shared_ptr<Device>> local);
 
   Rank ranks() const { return static_cast<Rank>(parts_.size()); }
   uint64_t stride() const { return stride_; }
@@ -84,9 +84,9 @@ class Ring {
   CUdeviceptr part(uint32_t rank) const { return laps_.base() + rank * stride_; }  // of two laps
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
-  const std::vector<std::shared_ptr<const Part>>& parts() const { return parts_; }
+  const std::vector<std::shared_ptr<const Allocation>>& parts() const { return parts_; }
   // A part that lies on another GPU; null: there is none, or the driver does not tell.
-  std::shared_ptr<const Part> part_elsewhere(int ordinal) const;
+  std::shared_ptr<const Allocation> part_elsewhere(int ordinal) const;
   // Whether one strided copy may go to all ranks: no document says that it works across the
   // memory of several GPUs, so it is tried first. True until told.
   bool strided() const { return strided_; }
@@ -100,32 +100,33 @@ class Ring {
  private:
   void map(std::span<const std::shared_ptr<Device>> local);
 
-  std::vector<std::shared_ptr<const Part>> parts_;
+  std::vector<std::shared_ptr<const Allocation>> parts_;
   uint64_t stride_;
-  Range laps_;
-  std::map<Rank, std::unique_ptr<Range>> repeated_;
+  AddressRange laps_;
+  std::map<Rank, std::unique_ptr<AddressRange>> repeated_;
   std::vector<int> ordinals_;  // where the parts lie, as this process counts; -1: not told
   bool strided_ = true;
 };
 
-// Finds the ring that an address belongs to.
-class Rings {
+// Finds the mapping that an address belongs to.
+class MappingTable {
  public:
-  void add(const Ring& ring);
-  void remove(const Ring& ring);
-  const Ring* find(const void* address) const;  // null: not window memory
+  void add(const PeerMapping& mapping);
+  void remove(const PeerMapping& mapping);
+  const PeerMapping* find(const void* address) const;  // null: not window memory
 
  private:
   mutable std::shared_mutex mutex_;
-  std::map<CUdeviceptr, const Ring*> rings_;  // by base
+  std::map<CUdeviceptr, const PeerMapping*> mappings_;  // by base
 };
 
 // Host memory, all zero, that every local device reaches, on the NUMA node of the context's GPU if
 // possible.
-std::shared_ptr<void> allocate_pinned(std::shared_ptr<const Context> context, uint64_t bytes);
+std::shared_ptr<void> allocate_pinned(std::shared_ptr<const PrimaryContext> context,
+                                      uint64_t bytes);
 
-// While programs are parked no host memory is given back to the driver, which would wait for the
+// While programs are armed no host memory is given back to the driver, which would wait for the
 // whole device: it is kept for whoever asks for as much.
-void keep_pinned(bool more);  // one program more is parked; false: one less
+void keep_pinned(bool more);  // one program more is armed; false: one less
 
 }  // namespace offcore::cuda

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "core/backend/cuda/fleet.h"
+#include "core/backend/cuda/executor.h"
 #include "core/base/threads.h"
 
 namespace offcore::cuda {
@@ -48,9 +48,9 @@ Occupation::Occupation(const std::vector<int>& ordinals, double limit_s)
 }
 
 void Occupation::fill(double limit_s) {
-  for (const Seat& seat : seats_) warm_up(seat);
+  for (const OccupiedGpu& seat : seats_) warm_up(seat);
   const auto limit_ns = static_cast<uint64_t>(limit_s * 1e9);
-  for (const Seat& seat : seats_) {
+  for (const OccupiedGpu& seat : seats_) {
     seat.kernels->spin(
         seat.blocks->handle(), seat.count,
         {.stop = address(seat, 0), .state = address(seat, seat.at + 1), .limit_ns = limit_ns});
@@ -63,7 +63,7 @@ void Occupation::fill(double limit_s) {
     }
     nap(0);
   }
-  for (const Seat& seat : seats_) {
+  for (const OccupiedGpu& seat : seats_) {
     seat.kernels->touch(seat.control->handle(), {.word = address(seat, seat.at), .value = kRan});
   }
 }
@@ -74,13 +74,13 @@ void Occupation::let_go() {
   try {
     release();
   } catch (const Error&) {
-    keep_for_good(std::make_shared<std::vector<Seat>>(std::move(seats_)));
+    keep_for_good(std::make_shared<std::vector<OccupiedGpu>>(std::move(seats_)));
     keep_for_good(std::move(words_));
   }
 }
 
-CUdeviceptr Occupation::address(const Seat& seat, uint32_t word) const {
-  const Current current = seat.device->current();
+CUdeviceptr Occupation::address(const OccupiedGpu& seat, uint32_t word) const {
+  const ContextGuard current = seat.device->current();
   CUdeviceptr base = 0;
   check(Driver::get().cuMemHostGetDevicePointer(&base, words_.get(), 0),
         "cuMemHostGetDevicePointer");
@@ -92,7 +92,7 @@ uint32_t Occupation::read(uint32_t word) const {
 }
 
 // A first launch may wait for the whole device: now nothing spins yet.
-void Occupation::warm_up(const Seat& seat) const {
+void Occupation::warm_up(const OccupiedGpu& seat) const {
   word_at(words_, 0) = 1;  // stop at once
   seat.kernels->spin(seat.blocks->handle(), 1,
                      {.stop = address(seat, 0), .state = address(seat, seat.at + 1)});
@@ -108,9 +108,9 @@ void Occupation::warm_up(const Seat& seat) const {
 bool Occupation::wait_idle(double limit_s) const {
   const Deadline deadline = Deadline::after_s(limit_s);
   const int64_t began_ns = now_ns();
-  for (const Seat& seat : seats_) {
-    const Current current = seat.device->current();
-    for (const Stream* stream : {seat.blocks.get(), seat.control.get()}) {
+  for (const OccupiedGpu& seat : seats_) {
+    const ContextGuard current = seat.device->current();
+    for (const CudaStream* stream : {seat.blocks.get(), seat.control.get()}) {
       for (;;) {
         const CUresult result = Driver::get().cuStreamQuery(stream->handle());
         if (result == kSuccess) break;
@@ -125,11 +125,11 @@ bool Occupation::wait_idle(double limit_s) const {
 
 bool Occupation::control_ran() const {
   return std::any_of(seats_.begin(), seats_.end(),
-                     [&](const Seat& seat) { return read(seat.at) == kRan; });
+                     [&](const OccupiedGpu& seat) { return read(seat.at) == kRan; });
 }
 
 bool Occupation::holds() const {
-  for (const Seat& seat : seats_) {
+  for (const OccupiedGpu& seat : seats_) {
     for (uint32_t block = 0; block < seat.count; ++block) {
       if (read(seat.at + 1 + block) != kHere) return false;
     }
@@ -145,7 +145,7 @@ bool Occupation::release() {
   }
   released_ = true;
   return std::all_of(seats_.begin(), seats_.end(),
-                     [&](const Seat& seat) { return read(seat.at) == kRan; });
+                     [&](const OccupiedGpu& seat) { return read(seat.at) == kRan; });
 }
 
 }  // namespace offcore::cuda

@@ -29,23 +29,23 @@ class Occupation : public OfProcess {
   bool release();
 
  private:
-  struct Seat {
+  struct OccupiedGpu {
     std::shared_ptr<Device> device;
-    std::unique_ptr<Stream> blocks;
-    std::unique_ptr<Stream> control;
+    std::unique_ptr<CudaStream> blocks;
+    std::unique_ptr<CudaStream> control;
     std::unique_ptr<Kernels> kernels;
     uint32_t count = 0;  // blocks
     uint32_t at = 0;     // its words among `words_`
   };
 
-  CUdeviceptr address(const Seat& seat, uint32_t word) const;
+  CUdeviceptr address(const OccupiedGpu& seat, uint32_t word) const;
   uint32_t read(uint32_t word) const;
   void fill(double limit_s);
   void let_go();
-  void warm_up(const Seat& seat) const;
+  void warm_up(const OccupiedGpu& seat) const;
   bool wait_idle(double limit_s) const;
 
-  std::vector<Seat> seats_;
+  std::vector<OccupiedGpu> seats_;
   std::shared_ptr<void> words_;  // host memory: stop; then a seat's control word and blocks' states
   uint32_t blocks_ = 0;
   bool released_ = false;

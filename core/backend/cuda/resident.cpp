@@ -178,8 +178,8 @@ gone:
 
 }  // namespace
 
-Kernels::Kernels(std::shared_ptr<const Context> context) : context_(std::move(context)) {
-  const Current current(context_->handle());
+Kernels::Kernels(std::shared_ptr<const PrimaryContext> context) : context_(std::move(context)) {
+  const ContextGuard current(context_->handle());
   const CUresult result = Driver::get().cuModuleLoadData(&module_, kResidentPtx);
   check(result,
         "cuModuleLoadData (the driver's own compiler of PTX, "
@@ -195,7 +195,7 @@ Kernels::Kernels(std::shared_ptr<const Context> context) : context_(std::move(co
 }
 
 Kernels::~Kernels() {
-  const Current current(context_->handle());
+  const ContextGuard current(context_->handle());
   Driver::get().cuModuleUnload(module_);
 }
 
@@ -207,7 +207,7 @@ CUfunction Kernels::function(const char* name) const {
 
 void Kernels::launch(CUfunction function, uint32_t blocks, uint32_t threads, CUstream stream,
                      std::span<void*> arguments) const {
-  const Current current(context_->handle());
+  const ContextGuard current(context_->handle());
   check(Driver::get().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream,
                                      arguments.data(), nullptr),
         "cuLaunchKernel");

@@ -55,7 +55,7 @@ inline constexpr uint32_t kRankShift = 40503u;
 // The kernels, loaded on one GPU.
 class Kernels {
  public:
-  explicit Kernels(std::shared_ptr<const Context> context);
+  explicit Kernels(std::shared_ptr<const PrimaryContext> context);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -69,7 +69,7 @@ class Kernels {
   void launch(CUfunction function, uint32_t blocks, uint32_t threads, CUstream stream,
               std::span<void*> arguments) const;
 
-  std::shared_ptr<const Context> context_;
+  std::shared_ptr<const PrimaryContext> context_;
   CUmodule module_ = nullptr;
   CUfunction reader_ = nullptr;
   CUfunction spinner_ = nullptr;

@@ -26,25 +26,25 @@ Stress::Stress(const std::vector<int>& ordinals) : OfProcess("the stress") {
     devices_.push_back(std::make_shared<Device>(rank, ordinal));
   }
   const auto ranks = static_cast<Rank>(devices_.size());
-  words_ = std::make_shared<Words>(ranks, devices_);
-  std::vector<std::shared_ptr<const Part>> parts;
+  words_ = std::make_shared<SignalWords>(ranks, devices_);
+  std::vector<std::shared_ptr<const Allocation>> parts;
   const uint64_t bytes = banks_at() + (kBanks + ranks) * kChunkBytesMax + 2 * kNoiseBytes;
-  for (const auto& device : devices_) parts.push_back(Part::create(*device, bytes, false));
-  ring_ = std::make_shared<Ring>(std::move(parts), devices_);
-  ring_->set_strided(ring_->try_strided(devices_));
-  rings_.add(*ring_);
+  for (const auto& device : devices_) parts.push_back(Allocation::create(*device, bytes, false));
+  mapping_ = std::make_shared<PeerMapping>(std::move(parts), devices_);
+  mapping_->set_strided(mapping_->try_strided(devices_));
+  mappings_.add(*mapping_);
   for (const auto& device : devices_) {
-    device->zero(ring_->part(device->rank()), banks_at());
+    device->zero(mapping_->part(device->rank()), banks_at());
     seats_.push_back({.device = device,
                       .copies = device->stream(),
                       .kernel = device->stream(),
                       .noise = device->stream(),
-                      .word = std::make_unique<Word>(device, words_),
-                      .presets = std::make_unique<Presets>(device, words_),
-                      .gate = std::make_unique<Word>(device, words_),
-                      .outcome = std::make_unique<Word>(device, words_),
+                      .word = std::make_unique<SignalWord>(device, words_),
+                      .signal_table = std::make_unique<SignalTable>(device, words_),
+                      .gate = std::make_unique<SignalWord>(device, words_),
+                      .outcome = std::make_unique<SignalWord>(device, words_),
                       .kernels = std::make_unique<Kernels>(device->context())});
-    const Seat& seat = seats_.back();
+    const StressGpu& seat = seats_.back();
     device->zero(seat.gate->address(), kWordBytes);
     device->zero(seat.outcome->address(), kWordBytes);
     // Its first launch, while nothing waits that it could wait for.
@@ -55,11 +55,11 @@ Stress::Stress(const std::vector<int>& ordinals) : OfProcess("the stress") {
 
 Stress::~Stress() {
   if (lost_) {  // a GPU still reads and writes it: kept for good
-    keep_for_good(std::make_shared<std::vector<Seat>>(std::move(seats_)));
-    keep_for_good(std::move(ring_));
+    keep_for_good(std::make_shared<std::vector<StressGpu>>(std::move(seats_)));
+    keep_for_good(std::move(mapping_));
     return;
   }
-  rings_.remove(*ring_);
+  mappings_.remove(*mapping_);
 }
 
 // A rank's memory: two words for each rank, a chunk from each, banks of data.
@@ -69,11 +69,11 @@ uint64_t Stress::banks_at() const { return chunks_at() + devices_.size() * kChun
 
 // Word r: rank r's data is there; word `ranks` + r: rank r has read this rank's data.
 CUdeviceptr Stress::flag(Rank at, uint32_t word) const {
-  return ring_->part(at) + word * kWordBytes;
+  return mapping_->part(at) + word * kWordBytes;
 }
 
 // One operation of one rank: value 0 is the last one's, value 1 this one's.
-Program Stress::program(const Trial& trial, Rank rank) const {
+Program Stress::program(const StressTrial& trial, Rank rank) const {
   const auto ranks = static_cast<Rank>(devices_.size());
   const auto next = static_cast<Rank>((rank + 1) % ranks);
   const uint32_t peers = ranks - 1u;
@@ -117,7 +117,7 @@ Launch Stress::launch(uint32_t value, uint64_t chunk_bytes) const {
   const auto ranks = static_cast<Rank>(devices_.size());
   Launch launch{.binding = Binding(3, ranks), .epoch = value - 1};
   for (Rank rank = 0; rank < ranks; ++rank) {
-    const auto part = reinterpret_cast<std::byte*>(ring_->part(rank));
+    const auto part = reinterpret_cast<std::byte*>(mapping_->part(rank));
     launch.binding.base(kFlagBuffer, rank) = part;
     launch.binding.base(kChunks, rank) = part + chunks_at();
     launch.binding.base(kSource, rank) = part + banks_at() + value % kBanks * chunk_bytes;
@@ -125,50 +125,50 @@ Launch Stress::launch(uint32_t value, uint64_t chunk_bytes) const {
   return launch;
 }
 
-void Stress::fill(const Trial& trial) {
+void Stress::fill(const StressTrial& trial) {
   const uint64_t words = trial.chunk_bytes / 4;
   const uint64_t banks = kBanks + devices_.size();
   std::vector<uint32_t> data(banks * words);
-  for (const Seat& seat : seats_) {
+  for (const StressGpu& seat : seats_) {
     const Rank rank = seat.device->rank();
     for (uint32_t bank = 0; bank < banks; ++bank) {
       const uint32_t base = bank * kBankStep + rank * kRankShift;
       for (uint32_t at = 0; at < words; ++at) data[bank * words + at] = base + at;
     }
-    seat.device->copy(reinterpret_cast<void*>(ring_->part(rank) + banks_at()), data.data(),
+    seat.device->copy(reinterpret_cast<void*>(mapping_->part(rank) + banks_at()), data.data(),
                       data.size() * sizeof(uint32_t));
     seat.device->zero(seat.outcome->address(), kWordBytes);
   }
 }
 
 void Stress::start(const Round& round) {
-  const Trial& trial = round.trial;
-  const Habits habits{.signals = trial.signals};
+  const StressTrial& trial = round.trial;
+  const EncodeOptions options{.signals = trial.signals};
   const auto ranks = static_cast<uint32_t>(devices_.size());
-  Notes notes;  // nobody asks for them
+  SubmitStats stats;  // nobody asks for them
   ++turn_;
-  for (const Seat& seat : seats_) {
+  for (const StressGpu& seat : seats_) {
     const Rank rank = seat.device->rank();
-    const Current current = seat.device->current();
+    const ContextGuard current = seat.device->current();
     const Program& program = round.programs[rank];
     const Launch first = launch(value_ + 1, trial.chunk_bytes);
-    const Source source{seat.word->address(), words_->ring(), seat.presets.get()};
-    seat.presets->prepare(value_ + 1, round.count);  // whoever read what was there has ended
-    Feed gate(*seat.device, seat.copies->handle(), source, program, first, rings_, habits, nullptr,
-              notes);
+    const SignalSource source{seat.word->address(), words_->mapping(), seat.signal_table.get()};
+    seat.signal_table->prepare(value_ + 1, round.count);  // whoever read what was there has ended
+    StreamEncoder gate(*seat.device, seat.copies->handle(), source, program, first, mappings_,
+                       options, nullptr, stats);
     gate.wait(seat.gate->address(), turn_);
     gate.flush();
     for (uint32_t i = 1; i <= round.count; ++i) {
       const Launch bound = launch(value_ + i, trial.chunk_bytes);
-      Feed feed(*seat.device, seat.copies->handle(), source, program, bound, rings_, habits,
-                nullptr, notes);
-      feed.whole(program.queues[0].commands);
+      StreamEncoder encoder(*seat.device, seat.copies->handle(), source, program, bound, mappings_,
+                            options, nullptr, stats);
+      encoder.whole(program.queues[0].commands);
     }
     seat.kernels->read(seat.kernel->handle(),
-                       {.chunks = ring_->part(rank) + chunks_at(),
+                       {.chunks = mapping_->part(rank) + chunks_at(),
                         .flags = flag(rank, 0),
                         .consumed = flag(0, ranks + rank),
-                        .stride = ring_->stride(),
+                        .stride = mapping_->stride(),
                         .outcome = seat.outcome->address(),
                         .limit_ns = kFlagLimitNs,
                         .words = static_cast<uint32_t>(trial.chunk_bytes / 4),
@@ -181,21 +181,21 @@ void Stress::start(const Round& round) {
     const CUdeviceptr noise = banks_at() + (kBanks + ranks) * kChunkBytesMax;
     for (uint32_t i = 0; i < kNoiseCopies; ++i) {
       check(Driver::get().cuMemcpyAsync(
-                ring_->part(static_cast<Rank>((rank + 1) % ranks)) + noise + kNoiseBytes,
-                ring_->part(rank) + noise, kNoiseBytes, seat.noise->handle()),
+                mapping_->part(static_cast<Rank>((rank + 1) % ranks)) + noise + kNoiseBytes,
+                mapping_->part(rank) + noise, kNoiseBytes, seat.noise->handle()),
             "cuMemcpyAsync");
     }
   }
   value_ += round.count;
-  for (const Seat& seat : seats_) seat.device->write_words({seat.gate->address()}, turn_);
+  for (const StressGpu& seat : seats_) seat.device->write_words({seat.gate->address()}, turn_);
 }
 
 // Whether all streams are idle before the deadline.
 bool Stress::finish(const Deadline& deadline) {
   const int64_t began_ns = now_ns();
-  for (const Seat& seat : seats_) {
-    const Current current = seat.device->current();
-    for (const Stream* stream : {seat.copies.get(), seat.kernel.get(), seat.noise.get()}) {
+  for (const StressGpu& seat : seats_) {
+    const ContextGuard current = seat.device->current();
+    for (const CudaStream* stream : {seat.copies.get(), seat.kernel.get(), seat.noise.get()}) {
       for (;;) {
         const CUresult result = Driver::get().cuStreamQuery(stream->handle());
         if (result == kSuccess) break;
@@ -215,7 +215,7 @@ void Stress::let_go(uint32_t value) {
   const auto ranks = static_cast<uint32_t>(devices_.size());
   const Deadline deadline = Deadline::after_s(kLetGoS);
   const auto write = [&] {
-    for (const Seat& seat : seats_) {
+    for (const StressGpu& seat : seats_) {
       std::vector<CUdeviceptr> words;
       for (uint32_t word = 0; word < 2 * ranks; ++word) {
         words.push_back(flag(seat.device->rank(), word));
@@ -236,7 +236,7 @@ void Stress::let_go(uint32_t value) {
        "process");
 }
 
-TrialOutcome Stress::run(const Trial& trial, const Deadline& deadline) {
+StressOutcome Stress::run(const StressTrial& trial, const Deadline& deadline) {
   if (lost_) fail(Code::driver, "a GPU is still held by an earlier trial: end this process");
   if (trial.chunk_bytes == 0 || trial.chunk_bytes % 4 != 0 || trial.chunk_bytes > kChunkBytesMax) {
     fail(Code::invalid, "chunks of ", trial.chunk_bytes, " bytes: a multiple of 4, from 4 to ",
@@ -247,8 +247,8 @@ TrialOutcome Stress::run(const Trial& trial, const Deadline& deadline) {
   }
   fill(trial);
   std::vector<Program> programs;
-  for (const Seat& seat : seats_) programs.push_back(program(trial, seat.device->rank()));
-  TrialOutcome outcome;
+  for (const StressGpu& seat : seats_) programs.push_back(program(trial, seat.device->rank()));
+  StressOutcome outcome;
   const int64_t began_ns = now_ns();
   while (outcome.operations < trial.operations && !outcome.stuck && !deadline.passed()) {
     const auto left = static_cast<uint32_t>(trial.operations - outcome.operations);
@@ -266,7 +266,7 @@ TrialOutcome Stress::run(const Trial& trial, const Deadline& deadline) {
   outcome.time_ns = now_ns() - began_ns;
   // Before anything is let go: readers of a round that was cut off then read what is not there.
   lost_ = outcome.stuck;  // until then
-  for (const Seat& seat : seats_) {
+  for (const StressGpu& seat : seats_) {
     struct {
       uint64_t wrong;
       uint32_t missed;

@@ -2,19 +2,20 @@
 //
 // On each GPU a kernel polls every peer's flag and at once reads the peer's chunk from its last
 // word on, while the copy engines push chunk after chunk with the commands that operations push
-// them with (feed.h). A word of an earlier operation is a wrong word. A planted fault, flags sent
-// before their data, has to be seen: otherwise the kernels were too slow to see anything.
+// them with (stream_encoder.h). A word of an earlier operation is a wrong word. A planted fault,
+// flags sent before their data, has to be seen: otherwise the kernels were too slow to see
+// anything.
 #pragma once
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "core/backend/cuda/fleet.h"
+#include "core/backend/cuda/executor.h"
 #include "core/backend/cuda/resident.h"
 
 namespace offcore::cuda {
 
-struct Trial {
+struct StressTrial {
   SignalForm signals = SignalForm::fenced;
   // How the data goes out: one strided copy of one source (bcst) or of several (fan), or a copy
   // to each peer (pcpy).
@@ -24,7 +25,7 @@ struct Trial {
   uint32_t operations = 0;
 };
 
-struct TrialOutcome {
+struct StressOutcome {
   uint64_t operations = 0;
   uint64_t wrong_words = 0;
   bool stuck = false;  // a flag did not come; the trial ended there
@@ -41,25 +42,25 @@ class Stress : public OfProcess {
   Stress(const Stress&) = delete;
   Stress& operator=(const Stress&) = delete;
 
-  bool strided() const { return ring_->strided(); }  // one copy reaches all peers
+  bool strided() const { return mapping_->strided(); }  // one copy reaches all peers
   // Throws invalid, and driver when a GPU does not let go of what it was given.
-  TrialOutcome run(const Trial& trial, const Deadline& deadline);
+  StressOutcome run(const StressTrial& trial, const Deadline& deadline);
 
  private:
   // A rank's GPU.
-  struct Seat {
+  struct StressGpu {
     std::shared_ptr<Device> device;
-    std::unique_ptr<Stream> copies;
-    std::unique_ptr<Stream> kernel;
-    std::unique_ptr<Stream> noise;
-    std::unique_ptr<Word> word;        // signals are copied from it,
-    std::unique_ptr<Presets> presets;  // or from here
-    std::unique_ptr<Word> gate;        // holds `copies` until every rank's commands are enqueued
-    std::unique_ptr<Word> outcome;
+    std::unique_ptr<CudaStream> copies;
+    std::unique_ptr<CudaStream> kernel;
+    std::unique_ptr<CudaStream> noise;
+    std::unique_ptr<SignalWord> word;           // signals are copied from it,
+    std::unique_ptr<SignalTable> signal_table;  // or from here
+    std::unique_ptr<SignalWord> gate;  // holds `copies` until every rank's commands are enqueued
+    std::unique_ptr<SignalWord> outcome;
     std::unique_ptr<Kernels> kernels;
   };
   struct Round {
-    const Trial& trial;
+    const StressTrial& trial;
     const std::vector<Program>& programs;  // by rank
     uint32_t count;                        // operations
   };
@@ -67,18 +68,18 @@ class Stress : public OfProcess {
   uint64_t chunks_at() const;
   uint64_t banks_at() const;
   CUdeviceptr flag(Rank at, uint32_t word) const;
-  Program program(const Trial& trial, Rank rank) const;
+  Program program(const StressTrial& trial, Rank rank) const;
   Launch launch(uint32_t value, uint64_t bank_bytes) const;
-  void fill(const Trial& trial);
+  void fill(const StressTrial& trial);
   void start(const Round& round);
   bool finish(const Deadline& deadline);
   void let_go(uint32_t value);
 
-  std::vector<Seat> seats_;
+  std::vector<StressGpu> seats_;
   std::vector<std::shared_ptr<Device>> devices_;
-  std::shared_ptr<Words> words_;
-  std::shared_ptr<Ring> ring_;
-  Rings rings_;
+  std::shared_ptr<SignalWords> words_;
+  std::shared_ptr<PeerMapping> mapping_;
+  MappingTable mappings_;
   uint32_t value_ = 0;  // of the last operation's flags
   uint32_t turn_ = 0;   // of the gates
   bool lost_ = false;   // a GPU still works on it

@@ -14,9 +14,9 @@
 
 #include "core/backend/backend.h"
 
-namespace offcore {
+namespace offcore::host {
 
 std::unique_ptr<Backend> make_host(const Machine& machine, Rank ranks,
                                    std::vector<Rank> local_ranks);
 
-}  // namespace offcore
+}  // namespace offcore::host

@@ -12,9 +12,9 @@ namespace {
 constexpr const char* kImpliedAlone = "the FENCE before it belongs to a poll or a timestamp";
 
 // Reads one queue's packets as commands.
-class Reader {
+class PacketReader {
  public:
-  Reader(const Program& program, const Addresses& addresses)
+  PacketReader(const Program& program, const Addresses& addresses)
       : program_(program), addresses_(addresses), places_(program, addresses) {}
 
   std::vector<Command> run(std::span<const uint32_t> dwords) {
@@ -35,30 +35,30 @@ class Reader {
 
  private:
   void read(const Packet& packet) {
-    if (implied_ && packet.kind != Kind::poll && packet.kind != Kind::timestamp) {
+    if (implied_ && packet.kind != PacketKind::poll && packet.kind != PacketKind::timestamp) {
       fail(Code::invalid, kImpliedAlone);
     }
     switch (packet.kind) {
-      case Kind::copy:
-      case Kind::swap:
+      case PacketKind::copy:
+      case PacketKind::swap:
         return push({.dst = data(packet[Field::dst], packet[Field::bytes]),
                      .src = data(packet[Field::src], packet[Field::bytes]),
                      .bytes = packet[Field::bytes],
-                     .op = packet.kind == Kind::swap ? Op::swap : Op::copy});
-      case Kind::broadcast:
+                     .op = packet.kind == PacketKind::swap ? Op::swap : Op::copy});
+      case PacketKind::broadcast:
         return broadcast(packet);
-      case Kind::rect:
+      case PacketKind::rect:
         return rect(packet);
-      case Kind::poll:
+      case PacketKind::poll:
         return poll(packet);
-      case Kind::fence:
+      case PacketKind::fence:
         return fence(packet);
-      case Kind::timestamp:
+      case PacketKind::timestamp:
         return timestamp(packet);
-      case Kind::atomic:
-      case Kind::trap:
-      case Kind::fill:
-      case Kind::nop:
+      case PacketKind::atomic:
+      case PacketKind::trap:
+      case PacketKind::fill:
+      case PacketKind::nop:
         fail(Code::unsupported, "a program has no command for it");
     }
   }
@@ -199,7 +199,7 @@ std::vector<Decoded> decode(std::span<const uint32_t> dwords) {
   for (size_t at = 0; at < dwords.size();) {
     Decoded decoded{.packet = {}, .dword = static_cast<uint32_t>(at)};
     at += unpack(dwords, at, decoded.packet);
-    if (decoded.packet.kind != Kind::nop) packets.push_back(decoded);
+    if (decoded.packet.kind != PacketKind::nop) packets.push_back(decoded);
   }
   return packets;
 }
@@ -231,11 +231,12 @@ Slice Places::find(uint64_t address, uint64_t bytes) const {
 
 std::vector<Command> decode(std::span<const uint32_t> dwords, const Program& program,
                             const Addresses& addresses) {
-  return Reader(program, addresses).run(dwords);
+  return PacketReader(program, addresses).run(dwords);
 }
 
-Program decode(const std::vector<Stream>& streams, Program program, const Addresses& addresses) {
-  for (const Stream& stream : streams) {
+Program decode(const std::vector<EncodedQueue>& streams, Program program,
+               const Addresses& addresses) {
+  for (const EncodedQueue& stream : streams) {
     program.queues.at(stream.queue).commands = decode(stream.dwords, program, addresses);
   }
   return program;
@@ -253,7 +254,7 @@ Addresses model_addresses(const Program& program) {
     for (size_t id = 0; id < program.buffers.size(); ++id) {
       const Buffer& buffer = program.buffers[id];
       const bool flags = id == kFlagBuffer;
-      if (!flags && (buffer.kind == Buffer::Kind::host) != (rank == kHostRank)) continue;
+      if (!flags && (buffer.kind == Buffer::Home::host) != (rank == kHostRank)) continue;
       const uint64_t bytes = flags ? program.flag_words * kWordBytes : buffer.bytes;
       addresses.bases[{static_cast<BufferId>(id), rank}] = at;
       if (bytes > kRank - kHost) fail(Code::invalid, "buffer ", buffer.name, " is too large");

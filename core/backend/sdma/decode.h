@@ -9,8 +9,8 @@
 #include <span>
 #include <vector>
 
+#include "core/backend/sdma/encode_program.h"
 #include "core/backend/sdma/packet.h"
-#include "core/backend/sdma/stream.h"
 #include "core/ir/program.h"
 
 namespace offcore::sdma {
@@ -45,7 +45,8 @@ std::vector<Command> decode(std::span<const uint32_t> dwords, const Program& pro
                             const Addresses& addresses);
 
 // The program whose engine queues are what these streams say.
-Program decode(const std::vector<Stream>& streams, Program program, const Addresses& addresses);
+Program decode(const std::vector<EncodedQueue>& streams, Program program,
+               const Addresses& addresses);
 
 // Addresses of a program's own making, for where it runs nowhere: rank r's buffers from
 // (r + 1) << 40 on, the host's from 1 << 39 on, each from the next multiple of 2 MiB; the flags

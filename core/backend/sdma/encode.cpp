@@ -77,7 +77,7 @@ void Encoder::copy(uint64_t dst, uint64_t src, uint64_t bytes) {
   need_range("a copy", src, bytes);
   need_room((bytes - 1) / copy_bytes_max_ + 1);
   for (uint64_t done = 0; done < bytes; done += copy_bytes_max_) {
-    Packet packet{.kind = Kind::copy};
+    Packet packet{.kind = PacketKind::copy};
     packet[Field::dst] = dst + done;
     packet[Field::src] = src + done;
     packet[Field::bytes] = std::min(copy_bytes_max_, bytes - done);
@@ -100,7 +100,7 @@ void Encoder::broadcast(std::span<const uint64_t> dsts, uint64_t src, uint64_t b
   need_room((bytes - 1) / bytes_max + 1, (dsts.size() + 1) / 2);
   for (size_t i = 0; i + 1 < dsts.size(); i += 2) {
     for (uint64_t done = 0; done < bytes; done += bytes_max) {
-      Packet packet{.kind = Kind::broadcast};
+      Packet packet{.kind = PacketKind::broadcast};
       packet[Field::dst] = dsts[i] + done;
       packet[Field::dst2] = dsts[i + 1] + done;
       packet[Field::src] = src + done;
@@ -132,7 +132,7 @@ std::optional<Encoder::Rect> Encoder::rect_of(uint64_t dst, uint64_t src, uint64
 
 Packet Encoder::packet(const Rect& rect, uint64_t dst, uint64_t src, uint64_t bytes,
                        uint32_t rows) const {
-  Packet packet{.kind = Kind::rect};
+  Packet packet{.kind = PacketKind::rect};
   const uint64_t dst_step = rect.dst_step >> rect.element;
   const uint64_t src_step = rect.src_step >> rect.element;
   const uint64_t width = bytes >> rect.element;
@@ -181,7 +181,7 @@ void Encoder::swap(uint64_t a, uint64_t b, uint64_t bytes) {
   const uint64_t bytes_max = copy_bytes_max_ / kSwapAlign * kSwapAlign;
   need_room((bytes - 1) / bytes_max + 1);
   for (uint64_t done = 0; done < bytes; done += bytes_max) {
-    Packet packet{.kind = Kind::swap};
+    Packet packet{.kind = PacketKind::swap};
     packet[Field::dst] = a + done;
     packet[Field::src] = b + done;
     packet[Field::bytes] = std::min(bytes_max, bytes - done);
@@ -195,7 +195,7 @@ void Encoder::poll(uint64_t address, uint64_t value, bool equal) {
     fail(Code::unsupported, "a poll for ", hex(value), ": POLL_REGMEM compares 32 bits, and there ",
          "is no 64-bit poll on this engine; count in 32-bit words");
   }
-  Packet packet{.kind = Kind::poll};
+  Packet packet{.kind = PacketKind::poll};
   packet[Field::func] = equal ? kPollEqual : kPollAtLeast;
   packet[Field::memory] = 1;
   packet[Field::dst] = address;
@@ -211,7 +211,7 @@ void Encoder::fence(uint64_t address, uint64_t value) {
   if (value > UINT32_MAX) {
     fail(Code::invalid, "a FENCE stores 32 bits, not ", hex(value), ": signal it by an atomic");
   }
-  Packet packet{.kind = Kind::fence};
+  Packet packet{.kind = PacketKind::fence};
   packet[Field::dst] = address;
   packet[Field::value] = value;
   packets_.push_back(packet);
@@ -219,7 +219,7 @@ void Encoder::fence(uint64_t address, uint64_t value) {
 
 void Encoder::atomic_add(uint64_t address, uint64_t value) {
   need_align("an atomic's", address, 8);
-  Packet packet{.kind = Kind::atomic};
+  Packet packet{.kind = PacketKind::atomic};
   packet[Field::operation] = kAtomicAdd64;
   packet[Field::dst] = address;
   packet[Field::value] = value;
@@ -228,13 +228,13 @@ void Encoder::atomic_add(uint64_t address, uint64_t value) {
 
 void Encoder::timestamp(uint64_t address) {
   need_align("a timestamp's", address, kTimestampAlign);
-  Packet packet{.kind = Kind::timestamp};
+  Packet packet{.kind = PacketKind::timestamp};
   packet[Field::dst] = address;
   packets_.push_back(packet);
 }
 
 void Encoder::trap(uint32_t context) {
-  Packet packet{.kind = Kind::trap};
+  Packet packet{.kind = PacketKind::trap};
   packet[Field::value] = context;
   packets_.push_back(packet);
 }

@@ -16,7 +16,7 @@ uint64_t rows_of(const Packet& packet) { return packet[Field::height] * packet[F
 
 }  // namespace
 
-void Memory::add(uint64_t address, std::byte* data, uint64_t bytes) {
+void EngineMemory::add(uint64_t address, std::byte* data, uint64_t bytes) {
   const std::unique_lock lock(mutex_);
   if (bytes == 0 || address + (bytes - 1) < address) {
     fail(Code::invalid, bytes, " bytes at ", hex(address), " are no range");
@@ -31,12 +31,12 @@ void Memory::add(uint64_t address, std::byte* data, uint64_t bytes) {
   ranges_[address] = {data, bytes};
 }
 
-void Memory::remove(uint64_t address) {
+void EngineMemory::remove(uint64_t address) {
   const std::unique_lock lock(mutex_);
   ranges_.erase(address);
 }
 
-std::byte* Memory::find(uint64_t address, uint64_t bytes) const {
+std::byte* EngineMemory::find(uint64_t address, uint64_t bytes) const {
   const std::shared_lock lock(mutex_);
   const auto after = ranges_.upper_bound(address);
   if (after == ranges_.begin() || bytes == 0) return nullptr;
@@ -45,12 +45,12 @@ std::byte* Memory::find(uint64_t address, uint64_t bytes) const {
   return at < range.bytes && bytes <= range.bytes - at ? range.data + at : nullptr;
 }
 
-std::string_view to_string(Engine::State state) {
+std::string_view to_string(Engine::EngineState state) {
   constexpr std::string_view kNames[] = {"idle", "busy", "parked", "faulted"};
   return kNames[static_cast<size_t>(state)];
 }
 
-Engine::Engine(const RingMemory& ring, const Memory& memory, EngineOptions options)
+Engine::Engine(const RingMemory& ring, const EngineMemory& memory, EngineOptions options)
     : ring_(ring),
       memory_(memory),
       options_(std::move(options)),
@@ -70,25 +70,25 @@ uint64_t Engine::draw() {
 }
 
 bool Engine::refuse(const std::string& why) {
-  state_ = State::faulted;
+  state_ = EngineState::faulted;
   fault_ = cat("dword ", rptr_ / 4, " (byte ", rptr_, "): ", why);
-  flying_.clear();
+  in_flight_.clear();
   return false;
 }
 
-Engine::State Engine::run(uint64_t packets_max) {
-  while (state_ != State::faulted) {
+Engine::EngineState Engine::run(uint64_t packets_max) {
+  while (state_ != EngineState::faulted) {
     const uint64_t doorbell = std::atomic_ref(*ring_.doorbell).load(std::memory_order_acquire);
     const uint64_t left_bytes = doorbell - rptr_;
     if (left_bytes == 0) {
       drain();
-      return state_ = State::idle;
+      return state_ = EngineState::idle;
     }
-    if (packets_max-- == 0) return state_ = State::busy;
-    state_ = State::busy;
+    if (packets_max-- == 0) return state_ = EngineState::busy;
+    state_ = EngineState::busy;
     if (fetch(left_bytes)) continue;
-    if (state_ != State::parked) continue;
-    if (flying_.empty()) return state_;
+    if (state_ != EngineState::parked) continue;
+    if (in_flight_.empty()) return state_;
     advance();  // what is in flight goes on while the engine looks
   }
   return state_;
@@ -127,19 +127,19 @@ bool Engine::execute(const Packet& packet) {
     return refuse(cat(layout_of(packet.kind).name, ": ", why));
   }
   switch (packet.kind) {
-    case Kind::nop:
+    case PacketKind::nop:
       return true;
-    case Kind::copy:
-    case Kind::broadcast:
-    case Kind::swap:
-    case Kind::rect:
-    case Kind::fill:
+    case PacketKind::copy:
+    case PacketKind::broadcast:
+    case PacketKind::swap:
+    case PacketKind::rect:
+    case PacketKind::fill:
       return begin(packet);
-    case Kind::poll:
+    case PacketKind::poll:
       return poll(packet);
-    case Kind::atomic:
+    case PacketKind::atomic:
       return atomic(packet);
-    case Kind::fence: {
+    case PacketKind::fence: {
       std::byte* word = reach(packet[Field::dst], 4, "FENCE");
       if (word == nullptr) return false;
       drain();
@@ -148,7 +148,7 @@ bool Engine::execute(const Packet& packet) {
       ++counts_.fences;
       return true;
     }
-    case Kind::timestamp: {
+    case PacketKind::timestamp: {
       std::byte* place = reach(packet[Field::dst], 8, "TIMESTAMP");
       if (place == nullptr) return false;
       const auto ticks = static_cast<uint64_t>(options_.now_ns() / kTickNs);
@@ -156,7 +156,7 @@ bool Engine::execute(const Packet& packet) {
       ++counts_.timestamps;
       return true;
     }
-    case Kind::trap:
+    case PacketKind::trap:
       ++counts_.traps;
       return true;
   }
@@ -193,7 +193,7 @@ bool Engine::poll(const Packet& packet) {
     return true;
   }
   ++counts_.parks;
-  state_ = State::parked;
+  state_ = EngineState::parked;
   return false;
 }
 
@@ -212,34 +212,34 @@ bool Engine::atomic(const Packet& packet) {
 }
 
 bool Engine::begin(const Packet& packet) {
-  Move move{.packet = packet};
+  EngineMove move{.packet = packet};
   if (!resolve(move)) return false;
   move.upper_first = draw() % 2 == 1;
   move.number = ++moves_begun_;
-  while (flying_.size() >= options_.overlap) advance();
-  flying_.push_back(move);
+  while (in_flight_.size() >= options_.overlap) advance();
+  in_flight_.push_back(move);
   if (draw() % 2 == 1) advance();
   return true;
 }
 
-bool Engine::resolve(Move& move) {
+bool Engine::resolve(EngineMove& move) {
   const Packet& packet = move.packet;
   const char* name = layout_of(packet.kind).name;
-  if (packet.kind == Kind::rect) return resolve_rect(move);
+  if (packet.kind == PacketKind::rect) return resolve_rect(move);
   const uint64_t bytes = packet[Field::bytes];
-  const bool fill = packet.kind == Kind::fill;
+  const bool fill = packet.kind == PacketKind::fill;
   move.units = fill ? bytes / 4 : bytes;
   move.dst = reach(packet[Field::dst], bytes, name);
   if (move.dst == nullptr) return false;
   if (fill) return true;
   move.src = reach(packet[Field::src], bytes, name);
   if (move.src == nullptr) return false;
-  if (packet.kind != Kind::broadcast) return true;
+  if (packet.kind != PacketKind::broadcast) return true;
   move.dst2 = reach(packet[Field::dst2], bytes, name);
   return move.dst2 != nullptr;
 }
 
-bool Engine::resolve_rect(Move& move) {
+bool Engine::resolve_rect(EngineMove& move) {
   const Packet& packet = move.packet;
   const uint64_t element = packet[Field::element];
   const auto side = [&](Field address, Field x, Field y, Field z, Field pitch,
@@ -281,21 +281,21 @@ void fill(std::byte* dst, uint64_t value, uint64_t from, uint64_t to) {
 
 // Moves a piece of one of the packets in flight.
 void Engine::advance() {
-  const size_t pick = draw() % flying_.size();
-  Move& move = flying_[pick];
+  const size_t pick = draw() % in_flight_.size();
+  EngineMove& move = in_flight_[pick];
   const bool upper = move.upper_first != move.half_done;
   const bool whole = options_.seed == 0 || move.units < 2;
   const uint64_t cut = whole ? 0 : move.units / 2;
   const uint64_t from = whole || !upper ? 0 : cut;
   const uint64_t to = whole || upper ? move.units : cut;
   switch (move.packet.kind) {
-    case Kind::swap:
+    case PacketKind::swap:
       swap_bytes(move.dst + from, move.src + from, to - from);
       break;
-    case Kind::rect:
+    case PacketKind::rect:
       copy_rows(move.packet, move.dst, move.src, from, to);
       break;
-    case Kind::fill:
+    case PacketKind::fill:
       fill(move.dst, move.packet[Field::value], from, to);
       break;
     default:
@@ -303,20 +303,21 @@ void Engine::advance() {
       if (move.dst2 != nullptr) std::memmove(move.dst2 + from, move.src + from, to - from);
   }
   if (!whole && !std::exchange(move.half_done, true)) return;
-  const bool rect = move.packet.kind == Kind::rect;
+  const bool rect = move.packet.kind == PacketKind::rect;
   const uint64_t bytes = rect
                              ? move.units * move.packet[Field::width] << move.packet[Field::element]
                              : move.packet[Field::bytes];
-  const bool twice = move.packet.kind == Kind::swap || move.packet.kind == Kind::broadcast;
+  const bool twice =
+      move.packet.kind == PacketKind::swap || move.packet.kind == PacketKind::broadcast;
   counts_.bytes += bytes * (twice ? 2 : 1);
   ++counts_.moves;
   if (move.number < ended_last_) ++counts_.overtaken;
   ended_last_ = std::max(ended_last_, move.number);
-  flying_.erase(flying_.begin() + static_cast<ptrdiff_t>(pick));
+  in_flight_.erase(in_flight_.begin() + static_cast<ptrdiff_t>(pick));
 }
 
 void Engine::drain() {
-  while (!flying_.empty()) advance();
+  while (!in_flight_.empty()) advance();
 }
 
 }  // namespace offcore::sdma

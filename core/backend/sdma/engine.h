@@ -17,13 +17,13 @@
 #include <vector>
 
 #include "core/backend/sdma/packet.h"
-#include "core/backend/sdma/ring.h"
+#include "core/backend/sdma/packet_ring.h"
 
 namespace offcore::sdma {
 
 // What an engine reaches: ranges of addresses, and where their bytes are in this process. Ranges
 // may come and go while engines run, but not those that packets in flight use.
-class Memory {
+class EngineMemory {
  public:
   // Throws invalid where it overlaps a range that is there, or is empty.
   void add(uint64_t address, std::byte* data, uint64_t bytes);
@@ -32,12 +32,12 @@ class Memory {
   std::byte* find(uint64_t address, uint64_t bytes) const;
 
  private:
-  struct Range {
+  struct EngineRange {
     std::byte* data;
     uint64_t bytes;
   };
   mutable std::shared_mutex mutex_;
-  std::map<uint64_t, Range> ranges_;
+  std::map<uint64_t, EngineRange> ranges_;
 };
 
 inline constexpr int64_t kTickNs = 10;  // of the timestamps' counter: 100 MHz
@@ -65,25 +65,25 @@ struct EngineCounts {
 
 class Engine {
  public:
-  enum class State : uint8_t {
+  enum class EngineState : uint8_t {
     idle,     // all that the doorbell told of is done
     busy,     // there is more to do now
     parked,   // at a poll that has not passed, nothing in flight
     faulted,  // for good
   };
 
-  Engine(const RingMemory& ring, const Memory& memory, EngineOptions options);
+  Engine(const RingMemory& ring, const EngineMemory& memory, EngineOptions options);
 
   // Goes on until it is idle, parked or faulted, or has fetched so many packets.
-  State run(uint64_t packets_max = UINT64_MAX);
+  EngineState run(uint64_t packets_max = UINT64_MAX);
 
-  State state() const { return state_; }
+  EngineState state() const { return state_; }
   const std::string& fault() const { return fault_; }
   const EngineCounts& counts() const { return counts_; }
   uint64_t fetched_bytes() const { return rptr_; }
 
  private:
-  struct Move {
+  struct EngineMove {
     Packet packet;
     std::byte* dst = nullptr;
     std::byte* dst2 = nullptr;
@@ -98,8 +98,8 @@ class Engine {
   bool fetch(uint64_t left_bytes);
   bool execute(const Packet& packet);
   bool begin(const Packet& packet);
-  bool resolve(Move& move);
-  bool resolve_rect(Move& move);
+  bool resolve(EngineMove& move);
+  bool resolve_rect(EngineMove& move);
   bool poll(const Packet& packet);
   bool atomic(const Packet& packet);
   void advance();
@@ -109,18 +109,18 @@ class Engine {
   uint64_t draw();
 
   RingMemory ring_;
-  const Memory& memory_;
+  const EngineMemory& memory_;
   EngineOptions options_;
   uint64_t random_;
-  State state_ = State::idle;
+  EngineState state_ = EngineState::idle;
   std::string fault_;
   EngineCounts counts_;
   uint64_t rptr_;
-  std::vector<Move> flying_;
+  std::vector<EngineMove> in_flight_;
   uint64_t moves_begun_ = 0;
   uint64_t ended_last_ = 0;  // the number of the latest fetched move that has ended
 };
 
-std::string_view to_string(Engine::State state);
+std::string_view to_string(Engine::EngineState state);
 
 }  // namespace offcore::sdma

@@ -7,7 +7,7 @@
 
 namespace offcore::hip {
 
-Runtime::Runtime() : OfProcess("the HIP runtime") {
+HipRuntime::HipRuntime() : OfProcess("the HIP runtime") {
   const std::string path = env("OFFCORE_LIBHIP");
   void* library = nullptr;
   std::string why;
@@ -31,15 +31,15 @@ Runtime::Runtime() : OfProcess("the HIP runtime") {
   }
 }
 
-const Runtime& Runtime::open() {
-  static const Runtime* const runtime = new Runtime();
+const HipRuntime& HipRuntime::open() {
+  static const HipRuntime* const runtime = new HipRuntime();
   runtime->check_here();
   return *runtime;
 }
 
 bool can_open(std::string& why_not) {
   try {
-    Runtime::open();
+    HipRuntime::open();
     return true;
   } catch (const offcore::Error& error) {
     why_not = error.message();
@@ -47,9 +47,9 @@ bool can_open(std::string& why_not) {
   }
 }
 
-void check(Error error, std::string_view what) {
+void check(HipError error, std::string_view what) {
   if (error == kSuccess) return;
-  const char* text = Runtime::open().hipGetErrorString(error);
+  const char* text = HipRuntime::open().hipGetErrorString(error);
   fail(error == kOutOfMemory ? Code::memory : Code::driver, what, ": ",
        text != nullptr ? text : "unknown error", " (", error, ")");
 }

@@ -9,42 +9,42 @@
 
 namespace offcore::hip {
 
-using Error = int;
-using Stream = struct StreamTag*;
+using HipError = int;
+using HipStream = struct StreamTag*;
 
-inline constexpr Error kSuccess = 0;
-inline constexpr Error kOutOfMemory = 2;
-inline constexpr Error kNotReady = 600;
-inline constexpr Error kPeerAccessAlready = 704;
+inline constexpr HipError kSuccess = 0;
+inline constexpr HipError kOutOfMemory = 2;
+inline constexpr HipError kNotReady = 600;
+inline constexpr HipError kPeerAccessAlready = 704;
 inline constexpr unsigned kNonBlocking = 1;
 inline constexpr unsigned kHostPortable = 1;
 inline constexpr unsigned kHostMapped = 2;
 
 // Attributes are left out: some versions of hipMemcpyBatchAsync refuse them.
-#define OFFCORE_HIP_TABLE(X)                                   \
-  X(hipInit, Error, (unsigned))                                \
-  X(hipGetDeviceCount, Error, (int*))                          \
-  X(hipSetDevice, Error, (int))                                \
-  X(hipDeviceEnablePeerAccess, Error, (int, unsigned))         \
-  X(hipMalloc, Error, (void**, size_t))                        \
-  X(hipFree, Error, (void*))                                   \
-  X(hipHostMalloc, Error, (void**, size_t, unsigned))          \
-  X(hipHostFree, Error, (void*))                               \
-  X(hipHostRegister, Error, (void*, size_t, unsigned))         \
-  X(hipHostUnregister, Error, (void*))                         \
-  X(hipHostGetDevicePointer, Error, (void**, void*, unsigned)) \
-  X(hipStreamCreateWithFlags, Error, (Stream*, unsigned))      \
-  X(hipStreamDestroy, Error, (Stream))                         \
-  X(hipStreamQuery, Error, (Stream))                           \
-  X(hipGetErrorString, const char*, (Error))                   \
-  X(hipMemcpyBatchAsync, Error,                                \
-    (void**, void**, size_t*, size_t, void*, size_t*, size_t, size_t*, Stream))
+#define OFFCORE_HIP_TABLE(X)                                      \
+  X(hipInit, HipError, (unsigned))                                \
+  X(hipGetDeviceCount, HipError, (int*))                          \
+  X(hipSetDevice, HipError, (int))                                \
+  X(hipDeviceEnablePeerAccess, HipError, (int, unsigned))         \
+  X(hipMalloc, HipError, (void**, size_t))                        \
+  X(hipFree, HipError, (void*))                                   \
+  X(hipHostMalloc, HipError, (void**, size_t, unsigned))          \
+  X(hipHostFree, HipError, (void*))                               \
+  X(hipHostRegister, HipError, (void*, size_t, unsigned))         \
+  X(hipHostUnregister, HipError, (void*))                         \
+  X(hipHostGetDevicePointer, HipError, (void**, void*, unsigned)) \
+  X(hipStreamCreateWithFlags, HipError, (HipStream*, unsigned))   \
+  X(hipStreamDestroy, HipError, (HipStream))                      \
+  X(hipStreamQuery, HipError, (HipStream))                        \
+  X(hipGetErrorString, const char*, (HipError))                   \
+  X(hipMemcpyBatchAsync, HipError,                                \
+    (void**, void**, size_t*, size_t, void*, size_t*, size_t, size_t*, HipStream))
 
-class Runtime : public OfProcess {
+class HipRuntime : public OfProcess {
  public:
   // Opens the runtime, once in a process. Throws unavailable, saying what is missing,
   // and invalid in a child of a process that had opened it.
-  static const Runtime& open();
+  static const HipRuntime& open();
   int devices() const { return devices_; }
 
 #define OFFCORE_HIP_MEMBER(name, returns, parameters) returns(*name) parameters = nullptr;
@@ -52,11 +52,11 @@ class Runtime : public OfProcess {
 #undef OFFCORE_HIP_MEMBER
 
  private:
-  Runtime();
+  HipRuntime();
   int devices_ = 0;
 };
 
 bool can_open(std::string& why_not);
-void check(Error error, std::string_view what);  // throws memory or driver
+void check(HipError error, std::string_view what);  // throws memory or driver
 
 }  // namespace offcore::hip

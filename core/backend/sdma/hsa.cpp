@@ -12,15 +12,15 @@ namespace offcore::hsa {
 namespace {
 
 // What open() has come to.
-struct Opened {
+struct OpenedRuntime {
   std::mutex mutex;
   std::string path;
-  std::unique_ptr<Runtime> runtime;
+  std::unique_ptr<HsaRuntime> runtime;
   std::optional<Error> error;
 };
 
-PerProcess<Opened> opened_once;
-const Runtime* current = nullptr;  // a child of who has opened it sees that too
+PerProcess<OpenedRuntime> opened_once;
+const HsaRuntime* current = nullptr;  // a child of who has opened it sees that too
 
 template <typename Function>
 Function symbol(void* library, const char* name) {
@@ -29,7 +29,7 @@ Function symbol(void* library, const char* name) {
 
 }  // namespace
 
-Runtime::Runtime() : OfProcess("the HSA runtime") {
+HsaRuntime::HsaRuntime() : OfProcess("the HSA runtime") {
   const std::string path = env("OFFCORE_LIBHSA");
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -37,7 +37,7 @@ Runtime::Runtime() : OfProcess("the HSA runtime") {
          "); install ROCm, or point OFFCORE_LIBHSA at its libhsa-runtime64.so.1");
   }
   resolve(library);
-  const Status status = hsa_init();
+  const HsaStatus status = hsa_init();
   if (status != kSuccess) {
     fail(Code::unavailable, "AMD's HSA runtime does not start: hsa_init gives ", status,
          " (no GPU, or /dev/kfd may not be used: see rocminfo)");
@@ -46,7 +46,7 @@ Runtime::Runtime() : OfProcess("the HSA runtime") {
   if (gpus_.empty()) fail(Code::unavailable, "no AMD GPU is visible (see ROCR_VISIBLE_DEVICES)");
 }
 
-void Runtime::resolve(void* library) {
+void HsaRuntime::resolve(void* library) {
   std::string missing;
 #define OFFCORE_HSA_FIND(name, returns, parameters)     \
   name = symbol<returns(*) parameters>(library, #name); \
@@ -63,7 +63,7 @@ void Runtime::resolve(void* library) {
 #undef OFFCORE_HSA_FIND
 }
 
-void Runtime::find_agents() {
+void HsaRuntime::find_agents() {
   hsa_iterate_agents(
       [](Agent agent, void* found) {
         static_cast<std::vector<Agent>*>(found)->push_back(agent);
@@ -88,9 +88,9 @@ void Runtime::find_agents() {
 }
 
 // The agent's first pool of this grain that may be allocated from; a null handle where it has none.
-MemoryPool Runtime::find_pool(Agent agent, uint32_t flag) const {
+MemoryPool HsaRuntime::find_pool(Agent agent, uint32_t flag) const {
   struct Search {
-    const Runtime* runtime;
+    const HsaRuntime* runtime;
     uint32_t flag;
     MemoryPool found;
   } search{this, flag, {}};
@@ -101,7 +101,7 @@ MemoryPool Runtime::find_pool(Agent agent, uint32_t flag) const {
         uint32_t segment = UINT32_MAX;
         uint32_t flags = 0;
         bool allowed = false;
-        const Runtime& runtime = *wanted.runtime;
+        const HsaRuntime& runtime = *wanted.runtime;
         runtime.hsa_amd_memory_pool_get_info(pool, PoolInfo::segment, &segment);
         runtime.hsa_amd_memory_pool_get_info(pool, PoolInfo::global_flags, &flags);
         runtime.hsa_amd_memory_pool_get_info(pool, PoolInfo::alloc_allowed, &allowed);
@@ -113,10 +113,10 @@ MemoryPool Runtime::find_pool(Agent agent, uint32_t flag) const {
   return search.found;
 }
 
-const Runtime& Runtime::open() {
+const HsaRuntime& HsaRuntime::open() {
   const std::string path = env("OFFCORE_LIBHSA");
   if (current != nullptr) current->check_here();
-  Opened& opened = opened_once.get();
+  OpenedRuntime& opened = opened_once.get();
   const std::scoped_lock lock(opened.mutex);
   if (opened.path == path) {
     if (opened.error) throw *opened.error;
@@ -128,7 +128,7 @@ const Runtime& Runtime::open() {
   opened.path = path;
   opened.error.reset();
   try {
-    opened.runtime.reset(new Runtime());
+    opened.runtime.reset(new HsaRuntime());
   } catch (const Error& error) {
     opened.error = error;
     throw;
@@ -137,16 +137,16 @@ const Runtime& Runtime::open() {
   return *current;
 }
 
-const Runtime& Runtime::get() {
+const HsaRuntime& HsaRuntime::get() {
   if (current == nullptr) fail(Code::driver, "the HSA runtime has not been opened");
   current->check_here();
   return *current;
 }
 
-void check(Status status, std::string_view what) {
+void check(HsaStatus status, std::string_view what) {
   if (status == kSuccess) return;
   const char* text = nullptr;
-  Runtime::get().hsa_status_string(status, &text);
+  HsaRuntime::get().hsa_status_string(status, &text);
   fail(status == kOutOfResources ? Code::memory : Code::driver, what, ": ",
        text != nullptr ? text : "unknown error", " (", status, ")");
 }

@@ -16,20 +16,20 @@
 
 namespace offcore::hsa {
 
-using Status = uint32_t;
+using HsaStatus = uint32_t;
 struct Agent {
   uint64_t handle = 0;
 };
 struct MemoryPool {
   uint64_t handle = 0;
 };
-struct Signal {
+struct HsaSignal {
   uint64_t handle = 0;
 };
 
-inline constexpr Status kSuccess = 0;
-inline constexpr Status kStopIterating = 1;  // HSA_STATUS_INFO_BREAK
-inline constexpr Status kOutOfResources = 0x1008;
+inline constexpr HsaStatus kSuccess = 0;
+inline constexpr HsaStatus kStopIterating = 1;  // HSA_STATUS_INFO_BREAK
+inline constexpr HsaStatus kOutOfResources = 0x1008;
 
 enum class SystemInfo : uint32_t { timestamp = 2, timestamp_frequency = 3 };
 // The engines' ids run over both kinds, those for peers (xGMI) behind those for the host.
@@ -47,16 +47,16 @@ inline constexpr uint32_t kFineGrained = 2;
 inline constexpr uint32_t kCoarseGrained = 4;
 enum class QueueInfo : uint32_t { doorbell = 1, read_pointer = 15, write_pointer = 16 };
 
-struct Queue {
+struct HsaQueue {
   uint32_t type = 0;
   uint32_t features = 0;
   void* base_address = nullptr;
-  Signal doorbell_signal;
+  HsaSignal doorbell_signal;
   uint32_t size = 0;  // bytes, of SDMA queues
   uint32_t reserved = 0;
   uint64_t id = 0;
 };
-static_assert(sizeof(Queue) == 40);
+static_assert(sizeof(HsaQueue) == 40);
 
 inline constexpr uint16_t kQueueDescriptorVersion = 1;
 inline constexpr uint8_t kEngineSdma = 1;
@@ -71,9 +71,9 @@ struct QueueDescriptor {
   uint8_t reserved_header[3] = {};
   uint32_t queue_size_bytes = 0;
   uint32_t priority = kPriorityNormal;
-  void (*callback)(Status, Queue*, void*) = nullptr;
+  void (*callback)(HsaStatus, HsaQueue*, void*) = nullptr;
   void* callback_data = nullptr;
-  Queue* queue = nullptr;
+  HsaQueue* queue = nullptr;
   uint32_t sdma_engine_id = kAnyEngine;
   uint32_t reserved_engine[7] = {};
   uint32_t traffic_class = 0;
@@ -92,7 +92,7 @@ struct CopyOp {
   uint16_t type = kOpLinear;
   uint16_t num_entries = 0;  // one copy; lists begin at 1
   uint16_t traffic_class = 0;
-  Signal completion_signal;
+  HsaSignal completion_signal;
   void* src = nullptr;
   Agent src_agent;
   Agent dst_agent;
@@ -106,30 +106,33 @@ struct CopyOp {
 static_assert(sizeof(CopyOp) == 128 && offsetof(CopyOp, size) == 48);
 
 // name, what it returns, parameters
-#define OFFCORE_HSA_TABLE(X)                                                                     \
-  X(hsa_init, Status, ())                                                                        \
-  X(hsa_status_string, Status, (Status, const char**))                                           \
-  X(hsa_iterate_agents, Status, (Status (*)(Agent, void*), void*))                               \
-  X(hsa_agent_get_info, Status, (Agent, AgentInfo, void*))                                       \
-  X(hsa_system_get_info, Status, (SystemInfo, void*))                                            \
-  X(hsa_amd_agent_iterate_memory_pools, Status, (Agent, Status (*)(MemoryPool, void*), void*))   \
-  X(hsa_amd_memory_pool_get_info, Status, (MemoryPool, PoolInfo, void*))                         \
-  X(hsa_amd_memory_pool_allocate, Status, (MemoryPool, size_t, uint32_t, void**))                \
-  X(hsa_amd_memory_pool_free, Status, (void*))                                                   \
-  X(hsa_amd_agents_allow_access, Status, (uint32_t, const Agent*, const uint32_t*, const void*)) \
-  X(hsa_amd_memory_lock, Status, (void*, size_t, Agent*, int, void**))                           \
-  X(hsa_amd_memory_unlock, Status, (void*))                                                      \
-  X(hsa_amd_profiling_convert_tick_to_system_domain, Status, (Agent, uint64_t, uint64_t*))       \
-  X(hsa_signal_create, Status, (int64_t, uint32_t, const Agent*, Signal*))                       \
-  X(hsa_signal_destroy, Status, (Signal))                                                        \
-  X(hsa_signal_load_scacquire, int64_t, (Signal))                                                \
-  X(hsa_queue_destroy, Status, (Queue*))
+#define OFFCORE_HSA_TABLE(X)                                                                  \
+  X(hsa_init, HsaStatus, ())                                                                  \
+  X(hsa_status_string, HsaStatus, (HsaStatus, const char**))                                  \
+  X(hsa_iterate_agents, HsaStatus, (HsaStatus (*)(Agent, void*), void*))                      \
+  X(hsa_agent_get_info, HsaStatus, (Agent, AgentInfo, void*))                                 \
+  X(hsa_system_get_info, HsaStatus, (SystemInfo, void*))                                      \
+  X(hsa_amd_agent_iterate_memory_pools, HsaStatus,                                            \
+    (Agent, HsaStatus (*)(MemoryPool, void*), void*))                                         \
+  X(hsa_amd_memory_pool_get_info, HsaStatus, (MemoryPool, PoolInfo, void*))                   \
+  X(hsa_amd_memory_pool_allocate, HsaStatus, (MemoryPool, size_t, uint32_t, void**))          \
+  X(hsa_amd_memory_pool_free, HsaStatus, (void*))                                             \
+  X(hsa_amd_agents_allow_access, HsaStatus,                                                   \
+    (uint32_t, const Agent*, const uint32_t*, const void*))                                   \
+  X(hsa_amd_memory_lock, HsaStatus, (void*, size_t, Agent*, int, void**))                     \
+  X(hsa_amd_memory_unlock, HsaStatus, (void*))                                                \
+  X(hsa_amd_profiling_convert_tick_to_system_domain, HsaStatus, (Agent, uint64_t, uint64_t*)) \
+  X(hsa_signal_create, HsaStatus, (int64_t, uint32_t, const Agent*, HsaSignal*))              \
+  X(hsa_signal_destroy, HsaStatus, (HsaSignal))                                               \
+  X(hsa_signal_load_scacquire, int64_t, (HsaSignal))                                          \
+  X(hsa_queue_destroy, HsaStatus, (HsaQueue*))
 
 // Null where the runtime is older.
-#define OFFCORE_HSA_OPTIONAL_TABLE(X)                                  \
-  X(hsa_amd_queue_create, Status, (Agent, QueueDescriptor*, uint32_t)) \
-  X(hsa_amd_queue_get_info, Status, (Queue*, QueueInfo, void*))        \
-  X(hsa_amd_memory_async_batch_copy, Status, (const CopyOp*, uint32_t, uint32_t, const Signal*))
+#define OFFCORE_HSA_OPTIONAL_TABLE(X)                                     \
+  X(hsa_amd_queue_create, HsaStatus, (Agent, QueueDescriptor*, uint32_t)) \
+  X(hsa_amd_queue_get_info, HsaStatus, (HsaQueue*, QueueInfo, void*))     \
+  X(hsa_amd_memory_async_batch_copy, HsaStatus,                           \
+    (const CopyOp*, uint32_t, uint32_t, const HsaSignal*))
 
 struct Gpu {
   Agent agent;
@@ -144,13 +147,13 @@ struct Gpu {
   bool has_packets() const { return name.starts_with("gfx94"); }
 };
 
-class Runtime : public OfProcess {
+class HsaRuntime : public OfProcess {
  public:
   // Opens and initialises the runtime, once in a process. Throws unavailable, saying what is
   // missing.
-  static const Runtime& open();
+  static const HsaRuntime& open();
   // The runtime, once open. Both throw invalid in a child of a process that had opened it.
-  static const Runtime& get();
+  static const HsaRuntime& get();
 
   const std::vector<Gpu>& gpus() const { return gpus_; }
   const std::vector<Agent>& agents() const { return agents_; }  // all, CPUs too
@@ -165,7 +168,7 @@ class Runtime : public OfProcess {
 #undef OFFCORE_HSA_MEMBER
 
  private:
-  Runtime();
+  HsaRuntime();
   void resolve(void* library);
   void find_agents();
   MemoryPool find_pool(Agent agent, uint32_t flag) const;
@@ -177,6 +180,6 @@ class Runtime : public OfProcess {
 };
 
 // Throws memory or driver, with the runtime's own text.
-void check(Status status, std::string_view what);
+void check(HsaStatus status, std::string_view what);
 
 }  // namespace offcore::hsa

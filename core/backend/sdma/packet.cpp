@@ -52,19 +52,19 @@ constexpr uint32_t header(uint32_t operation, uint32_t sub_operation = 0) {
   return operation | sub_operation << 8;
 }
 
-constexpr Layout kLayouts[kKinds] = {
-    {Kind::nop, "NOP", 1, header(0), kOperation, kNop},
-    {Kind::copy, "COPY_LINEAR", 7, header(1), kOperation | kBroadcastBit, kCopy},
-    {Kind::broadcast, "COPY_LINEAR broadcast", 9, header(1) | kBroadcastBit,
+constexpr PacketLayout kLayouts[kKinds] = {
+    {PacketKind::nop, "NOP", 1, header(0), kOperation, kNop},
+    {PacketKind::copy, "COPY_LINEAR", 7, header(1), kOperation | kBroadcastBit, kCopy},
+    {PacketKind::broadcast, "COPY_LINEAR broadcast", 9, header(1) | kBroadcastBit,
      kOperation | kBroadcastBit, kBroadcast},
-    {Kind::swap, "COPY swap", 7, header(1, 9), kOperation, kSwap},
-    {Kind::rect, "COPY_LINEAR_RECT", 13, header(1, 4), kOperation, kRect},
-    {Kind::poll, "POLL_REGMEM", 6, header(8), kOperation, kPoll},
-    {Kind::fence, "FENCE", 4, header(5), kOperation, kFence},
-    {Kind::atomic, "ATOMIC", 8, header(10), kOperation, kAtomic},
-    {Kind::timestamp, "TIMESTAMP", 3, header(13, 2), kOperation, kTimestamp},
-    {Kind::trap, "TRAP", 2, header(6), kOperation, kTrap},
-    {Kind::fill, "CONST_FILL", 5, header(11) | kFillDwords, kOperation | 3u << 30, kFill},
+    {PacketKind::swap, "COPY swap", 7, header(1, 9), kOperation, kSwap},
+    {PacketKind::rect, "COPY_LINEAR_RECT", 13, header(1, 4), kOperation, kRect},
+    {PacketKind::poll, "POLL_REGMEM", 6, header(8), kOperation, kPoll},
+    {PacketKind::fence, "FENCE", 4, header(5), kOperation, kFence},
+    {PacketKind::atomic, "ATOMIC", 8, header(10), kOperation, kAtomic},
+    {PacketKind::timestamp, "TIMESTAMP", 3, header(13, 2), kOperation, kTimestamp},
+    {PacketKind::trap, "TRAP", 2, header(6), kOperation, kTrap},
+    {PacketKind::fill, "CONST_FILL", 5, header(11) | kFillDwords, kOperation | 3u << 30, kFill},
 };
 
 constexpr std::string_view kKindNames[kKinds] = {"nop",       "copy", "broadcast", "swap",
@@ -98,7 +98,7 @@ struct Known {
 
 constexpr Known known_bits() {
   Known known;
-  for (const Layout& layout : kLayouts) {
+  for (const PacketLayout& layout : kLayouts) {
     uint32_t* words = known.bits[static_cast<size_t>(layout.kind)];
     words[0] = layout.header_mask;
     for (const Bits& bits : layout.fields) {
@@ -111,8 +111,8 @@ constexpr Known known_bits() {
 
 constexpr Known kKnown = known_bits();
 
-const Layout* find_layout(uint32_t dword) {
-  for (const Layout& layout : kLayouts) {
+const PacketLayout* find_layout(uint32_t dword) {
+  for (const PacketLayout& layout : kLayouts) {
     if ((dword & layout.header_mask) == layout.header) return &layout;
   }
   return nullptr;
@@ -126,15 +126,15 @@ std::string hex(uint64_t value) {
   return text.str();
 }
 
-std::span<const Layout> layouts() { return kLayouts; }
-const Layout& layout_of(Kind kind) { return kLayouts[static_cast<size_t>(kind)]; }
+std::span<const PacketLayout> layouts() { return kLayouts; }
+const PacketLayout& layout_of(PacketKind kind) { return kLayouts[static_cast<size_t>(kind)]; }
 
-std::string_view to_string(Kind kind) { return kKindNames[static_cast<size_t>(kind)]; }
+std::string_view to_string(PacketKind kind) { return kKindNames[static_cast<size_t>(kind)]; }
 std::string_view to_string(Field field) { return kFieldNames[static_cast<size_t>(field)]; }
 
-Kind parse_kind(std::string_view name) {
+PacketKind parse_kind(std::string_view name) {
   for (size_t i = 0; i < kKinds; ++i) {
-    if (kKindNames[i] == name) return static_cast<Kind>(i);
+    if (kKindNames[i] == name) return static_cast<PacketKind>(i);
   }
   fail(Code::invalid, "no SDMA packet is named '", name, "'");
 }
@@ -147,7 +147,7 @@ Field parse_field(std::string_view name) {
 }
 
 void pack(const Packet& packet, std::vector<uint32_t>& dwords) {
-  const Layout& layout = layout_of(packet.kind);
+  const PacketLayout& layout = layout_of(packet.kind);
   for (const Bits& bits : layout.fields) {
     const uint64_t value = packet[bits.field];
     if (value >= bits.bias && value - bits.bias <= ones(bits.bits)) continue;
@@ -156,7 +156,7 @@ void pack(const Packet& packet, std::vector<uint32_t>& dwords) {
          bits.bias > 0 ? cat(" for the value less ", unsigned{bits.bias}) : "");
   }
   const size_t first = dwords.size();
-  dwords.resize(first + layout.dwords + (packet.kind == Kind::nop ? packet[Field::skip] : 0));
+  dwords.resize(first + layout.dwords + (packet.kind == PacketKind::nop ? packet[Field::skip] : 0));
   dwords[first] = layout.header;
   for (const Bits& bits : layout.fields) {
     store(dwords.data() + first, bits, packet[bits.field] - bits.bias);
@@ -192,46 +192,46 @@ std::string rect_refusal(const Packet& packet) {
 std::string refusal(const Packet& packet) {
   const uint64_t dst = packet[Field::dst];
   switch (packet.kind) {
-    case Kind::broadcast:
+    case PacketKind::broadcast:
       if ((dst - packet[Field::dst2]) % kBroadcastAlign == 0) return {};
       return cat("the destinations ", hex(dst), " and ", hex(packet[Field::dst2]),
                  " do not agree modulo ", kBroadcastAlign);
-    case Kind::swap: {
+    case PacketKind::swap: {
       const std::string why = misaligned(dst, kSwapAlign);
       return why.empty() ? misaligned(packet[Field::src], kSwapAlign) : why;
     }
-    case Kind::rect:
+    case PacketKind::rect:
       return rect_refusal(packet);
-    case Kind::poll:
+    case PacketKind::poll:
       if (packet[Field::func] == 7) return "function 7 is none";
       return packet[Field::memory] == 1 ? misaligned(dst, 4) : std::string();
-    case Kind::fence:
+    case PacketKind::fence:
       return misaligned(dst, 4);
-    case Kind::atomic:
+    case PacketKind::atomic:
       return misaligned(dst, 8);
-    case Kind::timestamp:
+    case PacketKind::timestamp:
       return misaligned(dst, kTimestampAlign);
-    case Kind::fill:
+    case PacketKind::fill:
       return packet[Field::bytes] % 4 == 0 ? misaligned(dst, 4) : "its bytes are no whole dwords";
-    case Kind::copy:
-    case Kind::trap:
-    case Kind::nop:
+    case PacketKind::copy:
+    case PacketKind::trap:
+    case PacketKind::nop:
       break;
   }
   return {};
 }
 
 uint32_t packet_dwords(uint32_t header) {
-  const Layout* layout = find_layout(header);
+  const PacketLayout* layout = find_layout(header);
   if (layout == nullptr) return 0;
-  if (layout->kind != Kind::nop) return layout->dwords;
+  if (layout->kind != PacketKind::nop) return layout->dwords;
   return layout->dwords + static_cast<uint32_t>(load(&header, kNop[0]));
 }
 
 uint32_t try_unpack(std::span<const uint32_t> dwords, size_t at, Packet& packet, uint64_t first,
                     std::string& why) {
   const uint32_t* words = dwords.data() + at;
-  const Layout* layout = find_layout(words[0]);
+  const PacketLayout* layout = find_layout(words[0]);
   if (layout == nullptr) {
     why = cat("dword ", first + at, " (", hex(words[0]), "): no packet has operation ",
               words[0] & 255, " with sub-operation ", words[0] >> 8 & 255);

@@ -14,7 +14,7 @@
 
 namespace offcore::sdma {
 
-enum class Kind : uint8_t {
+enum class PacketKind : uint8_t {
   nop,        // 1 dword and `skip` more, which mean nothing; a zero dword is one
   copy,       // COPY_LINEAR
   broadcast,  // COPY_LINEAR to two destinations
@@ -70,7 +70,7 @@ inline constexpr uint64_t kTimestampAlign = 32;
 inline constexpr uint32_t kDwordsMax = 13;  // of the packets other than nops
 
 struct Packet {
-  Kind kind = Kind::nop;
+  PacketKind kind = PacketKind::nop;
   std::array<uint64_t, kFields> values{};
 
   uint64_t& operator[](Field field) { return values[static_cast<size_t>(field)]; }
@@ -87,8 +87,8 @@ struct Bits {
   uint8_t bias = 0;
 };
 
-struct Layout {
-  Kind kind;
+struct PacketLayout {
+  PacketKind kind;
   const char* name;      // AMD's
   uint16_t dwords;       // without those that a nop skips
   uint32_t header;       // the fixed bits of dword 0: operation, sub-operation, flags
@@ -96,12 +96,12 @@ struct Layout {
   std::span<const Bits> fields;
 };
 
-const Layout& layout_of(Kind kind);
-std::span<const Layout> layouts();  // in the order of kinds
+const PacketLayout& layout_of(PacketKind kind);
+std::span<const PacketLayout> layouts();  // in the order of kinds
 
-std::string_view to_string(Kind kind);  // "copy"
+std::string_view to_string(PacketKind kind);  // "copy"
 std::string_view to_string(Field field);
-Kind parse_kind(std::string_view name);  // throw invalid
+PacketKind parse_kind(std::string_view name);  // throw invalid
 Field parse_field(std::string_view name);
 
 // Appends the packet. Throws invalid where a value does not fit its field.

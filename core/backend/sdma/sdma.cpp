@@ -4,9 +4,9 @@
 #include <deque>
 #include <map>
 
-#include "core/backend/flight_run.h"
 #include "core/backend/sdma/encode.h"
-#include "core/backend/sdma/fleet.h"
+#include "core/backend/sdma/executor.h"
+#include "core/backend/submission_run.h"
 #include "core/base/error.h"
 #include "core/base/fork.h"
 
@@ -52,21 +52,21 @@ Program without_swaps(const Program& program) {
     queue.commands = std::move(commands);
   }
   result.buffers.push_back(
-      {.name = "swap_scratch", .kind = Buffer::Kind::local, .bytes = kScratchBytes * queues});
+      {.name = "swap_scratch", .kind = Buffer::Home::local, .bytes = kScratchBytes * queues});
   return result;
 }
 
 // What of a buffer the program touches: what of the caller's memory has to be pinned.
-struct Extent {
+struct TouchedRange {
   uint64_t begin = UINT64_MAX;
   uint64_t end = 0;
 };
-using Extents = std::map<std::pair<BufferId, Rank>, Extent>;
+using Extents = std::map<std::pair<BufferId, Rank>, TouchedRange>;
 
 Extents extents_of(const Program& program) {
   Extents extents;
   const auto add = [&](const Slice& slice, uint64_t bytes) {
-    Extent& extent = extents[{slice.buffer, slice.rank}];
+    TouchedRange& extent = extents[{slice.buffer, slice.rank}];
     const uint64_t at = slice.buffer == kFlagBuffer ? slice.offset * kWordBytes : slice.offset;
     extent.begin = std::min(extent.begin, at);
     extent.end = std::max(extent.end, at + bytes);
@@ -85,8 +85,8 @@ Extents extents_of(const Program& program) {
 }
 
 // Whether some of the queue's copies are to or from the host's memory, as it is bound.
-bool moves_host_memory(const Flight& flight, const Queue& queue) {
-  const auto host = [&](const Slice& slice) { return flight.place_of(slice) == kHostRank; };
+bool moves_host_memory(const SdmaSubmission& submission, const Queue& queue) {
+  const auto host = [&](const Slice& slice) { return submission.place_of(slice) == kHostRank; };
   return std::any_of(queue.commands.begin(), queue.commands.end(), [&](const Command& command) {
     return moves_data(command.op) && (host(command.dst) || host(command.src));
   });
@@ -94,9 +94,9 @@ bool moves_host_memory(const Flight& flight, const Queue& queue) {
 
 class SdmaLoaded final : public Loaded {
  public:
-  SdmaLoaded(std::shared_ptr<Fleet> fleet, std::shared_ptr<const Program> program,
+  SdmaLoaded(std::shared_ptr<SdmaExecutor> executor, std::shared_ptr<const Program> program,
              uint64_t copy_bytes_max)
-      : fleet_(std::move(fleet)),
+      : executor_(std::move(executor)),
         program_(std::move(program)),
         copy_bytes_max_(copy_bytes_max),
         extents_(extents_of(*program_)) {
@@ -120,76 +120,77 @@ class SdmaLoaded final : public Loaded {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
            to_string(program_->mode));
     }
-    if (!fleet_->way().has_rings()) return false;
-    if (own_rings_ == 0) own_rings_ = fleet_->take_rings(own_queues());
+    if (!executor_->way().has_rings()) return false;
+    if (own_rings_ == 0) own_rings_ = executor_->take_rings(own_queues());
     if (own_rings_ == 0) return false;
-    std::shared_ptr<Flight> flight = build(launch, own_rings_);
-    fleet_->send(*flight, (armed_.empty() ? last_.lock() : armed_.back()).get());
-    armed_.push_back(std::move(flight));
+    std::shared_ptr<SdmaSubmission> submission = build(launch, own_rings_);
+    executor_->send(*submission, (armed_.empty() ? last_.lock() : armed_.back()).get());
+    armed_.push_back(std::move(submission));
     return true;
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
     const std::lock_guard alone(mutex_);
     const int64_t launch_ns = now_ns();
-    std::shared_ptr<Flight> flight = take_armed(launch);
-    if (flight == nullptr) {
-      flight = build(launch, launch.lane);
+    std::shared_ptr<SdmaSubmission> submission = take_armed(launch);
+    if (submission == nullptr) {
+      submission = build(launch, launch.lane);
     } else {
-      last_ = flight;
+      last_ = submission;
     }
     {
-      const std::lock_guard lock(fleet_->mutex());
-      flight->launch.owner = launch.owner;
-      flight->launch_ns = launch_ns;
-      add_host_tasks(*flight, false);
-      flight->engine_time = fleet_->way().engine_time();
-      flight->control_ns = now_ns() - launch_ns;
+      const std::lock_guard lock(executor_->mutex());
+      submission->launch.owner = launch.owner;
+      submission->launch_ns = launch_ns;
+      add_host_tasks(*submission, false);
+      submission->engine_time = executor_->way().engine_time();
+      submission->control_ns = now_ns() - launch_ns;
     }
-    fleet_->enqueue(flight);
-    return std::make_unique<FlightRun<Fleet, Flight>>(fleet_, std::move(flight));
+    executor_->enqueue(submission);
+    return std::make_unique<SubmissionRun<SdmaExecutor, SdmaSubmission>>(executor_,
+                                                                         std::move(submission));
   }
 
  private:
   // All but the callers' queues.
-  std::shared_ptr<Flight> build(const Launch& launch, uint32_t ring_group) {
+  std::shared_ptr<SdmaSubmission> build(const Launch& launch, uint32_t ring_group) {
     check(launch);
-    auto flight = std::make_shared<Flight>(program_, launch);
-    bind(*flight);
-    if (has_swaps_ && !swaps_fit(*flight)) replace_swaps(*flight);
-    flight->parts.resize(program_->ranks);
-    flight->parts_left = program_->ranks;
-    flight->timestamps_ns.assign(stamped_by_.size(), -1);
-    flight->ring_group = ring_group;
-    flight->way = fleet_->way().name();
-    const std::lock_guard lock(fleet_->mutex());  // of the way
-    if (fleet_->way().has_rings()) {
-      add_ring_tasks(*flight);
+    auto submission = std::make_shared<SdmaSubmission>(program_, launch);
+    bind(*submission);
+    if (has_swaps_ && !swaps_fit(*submission)) replace_swaps(*submission);
+    submission->parts.resize(program_->ranks);
+    submission->parts_left = program_->ranks;
+    submission->timestamps_ns.assign(stamped_by_.size(), -1);
+    submission->ring_group = ring_group;
+    submission->way = executor_->way().name();
+    const std::lock_guard lock(executor_->mutex());  // of the way
+    if (executor_->way().has_rings()) {
+      add_ring_tasks(*submission);
     } else {
-      add_host_tasks(*flight, true);
+      add_host_tasks(*submission, true);
     }
-    return flight;
+    return submission;
   }
 
   // What was armed for this launch; null where nothing was, or for other memory.
-  std::shared_ptr<Flight> take_armed(const Launch& launch) {
+  std::shared_ptr<SdmaSubmission> take_armed(const Launch& launch) {
     if (armed_.empty()) return nullptr;
-    std::shared_ptr<Flight> flight = armed_.front();
-    const Launch& armed = flight->launch;
+    std::shared_ptr<SdmaSubmission> submission = armed_.front();
+    const Launch& armed = submission->launch;
     if (armed.epoch != launch.epoch || armed.lane != launch.lane) {
       fail(Code::invalid, "armed for epoch ", armed.epoch, " of lane ", armed.lane,
            " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
     }
     if (armed.binding == launch.binding) {
       armed_.pop_front();
-      return flight;
+      return submission;
     }
     take_back();
     return nullptr;
   }
 
-  Fleet::Queues own_queues() const {
-    Fleet::Queues queues;
+  SdmaExecutor::Queues own_queues() const {
+    SdmaExecutor::Queues queues;
     for (const Queue& queue : program_->queues) {
       if (queue.index != kCallerQueue) queues.emplace_back(queue.rank, queue.index);
     }
@@ -198,10 +199,10 @@ class SdmaLoaded final : public Loaded {
 
   void take_back() {
     if (own_rings_ == 0) return;
-    fleet_->take_back({.group = std::exchange(own_rings_, 0),
-                       .queues = own_queues(),
-                       .flights = {armed_.begin(), armed_.end()},
-                       .before = last_.lock()});
+    executor_->take_back({.group = std::exchange(own_rings_, 0),
+                          .queues = own_queues(),
+                          .submissions = {armed_.begin(), armed_.end()},
+                          .before = last_.lock()});
     armed_.clear();
   }
 
@@ -222,95 +223,97 @@ class SdmaLoaded final : public Loaded {
   }
 
   // The addresses of all that the program touches; the caller's own memory is pinned for that.
-  void bind(Flight& flight) const {
-    flight.addresses.epoch = flight.launch.epoch;
+  void bind(SdmaSubmission& submission) const {
+    submission.addresses.epoch = submission.launch.epoch;
     for (const auto& [place, extent] : extents_) {
       const auto& [buffer, rank] = place;
-      std::byte* base = flight.launch.binding.base(buffer, rank);
+      std::byte* base = submission.launch.binding.base(buffer, rank);
       if (base == nullptr) {
         fail(Code::invalid, "buffer ", program_->buffers[buffer].name, " of ",
              rank == kHostRank ? "the host" : cat("rank ", rank), " is not mapped here");
       }
-      Way::Pinned pinned = fleet_->way().pin(base + extent.begin, extent.end - extent.begin);
-      flight.addresses.bases[place] = pinned.address - extent.begin;
-      flight.places[place] = pinned.place;
-      if (pinned.owner != nullptr) flight.kept.push_back(std::move(pinned.owner));
+      SubmitPath::Pinned pinned =
+          executor_->way().pin(base + extent.begin, extent.end - extent.begin);
+      submission.addresses.bases[place] = pinned.address - extent.begin;
+      submission.places[place] = pinned.place;
+      if (pinned.owner != nullptr) submission.kept.push_back(std::move(pinned.owner));
     }
   }
 
-  bool swaps_fit(const Flight& flight) const {
-    if (!fleet_->way().swaps()) return false;
+  bool swaps_fit(const SdmaSubmission& submission) const {
+    if (!executor_->way().swaps()) return false;
     for (const Queue& queue : program_->queues) {
       for (const Command& command : queue.commands) {
         if (command.op != Op::swap) continue;
         for (uint32_t row = 0; row < command.rows; ++row) {
           const Slice dst = row_of(command.dst, command.dst_step, row, program_->ranks);
           const Slice src = row_of(command.src, command.src_step, row, program_->ranks);
-          if ((flight.addresses.of(dst) | flight.addresses.of(src)) % kSwapAlign != 0) return false;
+          if ((submission.addresses.of(dst) | submission.addresses.of(src)) % kSwapAlign != 0)
+            return false;
         }
       }
     }
     return true;
   }
 
-  void replace_swaps(Flight& flight) {
-    flight.native = false;
-    flight.program = std::make_shared<const Program>(without_swaps(*program_));
+  void replace_swaps(SdmaSubmission& submission) {
+    submission.native = false;
+    submission.program = std::make_shared<const Program>(without_swaps(*program_));
     const auto scratch = static_cast<BufferId>(program_->buffers.size());
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
-      Share share = fleet_->way().allocate(rank, flight.program->buffers.back().bytes);
-      flight.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
-      flight.places[{scratch, rank}] = rank;
-      flight.kept.push_back(share.owner);
+      Share share = executor_->way().allocate(rank, submission.program->buffers.back().bytes);
+      submission.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
+      submission.places[{scratch, rank}] = rank;
+      submission.kept.push_back(share.owner);
     }
   }
 
   // Words of the launch's own: the fences', one for the end of each queue, the timestamps.
-  void add_ring_tasks(Flight& flight) {
+  void add_ring_tasks(SdmaSubmission& submission) {
     const uint64_t stamps_at = kWordBytes * (1 + engine_queues_);
-    const Share words = fleet_->way().allocate_host(
+    const Share words = executor_->way().allocate_host(
         stamps_at + kTimestampAlign * std::max<size_t>(1, stamped_by_.size()));
-    flight.kept.push_back(words.owner);
-    flight.stamps = words.data + stamps_at;
-    flight.stamped_by = stamped_by_;
-    flight.addresses.scratch = reinterpret_cast<uint64_t>(words.data);
-    flight.addresses.timestamps = reinterpret_cast<uint64_t>(flight.stamps);
+    submission.kept.push_back(words.owner);
+    submission.stamps = words.data + stamps_at;
+    submission.stamped_by = stamped_by_;
+    submission.addresses.scratch = reinterpret_cast<uint64_t>(words.data);
+    submission.addresses.timestamps = reinterpret_cast<uint64_t>(submission.stamps);
     std::byte* word = words.data;
-    for (const Stream& stream : streams_for(flight)) {
+    for (const EncodedQueue& stream : streams_for(submission)) {
       const Queue& queue = program_->queues[stream.queue];
-      Ring& ring = fleet_->way().ring(flight.ring_group, queue.rank, queue.index,
-                                      moves_host_memory(flight, queue));
+      PacketRing& ring = executor_->way().ring(submission.ring_group, queue.rank, queue.index,
+                                               moves_host_memory(submission, queue));
       word += kWordBytes;
-      flight.parts[queue.rank].push_back(make_ring_task(flight, stream, ring, word));
+      submission.parts[queue.rank].push_back(make_ring_task(submission, stream, ring, word));
     }
   }
 
   // Encoded once; later launches replay the same packets where their memory is aligned alike.
-  std::vector<Stream> streams_for(const Flight& flight) {
-    if (flight.program != program_)
-      return encode(*flight.program, flight.addresses, copy_bytes_max_);
+  std::vector<EncodedQueue> streams_for(const SdmaSubmission& submission) {
+    if (submission.program != program_)
+      return encode(*submission.program, submission.addresses, copy_bytes_max_);
     if (!streams_.empty()) {
       try {
-        std::vector<Stream> streams = streams_;
-        for (Stream& stream : streams) replay(stream, encoded_for_, flight.addresses);
+        std::vector<EncodedQueue> streams = streams_;
+        for (EncodedQueue& stream : streams) replay(stream, encoded_for_, submission.addresses);
         return streams;
       } catch (const Error&) {  // moved by no multiple of kBaseAlign
       }
     }
-    streams_ = encode(*program_, flight.addresses, copy_bytes_max_);
-    encoded_for_ = flight.addresses;
+    streams_ = encode(*program_, submission.addresses, copy_bytes_max_);
+    encoded_for_ = submission.addresses;
     return streams_;
   }
 
-  void add_host_tasks(Flight& flight, bool engines) {
+  void add_host_tasks(SdmaSubmission& submission, bool engines) {
     for (uint32_t index = 0; index < program_->queues.size(); ++index) {
       const Queue& queue = program_->queues[index];
       if ((queue.index == kCallerQueue) == engines) continue;
-      flight.parts[queue.rank].push_back(make_host_task(flight, index, fleet_->way()));
+      submission.parts[queue.rank].push_back(make_host_task(submission, index, executor_->way()));
     }
   }
 
-  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<SdmaExecutor> executor_;
   std::shared_ptr<const Program> program_;
   const uint64_t copy_bytes_max_;
   const Extents extents_;
@@ -318,11 +321,11 @@ class SdmaLoaded final : public Loaded {
   size_t engine_queues_ = 0;
   bool has_swaps_ = false;
   std::mutex mutex_;  // guards what follows
-  std::vector<Stream> streams_;
+  std::vector<EncodedQueue> streams_;
   Addresses encoded_for_;
   uint32_t own_rings_ = 0;  // a group; 0: none
-  std::deque<std::shared_ptr<Flight>> armed_;
-  std::weak_ptr<Flight> last_;  // launched, in the own rings
+  std::deque<std::shared_ptr<SdmaSubmission>> armed_;
+  std::weak_ptr<SdmaSubmission> last_;  // launched, in the own rings
 };
 
 class SdmaBackend final : public Backend {
@@ -330,12 +333,14 @@ class SdmaBackend final : public Backend {
   SdmaBackend(const Machine& machine, Rank ranks)
       : machine_(machine),
         ranks_(ranks),
-        fleet_(owned_by_process(std::make_unique<Fleet>(open_way(ranks)))) {}
-  ~SdmaBackend() override { fleet_->stop(); }
+        executor_(owned_by_process(std::make_unique<SdmaExecutor>(open_way(ranks)))) {}
+  ~SdmaBackend() override { executor_->stop(); }
 
   const Machine& machine() const override { return machine_; }
-  Share allocate(Rank rank, uint64_t bytes) override { return fleet_->way().allocate(rank, bytes); }
-  Share allocate_host(uint64_t bytes) override { return fleet_->way().allocate_host(bytes); }
+  Share allocate(Rank rank, uint64_t bytes) override {
+    return executor_->way().allocate(rank, bytes);
+  }
+  Share allocate_host(uint64_t bytes) override { return executor_->way().allocate_host(bytes); }
   Share import(Rank, uint64_t, int) override {
     fail(Code::unsupported, "the sdma backend runs all ranks in one process: nothing to import");
   }
@@ -348,14 +353,14 @@ class SdmaBackend final : public Backend {
       fail(Code::unsupported, "the sdma backend has no graphs to capture into");
     }
     const uint64_t largest = std::min(machine_.limits.copy_bytes_max, kCopyBytesMax);
-    return std::make_unique<SdmaLoaded>(fleet_, std::move(program), largest);
+    return std::make_unique<SdmaLoaded>(executor_, std::move(program), largest);
   }
   int64_t now_ns() const override { return offcore::now_ns(); }
 
  private:
   Machine machine_;
   Rank ranks_;
-  std::shared_ptr<Fleet> fleet_;
+  std::shared_ptr<SdmaExecutor> executor_;
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include "core/base/error.h"
 
-namespace offcore {
+namespace offcore::sim {
 namespace {
 
 constexpr std::string_view kFaultNames[] = {"slow_engine", "late_signal", "lost_signal",
@@ -44,14 +44,14 @@ Fault random_fault(uint64_t seed, const Program& program) {
   const auto pick = [&](uint64_t counter, uint64_t choices) {
     return mix(seed, counter) % choices;
   };
-  struct Place {
+  struct FaultPlace {
     const Queue* queue;
     uint32_t signals = 0;
     uint32_t moves = 0;
   };
-  std::vector<Place> places;
+  std::vector<FaultPlace> places;
   for (const Queue& queue : program.queues) {
-    Place place{&queue};
+    FaultPlace place{&queue};
     for (const Command& command : queue.commands) {
       place.signals += command.op == Op::signal;
       place.moves += moves_data(command.op);
@@ -61,12 +61,12 @@ Fault random_fault(uint64_t seed, const Program& program) {
   Fault fault{.kind = static_cast<Fault::Kind>(pick(0, std::size(kFaultNames)))};
   const bool signal =
       fault.kind == Fault::Kind::late_signal || fault.kind == Fault::Kind::lost_signal;
-  std::erase_if(places, [&](const Place& place) {
+  std::erase_if(places, [&](const FaultPlace& place) {
     if (fault.kind == Fault::Kind::flipped_byte) return place.moves == 0;
     return signal ? place.signals == 0 : place.queue->index == kCallerQueue;
   });
   if (places.empty()) fail(Code::invalid, "the program has no queue for ", to_string(fault.kind));
-  const Place& place = places[pick(1, places.size())];
+  const FaultPlace& place = places[pick(1, places.size())];
   fault.rank = place.queue->rank;
   fault.queue = place.queue->index;
   if (fault.kind == Fault::Kind::flipped_byte) fault.nth = pick(2, place.moves);
@@ -84,4 +84,4 @@ uint64_t mix(uint64_t seed, uint64_t counter) {
   return x ^ (x >> 31);
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

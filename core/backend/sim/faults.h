@@ -6,7 +6,7 @@
 
 #include "core/ir/program.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 struct Fault {
   enum class Kind : uint8_t {
@@ -34,4 +34,4 @@ Fault random_fault(uint64_t seed, const Program& program);
 // A well spread 64-bit hash of (seed, counter): all of the simulator's randomness.
 uint64_t mix(uint64_t seed, uint64_t counter);
 
-}  // namespace offcore
+}  // namespace offcore::sim

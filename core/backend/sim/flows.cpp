@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace offcore {
+namespace offcore::sim {
 namespace {
 
 constexpr double kRounding = 1 + 1e-9;
@@ -190,4 +190,4 @@ void Flows::fix(uint32_t index, double rate_gbps) {
   }
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

@@ -10,7 +10,7 @@
 
 #include "core/machine/machine.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 class Flows {
  public:
@@ -71,4 +71,4 @@ class Flows {
   std::vector<uint32_t> changed_;
 };
 
-}  // namespace offcore
+}  // namespace offcore::sim

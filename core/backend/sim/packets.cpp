@@ -7,7 +7,7 @@
 #include "core/backend/sdma/encode.h"
 #include "core/base/error.h"
 
-namespace offcore {
+namespace offcore::sim {
 namespace {
 
 constexpr size_t kRingDwords = 1024;
@@ -38,12 +38,12 @@ std::vector<uint32_t> PacketPath::through_ring(const std::vector<uint32_t>& dwor
 Program PacketPath::fetched(uint32_t epoch) {
   sdma::Addresses now = addresses_;
   now.epoch = epoch;
-  std::vector<sdma::Stream> fetched;
-  for (sdma::Stream& stream : streams_) {
+  std::vector<sdma::EncodedQueue> fetched;
+  for (sdma::EncodedQueue& stream : streams_) {
     sdma::replay(stream, addresses_, now);
     fetched.push_back({.queue = stream.queue, .dwords = through_ring(stream.dwords)});
   }
   return sdma::decode(fetched, program_, now);
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

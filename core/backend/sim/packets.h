@@ -9,11 +9,11 @@
 #pragma once
 #include <vector>
 
-#include "core/backend/sdma/ring.h"
-#include "core/backend/sdma/stream.h"
+#include "core/backend/sdma/encode_program.h"
+#include "core/backend/sdma/packet_ring.h"
 #include "core/machine/machine.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 class PacketPath {
  public:
@@ -28,12 +28,12 @@ class PacketPath {
 
   const Program& program_;
   sdma::Addresses addresses_;
-  std::vector<sdma::Stream> streams_;
+  std::vector<sdma::EncodedQueue> streams_;
   std::vector<uint32_t> ring_dwords_;
   uint64_t rptr_ = 0;
   uint64_t wptr_ = 0;
   uint64_t doorbell_ = 0;
-  sdma::Ring ring_;
+  sdma::PacketRing ring_;
 };
 
-}  // namespace offcore
+}  // namespace offcore::sim

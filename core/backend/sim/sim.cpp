@@ -11,12 +11,12 @@
 #include "core/backend/sim/simulation.h"
 #include "core/base/error.h"
 
-namespace offcore {
+namespace offcore::sim {
 namespace {
 
 class SimRun : public Run {
  public:
-  explicit SimRun(Outcome outcome) : outcome_(std::move(outcome)) {}
+  explicit SimRun(SimOutcome outcome) : outcome_(std::move(outcome)) {}
 
   // A launch in which nothing can happen any more goes on for ever; one of a dead rank has ended.
   bool done() override { return outcome_.failure != Code::timeout; }
@@ -26,7 +26,7 @@ class SimRun : public Run {
   Report report() const override { return outcome_.report; }
 
  private:
-  Outcome outcome_;
+  SimOutcome outcome_;
 };
 
 // The state that a backend shares with its loaded programs.
@@ -155,4 +155,4 @@ std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions
   return std::make_unique<SimBackend>(machine, ranks, std::move(options));
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

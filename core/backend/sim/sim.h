@@ -12,7 +12,7 @@
 #include "core/backend/backend.h"
 #include "core/backend/sim/faults.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 struct SimOptions {
   bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
@@ -24,4 +24,4 @@ struct SimOptions {
 // A backend for the first `ranks` ranks of a machine, all of them local.
 std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions options);
 
-}  // namespace offcore
+}  // namespace offcore::sim

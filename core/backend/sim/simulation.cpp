@@ -5,7 +5,7 @@
 
 #include "core/base/error.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 Simulation::Simulation(SimState& state, const Program& program, const Launch& launch)
     : state_(state),
@@ -21,18 +21,18 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       noticed_(hosts_.size() == 1 ? word_count(program) : 0),
       killer_(program.ranks, -1) {}
 
-Outcome Simulation::run() {
+SimOutcome Simulation::run() {
   prepare();
   while (!events_.empty()) {
     now_ns_ = events_.top().at_ns;
     while (!events_.empty() && events_.top().at_ns == now_ns_) {
-      const Event event = events_.top();
+      const SimEvent event = events_.top();
       events_.pop();
       handle(event);
     }
     settle_flows();
   }
-  Outcome outcome;
+  SimOutcome outcome;
   finish(outcome);
   state_.clock_ns += now_ns_;
   return outcome;
@@ -42,7 +42,7 @@ void Simulation::prepare() {
   const std::vector<Moment> submitted = submissions(program_, state_.machine);
   for (uint32_t i = 0; i < actors_.size(); ++i) {
     const Queue& queue = program_.queues[i];
-    Actor& actor = actors_[i];
+    SimQueue& actor = actors_[i];
     actor.queue = &queue;
     actor.index = i;
     actor.engine = i;
@@ -58,7 +58,7 @@ void Simulation::prepare() {
     flows_.set_engine_speed(i, 1 / actor.slowdown);
     Moment& host = hosts_[host_thread_of(state_.machine, queue.rank)];
     host = latest(host, actor.submitted);
-    push(fetched(actor).at_ns, What::step, i);
+    push(fetched(actor).at_ns, SimEventKind::step, i);
     report_.commands.reserve(runs_.size());
     for (uint32_t k = 0; k < queue.commands.size(); ++k) {
       CommandTime time{.queue = i, .command = k, .start_ns = -1, .end_ns = -1, .phases = {}};
@@ -78,31 +78,32 @@ void Simulation::prepare() {
   }
   for (const Fault& fault : state_.options.faults) {
     if (fault.kind != Fault::Kind::dead_rank || fault.rank >= program_.ranks) continue;
-    push(std::max(0.0, static_cast<double>(fault.ns) - state_.clock_ns), What::death, fault.rank);
+    push(std::max(0.0, static_cast<double>(fault.ns) - state_.clock_ns), SimEventKind::death,
+         fault.rank);
   }
 }
 
-void Simulation::push(double at_ns, What what, uint32_t subject, uint32_t detail) {
+void Simulation::push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail) {
   const uint64_t counter = state_.events++;
   const uint64_t tie = state_.options.seed == 0 ? counter : mix(state_.options.seed, counter);
   events_.push({std::max(at_ns, now_ns_), tie, what, subject, detail});
 }
 
-void Simulation::handle(const Event& event) {
+void Simulation::handle(const SimEvent& event) {
   switch (event.what) {
-    case What::step:
+    case SimEventKind::step:
       return step(actors_[event.subject]);
-    case What::flow_begins:
+    case SimEventKind::flow_begins:
       return begin_flows(actors_[event.subject], event.detail);
-    case What::flow_ends:
+    case SimEventKind::flow_ends:
       if (flow_uses_[event.subject].active && flow_uses_[event.subject].version == event.detail) {
         end_flow(event.subject);
       }
       return;
-    case What::order_ends:
+    case SimEventKind::order_ends:
       return end_order(actors_[event.subject], event.detail);
-    case What::death:
-      if (std::any_of(actors_.begin(), actors_.end(), [&](const Actor& actor) {
+    case SimEventKind::death:
+      if (std::any_of(actors_.begin(), actors_.end(), [&](const SimQueue& actor) {
             return actor.queue->rank == event.subject &&
                    (actor.next < actor.queue->commands.size() || actor.running > 0 || actor.busy);
           })) {
@@ -115,19 +116,19 @@ void Simulation::handle(const Event& event) {
 
 void Simulation::settle_flows() {
   for (const uint32_t flow : flows_.settle(now_ns_)) {
-    push(flows_.end_ns(flow), What::flow_ends, flow, ++flow_uses_[flow].version);
+    push(flows_.end_ns(flow), SimEventKind::flow_ends, flow, ++flow_uses_[flow].version);
   }
 }
 
 // Armed queues have been fetched before the launch.
-Moment Simulation::fetched(const Actor& actor) const {
+Moment Simulation::fetched(const SimQueue& actor) const {
   if (actor.caller || program_.mode == Mode::armed) return actor.submitted;
   const double fetch_ns = cost_.fetch_ns * (actor.next + 1);
   return actor.submitted.after(&Phases::schedule_ns, (cost_.wake_ns + fetch_ns) * actor.slowdown);
 }
 
 // Begins every command that can begin now. Where one can begin later, another step is pushed.
-void Simulation::step(Actor& actor) {
+void Simulation::step(SimQueue& actor) {
   while (!actor.dead && !actor.busy && actor.next < actor.queue->commands.size()) {
     const Command& command = actor.queue->commands[actor.next];
     const Moment ready = latest(fetched(actor), actor.ordered);
@@ -137,12 +138,12 @@ void Simulation::step(Actor& actor) {
   }
 }
 
-bool Simulation::begin_data(Actor& actor, const Moment& ready) {
+bool Simulation::begin_data(SimQueue& actor, const Moment& ready) {
   if (actor.running >= cost_.overlap) return false;  // the end of one of them steps again
   Moment start = latest(ready, actor.issue_from);
   if (actor.running + 1 == cost_.overlap) start = latest(start, actor.moved);
   if (start.at_ns > now_ns_) {
-    push(start.at_ns, What::step, actor.index);
+    push(start.at_ns, SimEventKind::step, actor.index);
     return false;
   }
   CommandRun& run = command_run(actor, actor.next);
@@ -150,16 +151,17 @@ bool Simulation::begin_data(Actor& actor, const Moment& ready) {
   run.began = true;
   ++actor.running;
   actor.issue_from = start.after(&Phases::copy_ns, cost_.issue_ns * actor.slowdown);
-  push(now_ns_ + cost_.setup_ns * actor.slowdown, What::flow_begins, actor.index, actor.next);
+  push(now_ns_ + cost_.setup_ns * actor.slowdown, SimEventKind::flow_begins, actor.index,
+       actor.next);
   ++actor.next;
   return true;
 }
 
-bool Simulation::begin_order(Actor& actor, const Command& command, const Moment& ready) {
+bool Simulation::begin_order(SimQueue& actor, const Command& command, const Moment& ready) {
   if (actor.running > 0) return false;  // the end of the last of them steps again
   const Moment start = latest(ready, actor.moved);
   if (start.at_ns > now_ns_) {
-    push(start.at_ns, What::step, actor.index);
+    push(start.at_ns, SimEventKind::step, actor.index);
     return false;
   }
   if (command.op == Op::signal) return begin_signal(actor, command, start);
@@ -174,13 +176,13 @@ bool Simulation::begin_order(Actor& actor, const Command& command, const Moment&
   return true;
 }
 
-bool Simulation::begin_signal(Actor& actor, const Command& command, Moment start) {
+bool Simulation::begin_signal(SimQueue& actor, const Command& command, Moment start) {
   Moment end;
   if (actor.caller) {
     Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
     start = latest(start, host);
     if (start.at_ns > now_ns_) {
-      push(start.at_ns, What::step, actor.index);
+      push(start.at_ns, SimEventKind::step, actor.index);
       return false;
     }
     host = end = start.after(&Phases::schedule_ns, cost_.trigger_ns * steps(command));
@@ -197,11 +199,11 @@ bool Simulation::begin_signal(Actor& actor, const Command& command, Moment start
   run.began = true;
   actor.busy = true;
   actor.ordered = end;
-  push(end.at_ns, What::order_ends, actor.index, actor.next);
+  push(end.at_ns, SimEventKind::order_ends, actor.index, actor.next);
   return false;
 }
 
-bool Simulation::begin_poll(Actor& actor, const Command& command, const Moment& start) {
+bool Simulation::begin_poll(SimQueue& actor, const Command& command, const Moment& start) {
   CommandRun& run = command_run(actor, actor.next);
   if (!run.began) run.start = start;
   run.began = true;
@@ -219,7 +221,7 @@ bool Simulation::begin_poll(Actor& actor, const Command& command, const Moment& 
     const uint32_t words = unnoticed(command, seen);
     if (words > 0) seen = latest(seen, host);
     if (seen.at_ns > now_ns_) {
-      push(seen.at_ns, What::step, actor.index);
+      push(seen.at_ns, SimEventKind::step, actor.index);
       return false;
     }
     end = seen.after(&Phases::sync_ns, cost_.host_poll_ns * words);
@@ -231,7 +233,7 @@ bool Simulation::begin_poll(Actor& actor, const Command& command, const Moment& 
   }
   actor.busy = true;
   actor.ordered = end;
-  push(end.at_ns, What::order_ends, actor.index, actor.next);
+  push(end.at_ns, SimEventKind::order_ends, actor.index, actor.next);
   return false;
 }
 
@@ -259,7 +261,7 @@ void Simulation::notice(const Command& command, const Moment& at) {
   }
 }
 
-void Simulation::begin_flows(Actor& actor, uint32_t index) {
+void Simulation::begin_flows(SimQueue& actor, uint32_t index) {
   if (actor.dead) return;
   const Command& command = actor.queue->commands[index];
   CommandRun& run = command_run(actor, index);
@@ -279,11 +281,11 @@ void Simulation::end_flow(uint32_t flow) {
   FlowUse& use = flow_uses_[flow];
   use.active = false;
   flows_.end(flow);
-  Actor& actor = actors_[use.actor];
+  SimQueue& actor = actors_[use.actor];
   if (--command_run(actor, use.command).flows == 0) end_data(actor, use.command);
 }
 
-void Simulation::end_data(Actor& actor, uint32_t index) {
+void Simulation::end_data(SimQueue& actor, uint32_t index) {
   const Command& command = actor.queue->commands[index];
   CommandRun& run = command_run(actor, index);
   run.ended = true;
@@ -303,7 +305,7 @@ void Simulation::end_data(Actor& actor, uint32_t index) {
   step(actor);
 }
 
-void Simulation::end_order(Actor& actor, uint32_t index) {
+void Simulation::end_order(SimQueue& actor, uint32_t index) {
   if (actor.dead) return;
   const Command& command = actor.queue->commands[index];
   CommandRun& run = command_run(actor, index);
@@ -331,7 +333,7 @@ void Simulation::end_order(Actor& actor, uint32_t index) {
       const uint32_t word = index_of(command, row);
       changed_[word] = actor.ordered;
       for (const uint32_t parked : std::exchange(parked_[word], {})) {
-        push(now_ns_, What::step, parked);
+        push(now_ns_, SimEventKind::step, parked);
       }
     }
   }
@@ -339,7 +341,7 @@ void Simulation::end_order(Actor& actor, uint32_t index) {
 }
 
 void Simulation::kill(Rank rank) {
-  for (Actor& actor : actors_) {
+  for (SimQueue& actor : actors_) {
     if (actor.queue->rank == rank) actor.dead = true;
   }
   for (uint32_t flow = 0; flow < flow_uses_.size(); ++flow) {
@@ -350,7 +352,7 @@ void Simulation::kill(Rank rank) {
   }
 }
 
-Simulation::CommandRun& Simulation::command_run(const Actor& actor, uint32_t index) {
+Simulation::CommandRun& Simulation::command_run(const SimQueue& actor, uint32_t index) {
   return runs_[first_command_[actor.index] + index];
 }
 
@@ -363,16 +365,16 @@ uint32_t Simulation::index_of(const Command& command, uint32_t row) const {
   return word_index(program_, row_of(command.dst, command.dst_step, row, program_.ranks));
 }
 
-SimState::Done* Simulation::done_of(const Actor& actor) {
+SimState::Done* Simulation::done_of(const SimQueue& actor) {
   if (actor.faults.empty()) return nullptr;
   return &state_.done[{actor.queue->rank, actor.queue->index}];
 }
 
-const Fault* Simulation::fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const {
+const Fault* Simulation::fault_at(const SimQueue& actor, Fault::Kind kind, uint32_t nth) const {
   for (const Fault& fault : actor.faults) {
     if (fault.kind == kind && fault.nth == nth) return &fault;
   }
   return nullptr;
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

@@ -22,7 +22,7 @@
 #include "core/base/error.h"
 #include "core/machine/timeline.h"
 
-namespace offcore {
+namespace offcore::sim {
 
 // What outlives a launch.
 struct SimState {
@@ -39,7 +39,7 @@ struct SimState {
   std::map<QueueKey, Done> done;  // only of queues that have faults
 };
 
-struct Outcome {
+struct SimOutcome {
   Report report;
   std::optional<Code> failure;  // timeout or peer; none: complete
   std::string message;
@@ -48,22 +48,22 @@ struct Outcome {
 class Simulation {
  public:
   Simulation(SimState& state, const Program& program, const Launch& launch);
-  Outcome run();
+  SimOutcome run();
 
  private:
-  enum class What : uint8_t { step, flow_begins, flow_ends, order_ends, death };
-  struct Event {
+  enum class SimEventKind : uint8_t { step, flow_begins, flow_ends, order_ends, death };
+  struct SimEvent {
     double at_ns;
     uint64_t tie;
-    What what;
+    SimEventKind what;
     uint32_t subject;  // an actor, or a flow for flow_ends, or a rank for death
     uint32_t detail;   // a command, or the flow's version
-    bool operator<(const Event& other) const {
+    bool operator<(const SimEvent& other) const {
       return at_ns != other.at_ns ? at_ns > other.at_ns : tie > other.tie;
     }
   };
   // A queue as it runs.
-  struct Actor {
+  struct SimQueue {
     const Queue* queue = nullptr;
     uint32_t index = 0;   // into program.queues
     uint32_t engine = 0;  // of Flows
@@ -97,29 +97,29 @@ class Simulation {
   };
 
   void prepare();
-  void push(double at_ns, What what, uint32_t subject, uint32_t detail = 0);
-  void handle(const Event& event);
+  void push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail = 0);
+  void handle(const SimEvent& event);
   void settle_flows();
 
-  Moment fetched(const Actor& actor) const;
-  void step(Actor& actor);
-  bool begin_data(Actor& actor, const Moment& ready);
-  bool begin_order(Actor& actor, const Command& command, const Moment& ready);
-  bool begin_signal(Actor& actor, const Command& command, Moment start);
-  bool begin_poll(Actor& actor, const Command& command, const Moment& start);
+  Moment fetched(const SimQueue& actor) const;
+  void step(SimQueue& actor);
+  bool begin_data(SimQueue& actor, const Moment& ready);
+  bool begin_order(SimQueue& actor, const Command& command, const Moment& ready);
+  bool begin_signal(SimQueue& actor, const Command& command, Moment start);
+  bool begin_poll(SimQueue& actor, const Command& command, const Moment& start);
   uint32_t unnoticed(const Command& command, Moment& seen) const;
   void notice(const Command& command, const Moment& at);
-  void begin_flows(Actor& actor, uint32_t index);
+  void begin_flows(SimQueue& actor, uint32_t index);
   void end_flow(uint32_t flow);
-  void end_data(Actor& actor, uint32_t index);
-  void end_order(Actor& actor, uint32_t index);
+  void end_data(SimQueue& actor, uint32_t index);
+  void end_order(SimQueue& actor, uint32_t index);
   void kill(Rank rank);
 
-  CommandRun& command_run(const Actor& actor, uint32_t index);
+  CommandRun& command_run(const SimQueue& actor, uint32_t index);
   uint32_t steps(const Command& command) const;
   uint32_t index_of(const Command& command, uint32_t row) const;
-  const Fault* fault_at(const Actor& actor, Fault::Kind kind, uint32_t nth) const;
-  SimState::Done* done_of(const Actor& actor);
+  const Fault* fault_at(const SimQueue& actor, Fault::Kind kind, uint32_t nth) const;
+  SimState::Done* done_of(const SimQueue& actor);
 
   std::atomic_ref<uint32_t> word_at(const Slice& word);
   bool reached(const Command& command, const Moment** change);
@@ -128,9 +128,9 @@ class Simulation {
   void move_half(const Command& command, bool second);
   void flip_byte(const Command& command);
 
-  void finish(Outcome& outcome);
+  void finish(SimOutcome& outcome);
   std::string stuck() const;
-  void blame(Outcome& outcome) const;
+  void blame(SimOutcome& outcome) const;
 
   SimState& state_;
   const Program& program_;
@@ -138,8 +138,8 @@ class Simulation {
   const Cost& cost_;
   Flows flows_;
   double now_ns_ = 0;
-  std::priority_queue<Event> events_;
-  std::vector<Actor> actors_;
+  std::priority_queue<SimEvent> events_;
+  std::vector<SimQueue> actors_;
   std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
@@ -152,4 +152,4 @@ class Simulation {
   Report report_;
 };
 
-}  // namespace offcore
+}  // namespace offcore::sim

@@ -9,7 +9,7 @@
 #include "core/base/swap_bytes.h"
 #include "core/ir/text.h"
 
-namespace offcore {
+namespace offcore::sim {
 namespace {
 
 constexpr size_t kStuckQueuesMax = 64;  // in a message
@@ -75,10 +75,10 @@ void Simulation::flip_byte(const Command& command) {
   base[dst.offset + mix(pick, 0) % command.bytes] ^= std::byte{1} << (mix(pick, 1) % 8);
 }
 
-void Simulation::finish(Outcome& outcome) {
+void Simulation::finish(SimOutcome& outcome) {
   Moment last;
   bool complete = true;
-  for (const Actor& actor : actors_) {
+  for (const SimQueue& actor : actors_) {
     complete &= actor.next == actor.queue->commands.size() && actor.running == 0 && !actor.busy;
     last = latest(last, latest(actor.ordered, actor.moved));
   }
@@ -89,7 +89,7 @@ void Simulation::finish(Outcome& outcome) {
   if (!complete) blame(outcome);
 }
 
-void Simulation::blame(Outcome& outcome) const {
+void Simulation::blame(SimOutcome& outcome) const {
   const auto killed =
       std::find_if(killer_.begin(), killer_.end(), [](int killer) { return killer >= 0; });
   outcome.failure = killed == killer_.end() ? Code::timeout : Code::peer;
@@ -110,7 +110,7 @@ void Simulation::blame(Outcome& outcome) const {
 std::string Simulation::stuck() const {
   std::string text;
   size_t queues = 0;
-  for (const Actor& actor : actors_) {
+  for (const SimQueue& actor : actors_) {
     const std::vector<Command>& commands = actor.queue->commands;
     uint32_t index = actor.next;
     for (uint32_t i = 0; i < actor.next && actor.running > 0; ++i) {
@@ -127,4 +127,4 @@ std::string Simulation::stuck() const {
   return text.empty() ? "none" : text;
 }
 
-}  // namespace offcore
+}  // namespace offcore::sim

@@ -37,61 +37,61 @@ int Fabric::packets_of(int64_t bytes) const {
   return static_cast<int>(pieces(bytes, segment_bytes_));
 }
 
-int64_t Fabric::payload(const Flight& flight, int packet) const {
+int64_t Fabric::payload(const MessageInFlight& flight, int packet) const {
   const int64_t before = int64_t{packet} * segment_bytes_;
   return std::min<int64_t>(segment_bytes_, flight.message.bytes - before);
 }
 
 int64_t Fabric::wire_packets(int64_t payload) const { return pieces(payload, wire_.packet_bytes); }
 
-int64_t Fabric::wire_bytes(const Flight& flight, int packet) const {
+int64_t Fabric::wire_bytes(const MessageInFlight& flight, int packet) const {
   const int64_t bytes = payload(flight, packet);
-  const bool stream = flight.message.kind == Kind::unicast;
+  const bool stream = flight.message.kind == TreeMessageKind::unicast;
   return bytes + wire_packets(bytes) * (stream ? wire_.stream_header : wire_.datagram_header);
 }
 
-void Fabric::post(Time when, What what, int place, int message, int packet) {
+void Fabric::post(Time when, LinkEventKind what, int place, int message, int packet) {
   events_due_.push({when, order_++, what, place, message, packet, nullptr});
-  if (what != What::inject) ++flights_[static_cast<size_t>(message)].uses;
+  if (what != LinkEventKind::inject) ++flights_[static_cast<size_t>(message)].uses;
 }
 
 void Fabric::at(Time when, Schedule& schedule, int host, int tag) {
-  events_due_.push({when, order_++, What::timer, host, tag, 0, &schedule});
+  events_due_.push({when, order_++, LinkEventKind::timer, host, tag, 0, &schedule});
 }
 
 void Fabric::run(const std::vector<Schedule*>& schedules) {
   for (Schedule* schedule : schedules) schedule->start();
   while (!events_due_.empty()) {
-    const Event event = events_due_.top();
+    const LinkEvent event = events_due_.top();
     events_due_.pop();
     ++events_;
     handle(event);
   }
 }
 
-void Fabric::handle(const Event& event) {
+void Fabric::handle(const LinkEvent& event) {
   switch (event.what) {
-    case What::timer:
+    case LinkEventKind::timer:
       return event.schedule->timer(event.place, event.message, event.when);
-    case What::inject:
+    case LinkEventKind::inject:
       return inject(event.place, event.when);
-    case What::ready:
+    case LinkEventKind::ready:
       enqueue(event.message, event.when);
       break;
-    case What::arrive: {
-      const Message message = flights_[static_cast<size_t>(event.message)].message;
+    case LinkEventKind::arrive: {
+      const TreeMessage message = flights_[static_cast<size_t>(event.message)].message;
       message.owner->arrived(event.place, message, event.when);
       break;
     }
-    case What::hop:
+    case LinkEventKind::hop:
       switch (flights_[static_cast<size_t>(event.message)].message.kind) {
-        case Kind::unicast:
+        case TreeMessageKind::unicast:
           unicast(event.message, event.packet, event.place, event.when);
           break;
-        case Kind::multicast:
+        case TreeMessageKind::multicast:
           multicast(event.message, event.packet, event.place, event.when);
           break;
-        case Kind::reduce:
+        case TreeMessageKind::reduce:
           reduce(event.message, event.packet, event.place, event.when);
           break;
       }
@@ -102,11 +102,11 @@ void Fabric::handle(const Event& event) {
 
 // An event that named the flight is over.
 void Fabric::drop(int message) {
-  Flight& flight = flights_[static_cast<size_t>(message)];
+  MessageInFlight& flight = flights_[static_cast<size_t>(message)];
   if (--flight.uses == 0) unused_.push_back(message);
 }
 
-void Fabric::send(const Message& message, Time now) {
+void Fabric::send(const TreeMessage& message, Time now) {
   int id = 0;
   if (unused_.empty()) {
     id = static_cast<int>(flights_.size());
@@ -115,29 +115,30 @@ void Fabric::send(const Message& message, Time now) {
     id = unused_.back();
     unused_.pop_back();
   }
-  Flight& flight = flights_[static_cast<size_t>(id)];
-  flight = Flight{.message = message, .packets = packets_of(message.bytes), .uses = 1};
-  if (message.kind == Kind::unicast) flight.route = tree_.route(message.src, message.dst);
-  if (message.kind == Kind::unicast && wire_.message_ns > 0) {
-    post(now + from_ns(wire_.message_ns), What::ready, message.src, id, 0);
+  MessageInFlight& flight = flights_[static_cast<size_t>(id)];
+  flight = MessageInFlight{.message = message, .packets = packets_of(message.bytes), .uses = 1};
+  if (message.kind == TreeMessageKind::unicast)
+    flight.route = tree_.route(message.src, message.dst);
+  if (message.kind == TreeMessageKind::unicast && wire_.message_ns > 0) {
+    post(now + from_ns(wire_.message_ns), LinkEventKind::ready, message.src, id, 0);
   } else {
     enqueue(id, now);
   }
 }
 
 void Fabric::enqueue(int message, Time now) {
-  const Message& sent = flights_[static_cast<size_t>(message)].message;
+  const TreeMessage& sent = flights_[static_cast<size_t>(message)].message;
   Nic& nic = nics_[static_cast<size_t>(sent.src)];
   nic.lanes[static_cast<size_t>(sent.owner->lane)].push_back(message);
   if (nic.busy) return;
   nic.busy = true;
-  post(now, What::inject, sent.src, 0, 0);
+  post(now, LinkEventKind::inject, sent.src, 0, 0);
 }
 
 void Fabric::inject(int host, Time now) {
   Nic& nic = nics_[static_cast<size_t>(host)];
   if (const int left = std::exchange(nic.leaving, -1); left >= 0) {
-    const Message message = flights_[static_cast<size_t>(left)].message;
+    const TreeMessage message = flights_[static_cast<size_t>(left)].message;
     drop(left);
     message.owner->sent(message, now);
   }
@@ -153,7 +154,7 @@ void Fabric::inject(int host, Time now) {
   auto& lane = nic.lanes[nic.turn];
   nic.turn = (nic.turn + 1) % nic.lanes.size();
   const int id = lane.front();
-  Flight& flight = flights_[static_cast<size_t>(id)];
+  MessageInFlight& flight = flights_[static_cast<size_t>(id)];
   const int packet = flight.injected++;
   if (flight.injected == flight.packets) {
     lane.pop_front();
@@ -161,13 +162,13 @@ void Fabric::inject(int host, Time now) {
   }
   const int link = tree_.host_up(host);
   const int64_t bytes = wire_bytes(flight, packet), count = wire_packets(payload(flight, packet));
-  const Kind kind = flight.message.kind;
+  const TreeMessageKind kind = flight.message.kind;
   const Passage passage = pass(link, bytes, count, now);
-  post(passage.next, What::hop, kind == Kind::unicast ? 1 : link, id, packet);
+  post(passage.next, LinkEventKind::hop, kind == TreeMessageKind::unicast ? 1 : link, id, packet);
   Time busy = wire_time(bytes);
-  if (kind == Kind::multicast)
+  if (kind == TreeMessageKind::multicast)
     busy = std::max(busy, static_cast<Time>(double(count) * wire_.datagram_send_ns * kPerNs));
-  post(now + busy, What::inject, host, 0, 0);
+  post(now + busy, LinkEventKind::inject, host, 0, 0);
 }
 
 Fabric::Passage Fabric::pass(int link, int64_t bytes, int64_t packets, Time now) {
@@ -183,12 +184,12 @@ Fabric::Passage Fabric::pass(int link, int64_t bytes, int64_t packets, Time now)
 }
 
 void Fabric::unicast(int message, int packet, int hops, Time now) {
-  Flight& flight = flights_[static_cast<size_t>(message)];
+  MessageInFlight& flight = flights_[static_cast<size_t>(message)];
   const int link = flight.route.links[static_cast<size_t>(hops)];
   const int64_t count = wire_packets(payload(flight, packet));
   const Passage passage = pass(link, wire_bytes(flight, packet), count, now);
   if (hops + 1 < flight.route.length) {
-    post(passage.next, What::hop, hops + 1, message, packet);
+    post(passage.next, LinkEventKind::hop, hops + 1, message, packet);
     return;
   }
   flight.arrived += static_cast<int>(count);
@@ -203,19 +204,19 @@ void Fabric::unicast(int message, int packet, int hops, Time now) {
       counted.packets += acks;
     }
   }
-  post(passage.tail, What::arrive, flight.message.dst, message, packet);
+  post(passage.tail, LinkEventKind::arrive, flight.message.dst, message, packet);
 }
 
 void Fabric::forward(int message, int packet, int link, Time now) {
-  const Flight& flight = flights_[static_cast<size_t>(message)];
+  const MessageInFlight& flight = flights_[static_cast<size_t>(message)];
   const int64_t count = wire_packets(payload(flight, packet));
   const Passage passage = pass(link, wire_bytes(flight, packet), count, now);
-  post(passage.next, What::hop, link, message, packet);
+  post(passage.next, LinkEventKind::hop, link, message, packet);
 }
 
 void Fabric::to_hosts(int message, int packet, int leaf, int except, Time now) {
-  const Flight& flight = flights_[static_cast<size_t>(message)];
-  const Message told = flight.message;
+  const MessageInFlight& flight = flights_[static_cast<size_t>(message)];
+  const TreeMessage told = flight.message;
   const int64_t bytes = wire_bytes(flight, packet), count = wire_packets(payload(flight, packet));
   const int64_t worker = packet % wire_.recv_workers;
   const Time work = static_cast<Time>(double(count) * wire_.datagram_recv_ns * kPerNs);
@@ -237,7 +238,7 @@ void Fabric::to_leaves(int message, int packet, int pod, int except, Time now) {
 
 // A switch sends a packet on to every link of its tree but the one that it came by.
 void Fabric::multicast(int message, int packet, int link, Time now) {
-  const Message sent = flights_[static_cast<size_t>(message)].message;
+  const TreeMessage sent = flights_[static_cast<size_t>(message)].message;
   const int owner = tree_.owner_of(link);
   switch (tree_.tier_of(link)) {
     case Tier::host_up: {
@@ -287,7 +288,7 @@ Fabric::Junction Fabric::junction(int link, int dst) const {
 }
 
 void Fabric::reduce(int message, int packet, int link, Time now) {
-  const Message sent = flights_[static_cast<size_t>(message)].message;
+  const TreeMessage sent = flights_[static_cast<size_t>(message)].message;
   const Junction meets = junction(link, sent.dst);
   const uint64_t key = meets.place << 42 | uint64_t(sent.dst) << 24 | uint64_t(packet);
   if (++combined_[key] < meets.inputs) return;
@@ -296,7 +297,7 @@ void Fabric::reduce(int message, int packet, int link, Time now) {
     forward(message, packet, meets.output, now);
     return;
   }
-  const Flight& flight = flights_[static_cast<size_t>(message)];
+  const MessageInFlight& flight = flights_[static_cast<size_t>(message)];
   const int64_t count = wire_packets(payload(flight, packet));
   const Passage passage = pass(meets.output, wire_bytes(flight, packet), count, now);
   sent.owner->datagram(sent.dst, sent, packet, passage.tail);

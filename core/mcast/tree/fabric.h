@@ -37,11 +37,11 @@ struct Wire {
 
 class Schedule;
 
-enum class Kind : uint8_t { unicast, multicast, reduce };
+enum class TreeMessageKind : uint8_t { unicast, multicast, reduce };
 
-struct Message {
+struct TreeMessage {
   Schedule* owner = nullptr;
-  Kind kind = Kind::unicast;
+  TreeMessageKind kind = TreeMessageKind::unicast;
   int src = 0;
   int dst = 0;  // multicast: the group
   int tag = 0;  // the schedule's
@@ -54,10 +54,10 @@ class Schedule {
  public:
   virtual ~Schedule() = default;
   virtual void start() = 0;
-  virtual void sent(const Message&, Time) {}  // its last packet has left the host
-  virtual void arrived(int /*host*/, const Message&, Time) {}
+  virtual void sent(const TreeMessage&, Time) {}  // its last packet has left the host
+  virtual void arrived(int /*host*/, const TreeMessage&, Time) {}
   // Told ahead: `when` is not before now.
-  virtual void datagram(int /*host*/, const Message&, int /*packet*/, Time /*when*/) {}
+  virtual void datagram(int /*host*/, const TreeMessage&, int /*packet*/, Time /*when*/) {}
   virtual void timer(int /*host*/, int /*tag*/, Time) {}
 
   int lane = 0;  // hosts send packets of their lanes in turn
@@ -73,7 +73,7 @@ class Fabric {
  public:
   Fabric(const TreeShape& shape, const Wire& wire, int lanes);
 
-  void send(const Message& message, Time now);
+  void send(const TreeMessage& message, Time now);
   void at(Time when, Schedule& schedule, int host, int tag);
   void run(const std::vector<Schedule*>& schedules);
 
@@ -86,21 +86,21 @@ class Fabric {
   Time wire_time(int64_t bytes) const { return static_cast<Time>(double(bytes) * ps_per_byte_); }
 
  private:
-  enum class What : uint8_t { ready, inject, hop, arrive, timer };
-  struct Event {
+  enum class LinkEventKind : uint8_t { ready, inject, hop, arrive, timer };
+  struct LinkEvent {
     Time when;
     int64_t order;
-    What what;
+    LinkEventKind what;
     int place;    // the host; of a hop how many links lie behind (unicast), else the last of them
     int message;  // the flight; of a timer its tag
     int packet;
     Schedule* schedule;
-    bool operator>(const Event& other) const {
+    bool operator>(const LinkEvent& other) const {
       return when != other.when ? when > other.when : order > other.order;
     }
   };
-  struct Flight {
-    Message message;
+  struct MessageInFlight {
+    TreeMessage message;
     Route route;
     int packets = 0;
     int injected = 0;
@@ -114,8 +114,8 @@ class Fabric {
     bool busy = false;
   };
 
-  void post(Time when, What what, int place, int message, int packet);
-  void handle(const Event& event);
+  void post(Time when, LinkEventKind what, int place, int message, int packet);
+  void handle(const LinkEvent& event);
   void enqueue(int message, Time now);
   void inject(int host, Time now);
   void unicast(int message, int packet, int hops, Time now);
@@ -134,9 +134,9 @@ class Fabric {
     Time next, tail;
   };
   Passage pass(int link, int64_t bytes, int64_t packets, Time now);
-  int64_t payload(const Flight& flight, int packet) const;
+  int64_t payload(const MessageInFlight& flight, int packet) const;
   int64_t wire_packets(int64_t payload) const;
-  int64_t wire_bytes(const Flight& flight, int packet) const;
+  int64_t wire_bytes(const MessageInFlight& flight, int packet) const;
   void drop(int message);
 
   FatTree tree_;
@@ -148,10 +148,10 @@ class Fabric {
   std::vector<LinkCount> links_;
   std::vector<Nic> nics_;
   std::vector<Time> worker_free_;
-  std::vector<Flight> flights_;
+  std::vector<MessageInFlight> flights_;
   std::vector<int> unused_;
   std::unordered_map<uint64_t, int> combined_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_due_;
+  std::priority_queue<LinkEvent, std::vector<LinkEvent>, std::greater<>> events_due_;
   int64_t order_ = 0, events_ = 0;
 };
 

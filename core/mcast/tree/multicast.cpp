@@ -20,10 +20,12 @@ double drawn(uint64_t seed, uint64_t host, uint64_t chunk) {
 }
 
 // Barrier; roots of M chains one after the other; cutoff timer and fetch ring; final handshake.
-class Multicast final : public Collective {
+class Multicast final : public TreeCollective {
  public:
   Multicast(Fabric& fabric, const Load& load)
-      : Collective(fabric, load), hosts_state_(size_t(hosts_)), first_chunk_(size_t(hosts_) + 1) {
+      : TreeCollective(fabric, load),
+        hosts_state_(size_t(hosts_)),
+        first_chunk_(size_t(hosts_) + 1) {
     if (load.chains < 1) fail(Code::invalid, "an all-gather has at least one chain");
     chains_ = std::min(load.chains, hosts_);
     for (int rank = 0; rank < hosts_; ++rank)
@@ -38,8 +40,8 @@ class Multicast final : public Collective {
     for (int host = 0; host < hosts_; ++host) enter(host);
   }
 
-  void sent(const Message& message, Time now) override {
-    if (message.kind != Kind::multicast) return;
+  void sent(const TreeMessage& message, Time now) override {
+    if (message.kind != TreeMessageKind::multicast) return;
     const int root = message.src;
     state(root).sent = true;
     state(root).data_end = std::max(state(root).data_end, now);
@@ -49,7 +51,7 @@ class Multicast final : public Collective {
     received(root);
   }
 
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     switch (message.tag) {
       case kActivate:
         state(host).active = true;
@@ -67,7 +69,7 @@ class Multicast final : public Collective {
     }
   }
 
-  void datagram(int host, const Message& message, int packet, Time when) override {
+  void datagram(int host, const TreeMessage& message, int packet, Time when) override {
     Host& self = state(host);
     ++self.seen;
     const int64_t chunk = first_chunk_[size_t(message.src)] + packet;
@@ -93,7 +95,7 @@ class Multicast final : public Collective {
   }
 
   Outcome outcome() const override {
-    Outcome outcome = Collective::outcome();
+    Outcome outcome = TreeCollective::outcome();
     if (hosts_ == 1) return outcome;
     outcome.lost = lost_;
     outcome.fetched = fetched_;
@@ -171,7 +173,7 @@ class Multicast final : public Collective {
     if (!is_root(host) || !self.active || self.started || !self.ready) return;
     self.started = true;
     const int group = load_.op == "all_gather" ? chain_of(host) : load_.root;
-    fabric_.send({this, Kind::multicast, host, group, 0, 0, payload(host)}, now);
+    fabric_.send({this, TreeMessageKind::multicast, host, group, 0, 0, payload(host)}, now);
   }
 
   bool over(int host) { return state(host).seen == expected(host) && sent_own(host); }
@@ -232,9 +234,9 @@ class Multicast final : public Collective {
   int64_t lost_ = 0, fetched_ = 0;
 };
 
-class InNetwork final : public Collective {
+class InNetwork final : public TreeCollective {
  public:
-  InNetwork(Fabric& fabric, const Load& load) : Collective(fabric, load), got_(size_t(hosts_)) {
+  InNetwork(Fabric& fabric, const Load& load) : TreeCollective(fabric, load), got_(size_t(hosts_)) {
     if (fabric.packets_of(block(0)) >= 1 << 24) fail(Code::invalid, "too many packets a block");
   }
 
@@ -245,17 +247,18 @@ class InNetwork final : public Collective {
     }
   }
   // The next block leaves when the last one has: all hosts take them in one order.
-  void sent(const Message& message, Time now) override {
+  void sent(const TreeMessage& message, Time now) override {
     contribute(message.src, message.dst + 1, now);
   }
-  void datagram(int host, const Message&, int, Time when) override {
+  void datagram(int host, const TreeMessage&, int, Time when) override {
     if (++got_[size_t(host)] == fabric_.packets_of(block(host))) done(host, when);
   }
 
  private:
   void contribute(int host, int dst, Time now) {
     dst += dst == host;
-    if (dst < hosts_) fabric_.send({this, Kind::reduce, host, dst, 0, 0, block(dst)}, now);
+    if (dst < hosts_)
+      fabric_.send({this, TreeMessageKind::reduce, host, dst, 0, 0, block(dst)}, now);
   }
   std::vector<int> got_;
 };

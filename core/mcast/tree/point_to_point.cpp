@@ -7,10 +7,10 @@ namespace offcore::tree {
 namespace {
 
 // A reduce-scatter moves as an all-gather does: hosts - 1 blocks to the right.
-class Ring : public Collective {
+class Ring : public TreeCollective {
  public:
   Ring(Fabric& fabric, const Load& load)
-      : Collective(fabric, load),
+      : TreeCollective(fabric, load),
         got_(size_t(hosts_)),
         given_(got_),
         begun_(got_),
@@ -20,7 +20,7 @@ class Ring : public Collective {
     for (int host = 0; host < hosts_; ++host) begin(host, 0);
   }
 
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     if (++got_[size_t(host)] == hosts_ - 1) done(host, now);
     ++given_[size_t(message.src)];
     next(host, now);
@@ -60,7 +60,7 @@ class ScatterRing final : public Ring {
     scatter(0, span, 0);
   }
 
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     if (message.part == 0) return Ring::arrived(host, message, now);
     scatter(wrapped(host - load_.root), message.part, now);
   }
@@ -79,9 +79,9 @@ class ScatterRing final : public Ring {
   }
 };
 
-class Linear final : public Collective {
+class Linear final : public TreeCollective {
  public:
-  Linear(Fabric& fabric, const Load& load) : Collective(fabric, load), got_(size_t(hosts_)) {}
+  Linear(Fabric& fabric, const Load& load) : TreeCollective(fabric, load), got_(size_t(hosts_)) {}
 
   void start() override {
     for (int host = 0; host < hosts_; ++host) {
@@ -89,7 +89,7 @@ class Linear final : public Collective {
       send(host, wrapped(host + 1), block(host), 1, 0);
     }
   }
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     if (++got_[size_t(host)] == hosts_ - 1) done(host, now);
     const int away = message.tag + 1;
     if (away < hosts_) send(message.src, wrapped(message.src + away), message.bytes, away, now);
@@ -99,10 +99,10 @@ class Linear final : public Collective {
   std::vector<int> got_;
 };
 
-class Doubling final : public Collective {
+class Doubling final : public TreeCollective {
  public:
   Doubling(Fabric& fabric, const Load& load)
-      : Collective(fabric, load), steps_(size_t(hosts_)), arrived_(size_t(hosts_)) {
+      : TreeCollective(fabric, load), steps_(size_t(hosts_)), arrived_(size_t(hosts_)) {
     if ((hosts_ & (hosts_ - 1)) != 0)
       fail(Code::invalid, "recursive doubling needs a power of two of hosts, not ", hosts_);
   }
@@ -110,7 +110,7 @@ class Doubling final : public Collective {
   void start() override {
     for (int host = 0; host < hosts_; ++host) step(host, 0);
   }
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     arrived_[size_t(host)] |= 1u << message.tag;
     while (arrived_[size_t(host)] >> steps_[size_t(host)] & 1) {
       ++steps_[size_t(host)];
@@ -132,11 +132,11 @@ class Doubling final : public Collective {
   std::vector<uint32_t> arrived_;
 };
 
-class TreeBroadcast final : public Collective {
+class TreeBroadcast final : public TreeCollective {
  public:
   // children: of each host, counted from the root, in the order they are served
   TreeBroadcast(Fabric& fabric, const Load& load, std::vector<std::vector<int>> children)
-      : Collective(fabric, load), children_(std::move(children)), got_(size_t(hosts_)) {
+      : TreeCollective(fabric, load), children_(std::move(children)), got_(size_t(hosts_)) {
     if (load.segments < 1) fail(Code::invalid, "a message has at least one segment");
   }
 
@@ -144,11 +144,11 @@ class TreeBroadcast final : public Collective {
     for (int segment = 0; segment < load_.segments; ++segment) pass_on(load_.root, segment, 0);
     done(load_.root, 0);
   }
-  void arrived(int host, const Message& message, Time now) override {
+  void arrived(int host, const TreeMessage& message, Time now) override {
     pass_on(host, message.tag, now);
     if (++got_[size_t(host)] == load_.segments) done(host, now);
   }
-  void sent(const Message& message, Time now) override {
+  void sent(const TreeMessage& message, Time now) override {
     if (message.src == load_.root) done(load_.root, now);
   }
 

@@ -12,9 +12,9 @@ namespace offcore::tree {
 inline constexpr int64_t kControlBytes = 64;
 
 // One load's schedule; it is over when every host is done.
-class Collective : public Schedule {
+class TreeCollective : public Schedule {
  public:
-  Collective(Fabric& fabric, const Load& load)
+  TreeCollective(Fabric& fabric, const Load& load)
       : fabric_(fabric), load_(load), hosts_(fabric.tree().hosts()), done_(size_t(hosts_), -1) {}
 
   virtual Outcome outcome() const {
@@ -34,7 +34,7 @@ class Collective : public Schedule {
   int wrapped(int host) const { return (host % hosts_ + hosts_) % hosts_; }
   void done(int host, Time now) { done_[size_t(host)] = std::max(done_[size_t(host)], now); }
   void send(int src, int dst, int64_t bytes, int tag, Time now, int part = 0) {
-    fabric_.send({this, Kind::unicast, src, dst, tag, part, bytes}, now);
+    fabric_.send({this, TreeMessageKind::unicast, src, dst, tag, part, bytes}, now);
   }
 
   Fabric& fabric_;
@@ -43,7 +43,7 @@ class Collective : public Schedule {
   std::vector<Time> done_;
 };
 
-using Made = std::unique_ptr<Collective>;
+using Made = std::unique_ptr<TreeCollective>;
 
 // In a ring and between all pairs a host sends the next block when the last one has arrived, as
 // libraries do that wait for both halves of a step; in trees it does not wait.

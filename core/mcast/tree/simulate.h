@@ -24,26 +24,26 @@ struct Load {
 };
 
 // Means over the hosts, which together make up the mean time of a host.
-struct Phases {
+struct TreePhases {
   double barrier_ns = 0, multicast_ns = 0, fetch_ns = 0, handshake_ns = 0;
 };
 
 struct Outcome {
   std::vector<double> host_ns;  // when each host was done
-  Phases phases;                // multicast only
+  TreePhases phases;            // multicast only
   int64_t lost = 0, fetched = 0;
 };
 
-struct Port {
+struct TreePort {
   std::string from, to;
   int64_t bytes = 0, packets = 0, queue_bytes_max = 0;
 };
 
 struct Simulated {
   std::vector<Outcome> outcomes;
-  std::vector<Port> ports;   // a directed link each
-  int64_t link_bytes = 0;    // every link, each direction once
-  int64_t switch_bytes = 0;  // what switch ports sent and received: twice between two switches
+  std::vector<TreePort> ports;  // a directed link each
+  int64_t link_bytes = 0;       // every link, each direction once
+  int64_t switch_bytes = 0;     // what switch ports sent and received: twice between two switches
   int64_t events = 0;
 };
 

@@ -6,14 +6,14 @@
 namespace offcore::mcast {
 namespace {
 
-constexpr Rank kLeavesMax = 8;      // that answer a root
-constexpr uint32_t kQuestions = 4;  // in a window
+constexpr GroupRank kLeavesMax = 8;  // that answer a root
+constexpr uint32_t kQuestions = 4;   // in a window
 constexpr uint32_t kTailChunks = 64;
 constexpr auto kFlagAsks = std::byte{0x40};
 constexpr auto kFlagCredit = std::byte{0x80};
 constexpr size_t kFlagsAt = 3;
 
-Rank distance(const Group& group, Rank leaf, Rank source) {
+GroupRank distance(const Group& group, GroupRank leaf, GroupRank source) {
   return (leaf + group.ranks - source) % group.ranks;
 }
 
@@ -27,7 +27,7 @@ bool take_question(std::byte* head) {
   return true;
 }
 
-void write_credit(const std::byte* head, Rank from, std::byte* out) {
+void write_credit(const std::byte* head, GroupRank from, std::byte* out) {
   std::memcpy(out, head, kHeaderBytes);
   out[kFlagsAt] = kFlagCredit;
   store_big(out + 30, static_cast<uint16_t>(from));
@@ -41,7 +41,7 @@ std::optional<Credit> read_credit(const Group& group, std::span<const std::byte>
     return {};
   }
   const Credit credit{.op = load_big<uint64_t>(head + 16),
-                      .source = load_big<Rank>(head + 24),
+                      .source = load_big<GroupRank>(head + 24),
                       .subgroup = load_big<uint16_t>(head + 28),
                       .psn = load_big<uint32_t>(head + 4),
                       .from = load_big<uint16_t>(head + 30)};
@@ -52,12 +52,12 @@ std::optional<Credit> read_credit(const Group& group, std::span<const std::byte>
   return credit;
 }
 
-bool answers(const Group& group, Rank leaf, Rank source) {
-  const Rank right = distance(group, leaf, source);
+bool answers(const Group& group, GroupRank leaf, GroupRank source) {
+  const GroupRank right = distance(group, leaf, source);
   return right >= 1 && right <= kLeavesMax;
 }
 
-Window::Window(const Group& group, uint64_t bytes) : group_(group), bytes_(bytes) {
+CreditWindow::CreditWindow(const Group& group, uint64_t bytes) : group_(group), bytes_(bytes) {
   seen_.resize(std::min(group.ranks - 1, kLeavesMax));
   silent_.resize(seen_.size());
 }
@@ -65,7 +65,7 @@ Window::Window(const Group& group, uint64_t bytes) : group_(group), bytes_(bytes
 // Half of what a buffer holds, for all roots that send at once: what earlier ones have sent since
 // leaves were last waited for may fill the other half. Small blocks are not waited for one by one,
 // but where a window's worth has been sent by all roots since, going by blocks as large as this.
-void Window::begin(const Part& part) {
+void CreditWindow::begin(const BlockPart& part) {
   part_ = part;
   if (bytes_ > 0) {
     const uint64_t share = bytes_ / 2 / part.roots / group_.chunk_bytes;
@@ -83,7 +83,7 @@ void Window::begin(const Part& part) {
                                   : part.chunks - chunks_ / 2;
 }
 
-bool Window::asks(uint32_t index) const {
+bool CreditWindow::asks(uint32_t index) const {
   if (chunks_ == 0) return false;
   // Two questions at the end: one may be lost.
   const bool end = needed_ > 0 && (index + 1 == part_.chunks || index + 1 == needed_);
@@ -91,12 +91,12 @@ bool Window::asks(uint32_t index) const {
 }
 
 // A leaf that answers again after a silence may be far behind: what was open stays open.
-void Window::open() {
+void CreditWindow::open() {
   const uint64_t far = chunks_ == 0 ? part_.chunks : uint64_t{slowest()} + chunks_;
   limit_ = std::max(limit_, static_cast<uint32_t>(std::min<uint64_t>(part_.chunks, far)));
 }
 
-uint32_t Window::slowest() const {
+uint32_t CreditWindow::slowest() const {
   uint32_t slowest = UINT32_MAX;
   for (size_t i = 0; i < seen_.size(); ++i) {
     if (!silent_[i]) slowest = std::min(slowest, seen_[i]);
@@ -104,8 +104,8 @@ uint32_t Window::slowest() const {
   return slowest;
 }
 
-void Window::take(const Credit& credit) {
-  const Rank leaf = distance(group_, credit.from, credit.source) - 1;
+void CreditWindow::take(const Credit& credit) {
+  const GroupRank leaf = distance(group_, credit.from, credit.source) - 1;
   silent_[leaf] = false;
   const uint32_t index = credit.psn - part_.psn;
   if (credit.op != part_.op || index >= part_.chunks) return;
@@ -113,7 +113,7 @@ void Window::take(const Credit& credit) {
   open();
 }
 
-void Window::give_up() {
+void CreditWindow::give_up() {
   const uint32_t slow = slowest();
   for (size_t i = 0; i < seen_.size(); ++i) silent_[i] = silent_[i] || seen_[i] == slow;
   open();

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/mcast/group.h"
-#include "core/mcast/udp/tally.h"
+#include "core/mcast/udp/counter.h"
 #include "core/mcast/wire.h"
 
 namespace offcore::mcast {
@@ -21,10 +21,10 @@ namespace offcore::mcast {
 // What a leaf answers: the header of the datagram that asked, and who it is.
 struct Credit {
   uint64_t op = 0;
-  Rank source = 0;
+  GroupRank source = 0;
   uint32_t subgroup = 0;
   uint32_t psn = 0;
-  Rank from = 0;
+  GroupRank from = 0;
 };
 inline constexpr size_t kCreditBytes = kHeaderBytes;
 
@@ -32,20 +32,20 @@ void ask_for_credit(std::byte* head);
 // Whether a datagram asked, and takes the question out of it.
 bool take_question(std::byte* head);
 // The answer of rank `from` to a datagram that asked.
-void write_credit(const std::byte* head, Rank from, std::byte* out);
+void write_credit(const std::byte* head, GroupRank from, std::byte* out);
 // Empty for what is no credit of this communicator.
 std::optional<Credit> read_credit(const Group& group, std::span<const std::byte> datagram);
 
 // Whether `leaf` is one of those that answer `source`: a few ranks, whatever the number of all.
-bool answers(const Group& group, Rank leaf, Rank source);
+bool answers(const Group& group, GroupRank leaf, GroupRank source);
 
 // How far a root may go with the parts of one subgroup.
-class Window {
+class CreditWindow {
  public:
   // `bytes`: of the smallest receive buffer of all ranks; 0: no limit.
-  Window(const Group& group, uint64_t bytes);
+  CreditWindow(const Group& group, uint64_t bytes);
 
-  void begin(const Part& part);
+  void begin(const BlockPart& part);
   // Whether the part's index-th chunk asks for a credit.
   bool asks(uint32_t index) const;
   // Chunks [0, limit()) may be sent now, which only grows; a part has ended when all are sent and
@@ -63,7 +63,7 @@ class Window {
   const Group& group_;
   const uint64_t bytes_;
   uint32_t chunks_ = 0;  // of the window, for this part; 0: no limit
-  Part part_;
+  BlockPart part_;
   uint32_t limit_ = 0;
   uint32_t step_ = 1;           // chunks between two questions
   uint32_t needed_ = 0;         // chunks that leaves must have seen before the next root begins

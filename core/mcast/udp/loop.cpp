@@ -54,11 +54,11 @@ Loop::Loop(int64_t spin_ns)
 
 Loop::~Loop() {
   ending_ = true;
-  stir();
+  notify();
   thread_.join();
 }
 
-void Loop::stir() {
+void Loop::notify() {
   news_ = true;
   if (!asleep_.exchange(false)) return;
   const uint64_t one = 1;
@@ -71,7 +71,7 @@ void Loop::post(Call call) {
     const std::scoped_lock lock(mutex_);
     posted_.push_back(std::move(call));
   }
-  stir();
+  notify();
 }
 
 void Loop::call(const Call& call) {
@@ -121,7 +121,7 @@ void Loop::unwatch(int fd) {
   if (watched_.erase(fd) != 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
-void Loop::remind(const void* who, int64_t at_ns, Call call) {
+void Loop::set_timer(const void* who, int64_t at_ns, Call call) {
   Reminder& reminder = reminders_[who];
   if (reminder.at_ns != at_ns) {
     const auto [first, last] = times_.equal_range(reminder.at_ns);

@@ -42,7 +42,7 @@ class Loop {
   void unwatch(int fd);  // before it is closed
 
   // A time to be called at, once, for each `who`; INT64_MAX: never.
-  void remind(const void* who, int64_t at_ns, Call call);
+  void set_timer(const void* who, int64_t at_ns, Call call);
 
  private:
   struct Watched {
@@ -60,7 +60,7 @@ class Loop {
   bool run_posted();
   void run_reminders();
   int64_t next_ns() const { return times_.empty() ? INT64_MAX : times_.begin()->first; }
-  void stir();
+  void notify();
 
   const int64_t spin_ns_;
   Descriptor epoll_;

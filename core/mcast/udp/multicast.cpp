@@ -114,7 +114,7 @@ SendSocket::SendSocket(const Interface& interface, const Address& group, const S
   source_ = Address::bound_to(fd);
 }
 
-struct SendSocket::Batch {
+struct SendSocket::SendBatch {
   union Control {
     cmsghdr align;
     char bytes[CMSG_SPACE(sizeof(uint16_t))];
@@ -126,7 +126,7 @@ struct SendSocket::Batch {
 };
 
 // Runs of datagrams of one size, of which only the last may be shorter. How many messages.
-size_t SendSocket::pack(std::span<const Datagram> datagrams, Batch& batch) const {
+size_t SendSocket::pack(std::span<const Datagram> datagrams, SendBatch& batch) const {
   const bool merge = gso_;
   size_t part = 0;
   size_t run = 0;
@@ -169,7 +169,7 @@ size_t SendSocket::pack(std::span<const Datagram> datagrams, Batch& batch) const
 }
 
 size_t SendSocket::send(std::span<const Datagram> datagrams) {
-  Batch batch;
+  SendBatch batch;
   size_t sent = 0;
   while (sent < datagrams.size()) {
     const size_t runs = pack(datagrams.subspan(sent), batch);
@@ -284,7 +284,7 @@ void ReceiveSocket::ignore(const Address& source) {
   }
 }
 
-ReceiveSocket::Run ReceiveSocket::receive_run(std::span<iovec> parts) {
+ReceiveSocket::DatagramRun ReceiveSocket::receive_run(std::span<iovec> parts) {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
   msghdr message{};
   message.msg_iov = parts.data();
@@ -300,9 +300,9 @@ ReceiveSocket::Run ReceiveSocket::receive_run(std::span<iovec> parts) {
   }
   if ((message.msg_flags & MSG_TRUNC) != 0) counters_.cut.add(1);
   if (got == 0 || (message.msg_flags & MSG_TRUNC) != 0) return {.more = true};
-  const Run run{.bytes = static_cast<size_t>(got),
-                .segment_bytes = segment_of(message, static_cast<size_t>(got)),
-                .more = true};
+  const DatagramRun run{.bytes = static_cast<size_t>(got),
+                        .segment_bytes = segment_of(message, static_cast<size_t>(got)),
+                        .more = true};
   count(run.bytes, run.segment_bytes);
   return run;
 }

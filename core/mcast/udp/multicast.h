@@ -17,7 +17,7 @@
 #include "core/base/clock.h"
 #include "core/base/descriptor.h"
 #include "core/mcast/udp/address.h"
-#include "core/mcast/udp/tally.h"
+#include "core/mcast/udp/counter.h"
 
 namespace offcore::mcast {
 
@@ -49,21 +49,21 @@ class SendSocket {
   bool gso() const { return gso_; }  // turns false when the kernel refuses
   uint32_t buffer_bytes() const { return buffer_bytes_; }
 
-  struct Counters {
-    Tally datagrams, bytes, calls;
-    Tally refused;  // dropped on this host: a full queue or a firewall
+  struct SendCounters {
+    Counter datagrams, bytes, calls;
+    Counter refused;  // dropped on this host: a full queue or a firewall
   };
-  const Counters& counters() const { return counters_; }
+  const SendCounters& counters() const { return counters_; }
 
  private:
-  struct Batch;
-  size_t pack(std::span<const Datagram> datagrams, Batch& batch) const;
+  struct SendBatch;
+  size_t pack(std::span<const Datagram> datagrams, SendBatch& batch) const;
 
   Descriptor socket_;
   Address source_;
   std::atomic<bool> gso_;
   uint32_t buffer_bytes_ = 0;
-  Counters counters_;
+  SendCounters counters_;
 };
 
 struct ReceiveOptions {
@@ -94,24 +94,24 @@ class ReceiveSocket {
   // One run of datagrams, scattered over these parts, which hold the longest: each has
   // segment_bytes, only the last one may have fewer. 0 bytes: none, or one that does not count, and
   // then there may be `more`.
-  struct Run {
+  struct DatagramRun {
     size_t bytes = 0;
     uint32_t segment_bytes = 0;
     bool more = false;
   };
-  Run receive_run(std::span<iovec> parts);
+  DatagramRun receive_run(std::span<iovec> parts);
 
   int fd() const { return socket_.get(); }
   bool gro() const { return gro_; }
   uint32_t buffer_bytes() const { return buffer_bytes_; }  // what the kernel gave
   uint64_t dropped() const;  // by the kernel, at a full buffer or by ignore(), since it was opened
 
-  struct Counters {
-    Tally datagrams, bytes, calls;
-    Tally runs;  // what the kernel handed over; fewer than datagrams where it merged
-    Tally cut;   // longer than a staging buffer
+  struct DatagramCounters {
+    Counter datagrams, bytes, calls;
+    Counter runs;  // what the kernel handed over; fewer than datagrams where it merged
+    Counter cut;   // longer than a staging buffer
   };
-  const Counters& counters() const { return counters_; }
+  const DatagramCounters& counters() const { return counters_; }
 
  private:
   void make_ring(const ReceiveOptions& options);
@@ -127,7 +127,7 @@ class ReceiveSocket {
   std::vector<iovec> parts_;
   std::vector<mmsghdr> messages_;
   std::vector<std::span<std::byte>> taken_;
-  Counters counters_;
+  DatagramCounters counters_;
 };
 
 // What a receiving socket's buffer will hold, of what is asked for.

@@ -13,9 +13,9 @@
 #include "core/base/place.h"
 #include "core/base/threads.h"
 #include "core/mcast/endpoint.h"
-#include "core/mcast/udp/caster.h"
-#include "core/mcast/udp/intake.h"
 #include "core/mcast/udp/peers.h"
+#include "core/mcast/udp/receive_path.h"
+#include "core/mcast/udp/sender.h"
 
 namespace offcore::mcast {
 namespace {
@@ -26,7 +26,7 @@ constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
 
 // What a rank tells the others, as text.
-struct Card {
+struct PeerAddress {
   uint64_t place = 0;           // who shares it gets multicast only by looping it back
   uint32_t datagram_bytes = 0;  // the largest that it sends or receives
   uint32_t buffer_bytes = 0;    // of a receiving socket
@@ -38,10 +38,10 @@ struct Card {
     return cat("udp1 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
                " ", host);
   }
-  static Card parse(const std::string& text) {
+  static PeerAddress parse(const std::string& text) {
     std::istringstream stream(text);
     std::string version;
-    Card card;
+    PeerAddress card;
     stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
         card.credit_port >> card.host;
     if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
@@ -52,7 +52,7 @@ struct Card {
   }
 };
 
-Address first_group(const UdpOptions& options, const Key& key) {
+Address first_group(const UdpOptions& options, const GroupKey& key) {
   const uint64_t tag = key.tag;
   const auto port =
       options.port != 0 ? options.port : static_cast<uint16_t>(kPortFirst + tag % kPorts);
@@ -75,7 +75,7 @@ Loops Loops::start(uint32_t receive_workers, uint32_t send_workers, int64_t spin
 
 namespace {
 
-class UdpNode final : public Node, Transport, Ears {
+class UdpNode final : public EndpointNode, Transport, PeerListener {
  public:
   UdpNode(const UdpOptions& options, Loops loops);
   ~UdpNode() override { close(); }
@@ -92,23 +92,23 @@ class UdpNode final : public Node, Transport, Ears {
 
  private:
   // Transport
-  void send(Rank to, const Message& message) override { peers_->send(to, message); }
-  void send(Rank to, const Message& reply, std::span<const std::byte> data) override {
+  void send(GroupRank to, const Message& message) override { peers_->send(to, message); }
+  void send(GroupRank to, const Message& reply, std::span<const std::byte> data) override {
     peers_->send(to, reply, data);
   }
-  bool holds_data(Rank to) const override { return peers_->holds_data(to); }
-  void multicast(const Part& part) override { casters_[part.subgroup]->push(part); }
+  bool holds_data(GroupRank to) const override { return peers_->holds_data(to); }
+  void multicast(const BlockPart& part) override { casters_[part.subgroup]->push(part); }
   void wake() override;
   void stop() override;
   // Ears
-  std::span<std::byte> place_of(Rank from, const Message& reply) override {
+  std::span<std::byte> place_of(GroupRank from, const Message& reply) override {
     return endpoint_->place_of(from, reply);
   }
-  void on_message(Rank from, const Message& message) override {
+  void on_message(GroupRank from, const Message& message) override {
     endpoint_->on_message(from, message, now_ns());
     look_later();
   }
-  void on_lost(Rank rank, const std::string& reason) override {
+  void on_lost(GroupRank rank, const std::string& reason) override {
     endpoint_->on_peer_lost(rank, reason, now_ns());
     look_later();
   }
@@ -126,13 +126,13 @@ class UdpNode final : public Node, Transport, Ears {
   const Loops loops_;
   Descriptor namespace_;
   Interface interface_;
-  Card card_;
+  PeerAddress card_;
   std::unique_ptr<Peers> peers_;
   Descriptor credits_;  // UDP: to roots, and from leaves
   std::vector<Address> credit_addresses_;
   std::vector<std::unique_ptr<ReceiveSocket>> sockets_;  // by subgroup
-  std::vector<std::unique_ptr<Intake>> intakes_;
-  std::vector<std::unique_ptr<Caster>> casters_;
+  std::vector<std::unique_ptr<ReceivePath>> intakes_;
+  std::vector<std::unique_ptr<Sender>> casters_;
   std::unique_ptr<Endpoint> endpoint_;
   uint32_t window_bytes_ = UINT32_MAX;
   std::atomic<uint64_t> receive_failures_{0};
@@ -159,7 +159,7 @@ UdpNode::UdpNode(const UdpOptions& options, Loops loops)
   });
   card_.credit_port = Address::bound_to(credits_.get()).port();
   peers_ = std::make_unique<Peers>(*loops_.control, interface_.address, namespace_.get(),
-                                   static_cast<Ears&>(*this));
+                                   static_cast<PeerListener&>(*this));
   card_.port = peers_->address().port();
   card_.host = peers_->address().host();
 }
@@ -176,8 +176,8 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   }
   std::vector<Address> peers;
   bool loop = false;
-  for (Rank rank = 0; rank < group.ranks; ++rank) {
-    const Card card = Card::parse(addresses[rank]);
+  for (GroupRank rank = 0; rank < group.ranks; ++rank) {
+    const PeerAddress card = PeerAddress::parse(addresses[rank]);
     peers.push_back(Address::of(card.host, card.port).scoped_to(interface_));
     credit_addresses_.push_back(peers.back().with_port(card.credit_port));
     window_bytes_ = std::min(window_bytes_, card.buffer_bytes);
@@ -186,9 +186,9 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   in_namespace(namespace_.get(), [&] { open_subgroups(group, loop); });
   endpoint_ = std::make_unique<Endpoint>(group, static_cast<Transport&>(*this));
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
-    intakes_.push_back(std::make_unique<Intake>(*sockets_[subgroup], endpoint_->receiver(subgroup),
-                                                group,
-                                                [this](const std::byte* head) { answer(head); }));
+    intakes_.push_back(
+        std::make_unique<ReceivePath>(*sockets_[subgroup], endpoint_->receiver(subgroup), group,
+                                      [this](const std::byte* head) { answer(head); }));
   }
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
     receive_loop(subgroup).call([&] {
@@ -220,8 +220,8 @@ void UdpNode::open_subgroups(const Group& group, bool loop) {
                        .buffer_bytes = options_.buffer_bytes,
                        .datagram_bytes = group.chunk_bytes + head_bytes(group)}));
     if (loop) sockets_.back()->ignore(socket->source());
-    casters_.push_back(std::make_unique<Caster>(send_loop(subgroup), std::move(socket), group,
-                                                window_bytes_, [this](const Part& part) {
+    casters_.push_back(std::make_unique<Sender>(send_loop(subgroup), std::move(socket), group,
+                                                window_bytes_, [this](const BlockPart& part) {
                                                   loops_.control->post([this, part] {
                                                     if (stopped_) return;
                                                     endpoint_->on_sent(part, now_ns());
@@ -252,13 +252,13 @@ void UdpNode::stop() {
     Loop& loop = receive_loop(subgroup);
     loop.call([&] {
       loop.unwatch(sockets_[subgroup]->fd());
-      loop.remind(intakes_[subgroup].get(), INT64_MAX, nullptr);
+      loop.set_timer(intakes_[subgroup].get(), INT64_MAX, nullptr);
     });
   }
   loops_.control->unwatch(credits_.get());
-  for (const auto& caster : casters_) caster->stop();
+  for (const auto& sender : casters_) sender->stop();
   peers_->stop();
-  loops_.control->remind(this, INT64_MAX, nullptr);
+  loops_.control->set_timer(this, INT64_MAX, nullptr);
 }
 
 // Where the socket fails nothing more comes from it, and the ring brings everything.
@@ -269,8 +269,8 @@ void UdpNode::receive(uint32_t subgroup) {
     if (!intakes_[subgroup]->turn()) return;
     // Where packets come one by one, to wake this thread for each costs more than to send it.
     loop.rewatch(fd, 0);
-    loop.remind(intakes_[subgroup].get(), now_ns() + kNapNs,
-                [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
+    loop.set_timer(intakes_[subgroup].get(), now_ns() + kNapNs,
+                   [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
   } catch (const Error&) {
     loop.unwatch(fd);
     receive_failures_ += 1;
@@ -293,13 +293,13 @@ void UdpNode::look() {
 
 void UdpNode::look_later() {
   if (stopped_) return;
-  loops_.control->remind(this, endpoint_->next_time(), [this] { look(); });
+  loops_.control->set_timer(this, endpoint_->next_time(), [this] { look(); });
 }
 
 // It may be lost, or find no room: then the root waits in vain, and goes on.
 void UdpNode::answer(const std::byte* head) {
   const Group& group = endpoint_->group();
-  const auto source = load_big<Rank>(head + 24);
+  const auto source = load_big<GroupRank>(head + 24);
   if (load_big<uint64_t>(head + 8) != group.key.tag || source >= group.ranks) return;
   if (!answers(group, group.rank, source)) return;
   std::array<std::byte, kCreditBytes> credit;
@@ -333,21 +333,21 @@ Loop& UdpNode::send_loop(uint32_t subgroup) const {
 std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
   uint64_t sent = 0, sent_bytes = 0, send_calls = 0, refused = 0, failures = 0, gso = 0;
   uint64_t waits = 0, give_ups = 0;
-  for (const auto& caster : casters_) {
-    const SendSocket::Counters& counted = caster->socket().counters();
+  for (const auto& sender : casters_) {
+    const SendSocket::SendCounters& counted = sender->socket().counters();
     sent += counted.datagrams;
     sent_bytes += counted.bytes;
     send_calls += counted.calls;
     refused += counted.refused;
-    failures += caster->counters().failures;
-    waits += caster->counters().waits;
-    give_ups += caster->counters().give_ups;
-    gso += caster->socket().gso();
+    failures += sender->counters().failures;
+    waits += sender->counters().waits;
+    give_ups += sender->counters().give_ups;
+    gso += sender->socket().gso();
   }
   uint64_t received = 0, received_bytes = 0, receive_calls = 0, runs = 0, dropped = 0, gro = 0;
   uint64_t buffer_bytes = 0;
   for (const auto& socket : sockets_) {
-    const ReceiveSocket::Counters& counted = socket->counters();
+    const ReceiveSocket::DatagramCounters& counted = socket->counters();
     received += counted.datagrams;
     received_bytes += counted.bytes;
     receive_calls += counted.calls;
@@ -357,7 +357,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
     buffer_bytes += socket->buffer_bytes();
   }
   uint64_t placed = 0;
-  for (const auto& intake : intakes_) placed += intake->counters().placed;
+  for (const auto& receive_path : intakes_) placed += receive_path->counters().placed;
   return {{"udp_sent_datagrams", sent},
           {"udp_sent_bytes", sent_bytes},
           {"udp_send_calls", send_calls},
@@ -381,14 +381,14 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
 
 }  // namespace
 
-std::unique_ptr<Node> open_udp_node(const UdpOptions& options, Loops loops) {
+std::unique_ptr<EndpointNode> open_udp_node(const UdpOptions& options, Loops loops) {
   return std::make_unique<UdpNode>(options, std::move(loops));
 }
 
 uint32_t chunk_bytes_for(const std::vector<std::string>& addresses, bool sealed) {
   uint32_t fits = UINT32_MAX;
   for (const std::string& address : addresses) {
-    fits = std::min(fits, Card::parse(address).datagram_bytes);
+    fits = std::min(fits, PeerAddress::parse(address).datagram_bytes);
   }
   Group group;
   group.sealed = sealed;

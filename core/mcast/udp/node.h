@@ -40,7 +40,7 @@ struct Loops : OfProcess {
 };
 
 // Throws invalid (no such interface), driver (the system refuses a socket).
-std::unique_ptr<Node> open_udp_node(const UdpOptions& options, Loops loops);
+std::unique_ptr<EndpointNode> open_udp_node(const UdpOptions& options, Loops loops);
 
 // Bytes of a chunk that fits a datagram on the way to every rank, by the addresses of all.
 uint32_t chunk_bytes_for(const std::vector<std::string>& addresses, bool sealed);

@@ -20,25 +20,25 @@ constexpr int64_t kLastWordsNs = 1'500'000'000;  // to get out: a lost SYN is se
 
 }  // namespace
 
-struct Peers::Link final : Reader {
-  Link(Peers& owner, Descriptor socket) : peers(owner), stream(std::move(socket)) {}
+struct Peers::PeerLink final : MessageReader {
+  PeerLink(Peers& owner, Descriptor socket) : peers(owner), stream(std::move(socket)) {}
   std::span<std::byte> place_of(const Message& reply) override {
-    return greeted ? peers.ears_.place_of(*rank, reply) : std::span<std::byte>();
+    return greeted ? peers.events_.place_of(*rank, reply) : std::span<std::byte>();
   }
   bool read(const Message& message) override { return peers.on_message(*this, message); }
 
   Peers& peers;
-  Stream stream;
-  std::optional<Rank> rank;  // who is there, or has to be
-  bool greeted = false;      // and has proved it
+  MessageStream stream;
+  std::optional<GroupRank> rank;  // who is there, or has to be
+  bool greeted = false;           // and has proved it
   bool connecting = false;
   bool finished = false;  // nothing more will be sent
   bool ended = false;
   int64_t since_ns = now_ns();
 };
 
-Peers::Peers(Loop& loop, const Address& at, int namespace_fd, Ears& ears)
-    : loop_(loop), namespace_fd_(namespace_fd), ears_(ears) {
+Peers::Peers(Loop& loop, const Address& at, int namespace_fd, PeerListener& listener)
+    : loop_(loop), namespace_fd_(namespace_fd), events_(listener) {
   in_namespace(namespace_fd, [&] { listener_ = listen_tcp(at); });
   address_ = Address::bound_to(listener_.get());
 }
@@ -53,9 +53,9 @@ void Peers::start(const Group& group, std::vector<Address> addresses) {
   loop_.watch(listener_.get(), EPOLLIN, [this] { accept(); });
 }
 
-Peers::Link& Peers::adopt(Descriptor socket) {
-  auto link = std::make_unique<Link>(*this, std::move(socket));
-  Link& adopted = *link;
+Peers::PeerLink& Peers::adopt(Descriptor socket) {
+  auto link = std::make_unique<PeerLink>(*this, std::move(socket));
+  PeerLink& adopted = *link;
   loop_.watch(adopted.stream.fd(), EPOLLIN, [this, &adopted] { on_ready(adopted); });
   links_[adopted.stream.fd()] = std::move(link);
   counters_.connections.add(1);
@@ -68,8 +68,8 @@ void Peers::accept() {
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE) {  // the listener stays ready: look again later
         loop_.rewatch(listener_.get(), 0);
-        loop_.remind(&listener_, now_ns() + kPatrolNs,
-                     [this] { loop_.rewatch(listener_.get(), EPOLLIN); });
+        loop_.set_timer(&listener_, now_ns() + kPatrolNs,
+                        [this] { loop_.rewatch(listener_.get(), EPOLLIN); });
       }
       return;
     }
@@ -84,23 +84,24 @@ void Peers::accept() {
 
 // Those that have said nothing for long, and of the others the oldest where there are too many.
 void Peers::hang_up_on_strangers() {
-  std::vector<Link*> strangers;
+  std::vector<PeerLink*> strangers;
   for (const auto& [fd, link] : links_) {
     if (!link->rank) strangers.push_back(link.get());
   }
   std::sort(strangers.begin(), strangers.end(),
-            [](const Link* a, const Link* b) { return a->since_ns > b->since_ns; });
+            [](const PeerLink* a, const PeerLink* b) { return a->since_ns > b->since_ns; });
   const int64_t now = now_ns();
   for (size_t i = 0; i < strangers.size(); ++i) {
     if (i >= kStrangersMax || now - strangers[i]->since_ns > kStrangerNs) end(*strangers[i], "");
   }
-  if (!strangers.empty()) loop_.remind(this, now + kPatrolNs, [this] { hang_up_on_strangers(); });
+  if (!strangers.empty())
+    loop_.set_timer(this, now + kPatrolNs, [this] { hang_up_on_strangers(); });
 }
 
-Peers::Link& Peers::open(Rank to) {
+Peers::PeerLink& Peers::open(GroupRank to) {
   Descriptor socket;
   in_namespace(namespace_fd_, [&] { socket = connect_tcp(address_.with_port(0), addresses_[to]); });
-  Link& link = adopt(std::move(socket));
+  PeerLink& link = adopt(std::move(socket));
   link.rank = to;
   link.connecting = true;
   link.stream.push(hello_to(*group_, group_->rank, to));
@@ -108,21 +109,22 @@ Peers::Link& Peers::open(Rank to) {
   return link;
 }
 
-void Peers::send(Rank to, const Message& message, std::span<const std::byte> data) {
+void Peers::send(GroupRank to, const Message& message, std::span<const std::byte> data) {
   if (stopped_ || lost_[to]) return;
   try {
-    Link& link = outgoing_[to] != nullptr ? *outgoing_[to] : open(to);
+    PeerLink& link = outgoing_[to] != nullptr ? *outgoing_[to] : open(to);
     link.stream.push(message, data);
     settle(link);
   } catch (const Error& error) {
-    // The ears are told later, not from inside.
+    // The listener are told later, not from inside.
     loop_.post([this, to, reason = error.message()] { lose(to, reason); });
   }
 }
 
 // Sends what goes, and waits for room for the rest. A failure shows at the next look.
-void Peers::settle(Link& link) {
-  if (!link.connecting && link.stream.pending() && link.stream.flush() != Stream::State::open) {
+void Peers::settle(PeerLink& link) {
+  if (!link.connecting && link.stream.pending() &&
+      link.stream.flush() != MessageStream::StreamState::open) {
     loop_.rewatch(link.stream.fd(), EPOLLIN | EPOLLOUT);
     return;
   }
@@ -134,7 +136,7 @@ void Peers::settle(Link& link) {
   loop_.rewatch(link.stream.fd(), waits ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
-void Peers::on_ready(Link& link) {
+void Peers::on_ready(PeerLink& link) {
   if (link.connecting) {
     if (const int error = connect_error(link.stream.fd()); error != 0) {
       return end(link, cat("cannot be reached at ", addresses_[*link.rank].text(), ": ",
@@ -142,17 +144,18 @@ void Peers::on_ready(Link& link) {
     }
     link.connecting = false;
   }
-  Stream::State state = link.stream.receive(link);
-  if (state == Stream::State::open && !link.ended) {
+  MessageStream::StreamState state = link.stream.receive(link);
+  if (state == MessageStream::StreamState::open && !link.ended) {
     state = link.stream.flush();
-    if (state == Stream::State::open) return settle(link);
+    if (state == MessageStream::StreamState::open) return settle(link);
   }
   if (link.ended) return;
-  end(link, state == Stream::State::closed ? "closed its connection" : link.stream.reason());
+  end(link,
+      state == MessageStream::StreamState::closed ? "closed its connection" : link.stream.reason());
 }
 
-bool Peers::on_hello(Link& link, const Message& message) {
-  const std::optional<Rank> rank = check_hello(*group_, message);
+bool Peers::on_hello(PeerLink& link, const Message& message) {
+  const std::optional<GroupRank> rank = check_hello(*group_, message);
   if (!rank || (link.rank ? *link.rank != *rank : lost_[*rank])) return false;
   link.greeted = true;
   if (link.rank) return true;  // the answer of whom this rank called
@@ -163,18 +166,18 @@ bool Peers::on_hello(Link& link, const Message& message) {
 }
 
 // False: the link is of no use any more.
-bool Peers::on_message(Link& link, const Message& message) {
+bool Peers::on_message(PeerLink& link, const Message& message) {
   if (stopped_) return true;  // for nobody
   if (!link.greeted) return message.kind == MessageKind::hello && on_hello(link, message);
   if (message.kind == MessageKind::hello) return false;
-  const Rank from = *link.rank;
+  const GroupRank from = *link.rank;
   if (message.kind == MessageKind::goodbye) let_go(from);  // its closing is no news then
-  ears_.on_message(from, message);
+  events_.on_message(from, message);
   return true;
 }
 
 // Nothing is sent to it any more.
-void Peers::let_go(Rank rank) {
+void Peers::let_go(GroupRank rank) {
   lost_[rank] = true;
   for (const auto& [fd, link] : links_) {
     if (link->rank == rank) link->stream.let_go();
@@ -182,17 +185,17 @@ void Peers::let_go(Rank rank) {
 }
 
 // With all links of its rank: a peer that lives ends the one that it sends on, having sent all.
-void Peers::end(Link& link, const std::string& reason) {
-  const std::optional<Rank> rank = link.rank;
+void Peers::end(PeerLink& link, const std::string& reason) {
+  const std::optional<GroupRank> rank = link.rank;
   if (!rank) {
     if (!stopped_) counters_.strangers.add(1);
     return remove(link);
   }
-  std::vector<Link*> theirs;
+  std::vector<PeerLink*> theirs;
   for (const auto& [fd, one] : links_) {
     if (one->rank == rank) theirs.push_back(one.get());
   }
-  for (Link* const one : theirs) remove(*one);
+  for (PeerLink* const one : theirs) remove(*one);
   outgoing_[*rank] = nullptr;
   if (stopped_) {
     loop_.post([this] { look_whether_stopped(false); });
@@ -202,21 +205,21 @@ void Peers::end(Link& link, const std::string& reason) {
 }
 
 // It may be in the middle of a call: it goes when that is over.
-void Peers::remove(Link& link) {
+void Peers::remove(PeerLink& link) {
   link.ended = true;
   loop_.unwatch(link.stream.fd());
   const auto found = links_.find(link.stream.fd());
-  loop_.post([gone = std::shared_ptr<Link>(std::move(found->second))] {});
+  loop_.post([gone = std::shared_ptr<PeerLink>(std::move(found->second))] {});
   links_.erase(found);
 }
 
-void Peers::lose(Rank rank, const std::string& reason) {
+void Peers::lose(GroupRank rank, const std::string& reason) {
   if (stopped_ || lost_[rank]) return;
   lost_[rank] = true;
-  ears_.on_lost(rank, reason);
+  events_.on_lost(rank, reason);
 }
 
-bool Peers::holds_data(Rank to) const {
+bool Peers::holds_data(GroupRank to) const {
   return outgoing_[to] != nullptr && outgoing_[to]->stream.holds_data();
 }
 
@@ -227,7 +230,7 @@ void Peers::stop() {
     link->stream.let_go();
     settle(*link);
   }
-  loop_.remind(&links_, now_ns() + kLastWordsNs, [this] { look_whether_stopped(true); });
+  loop_.set_timer(&links_, now_ns() + kLastWordsNs, [this] { look_whether_stopped(true); });
   loop_.post([this] { look_whether_stopped(false); });
 }
 
@@ -237,7 +240,7 @@ void Peers::look_whether_stopped(bool late) {
   if (talks && !late) return;
   loop_.unwatch(listener_.get());
   for (const void* who : std::array<const void*, 3>{this, &listener_, &links_}) {
-    loop_.remind(who, INT64_MAX, nullptr);
+    loop_.set_timer(who, INT64_MAX, nullptr);
   }
   for (const auto& [fd, link] : links_) loop_.unwatch(fd);
   links_.clear();

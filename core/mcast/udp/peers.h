@@ -18,72 +18,72 @@
 
 #include "core/mcast/group.h"
 #include "core/mcast/udp/address.h"
+#include "core/mcast/udp/counter.h"
 #include "core/mcast/udp/loop.h"
-#include "core/mcast/udp/stream.h"
-#include "core/mcast/udp/tally.h"
+#include "core/mcast/udp/message_stream.h"
 
 namespace offcore::mcast {
 
 // Whom peers' messages are for. Not called from inside send() or stop().
-class Ears {
+class PeerListener {
  public:
-  virtual ~Ears() = default;
-  virtual std::span<std::byte> place_of(Rank from, const Message& reply) = 0;
-  virtual void on_message(Rank from, const Message& message) = 0;
-  virtual void on_lost(Rank rank, const std::string& reason) = 0;  // once for each, then never
+  virtual ~PeerListener() = default;
+  virtual std::span<std::byte> place_of(GroupRank from, const Message& reply) = 0;
+  virtual void on_message(GroupRank from, const Message& message) = 0;
+  virtual void on_lost(GroupRank rank, const std::string& reason) = 0;  // once for each, then never
 };
 
 class Peers {
  public:
   // Listens there, on a port that the kernel picks, in a namespace (see in_namespace).
-  Peers(Loop& loop, const Address& at, int namespace_fd, Ears& ears);
+  Peers(Loop& loop, const Address& at, int namespace_fd, PeerListener& listener);
   ~Peers();
 
   Address address() const { return address_; }
 
   // On the loop, all of them.
   void start(const Group& group, std::vector<Address> addresses);
-  void send(Rank to, const Message& message, std::span<const std::byte> data = {});
-  bool holds_data(Rank to) const;  // of a send(), which the kernel has not taken yet
+  void send(GroupRank to, const Message& message, std::span<const std::byte> data = {});
+  bool holds_data(GroupRank to) const;  // of a send(), which the kernel has not taken yet
   // Touches nobody's data any more; messages that are queued still go out, for 1.5 s at most.
   void stop();
 
   void wait_stopped();  // any other thread, after stop()
 
-  struct Counters {
-    Tally connections;
-    Tally strangers;  // connections that were hung up on
+  struct PeerCounters {
+    Counter connections;
+    Counter strangers;  // connections that were hung up on
   };
-  const Counters& counters() const { return counters_; }
+  const PeerCounters& counters() const { return counters_; }
 
  private:
-  struct Link;
+  struct PeerLink;
   void accept();
-  Link& open(Rank to);
-  Link& adopt(Descriptor socket);
-  void on_ready(Link& link);
-  bool on_message(Link& link, const Message& message);
-  bool on_hello(Link& link, const Message& message);
-  void settle(Link& link);  // after its queue has changed
-  void end(Link& link, const std::string& reason);
-  void remove(Link& link);
-  void let_go(Rank rank);
-  void lose(Rank rank, const std::string& reason);
+  PeerLink& open(GroupRank to);
+  PeerLink& adopt(Descriptor socket);
+  void on_ready(PeerLink& link);
+  bool on_message(PeerLink& link, const Message& message);
+  bool on_hello(PeerLink& link, const Message& message);
+  void settle(PeerLink& link);  // after its queue has changed
+  void end(PeerLink& link, const std::string& reason);
+  void remove(PeerLink& link);
+  void let_go(GroupRank rank);
+  void lose(GroupRank rank, const std::string& reason);
   void hang_up_on_strangers();
   void look_whether_stopped(bool late);
 
   Loop& loop_;
   const int namespace_fd_;
-  Ears& ears_;
+  PeerListener& events_;
   Descriptor listener_;
   Address address_;
   std::optional<Group> group_;
   std::vector<Address> addresses_;
-  std::unordered_map<int, std::unique_ptr<Link>> links_;
-  std::vector<Link*> outgoing_;  // by rank
-  std::vector<bool> lost_;       // or has said goodbye
-  bool stopped_ = false;         // but what is queued may still go out
-  Counters counters_;
+  std::unordered_map<int, std::unique_ptr<PeerLink>> links_;
+  std::vector<PeerLink*> outgoing_;  // by rank
+  std::vector<bool> lost_;           // or has said goodbye
+  bool stopped_ = false;             // but what is queued may still go out
+  PeerCounters counters_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -104,7 +104,7 @@ void spin(const std::vector<uint64_t>& arguments, unsigned blocks, Engine& engin
   for (unsigned block = 0; block < blocks; ++block) memory.store(state + 4 * block, told ? 2 : 3);
 }
 
-// Rows of 16-byte units, by pairs of places, as core/backend/cuda/gather.cpp says.
+// Rows of 16-byte units, by pairs of places, as core/backend/cuda/copy_kernel.cpp says.
 void gather(const std::vector<uint64_t>& a, Engine& engine) {
   const uint64_t dst_step = a[256];
   const uint64_t src_step = a[257];

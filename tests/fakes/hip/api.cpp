@@ -29,12 +29,12 @@ namespace {
 
 using namespace offcore::hip;
 
-constexpr Error kInvalidValue = 1;
-constexpr Error kInvalidDevice = 101;
-constexpr Error kInvalidHandle = 400;
-constexpr Error kIllegalAddress = 700;
-constexpr Error kAlreadyRegistered = 712;
-constexpr Error kNotRegistered = 713;
+constexpr HipError kInvalidValue = 1;
+constexpr HipError kInvalidDevice = 101;
+constexpr HipError kInvalidHandle = 400;
+constexpr HipError kIllegalAddress = 700;
+constexpr HipError kAlreadyRegistered = 712;
+constexpr HipError kNotRegistered = 713;
 constexpr size_t kBatchMax = 8192;
 constexpr uintptr_t kPage = 4096;
 constexpr uintptr_t kSeen = uintptr_t{1} << 45;  // where devices see registered memory
@@ -52,7 +52,7 @@ struct Machine {
   std::map<uintptr_t, Range> memory;       // as devices see it
   std::map<uintptr_t, size_t> registered;  // as the host does
   std::set<std::pair<int, int>> peers;
-  std::set<Stream> streams;
+  std::set<HipStream> streams;
   std::map<std::string, uint64_t> done;
   uint64_t draws = 1;
 
@@ -93,7 +93,7 @@ Machine& machine() {
 using Lock = std::scoped_lock<std::mutex>;
 thread_local int current = 0;
 
-Error allocate(void** data, size_t bytes, int device) {
+HipError allocate(void** data, size_t bytes, int device) {
   if (bytes == 0) return kInvalidValue;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return kOutOfMemory;
@@ -104,7 +104,7 @@ Error allocate(void** data, size_t bytes, int device) {
   return kSuccess;
 }
 
-Error release(void* data) {
+HipError release(void* data) {
   const Lock lock(machine().mutex);
   const auto found = machine().memory.find(reinterpret_cast<uintptr_t>(data));
   if (found == machine().memory.end()) return kInvalidValue;
@@ -128,33 +128,33 @@ void copy_one(StreamTag& stream) {
 
 extern "C" {
 
-Error hipInit(unsigned flags) { return flags == 0 ? kSuccess : kInvalidValue; }
+HipError hipInit(unsigned flags) { return flags == 0 ? kSuccess : kInvalidValue; }
 
-Error hipGetDeviceCount(int* count) {
+HipError hipGetDeviceCount(int* count) {
   *count = machine().devices;
   return kSuccess;
 }
 
-Error hipSetDevice(int device) {
+HipError hipSetDevice(int device) {
   if (device < 0 || device >= machine().devices) return kInvalidDevice;
   current = device;
   return kSuccess;
 }
 
-Error hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+HipError hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   const Lock lock(machine().mutex);
   if (flags != 0 || peer == current || peer >= machine().devices) return kInvalidDevice;
   return machine().peers.insert({current, peer}).second ? kSuccess : kPeerAccessAlready;
 }
 
-Error hipMalloc(void** data, size_t bytes) { return allocate(data, bytes, current); }
-Error hipFree(void* data) { return release(data); }
-Error hipHostMalloc(void** data, size_t bytes, unsigned flags) {
+HipError hipMalloc(void** data, size_t bytes) { return allocate(data, bytes, current); }
+HipError hipFree(void* data) { return release(data); }
+HipError hipHostMalloc(void** data, size_t bytes, unsigned flags) {
   return flags == (kHostPortable | kHostMapped) ? allocate(data, bytes, kHost) : kInvalidValue;
 }
-Error hipHostFree(void* data) { return release(data); }
+HipError hipHostFree(void* data) { return release(data); }
 
-Error hipHostRegister(void* data, size_t bytes, unsigned flags) {
+HipError hipHostRegister(void* data, size_t bytes, unsigned flags) {
   if (bytes == 0 || flags != (kHostPortable | kHostMapped)) return kInvalidValue;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes + kPage - 1) / kPage * kPage;
@@ -170,7 +170,7 @@ Error hipHostRegister(void* data, size_t bytes, unsigned flags) {
   return kSuccess;
 }
 
-Error hipHostUnregister(void* data) {
+HipError hipHostUnregister(void* data) {
   const Lock lock(machine().mutex);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
   if (machine().registered.erase(begin) == 0) return kNotRegistered;
@@ -179,13 +179,13 @@ Error hipHostUnregister(void* data) {
   return kSuccess;
 }
 
-Error hipHostGetDevicePointer(void** seen, void* data, unsigned flags) {
+HipError hipHostGetDevicePointer(void** seen, void* data, unsigned flags) {
   if (flags != 0) return kInvalidValue;
   *seen = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) + kSeen);
   return kSuccess;
 }
 
-Error hipStreamCreateWithFlags(Stream* stream, unsigned flags) {
+HipError hipStreamCreateWithFlags(HipStream* stream, unsigned flags) {
   const Lock lock(machine().mutex);
   if (flags != kNonBlocking) return kInvalidValue;
   *stream = new StreamTag{.device = current, .batches = {}};
@@ -193,7 +193,7 @@ Error hipStreamCreateWithFlags(Stream* stream, unsigned flags) {
   return kSuccess;
 }
 
-Error hipStreamDestroy(Stream stream) {
+HipError hipStreamDestroy(HipStream stream) {
   const Lock lock(machine().mutex);
   if (machine().streams.erase(stream) == 0) return kInvalidHandle;
   while (!stream->batches.empty()) copy_one(*stream);
@@ -201,14 +201,14 @@ Error hipStreamDestroy(Stream stream) {
   return kSuccess;
 }
 
-Error hipStreamQuery(Stream stream) {
+HipError hipStreamQuery(HipStream stream) {
   const Lock lock(machine().mutex);
   if (!machine().streams.contains(stream) || stream->device != current) return kInvalidHandle;
   for (int i = 0; i < 64 && !stream->batches.empty(); ++i) copy_one(*stream);
   return stream->batches.empty() ? kSuccess : kNotReady;
 }
 
-const char* hipGetErrorString(Error error) {
+const char* hipGetErrorString(HipError error) {
   return error == kAlreadyRegistered ? "already registered"
          : error == kOutOfMemory     ? "out of memory"
          : error == kIllegalAddress  ? "an illegal memory access was encountered"
@@ -216,8 +216,9 @@ const char* hipGetErrorString(Error error) {
 }
 
 // Where an entry is refused those before it are made all the same.
-Error hipMemcpyBatchAsync(void** dsts, void** srcs, size_t* sizes, size_t count, void* attributes,
-                          size_t* indices, size_t attribute_count, size_t* failed, Stream stream) {
+HipError hipMemcpyBatchAsync(void** dsts, void** srcs, size_t* sizes, size_t count,
+                             void* attributes, size_t* indices, size_t attribute_count,
+                             size_t* failed, HipStream stream) {
   const Lock lock(machine().mutex);
   Machine& all = machine();
   if (!all.streams.contains(stream)) return kInvalidHandle;
@@ -228,7 +229,7 @@ Error hipMemcpyBatchAsync(void** dsts, void** srcs, size_t* sizes, size_t count,
   ++all.done["batches"];
   all.done["largest"] = std::max<uint64_t>(all.done["largest"], count);
   std::vector<StreamTag::Copy> batch;
-  Error error = kSuccess;
+  HipError error = kSuccess;
   for (size_t i = 0; i < count && error == kSuccess; ++i) {
     const auto dst = reinterpret_cast<uintptr_t>(dsts[i]);
     const auto src = reinterpret_cast<uintptr_t>(srcs[i]);

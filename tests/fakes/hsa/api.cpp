@@ -25,7 +25,7 @@ void give(void* place, Value value) {
   std::memcpy(place, &value, sizeof value);
 }
 
-std::atomic<int64_t>* value_of(Signal signal) {
+std::atomic<int64_t>* value_of(HsaSignal signal) {
   return reinterpret_cast<std::atomic<int64_t>*>(signal.handle);
 }
 
@@ -33,13 +33,13 @@ std::atomic<int64_t>* value_of(Signal signal) {
 
 extern "C" {
 
-Status hsa_init() {
+HsaStatus hsa_init() {
   Machine::get().count("hsa_init");
   initialized = true;
   return kSuccess;
 }
 
-Status hsa_status_string(Status status, const char** text) {
+HsaStatus hsa_status_string(HsaStatus status, const char** text) {
   *text = status == fakehsa::kInvalidArgument        ? "one of the arguments is invalid"
           : status == fakehsa::kInvalidQueueCreation ? "the queue could not be created"
           : status == fakehsa::kOutOfResources       ? "out of resources"
@@ -47,16 +47,16 @@ Status hsa_status_string(Status status, const char** text) {
   return kSuccess;
 }
 
-Status hsa_iterate_agents(Status (*visit)(Agent, void*), void* data) {
+HsaStatus hsa_iterate_agents(HsaStatus (*visit)(Agent, void*), void* data) {
   if (!initialized) return fakehsa::kNotInitialized;
-  Status status = visit({kCpu}, data);
+  HsaStatus status = visit({kCpu}, data);
   for (uint64_t i = 0; i < Machine::get().gpus() && status == kSuccess; ++i) {
     status = visit({kFirstGpu + i}, data);
   }
   return status;
 }
 
-Status hsa_agent_get_info(Agent agent, AgentInfo which, void* value) {
+HsaStatus hsa_agent_get_info(Agent agent, AgentInfo which, void* value) {
   if (!known(agent)) return fakehsa::kInvalidAgent;
   switch (which) {
     case AgentInfo::name:
@@ -76,20 +76,20 @@ Status hsa_agent_get_info(Agent agent, AgentInfo which, void* value) {
   return fakehsa::kInvalidArgument;
 }
 
-Status hsa_system_get_info(SystemInfo which, void* value) {
+HsaStatus hsa_system_get_info(SystemInfo which, void* value) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   give<uint64_t>(value, which == SystemInfo::timestamp ? static_cast<uint64_t>(ns) : 1'000'000'000);
   return kSuccess;
 }
 
-Status hsa_amd_agent_iterate_memory_pools(Agent agent, Status (*visit)(MemoryPool, void*),
-                                          void* data) {
+HsaStatus hsa_amd_agent_iterate_memory_pools(Agent agent, HsaStatus (*visit)(MemoryPool, void*),
+                                             void* data) {
   if (!known(agent)) return fakehsa::kInvalidAgent;
   return visit({agent.handle}, data);
 }
 
-Status hsa_amd_memory_pool_get_info(MemoryPool pool, PoolInfo which, void* value) {
+HsaStatus hsa_amd_memory_pool_get_info(MemoryPool pool, PoolInfo which, void* value) {
   if (which == PoolInfo::segment) give<uint32_t>(value, kSegmentGlobal);
   if (which == PoolInfo::alloc_allowed) give<bool>(value, true);
   if (which == PoolInfo::global_flags) {
@@ -98,60 +98,61 @@ Status hsa_amd_memory_pool_get_info(MemoryPool pool, PoolInfo which, void* value
   return kSuccess;
 }
 
-Status hsa_amd_memory_pool_allocate(MemoryPool pool, size_t bytes, uint32_t flags, void** data) {
+HsaStatus hsa_amd_memory_pool_allocate(MemoryPool pool, size_t bytes, uint32_t flags, void** data) {
   Machine::get().count("hsa_amd_memory_pool_allocate");
   return flags != 0 ? fakehsa::kInvalidArgument : Machine::get().allocate(bytes, pool.handle, data);
 }
 
-Status hsa_amd_memory_pool_free(void* data) { return Machine::get().release(data); }
+HsaStatus hsa_amd_memory_pool_free(void* data) { return Machine::get().release(data); }
 
-Status hsa_amd_agents_allow_access(uint32_t count, const Agent*, const uint32_t* flags,
-                                   const void* data) {
+HsaStatus hsa_amd_agents_allow_access(uint32_t count, const Agent*, const uint32_t* flags,
+                                      const void* data) {
   if (count != 1 + Machine::get().gpus() || flags != nullptr) return fakehsa::kInvalidArgument;
   return Machine::get().allow(data);
 }
 
-Status hsa_amd_memory_lock(void* data, size_t bytes, Agent*, int, void** seen) {
+HsaStatus hsa_amd_memory_lock(void* data, size_t bytes, Agent*, int, void** seen) {
   Machine::get().count("hsa_amd_memory_lock");
   return Machine::get().lock(data, bytes, seen);
 }
 
-Status hsa_amd_memory_unlock(void* data) {
+HsaStatus hsa_amd_memory_unlock(void* data) {
   Machine::get().count("hsa_amd_memory_unlock");
   return Machine::get().unlock(data);
 }
 
-Status hsa_amd_profiling_convert_tick_to_system_domain(Agent, uint64_t ticks, uint64_t* at) {
+HsaStatus hsa_amd_profiling_convert_tick_to_system_domain(Agent, uint64_t ticks, uint64_t* at) {
   *at = ticks * static_cast<uint64_t>(offcore::sdma::kTickNs);
   return kSuccess;
 }
 
-Status hsa_signal_create(int64_t value, uint32_t, const Agent*, Signal* signal) {
+HsaStatus hsa_signal_create(int64_t value, uint32_t, const Agent*, HsaSignal* signal) {
   *signal = Machine::get().make_signal(value);
   return kSuccess;
 }
 
-Status hsa_signal_destroy(Signal signal) { return Machine::get().forget(signal); }
+HsaStatus hsa_signal_destroy(HsaSignal signal) { return Machine::get().forget(signal); }
 
-int64_t hsa_signal_load_scacquire(Signal signal) { return value_of(signal)->load(); }
+int64_t hsa_signal_load_scacquire(HsaSignal signal) { return value_of(signal)->load(); }
 
-Status hsa_queue_destroy(Queue* queue) {
+HsaStatus hsa_queue_destroy(HsaQueue* queue) {
   Machine::get().count("hsa_queue_destroy");
   return Machine::get().destroy(queue);
 }
 
-Status hsa_amd_queue_create(Agent agent, QueueDescriptor* wanted, uint32_t count) {
+HsaStatus hsa_amd_queue_create(Agent agent, QueueDescriptor* wanted, uint32_t count) {
   Machine::get().count("hsa_amd_queue_create");
   if (!is_gpu(agent)) return fakehsa::kInvalidAgent;
   if (wanted == nullptr || count == 0) return fakehsa::kInvalidArgument;
   for (uint32_t i = 0; i < count; ++i) {
     wanted[i].queue = nullptr;
-    if (const Status status = Machine::get().create(wanted[i]); status != kSuccess) return status;
+    if (const HsaStatus status = Machine::get().create(wanted[i]); status != kSuccess)
+      return status;
   }
   return kSuccess;
 }
 
-Status hsa_amd_queue_get_info(Queue* queue, QueueInfo which, void* value) {
+HsaStatus hsa_amd_queue_get_info(HsaQueue* queue, QueueInfo which, void* value) {
   fakehsa::UserQueue* found = Machine::get().find(queue);
   if (found == nullptr) return fakehsa::kInvalidArgument;
   const uint64_t* pointer = which == QueueInfo::read_pointer    ? &found->rptr
@@ -163,8 +164,8 @@ Status hsa_amd_queue_get_info(Queue* queue, QueueInfo which, void* value) {
   return kSuccess;
 }
 
-Status hsa_amd_memory_async_batch_copy(const CopyOp* ops, uint32_t count, uint32_t waits,
-                                       const Signal*) {
+HsaStatus hsa_amd_memory_async_batch_copy(const CopyOp* ops, uint32_t count, uint32_t waits,
+                                          const HsaSignal*) {
   Machine::get().count("hsa_amd_memory_async_batch_copy");
   return waits != 0 ? fakehsa::kInvalidArgument : Machine::get().batch(ops, count);
 }

@@ -75,7 +75,7 @@ uint64_t Machine::made_on(uint32_t engine) {
   return made_on_[engine];
 }
 
-Status Machine::allocate(uint64_t bytes, uint64_t agent, void** data) {
+HsaStatus Machine::allocate(uint64_t bytes, uint64_t agent, void** data) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return kOutOfResources;
   std::memset(memory, 0xA5, bytes);  // nobody promises zeros
@@ -85,7 +85,7 @@ Status Machine::allocate(uint64_t bytes, uint64_t agent, void** data) {
   return kOk;
 }
 
-Status Machine::release(void* data) {
+HsaStatus Machine::release(void* data) {
   const Turn lock(*this);
   const auto found = allocations_.find(data);
   if (found == allocations_.end()) return kInvalidArgument;
@@ -95,7 +95,7 @@ Status Machine::release(void* data) {
   return kOk;
 }
 
-Status Machine::allow(const void* data) {
+HsaStatus Machine::allow(const void* data) {
   const Turn lock(*this);
   const auto found = allocations_.find(const_cast<void*>(data));
   if (found == allocations_.end()) return kInvalidArgument;
@@ -106,7 +106,7 @@ Status Machine::allow(const void* data) {
   return kOk;
 }
 
-Status Machine::lock(void* data, uint64_t bytes, void** seen) {
+HsaStatus Machine::lock(void* data, uint64_t bytes, void** seen) {
   if (data == nullptr || bytes == 0) return kInvalidArgument;
   const Turn held(*this);
   // As a page's address modulo its size: what is aligned stays aligned.
@@ -120,7 +120,7 @@ Status Machine::lock(void* data, uint64_t bytes, void** seen) {
   return kOk;
 }
 
-Status Machine::unlock(void* data) {
+HsaStatus Machine::unlock(void* data) {
   const Turn held(*this);
   const auto found = locked_.find(data);
   if (found == locked_.end()) return kInvalidArgument;
@@ -130,7 +130,7 @@ Status Machine::unlock(void* data) {
   return kOk;
 }
 
-Status Machine::create(QueueDescriptor& wanted) {
+HsaStatus Machine::create(QueueDescriptor& wanted) {
   const uint32_t size = wanted.queue_size_bytes;
   const bool valid = wanted.version == 1 && wanted.flags == 0 && wanted.priority <= 2 &&
                      wanted.traffic_class == 0 && size > 0 && (size & (size - 1)) == 0 &&
@@ -162,7 +162,7 @@ Status Machine::create(QueueDescriptor& wanted) {
   return kOk;
 }
 
-Status Machine::destroy(Queue* queue) {
+HsaStatus Machine::destroy(HsaQueue* queue) {
   const Turn lock(*this);
   const auto found = std::find_if(queues_.begin(), queues_.end(),
                                   [&](const auto& one) { return &one->queue == queue; });
@@ -180,7 +180,7 @@ Status Machine::destroy(Queue* queue) {
   return kOk;
 }
 
-UserQueue* Machine::find(Queue* queue) {
+UserQueue* Machine::find(HsaQueue* queue) {
   const Turn lock(*this);
   for (const auto& one : queues_) {
     if (&one->queue == queue) return one.get();
@@ -215,7 +215,7 @@ bool Machine::allowed(const CopyOp& op, const CopyOp& first) const {
 }
 
 // What is refused is refused alone: the copies before it are made.
-Status Machine::batch(const CopyOp* ops, uint32_t count) {
+HsaStatus Machine::batch(const CopyOp* ops, uint32_t count) {
   if (ops == nullptr || count == 0) return kInvalidArgument;
   auto* signal = reinterpret_cast<std::atomic<int64_t>*>(ops[0].completion_signal.handle);
   const Turn lock(*this);
@@ -230,7 +230,7 @@ Status Machine::batch(const CopyOp* ops, uint32_t count) {
   return refused ? kOutOfResources : kOk;
 }
 
-Signal Machine::make_signal(int64_t value) {
+HsaSignal Machine::make_signal(int64_t value) {
   const Turn lock(*this);
   auto made = std::make_unique<std::atomic<int64_t>>(value);
   const auto handle = reinterpret_cast<uint64_t>(made.get());
@@ -239,7 +239,7 @@ Signal Machine::make_signal(int64_t value) {
 }
 
 // Copies that are to count down a signal keep it.
-Status Machine::forget(Signal signal) {
+HsaStatus Machine::forget(HsaSignal signal) {
   const Turn lock(*this);
   const bool wanted = std::any_of(copies_.begin(), copies_.end(), [&](const CopyOp& op) {
     return op.completion_signal.handle == signal.handle;
@@ -279,7 +279,7 @@ bool Machine::sweep() {
   bool moved = copy_one();
   for (const auto& tell : std::exchange(late_, {})) tell();
   for (const auto& queue : queues_) {
-    using State = offcore::sdma::Engine::State;
+    using State = offcore::sdma::Engine::EngineState;
     const uint64_t before = queue->engine->counts().packets;
     if (before >= fault_) {
       fault_ = UINT64_MAX;

@@ -22,18 +22,18 @@
 namespace fakehsa {
 
 using offcore::hsa::CopyOp;
-using offcore::hsa::Queue;
+using offcore::hsa::HsaQueue;
+using offcore::hsa::HsaSignal;
+using offcore::hsa::HsaStatus;
 using offcore::hsa::QueueDescriptor;
-using offcore::hsa::Signal;
-using offcore::hsa::Status;
 
-inline constexpr Status kOk = 0;
-inline constexpr Status kError = 0x1000;
-inline constexpr Status kInvalidArgument = 0x1001;
-inline constexpr Status kInvalidQueueCreation = 0x1002;
-inline constexpr Status kInvalidAgent = 0x1004;
-inline constexpr Status kOutOfResources = 0x1008;
-inline constexpr Status kNotInitialized = 0x100B;
+inline constexpr HsaStatus kOk = 0;
+inline constexpr HsaStatus kError = 0x1000;
+inline constexpr HsaStatus kInvalidArgument = 0x1001;
+inline constexpr HsaStatus kInvalidQueueCreation = 0x1002;
+inline constexpr HsaStatus kInvalidAgent = 0x1004;
+inline constexpr HsaStatus kOutOfResources = 0x1008;
+inline constexpr HsaStatus kNotInitialized = 0x100B;
 
 inline constexpr uint64_t kCpu = 1;  // its agent
 inline constexpr uint32_t kHostEngines = 2;
@@ -41,13 +41,13 @@ inline constexpr uint32_t kPeerEngines = 14;
 
 // A queue of a GPU's and the engine behind it.
 struct UserQueue {
-  Queue queue;
+  HsaQueue queue;
   std::vector<uint32_t> dwords;
   uint64_t rptr = 0;
   uint64_t wptr = 0;
   uint64_t doorbell = 0;
   std::unique_ptr<offcore::sdma::Engine> engine;
-  void (*callback)(Status, Queue*, void*) = nullptr;
+  void (*callback)(HsaStatus, HsaQueue*, void*) = nullptr;
   void* callback_data = nullptr;
   bool told = false;
   bool stopped = false;
@@ -64,18 +64,18 @@ class Machine {
   uint64_t done(const std::string& what);
   uint64_t made_on(uint32_t engine);
 
-  Status allocate(uint64_t bytes, uint64_t agent, void** data);
-  Status release(void* data);
-  Status allow(const void* data);
-  Status lock(void* data, uint64_t bytes, void** seen);
-  Status unlock(void* data);
+  HsaStatus allocate(uint64_t bytes, uint64_t agent, void** data);
+  HsaStatus release(void* data);
+  HsaStatus allow(const void* data);
+  HsaStatus lock(void* data, uint64_t bytes, void** seen);
+  HsaStatus unlock(void* data);
 
-  Status create(QueueDescriptor& wanted);
-  Status destroy(Queue* queue);
-  UserQueue* find(Queue* queue);
-  Status batch(const CopyOp* ops, uint32_t count);
-  Signal make_signal(int64_t value);
-  Status forget(Signal signal);
+  HsaStatus create(QueueDescriptor& wanted);
+  HsaStatus destroy(HsaQueue* queue);
+  UserQueue* find(HsaQueue* queue);
+  HsaStatus batch(const CopyOp* ops, uint32_t count);
+  HsaSignal make_signal(int64_t value);
+  HsaStatus forget(HsaSignal signal);
 
  private:
   Machine();
@@ -120,7 +120,7 @@ class Machine {
   std::map<std::string, uint64_t> calls_;
   std::map<std::string, uint64_t> done_;
   std::map<uint32_t, uint64_t> made_on_;
-  offcore::sdma::Memory memory_;
+  offcore::sdma::EngineMemory memory_;
   std::map<void*, Allocation> allocations_;
   std::map<void*, Locked> locked_;
   std::map<uint64_t, std::unique_ptr<std::atomic<int64_t>>> signals_;

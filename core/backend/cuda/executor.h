@@ -1,0 +1,169 @@
+// The local GPUs at work: the streams of every lane, and what is under way on them.
+//
+// Everything that a caller queue does goes into the caller's stream, and one engine queue with it;
+// further engine queues have streams of their own, forked from the caller's and joined to it by
+// events. Launches of a lane are in order whatever streams they come in.
+//
+// A GPU waits for a word for ever, whoever has died. So a launch that is poisoned is released: its
+// awaited words are written, from a stream of its own, until all its streams are through. What was
+// queued behind the waits runs then; the memory stays mapped until it has.
+#pragma once
+#include <atomic>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/backend/cuda/capture.h"
+#include "core/backend/cuda/signal_words.h"
+
+namespace offcore::cuda {
+
+// A stream and a word of its own.
+class OrderedStream {
+ public:
+  OrderedStream(const std::shared_ptr<const Device>& device,
+                const std::shared_ptr<SignalWords>& words)
+      : word_(device, words), stream_(device->stream()) {}
+  CUstream stream() const { return stream_->handle(); }
+  CUdeviceptr word() const { return word_.address(); }
+
+ private:
+  SignalWord word_;
+  std::unique_ptr<CudaStream> stream_;
+};
+
+// Engine queues of one armed program, enqueued ahead of their launch behind their gates.
+struct ArmedSubmission {
+  Launch launch;
+  uint32_t turn = 0;                          // the gates' value that lets them go
+  std::vector<std::vector<CudaEvent>> joins;  // by local program, then engine queue
+  SubmitStats stats = {};
+};
+
+// An armed program's own streams, and mappings that its armed commands go through.
+struct ArmedStreams {
+  struct ArmedStream {
+    std::unique_ptr<OrderedStream> line;
+    std::unique_ptr<SignalWord> gate;
+  };
+  std::vector<std::vector<ArmedStream>> queues;  // as ArmedSubmission::joins
+  uint32_t turn = 0;
+  MappingTwins twins;
+  std::vector<std::unique_ptr<PeerMapping>> retired;  // twins of windows that were replaced
+  std::deque<ArmedSubmission> armed;
+  uint32_t recalls = 0;
+  size_t lines = 0;  // of a device, that it takes from the room for armed ones
+};
+
+constexpr double kGraceS = 2.0;    // what is under way may still end by itself
+constexpr double kRunOutS = 10.0;  // what is let run out does
+
+class CudaExecutor {
+ public:
+  CudaExecutor(Rank ranks, std::vector<std::shared_ptr<Device>> devices, EncodeOptions options);
+
+  const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
+  const std::shared_ptr<MappingTable>& mappings() const { return mappings_; }
+  Rank ranks() const { return ranks_; }
+  const EncodeOptions& options() const { return options_; }
+
+  // Tries one strided copy to all ranks in a new mapping, the first of its kind, and tells the
+  // mapping.
+  void try_strided(PeerMapping& mapping);
+  // Lets copy engines copy within the local GPUs, if the mapping has memory of another one.
+  void alias_copies(const PeerMapping& mapping);
+  // False once that has failed: such commands are done row by row.
+  bool strided() const { return strided_works_; }
+
+  std::shared_ptr<CudaSubmission> launch(std::shared_ptr<const CudaProgram> compiled,
+                                         const Launch& launch, ArmedStreams& armed_streams);
+  uint64_t capture_of(std::span<const uintptr_t> streams) const {
+    return captures_.capture_of(streams);
+  }
+  bool gone(uint64_t capture) { return captures_.gone(capture); }
+  // Into the captures that the launch's streams are in (see capture.h).
+  std::shared_ptr<CudaSubmission> record(std::shared_ptr<const CudaProgram> compiled,
+                                         const Launch& launch);
+  // False where the program cannot be enqueued ahead, or enough of them are armed already.
+  bool park(const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
+            ArmedStreams& armed_streams);
+  // Lets what is armed run out without effect.
+  void dismiss(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
+  // As dismiss, while the communicator lives on: waits for launches of the program before.
+  void recall(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
+  // Throws timeout, peer, driver, or cancelled after close().
+  void wait(CudaSubmission& submission, const Deadline& deadline);
+  // Makes a stream wait for the launch's end.
+  void enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const;
+  // Ends what is under way; nothing can be launched afterwards.
+  void close();
+
+ private:
+  struct LaneStreams {
+    std::unique_ptr<OrderedStream> caller;
+    std::unique_ptr<SignalTable> signal_table;
+    std::vector<std::unique_ptr<OrderedStream>> engines;  // made when needed
+    CUstream last_stream = nullptr;
+    std::shared_ptr<const CudaEvent> last_done;
+  };
+  // One local rank's part of a launch that is being enqueued.
+  struct RankSubmission {
+    const LocalProgram* local;
+    const Device* device;
+    LaneStreams* lane;
+    CUstream stream;  // where the caller queue goes
+    CUstream named;   // the caller's, where that is the per-thread default stream; else null
+    CudaSubmission::RankPart* part;
+    std::unique_ptr<StreamEncoder> own;  // into the caller's stream
+    std::vector<CudaEvent> joins;
+  };
+
+  LaneStreams& lane(uint32_t index, uint32_t device);
+  OrderedStream& engine(LaneStreams& lane, uint32_t device, size_t index);
+  void check_launch(const CudaProgram& compiled, const Launch& launch) const;  // throws Refused
+  void check_places(const CudaProgram& compiled, const Launch& launch) const;  // throws invalid
+  void enqueue(CudaSubmission& submission, std::vector<RankSubmission>& turns,
+               const ArmedStreams& armed_streams, const ArmedSubmission* armed);
+  bool untouched(const CudaSubmission& submission) const;
+  void abandon(CudaSubmission& submission, std::vector<RankSubmission>& turns);
+  RankSubmission begin(CudaSubmission& submission, const LocalProgram& local);
+  void fork(RankSubmission& turn);
+  void engines(CudaSubmission& submission, RankSubmission& turn);
+  void resume(CudaSubmission& submission, RankSubmission& turn, const ArmedStreams& armed_streams,
+              const ArmedSubmission& armed, size_t index);
+  void end(CudaSubmission& submission, RankSubmission& turn);
+  StreamEncoder encoder(const CudaSubmission& submission, const RankSubmission& turn,
+                        CUstream stream, CUdeviceptr word) const;
+  std::vector<std::shared_ptr<void>> reap();
+  void retire(CudaSubmission& submission);
+  void release(const std::vector<std::shared_ptr<CudaSubmission>>& submissions);
+  std::vector<std::shared_ptr<CudaSubmission>> poisoned() const;
+  void release_poisoned();
+  std::vector<std::shared_ptr<CudaSubmission>> flying(
+      const std::shared_ptr<const CudaProgram>& compiled);
+  void run_out(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
+  bool make_bays(const CudaProgram& compiled, ArmedStreams& armed_streams);
+  void make_twins(const CudaProgram& compiled, const Launch& launch, ArmedStreams& armed_streams);
+
+  const Rank ranks_;
+  const std::vector<std::shared_ptr<Device>> devices_;
+  const EncodeOptions options_;
+  const std::string channels_;  // of a GPU: the driver asks when it starts
+  const std::shared_ptr<MappingTable> mappings_;
+  const std::shared_ptr<SignalWords> words_;
+  Captures captures_;
+  std::mutex mutex_;                                            // of all below
+  std::map<std::pair<uint32_t, uint32_t>, LaneStreams> lanes_;  // by lane, device
+  std::list<std::shared_ptr<CudaSubmission>> in_flight_;
+  std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
+  size_t armed_lines_ = 0;
+  bool closed_ = false;
+  std::atomic<bool> strided_works_{true};
+};
+
+}  // namespace offcore::cuda

@@ -1,0 +1,187 @@
+// Programs that the engines hold ahead of their calls.
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+#include "core/backend/cuda/executor.h"
+#include "core/base/threads.h"
+
+namespace offcore::cuda {
+namespace {
+
+// An armed stream holds a channel of its GPU, and every stream that shares it stands still. The
+// driver does not tell which do, so nothing is armed but where there are as many channels as can
+// be. On 2 x H200, driver 580, with 8 channels, calls hung with 16 armed streams and with 4.
+constexpr size_t kArmedStreamsMax = 4;  // of a device
+constexpr std::string_view kChannels = "32";
+constexpr uint32_t kRecallsMax = 3;  // a program whose buffers keep changing is not armed
+constexpr int64_t kPauseNs = 200'000;
+constexpr double kRecallS = 10.0;
+
+}  // namespace
+
+// What was kept back of armed engine queues.
+void CudaExecutor::resume(CudaSubmission& submission, RankSubmission& turn,
+                          const ArmedStreams& armed_streams, const ArmedSubmission& armed,
+                          size_t index) {
+  const LocalProgram& local = *turn.local;
+  StreamEncoder gates = encoder(submission, turn, turn.stream, 0);
+  for (size_t i = 0; i < local.aheads.size(); ++i) {
+    for (const Command& poll : local.aheads[i].polls) gates.run(poll);
+    gates.write(armed_streams.queues[index][i].gate->address(), armed.turn);
+  }
+  for (const ArmedQueue& queue : local.aheads) {
+    for (const Command& command : queue.late) gates.run(command);
+  }
+  gates.flush();
+  for (const CudaEvent& join : armed.joins[index]) join.enqueue_wait(turn.stream);
+  turn.part->stats.add(armed.stats);
+  for (size_t i = 0; i < local.aheads.size(); ++i) {
+    // The line's stream has done with its word: the caller's stream follows it.
+    const CUdeviceptr word = armed_streams.queues[index][i].line->word();
+    encoder(submission, turn, turn.stream, word).run(local.aheads[i].rest);
+  }
+}
+
+void CudaExecutor::make_twins(const CudaProgram& compiled, const Launch& launch,
+                              ArmedStreams& armed_streams) {
+  const Program& program = *compiled.program;
+  for (const auto& [buffer, rank] : compiled.bases) {
+    if (program.buffers[buffer].kind != Buffer::Home::window) continue;
+    const PeerMapping* mapping = mappings_->find(launch.binding.base(buffer, rank));
+    if (mapping == nullptr) continue;
+    std::unique_ptr<PeerMapping>& twin = armed_streams.twins[mapping];
+    if (twin != nullptr && twin->parts() == mapping->parts()) continue;
+    if (twin != nullptr) armed_streams.retired.push_back(std::move(twin));
+    twin = std::make_unique<PeerMapping>(mapping->parts(), devices_);
+    twin->set_strided(mapping->strided());
+  }
+}
+
+// Streams and gates for a program that is to be armed, if there is room for so many.
+bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_streams) {
+  size_t most = 0;
+  for (const LocalProgram& local : compiled.locals) most = std::max(most, local.engines.size());
+  if (armed_lines_ + most > kArmedStreamsMax) return false;
+  if (channels_ != kChannels) return false;
+  std::vector<std::vector<ArmedStreams::ArmedStream>> made;
+  for (const LocalProgram& local : compiled.locals) {
+    const std::shared_ptr<Device>& device = devices_[local.device];
+    auto& queues = made.emplace_back();
+    std::vector<CUdeviceptr> gates;
+    for (size_t i = 0; i < local.engines.size(); ++i) {
+      queues.push_back({std::make_unique<OrderedStream>(device, words_),
+                        std::make_unique<SignalWord>(device, words_)});
+      gates.push_back(queues.back().gate->address());
+    }
+    device->write_words(gates, 0);
+  }
+  armed_streams.queues = std::move(made);
+  armed_streams.turn = 0;
+  armed_streams.lines = most;
+  armed_lines_ += most;
+  if (most > 0) keep_pinned(true);
+  return true;
+}
+
+bool CudaExecutor::park(const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
+                        ArmedStreams& armed_streams) {
+  if (armed_streams.recalls >= kRecallsMax || compiled->timed) return false;
+  for (const LocalProgram& local : compiled->locals) {
+    if (local.aheads.size() != local.engines.size()) return false;
+  }
+  check_launch(*compiled, launch);
+  const std::scoped_lock lock(mutex_);
+  if (closed_) fail(Code::cancelled, "the cuda backend is closed");
+  if (armed_streams.queues.empty() && !make_bays(*compiled, armed_streams)) return false;
+  make_twins(*compiled, launch, armed_streams);
+  ArmedSubmission armed{.launch = launch, .turn = ++armed_streams.turn, .joins = {}};
+  for (size_t i = 0; i < compiled->locals.size(); ++i) {
+    const LocalProgram& local = compiled->locals[i];
+    const Device& device = *devices_[local.device];
+    const ContextGuard current = device.current();
+    auto& joins = armed.joins.emplace_back();
+    for (size_t queue = 0; queue < local.engines.size(); ++queue) {
+      const OrderedStream& line = *armed_streams.queues[i][queue].line;
+      StreamEncoder encoder(device, line.stream(), {line.word(), words_->mapping()},
+                            *compiled->program, launch, *mappings_, options_, &armed_streams.twins,
+                            armed.stats);
+      encoder.wait(armed_streams.queues[i][queue].gate->address(), armed.turn);
+      encoder.run(local.aheads[queue].ahead);
+      joins.push_back(device.event());
+      joins.back().record(line.stream());
+    }
+  }
+  armed_streams.armed.push_back(std::move(armed));
+  return true;
+}
+
+// Launches of this program go through its twins, and end before those go.
+std::vector<std::shared_ptr<CudaSubmission>> CudaExecutor::flying(
+    const std::shared_ptr<const CudaProgram>& compiled) {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::shared_ptr<CudaSubmission>> own;
+  std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(own),
+               [&](const auto& submission) { return submission->compiled == compiled; });
+  return own;
+}
+
+void CudaExecutor::dismiss(const std::shared_ptr<const CudaProgram>& compiled,
+                           ArmedStreams& armed_streams) {
+  if (armed_streams.queues.empty()) return;
+  const Deadline grace = Deadline::after_s(kGraceS);
+  for (const auto& submission : flying(compiled)) {
+    while (!submission->ended() && submission->poisoned() == 0 && !grace.passed()) nap(kPauseNs);
+    if (!submission->ended()) submission->poison(devices_.front()->rank());
+  }
+  release_poisoned();
+  run_out(compiled, armed_streams);
+}
+
+void CudaExecutor::recall(const std::shared_ptr<const CudaProgram>& compiled,
+                          ArmedStreams& armed_streams) {
+  const Deadline deadline = Deadline::after_s(kRecallS);
+  for (const auto& submission : flying(compiled)) {
+    while (!submission->ended() && submission->poisoned() == 0) {
+      if (deadline.passed()) {
+        fail(Code::unsupported, compiled->program->op,
+             " was armed with other buffers, and cannot be ",
+             "taken back while earlier calls of it are under way: wait for them first");
+      }
+      nap(kPauseNs);
+    }
+  }
+  release_poisoned();
+  run_out(compiled, armed_streams);
+  ++armed_streams.recalls;
+}
+
+// What is armed goes through the twins. With other memory behind those it changes nothing, so
+// its gates can be opened.
+void CudaExecutor::run_out(const std::shared_ptr<const CudaProgram>& compiled,
+                           ArmedStreams& armed_streams) {
+  for (auto& [mapping, twin] : armed_streams.twins) twin->blank(devices_);
+  // One queue after the other: they all write to the same memory now.
+  for (const ArmedSubmission& armed : armed_streams.armed) {
+    for (size_t i = 0; i < armed_streams.queues.size(); ++i) {
+      const Device& device = *devices_[compiled->locals[i].device];
+      for (size_t queue = 0; queue < armed_streams.queues[i].size(); ++queue) {
+        device.write_words({armed_streams.queues[i][queue].gate->address()}, armed.turn);
+        const Deadline deadline = Deadline::after_s(kRunOutS);
+        while (!armed.joins[i][queue].passed()) {
+          if (deadline.passed()) fail(Code::driver, "a GPU does not let go of an armed queue");
+          nap(0);
+        }
+      }
+    }
+  }
+  armed_streams.armed.clear();
+  armed_streams.queues.clear();
+  armed_streams.twins.clear();
+  armed_streams.retired.clear();
+  if (armed_streams.lines > 0) keep_pinned(false);
+  const std::scoped_lock lock(mutex_);
+  armed_lines_ -= std::exchange(armed_streams.lines, 0);
+}
+
+}  // namespace offcore::cuda

@@ -1,0 +1,111 @@
+#include "core/backend/cuda/pointer_info.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+
+namespace offcore::cuda {
+namespace {
+
+constexpr uint64_t kGranule = uint64_t{2} << 20;  // what memory is mapped in, at least
+
+template <typename Value>
+std::optional<Value> attribute_of(uint64_t address, int which) {
+  Value value{};
+  const CUresult result = Driver::get().cuPointerGetAttribute(&value, which, address);
+  if (result == kInvalidValue) return std::nullopt;  // memory that the driver does not know
+  check(result, "cuPointerGetAttribute");
+  return value;
+}
+
+// Retained for good: what a process copies on it also uses otherwise.
+CUcontext kept_context(int ordinal) {
+  static std::mutex mutex;
+  static auto* const kept = new std::map<int, PrimaryContext>;
+  const std::scoped_lock lock(mutex);
+  return kept->try_emplace(ordinal, ordinal).first->second.handle();
+}
+
+[[noreturn]] void reject(const char* side, size_t index, const std::string& reason) {
+  fail(Code::invalid, "entry ", index, ": its ", side, " ", reason);
+}
+
+}  // namespace
+
+PointerInfo::PointerInfo(int ordinal) : current_(kept_context(ordinal)) {}
+
+int PointerInfo::home(uint64_t address, uint64_t bytes, const char* side, size_t index) {
+  const PointerRange first = extent(address, side, index);
+  uint64_t at = first.end;
+  while (at < address + bytes) {
+    const uint64_t left = address + bytes - at;
+    const std::optional<int> next = attribute_of<int>(at, kPointerMemoryType);
+    if (first.home == kHostMemory) {
+      reject(side, index,
+             next ? cat("spans two registrations of host memory, which one copy cannot: make two "
+                        "entries of it, the second one from byte ",
+                        bytes - left, " on")
+                  : cat("leaves its pinned memory by ", left, " bytes"));
+    }
+    if (!next) reject(side, index, cat("leaves the memory of its GPU by ", left, " bytes"));
+    const PointerRange& more = extent(at, side, index);
+    if (more.home != first.home) {
+      reject(side, index,
+             cat("lies on GPU ", first.home, " and, from byte ", at - address, " on, ",
+                 more.home == kHostMemory ? std::string("in host memory")
+                                          : cat("on GPU ", more.home)));
+    }
+    if (more.range != first.range) crossed_.insert(more.range);
+    at = more.end;
+  }
+  return first.home;
+}
+
+std::set<std::pair<uint64_t, int>> PointerInfo::ranges() const {
+  std::set<std::pair<uint64_t, int>> ranges;
+  for (const PointerRange& extent : extents_) {
+    if (!crossed_.contains(extent.range)) ranges.emplace(extent.range, extent.home);
+  }
+  return ranges;
+}
+
+const PointerInfo::PointerRange& PointerInfo::extent(uint64_t address, const char* side,
+                                                     size_t index) {
+  const auto holds = [&](const PointerRange& extent) {
+    return address >= extent.begin && address < extent.end;
+  };
+  if (last_ < extents_.size() && holds(extents_[last_])) return extents_[last_];
+  auto found = std::upper_bound(
+      extents_.begin(), extents_.end(), address,
+      [](uint64_t wanted, const PointerRange& extent) { return wanted < extent.begin; });
+  if (found == extents_.begin() || !holds(*(found - 1))) {
+    found = extents_.insert(found, look_up(address, side, index)) + 1;
+  }
+  last_ = static_cast<size_t>(found - 1 - extents_.begin());
+  return extents_[last_];
+}
+
+PointerInfo::PointerRange PointerInfo::look_up(uint64_t address, const char* side,
+                                               size_t index) const {
+  if (attribute_of<int>(address, kPointerMemoryType).value_or(0) == 0) {
+    reject(side, index,
+           "lies in ordinary host memory, which GPUs' copy engines cannot reach: pin it (torch: "
+           "tensor.pin_memory()), or take host memory of Communicator.host_array()");
+  }
+  const uint64_t begin = attribute_of<CUdeviceptr>(address, kPointerRangeStart).value_or(address);
+  const uint64_t size = attribute_of<size_t>(address, kPointerRangeBytes).value_or(1);
+  PointerRange extent{.range = begin, .begin = begin, .end = begin + size};
+  if (*attribute_of<int>(address, kPointerMemoryType) != kDeviceMemory) return extent;
+  const auto gpu_at = [](uint64_t at) { return attribute_of<int>(at, kPointerOrdinal); };
+  extent.home = gpu_at(address).value_or(0);
+  // A range of reserved addresses may hold the memory of several GPUs, as windows do.
+  for (const uint64_t end : {begin, begin + size - 1}) {
+    if (gpu_at(end).value_or(extent.home) == extent.home) continue;
+    extent.begin = std::max(extent.begin, address / kGranule * kGranule);
+    extent.end = std::min(extent.end, (address / kGranule + 1) * kGranule);
+  }
+  return extent;
+}
+
+}  // namespace offcore::cuda

@@ -1,0 +1,103 @@
+// A launch under way: its queues as contexts that run, block in a poll, and resume.
+//
+// A context belongs to the thread that runs it; between runs it belongs to the station's mutex.
+// Only `reached()` and the poison may be looked at by others at any time.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/backend/backend.h"
+
+namespace offcore::host {
+
+struct HostSubmission;
+
+// A queue that runs here.
+struct LocalQueue {
+  uint32_t queue = 0;   // index into program.queues
+  uint32_t part = 0;    // index into the local ranks
+  uint32_t engine = 0;  // of the station: a thread to start
+  bool moves = false;   // copies or swaps, and does not only signal and poll
+  bool heavy = false;   // worth waking an engine's thread for
+};
+
+// One queue of one launch.
+class QueueState {
+ public:
+  QueueState(HostSubmission& submission, const LocalQueue& local);
+
+  enum class Stop : uint8_t {
+    blocked,   // in a poll
+    paused,    // in a copy, for its thread to look around
+    ended,     // no command is left
+    poisoned,  // its run is dead; it never touches memory again
+  };
+  Stop run();
+  bool ready() const;  // a run would get further
+
+  uint32_t queue() const { return local_.queue; }
+  uint32_t reached() const { return command_.load(std::memory_order_relaxed); }
+  std::span<const CommandTime> times() const { return times_; }
+
+ private:
+  friend class Scheduler;
+
+  struct Timestamp {
+    uint32_t number;
+    int64_t time_ns;
+  };
+
+  bool poisoned() const;
+  bool polled(const Command& command) const;
+  bool move(const Command& command);
+  void signal(const Command& command) const;
+
+  HostSubmission& submission_;
+  std::span<const Command> commands_;
+  LocalQueue local_;
+  Rank rank_;
+  std::atomic<uint32_t> command_{0};
+  uint32_t row_ = 0;        // of the copy under way
+  uint64_t offset_ = 0;     // in its row
+  uint64_t run_bytes_ = 0;  // moved since the last pause
+  int64_t start_ns_ = -1;   // of the command under way; -1: not begun
+  std::vector<CommandTime> times_;
+  std::vector<Timestamp> timestamps_;
+
+  bool running_ = false;
+};
+
+// What a program needs wherever it is launched.
+struct HostProgram {
+  std::shared_ptr<const Program> program;
+  std::vector<Rank> local_ranks;
+  std::vector<LocalQueue> queues;  // by part
+  Bases bases;                     // what they address
+  uint32_t timestamps = 0;
+};
+
+struct HostSubmission : std::enable_shared_from_this<HostSubmission> {
+  HostSubmission(std::shared_ptr<const HostProgram> compiled, Launch launch);
+
+  std::shared_ptr<const HostProgram> compiled;
+  Launch launch;
+  std::vector<std::unique_ptr<QueueState>> contexts;
+  std::vector<uint32_t> left;  // unfinished contexts of each local rank
+  uint32_t parts_left = 0;
+  int64_t launch_ns = 0;
+  int64_t control_ns = 0;
+  int64_t end_ns = 0;
+  std::vector<int64_t> timestamps_ns;
+  std::atomic<uint32_t> poisoned_by{0};  // rank + 1; stops the contexts of every local rank
+  std::atomic<bool> done{false};
+
+  bool ended() const { return done.load(std::memory_order_acquire); }
+  // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...": where the unfinished queues stand.
+  std::string position() const;
+  Report report() const;
+};
+
+}  // namespace offcore::host

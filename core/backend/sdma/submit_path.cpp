@@ -1,0 +1,70 @@
+#include "core/backend/sdma/submit_path.h"
+
+#include "core/backend/sdma/hip.h"
+#include "core/backend/sdma/hsa.h"
+#include "core/base/error.h"
+
+namespace offcore::sdma {
+namespace {
+
+struct Found {
+  size_t gpus = 0;
+  std::string name;
+  enum class FoundKind : uint8_t { queues, batch_copy, hip_batch } kind = FoundKind::queues;
+  std::string way;
+};
+
+Found find() {
+  const hsa::HsaRuntime& runtime = hsa::HsaRuntime::open();
+  const hsa::Gpu& first = runtime.gpus()[0];
+  Found found{.gpus = runtime.gpus().size(), .name = first.name};
+  for (const hsa::Gpu& gpu : runtime.gpus()) {
+    if (gpu.pool.handle != 0 && runtime.host_pool().handle != 0) continue;
+    fail(Code::unavailable, "a GPU or the host has no memory that may be allocated");
+  }
+  const std::string no_queues = why_no_queues();
+  if (no_queues.empty()) {
+    found.way = "user-mode SDMA queues (hsa_amd_queue_create)";
+    return found;
+  }
+  if (runtime.has_batch_copy()) {
+    found.kind = Found::FoundKind::batch_copy;
+    found.way = cat("hsa_amd_memory_async_batch_copy: no prelaunch (", no_queues, ")");
+    return found;
+  }
+  std::string missing;
+  if (!hip::can_open(missing)) {
+    fail(Code::unavailable, no_queues, "; it lacks hsa_amd_memory_async_batch_copy; and ", missing,
+         ": a newer ROCm has them");
+  }
+  found.kind = Found::FoundKind::hip_batch;
+  found.way = cat("hipMemcpyBatchAsync: no prelaunch, no swaps (", no_queues,
+                  "; it lacks hsa_amd_memory_async_batch_copy)");
+  return found;
+}
+
+}  // namespace
+
+PacketRing& SubmitPath::ring(uint32_t, Rank, uint16_t, bool) {
+  fail(Code::unsupported, "this way has no rings of its own");
+}
+
+std::unique_ptr<Ticket> SubmitPath::copy(Rank, std::span<const BatchCopy>) {
+  fail(Code::unsupported, "copies go through this way's rings");
+}
+
+std::string told_way() {
+  const Found found = find();
+  return cat(found.gpus, " GPUs (", found.name, ") by ", found.way);
+}
+
+std::unique_ptr<SubmitPath> open_way(Rank ranks) {
+  const Found found = find();
+  if (found.gpus < ranks) {
+    fail(Code::unavailable, ranks, " ranks need as many GPUs; there are ", found.gpus);
+  }
+  if (found.kind == Found::FoundKind::hip_batch) return make_hip_way(ranks);
+  return make_hsa_way(ranks, found.kind == Found::FoundKind::queues);
+}
+
+}  // namespace offcore::sdma

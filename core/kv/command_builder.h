@@ -1,0 +1,159 @@
+// Walks over the blocks that a job copies and cuts them into parts: sub-batches of commands, few
+// and short enough that another job can come between.
+//
+// Blocks at equal steps in the cache and among the slots form runs. A run is copied by whichever
+// has fewer commands: a strided copy a block over the pieces of a fold, or one a piece over the
+// blocks; by one plain copy where both sides are contiguous. No command leaves a chunk of the pool.
+//
+// The order is that of the layer groups, and within one that of the given blocks.
+//
+// A staged part is two groups of commands: whole rows between the host and memory of a neighbour's,
+// where they lie side by side, and from there to or from the cache.
+#pragma once
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/ir/program.h"
+#include "core/kv/layout.h"
+#include "core/kv/pool.h"
+
+namespace offcore::kv {
+
+enum class Direction : uint8_t {
+  load,   // from host rows into blocks
+  store,  // from blocks into host rows
+};
+
+std::string_view to_string(Direction direction);
+
+// How a machine copies.
+struct CopyPolicy {
+  bool strided = true;  // has copies of several rows
+  // Pages of so many bytes go one by one. None: as many as there is time for, where there are
+  // batches.
+  std::optional<uint64_t> plain_from;
+  // A driver is told of many plain copies by one call, whose end a fence is. The engine begins on
+  // them when the call returns.
+  bool batches = false;
+  // Where there are: plain copies of one call, and what one of them and a strided copy take.
+  uint32_t together = 32;
+  double plain_ns = 0;
+  double strided_ns = 0;  // besides its bytes
+  double host_gbps = 1;
+
+  // Whether one strided copy of so many rows is sooner through than as many plain ones. `told`:
+  // sooner submitted, which is what counts where two engines copy or a stream waits for that.
+  bool folds(uint64_t rows, uint64_t bytes, bool told) const;
+};
+
+// What a part may have, about.
+struct Budget {
+  uint64_t bytes = 0;
+  uint32_t strided = 0;  // copies, where some are
+  uint32_t plain = 0;    // copies, where none is strided
+  // Of these, as many as a driver can be told of before the engine has nothing left to do. Between
+  // two calls an engine does nothing for a while, so that many plain copies of one call are copied
+  // sooner than strided ones, each of a call of its own; but they take longer to tell.
+  uint32_t in_time = 0;
+  bool apart = false;              // no run for which a copy a layer would be fewer
+  bool submitted_soonest = false;  // as CopyPolicy::folds
+};
+
+// The layers that are copied together, so that they are there together.
+struct LayerGroup {
+  std::vector<Fold> folds;
+  uint64_t bytes = 0;   // of a block
+  uint32_t pieces = 0;  // of a block
+  uint32_t apart = 0;   // copies of a block if none is strided
+};
+
+std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_together,
+                                        std::span<const uint64_t> memories);
+
+// Commands enqueued at once, on buffers kCache, from Layout::base() on, kRows, from `rows` on, and
+// kStage.
+struct Part {
+  std::vector<Command> commands;
+  std::byte* rows = nullptr;
+  uint64_t rows_span = 0;
+  uint64_t bytes = 0;
+  uint64_t pages = 0;     // what one descriptor each would copy
+  uint64_t copies = 0;    // commands but fences
+  uint64_t strided = 0;   // copies of several rows
+  uint32_t together = 0;  // plain copies of one call
+  uint32_t first = 0;     // of the first call; 0: as many
+  bool ends_layer_group = false;
+};
+
+inline constexpr BufferId kCache = 1;
+inline constexpr BufferId kRows = 2;
+inline constexpr BufferId kStage = 3;
+inline constexpr Rank kOwner = 0;  // of the cache
+inline constexpr Rank kNeighbour = 1;
+
+// A cache, and where its blocks go.
+struct CacheGroup {
+  std::shared_ptr<const Layout> layout;
+  std::shared_ptr<HostPool> pool;
+};
+
+class CommandBuilder {
+ public:
+  // `blocks` has to live as long; it is as long as `rows`.
+  CommandBuilder(Direction direction, CopyPolicy policy, std::shared_ptr<const Layout> layout,
+                 std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
+                 std::span<const int64_t> blocks, std::vector<Row> rows);
+
+  bool ended() const { return layer_group_ == layer_groups_->size(); }
+  uint32_t layer_group() const { return static_cast<uint32_t>(layer_group_); }  // the next part's
+  uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
+  Part next(const Budget& budget);             // the next commands, of one layer group
+  // The same by memory of the neighbour's, of so many blocks at most, with all their layers.
+  Part next_staged(size_t blocks_max);
+  // Whether the next block takes a copy of its own over the layers, because it begins no run for
+  // which one a layer would be fewer.
+  bool apart() const;
+  uint64_t left_bytes() const;                           // of the layer group
+  void stop() { layer_group_ = layer_groups_->size(); }  // nothing comes any more
+
+ private:
+  struct BlockRun {
+    size_t first = 0;
+    size_t count = 1;
+    int64_t step = 1;      // in blocks
+    int64_t row_step = 0;  // in bytes
+  };
+
+  // The rows of blocks from `first` on, as a buffer has them.
+  struct RowSpan {
+    std::span<const Row> rows;
+    size_t first = 0;
+    Slice in;  // which buffer, and whose
+    const Row& of(size_t block) const { return rows[block - first]; }
+  };
+
+  RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
+  BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
+  // `plain`: one by one, where that is about as few commands. `told`: as CopyPolicy::folds.
+  void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool plain, bool told,
+           Part& part) const;
+  void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
+            Part& part) const;
+  void add_rows(size_t count, Part& part) const;
+  void push(const Command& command, Part& part) const;
+  void end(Part& part);
+
+  const Direction direction_;
+  const CopyPolicy policy_;
+  const std::shared_ptr<const Layout> layout_;
+  const std::shared_ptr<const std::vector<LayerGroup>> layer_groups_;
+  const std::span<const int64_t> blocks_;
+  const std::vector<Row> rows_;
+  size_t layer_group_ = 0;
+  size_t next_ = 0;  // block of the layer group
+  uint64_t copied_ = 0;
+};
+
+}  // namespace offcore::kv
