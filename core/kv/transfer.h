@@ -1,8 +1,8 @@
 // Transfers of paged KV blocks between the caches of one GPU and host pools, by copy engines
 // (DMA-Latte sections 2.1.2, 5.3 and 6).
 //
-// A call checks its blocks and slots, hands a job to a thread (transfer_worker.h) and returns. It is for
-// one GPU: rank 0 of the backend it is given, which no other transfer uses.
+// A call checks its blocks and slots, hands a job to a thread (transfer_worker.h) and returns. It
+// is for one GPU: rank 0 of the backend it is given, which no other transfer uses.
 #pragma once
 #include <map>
 #include <memory>

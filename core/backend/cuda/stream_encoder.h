@@ -37,7 +37,8 @@ enum class SignalForm : uint8_t { fenced, copy_order };
 std::string_view to_string(SignalForm form);
 SignalForm parse_signals(std::string_view text);  // throws invalid
 
-// Mappings that stand in for others (see PeerMapping::blank), by the mapping that they stand in for.
+// Mappings that stand in for others (see PeerMapping::blank), by the mapping that they stand in
+// for.
 using MappingTwins = std::map<const PeerMapping*, std::unique_ptr<PeerMapping>>;
 
 struct EncodeOptions {
