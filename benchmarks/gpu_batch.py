@@ -29,8 +29,8 @@ import numpy as np
 
 import offcore
 from offcore import BatchPolicy, _core
-from offcore.report import JsonLines, Stamp
 from offcore.sizes import format_bytes, parse_sizes
+from offcore.tools.report import JsonLines, Stamp
 
 WARMUP = 3
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import offcore
-from offcore import bench, report, versus
 from offcore.sizes import parse_sizes
+from offcore.tools import report
+from offcore.tools.bench import collectives, compare
 
 PLACES = (("all_gather", True), ("all_to_all", False))
 SMALL = "1K:4M"
@@ -34,7 +35,7 @@ class OutOfTimeError(Exception):
     pass
 
 
-def requests(args: argparse.Namespace) -> list[bench.Request]:
+def requests(args: argparse.Namespace) -> list[collectives.Request]:
     """Small sizes first, so that a limit costs the large ones."""
     common: dict[str, Any] = {
         "backend": "cuda",
@@ -54,7 +55,7 @@ def requests(args: argparse.Namespace) -> list[bench.Request]:
         wanted = [size for size in parse_sizes(sizes) if size <= args.largest]
         for op, in_place in PLACES if wanted else ():
             given = {"sizes": wanted, "variants": variants, "baselines": libraries} | more
-            found.append(bench.Request(op=op, in_place=in_place, **common | given))
+            found.append(collectives.Request(op=op, in_place=in_place, **common | given))
 
     ask(SMALL, signals=both, batches=11, calls=60)
     ask(ALONE, signals=both, batches=31, timings=["call"], variants=["auto"])
@@ -64,7 +65,7 @@ def requests(args: argparse.Namespace) -> list[bench.Request]:
     return found
 
 
-def measure(asked: list[bench.Request], path: Path, limit_s: int) -> list[dict[str, Any]]:
+def measure(asked: list[collectives.Request], path: Path, limit_s: int) -> list[dict[str, Any]]:
     """The rows, each written as soon as it is known."""
     stamp = report.Stamp()
     records: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ def measure(asked: list[bench.Request], path: Path, limit_s: int) -> list[dict[s
     signal.alarm(limit_s)
     try:
         with path.open("w", encoding="utf-8") as file:
-            for outcome in bench.run_processes(asked):
+            for outcome in collectives.run_processes(asked):
                 if isinstance(outcome, report.Skip):
                     reasons[f"skipped {outcome.name}: {outcome.reason}"] = None
                     continue
@@ -99,7 +100,7 @@ def measure(asked: list[bench.Request], path: Path, limit_s: int) -> list[dict[s
 def show(records: list[dict[str, Any]], ranks: int) -> None:
     for timing, what in (("chain", "enqueued ahead"), ("call", "one call seen by the host")):
         for op, in_place in PLACES:
-            lines = versus.lines(records, op, ranks, in_place, timing)
+            lines = compare.lines(records, op, ranks, in_place, timing)
             if len(lines) > 1:
                 print(f"{op}, {'in place' if in_place else 'out of place'}, us a call, {what}:")
                 print("\n".join(lines), flush=True)
@@ -117,7 +118,7 @@ def main() -> int:
     parser.add_argument("--no-nccl", action="store_true", help="measure offcore alone")
     args = parser.parse_args()
     try:
-        bench.check_backend("cuda")
+        collectives.check_backend("cuda")
         args.ranks = args.ranks or offcore._core.gpus()
     except offcore.Error as failure:
         print(f"{failure.code}: {failure}")

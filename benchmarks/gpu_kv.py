@@ -28,11 +28,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offcore import _core, kv_bench
-from offcore.kv_case import torch_with_gpu
-from offcore.kv_models import MODELS, Geometry
-from offcore.report import Stamp, dumps
+from offcore import _core
 from offcore.sizes import format_bytes, parse_sizes
+from offcore.tools.kv import bench as kv_bench
+from offcore.tools.kv.case import torch_with_gpu
+from offcore.tools.kv.models import MODELS, Geometry
+from offcore.tools.report import Stamp, dumps
 
 FOLDER = Path(__file__).parent
 LAYERS = 28

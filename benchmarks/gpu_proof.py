@@ -356,7 +356,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.only in (None, "stress"):
-            good &= step("stress", ["-m", "offcore.cli", "doctor", "--stress"], folder)
+            good &= step("stress", ["-m", "offcore.tools.cli", "doctor", "--stress"], folder)
         if args.only in (None, "held"):
             good &= step("held", [*role, "held"], folder)
         if args.only in (None, "channels"):

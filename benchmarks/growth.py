@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import offcore
-from offcore.report import JsonLines, Stamp
+from offcore.tools.report import JsonLines, Stamp
 
 ROWS = 10
 COUNT_BYTES_MAX = 4096

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from offcore.kv_case import Case
-from offcore.kv_models import Geometry
-from offcore.kv_peers import Transfers, Way, open_way
-from offcore.report import Stamp, dumps
 from offcore.sizes import format_bytes, parse_sizes
+from offcore.tools.kv.case import Case
+from offcore.tools.kv.models import Geometry
+from offcore.tools.kv.peers import Transfers, Way, open_way
+from offcore.tools.report import Stamp, dumps
 
 LAYERS = 28
 SMALL = 1 << 10

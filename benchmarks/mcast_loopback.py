@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from offcore import _core
-from offcore.report import JsonLines, Stamp
+from offcore.tools.report import JsonLines, Stamp
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FIGURE_13_BYTES = 8 << 20

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from offcore.records import read_records
 from offcore.sizes import format_bytes
+from offcore.tools.records import read_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GATHERS = ("all_gather", "--sizes", "64K:16M:4", "--per-rank", "--impls", "offcore,ring,gloo")
@@ -57,7 +57,7 @@ def main() -> None:
             print("offcore", *command[:-2], flush=True)
             started_s = time.monotonic()
             done = subprocess.run(
-                (sys.executable, "-m", "offcore.cli", *command), stdout=subprocess.DEVNULL
+                (sys.executable, "-m", "offcore.tools.cli", *command), stdout=subprocess.DEVNULL
             )
             tell(path)
             print(f"  status {done.returncode}, {time.monotonic() - started_s:.0f} s", flush=True)

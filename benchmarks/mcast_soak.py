@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from offcore import testbed_run
-from offcore.mcast import CHAINS
-from offcore.mcast_nodes import Nodes
-from offcore.report import JsonLines, Stamp
-from offcore.testbed import Testbed
-from offcore.testbed_faults import Faults
+from offcore.mcast.communicator import CHAINS
+from offcore.tools.mcast.nodes import Nodes
+from offcore.tools.report import JsonLines, Stamp
+from offcore.tools.testbed import launcher
+from offcore.tools.testbed.fabric import Testbed
+from offcore.tools.testbed.faults import Faults
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BUFFER_BYTES = 4 << 20
@@ -76,13 +76,13 @@ def main() -> None:
     with JsonLines(str(path)) as lines:
         for place, (name, (faults, buffer_bytes)) in enumerate(FAULTS.items()):
             # Without offloads: a fault hits one datagram, not tens of them that pass as one.
-            where = testbed_run.Place(arguments.hosts, offloads=False, faults=faults)
+            where = launcher.Place(arguments.hosts, offloads=False, faults=faults)
             told = {
                 "calls": share,
                 "buffer_bytes": buffer_bytes,
                 "seed": arguments.seed + place,
             }
-            for row in testbed_run.run("mcast_soak:soak", where, told):
+            for row in launcher.run("mcast_soak:soak", where, told):
                 facts = {"faults": name, "hosts": arguments.hosts, "chains": CHAINS}
                 lines.write(facts | told | row | stamp)
                 print(

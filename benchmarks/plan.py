@@ -19,7 +19,7 @@ from typing import Any
 
 import offcore
 from offcore import _core
-from offcore.report import JsonLines, Stamp
+from offcore.tools.report import JsonLines, Stamp
 
 RANKS = 8
 MACHINES = ("mi300x-8", "h200-8", "host-8")

@@ -24,11 +24,12 @@ from typing import Any
 
 from PIL import Image
 
-from offcore import plot, versus
-from offcore.latte import calibrated, sweep
-from offcore.latte import rows as claims
-from offcore.records import read_records
-from offcore.report import Row, Stamp, rows_of
+from offcore.tools import plot
+from offcore.tools.bench import compare
+from offcore.tools.papers.latte import calibrated, sweep
+from offcore.tools.papers.latte import rows as claims
+from offcore.tools.records import read_records
+from offcore.tools.report import Row, Stamp, rows_of
 
 MACHINE = "mi300x-8"
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def run(words: tuple[str, ...], path: Path) -> float:
     print("offcore", *command[:-2], flush=True)
     start_s = time.monotonic()
     subprocess.run(
-        (sys.executable, "-m", "offcore.cli", *command), check=True, stdout=subprocess.DEVNULL
+        (sys.executable, "-m", "offcore.tools.cli", *command), check=True, stdout=subprocess.DEVNULL
     )
     return time.monotonic() - start_s
 
@@ -65,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.gpus:
         for page in WITH_TABLES:
-            page.write_text(versus.filled(page.read_text("utf-8"), RESULTS), "utf-8")
+            page.write_text(compare.filled(page.read_text("utf-8"), RESULTS), "utf-8")
         return
     folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 import offcore
 from offcore import _core
-from offcore.report import JsonLines, Stamp
+from offcore.tools.report import JsonLines, Stamp
 
 RING_BYTES = 1 << 24
 REPETITIONS = 9

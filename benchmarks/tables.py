@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offcore import mcast_claims
-from offcore.fat_tree import Load, Tree, Wire, measure
-from offcore.findings import Finding
-from offcore.latte import calibrated, figures, kv, power, rows
-from offcore.records import read_records
 from offcore.sizes import format_bytes
+from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure
+from offcore.tools.papers.findings import Finding
+from offcore.tools.papers.latte import calibrated, figures, kv, power, rows
+from offcore.tools.papers.mcast import claims as mcast_claims
+from offcore.tools.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from offcore import namespaces
+from offcore.tools.testbed import namespaces
 
 # Programs, and what they are a part of.
 TOOLS = {

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 
-from offcore import cli
+from offcore.tools.cli import main as cli
 
 typer.main.get_command(cli.app)  # typer imports much of itself only now
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import offcore
-from offcore.crew import free_port
+from offcore.ports import free_port
 
 
 def free_store() -> str:

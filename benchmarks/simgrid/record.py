@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from offcore.report import Stamp
+from offcore.tools.report import Stamp
 
 FOLDER = Path(__file__).resolve().parent
 RESULT = FOLDER.parent / "results" / "simgrid-188.jsonl"

@@ -6,22 +6,11 @@ virtual time). See docs/quickstart.md.
 """
 
 from offcore import kv, machines, mcast
-from offcore._core import (
-    Counts,
-    Machine,
-    Program,
-    fill,
-    probe_backends,
-    verify,
-    wrong_bytes,
-)
-from offcore.api import Communicator, Window
-from offcore.batch import BatchHandle, BatchPolicy, batch_copy, batch_program
-from offcore.batch_result import BatchResult
+from offcore._core import Counts, Machine, Program, fill, probe_backends, verify, wrong_bytes
+from offcore.batch import BatchHandle, BatchPolicy, BatchResult, batch_copy, batch_program
+from offcore.comm import Communicator, Handle, Result, View, Window, show_program, variants
 from offcore.errors import Error
-from offcore.handle import Handle, View
-from offcore.programs import show_program, variants
-from offcore.result import Phases, Result
+from offcore.facts import Phases
 
 __version__ = "0.1.0"
 

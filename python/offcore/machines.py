@@ -23,11 +23,11 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import offcore
 from offcore import _core, folders
 from offcore.errors import error
 
@@ -142,7 +142,7 @@ def calibration_of(name: str) -> Path | None:
 def _folders() -> list[Path]:
     """Where machine files may lie, first match first: the user's, then those that come along."""
     found = [folders.machines()]
-    for root in map(Path, offcore.__path__):
+    for root in map(Path, sys.modules["offcore"].__path__):
         found += [root / "machines", root.parent.parent / "machines"]
     return [folder for folder in found if folder.is_dir()]
 

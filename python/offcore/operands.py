@@ -98,13 +98,13 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
         raise OperandError(f" is a {kind}; pass an array, a Window or a region") from None
 
 
-def held(given: Any) -> Any:
+def keep_alive(given: Any) -> Any:
     """What must live as long as an operation: the arrays given, or on what is none (a bytearray) a
     numpy array, whose export keeps the memory where it is."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "data_ptr"):
         return given
     if isinstance(given, (list, tuple)):
-        return [held(one) for one in given]
+        return [keep_alive(one) for one in given]
     try:
         return _as_numpy(given)
     except OperandError:

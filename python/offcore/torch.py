@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offcore import _core, api
-from offcore.crew import free_port
+from offcore import _core
+from offcore.comm import communicator
 from offcore.operands import Side
+from offcore.ports import free_port
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
@@ -39,7 +40,7 @@ def _current_stream(device: int) -> int:
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
-class Communicator(api.Communicator):
+class Communicator(communicator.Communicator):
     """The ranks of a torch.distributed group, as offcore.Communicator.
 
     group: None is the default group, which must be initialised. device: this rank's GPU; by

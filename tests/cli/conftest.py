@@ -19,7 +19,7 @@ import ready
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from cuda_library import fake_cuda_library
 
-COMMAND = (sys.executable, "-m", "offcore.cli")
+COMMAND = (sys.executable, "-m", "offcore.tools.cli")
 
 
 def two_gpus():

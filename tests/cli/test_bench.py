@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from offcore.bench import Request, run_processes
-from offcore.layout import OPS
-from offcore.report import Row, Skip
+from offcore.tools.bench.collectives import Request, run_processes
+from offcore.tools.bench.layout import OPS
+from offcore.tools.report import Row, Skip
 
 FIELDS = {
     "impl", "op", "backend", "machine", "ranks", "bytes", "in_place", "variant", "native",

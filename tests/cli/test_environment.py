@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import offcore
-from offcore import _core, calibrate, folders, kv, machines, mcast, model_commands, stress
+from offcore import _core, folders, kv, machines, mcast
+from offcore.comm import signal_forms
+from offcore.tools.cli import model as model_commands
+from offcore.tools.papers import calibrate
 
 WRONG = {
     "OFFCORE_BACKEND": ("gpu",),
@@ -121,7 +124,7 @@ def test_the_users_files_count_before_those_that_come_along(
     monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path / "others"))
     assert machines.path_of("h200-2") == packaged
     assert machines.tuned_path("h200-2") == tmp_path / "others" / "tuned" / "h200-2.json"
-    assert stress.memory() == tmp_path / "cache" / "offcore" / "signals.json"
+    assert signal_forms.memory() == tmp_path / "cache" / "offcore" / "signals.json"
 
 
 def test_calibrate_makes_its_folder_before_it_fits(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offcore.breakdown import phases_of
-from offcore.layout import OPS
+from offcore.tools.bench.breakdown import phases_of
+from offcore.tools.bench.layout import OPS
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--backend", "cuda", "--iters", "2", "--calls", "3", "--warmup", "1", "--timeout", "10")

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offcore import plot
-from offcore.kv_bench import Clock, Plan, run
-from offcore.kv_case import DIRECTIONS, LAYOUTS, Case
-from offcore.kv_models import MODELS, Geometry
-from offcore.kv_peers import open_way
-from offcore.kv_plot import rows_figure, speedups
-from offcore.records import read_records
+from offcore.tools import plot
+from offcore.tools.kv.bench import Clock, Plan, run
+from offcore.tools.kv.case import DIRECTIONS, LAYOUTS, Case
+from offcore.tools.kv.models import MODELS, Geometry
+from offcore.tools.kv.peers import open_way
+from offcore.tools.kv.plot import rows_figure, speedups
+from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {

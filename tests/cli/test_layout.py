@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offcore.layout import OPS, ROOT, Layout
+from offcore.tools.bench.layout import OPS, ROOT, Layout
 
 SEED = 4321
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 import offcore
-from offcore import plot, report, versus
-from offcore.baselines import Subject, check_baseline
-from offcore.bench import Request
-from offcore.layout import Layout
-from offcore.nccl import kernels_of, verdict
-from offcore.records import read_records
-from offcore.timers import HostTimer, StreamTimer
-from offcore.workers import Entry, Worker
+from offcore.tools import plot, report
+from offcore.tools.bench import compare
+from offcore.tools.bench.baselines import check_baseline
+from offcore.tools.bench.collectives import Request
+from offcore.tools.bench.layout import Layout
+from offcore.tools.bench.nccl import kernels_of, verdict
+from offcore.tools.bench.rank_worker import Entry, Worker
+from offcore.tools.bench.subjects import Subject
+from offcore.tools.bench.timers import HostTimer, StreamTimer
+from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -269,7 +271,7 @@ def test_plot_reads_files_of_rows(offcore_cli, tmp_path):
 
 def test_the_table_beside_the_library():
     records = run_of("a")
-    assert versus.lines(records, "all_gather", 2, True) == [
+    assert compare.lines(records, "all_gather", 2, True) == [
         "     size  promised    safe    nccl  nccl,eager",
         "       1K      2.00    4.00    8.00       10.00",
         "       4K      2.00    4.00    8.00       10.00",
@@ -277,11 +279,11 @@ def test_the_table_beside_the_library():
     # What auto chose counts where it was asked, though something else is faster.
     records.append(record("offcore", 1024, 5.0, asked="auto", signals="fenced", named=False))
     records.append(record("nccl-ce", 4096, 40.0, mode="graph", kernels=0))
-    assert versus.lines(records, "all_gather", 2, True, sizes=[1024, 4096])[1:] == [
+    assert compare.lines(records, "all_gather", 2, True, sizes=[1024, 4096])[1:] == [
         "       1K      2.00    5.00    8.00       10.00        -",
         "       4K      2.00    4.00    8.00       10.00    40.00",
     ]
-    assert len(versus.lines(records, "all_gather", 4, True)) == 1
+    assert len(compare.lines(records, "all_gather", 4, True)) == 1
 
 
 def test_best_is_told_among_what_is_comparable():

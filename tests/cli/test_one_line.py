@@ -13,7 +13,10 @@ import typer
 
 import needs
 import offcore
-from offcore import cli, kv_plot, plot, records, report, tune
+from offcore.tools import plot, records, report
+from offcore.tools.bench import tune
+from offcore.tools.cli import main as cli
+from offcore.tools.kv import plot as kv_plot
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results"
 STRANGE = ("abc", -1, 0, 1.5, float("nan"), 10**30, True, None, [], {}, [1, 2])

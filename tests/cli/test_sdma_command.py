@@ -5,7 +5,8 @@ import json
 import pytest
 
 import offcore
-from offcore import sdma_run, sdma_text
+from offcore.tools.sdma import emulator
+from offcore.tools.sdma import text as sdma_text
 
 LARGEST = 0x3FFFFFC0
 COMMANDS = [
@@ -75,7 +76,7 @@ def test_collectives_run_on_engines(op: str, variant: str) -> None:
         op, machine="mi300x-8", ranks=8, nbytes=1 << 16, variant=variant, in_place=swap
     )
     for seed in (0, 1, 2):
-        done = sdma_run.run(sdma_run.of_program(program, LARGEST, seed), 256, seed)
+        done = emulator.run(emulator.of_program(program, LARGEST, seed), 256, seed)
         assert done.wrong == 0
         assert sum(record["bytes"] for record in done.records) == program.counts().bytes
         assert sum(record["laps"] for record in done.records) >= (variant == "b2b")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offcore import bench, crew
+from offcore.tools.bench import collectives, rank_processes
 
 
 @pytest.mark.parametrize("ranks", [130, 65536, 2**31 - 1])
@@ -30,8 +30,8 @@ def test_no_process_is_started(monkeypatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(crew.Crew, "_start", start)
-    request = bench.Request("all_gather", "host", None, 99999999999, [1024], ["pcpy"])
-    with pytest.raises(bench.offcore.Error, match="ranks") as failed:
-        next(bench.run(request))
+    monkeypatch.setattr(rank_processes.RankProcesses, "_start", start)
+    request = collectives.Request("all_gather", "host", None, 99999999999, [1024], ["pcpy"])
+    with pytest.raises(collectives.offcore.Error, match="ranks") as failed:
+        next(collectives.run(request))
     assert failed.value.code == "invalid"

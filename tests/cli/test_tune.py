@@ -6,9 +6,10 @@ import json
 import pytest
 
 import offcore
-from offcore import machines, tune
-from offcore.bench import Request
-from offcore.programs import program_of
+from offcore import machines
+from offcore.comm.programs import program_of
+from offcore.tools.bench import tune
+from offcore.tools.bench.collectives import Request
 
 FIELDS = {
     "impl": "offcore", "op": "all_gather", "ranks": 2, "in_place": True, "machine": "h200-2",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import offcore
-from offcore.bench import VARIANTS
+from offcore.tools.bench.collectives import VARIANTS
 
 OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import offcore
-from offcore.crew import free_port
+from offcore.ports import free_port
 
 HOST = Path(offcore.__file__).parent / "machines" / "host.json"
 

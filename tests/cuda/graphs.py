@@ -124,7 +124,7 @@ class Captured:
             rank: comm.host_array(max(self.out_bytes[rank] or 0, 1)) for rank in comm.local_ranks
         }
 
-    def start(self, **how: Any) -> offcore.api.Handle:
+    def start(self, **how: Any) -> offcore.comm.communicator.Handle:
         case, comm = self.case, self.comm
         if self.place == "window":
             out: Any = self.window.region(0, max(n or 0 for n in self.out_bytes))

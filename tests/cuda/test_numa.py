@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from test_cuda import run
 
-from offcore import Error, _core, numa
+from offcore import Error, _core
+from offcore.comm import numa
 
 
 def test_the_node_of_a_pci_device(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_cuda import run
 
-from offcore import tune
+from offcore.tools.bench import tune
 
 
 def row(

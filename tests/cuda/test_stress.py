@@ -10,7 +10,8 @@ from test_cuda import run, start
 from stores import free_store
 
 TRIALS = """
-from offcore import _core, stress
+from offcore import _core
+from offcore.comm import signal_forms
 stressed = _core.Stress(list(range(int(sys.argv[1]))))
 
 def trial(signals, shape, size, planted=False, operations=100):
@@ -22,8 +23,8 @@ def trial(signals, shape, size, planted=False, operations=100):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_both_forms_hold_where_copies_stay_in_order(ranks: int) -> None:
     code = """
-    for signals in stress.FORMS:
-        for shape in stress.SHAPES:
+    for signals in signal_forms.FORMS:
+        for shape in signal_forms.SHAPES:
             for size in (4, 1024, 65536):
                 seen = trial(signals, shape, size)
                 assert (seen.operations, seen.wrong_words, seen.stuck) == (100, 0, False), (
@@ -48,7 +49,7 @@ def test_flags_before_data_are_seen(ranks: int) -> None:
 def test_copies_that_overtake_are_seen(ranks: int) -> None:
     """Where copies of a stream overtake each other only the write-value's fence helps."""
     code = """
-    for shape in stress.SHAPES:
+    for shape in signal_forms.SHAPES:
         for size in (1024, 65536):
             assert trial("copy_order", shape, size).wrong_words > 0, (shape, size)
             assert trial("fenced", shape, size).wrong_words == 0, (shape, size)
@@ -71,7 +72,7 @@ def test_a_flag_that_never_comes_ends_the_trial() -> None:
 def test_a_trial_that_is_cut_off_saw_nothing_wrong() -> None:
     """What its readers find once they are let go of, before the data, is nobody's fault."""
     code = """
-    for signals in stress.FORMS:
+    for signals in signal_forms.FORMS:
         seen = stressed.run(signals=signals, shape="fan", planted=False, chunk_bytes=262144,
                             operations=100_000, timeout_s=0.2)
         assert seen.stuck and seen.wrong_words == 0, (signals, seen.wrong_words)
@@ -98,7 +99,7 @@ def test_a_trial_that_fails_half_way() -> None:
 
 def test_auto_is_what_the_stress_has_shown(tmp_path: Path) -> None:
     doctor = """
-    from offcore.cli import main
+    from offcore.tools.cli.main import main
     sys.argv = ["offcore", "doctor", "--stress", "--operations", "500", *sys.argv[1:]]
     main()
     """
@@ -174,7 +175,7 @@ def test_the_kernels_assemble(tmp_path: Path) -> None:
 
 def test_doctor_tells_of_the_gpus(tmp_path: Path) -> None:
     doctor = """
-    from offcore.cli import main
+    from offcore.tools.cli.main import main
     sys.argv = ["offcore", "doctor", *sys.argv[1:]]
     main()
     """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offcore import versus
-from offcore.report import format_us
 from offcore.sizes import parse_bytes
+from offcore.tools.bench import compare
+from offcore.tools.report import format_us
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -127,15 +127,15 @@ def test_the_readme_shows_recorded_times():
 @pytest.mark.parametrize("page", ["README.md", "docs/cuda.md"])
 def test_pages_show_recorded_times_of_gpus(page):
     text = (ROOT / page).read_text("utf-8")
-    assert versus.filled(text, ROOT / "benchmarks" / "results") == text
+    assert compare.filled(text, ROOT / "benchmarks" / "results") == text
     announced = re.findall(
-        r"<!-- versus (\S+) [^>]*-->\n\n +size .*promised.*\n(?: +\d.*\n){4,}", text
+        r"<!-- compare (\S+) [^>]*-->\n\n +size .*promised.*\n(?: +\d.*\n){4,}", text
     )
     assert len(announced) >= 2
     # A number that no row has is not kept.
     changed = re.sub(r"(-->\n\n.*\n +4K +)\d", r"\g<1>9", text)
     assert changed != text
-    assert versus.filled(changed, ROOT / "benchmarks" / "results") == text
+    assert compare.filled(changed, ROOT / "benchmarks" / "results") == text
 
 
 def test_the_readme_shows_recorded_times_of_host():

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from offcore import cli
 from offcore.sizes import parse_sizes
+from offcore.tools.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/*.md")
@@ -113,7 +113,7 @@ def needed(command: str) -> tuple[str, ...]:
 def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "offcore"
     tool.parent.mkdir()
-    for name, words in (("offcore", "-m offcore.cli "), ("python", "")):
+    for name, words in (("offcore", "-m offcore.tools.cli "), ("python", "")):
         (tool.parent / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n', "utf-8")
         (tool.parent / name).chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 import offcore
-from offcore import mcast_claims
-from offcore.records import read_records
+from offcore.tools.papers.mcast import claims as mcast_claims
+from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
 

@@ -347,7 +347,7 @@ def test_descriptors_of_strangers_are_not_kept() -> None:
 
 
 def test_a_secret_is_not_shown(secret: str) -> None:
-    command = [sys.executable, "-m", "offcore.cli", "doctor"]
+    command = [sys.executable, "-m", "offcore.tools.cli", "doctor"]
     for more in ([], ["--json", "-"]):
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=100)
         assert "OFFCORE_JOB_SECRET" in done.stdout

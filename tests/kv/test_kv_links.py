@@ -10,9 +10,9 @@ from test_kv_cuda import WORLD, check_on_gpu
 from test_kv_pool import check_refused
 
 from offcore import kv
-from offcore.kv_case import LAYOUTS, Case
-from offcore.kv_models import Geometry
-from offcore.kv_peers import Transfers
+from offcore.tools.kv.case import LAYOUTS, Case
+from offcore.tools.kv.models import Geometry
+from offcore.tools.kv.peers import Transfers
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offcore
-from offcore import fat_tree
-from offcore.fat_tree import Load, Tree, Wire, measure, one_spine, paper, radix, run
+from offcore.tools.mcast import fat_tree
+from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure, one_spine, paper, radix, run
 
 KIB = 1024
 IDEAL = Wire(hop_ns=0)  # 7 bytes a nanosecond, nothing else

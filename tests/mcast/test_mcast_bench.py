@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from offcore import mcast_bench, plot, reproduce_mcast
+from offcore.tools import plot
+from offcore.tools.mcast import bench as mcast_bench
+from offcore.tools.papers.mcast import figures as mcast_figures
 
 on_namespaces = pytest.mark.needs("namespaces", "tc")
 ROW = {
@@ -19,7 +21,7 @@ ROW = {
 
 
 def offcore(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", "offcore.cli", "mcast", *words)
+    command = (sys.executable, "-m", "offcore.tools.cli", "mcast", *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == status, done.stdout + done.stderr
     return done
@@ -127,7 +129,7 @@ def test_gloo_beside() -> None:
     ],
 )
 def test_refusals(words: list[str], says: str) -> None:
-    command = (sys.executable, "-m", "offcore.cli", "mcast", *words)
+    command = (sys.executable, "-m", "offcore.tools.cli", "mcast", *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2)
     assert says in done.stderr
@@ -149,10 +151,10 @@ def test_simulate_writes_rows_and_a_plot(tmp_path: Path) -> None:
 
 @pytest.mark.needs("matplotlib")
 def test_figure_12_speaks_of_diamonds_where_they_are_drawn() -> None:
-    [figure] = [one for one in reproduce_mcast.FIGURES if one.name == "figure12"]
+    [figure] = [one for one in mcast_figures.FIGURES if one.name == "figure12"]
     counted = {"multicast": 2_000_000, "ring": 4_000_000}
     found = SimpleNamespace(ports={op: counted for op in ("broadcast", "all_gather")})
-    rows = reproduce_mcast.recorded(Path(__file__).parents[2] / "benchmarks" / "results")
+    rows = mcast_figures.recorded(Path(__file__).parents[2] / "benchmarks" / "results")
     for given in (rows, []):
         drawn = figure.draw(found, given)
         diamonds = [line for axes in drawn.axes for line in axes.get_lines()]
@@ -164,7 +166,15 @@ def test_figure_12_speaks_of_diamonds_where_they_are_drawn() -> None:
 
 @pytest.mark.needs("matplotlib")
 def test_reproduce_mcast_draws_every_figure(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "offcore.cli", "reproduce", "mcast", "--out", str(tmp_path))
+    command = (
+        sys.executable,
+        "-m",
+        "offcore.tools.cli",
+        "reproduce",
+        "mcast",
+        "--out",
+        str(tmp_path),
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1, done.stderr  # not all claims are met
     names = {"figure2", "figure7", "figure10", "figure11", "figure12", "figure13", "speedup"}

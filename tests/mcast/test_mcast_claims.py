@@ -2,7 +2,8 @@
 
 import pytest
 
-from offcore import findings, mcast_claims
+from offcore.tools.papers import findings
+from offcore.tools.papers.mcast import claims as mcast_claims
 
 
 @pytest.fixture(scope="module")

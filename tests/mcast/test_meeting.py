@@ -12,7 +12,7 @@ from crews import at_once, free_address
 
 import offcore
 from offcore import _core, mcast
-from offcore.meeting import AddressMeeting, StoreMeeting, meeting_of
+from offcore.mcast.bootstrap import AddressMeeting, StoreMeeting, meeting_of
 
 
 class Store:
@@ -124,7 +124,7 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
 
 RANK = """
 import sys
-from offcore.meeting import AddressMeeting
+from offcore.mcast.bootstrap import AddressMeeting
 print("comes", flush=True)
 met = AddressMeeting(sys.argv[1], int(sys.argv[2]), 3)
 print(met.all_gather(sys.argv[3].encode(), 20.0))

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import offcore
-from offcore import namespaces, plain_exchange
-from offcore.fat_tree import Load, Wire, run
-from offcore.testbed import Testbed
-from offcore.testbed_faults import PSN_BIT, Faults, counts
-from offcore.testbed_run import Place
-from offcore.testbed_run import run as on_testbed
+from offcore.tools.mcast.fat_tree import Load, Wire, run
+from offcore.tools.testbed import namespaces, plain_exchange
+from offcore.tools.testbed.fabric import Testbed
+from offcore.tools.testbed.faults import PSN_BIT, Faults, counts
+from offcore.tools.testbed.launcher import Place
+from offcore.tools.testbed.launcher import run as on_testbed
 
 pytestmark = pytest.mark.needs("namespaces", "tc")
 HERE = Path(__file__).parent
@@ -67,7 +67,7 @@ def test_counters_are_the_simulators() -> None:
     place = Place(hosts=12, hosts_per_leaf=4, offloads=False)
     [found] = results("both", place, nbytes=64 * 1024)
     assert found["multicast"]["wrong"] == found["ring"]["wrong"] == 0
-    tree = offcore.fat_tree.one_spine(4, 12)
+    tree = offcore.tools.mcast.fat_tree.one_spine(4, 12)
     datagrams = Wire(packet_bytes=1472, datagram_header=plain_exchange.DATAGRAM_HEADERS)
     [load] = [Load("all_gather", "multicast", 12 * 64 * 1024)]
     simulated = run(tree, datagrams, [load]).switch_bytes
@@ -93,7 +93,7 @@ def test_counters_are_the_simulators() -> None:
 def test_super_packets_are_counted_as_they_pass() -> None:
     [found] = results("both", Place(hosts=6, hosts_per_leaf=3), nbytes=58_880 * 2)
     together = Wire(packet_bytes=58_880, datagram_header=plain_exchange.DATAGRAM_HEADERS)
-    tree = offcore.fat_tree.one_spine(3, 6)
+    tree = offcore.tools.mcast.fat_tree.one_spine(3, 6)
     simulated = run(tree, together, [Load("all_gather", "multicast", 6 * 58_880 * 2)]).switch_bytes
     assert found["multicast"]["switch_bytes"] == pytest.approx(simulated, rel=0.02)
 
@@ -154,7 +154,7 @@ def test_chosen_numbers_are_lost() -> None:
 def test_a_command_runs_on_every_host(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["sh", "-c", "echo $RANK of $WORLD_SIZE; exit $RANK"]
     task = {"words": words, "timeout_s": 30.0}
-    [found] = on_testbed("offcore.testbed_run:command", Place(hosts=3), task)
+    [found] = on_testbed("offcore.tools.testbed.launcher:command", Place(hosts=3), task)
     assert found["status"] == [0, 1, 2]
     assert found["failed"] in (1, 2)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"]
@@ -163,7 +163,7 @@ def test_a_command_runs_on_every_host(capfd: pytest.CaptureFixture[str]) -> None
 def offcore_tool(folder: Path) -> dict[str, str]:
     """An environment in which `offcore` is this one."""
     tool = folder / "offcore"
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.cli "$@"\n')
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m offcore.tools.cli "$@"\n')
     tool.chmod(0o755)
     return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "COLUMNS": "200"}
 
@@ -223,7 +223,7 @@ def test_ranks_of_different_hosts_need_a_secret(capfd: pytest.CaptureFixture[str
         (["env", "-u", "OFFCORE_JOB_SECRET"], ["invalid rank 0 at ", "timeout rank 1 did not "]),
     ):
         task = {"words": [*words, sys.executable, "-c", MEETS], "timeout_s": 60.0}
-        [found] = on_testbed("offcore.testbed_run:command", Place(hosts=2), task)
+        [found] = on_testbed("offcore.tools.testbed.launcher:command", Place(hosts=2), task)
         assert found["status"] == [0, 0]
         said = sorted(capfd.readouterr().out.splitlines())
         for line, start in zip(said, expected, strict=True):
@@ -263,7 +263,7 @@ def test_what_other_systems_deny_namespaces_by_is_named(
 def test_a_command_has_a_limit() -> None:
     task = {"words": ["sleep", "60"], "timeout_s": 0.2}
     with pytest.raises(offcore.Error, match="ranks 0, 1: the command took more than"):
-        list(on_testbed("offcore.testbed_run:command", Place(hosts=2), task))
+        list(on_testbed("offcore.tools.testbed.launcher:command", Place(hosts=2), task))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def processes_with(mark: str) -> list[int]:
 def test_nothing_is_left(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"testbed-{uuid.uuid4().hex}"
     monkeypatch.setenv("OFFCORE_TEST_MARK", mark)
-    command = [sys.executable, "-m", "offcore.cli", "mcast", "testbed", "--hosts", "4"]
+    command = [sys.executable, "-m", "offcore.tools.cli", "mcast", "testbed", "--hosts", "4"]
     words = ["sh", "-c", "echo here; sleep 600"]
 
     def listen() -> None:  # a job in the background of a script is started deaf to SIGINT
@@ -315,7 +315,17 @@ def test_nothing_is_left(number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 
 def test_the_command_line_checks_a_testbed() -> None:
     done = subprocess.run(
-        (sys.executable, "-m", "offcore.cli", "mcast", "testbed", "--hosts", "5", "--json", "-"),
+        (
+            sys.executable,
+            "-m",
+            "offcore.tools.cli",
+            "mcast",
+            "testbed",
+            "--hosts",
+            "5",
+            "--json",
+            "-",
+        ),
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offcore import mcast, mcast_torch
+from offcore import mcast
+from offcore.mcast import torch as mcast_torch
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import offcore
-from offcore import calibrate, machines
-from offcore.latte import calibrated, fit, sweep
+from offcore import machines
+from offcore.tools.papers import calibrate
+from offcore.tools.papers.latte import calibrated, fit, sweep
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from offcore import _core, machines
-from offcore.findings import Finding, tally
-from offcore.latte import calibrated, figures, fit, kv, power, rows, sweep
+from offcore.tools.papers.findings import Finding, tally
+from offcore.tools.papers.latte import calibrated, figures, fit, kv, power, rows, sweep
 
 M = 1 << 20
 

@@ -12,8 +12,10 @@ import pytest
 
 import needs
 import offcore
-from offcore import _core, explain, machines, reproduce
-from offcore.latte import figures, rows
+from offcore import _core, machines
+from offcore.tools import explain
+from offcore.tools.papers import reproduce
+from offcore.tools.papers.latte import figures, rows
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"figure-{n}" for n in (1, 7, 13, 14, 15, 16, 17)] + ["table-2", "table-3"]
@@ -23,7 +25,7 @@ def offcore_command(*words: str, cwd: Path, **env: str) -> subprocess.CompletedP
     import os
 
     return subprocess.run(
-        (sys.executable, "-m", "offcore.cli", *words),
+        (sys.executable, "-m", "offcore.tools.cli", *words),
         cwd=cwd,
         env=os.environ | env,
         capture_output=True,

@@ -3,7 +3,7 @@
 import pytest
 
 from offcore import _core, machines
-from offcore.programs import program_of
+from offcore.comm.programs import program_of
 
 
 def commands(op, nbytes, variant, protocol, in_place, machine="h200-4"):

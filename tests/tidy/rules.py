@@ -34,9 +34,9 @@ FOREIGN = re.compile(r"^(torch|ATen|c10|cuda|cupti|nvml|nccl|hip|hsa|rocm|rccl|n
 # Where the environment may be read, and why there.
 ENVIRONMENT_READERS = {
     "core/base/env.cpp": "the one table of variables",
-    "python/offcore/crew.py": "hands its environment on to the ranks it starts",
-    "python/offcore/doctor.py": "tells the variables that are set from those left at their default",
-    "python/offcore/testbed_run.py": "gives the hosts of a testbed a secret",
+    "python/offcore/tools/bench/rank_processes.py": "hands its environment to its ranks",
+    "python/offcore/tools/doctor.py": "tells variables that are set from those left alone",
+    "python/offcore/tools/testbed/launcher.py": "gives the hosts of a testbed a secret",
 }
 
 Findings = list[tuple[int, str]]

@@ -1,0 +1,9 @@
+"""Collectives of the ranks on one host."""
+
+from offcore.comm.communicator import Communicator
+from offcore.comm.handle import Handle, View
+from offcore.comm.programs import show_program, variants
+from offcore.comm.result import Result
+from offcore.comm.window import Window
+
+__all__ = ["Communicator", "Handle", "Result", "View", "Window", "show_program", "variants"]

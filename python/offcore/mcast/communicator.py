@@ -1,0 +1,363 @@
+"""The ranks of a multicast group, and their operations."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offcore import _core, defaults
+from offcore.errors import error
+from offcore.mcast.bootstrap import meeting_of
+from offcore.mcast.metrics import prometheus
+from offcore.operands import OperandError, checked, keep_alive, memory_of, same_dtype
+
+__all__ = ["Communicator", "Handle", "Result"]
+
+_TAG_BYTES, _SECRET_BYTES, _CODE_BYTES = 8, 16, 32
+CHAINS = 2  # while one root starts or ends the other one sends
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operation took, at this rank. The phases are those of the paper's Figure 10."""
+
+    op: str
+    ranks: int
+    bytes: int  # S, the whole array
+    path: str  # what brought this rank its bytes: "multicast", "ring", "multicast+ring" or "none"
+    datagrams: int
+    lost_chunks: int  # missing when the multicast phase was cut off
+    fetched_chunks: int
+    fetches: int
+    cutoffs: int  # how often the cutoff timer fired
+    barrier_us: float
+    multicast_us: float
+    recovery_us: float
+    handshake_us: float
+
+
+class Handle:
+    """An operation under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(
+        self, op: str, ranks: int, operation: _core.McastOperation, timeout: float
+    ) -> None:
+        self._op = op
+        self._ranks = ranks
+        self._operation = operation
+        self._timeout = timeout
+        self._result: Result | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        return self._operation.ended
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits until this rank's output is complete and nobody reads its buffers any more.
+
+        timeout: seconds; None: the communicator's, and a little. Raises `Error`: timeout (it goes
+        on where only this wait was too short), peer, cancelled, mismatch. After any but the first
+        the communicator is dead.
+        """
+        if self._result is None:
+            report = self._operation.wait(self._timeout if timeout is None else timeout)
+            self._result = self._result_of(report)
+        return self._result
+
+    def _result_of(self, report: dict[str, int]) -> Result:
+        ways = [
+            name
+            for name, count in (
+                ("multicast", report["datagrams"]),
+                ("ring", report["fetched_chunks"]),
+            )
+            if count > 0
+        ]
+        return Result(
+            op=self._op,
+            ranks=self._ranks,
+            bytes=report["bytes"],
+            path="+".join(ways) or "none",
+            datagrams=report["datagrams"],
+            lost_chunks=report["lost_chunks"],
+            fetched_chunks=report["fetched_chunks"],
+            fetches=report["fetches"],
+            cutoffs=report["cutoffs"],
+            barrier_us=report["barrier_ns"] / 1e3,
+            multicast_us=report["multicast_ns"] / 1e3,
+            recovery_us=report["recovery_ns"] / 1e3,
+            handshake_us=report["handshake_ns"] / 1e3,
+        )
+
+
+class Communicator:
+    """The ranks of a group, joined by multicast. Collective: all ranks open it alike.
+
+    meeting: where they find each other: "host:port", at which rank 0 listens (OFFCORE_STORE), a
+    torch.distributed store, or a process group; None without OFFCORE_STORE: the default group.
+    At an address, ranks on several hosts need OFFCORE_JOB_SECRET (docs/security.md).
+    rank, world_size: needed except for a group (OFFCORE_RANK, OFFCORE_WORLD_SIZE).
+    interface: name or address of the network interface; None: the first that can multicast.
+    subgroups: multicast groups that a buffer is split over. chains: roots of an all-gather that
+    send at once. multicast: False sends everything through the ring. sealed: a MAC in every
+    datagram. receive_workers, send_workers: threads besides the one that decides; None: by cores.
+    timeout: seconds of one operation (OFFCORE_TIMEOUT_S). silence: seconds after which a peer that
+    says nothing is taken for dead. link_gbitps (Gbit/s), alpha_us: of the cutoff timer N/B + alpha.
+    The rest: the UDP transport's, see docs/mcast.md.
+
+    Calls are enqueued and run one after the other; all ranks make the same ones in the same order.
+    Raises `Error`: invalid, timeout (ranks that did not come), mismatch, driver.
+    """
+
+    def __init__(
+        self,
+        meeting: Any = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        interface: str | None = None,
+        subgroups: int = 1,
+        chains: int = CHAINS,
+        multicast: bool = True,
+        sealed: bool = False,
+        receive_workers: int | None = None,
+        send_workers: int | None = None,
+        timeout: float | None = None,
+        silence: float = 5.0,
+        link_gbitps: float = 10.0,
+        alpha_us: float = 10_000.0,
+        settle_us: float = 200.0,
+        spin_us: float = 100.0,
+        ipv6: bool = False,
+        hops: int = 1,
+        multicast_group: str = "",
+        port: int = 0,
+        gso: bool = True,
+        gro: bool = True,
+        datagram_bytes: int = 0,
+        buffer_bytes: int = 4 << 20,
+    ) -> None:
+        self._timeout = defaults.seconds(timeout)
+        began = time.monotonic()
+        met = meeting_of(meeting, rank, world_size)
+        self._rank, self._ranks = met.rank, met.world_size
+
+        options = _core.McastUdpOptions()
+        options.interface = interface or ""
+        options.ipv6 = ipv6
+        options.multicast_group = multicast_group
+        options.port = port
+        options.hops = hops
+        options.gso, options.gro = gso, gro
+        options.datagram_bytes = datagram_bytes
+        options.buffer_bytes = buffer_bytes
+        cores = len(os.sched_getaffinity(0))
+        few = cores < 4  # then the control thread does it all
+        loops = _core.McastLoops.start(
+            _workers(receive_workers, 0 if few else min(subgroups, cores // 2)),
+            _workers(send_workers, 0 if few else 1),
+            _nanoseconds("spin_us", spin_us, 1e3),
+        )
+        self._node: _core.McastNode | None = _core.open_udp_node(options, loops)
+        self._counters: dict[str, int] = {}  # once it is closed
+
+        group = _core.McastGroup()
+        group.rank, group.ranks = self._rank, self._ranks
+        group.subgroups, group.chains = subgroups, chains
+        group.multicast, group.sealed = multicast, sealed
+        group.timeout_ns = _nanoseconds("timeout", self._timeout, 1e9)
+        group.silence_ns = _nanoseconds("silence", silence, 1e9)
+        group.link_bytes_s = link_gbitps * 1e9 / 8
+        group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
+        group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
+        group.check()
+        addresses = self._meet(met, group, options, self._node.address)
+        group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
+        left = self._timeout - (time.monotonic() - began)
+        self._node.start(group, addresses, max(left, 0.0))
+
+    def _meet(
+        self, met: Any, group: _core.McastGroup, options: _core.McastUdpOptions, address: bytes
+    ) -> list[bytes]:
+        """All ranks' addresses; the group gets its key, rank 0's."""
+        agreed = {
+            name: getattr(group, name)
+            for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
+        }
+        agreed |= {name: getattr(options, name) for name in ("ipv6", "multicast_group", "port")}
+        card = {"rank": self._rank, "agreed": agreed, "address": address.hex()}
+        if self._rank == 0:
+            card["salt"] = secrets.token_hex(_TAG_BYTES + _SECRET_BYTES)
+        job_secret = _core.env("OFFCORE_JOB_SECRET").encode()
+        cards = []
+        for rank, blob in enumerate(met.all_gather(_signed(job_secret, card), self._timeout)):
+            other = _opened(job_secret, blob)
+            if other is None or other["rank"] != rank:
+                raise error(
+                    "mismatch",
+                    f"rank {rank} has another OFFCORE_JOB_SECRET than rank {self._rank}: give all "
+                    "ranks the same",
+                )
+            if other["agreed"] != agreed:
+                raise error(
+                    "mismatch",
+                    f"rank {rank} opens its communicator with {other['agreed']}, rank "
+                    f"{self._rank} with {agreed}: they must be alike",
+                )
+            cards.append(other)
+        # Who reads the salt on its way, but has no part in the job's secret, has no key.
+        key = hmac.digest(job_secret, bytes.fromhex(cards[0]["salt"]), "sha256")
+        group.tag = int.from_bytes(key[:_TAG_BYTES], "big")
+        group.set_secret(key[_TAG_BYTES : _TAG_BYTES + _SECRET_BYTES])
+        return [bytes.fromhex(other["address"]) for other in cards]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._ranks
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an operation gives up."""
+        return self._timeout
+
+    def broadcast(self, array: Any, root: int = 0) -> Handle:
+        """The root's array, to all: contiguous, and of as many bytes at every rank."""
+        root = checked("root", root, self._ranks - 1)
+        place, _ = self._place("broadcast", array, "array", self._rank != root)
+        counts = [0] * self._ranks
+        counts[root] = place[1]
+        return self._submit("broadcast", root, place[0], counts, array)
+
+    def all_gather(self, out: Any, inp: Any = None) -> Handle:
+        """Every rank's `inp`, in the order of the ranks, in every rank's `out`, which is as many
+        times as large. None: this rank's part lies in `out` already. Both are the operation's until
+        it has ended: `inp` is read when its turn comes."""
+        place, dtype = self._place("all_gather", out, "out", True)
+        if place[1] % self._ranks:
+            raise error(
+                "invalid",
+                f"all_gather: out has {place[1]} bytes, which {self._ranks} ranks do not divide; "
+                "use all_gather_v",
+            )
+        counts = [place[1] // self._ranks] * self._ranks
+        return self._gather("all_gather", place, dtype, counts, out, inp)
+
+    def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
+        """As all_gather, but rank r gives `counts[r]` elements."""
+        place, dtype = self._place("all_gather_v", out, "out", True)
+        if len(counts) != self._ranks:
+            raise error("invalid", f"all_gather_v: {len(counts)} counts, but {self._ranks} ranks")
+        itemsize: int = memory_of(out, True)[2]
+        in_bytes = [checked("all_gather_v: a count", count) * itemsize for count in counts]
+        if sum(in_bytes) != place[1]:
+            raise error(
+                "invalid",
+                f"all_gather_v: the counts make {sum(in_bytes)} bytes, out has {place[1]}",
+            )
+        return self._gather("all_gather_v", place, dtype, in_bytes, out, inp)
+
+    def barrier(self) -> Handle:
+        """Ends once all ranks have called it."""
+        return self._submit("barrier", 0, 0, [0] * self._ranks, None)
+
+    def _gather(
+        self,
+        op: str,
+        place: tuple[int, int],
+        dtype: Any,
+        counts: list[int],
+        out: Any,
+        inp: Any,
+    ) -> Handle:
+        start = 0
+        if inp is not None:
+            source, kind = self._place(op, inp, "inp", False)
+            if not same_dtype(dtype, kind):
+                raise error("invalid", f"{op}: out has dtype {dtype}, inp {kind}")
+            if source[1] != counts[self._rank]:
+                raise error(
+                    "invalid",
+                    f"{op}: inp has {source[1]} bytes, but {counts[self._rank]} of out are this "
+                    "rank's",
+                )
+            start = source[0]
+        return self._submit(op, 0, place[0], counts, (out, inp), start)
+
+    def _place(self, op: str, array: Any, name: str, writable: bool) -> tuple[tuple[int, int], Any]:
+        try:
+            place, dtype, _ = memory_of(array, writable)
+        except OperandError as refusal:
+            raise error("invalid", f"{op}: {name}{refusal}") from None
+        return place, dtype
+
+    def _submit(
+        self, op: str, root: int, address: int, counts: list[int], keep: Any, inp: int = 0
+    ) -> Handle:
+        kind = "broadcast" if op in ("broadcast", "barrier") else "all_gather"
+        if self._node is None:
+            raise error("cancelled", "the communicator was closed")
+        operation = self._node.submit(kind, root, address, counts, keep_alive(keep), inp)
+        return Handle(op, self._ranks, operation, self._timeout + 1.0)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was counted since the beginning, by name: see docs/mcast.md."""
+        node = self._node
+        return dict(self._counters if node is None else node.counters)
+
+    def metrics(self) -> str:
+        """The counters as Prometheus text."""
+        return prometheus(self.counters, {"rank": str(self._rank)})
+
+    def close(self) -> None:
+        """Says goodbye to the peers, which takes 1.5 s where one does not hear it, and gives up
+        threads and sockets. Operations that have not ended fail as cancelled."""
+        node = self._node
+        if node is not None:
+            node.close()
+            with contextlib.suppress(_core.Error):  # a forked child has none
+                self._counters = dict(node.counters)
+            self._node = None
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _signed(job_secret: bytes, card: dict[str, Any]) -> bytes:
+    said = json.dumps(card).encode()
+    return hmac.digest(job_secret, said, "sha256") + said
+
+
+def _opened(job_secret: bytes, blob: bytes) -> dict[str, Any] | None:
+    """None where it was signed under another secret."""
+    code, said = blob[:_CODE_BYTES], blob[_CODE_BYTES:]
+    if not hmac.compare_digest(code, hmac.digest(job_secret, said, "sha256")):
+        return None
+    card: dict[str, Any] = json.loads(said)
+    return card
+
+
+def _nanoseconds(name: str, time: float, unit: float) -> int:
+    if not 0 <= time * unit <= 1e18:  # nor is NaN a time
+        raise error("invalid", f"{name} is {time}: it must be a time, and at most 30 years")
+    return int(time * unit)
+
+
+def _workers(given: int | None, by_cores: int) -> int:
+    return by_cores if given is None else checked("workers", given, 64)

@@ -1,0 +1,1 @@
+"""Collectives measured: a process a rank, beside NCCL and other baselines."""

@@ -1,0 +1,178 @@
+"""`offcore kv bench` and `offcore kv plot`: KV-cache transfers between a GPU and host memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offcore.tools import plot, report
+from offcore.tools.bench import collectives
+from offcore.tools.cli.options import (
+    COUNT_MAX,
+    BackendName,
+    ItersOption,
+    JsonOption,
+    PlotOption,
+    TimeoutOption,
+    known_names,
+)
+from offcore.tools.kv import bench as kv_bench
+from offcore.tools.kv import plot as kv_plot
+from offcore.tools.kv.case import DIRECTIONS, LAYOUTS
+from offcore.tools.kv.models import MODELS, geometry
+from offcore.tools.kv.peers import PEERS
+from offcore.tools.records import read_records
+from offcore.tools.report import JsonLines, Stamp
+
+app = typer.Typer(
+    help="Measure transfers of KV-cache blocks between a GPU and host memory.",
+    no_args_is_help=True,
+)
+
+
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="How the cache lies: layers (outermost, one tensor), tensors (one a layer), "
+        "kv-apart (the same, K and V apart), contiguous (over the layers).",
+    ),
+]
+
+
+@app.command("bench")
+def bench_command(
+    model: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"all, or of {', '.join(MODELS)}.")
+    ] = "qwen2.5-0.5b",
+    layout: LayoutOption = LAYOUTS[0],
+    tokens: Annotated[
+        str, typer.Option(metavar="N,...", help="Tokens of a request, 16 a block.")
+    ] = "4096",
+    direction: Annotated[
+        str, typer.Option(metavar="NAME,...", help="load, store, both (at once).")
+    ] = "load",
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help=f"Of {', '.join(PEERS)}; those absent are told. Default loop."
+        ),
+    ] = "loop",
+    links: Annotated[
+        str | None,
+        typer.Option(metavar="all|N,...", help="GPUs that lend offcore their links to the host."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Requests under way at once.")
+    ] = 1,
+    with_gemm: Annotated[
+        bool,
+        typer.Option(
+            "--with-gemm", metavar="", help="How much matrix products slow down (torch, GPU)."
+        ),
+    ] = False,
+    backend: Annotated[
+        BackendName, typer.Option(metavar="NAME", help="cuda, host, or auto.")
+    ] = BackendName.auto,
+    iters: ItersOption = kv_bench.ROUNDS,
+    timeout: TimeoutOption = 30.0,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+) -> None:
+    """Time loads and stores of scattered blocks beside peers, and check every byte.
+
+    GB/s are 1e9 bytes a second; % is of one contiguous copy in the same run.
+
+    \b
+    offcore kv bench --model qwen2.5-0.5b,qwen2.5-1.5b --tokens 1024
+    offcore kv bench --backend cuda --direction load,store --baseline loop,batch,kernel --with-gemm
+    """
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    names = list(MODELS) if model == "all" else known_names(model, "--model", list(MODELS))
+    plan = kv_bench.Plan(
+        backend=collectives.resolve_backend(backend.value, None),
+        geometries=[geometry(name) for name in names],
+        tokens=_numbers(tokens, 1, "--tokens"),
+        layouts=known_names(layout, "--layout", LAYOUTS),
+        directions=known_names(direction, "--direction", DIRECTIONS),
+        peers=known_names(baseline, "--baseline", PEERS) if baseline else [],
+        requests=requests,
+        links=_links(links),
+        rounds=iters,
+        with_gemm=with_gemm,
+        timeout_s=timeout,
+    )
+    rows = _measure(plan, json)
+    if plot_to is not None:
+        kv_plot.plot_rows(rows, plot_to)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+    if any(row["wrong"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _numbers(text: str, least: int, option: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+        if min(numbers) < least:
+            raise ValueError
+    except ValueError:
+        raise typer.BadParameter(
+            f"'{text}' is no list of numbers from {least} on", param_hint=option
+        ) from None
+    return numbers
+
+
+def _links(text: str | None) -> list[int] | str | None:
+    return text if text in (None, "all") else _numbers(text, 0, "--links")
+
+
+def _measure(plan: kv_bench.Plan, json: str | None) -> list[dict[str, Any]]:
+    console = report.console(stderr=json == "-")
+    rows: list[dict[str, Any]] = []
+    absent: list[str] = []
+    stamp = asdict(Stamp())
+    with JsonLines(json) as lines:
+        try:
+            for row in kv_bench.run(plan):
+                lines.write(row | stamp)
+                if "absent" in row:
+                    absent.append(row["absent"])
+                else:
+                    rows.append(row)
+        finally:
+            if rows:
+                console.print(kv_bench.table(rows))
+            for line in absent:
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return rows
+
+
+@app.command("plot")
+def plot_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows (--json).")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
+        "plot.png"
+    ),
+    figure: Annotated[
+        int,
+        typer.Option(
+            metavar="16|17",
+            help="DMA-Latte's: times as fast as the loop, one request (16) or several (17).",
+        ),
+    ] = 16,
+) -> None:
+    """Draw recorded rows of offcore kv bench as the paper draws its fetches.
+
+    \b
+    offcore kv plot kv.jsonl --figure 16 --out figure16.png
+    """
+    plot.check_plot(out)
+    if figure not in kv_plot.FIGURES:
+        raise typer.BadParameter("16 or 17", param_hint="--figure")
+    records = [record for path in files for record in read_records(path)]
+    kv_plot.plot_rows(records, out, figure)
+    typer.echo(f"plot: {out}")

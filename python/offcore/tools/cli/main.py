@@ -1,0 +1,481 @@
+"""The command line: `offcore bench | kv | tune | plot | breakdown | show | explain | ...`.
+
+Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
+and exit status 1; a wrong call is status 2; wrong bytes are a failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import offcore
+from offcore import folders
+from offcore.comm import signal_forms
+from offcore.errors import error
+from offcore.sizes import parse_bytes, parse_sizes
+from offcore.tools import demo, doctor, plot, report
+from offcore.tools.bench import collectives, tune
+from offcore.tools.cli import kv as kv_commands
+from offcore.tools.cli import mcast as mcast_commands
+from offcore.tools.cli import sdma as sdma_commands
+from offcore.tools.cli.model import COMMANDS
+from offcore.tools.cli.options import (
+    COUNT_MAX,
+    REAL_SIZES,
+    SIM_SIZES,
+    SIZES_METAVAR,
+    VARIANT_HELP,
+    BackendName,
+    BackendOption,
+    BaselineOption,
+    CallsOption,
+    CheckOption,
+    InPlaceOption,
+    ItersOption,
+    JsonOption,
+    MachineOption,
+    MetricOption,
+    OpArgument,
+    OwnCopyOption,
+    PlotOption,
+    ProtocolName,
+    ProtocolOption,
+    ProtocolsOption,
+    RanksOption,
+    SignalsOption,
+    SimMachineOption,
+    SizesOption,
+    StressOption,
+    TimeoutOption,
+    TimingOption,
+    VariantsOption,
+    WarmupOption,
+    known_names,
+    names_of,
+    parsed,
+)
+from offcore.tools.papers.latte.calibrated import caution
+from offcore.tools.records import read_records
+from offcore.tools.report import JsonLines, Row, Skip, Stamp
+
+SIM_MACHINE = "mi300x-8"
+REAL_RANKS = 2
+
+app = typer.Typer(
+    help="GPU communication off the cores, on copy (DMA) engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.add_typer(sdma_commands.app, name="sdma")
+app.add_typer(kv_commands.app, name="kv")
+app.add_typer(mcast_commands.app, name="mcast")
+
+
+def _default_ranks(backend: str, machine: str | None) -> int:
+    if machine:
+        return offcore.machines.load(machine).ranks
+    return offcore._core.gpus() if backend == "cuda" else REAL_RANKS
+
+
+def _request(
+    op: str,
+    backend: str,
+    machine: str | None,
+    ranks: int | None,
+    sizes: str | None,
+    variants: str,
+    protocol: str,
+    signals: str | None,
+    timing: str,
+    own_copy: str,
+    **rest: Any,
+) -> collectives.Request:
+    """Fills in what depends on the backend: machine, ranks, sizes, protocols, forms."""
+    backend = collectives.resolve_backend(backend, machine)
+    protocols = known_names(protocol, "--protocol", [one.value for one in ProtocolName])
+    if backend == "sim":
+        machine = machine or SIM_MACHINE
+        # The paper's set-up: an operation may write at once, its buffers are known to be free.
+        protocols = ["promise" if one == "auto" else one for one in protocols]
+    ranks = ranks or _default_ranks(backend, machine)
+    forms = known_names(signals, "--signals", collectives.SIGNALS) if signals else None
+    own = known_names(own_copy, "--own-copy", collectives.OWN_COPIES)
+    if backend != "cuda" and (forms or "sm" in own):
+        option = "--signals" if forms else "--own-copy sm"
+        raise error("unsupported", f"{option} is about GPUs: {backend} has one form only")
+    named = variants not in ("all", "auto")
+    names = list(collectives.VARIANTS) if variants == "all" else names_of(variants, "--variants")
+    default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
+    return collectives.Request(
+        op=op,
+        backend=backend,
+        machine=machine,
+        ranks=ranks,
+        sizes=parsed(parse_sizes, sizes or default_sizes, "--sizes"),
+        variants=names,
+        named=named,
+        protocols=list(dict.fromkeys(protocols)),
+        signals=[*forms] if forms else ["fenced"] if backend == "cuda" else [None],
+        own_copies=own,
+        timings=known_names(timing, "--timing", collectives.TIMINGS),
+        **rest,
+    )
+
+
+@app.command("bench")
+def bench_command(
+    op: OpArgument,
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
+    ranks: RanksOption = None,
+    sizes: SizesOption = None,
+    variants: VariantsOption = "all",
+    in_place: InPlaceOption = False,
+    protocol: ProtocolsOption = "auto",
+    signals: SignalsOption = None,
+    own_copy: OwnCopyOption = collectives.OWN_COPIES[0],
+    timing: TimingOption = "chain",
+    iters: ItersOption = collectives.BATCHES,
+    calls: CallsOption = collectives.CALLS,
+    warmup: WarmupOption = collectives.WARMUP_CALLS,
+    check: CheckOption = True,
+    baseline: BaselineOption = None,
+    timeout: TimeoutOption = 30.0,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+    metric: MetricOption = None,
+) -> None:
+    """Time a collective by size and variant, and check every byte it moved.
+
+    The columns are those of nccl-tests; GB/s are 1e9 bytes a second; a size is the total array.
+
+    \b
+    offcore bench all_gather --machine mi300x-8 --sizes 1K:4G:4
+    offcore bench all_to_all --machine mi300x-8 --in-place
+    offcore bench all_gather --backend host --ranks 2 --baseline gloo,memcpy
+    offcore bench all_gather --backend cuda --in-place --baseline nccl,nccl-ce
+    """
+    request = _request(
+        op.value,
+        backend.value,
+        machine,
+        ranks,
+        sizes,
+        variants,
+        protocol,
+        signals,
+        timing,
+        own_copy,
+        in_place=in_place,
+        batches=iters,
+        calls=calls,
+        warmup=warmup,
+        check=check,
+        baselines=names_of(baseline, "--baseline") if baseline else [],
+        timeout_s=timeout,
+    )
+    absent = collectives.check_baselines(request)
+    for name, why in absent.items():
+        typer.echo(f"baseline {name}: unavailable: {why}", err=True)
+    present = [name for name in request.baselines if name not in absent]
+    request = replace(request, baselines=present)
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    rows = _measure(request, json)
+    if plot_to is not None:
+        plot.plot_rows(rows, plot_to, metric.value if metric else None)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _measure(request: collectives.Request, json: str | None) -> list[Row]:
+    rows: list[Row] = []
+    skips: list[Skip] = []
+
+    def show() -> None:
+        if rows:
+            rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
+            console = report.console(stderr=json == "-")
+            report.print_rows(rows, skips, console)
+            if note := caution(request.machine) if request.backend == "sim" else "":
+                console.print(note, highlight=False, soft_wrap=True)
+
+    try:
+        with JsonLines(json) as lines:
+            measure = partial(collectives.run, request)
+            report.collect(measure, request.steps, request.op, lines, Stamp(), rows, skips)
+    except BrokenPipeError:  # the reader of the rows has had enough
+        raise
+    except BaseException:
+        show()  # what is known, also when a later size failed
+        raise
+    show()
+    if not rows:
+        raise error("unsupported", "; ".join(dict.fromkeys(skip.reason for skip in skips)))
+    return rows
+
+
+@app.command("tune")
+def tune_command(
+    backend: BackendOption = BackendName.auto,
+    machine: MachineOption = None,
+    ranks: RanksOption = None,
+    ops: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"Operations: {', '.join(tune.OPS)}.")
+    ] = "all_gather,all_to_all",
+    sizes: SizesOption = None,
+    signals: SignalsOption = None,
+    prelaunch: Annotated[
+        bool, typer.Option("--prelaunch", metavar="", help="Prelaunched variants may win too.")
+    ] = False,
+    iters: ItersOption = collectives.BATCHES,
+    calls: CallsOption = collectives.CALLS,
+    timeout: TimeoutOption = 30.0,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Recorded rows (--json), not a measurement."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The table; by default in your folder of machines."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure every variant and write the table that auto chooses by.
+
+    A table is looked up as tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by
+    default ~/.config/offcore/machines), then in offcore's own: offcore doctor lists them. --json
+    keeps the rows that it was picked from.
+
+    \b
+    offcore tune --backend cuda --signals fenced,copy_order
+    offcore tune --from rows.jsonl --out machines/tuned/h200-4.json
+    """
+    if source is not None:
+        records = tune.read(source)
+    else:
+        kinds = collectives.VARIANTS if prelaunch else collectives.KINDS
+        names = known_names(ops, "--ops", tune.OPS)
+        resolved = collectives.resolve_backend(backend.value, machine)
+        if resolved == "sim":
+            raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
+        sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
+        kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
+        template = _request(
+            names[0],
+            resolved,
+            machine,
+            ranks,
+            sizes,
+            "all",
+            tune.PROTOCOLS,
+            signals,
+            "chain",
+            "engine",
+            **kept,
+        )
+        template = replace(template, variants=list(kinds))
+        folders.prepare(out.parent if out else folders.machines() / "tuned")
+        records = tune.measure(tune.requests(template, names), json)
+    name = tune.machine_of(records)
+    table = tune.pick(records, prelaunch)
+    path = out or offcore.machines.tuned_path(name)
+    tune.write(table, path)
+    console = report.console(stderr=json == "-")
+    console.print(tune.shown(table, name))
+    console.print(f"table: {path}", highlight=False, soft_wrap=True)
+
+
+@app.command("plot")
+def plot_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows (--json).")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
+        "plot.png"
+    ),
+    figure: Annotated[
+        int | None,
+        typer.Option(
+            metavar="13|14",
+            help="DMA-Latte's: times as fast as nccl, of all-gather (13) or all-to-all (14).",
+        ),
+    ] = None,
+    metric: MetricOption = None,
+) -> None:
+    """Draw recorded rows: a panel an operation, or a figure of the paper.
+
+    \b
+    offcore plot rows.jsonl --figure 13 --out figure13.png
+    """
+    plot.check_plot(out)
+    records = [record for path in files for record in read_records(path)]
+    if figure is None:
+        rows = report.rows_of(records)
+        plot.plot_rows(rows, out, metric.value if metric else None)
+    elif figure in plot.FIGURES:
+        plot.plot_figure(records, figure, out)
+    else:
+        raise typer.BadParameter("13 or 14", param_hint="--figure")
+    typer.echo(f"plot: {out}")
+
+
+@app.command()
+def show(
+    op: OpArgument,
+    machine: SimMachineOption = SIM_MACHINE,
+    ranks: RanksOption = None,
+    nbytes: Annotated[
+        str, typer.Option("--bytes", metavar="SIZE", help="Total bytes (K = 1024).")
+    ] = "1M",
+    variant: Annotated[
+        str, typer.Option(metavar="NAME", help=f"auto, or one of {VARIANT_HELP}.")
+    ] = "auto",
+    in_place: InPlaceOption = False,
+    protocol: ProtocolOption = ProtocolName.auto,
+    json: JsonOption = None,
+) -> None:
+    """Print the program of DMA commands that a collective runs as."""
+    program = offcore.show_program(
+        op.value,
+        machine=machine,
+        ranks=ranks or offcore.machines.load(machine).ranks,
+        nbytes=parsed(parse_bytes, nbytes, "--bytes"),
+        variant=variant,
+        in_place=in_place,
+        protocol=protocol.value,
+    )
+    with JsonLines(json) as lines:
+        lines.write(_program_record(program) | {"text": str(program)})
+    if json != "-":
+        sys.stdout.write(str(program))
+
+
+def _program_record(program: Any) -> dict[str, Any]:
+    counts = program.counts()
+    return {
+        "op": program.op,
+        "machine": program.machine,
+        "ranks": program.ranks,
+        "variant": program.variant,
+        "protocol": program.protocol,
+        "native": program.native,
+        "commands": counts.commands,
+        "copies": counts.copies,
+        "engines": counts.engines,
+        "syncs": counts.syncs,
+        "bytes": counts.bytes,
+    }
+
+
+@app.command()
+def verify(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="A program's text.")],
+    json: JsonOption = None,
+) -> None:
+    """Check a program's text: form, bounds, hazards, unmatched polls, deadlock."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as failure:
+        raise error("invalid", f"cannot read '{file}': {failure.strerror}") from None
+    except UnicodeDecodeError:
+        raise error("invalid", f"cannot read '{file}': it is not text") from None
+    with JsonLines(json) as lines:
+        try:
+            program = offcore.Program.parse(text)
+            offcore.verify(program)
+        except offcore.Error as failure:
+            lines.write({"ok": False, "code": failure.code, "message": str(failure)})
+            raise
+        record = _program_record(program)
+        lines.write({"ok": True} | record)
+    if json != "-":
+        typer.echo(
+            f"ok: {record['op']} of {record['ranks']} ranks: {record['commands']} commands on "
+            f"{record['engines']} engines, {record['syncs']} syncs, {record['bytes']} bytes"
+        )
+
+
+@app.command("doctor")
+def doctor_command(
+    stressed: StressOption = False,
+    operations: Annotated[
+        int,
+        typer.Option(
+            min=signal_forms.OPERATIONS_MIN,
+            max=COUNT_MAX,
+            metavar="N",
+            help="Operations of each trial.",
+        ),
+    ] = signal_forms.OPERATIONS,
+    json: JsonOption = None,
+) -> None:
+    """Say for each backend whether it is available, or why not and what would make it so.
+
+    With --stress: find out on the GPUs which signal forms keep flags behind data, and remember it.
+    """
+    console = report.console(stderr=json == "-")
+    with JsonLines(json) as lines:
+        if stressed:
+            return doctor.stressed(operations, lines, console)
+        found = doctor.examine()
+        lines.write(found)
+    if json != "-":
+        doctor.render(found, console)
+
+
+@app.command("demo")
+def demo_command(
+    folder: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Where plots and rows go.")
+    ] = Path("demo-out"),
+    host_sizes: Annotated[
+        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes between processes.")
+    ] = demo.HOST_SIZES,
+    json: JsonOption = None,
+) -> None:
+    """Run collectives on the simulated MI300X machine, then between processes of this one."""
+    sizes = parsed(parse_sizes, host_sizes, "--host-sizes")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise error("invalid", f"cannot write to '{folder}': {failure.strerror}") from None
+    with JsonLines(json or str(folder / "results.jsonl")) as lines:
+        demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
+
+
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version.")
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"offcore {report.versions().get('offcore', 'unknown')} ({report.commit()})")
+        raise typer.Exit
+
+
+def main() -> None:
+    try:
+        app()
+    except offcore.Error as failure:
+        sys.stdout.flush()
+        print(f"offcore: {failure.code}: {failure}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe has left (offcore show ... | head): nothing is left to tell.
+        sys.stderr.close()
+        sys.exit(1)

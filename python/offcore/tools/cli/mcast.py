@@ -1,0 +1,393 @@
+"""`offcore mcast simulate | testbed | bench`: multicast collectives between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from offcore.errors import error
+from offcore.mcast.communicator import CHAINS
+from offcore.sizes import format_bytes, parse_bytes, parse_sizes
+from offcore.tools import plot, report
+from offcore.tools.cli.options import (
+    COUNT_MAX,
+    SIZES_METAVAR,
+    JsonOption,
+    PlotOption,
+    known_names,
+    parsed,
+)
+from offcore.tools.mcast import bench as mcast_bench
+from offcore.tools.mcast import fat_tree
+from offcore.tools.mcast import plot as mcast_plot
+from offcore.tools.mcast.fat_tree import ALGORITHMS, MULTICAST, Load, Row, Wire
+from offcore.tools.report import JsonLines, Stamp
+from offcore.tools.testbed import launcher
+from offcore.tools.testbed.faults import Faults
+
+app = typer.Typer(
+    help="Multicast broadcast and all-gather between hosts: simulated, on a testbed, measured.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+_PARTNERS = {MULTICAST: "in_network"}  # which reduce-scatter runs beside an all-gather
+HOSTS_MAX = 1 << 16
+HostsOption = Annotated[int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts.")]
+RankOption = Annotated[
+    int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: this one's.")
+]
+BatchesOption = Annotated[
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Time is their median.")
+]
+ChainsOption = Annotated[
+    int,
+    typer.Option(
+        min=1, max=HOSTS_MAX, metavar="N", help="Roots of an all-gather that send at once."
+    ),
+]
+PerLeafOption = Annotated[
+    int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts on each leaf bridge.")
+]
+MtuOption = Annotated[
+    int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="The links' largest packet.")
+]
+OffloadsOption = Annotated[
+    bool,
+    typer.Option(help="Packets larger than a link's may pass whole (GSO); else none does."),
+]
+LossOption = Annotated[
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Packets lost on the way to a host.")
+]
+BurstsOption = Annotated[
+    str | None,
+    typer.Option(metavar="N/EVERY", help="So many packets in a row lost, of every so many."),
+]
+DuplicatesOption = Annotated[
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams that come twice.")
+]
+ReorderingOption = Annotated[
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams that others overtake.")
+]
+TreeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="paper (12 leaf, 6 spine switches), radix:PORTS (full bandwidth), leaf:HOSTS (as "
+        "the testbed: one spine).",
+    ),
+]
+MeetingOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Real hosts: where rank 0 listens (3 ports); all need the same OFFCORE_JOB_SECRET.",
+    ),
+]
+
+
+@app.command()
+def simulate(
+    op: Annotated[str, typer.Argument(metavar="OP", help=", ".join(ALGORITHMS))],
+    hosts: HostsOption = 188,
+    tree: TreeOption = "paper",
+    sizes: Annotated[
+        str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes: 1M:1G:4, 12M (K = 1024).")
+    ] = "1M:64M:4",
+    algorithms: Annotated[
+        str, typer.Option(metavar="all|LIST", help="multicast, ring, knomial...: what to compare.")
+    ] = "all",
+    chains: Annotated[
+        str, typer.Option(metavar="LIST", help="Multicast: hosts that send at once.")
+    ] = "1",
+    radix: Annotated[
+        int, typer.Option(max=COUNT_MAX, metavar="K", help="Of the k-nomial tree.")
+    ] = 4,
+    segments: Annotated[
+        int,
+        typer.Option(max=COUNT_MAX, metavar="N", help="Trees send a message on in so many pieces."),
+    ] = 1,
+    loss: LossOption = 0.0,
+    gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
+    beside: Annotated[
+        bool,
+        typer.Option("--beside-reduce-scatter", metavar="", help="It runs at the same time."),
+    ] = False,
+    json: JsonOption = None,
+    plot_to: PlotOption = None,
+) -> None:
+    """Simulate a collective on a fat-tree: multicast and what it is compared with.
+
+    \b
+    offcore mcast simulate all_gather --hosts 188 --sizes 12M --chains 1,4
+    offcore mcast simulate broadcast --tree radix:32 --hosts 1024 --sizes 1M:64M:4
+    """
+    if op not in ALGORITHMS:
+        raise error("invalid", f"no operation '{op}' is simulated: {', '.join(ALGORITHMS)}")
+    if beside and op != "all_gather":
+        raise error("invalid", "a reduce-scatter runs beside an all_gather")
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    names = known_names(
+        ",".join(ALGORITHMS[op]) if algorithms == "all" else algorithms,
+        "--algorithms",
+        list(ALGORITHMS[op]),
+    )
+    if algorithms == "all" and hosts & (hosts - 1):
+        names = [name for name in names if name != "doubling"]
+    built = parsed(lambda text: fat_tree.tree_of(text, hosts), tree, "--tree")
+    counts = parsed(lambda text: [int(one) for one in text.split(",")], chains, "--chains")
+    template = Load(op, "", 0, radix=radix, segments=segments, loss=loss)
+    rows: list[Row] = []
+    stamp = vars(Stamp())
+    with JsonLines(json) as lines:
+        for nbytes in parsed(parse_sizes, sizes, "--sizes"):
+            for name in names:
+                for count in counts if name == MULTICAST else counts[:1]:
+                    load = replace(template, algorithm=name, bytes=nbytes, chains=count)
+                    loads = [load]
+                    if beside:
+                        partner = _PARTNERS.get(name, "ring")
+                        loads.append(Load("reduce_scatter", partner, nbytes))
+                    for row in fat_tree.measure(built, Wire(gbitps=gbitps), loads):
+                        rows.append(row)
+                        lines.write(row.to_json() | stamp)
+    report.console(stderr=json == "-").print(_simulated(rows))
+    if plot_to is not None:
+        mcast_plot.plot_rows([row for row in rows if row.op == op], plot_to)
+        typer.echo(f"plot: {plot_to}", err=json == "-")
+
+
+def _table(title: str, columns: tuple[str, ...], words: int) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < words else "right")
+    return table
+
+
+def _simulated(rows: list[Row]) -> Table:
+    first = rows[0]
+    title = f"{first.op} on {first.hosts} hosts of {first.tree} (simulated)"
+    names = ("op", "algorithm", "size", "time us", "GB/s a leaf", "switch ports MB", "fetched")
+    table = _table(title, (*names, "longest queue"), 2)
+    for row in rows:
+        table.add_row(
+            row.op,
+            row.name,
+            format_bytes(row.bytes),
+            report.format_us(row.time_us),
+            f"{row.goodput_gbps:.2f}",
+            f"{row.switch_bytes / 1e6:,.1f}",
+            f"{row.fetched_chunks}",
+            format_bytes(row.queue_bytes_max),
+        )
+    return table
+
+
+def place_of(
+    hosts: int,
+    per_leaf: int,
+    mtu: int,
+    offloads: bool,
+    loss: float,
+    bursts: str | None,
+    duplicates: float,
+    reordering: float,
+) -> launcher.Place:
+    """The testbed that options ask for."""
+
+    def burst(text: str) -> tuple[int, int]:
+        packets, _, every = text.partition("/")
+        if not (packets.isdecimal() and every.isdecimal()):
+            raise ValueError(f"'{text}' is no burst: write 8/1000")
+        return int(packets), int(every)
+
+    packets, every = parsed(burst, bursts, "--bursts") if bursts else (0, 0)
+    faults = Faults(
+        loss=loss,
+        burst_packets=packets,
+        burst_every=every,
+        duplicates=duplicates,
+        reordering=reordering,
+    )
+    faults.check()
+    return launcher.Place(hosts, per_leaf, mtu, offloads, faults=faults)
+
+
+@app.command("testbed")
+def on_testbed(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="To run on every host.")
+    ] = None,
+    hosts: HostsOption = 8,
+    per_leaf: PerLeafOption = 16,
+    mtu: MtuOption = 1500,
+    offloads: OffloadsOption = True,
+    loss: LossOption = 0.0,
+    bursts: BurstsOption = None,
+    duplicates: DuplicatesOption = 0.0,
+    reordering: ReorderingOption = 0.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="Seconds the command may take.")
+    ] = 600.0,
+    json: JsonOption = None,
+) -> None:
+    """Build a fat-tree of network namespaces, use it, and take it away, whatever happens.
+
+    Needs no root. Without a command, every host multicasts to all others and what the switch ports
+    carried is compared with a ring of TCP connections. A command runs on every host with
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and one OFFCORE_JOB_SECRET.
+
+    \b
+    offcore mcast testbed --hosts 188
+    offcore mcast testbed --hosts 3 --loss 0.01 -- \\
+      sh -c 'offcore mcast bench broadcast --sizes 1M --hosts $WORLD_SIZE \\
+               --rank $RANK --meeting $MASTER_ADDR:$MASTER_PORT'
+    """
+    place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
+    task, arguments = "offcore.tools.testbed.launcher:check", {}
+    if words:
+        task = "offcore.tools.testbed.launcher:command"
+        arguments = {"words": words, "timeout_s": timeout}
+    with JsonLines(json) as lines:
+        [found] = launcher.run(task, place, arguments)
+        lines.write(found | vars(Stamp()))
+    console = report.console(stderr=json == "-" or bool(words))
+    if words:
+        console.print(
+            f"{found['hosts']} hosts: {found['seconds']} s, switch ports carried "
+            f"{found['switch_bytes'] / 1e6:,.1f} MB",
+            highlight=False,
+        )
+        if death := launcher.obituary(found):
+            raise error("peer", death)
+        return
+    console.print(_checked(found))
+    if found["multicast"]["wrong"] and not (loss or bursts or duplicates or reordering):
+        raise error("driver", "datagrams were lost on a testbed without faults: nothing to rely on")
+
+
+def _checked(found: dict[str, Any]) -> Table:
+    title = (
+        f"{found['hosts']} hosts on {found['leaves']} leaves, built in {found['built_s']:.2f} s; "
+        f"each gives {found['bytes'] // found['hosts']} bytes to all"
+    )
+    table = _table(title, ("exchange", "time ms", "wrong bytes", "switch ports MB", "share"), 1)
+    ring = found["ring"]["switch_bytes"]
+    for name in ("multicast", "ring"):
+        one = found[name]
+        carried = one["switch_bytes"]
+        table.add_row(
+            name,
+            f"{one['time_us'] / 1e3:.1f}",
+            str(one["wrong"]),
+            f"{carried / 1e6:.2f}",
+            f"{carried / ring:.2f}" if ring else "-",
+        )
+    return table
+
+
+@app.command("bench")
+def bench_command(
+    op: Annotated[str, typer.Argument(metavar="OP", help=", ".join(mcast_bench.OPS))],
+    hosts: HostsOption = 4,
+    sizes: Annotated[
+        str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes (K = 1024).")
+    ] = "256K:16M:4",
+    per_rank: Annotated[
+        bool, typer.Option("--per-rank", metavar="", help="Sizes are what one rank gives.")
+    ] = False,
+    impls: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="offcore, ring (offcore with multicast off), gloo."),
+    ] = "offcore,ring",
+    per_leaf: PerLeafOption = 16,
+    mtu: MtuOption = 1500,
+    offloads: OffloadsOption = True,
+    loss: LossOption = 0.0,
+    bursts: BurstsOption = None,
+    duplicates: DuplicatesOption = 0.0,
+    reordering: ReorderingOption = 0.0,
+    buffer: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
+    ] = "4M",
+    chains: ChainsOption = CHAINS,
+    batches: BatchesOption = 5,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
+    ] = 60.0,
+    meeting: MeetingOption = None,
+    rank: RankOption = 0,
+    interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
+    json: JsonOption = None,
+) -> None:
+    """Time broadcast or all-gather between hosts, check every byte, count what switches carried.
+
+    On a testbed that is built and taken away, or, with --meeting, on real hosts: the same command
+    on each, with its --rank.
+
+    \b
+    offcore mcast bench all_gather --hosts 4 --sizes 64K:1M:4 --per-rank --impls offcore,ring,gloo
+    offcore mcast bench all_gather --hosts 188 --sizes 64K --per-rank
+    offcore mcast bench broadcast --hosts 4 --loss 0.01 --no-offloads
+    """
+    factor = hosts if per_rank and op == "all_gather" else 1
+    request = mcast_bench.Request(
+        op=op,
+        sizes=[size * factor for size in parsed(parse_sizes, sizes, "--sizes")],
+        impls=known_names(impls, "--impls", mcast_bench.IMPLS),
+        batches=batches,
+        timeout_s=timeout,
+        buffer_bytes=parsed(parse_bytes, buffer, "--buffer"),
+        chains=chains,
+    )
+    if meeting is None:
+        place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
+        found = mcast_bench.on_testbed(request, place)
+    else:
+        found = mcast_bench.on_real_hosts(request, hosts, rank, meeting, interface)
+    _record(found, json)
+
+
+def _record(found: Iterable[dict[str, Any]], json: str | None) -> None:
+    """Writes and prints rows as they are measured; exits with 1 where a byte is wrong."""
+    rows: list[dict[str, Any]] = []
+    stamp = vars(Stamp())
+    try:
+        with JsonLines(json) as lines:
+            for row in found:
+                rows.append(row)
+                lines.write(row | stamp)
+    finally:
+        if rows:
+            report.console(stderr=json == "-").print(_measured(rows))
+    if any(row["wrong"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(rows: list[dict[str, Any]]) -> Table:
+    first = rows[0]
+    title = f"{first['op']} between {first['hosts']} hosts, ranks as {first['ranks_as']}"
+    names = ("impl", "size", "time us", "GB/s a leaf", "#wrong", "fetched", "duplicates")
+    table = _table(title, (*names, "switch ports MB"), 1)
+    for row in rows:
+        carried = row["switch_bytes"]
+        table.add_row(
+            row["impl"],
+            format_bytes(row["bytes"]),
+            report.format_us(row["time_us"]),
+            f"{row['goodput_gbps']:.3f}",
+            str(row["wrong"]),
+            *(
+                "-" if row[name] is None else str(row[name])
+                for name in ("fetched_chunks", "duplicates")
+            ),
+            "-" if carried is None else f"{carried / 1e6:,.2f}",
+            style="bold red" if row["wrong"] else None,
+        )
+    return table

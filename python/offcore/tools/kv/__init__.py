@@ -1,0 +1,1 @@
+"""KV-cache transfers measured beside other ways to copy the same blocks."""

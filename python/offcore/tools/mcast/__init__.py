@@ -1,0 +1,1 @@
+"""Multicast collectives simulated, and measured on testbeds."""

@@ -1,0 +1,1 @@
+"""Published numbers beside those of this project."""

@@ -1,0 +1,1 @@
+"""Paper 004's multicast: its claims and figures."""

@@ -1,0 +1,1 @@
+"""SDMA packets as text, and run on emulated engines."""

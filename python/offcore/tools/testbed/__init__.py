@@ -1,0 +1,1 @@
+"""Hosts and switches of network namespaces on one machine."""
