@@ -18,8 +18,8 @@ class SubmissionRun final : public Run {
   bool done() override { return submission_->ended(); }
   void wait(const Deadline& deadline) override { driver_->wait(*submission_, deadline); }
   void enqueue_wait(uintptr_t stream) override {
-    if constexpr (requires { driver_->hold(*submission_, stream); }) {
-      driver_->hold(*submission_, stream);
+    if constexpr (requires { driver_->enqueue_wait(*submission_, stream); }) {
+      driver_->enqueue_wait(*submission_, stream);
     } else {
       Run::enqueue_wait(stream);
     }
