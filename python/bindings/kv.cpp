@@ -12,12 +12,12 @@
 
 #include "core/backend/registry.h"
 #include "core/base/error.h"
-#include "core/kv/baselines.h"
 #include "core/kv/transfer.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/driver_copies.h"
 
 namespace offcore {
 namespace {
@@ -209,7 +209,7 @@ void bind_pools(nb::module_& module) {
 
 using Places = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-kv::Pages pages_of(const Places& dsts, const Places& srcs, uint64_t bytes) {
+studies::Pages pages_of(const Places& dsts, const Places& srcs, uint64_t bytes) {
   return {{dsts.data(), dsts.size()}, {srcs.data(), srcs.size()}, bytes};
 }
 
@@ -218,16 +218,16 @@ void bind_peers(nb::module_& module) {
       "copy_by_loop",
       [](const Places& dsts, const Places& srcs, uint64_t bytes, int device, uintptr_t stream) {
         LockReleased released;
-        kv::copy_by_loop(pages_of(dsts, srcs, bytes), device, stream);
+        studies::copy_by_loop(pages_of(dsts, srcs, bytes), device, stream);
       },
       nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
-      "What programs do that have no offcore: core/kv/baselines.h.");
+      "What programs do that have no offcore: studies/driver_copies.h.");
   module.def(
       "copy_by_batch",
       [](const Places& dsts, const Places& srcs, uint64_t bytes, int device, uintptr_t stream,
          uint64_t call_pages) {
         LockReleased released;
-        kv::copy_by_batch(pages_of(dsts, srcs, bytes), device, stream, call_pages);
+        studies::copy_by_batch(pages_of(dsts, srcs, bytes), device, stream, call_pages);
       },
       nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"), nb::arg("device"), nb::arg("stream"),
       nb::arg("call_pages") = UINT64_MAX);
@@ -235,7 +235,7 @@ void bind_peers(nb::module_& module) {
       "copy_by_hand",
       [](const Places& dsts, const Places& srcs, uint64_t bytes) {
         LockReleased released;
-        kv::copy_by_hand(pages_of(dsts, srcs, bytes));
+        studies::copy_by_hand(pages_of(dsts, srcs, bytes));
       },
       nb::arg("dsts"), nb::arg("srcs"), nb::arg("bytes"));
 }

@@ -2,9 +2,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "core/mcast/tree/simulate.h"
 #include "module.h"
 #include "released.h"
+#include "studies/fat_tree/simulate.h"
 
 namespace offcore {
 namespace {

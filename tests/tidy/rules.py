@@ -66,6 +66,8 @@ def check_layers(path: str, text: str) -> Findings:
         parts = PurePosixPath(name).parts
         if FOREIGN.match(name):
             findings.append((number, f"the core includes {name}: declare what it needs instead"))
+        elif parts[0] == "studies":
+            findings.append((number, f"core/{folder} stands without studies: {name}"))
         elif parts[0] == "core" and parts[1] != folder and parts[1] not in allowed:
             findings.append((number, f"core/{folder} may not include {name}"))
     return findings
@@ -75,7 +77,7 @@ def check_include_form(path: str, text: str) -> Findings:
     """Quoted includes are full paths; a source implements a header that lies beside it."""
     findings = [
         (number, f'write the full path: "core/.../{match[1]}"')
-        for number, match in lines_matching(r'^\s*#\s*include\s*"(?!core/)([^"]+)"', text)
+        for number, match in lines_matching(r'^\s*#\s*include\s*"(?!core/|studies/)([^"]+)"', text)
     ]
     folders = {str(PurePosixPath(name).parent) for _, name in includes(text)}
     own_folder = str(PurePosixPath(path).parent)
@@ -287,18 +289,18 @@ def under(*folders: str, suffixes: tuple[str, ...]) -> Callable[[str], bool]:
 
 
 CPP = (".h", ".cpp")
-SOURCES = ("core/", "python/", "tests/", "benchmarks/", "examples/")
+SOURCES = ("core/", "studies/", "python/", "tests/", "benchmarks/", "examples/")
 
 RULES: list[tuple[Callable[[str, str], Findings], Callable[[str], bool]]] = [
     (check_layers, under("core/", suffixes=CPP)),
-    (check_include_form, under("core/", suffixes=CPP)),
-    (check_header, under("core/", "python/bindings/", suffixes=(".h",))),
+    (check_include_form, under("core/", "studies/", suffixes=CPP)),
+    (check_header, under("core/", "studies/", "python/bindings/", suffixes=(".h",))),
     (check_text, lambda path: True),
     (check_size, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_names, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_rates, lambda path: re.search(r"mcast|fat_tree|simgrid", path) is not None),
-    (check_environment, under("core/", "python/", suffixes=(*CPP, ".py"))),
-    (check_cpp_functions, under("core/", "python/", suffixes=CPP)),
+    (check_environment, under("core/", "studies/", "python/", suffixes=(*CPP, ".py"))),
+    (check_cpp_functions, under("core/", "studies/", "python/", suffixes=CPP)),
     (check_python_functions, under(*SOURCES, suffixes=(".py",))),
     (check_documented, under("python/offcore/", suffixes=(".py",))),
     (check_asserts, under("tests/", suffixes=(".py",))),

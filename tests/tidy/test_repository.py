@@ -10,7 +10,17 @@ import rules
 from offcore import _core
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".ci", "benchmarks", "core", "docs", "examples", "machines", "python", "tests")
+FOLDERS = (
+    ".ci",
+    "benchmarks",
+    "core",
+    "docs",
+    "examples",
+    "machines",
+    "python",
+    "studies",
+    "tests",
+)
 PLANTS_VIOLATIONS = Path(__file__).with_name("test_rules.py")
 SUFFIXES = {".cpp", ".dma", ".h", ".json", ".jsonl", ".md", ".py", ".pyi", ".toml", ".txt"}
 

@@ -1,4 +1,4 @@
-"""Simulated fat-trees: multicast collectives beside point-to-point ones, by core/mcast/tree.
+"""Simulated fat-trees: multicast collectives beside point-to-point ones, by studies/fat_tree.
 
 Sizes are the total array, as everywhere. A host holds all of it after a broadcast or an all-gather
 and before a reduce-scatter. Times are a model's: they tell how algorithms compare on a network.
@@ -24,7 +24,7 @@ _EVENTS_AIM = 8e6  # a second or two; beyond, packets are simulated several as o
 
 @dataclass(frozen=True)
 class Tree:
-    """Switches and links as numbers: see TreeShape in core/mcast/tree/topology.h."""
+    """Switches and links as numbers: see TreeShape in studies/fat_tree/topology.h."""
 
     name: str
     hosts: int
@@ -83,7 +83,7 @@ def tree_of(text: str, hosts: int) -> Tree:
 
 @dataclass(frozen=True)
 class Wire:
-    """Links and hosts; the names are those of TreeWire in core/mcast/tree/fabric.h.
+    """Links and hosts; the names are those of TreeWire in studies/fat_tree/fabric.h.
 
     The default is a 56 Gbit/s network whose adapters do the work of point-to-point messages.
     """

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-namespace offcore::kv {
+namespace offcore::studies {
 
 // Pages between a GPU and pinned memory; all of one size.
 struct Pages {
@@ -20,4 +20,4 @@ void copy_by_batch(const Pages& pages, int device, uintptr_t stream, uint64_t ca
 // In this process's own memory, done on return.
 void copy_by_hand(const Pages& pages);
 
-}  // namespace offcore::kv
+}  // namespace offcore::studies

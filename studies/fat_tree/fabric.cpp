@@ -1,4 +1,4 @@
-#include "core/mcast/tree/fabric.h"
+#include "studies/fat_tree/fabric.h"
 
 #include <algorithm>
 #include <utility>

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/mcast/tree/fabric.h"
-#include "core/mcast/tree/simulate.h"
+#include "studies/fat_tree/fabric.h"
+#include "studies/fat_tree/simulate.h"
 
 namespace offcore::tree {
 

@@ -1,4 +1,4 @@
-#include "core/mcast/tree/topology.h"
+#include "studies/fat_tree/topology.h"
 
 #include <algorithm>
 

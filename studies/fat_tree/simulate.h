@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/mcast/tree/fabric.h"
+#include "studies/fat_tree/fabric.h"
 
 namespace offcore::tree {
 

@@ -1,4 +1,4 @@
-#include "core/kv/baselines.h"
+#include "studies/driver_copies.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 
 #include "core/backend/cuda/device.h"
 
-namespace offcore::kv {
+namespace offcore::studies {
 namespace {
 
 void check(const Pages& pages) {
@@ -57,4 +57,4 @@ void copy_by_hand(const Pages& pages) {
   }
 }
 
-}  // namespace offcore::kv
+}  // namespace offcore::studies

@@ -1,7 +1,7 @@
 #include <utility>
 
 #include "core/base/error.h"
-#include "core/mcast/tree/schedules.h"
+#include "studies/fat_tree/schedules.h"
 
 namespace offcore::tree {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/backend/cuda/occupation.h"
+#include "core/backend/cuda/proof/occupation.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,10 +1,10 @@
-#include "core/mcast/tree/simulate.h"
+#include "studies/fat_tree/simulate.h"
 
 #include <map>
 #include <utility>
 
 #include "core/base/error.h"
-#include "core/mcast/tree/schedules.h"
+#include "studies/fat_tree/schedules.h"
 
 namespace offcore::tree {
 namespace {

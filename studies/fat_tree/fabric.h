@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/mcast/tree/topology.h"
+#include "studies/fat_tree/topology.h"
 
 namespace offcore::tree {
 
