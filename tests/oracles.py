@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import numpy.random  # else loaded at its first use, which may be short of memory on purpose
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]

@@ -255,8 +255,8 @@ void bind_report(nb::module_& module) {
       .def_ro("controls_ns", &RunReport::controls_ns, "The host's share of each launch.");
 }
 
-void bind_stopwatch(nb::module_& module) {
-  nb::class_<GpuTimer>(module, "Stopwatch", "Times work on a GPU: core/backend/cuda/gpu_timer.h.")
+void bind_gpu_timer(nb::module_& module) {
+  nb::class_<GpuTimer>(module, "GpuTimer", "Times work on a GPU: core/backend/cuda/gpu_timer.h.")
       .def(
           nb::new_([](int device) { return owned_by_process(std::make_unique<GpuTimer>(device)); }),
           nb::arg("device"))
@@ -291,7 +291,7 @@ void bind_backend(nb::module_& module) {
 
   bind_faults(module);
   bind_report(module);
-  bind_stopwatch(module);
+  bind_gpu_timer(module);
   module.def(
       "gpus", [] { return cuda::Driver::open().devices(); },
       "How many GPUs the driver shows. Raises unavailable.");

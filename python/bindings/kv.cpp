@@ -271,7 +271,7 @@ void bind_jobs(nb::module_& module) {
           },
           nb::arg("layer"), nb::arg("timeout_s"))
       .def(
-          "hold",
+          "enqueue_wait",
           [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
             LockReleased released;
             self.transfer->enqueue_wait(*self.job, layer, stream, released.within(timeout_s));

@@ -37,7 +37,7 @@ nb::dict cuda_facts() {
 }
 
 void bind_stress(nb::module_& module) {
-  nb::class_<cuda::StressOutcome>(module, "TrialOutcome", "What a trial of the stress has seen.")
+  nb::class_<cuda::StressOutcome>(module, "StressOutcome", "What a trial of the stress has seen.")
       .def_ro("operations", &cuda::StressOutcome::operations)
       .def_ro("wrong_words", &cuda::StressOutcome::wrong_words)
       .def_ro("stuck", &cuda::StressOutcome::stuck)

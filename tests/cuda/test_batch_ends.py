@@ -9,7 +9,7 @@ STUCK = """
             self.__cuda_array_interface__ = dict(
                 data=(at, False), shape=(n,), strides=None, typestr="|u1", version=3)
     import gc, weakref
-    memory, stopwatch = Memory(), offcore._core.Stopwatch(0)
+    memory, stopwatch = Memory(), offcore._core.GpuTimer(0)
     other = memory.gpus.streams()[0]
     entries = scattered(20, 64, room=1 << 15)
 """

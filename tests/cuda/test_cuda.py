@@ -228,7 +228,7 @@ def test_flag_values_lie_ready_or_are_written(ranks: int) -> None:
     right(1)
     assert spent(2500) == 2  # the waits of both ends
     right(2)
-    gates = [offcore._core.Stopwatch(rank) for rank in range(ranks)]
+    gates = [offcore._core.GpuTimer(rank) for rank in range(ranks)]
     for gate in gates:  # the GPUs stand still: what follows piles up
         gate.shut()
     ahead = spent(2500, [gate.stream for gate in gates])

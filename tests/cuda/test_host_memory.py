@@ -36,7 +36,7 @@ def test_host_memory_is_let_go_of_beside_work_that_waits() -> None:
     """The driver takes it back once the device is idle; nobody waits long for that."""
     code = """
     comm = opened(2)
-    watch = offcore._core.Stopwatch(0)
+    watch = offcore._core.GpuTimer(0)
     arrays = [comm.host_array(10_000 * n, "uint8") for n in (1, 2, 3)]
     before = calls("cuMemHostUnregister"), live()["registrations"]
     watch.shut()

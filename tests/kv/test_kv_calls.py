@@ -83,7 +83,7 @@ def test_pages_go_one_by_one_while_an_engine_is_behind() -> None:
     assert world.transfer.load(blocks[::-1], slots).wait().path == "mixed"
     assert (world.read() == world.image).all()
     # What may not begin yet in the other direction is no reason to hurry.
-    gate, reader = _core.Stopwatch(0), _core.Stopwatch(0)
+    gate, reader = _core.GpuTimer(0), _core.GpuTimer(0)
     gate.shut()
     waits = world.transfer.load(blocks[:1], slots[:1], after=gate.stream)
     assert world.transfer.store(blocks[1:], slots[1:]).wait().path == "mixed"
@@ -184,7 +184,7 @@ def test_only_gpus_have_the_kernel() -> None:
 def test_peers_copy_pages_too() -> None:
     """The driver's calls that a measurement is made beside."""
     code = """
-    world, watch = World(), _core.Stopwatch(0)
+    world, watch = World(), _core.GpuTimer(0)
     pages = [(layer, block) for layer in range(4) for block in (3, 60, 7)]
     device = np.array([world.at + (l * 64 + b) * 4096 for l, b in pages], np.uint64)
     rows = {block: world.pool.row(slot) for slot, block in enumerate((3, 60, 7))}
@@ -208,7 +208,7 @@ def test_peers_copy_pages_too() -> None:
 
 def test_a_driver_without_batches() -> None:
     code = """
-    world, watch = World(plain_from=1), _core.Stopwatch(0)
+    world, watch = World(plain_from=1), _core.GpuTimer(0)
     result = world.transfer.store(np.arange(0, 64, 2), np.arange(32)[::-1].copy()).wait()
     assert result.calls["batches"] == 0 and result.calls["plain"] == 128, result
     place = np.zeros(1, np.uint64)

@@ -67,7 +67,7 @@ def check_on_gpu(code: str, *args: str, **env: str) -> None:
 @pytest.mark.parametrize("event", [False, True])
 def test_a_store_comes_after_a_streams_work(event: bool) -> None:
     code = """
-    world, gate = World(), _core.Stopwatch(0)
+    world, gate = World(), _core.GpuTimer(0)
     gate.shut()
     after = gate.stream
     if sys.argv[1] == "True":
@@ -97,7 +97,7 @@ def test_a_store_comes_after_a_streams_work(event: bool) -> None:
 def test_an_event_is_of_no_use_to_a_job_any_more() -> None:
     """It may be recorded anew, or destroyed, once the call has returned."""
     code = """
-    world, gate, later = World(), _core.Stopwatch(0), _core.Stopwatch(0)
+    world, gate, later = World(), _core.GpuTimer(0), _core.GpuTimer(0)
     class Event: cuda_event = driver.event(2)
     for turn in range(3):
         gate.shut()
@@ -138,7 +138,7 @@ def test_what_cannot_be_waited_for() -> None:
     with driver.capture(stream, graphs):
         code, told = code_of(lambda: world.transfer.load([0], [0], after=stream))
         assert (code, "cannot be part of a graph" in told) == ("unsupported", True), told
-        gate = _core.Stopwatch(0)
+        gate = _core.GpuTimer(0)
         gate.shut()
         job = world.transfer.load([1], [1], after=gate.stream)
         for wait in (lambda: job.wait_stream(stream), lambda: job.wait_layer(0, stream)):
@@ -173,7 +173,7 @@ def test_what_cannot_be_waited_for() -> None:
 
 def test_a_job_is_cancelled_before_it_begins() -> None:
     code = """
-    world, gate = World(), _core.Stopwatch(0)
+    world, gate = World(), _core.GpuTimer(0)
     gate.shut()
     job = world.transfer.load([1, 2], [0, 1], after=gate.stream)
     world.pool.free([0, 1])
@@ -198,7 +198,7 @@ def test_a_job_is_cancelled_before_it_begins() -> None:
 def test_a_stream_waits_for_layers() -> None:
     code = """
     world = World(ahead_bytes=1)
-    gate, reader = _core.Stopwatch(0), _core.Stopwatch(0)
+    gate, reader = _core.GpuTimer(0), _core.GpuTimer(0)
     for slot in world.slots:
         world.pool.row(slot)[:] = slot
     slots = np.arange(64)
@@ -465,7 +465,7 @@ def test_nothing_is_left_behind() -> None:
 @pytest.mark.parametrize("how", ["pass", "sys.exit(0)", "gate.open()"])
 def test_a_process_ends_with_copies_under_way(how: str) -> None:
     code = f"""
-    world, gate = World(blocks=512, ahead_bytes=1 << 20), _core.Stopwatch(0)
+    world, gate = World(blocks=512, ahead_bytes=1 << 20), _core.GpuTimer(0)
     gate.shut()
     jobs = [world.transfer.load(np.arange(512), np.arange(512)),
             world.transfer.store(np.arange(512), np.arange(512, 1024), after=gate.stream)]

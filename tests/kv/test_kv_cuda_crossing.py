@@ -147,7 +147,7 @@ def test_where_one_engine_copies() -> None:
 
 def test_what_is_not_under_way_keeps_no_engine() -> None:
     code = """
-    world, gate = Small(), _core.Stopwatch(0)
+    world, gate = Small(), _core.GpuTimer(0)
     blocks = some(128)
     gate.shut()
     job = world.transfer.load(blocks[:8], np.arange(8), after=gate.stream)
@@ -354,7 +354,7 @@ def test_groups_with_rows_of_their_own() -> None:
 
 def test_a_stream_waits_for_all_of_it() -> None:
     code = """
-    world, gate, reader = Small(), _core.Stopwatch(0), _core.Stopwatch(0)
+    world, gate, reader = Small(), _core.GpuTimer(0), _core.GpuTimer(0)
     slots = np.arange(128)
     for turn in range(5):
         world.fill(turn)

@@ -95,7 +95,7 @@ def test_neighbours_carry_a_share() -> None:
 
 def test_a_stream_waits_for_all_links() -> None:
     code = """
-    world, gate, reader = Lent([1, 2]), _core.Stopwatch(0), _core.Stopwatch(0)
+    world, gate, reader = Lent([1, 2]), _core.GpuTimer(0), _core.GpuTimer(0)
     slots = np.arange(256)
     for turn in range(5):
         for slot in slots:

@@ -123,7 +123,7 @@ def cuda_options(
     return _core.CudaOptions(devices=devices, signals=signals, proven=proven, own_copy=own_copy)
 
 
-def _judge(trials: Sequence[_core.TrialOutcome], wanted: int, planted: int) -> str:
+def _judge(trials: Sequence[_core.StressOutcome], wanted: int, planted: int) -> str:
     """Why the trials of a form have failed, or nothing."""
     if wrong := sum(trial.wrong_words for trial in trials):
         return f"{wrong} wrong words: flags overtook data"
@@ -158,7 +158,7 @@ def run(
 
     def trial(
         signals: str, shape: str, size: int, count: int, planted: bool = False
-    ) -> _core.TrialOutcome:
+    ) -> _core.StressOutcome:
         outcome = stress.run(
             signals=signals,
             shape=shape,
@@ -174,7 +174,7 @@ def run(
     verdicts = []
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     for signals in FORMS:
-        done: list[_core.TrialOutcome] = []
+        done: list[_core.StressOutcome] = []
         for shape, size in itertools.product(SHAPES, sizes):
             done.append(trial(signals, shape, size, operations))
             if done[-1].stuck:

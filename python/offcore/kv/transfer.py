@@ -92,7 +92,7 @@ class Job:
         if stream is None:
             self._core.wait_layer(checked("layer", layer, _INT_MAX), wait_s)
         else:
-            self._core.hold(checked("layer", layer, _INT_MAX), _handle(stream), wait_s)
+            self._core.enqueue_wait(checked("layer", layer, _INT_MAX), _handle(stream), wait_s)
 
     def wait_stream(self, stream: Any, timeout: float | None = None) -> None:
         """Makes a stream wait for all layers, as `wait_layer` does for one."""

@@ -101,7 +101,7 @@ def phases_of(
 def measured(machine: str, sizes: Sequence[int]) -> list[Copy]:
     """A copy of each size between the first two GPUs of this machine, all in this process."""
     session = _core.Session("cuda", offcore.machines.load(machine), 2)
-    gate = _core.Stopwatch(0)
+    gate = _core.GpuTimer(0)
     found = []
     for nbytes in sizes:
         time_us, control_us = _submitted(session, _BODIES["full"], nbytes, None)
@@ -115,7 +115,7 @@ def measured(machine: str, sizes: Sequence[int]) -> list[Copy]:
 
 
 def _submitted(
-    session: _core.Session, body: str, nbytes: int, gate: _core.Stopwatch | None
+    session: _core.Session, body: str, nbytes: int, gate: _core.GpuTimer | None
 ) -> tuple[float, float]:
     """The medians of the whole time and of the host's own share, in microseconds."""
     text = (_HEADER + body).format(bytes=nbytes)

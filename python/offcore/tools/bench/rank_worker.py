@@ -42,7 +42,7 @@ def die_with(parent: int) -> None:
 class Communicator(offcore.Communicator):
     """Enqueues into the stream that is timed, where there is one."""
 
-    watch: _core.Stopwatch | None = None
+    watch: _core.GpuTimer | None = None
 
     def _streams(self) -> list[int]:
         return [] if self.watch is None else [self.watch.stream]
@@ -73,13 +73,13 @@ class Worker:
         self._store: str = job["store"]
         self._requests = [Request(**request) for request in job["requests"]]
         self._first = self._requests[0]
-        self._watch: _core.Stopwatch | None = None
+        self._watch: _core.GpuTimer | None = None
         self._comms: dict[Form, Communicator] = {}
         for form in dict.fromkeys(form for request in self._requests for form in request.forms):
             self._comms[form] = self._communicator(form)
         self._comm = self._meeting = next(iter(self._comms.values()))
         if self._first.backend == "cuda":
-            self._watch = _core.Stopwatch(self._comm._gpus[0])
+            self._watch = _core.GpuTimer(self._comm._gpus[0])
             for comm in self._comms.values():
                 comm.watch = self._watch
         self._windows = {form: self._window_pair(form) for form in self._comms}

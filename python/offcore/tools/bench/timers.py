@@ -57,7 +57,7 @@ class StreamTimer:
     done so, hence the host's pace does not count. Raises timeout where that does not end."""
 
     def __init__(
-        self, watch: _core.Stopwatch, barrier: Callable[[], None], timeout_s: float
+        self, watch: _core.GpuTimer, barrier: Callable[[], None], timeout_s: float
     ) -> None:
         self._watch = watch
         self._barrier = barrier

@@ -74,7 +74,7 @@ class Clock:
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._watches = [_core.Stopwatch(0) for _ in range(2)] if backend == "cuda" else []
+        self._watches = [_core.GpuTimer(0) for _ in range(2)] if backend == "cuda" else []
 
     def measure(self, way: Way, direction: str) -> tuple[float, float, dict[str, Any]]:
         """The whole, the caller's share of it, and facts."""

@@ -7,7 +7,7 @@ def test_the_gate_holds_what_is_enqueued_until_it_opens() -> None:
     code = """
     from offcore import _core
     assert _core.gpus() == 4
-    watch = _core.Stopwatch(0)
+    watch = _core.GpuTimer(0)
     assert watch.stream > 2
     for turn in range(3):
         watch.shut()
@@ -16,7 +16,7 @@ def test_the_gate_holds_what_is_enqueued_until_it_opens() -> None:
         assert code_of(lambda: watch.elapsed_us(0.1))[0] == "timeout"
         watch.open()
         assert 0 <= watch.elapsed_us(5) < 5e6
-    assert code_of(lambda: _core.Stopwatch(4)) == ("invalid", "GPU 4 does not exist: there are 4")
+    assert code_of(lambda: _core.GpuTimer(4)) == ("invalid", "GPU 4 does not exist: there are 4")
     watch.shut()
     watch.start()
     before = live()
@@ -31,7 +31,7 @@ def test_the_gate_holds_what_is_enqueued_until_it_opens() -> None:
 def test_a_chain_of_calls_is_timed_on_the_callers_stream() -> None:
     code = """
     from offcore import _core
-    watches = [_core.Stopwatch(rank) for rank in range(2)]
+    watches = [_core.GpuTimer(rank) for rank in range(2)]
 
     class Timed(offcore.Communicator):
         def _streams(self):
@@ -63,7 +63,7 @@ def test_programs_behind_a_gate_are_timed_from_its_opening() -> None:
     code = """
     from offcore import _core, machines
     session = _core.Session("cuda", machines.load("h200-2"), 2)
-    gate = _core.Stopwatch(0)
+    gate = _core.GpuTimer(0)
     program = _core.Program.parse('''\\
 program copy machine=m ranks=2 variant=v mode=eager protocol=promise native=yes flags=4 span=1
 buffer w window 64
