@@ -391,7 +391,8 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   const bool twice =
       std::adjacent_find(local_ranks.begin(), local_ranks.end()) != local_ranks.end();
   if (local_ranks.empty() || twice || local_ranks.back() >= ranks) {
-    fail(Code::invalid, "local ranks must be distinct, at least one, and below ", ranks);
+    fail(Code::invalid, "local_ranks must be distinct and not empty, each below world_size ",
+         ranks);
   }
   check(machine);
   if (machine.flags != FlagHome::peer) {

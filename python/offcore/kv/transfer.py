@@ -121,12 +121,12 @@ class BlockTransfer:
         `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
         jobs by layer. On host any numbers: further threads.
     crossing_bytes: cuda: host memory, at most so much, from which copies are addressed that the
-        other direction's engine makes: pages of up to 256 KiB go by both engines while the other
+        other direction's engine makes: pages of up to 256 KiB use both engines while the other
         direction has none on its way. An eighth of what a block's layers are apart is taken, 8 MiB
         at least, 10 MiB of the GPU's, and four blocks for a trial. Below 8 MiB: none, and one
         engine copies; so it does with `links`, `kernel` or `plain_from`, or where this GPU does not
         do it. Results say path "crossed".
-    linger: seconds, up to 60, that the transfer's thread looks out for jobs after the last one, on
+    linger: seconds, up to 60, that the transfer's thread spins for jobs after the last one, on
         a core of its own, before it sleeps. One that has slept is slow over all of the next job:
         small pages take a tenth longer. None: 0.05 with 8 cores, 0.002 with 4, else 0.0002.
     kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
@@ -236,7 +236,8 @@ class BlockTransfer:
         visible = _core.gpus() if self.backend == "cuda" else None
         if links == "all":
             if visible is None:
-                raise error("invalid", "links: on host name some, there is no end of them")
+                why = "backend host needs explicit links, e.g. links=[1]; 'all' is not defined"
+                raise error("invalid", why)
             links = [gpu for gpu in range(visible) if gpu != self.device]
         if isinstance(links, str):
             raise error("invalid", f"links is '{links}': pass 'all', or a list of GPUs")

@@ -203,7 +203,7 @@ def _notes(why: Why) -> list[str]:
     if any(case.ahead for case in why.others):
         notes.append("prelaunch_ is for callers that repeat a call: auto never chooses it.")
     if not all(case.native for case in (why.chosen, why.runner_up, *why.others) if case):
-        notes.append("+ had to be expanded for this machine.")
+        notes.append("+ this machine lacks the command; emulated with several.")
     if note := caution(why.machine):
         notes.append(note)
     return notes

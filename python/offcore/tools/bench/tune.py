@@ -173,8 +173,8 @@ def write(table: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _place(row: dict[str, Any]) -> str:
-    place = "in" if row["in_place"] else "out of"
-    return place + (", staged" if row["staged"] else "" if row["entry"] else ", promised")
+    place = "in-place" if row["in_place"] else "out-of-place"
+    return place + (", staged" if row["staged"] else "" if row["entry"] else ", promise")
 
 
 def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:

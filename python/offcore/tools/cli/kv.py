@@ -58,7 +58,8 @@ def bench_command(
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help=f"Of {', '.join(PEERS)}; those absent are told. Default loop."
+            metavar="NAME,...",
+            help=f"Of {', '.join(PEERS)}; missing peers are listed, not fatal. Default loop.",
         ),
     ] = "loop",
     links: Annotated[

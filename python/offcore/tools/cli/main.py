@@ -419,7 +419,8 @@ def doctor_command(
 ) -> None:
     """Say for each backend whether it is available, or why not and what would make it so.
 
-    With --stress: find out on the GPUs which signal forms keep flags behind data, and remember it.
+    With --stress: test on the GPUs in which signalling modes flags never overtake data, and
+    remember the result.
     """
     console = report.console(stderr=json == "-")
     with JsonLines(json) as lines:

@@ -47,9 +47,7 @@ BatchesOption = Annotated[
 ]
 ChainsOption = Annotated[
     int,
-    typer.Option(
-        min=1, max=HOSTS_MAX, metavar="N", help="Roots of an all-gather that send at once."
-    ),
+    typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Concurrent senders of an all-gather."),
 ]
 PerLeafOption = Annotated[
     int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts on each leaf bridge.")
@@ -103,7 +101,7 @@ def simulate(
         str, typer.Option(metavar="all|LIST", help="multicast, ring, knomial...: what to compare.")
     ] = "all",
     chains: Annotated[
-        str, typer.Option(metavar="LIST", help="Multicast: hosts that send at once.")
+        str, typer.Option(metavar="LIST", help="Multicast: concurrent senders.")
     ] = "1",
     radix: Annotated[
         int, typer.Option(max=COUNT_MAX, metavar="K", help="Of the k-nomial tree.")

@@ -146,7 +146,10 @@ def run_command(
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=NUMBER_MAX, metavar="N", help="Of bytes and of the order; 0: in order."
+            min=0,
+            max=NUMBER_MAX,
+            metavar="N",
+            help="Random seed for data and ordering; 0: in order.",
         ),
     ] = 1,
     ring: Annotated[
@@ -156,7 +159,10 @@ def run_command(
         str, typer.Option(metavar="SIZE", help="Commands: the memory from --base on.")
     ] = "1M",
     base: Annotated[
-        int, typer.Option(min=0, max=NUMBER_MAX, metavar="ADDRESS", help="Where it begins.")
+        int,
+        typer.Option(
+            min=0, max=NUMBER_MAX, metavar="ADDRESS", help="Start address of emulated memory."
+        ),
     ] = 0,
     json: JsonOption = None,
 ) -> None:
