@@ -230,7 +230,7 @@ def test_what_links_are_refused() -> None:
         kv.BlockTransfer(layout, pool, **options)
 
     check_refused(lambda: opened(sim, links=[1]), "unsupported", "one link")
-    check_refused(lambda: opened(host, links="all"), "invalid", "name some")
+    check_refused(lambda: opened(host, links="all"), "invalid", "needs explicit links")
     check_refused(lambda: opened(host, links="some"), "invalid", "pass 'all'")
     check_refused(lambda: opened(host, links=[1, 1]), "invalid", "each once")
     check_refused(lambda: opened(host, links=[-1]), "invalid", "links is -1")
