@@ -75,7 +75,9 @@ def test_a_trial_that_is_cut_off_saw_nothing_wrong() -> None:
     for signals in signal_forms.FORMS:
         seen = stressed.run(signals=signals, shape="fan", planted=False, chunk_bytes=262144,
                             operations=100_000, timeout_s=0.2)
-        assert seen.stuck and seen.wrong_words == 0, (signals, seen.wrong_words)
+        # On a busy machine a round may end just as the time does: then no flag is missing.
+        assert seen.stuck or seen.operations < 100_000, signals
+        assert seen.wrong_words == 0, (signals, seen.wrong_words)
         after = trial(signals, "fan", 1024)
         assert (after.operations, after.wrong_words, after.stuck) == (100, 0, False)
     """
