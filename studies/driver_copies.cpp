@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
 
 namespace offcore::studies {
 namespace {

@@ -1,7 +1,10 @@
 #include "core/backend/registry.h"
 
+#include "core/backend/cuda/cuda.h"
+#include "core/backend/cuda/pointer_info.h"
 #include "core/backend/host/host.h"
 #include "core/backend/sdma/sdma.h"
+#include "core/backend/sim/sim.h"
 #include "core/base/error.h"
 
 namespace offcore {
@@ -83,6 +86,10 @@ std::unique_ptr<Mark> Backend::mark_stream(uintptr_t) {
 
 std::unique_ptr<Mark> Backend::mark_event(uintptr_t) {
   fail(Code::unsupported, "this backend has no events to wait for");
+}
+
+std::unique_ptr<PointerLookup> open_pointers(int device) {
+  return std::make_unique<cuda::PointerInfo>(device);
 }
 
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,

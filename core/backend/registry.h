@@ -5,15 +5,10 @@
 #include <vector>
 
 #include "core/backend/backend.h"
-#include "core/backend/cuda/cuda.h"
-#include "core/backend/sim/sim.h"
+#include "core/backend/options.h"
+#include "core/backend/pointers.h"
 
 namespace offcore {
-
-struct BackendOptions {
-  sim::SimOptions sim;
-  CudaOptions cuda;
-};
 
 // Looks for drivers and devices: the first call of a process may take long.
 std::vector<Probe> probe_backends();
@@ -23,5 +18,9 @@ std::vector<Probe> probe_backends();
 // options of one backend given to another.
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,
                                       std::vector<Rank> local_ranks, BackendOptions options = {});
+
+// Where memory lies that the callers' addresses name, as the driver of GPU `device` tells. Throws
+// unavailable where there is no driver that does.
+std::unique_ptr<PointerLookup> open_pointers(int device);
 
 }  // namespace offcore

@@ -3,7 +3,7 @@
 #include <limits>
 #include <set>
 
-#include "core/backend/cuda/pointer_info.h"
+#include "core/backend/registry.h"
 #include "core/base/error.h"
 #include "core/comm/batch_executor.h"
 
@@ -36,8 +36,7 @@ struct Stretch {
 }  // namespace
 
 void locate_on_gpus(BatchEntries& entries, int gpu) {
-  cuda::Driver::open();
-  cuda::PointerInfo pointers(gpu);
+  const std::unique_ptr<PointerLookup> pointers = open_pointers(gpu);
   std::set<int> gpus;
   const size_t count = entries.sizes.size();
   entries.dst_homes.assign(count, kHostHome);
@@ -46,9 +45,9 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
     if (entries.sizes[i] == 0) continue;
     check_place(entries.dsts[i], entries.sizes[i], "destination", i);
     check_place(entries.srcs[i], entries.sizes[i], "source", i);
-    const int dst = pointers.home(entries.dsts[i], entries.sizes[i], "destination", i);
-    const int src = pointers.home(entries.srcs[i], entries.sizes[i], "source", i);
-    if (dst == cuda::kHostMemory && src == cuda::kHostMemory) {
+    const int dst = pointers->home(entries.dsts[i], entries.sizes[i], "destination", i);
+    const int src = pointers->home(entries.srcs[i], entries.sizes[i], "source", i);
+    if (dst == kHostMemory && src == kHostMemory) {
       fail(
           Code::unsupported, "entry ", i, " goes from host memory to host memory, for which the ",
           "driver would make the caller wait: make a batch of such entries, with backend=\"host\"");
@@ -56,21 +55,21 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
     entries.dst_homes[i] = dst;
     entries.src_homes[i] = src;
     for (const int home : {dst, src}) {
-      if (home != cuda::kHostMemory) gpus.insert(home);
+      if (home != kHostMemory) gpus.insert(home);
     }
   }
   if (gpus.empty()) gpus.insert(gpu);
   entries.gpus.assign(gpus.begin(), gpus.end());
   entries.ranks = static_cast<Rank>(gpus.size());
   const auto rank_of = [&](int owner) {
-    if (owner == cuda::kHostMemory) return kHostHome;
+    if (owner == kHostMemory) return kHostHome;
     const auto at = std::lower_bound(entries.gpus.begin(), entries.gpus.end(), owner);
     return static_cast<int32_t>(at - entries.gpus.begin());
   };
   for (auto* homes : {&entries.dst_homes, &entries.src_homes}) {
     for (int32_t& home : *homes) home = rank_of(home);
   }
-  for (const auto& [begin, owner] : pointers.ranges())
+  for (const auto& [begin, owner] : pointers->ranges())
     entries.seams.emplace_back(begin, rank_of(owner));
 }
 

@@ -75,7 +75,7 @@ struct Link {
   double until_ns_ = 0;        // it has something to do, at least
 };
 
-// A GPU whose link is used too: kNeighbour of a backend of two ranks.
+// A GPU whose link is used too: kNeighbour, the one local rank of a group of two.
 struct Neighbour {
   std::shared_ptr<Backend> backend;
   Share stage;  // the room that it lends

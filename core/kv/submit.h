@@ -9,7 +9,7 @@ namespace offcore::kv {
 
 // Where a part goes. Those of one lane run one after the other, those of several at once.
 struct SubmitTarget {
-  Backend& backend;  // of two ranks where a neighbour copies
+  Backend& backend;  // its local rank is `rank`
   Direction direction;
   Rank rank = kOwner;  // who copies
   uint16_t lane = 0;

@@ -14,7 +14,7 @@
 
 #include "core/backend/cuda/gpu_timer.h"
 #include "core/backend/registry.h"
-#include "core/backend/sim/sim.h"
+#include "core/backend/sim/faults.h"
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
 #include "core/ir/verify.h"

@@ -93,7 +93,7 @@ std::unique_ptr<BatchRun> start(const std::string& backend, const Machine& machi
   LockReleased released;
   BackendOptions options{.sim = {.phantom = phantom}};
   if (backend == "cuda") {
-    options.cuda = {.devices = entries.gpus, .own_copy = own_copy, .foreign = true};
+    options.cuda = {.devices = entries.gpus, .own_copy = own_copy, .peers = entries.gpus};
   }
   return BatchExecutor::of(backend, machine, entries.ranks, std::move(options))
       ->start(std::move(call), released.within(timeout_s));

@@ -119,9 +119,9 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   std::vector<std::shared_ptr<Backend>> neighbours;
   for (const int link : links) {
     BackendOptions options;
-    if (device >= 0) options.cuda.devices = {device, link};
-    options.cuda.foreign = device >= 0;
-    neighbours.push_back(open_backend(backend, pair, 2, {0, 1}, std::move(options)));
+    if (device >= 0) options.cuda.devices = {link};
+    if (device >= 0) options.cuda.peers = {device};
+    neighbours.push_back(open_backend(backend, pair, 2, {kv::kNeighbour}, std::move(options)));
   }
   return Transfer::create(open_one(backend, machine, device, kernel), std::move(neighbours),
                           std::move(groups),

@@ -70,6 +70,8 @@ def check_layers(path: str, text: str) -> Findings:
             findings.append((number, f"core/{folder} stands without studies: {name}"))
         elif parts[0] == "core" and parts[1] != folder and parts[1] not in allowed:
             findings.append((number, f"core/{folder} may not include {name}"))
+        elif parts[:2] == ("core", "backend") and len(parts) > 3 and folder != "backend":
+            findings.append((number, f"core/{folder} includes one backend's own {name}"))
     return findings
 
 

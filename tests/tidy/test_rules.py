@@ -18,6 +18,11 @@ def header(*lines: str) -> str:
 
 PLANTED = {
     "upward": ("core/ir/a.h", header('#include "core/plan/plan.h"'), "core/ir may not include"),
+    "one_backend": (
+        "core/kv/a.h",
+        header('#include "core/backend/cuda/memory.h"'),
+        "core/kv includes one backend's own",
+    ),
     "plan_backend": (
         "core/plan/a.h",
         header('#include "core/backend/backend.h"'),

@@ -19,7 +19,7 @@ struct CaptureState {
   CUgraph graph = nullptr;  // that is being captured into
 };
 
-CaptureState state_of(const Device& device, CUstream stream) {
+CaptureState state_of(const LocalGpu& device, CUstream stream) {
   const ContextGuard current = device.current();
   CaptureState state;
   check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id, &state.graph,
@@ -29,7 +29,7 @@ CaptureState state_of(const Device& device, CUstream stream) {
 }
 
 // The capture that a caller's stream is in; 0: none.
-uint64_t id_of(const Device& device, uintptr_t stream) {
+uint64_t id_of(const LocalGpu& device, uintptr_t stream) {
   if (stream <= kLegacyStream) return 0;  // the legacy default stream cannot be captured
   const CaptureState state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
@@ -55,7 +55,7 @@ size_t until_peers(std::span<const Command> commands) {
 
 }  // namespace
 
-Captures::Captures(std::span<const std::shared_ptr<Device>> devices, const EncodeOptions& options,
+Captures::Captures(std::span<const std::shared_ptr<LocalGpu>> devices, const EncodeOptions& options,
                    std::shared_ptr<MappingTable> mappings, std::shared_ptr<SignalWords> words)
     : devices_(devices.begin(), devices.end()),
       options_(options),
@@ -160,7 +160,7 @@ std::shared_ptr<CudaSubmission> Captures::record(std::shared_ptr<const CudaProgr
 }
 
 void Captures::record(CudaSubmission& submission, const LocalProgram& local, DeviceCapture& place) {
-  const Device& device = *devices_[local.device];
+  const LocalGpu& device = *devices_[local.device];
   const Program& program = *submission.compiled->program;
   const ContextGuard current = device.current();
   const auto stream = reinterpret_cast<CUstream>(submission.launch.streams[local.device]);
@@ -225,7 +225,7 @@ CUstream Captures::engine(DeviceCapture& place, uint32_t device, size_t index,
     return state_of(*devices_[device], stream->handle()).status == kCaptureNone;
   };
   auto found = std::find_if(streams.begin(), streams.end(), idle);
-  if (found == streams.end()) found = streams.insert(found, devices_[device]->stream());
+  if (found == streams.end()) found = streams.insert(found, devices_[device]->gpu().stream());
   here.enqueue_wait((*found)->handle());
   place.engines.push_back((*found)->handle());
   return place.engines.back();
@@ -290,7 +290,7 @@ void Captures::watch() {
 
 void Captures::release(const Awaited& awaited) const {
   for (size_t i = 0; i < awaited.size(); ++i) {
-    devices_[i]->write_words({awaited[i].begin(), awaited[i].end()}, kCapturedValue);
+    devices_[i]->gpu().write_words({awaited[i].begin(), awaited[i].end()}, kCapturedValue);
   }
 }
 
@@ -306,7 +306,7 @@ bool Captures::untouched(const Awaited& awaited) const {
       while (end != awaited[i].end() && mapping != nullptr && ring_of(*end) == mapping) ++end;
       const CUdeviceptr first = *word;
       std::vector<std::byte> bytes(*std::prev(end) - first + sizeof(uint32_t));
-      devices_[i]->copy(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
+      devices_[i]->gpu().copy(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
       for (; word != end; ++word) {
         uint32_t value = 0;
         std::memcpy(&value, &bytes[*word - first], sizeof value);

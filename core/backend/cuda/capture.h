@@ -34,7 +34,7 @@ namespace offcore::cuda {
 
 class Captures {
  public:
-  Captures(std::span<const std::shared_ptr<Device>> devices, const EncodeOptions& options,
+  Captures(std::span<const std::shared_ptr<LocalGpu>> devices, const EncodeOptions& options,
            std::shared_ptr<MappingTable> mappings, std::shared_ptr<SignalWords> words);
   ~Captures();
 
@@ -90,7 +90,7 @@ class Captures {
   bool untouched(const Awaited& awaited) const;
   void run_out();
 
-  const std::vector<std::shared_ptr<Device>> devices_;
+  const std::vector<std::shared_ptr<LocalGpu>> devices_;
   const EncodeOptions options_;
   const std::shared_ptr<MappingTable> mappings_;
   const std::shared_ptr<SignalWords> words_;

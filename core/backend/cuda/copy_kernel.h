@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
 
 namespace offcore::cuda {
 

@@ -1,9 +1,9 @@
 #include "core/backend/cuda/cuda.h"
 
 #include <algorithm>
-#include <mutex>
 
 #include "core/backend/cuda/executor.h"
+#include "core/backend/cuda/pointer_info.h"
 #include "core/backend/submission_run.h"
 
 namespace offcore {
@@ -19,7 +19,7 @@ struct SingleMapping {
 // What owns the shares of a window.
 struct MappedWindow {
   MappedWindow(std::vector<std::shared_ptr<const Allocation>> parts,
-               std::span<const std::shared_ptr<Device>> devices,
+               std::span<const std::shared_ptr<LocalGpu>> devices,
                std::shared_ptr<MappingTable> mappings)
       : mapping(std::move(parts), devices), registry(std::move(mappings)) {
     registry->add(mapping);
@@ -46,30 +46,10 @@ class RecordedRun final : public Run {
   Report report_;
 };
 
-// Streams with nothing in them.
-class IdleStreams {
- public:
-  std::unique_ptr<CudaStream> take(const Device& device) {
-    const std::scoped_lock lock(mutex_);
-    if (streams_.empty()) return device.stream();
-    std::unique_ptr<CudaStream> stream = std::move(streams_.back());
-    streams_.pop_back();
-    return stream;
-  }
-  void give(std::unique_ptr<CudaStream> stream) {
-    const std::scoped_lock lock(mutex_);
-    streams_.push_back(std::move(stream));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<CudaStream>> streams_;
-};
-
 // The place that a stream has come to.
 class StreamMark : public Mark {
  public:
-  StreamMark(const Device& device, CUstream stream) : event_(device.event()) {
+  StreamMark(const GpuContext& gpu, CUstream stream) : event_(gpu.event()) {
     event_.record(stream);
   }
   bool passed() override { return event_.passed(); }
@@ -83,18 +63,17 @@ class StreamMark : public Mark {
 class EventMark final : public Mark {
  public:
   // The stream waits for the event already.
-  EventMark(const Device& device, std::shared_ptr<IdleStreams> idle,
-            std::unique_ptr<CudaStream> stream)
-      : idle_(std::move(idle)), stream_(std::move(stream)), mark_(device, stream_->handle()) {}
+  EventMark(std::shared_ptr<const GpuContext> gpu, std::unique_ptr<CudaStream> stream)
+      : gpu_(std::move(gpu)), stream_(std::move(stream)), mark_(*gpu_, stream_->handle()) {}
 
   bool passed() override {
     if (!mark_.passed()) return false;
-    if (stream_ != nullptr) idle_->give(std::move(stream_));
+    if (stream_ != nullptr) gpu_->give_idle_stream(std::move(stream_));
     return true;
   }
 
  private:
-  std::shared_ptr<IdleStreams> idle_;
+  std::shared_ptr<const GpuContext> gpu_;
   std::unique_ptr<CudaStream> stream_;
   StreamMark mark_;
 };
@@ -146,7 +125,7 @@ class CudaLoaded final : public Loaded {
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<Device>> devices,
+  CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
               EncodeOptions options)
       : machine_(machine),
         executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
@@ -165,21 +144,21 @@ class CudaBackend final : public Backend {
   bool host_visible() const override { return false; }
 
   Share allocate(Rank rank, uint64_t bytes) override {
-    const Device& device = *local(rank);
+    const std::shared_ptr<const GpuContext>& gpu = local(rank)->shared();
     const bool exported = executor_->devices().size() < executor_->ranks();
     auto single = std::make_shared<SingleMapping>();
-    single->part = Allocation::create(device, bytes, exported);
-    single->range = std::make_unique<AddressRange>(device.context(), single->part->bytes());
+    single->part = Allocation::create(*gpu, bytes, exported);
+    single->range = std::make_unique<AddressRange>(gpu->context(), single->part->bytes());
     single->range->map(0, single->part);
-    const int ordinal = device.ordinal();
+    const int ordinal = gpu->device();
     single->range->open({&ordinal, 1});
-    device.zero(single->range->base(), single->part->bytes());
+    gpu->zero(single->range->base(), single->part->bytes());
     return {.rank = rank,
             .bytes = bytes,
             .fd = single->part->fd(),
             .data = reinterpret_cast<std::byte*>(single->range->base()),
             .owner = single,
-            .port = local(rank)};
+            .port = gpu};
   }
 
   std::string_view signals() const override { return to_string(executor_->options().signals); }
@@ -188,7 +167,7 @@ class CudaBackend final : public Backend {
 
   Share import(Rank rank, uint64_t bytes, int fd) override {
     auto single = std::make_shared<SingleMapping>();
-    single->part = Allocation::import(executor_->devices().front()->context(), bytes, fd);
+    single->part = Allocation::import(first_gpu().context(), bytes, fd);
     return {.rank = rank, .bytes = bytes, .owner = single};
   }
 
@@ -210,7 +189,7 @@ class CudaBackend final : public Backend {
   }
 
   Share allocate_host(uint64_t bytes) override {
-    std::shared_ptr<void> pinned = allocate_pinned(executor_->devices().front()->context(), bytes);
+    std::shared_ptr<void> pinned = allocate_pinned(first_gpu().context(), bytes);
     return {.rank = kHostRank,
             .bytes = bytes,
             .data = static_cast<std::byte*>(pinned.get()),
@@ -222,37 +201,12 @@ class CudaBackend final : public Backend {
   }
   bool gone(uint64_t capture) const override { return executor_->gone(capture); }
 
-  // An allocation, by where it begins: rows in several were refused as a destination (H200, 580).
   uint64_t memory_of(const std::byte* first, const std::byte* last) const override {
-    const Driver& driver = Driver::get();
-    const ContextGuard current = executor_->devices().front()->current();
-    const auto at = reinterpret_cast<CUdeviceptr>(first);
-    const uint64_t alone = ~at;  // no allocation begins there
-    CUdeviceptr start = 0;
-    size_t bytes = 0;
-    for (const CUresult result : {driver.cuPointerGetAttribute(&start, kPointerRangeStart, at),
-                                  driver.cuPointerGetAttribute(&bytes, kPointerRangeBytes, at)}) {
-      if (result == kInvalidValue) return alone;  // no memory of the driver's
-      check(result, "cuPointerGetAttribute");
-    }
-    return reinterpret_cast<CUdeviceptr>(last) - start <= bytes ? start : alone;
+    return allocation_of(first_gpu(), first, last);
   }
 
-  // What cuMemAlloc gave is open to peers that have asked; what is mapped, to those it was opened
-  // for.
   bool reaches(Rank rank, const std::byte* first, const std::byte* last) const override {
-    const Driver& driver = Driver::get();
-    const ContextGuard current = local(rank)->current();
-    for (const std::byte* byte : {first, last - 1}) {
-      const auto at = reinterpret_cast<CUdeviceptr>(byte);
-      int peers = 0;
-      int access = 0;
-      if (driver.cuPointerGetAttribute(&peers, kPointerPeers, at) != kSuccess) return false;
-      if (peers != 0) continue;
-      if (driver.cuPointerGetAttribute(&access, kPointerAccess, at) != kSuccess) return false;
-      if (access != kAccessReadWrite) return false;
-    }
-    return true;
+    return cuda::reaches(local(rank)->gpu(), first, last);
   }
 
   bool cross(Rank rank, const Reach& reach) override {
@@ -266,21 +220,20 @@ class CudaBackend final : public Backend {
   void uncross(Rank rank) override { local(rank)->uncross(); }
 
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
-    const auto& device = executor_->devices().front();
-    const ContextGuard current = device->current();
+    const ContextGuard current = first_gpu().current();
     refuse_capture(stream);
-    return std::make_unique<StreamMark>(*device, reinterpret_cast<CUstream>(stream));
+    return std::make_unique<StreamMark>(first_gpu(), reinterpret_cast<CUstream>(stream));
   }
 
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
-    const auto& device = executor_->devices().front();
-    const ContextGuard current = device->current();
-    std::unique_ptr<CudaStream> stream = idle_streams_->take(*device);
+    const GpuContext& gpu = first_gpu();
+    const ContextGuard current = gpu.current();
+    std::unique_ptr<CudaStream> stream = gpu.take_idle_stream();
     check(Driver::get().cuStreamWaitEvent(stream->handle(), reinterpret_cast<CUevent>(event), 0),
           "cuStreamWaitEvent for what a transfer comes after");
     refuse_capture(
         reinterpret_cast<uintptr_t>(stream->handle()));  // it would have joined the event's
-    return std::make_unique<EventMark>(*device, idle_streams_, std::move(stream));
+    return std::make_unique<EventMark>(executor_->devices().front()->shared(), std::move(stream));
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
@@ -301,7 +254,9 @@ class CudaBackend final : public Backend {
          "graph: call it outside");
   }
 
-  std::shared_ptr<Device> local(Rank rank) const {
+  const GpuContext& first_gpu() const { return executor_->devices().front()->gpu(); }
+
+  std::shared_ptr<LocalGpu> local(Rank rank) const {
     for (const auto& device : executor_->devices()) {
       if (device->rank() == rank) return device;
     }
@@ -310,7 +265,6 @@ class CudaBackend final : public Backend {
 
   Machine machine_;
   std::shared_ptr<CudaExecutor> executor_;
-  std::shared_ptr<IdleStreams> idle_streams_ = std::make_shared<IdleStreams>();
 };
 
 std::vector<int> devices_of(const std::vector<Rank>& local_ranks, Rank ranks,
@@ -407,15 +361,14 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   }
   encode.own_copy_on_sm = options.own_copy == "sm";
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
-  std::vector<std::shared_ptr<cuda::Device>> devices;
+  std::vector<std::shared_ptr<cuda::LocalGpu>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
-    devices.push_back(std::make_shared<cuda::Device>(local_ranks[i], ordinals[i]));
-    if (options.gather) devices.back()->load_gather();
+    devices.push_back(
+        std::make_shared<cuda::LocalGpu>(local_ranks[i], ordinals[i], options.gather));
   }
-  for (const auto& device : devices) {
-    for (const auto& peer : devices) {
-      if (options.foreign) device->reach(*peer);
-    }
+  for (const int ordinal : options.peers) {
+    const auto peer = cuda::GpuContext::of(ordinal);
+    for (const auto& device : devices) device->gpu().reach(*peer);
   }
   return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode);
 }

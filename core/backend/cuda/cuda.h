@@ -8,23 +8,12 @@
 // and the host's share of it, and nothing by command. NVLink multicast is never used.
 #pragma once
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/backend/options.h"
 
 namespace offcore {
-
-struct CudaOptions {
-  std::vector<int> devices;         // one a local rank; none: rank r on device r
-  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/stream_encoder.h
-  std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
-  std::string own_copy = "engine";  // copies within a GPU; or "sm"
-  bool gather = false;   // a kernel copies between the host and a GPU: see cuda/copy_kernel.h
-  bool foreign = false;  // memory that others have allocated goes from GPU to GPU
-
-  friend bool operator==(const CudaOptions&, const CudaOptions&) = default;
-};
 
 Probe probe_cuda();
 

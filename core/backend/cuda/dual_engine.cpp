@@ -27,19 +27,19 @@ uint64_t piece_of(const Reach& reach) {
 
 }  // namespace
 
-DualEngine::DualEngine(const Device& device, const Reach& reach)
+DualEngine::DualEngine(const GpuContext& gpu, const Reach& reach)
     : gpu_bytes_(rounded(reach.host_bytes, kPieceMin)),
       step_(rounded(std::max(reach.step, gpu_bytes_), kPieceMin)),
       host_bytes_(rounded(std::max(reach.bytes, (kTriedRows + 1) * step_), piece_of(reach))),
-      range_(device.context(), host_bytes_ + step_ + kPieceMin) {
+      range_(gpu.context(), host_bytes_ + step_ + kPieceMin) {
   const uint64_t piece = piece_of(reach);
-  const auto host = Allocation::create_host(device, piece);
+  const auto host = Allocation::create_host(gpu, piece);
   for (uint64_t at = 0; at < host_bytes_; at += piece) range_.map(at, host);
-  const auto gpu = Allocation::create(device, kPieceMin, false);
-  for (uint64_t at = 0; at < gpu_bytes_; at += kPieceMin) range_.map(host_bytes_ + at, gpu);
+  const auto own = Allocation::create(gpu, kPieceMin, false);
+  for (uint64_t at = 0; at < gpu_bytes_; at += kPieceMin) range_.map(host_bytes_ + at, own);
   range_.map(host_bytes_ + step_,
-             Allocation::create(device, kTriedBytes, false));  // the trial's 2nd row
-  const int ordinal = device.ordinal();
+             Allocation::create(gpu, kTriedBytes, false));  // the trial's 2nd row
+  const int ordinal = gpu.device();
   range_.open({&ordinal, 1});
 }
 
@@ -65,8 +65,8 @@ bool DualEngine::turn(StridedCopy& rows) const {
   return true;
 }
 
-bool DualEngine::works(const Device& device) {
-  tried_ = allocate_pinned(device.context(), 2 * kTriedRows * kTriedBytes);
+bool DualEngine::works(const GpuContext& gpu) {
+  tried_ = allocate_pinned(gpu.context(), 2 * kTriedRows * kTriedBytes);
   auto* const sent = static_cast<std::byte*>(tried_.get());
   std::byte* const got = sent + kTriedRows * kTriedBytes;
   const CUdeviceptr place = range_.base() + host_bytes_;
@@ -75,7 +75,7 @@ bool DualEngine::works(const Device& device) {
     got[i] = ~sent[i];
   }
   const auto row = [&](uint32_t i) { return reinterpret_cast<void*>(place + i * step_); };
-  for (uint32_t i = 0; i < kTriedRows; ++i) device.copy(row(i), got, kTriedBytes);
+  for (uint32_t i = 0; i < kTriedRows; ++i) gpu.copy(row(i), got, kTriedBytes);
   StridedCopy load{.dst = place,
                    .dst_pitch = step_,
                    .src = reinterpret_cast<CUdeviceptr>(sent),
@@ -91,14 +91,14 @@ bool DualEngine::works(const Device& device) {
                     .rows = kTriedRows,
                     .dst_host = true};
   if (!turn(load) || !turn(store)) return false;
-  if (!device.copy(load)) return false;
+  if (!gpu.copy(load)) return false;
   bool came = true;
   for (uint32_t i = 0; i < kTriedRows; ++i) {
     std::vector<std::byte> found(kTriedBytes);
-    device.copy(found.data(), row(i), kTriedBytes);
+    gpu.copy(found.data(), row(i), kTriedBytes);
     came = came && std::memcmp(found.data(), sent + i * kTriedBytes, kTriedBytes) == 0;
   }
-  return came && device.copy(store) && std::memcmp(got, sent, kTriedRows * kTriedBytes) == 0;
+  return came && gpu.copy(store) && std::memcmp(got, sent, kTriedRows * kTriedBytes) == 0;
 }
 
 }  // namespace offcore::cuda

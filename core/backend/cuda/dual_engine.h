@@ -18,13 +18,13 @@ namespace offcore::cuda {
 class DualEngine {
  public:
   // Throws unsupported where they would cost too much, memory or driver.
-  DualEngine(const Device& device, const Reach& reach);
+  DualEngine(const GpuContext& gpu, const Reach& reach);
 
   // Addresses a copy between the host and the GPU so. False: it stays as it is, because its rows
   // reach too far.
   bool turn(StridedCopy& rows) const;
   // Whether each byte comes, in both directions, in memory of its own. Throws driver.
-  bool works(const Device& device);
+  bool works(const GpuContext& gpu);
 
  private:
   // From where so many pitches lead to an address.

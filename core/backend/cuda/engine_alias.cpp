@@ -10,10 +10,10 @@ static_assert(kPitch <= kPitchMax && kRowMax <= kPitch);
 
 }  // namespace
 
-EngineAlias::EngineAlias(const Device& device, std::shared_ptr<const Allocation> foreign)
-    : range_(device.context(), rounded(kRowMax, foreign->bytes())) {
+EngineAlias::EngineAlias(const GpuContext& gpu, std::shared_ptr<const Allocation> foreign)
+    : range_(gpu.context(), rounded(kRowMax, foreign->bytes())) {
   for (uint64_t at = 0; at < kRowMax; at += foreign->bytes()) range_.map(at, foreign);
-  const int ordinal = device.ordinal();
+  const int ordinal = gpu.device();
   range_.open({&ordinal, 1});
 }
 

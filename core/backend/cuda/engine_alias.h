@@ -18,7 +18,7 @@ namespace offcore::cuda {
 class EngineAlias {
  public:
   // Throws memory or driver.
-  EngineAlias(const Device& device, std::shared_ptr<const Allocation> foreign);
+  EngineAlias(const GpuContext& gpu, std::shared_ptr<const Allocation> foreign);
 
   // Addresses the first bytes of a copy within the GPU so; the result's width says how many.
   CUmemcpy2D first(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) const;

@@ -29,7 +29,7 @@ bool has_batches(const CudaProgram& compiled, const LocalProgram& local) {
 
 }  // namespace
 
-CudaExecutor::CudaExecutor(Rank ranks, std::vector<std::shared_ptr<Device>> devices,
+CudaExecutor::CudaExecutor(Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
                            EncodeOptions options)
     : ranks_(ranks),
       devices_(std::move(devices)),
@@ -243,7 +243,7 @@ bool CudaExecutor::untouched(const CudaSubmission& submission) const {
     return false;
   }
   return std::all_of(devices_.begin(), devices_.end(),
-                     [](const auto& device) { return device->works(); });
+                     [](const auto& device) { return device->gpu().works(); });
 }
 
 // Half of a launch is enqueued: nobody may take what it leaves for a result. It is poisoned, and
@@ -372,10 +372,10 @@ void CudaExecutor::release(const std::vector<std::shared_ptr<CudaSubmission>>& s
       if (submission->ended()) continue;
       through = false;
       for (size_t i = 0; i < submission->compiled->locals.size(); ++i) {
-        const Device& device = *devices_[submission->compiled->locals[i].device];
+        const LocalGpu& device = *devices_[submission->compiled->locals[i].device];
         const ContextGuard current = device.current();
-        device.write_words(submission->awaited(static_cast<uint32_t>(i), *mappings_),
-                           submission->launch.epoch + kBeyond);
+        device.gpu().write_words(submission->awaited(static_cast<uint32_t>(i), *mappings_),
+                                 submission->launch.epoch + kBeyond);
       }
     }
     if (through) break;

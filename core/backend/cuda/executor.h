@@ -26,9 +26,9 @@ namespace offcore::cuda {
 // A stream and a word of its own.
 class OrderedStream {
  public:
-  OrderedStream(const std::shared_ptr<const Device>& device,
+  OrderedStream(const std::shared_ptr<const LocalGpu>& device,
                 const std::shared_ptr<SignalWords>& words)
-      : word_(device, words), stream_(device->stream()) {}
+      : word_(device, words), stream_(device->gpu().stream()) {}
   CUstream stream() const { return stream_->handle(); }
   CUdeviceptr word() const { return word_.address(); }
 
@@ -65,9 +65,9 @@ constexpr double kRunOutS = 10.0;  // what is let run out does
 
 class CudaExecutor {
  public:
-  CudaExecutor(Rank ranks, std::vector<std::shared_ptr<Device>> devices, EncodeOptions options);
+  CudaExecutor(Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices, EncodeOptions options);
 
-  const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }
+  const std::vector<std::shared_ptr<LocalGpu>>& devices() const { return devices_; }
   const std::shared_ptr<MappingTable>& mappings() const { return mappings_; }
   Rank ranks() const { return ranks_; }
   const EncodeOptions& options() const { return options_; }
@@ -114,7 +114,7 @@ class CudaExecutor {
   // One local rank's part of a launch that is being enqueued.
   struct RankSubmission {
     const LocalProgram* local;
-    const Device* device;
+    const LocalGpu* device;
     LaneStreams* lane;
     CUstream stream;  // where the caller queue goes
     CUstream named;   // the caller's, where that is the per-thread default stream; else null
@@ -151,7 +151,7 @@ class CudaExecutor {
   void make_twins(const CudaProgram& compiled, const Launch& launch, ArmedStreams& armed_streams);
 
   const Rank ranks_;
-  const std::vector<std::shared_ptr<Device>> devices_;
+  const std::vector<std::shared_ptr<LocalGpu>> devices_;
   const EncodeOptions options_;
   const std::string channels_;  // of a GPU: the driver asks when it starts
   const std::shared_ptr<MappingTable> mappings_;

@@ -66,7 +66,7 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
   if (channels_ != kChannels) return false;
   std::vector<std::vector<ArmedStreams::ArmedStream>> made;
   for (const LocalProgram& local : compiled.locals) {
-    const std::shared_ptr<Device>& device = devices_[local.device];
+    const std::shared_ptr<LocalGpu>& device = devices_[local.device];
     auto& queues = made.emplace_back();
     std::vector<CUdeviceptr> gates;
     for (size_t i = 0; i < local.engines.size(); ++i) {
@@ -74,7 +74,7 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
                         std::make_unique<SignalWord>(device, words_)});
       gates.push_back(queues.back().gate->address());
     }
-    device->write_words(gates, 0);
+    device->gpu().write_words(gates, 0);
   }
   armed_streams.queues = std::move(made);
   armed_streams.turn = 0;
@@ -98,7 +98,7 @@ bool CudaExecutor::park(const std::shared_ptr<const CudaProgram>& compiled, cons
   ArmedSubmission armed{.launch = launch, .turn = ++armed_streams.turn, .joins = {}};
   for (size_t i = 0; i < compiled->locals.size(); ++i) {
     const LocalProgram& local = compiled->locals[i];
-    const Device& device = *devices_[local.device];
+    const LocalGpu& device = *devices_[local.device];
     const ContextGuard current = device.current();
     auto& joins = armed.joins.emplace_back();
     for (size_t queue = 0; queue < local.engines.size(); ++queue) {
@@ -164,9 +164,9 @@ void CudaExecutor::run_out(const std::shared_ptr<const CudaProgram>& compiled,
   // One queue after the other: they all write to the same memory now.
   for (const ArmedSubmission& armed : armed_streams.armed) {
     for (size_t i = 0; i < armed_streams.queues.size(); ++i) {
-      const Device& device = *devices_[compiled->locals[i].device];
+      const LocalGpu& device = *devices_[compiled->locals[i].device];
       for (size_t queue = 0; queue < armed_streams.queues[i].size(); ++queue) {
-        device.write_words({armed_streams.queues[i][queue].gate->address()}, armed.turn);
+        device.gpu().write_words({armed_streams.queues[i][queue].gate->address()}, armed.turn);
         const Deadline deadline = Deadline::after_s(kRunOutS);
         while (!armed.joins[i][queue].passed()) {
           if (deadline.passed()) fail(Code::driver, "a GPU does not let go of an armed queue");

@@ -13,12 +13,12 @@ namespace {
 constexpr double kLeaveS = 1;             // what is left in the stream at the end
 constexpr int64_t kWatchNs = 20'000'000;  // who times by the host's clock sees the end at once
 
-std::shared_ptr<const PrimaryContext> context_of(int ordinal) {
+std::shared_ptr<const GpuContext> gpu_at(int ordinal) {
   const int devices = Driver::open().devices();
   if (ordinal < 0 || ordinal >= devices) {
     fail(Code::invalid, "GPU ", ordinal, " does not exist: there are ", devices);
   }
-  return std::make_shared<const PrimaryContext>(ordinal);
+  return GpuContext::of(ordinal);
 }
 
 // Whether the event passed before the deadline.
@@ -40,31 +40,30 @@ bool passes(const CudaEvent& event, const Deadline& deadline) {
 
 GpuTimer::GpuTimer(int ordinal)
     : OfProcess("the GPU timer"),
-      context_(context_of(ordinal)),
-      events_(std::make_shared<EventPool>(context_)),
-      stream_(context_),
-      first_(events_, true),
-      last_(events_, true),
-      word_(allocate_pinned(context_, sizeof(uint32_t))) {}
+      gpu_(gpu_at(ordinal)),
+      stream_(gpu_->stream()),
+      first_(gpu_->event(true)),
+      last_(gpu_->event(true)),
+      word_(allocate_pinned(gpu_->context(), sizeof(uint32_t))) {}
 
 GpuTimer::~GpuTimer() {
   open();
   try {
     // The word is not taken away from a wait that looks at it.
-    const ContextGuard current(context_->handle());
-    last_.record(stream_.handle());
+    const ContextGuard current = gpu_->current();
+    last_.record(stream_->handle());
     passes(last_, Deadline::after_s(kLeaveS));
   } catch (const Error&) {  // a failed GPU runs nothing any more
   }
 }
 
 void GpuTimer::shut() {
-  const ContextGuard current(context_->handle());
+  const ContextGuard current = gpu_->current();
   CUdeviceptr word = 0;
   check(Driver::get().cuMemHostGetDevicePointer(&word, word_.get(), 0),
         "cuMemHostGetDevicePointer");
   CUstreamMemOp wait{.operation = kOpWait32, .address = word, .value = ++turn_, .flags = kWaitGeq};
-  check(Driver::get().cuStreamBatchMemOp(stream_.handle(), 1, &wait, 0), "cuStreamBatchMemOp");
+  check(Driver::get().cuStreamBatchMemOp(stream_->handle(), 1, &wait, 0), "cuStreamBatchMemOp");
 }
 
 void GpuTimer::open() {
@@ -73,18 +72,18 @@ void GpuTimer::open() {
 }
 
 void GpuTimer::start() {
-  const ContextGuard current(context_->handle());
-  first_.record(stream_.handle());
+  const ContextGuard current = gpu_->current();
+  first_.record(stream_->handle());
 }
 
 void GpuTimer::stop() {
-  const ContextGuard current(context_->handle());
-  last_.record(stream_.handle());
+  const ContextGuard current = gpu_->current();
+  last_.record(stream_->handle());
 }
 
 double GpuTimer::elapsed_us(const Deadline& deadline) const {
   if (!passes(last_, deadline)) {
-    fail(Code::timeout, "the timed work on GPU ", context_->ordinal(), " did not end within ",
+    fail(Code::timeout, "the timed work on GPU ", gpu_->device(), " did not end within ",
          shown_s(deadline.wait_ns()), " s: a rank did not take part, or a library hangs");
   }
   return last_.us_since(first_);

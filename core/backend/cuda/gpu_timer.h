@@ -6,7 +6,7 @@
 #include <atomic>
 #include <memory>
 
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
 #include "core/base/clock.h"
 
 namespace offcore::cuda {
@@ -19,7 +19,7 @@ class GpuTimer : public OfProcess {
   GpuTimer(const GpuTimer&) = delete;
   GpuTimer& operator=(const GpuTimer&) = delete;
 
-  CUstream stream() const { return stream_.handle(); }
+  CUstream stream() const { return stream_->handle(); }
   void shut();   // what is enqueued from now on waits for open()
   void open();   // from any thread; calls no driver
   void start();  // the time runs from where the stream is now
@@ -28,9 +28,8 @@ class GpuTimer : public OfProcess {
   double elapsed_us(const Deadline& deadline) const;
 
  private:
-  std::shared_ptr<const PrimaryContext> context_;
-  std::shared_ptr<EventPool> events_;
-  CudaStream stream_;
+  std::shared_ptr<const GpuContext> gpu_;
+  std::unique_ptr<CudaStream> stream_;
   CudaEvent first_;
   CudaEvent last_;
   std::shared_ptr<void> word_;  // in pinned host memory, so that opening needs no driver

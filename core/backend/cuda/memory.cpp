@@ -138,21 +138,20 @@ PinnedCache& pinned_cache() {
 
 }  // namespace
 
-std::shared_ptr<Allocation> Allocation::create(const Device& device, uint64_t bytes,
+std::shared_ptr<Allocation> Allocation::create(const GpuContext& gpu, uint64_t bytes,
                                                bool exported) {
   const Driver& driver = Driver::get();
-  const ContextGuard current = device.current();
-  const CUmemAllocationProp wanted = properties(device.ordinal());
+  const ContextGuard current = gpu.current();
+  const CUmemAllocationProp wanted = properties(gpu.device());
   if (bytes > uint64_t{1} << 46) fail(Code::memory, bytes, " bytes are more than any GPU has");
-  std::shared_ptr<Allocation> part(
-      new Allocation(device.context(), rounded(bytes, granule(wanted))));
+  std::shared_ptr<Allocation> part(new Allocation(gpu.context(), rounded(bytes, granule(wanted))));
   const CUresult result = driver.cuMemCreate(&part->handle_, part->bytes_, &wanted, 0);
   if (result == kOutOfMemory) {
     size_t free = 0;
     size_t total = 0;
     driver.cuMemGetInfo(&free, &total);
-    fail(Code::memory, "cannot allocate ", part->bytes_, " bytes on device ", device.ordinal(),
-         ": ", free, " of ", total, " bytes are free; use smaller windows or free other memory");
+    fail(Code::memory, "cannot allocate ", part->bytes_, " bytes on device ", gpu.device(), ": ",
+         free, " of ", total, " bytes are free; use smaller windows or free other memory");
   }
   check(result, "cuMemCreate");
   if (!exported) return part;
@@ -163,14 +162,13 @@ std::shared_ptr<Allocation> Allocation::create(const Device& device, uint64_t by
   return part;
 }
 
-std::shared_ptr<Allocation> Allocation::create_host(const Device& device, uint64_t bytes) {
-  const ContextGuard current = device.current();
+std::shared_ptr<Allocation> Allocation::create_host(const GpuContext& gpu, uint64_t bytes) {
+  const ContextGuard current = gpu.current();
   const CUmemAllocationProp wanted{
       .type = kMemoryPinned,
       .location = {.type = kLocationNumaNode,
-                   .id = std::max(0, numa_node(pci_address(device.ordinal())))}};
-  std::shared_ptr<Allocation> part(
-      new Allocation(device.context(), rounded(bytes, granule(wanted))));
+                   .id = std::max(0, numa_node(pci_address(gpu.device())))}};
+  std::shared_ptr<Allocation> part(new Allocation(gpu.context(), rounded(bytes, granule(wanted))));
   check(Driver::get().cuMemCreate(&part->handle_, part->bytes_, &wanted, 0),
         "cuMemCreate of host memory");
   return part;
@@ -236,18 +234,18 @@ void AddressRange::unmap() {
 }
 
 PeerMapping::PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
-                         std::span<const std::shared_ptr<Device>> local)
+                         std::span<const std::shared_ptr<LocalGpu>> local)
     : parts_(std::move(parts)),
       stride_(stride_of(parts_)),
-      laps_(local.front()->context(), 2 * parts_.size() * stride_) {
+      laps_(local.front()->gpu().context(), 2 * parts_.size() * stride_) {
   for (const auto& device : local) {
     repeated_[device->rank()] =
-        std::make_unique<AddressRange>(device->context(), parts_.size() * stride_);
+        std::make_unique<AddressRange>(device->gpu().context(), parts_.size() * stride_);
   }
   map(local);
 }
 
-void PeerMapping::map(std::span<const std::shared_ptr<Device>> local) {
+void PeerMapping::map(std::span<const std::shared_ptr<LocalGpu>> local) {
   std::vector<int> ordinals;
   for (const auto& device : local) {
     if (std::find(ordinals.begin(), ordinals.end(), device->ordinal()) == ordinals.end()) {
@@ -281,7 +279,7 @@ CUdeviceptr PeerMapping::repeated(Rank rank) const {
   return found == repeated_.end() ? 0 : found->second->base();
 }
 
-bool PeerMapping::try_strided(std::span<const std::shared_ptr<Device>> local) const {
+bool PeerMapping::try_strided(std::span<const std::shared_ptr<LocalGpu>> local) const {
   const uint32_t peers = ranks() - 1u;
   if (peers < 2) return true;  // no copy has more than one row
   const uint64_t chunk = (kTrialBytes - kTrialSource) / ranks() / 4 * 4;
@@ -293,7 +291,7 @@ bool PeerMapping::try_strided(std::span<const std::shared_ptr<Device>> local) co
     std::vector<uint8_t> data(ranks() * chunk);
     for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint8_t>(1 + i * 7 + i / 251);
     const uint64_t source = at + kTrialSource;
-    device->copy(reinterpret_cast<void*>(part(own) + source), data.data(), data.size());
+    device->gpu().copy(reinterpret_cast<void*>(part(own) + source), data.data(), data.size());
     const StridedCopy fan{.dst = part(own + 1u) + at,
                           .dst_pitch = stride_,
                           .src = part(own) + source,
@@ -306,27 +304,27 @@ bool PeerMapping::try_strided(std::span<const std::shared_ptr<Device>> local) co
     for (const bool same : {false, true}) {
       if (!same && stride_ > kPitchMax)
         continue;  // a copy of such rows has wide steps on both sides
-      works = device->copy(same ? bcst : fan) && works;
+      works = device->gpu().copy(same ? bcst : fan) && works;
       for (uint32_t row = 0; row < peers; ++row) {
         std::vector<uint8_t> got(chunk);
-        device->copy(got.data(), reinterpret_cast<void*>(fan.dst + row * stride_), chunk);
+        device->gpu().copy(got.data(), reinterpret_cast<void*>(fan.dst + row * stride_), chunk);
         const auto sent = data.begin() + static_cast<ptrdiff_t>(same ? 0 : row * chunk);
         works = works && std::equal(got.begin(), got.end(), sent);
       }
     }
     const std::vector<uint8_t> zeros(data.size());
-    device->copy(reinterpret_cast<void*>(part(own) + source), zeros.data(), zeros.size());
+    device->gpu().copy(reinterpret_cast<void*>(part(own) + source), zeros.data(), zeros.size());
     for (uint32_t row = 0; row < peers; ++row) {
-      device->copy(reinterpret_cast<void*>(fan.dst + row * stride_), zeros.data(), chunk);
+      device->gpu().copy(reinterpret_cast<void*>(fan.dst + row * stride_), zeros.data(), chunk);
     }
   }
   return works;
 }
 
-void PeerMapping::blank(std::span<const std::shared_ptr<Device>> local) {
+void PeerMapping::blank(std::span<const std::shared_ptr<LocalGpu>> local) {
   // One allocation stands in for all parts.
   const std::shared_ptr<const Allocation> blank =
-      Allocation::create(*local.front(), parts_[0]->bytes(), false);
+      Allocation::create(local.front()->gpu(), parts_[0]->bytes(), false);
   laps_.unmap();
   for (auto& [rank, range] : repeated_) range->unmap();
   std::fill(parts_.begin(), parts_.end(), blank);

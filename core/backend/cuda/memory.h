@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/local_gpu.h"
 #include "core/base/descriptor.h"
 
 namespace offcore::cuda {
@@ -28,9 +28,9 @@ constexpr uint64_t rounded(uint64_t bytes, uint64_t unit) {
 class Allocation {
  public:
   // Allocates on the device. Throws memory, naming the free bytes.
-  static std::shared_ptr<Allocation> create(const Device& device, uint64_t bytes, bool exported);
+  static std::shared_ptr<Allocation> create(const GpuContext& gpu, uint64_t bytes, bool exported);
   // Of the host, on the NUMA node that the device is nearest to.
-  static std::shared_ptr<Allocation> create_host(const Device& device, uint64_t bytes);
+  static std::shared_ptr<Allocation> create_host(const GpuContext& gpu, uint64_t bytes);
   // Owns fd from here on, also when it throws.
   static std::shared_ptr<Allocation> import(std::shared_ptr<const PrimaryContext> context,
                                             uint64_t bytes, int fd);
@@ -75,7 +75,7 @@ class PeerMapping {
  public:
   // `parts`: one a rank. `local`: the devices of this process's ranks.
   PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
-              std::span<const std::shared_ptr<Device>> local);
+              std::span<const std::shared_ptr<LocalGpu>> local);
 
   Rank ranks() const { return static_cast<Rank>(parts_.size()); }
   uint64_t stride() const { return stride_; }
@@ -93,12 +93,12 @@ class PeerMapping {
   void set_strided(bool works) { strided_ = works; }
   // Tries it, from each local device, in memory that nobody uses yet and that is zero; it is again
   // afterwards. Throws driver.
-  bool try_strided(std::span<const std::shared_ptr<Device>> local) const;
+  bool try_strided(std::span<const std::shared_ptr<LocalGpu>> local) const;
   // Puts other memory behind all addresses: what still writes there changes nothing any more.
-  void blank(std::span<const std::shared_ptr<Device>> local);
+  void blank(std::span<const std::shared_ptr<LocalGpu>> local);
 
  private:
-  void map(std::span<const std::shared_ptr<Device>> local);
+  void map(std::span<const std::shared_ptr<LocalGpu>> local);
 
   std::vector<std::shared_ptr<const Allocation>> parts_;
   uint64_t stride_;

@@ -1,8 +1,6 @@
 #include "core/backend/cuda/pointer_info.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <optional>
 
 namespace offcore::cuda {
@@ -19,12 +17,9 @@ std::optional<Value> attribute_of(uint64_t address, int which) {
   return value;
 }
 
-// Retained for good: what a process copies on it also uses otherwise.
-CUcontext kept_context(int ordinal) {
-  static std::mutex mutex;
-  static auto* const kept = new std::map<int, PrimaryContext>;
-  const std::scoped_lock lock(mutex);
-  return kept->try_emplace(ordinal, ordinal).first->second.handle();
+std::shared_ptr<const GpuContext> opened(int ordinal) {
+  Driver::open();
+  return GpuContext::of(ordinal);
 }
 
 [[noreturn]] void reject(const char* side, size_t index, const std::string& reason) {
@@ -33,7 +28,32 @@ CUcontext kept_context(int ordinal) {
 
 }  // namespace
 
-PointerInfo::PointerInfo(int ordinal) : current_(kept_context(ordinal)) {}
+uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std::byte* last) {
+  const ContextGuard current = gpu.current();
+  const auto at = reinterpret_cast<CUdeviceptr>(first);
+  const uint64_t alone = ~at;  // no allocation begins there
+  const auto start = attribute_of<CUdeviceptr>(at, kPointerRangeStart);
+  const auto bytes = attribute_of<size_t>(at, kPointerRangeBytes);
+  if (!start || !bytes) return alone;
+  return reinterpret_cast<CUdeviceptr>(last) - *start <= *bytes ? *start : alone;
+}
+
+bool reaches(const GpuContext& gpu, const std::byte* first, const std::byte* last) {
+  const Driver& driver = Driver::get();
+  const ContextGuard current = gpu.current();
+  for (const std::byte* byte : {first, last - 1}) {
+    const auto at = reinterpret_cast<CUdeviceptr>(byte);
+    int peers = 0;
+    int access = 0;
+    if (driver.cuPointerGetAttribute(&peers, kPointerPeers, at) != kSuccess) return false;
+    if (peers != 0) continue;
+    if (driver.cuPointerGetAttribute(&access, kPointerAccess, at) != kSuccess) return false;
+    if (access != kAccessReadWrite) return false;
+  }
+  return true;
+}
+
+PointerInfo::PointerInfo(int ordinal) : gpu_(opened(ordinal)), current_(gpu_->current()) {}
 
 int PointerInfo::home(uint64_t address, uint64_t bytes, const char* side, size_t index) {
   const PointerRange first = extent(address, side, index);

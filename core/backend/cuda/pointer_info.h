@@ -1,31 +1,26 @@
-// Where memory lies, as the driver tells: for addresses of a caller, which nobody vouches for.
+// What the driver tells of addresses.
 #pragma once
-#include <cstdint>
-#include <set>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
+#include "core/backend/pointers.h"
 
 namespace offcore::cuda {
 
-inline constexpr int kHostMemory = -1;  // in the place of a GPU's number
+// The allocation that these bytes lie in, by where it begins; else a number that is no other
+// range's. Rows in several were refused as a destination of one strided copy (H200, driver 580).
+uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std::byte* last);
 
-// Looks each allocation up once. It may go away as soon as this was asked: so one is for one
-// call, and not kept.
-class PointerInfo {
+// Whether the GPU's engines reach these bytes: what cuMemAlloc gave is open to peers that have
+// asked; what is mapped, to those it was opened for.
+bool reaches(const GpuContext& gpu, const std::byte* first, const std::byte* last);
+
+class PointerInfo final : public PointerLookup {
  public:
-  // `ordinal`: the GPU whose context looks.
+  // `ordinal`: the GPU whose context looks. Throws unavailable or driver.
   explicit PointerInfo(int ordinal);
-
-  // The GPU that all these bytes are on, or kHostMemory where they are pinned. Throws invalid,
-  // beginning with "entry INDEX: its SIDE", for what copy engines cannot reach in one copy.
-  int home(uint64_t address, uint64_t bytes, const char* side, size_t index);
-
-  // Where the driver's ranges of memory begin that were looked up, with their homes: allocations,
-  // or reserved addresses. No place that was looked up goes from one into the next.
-  std::set<std::pair<uint64_t, int>> ranges() const;
+  int home(uint64_t address, uint64_t bytes, const char* side, size_t index) override;
+  std::set<std::pair<uint64_t, int>> ranges() const override;
 
  private:
   struct PointerRange {
@@ -38,6 +33,7 @@ class PointerInfo {
   const PointerRange& extent(uint64_t address, const char* side, size_t index);
   PointerRange look_up(uint64_t address, const char* side, size_t index) const;
 
+  std::shared_ptr<const GpuContext> gpu_;
   ContextGuard current_;
   std::vector<PointerRange> extents_;  // by begin
   size_t last_ = 0;                    // the one found last

@@ -7,9 +7,10 @@ namespace {
 
 constexpr uint64_t kValueBytes = sizeof(uint32_t);
 
-PeerMapping own_words(Rank ranks, std::span<const std::shared_ptr<Device>> devices) {
+PeerMapping own_words(Rank ranks, std::span<const std::shared_ptr<LocalGpu>> devices) {
   std::vector<std::shared_ptr<const Allocation>> parts(ranks);
-  for (const auto& device : devices) parts[device->rank()] = Allocation::create(*device, 1, false);
+  for (const auto& device : devices)
+    parts[device->rank()] = Allocation::create(device->gpu(), 1, false);
   const std::shared_ptr<const Allocation> first = parts[devices.front()->rank()];
   for (auto& part : parts) part = part == nullptr ? first : part;
   return PeerMapping(std::move(parts), devices);
@@ -17,10 +18,10 @@ PeerMapping own_words(Rank ranks, std::span<const std::shared_ptr<Device>> devic
 
 }  // namespace
 
-SignalWords::SignalWords(Rank ranks, std::span<const std::shared_ptr<Device>> devices)
+SignalWords::SignalWords(Rank ranks, std::span<const std::shared_ptr<LocalGpu>> devices)
     : mapping_(own_words(ranks, devices)) {}
 
-CUdeviceptr SignalWords::take(const Device& device, uint64_t count) {
+CUdeviceptr SignalWords::take(const LocalGpu& device, uint64_t count) {
   const std::scoped_lock lock(mutex_);
   Free& free = free_[device.rank()];
   std::vector<CUdeviceptr>& returned = free.returned[count];
@@ -38,12 +39,12 @@ CUdeviceptr SignalWords::take(const Device& device, uint64_t count) {
   return words;
 }
 
-void SignalWords::give(const Device& device, CUdeviceptr words, uint64_t count) {
+void SignalWords::give(const LocalGpu& device, CUdeviceptr words, uint64_t count) {
   const std::scoped_lock lock(mutex_);
   free_[device.rank()].returned[count].push_back(words);
 }
 
-SignalTable::SignalTable(std::shared_ptr<const Device> device, std::shared_ptr<SignalWords> words)
+SignalTable::SignalTable(std::shared_ptr<const LocalGpu> device, std::shared_ptr<SignalWords> words)
     : block_(std::move(device), std::move(words), 2 * kHalf * kValueBytes / kWordBytes) {}
 
 void SignalTable::prepare(uint32_t first, uint32_t count) {
@@ -61,8 +62,8 @@ void SignalTable::prepare(uint32_t turn) {
     std::vector<uint32_t> values(kHalf);
     std::iota(values.begin(), values.end(), turn * kHalf);
     half.filled = false;
-    block_.device().copy(reinterpret_cast<void*>(at(turn * kHalf)), values.data(),
-                         kHalf * kValueBytes);
+    block_.device().gpu().copy(reinterpret_cast<void*>(at(turn * kHalf)), values.data(),
+                               kHalf * kValueBytes);
     half = {.filled = true, .turn = turn, .prepared = false, .read = nullptr};
   }
   half.prepared = true;

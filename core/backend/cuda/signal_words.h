@@ -12,11 +12,11 @@ namespace offcore::cuda {
 // Words of all local devices; each lies 64 bytes from the next.
 class SignalWords {
  public:
-  SignalWords(Rank ranks, std::span<const std::shared_ptr<Device>> devices);
+  SignalWords(Rank ranks, std::span<const std::shared_ptr<LocalGpu>> devices);
   const PeerMapping& mapping() const { return mapping_; }
   // So many in a row. Throws unsupported when there are no more.
-  CUdeviceptr take(const Device& device, uint64_t count = 1);
-  void give(const Device& device, CUdeviceptr words, uint64_t count = 1);
+  CUdeviceptr take(const LocalGpu& device, uint64_t count = 1);
+  void give(const LocalGpu& device, CUdeviceptr words, uint64_t count = 1);
 
  private:
   struct Free {
@@ -30,7 +30,7 @@ class SignalWords {
 
 class SignalWord {
  public:
-  SignalWord(std::shared_ptr<const Device> device, std::shared_ptr<SignalWords> words,
+  SignalWord(std::shared_ptr<const LocalGpu> device, std::shared_ptr<SignalWords> words,
              uint64_t count = 1)
       : device_(std::move(device)),
         words_(std::move(words)),
@@ -40,10 +40,10 @@ class SignalWord {
   SignalWord(const SignalWord&) = delete;
   SignalWord& operator=(const SignalWord&) = delete;
   CUdeviceptr address() const { return address_; }  // of the first
-  const Device& device() const { return *device_; }
+  const LocalGpu& device() const { return *device_; }
 
  private:
-  std::shared_ptr<const Device> device_;
+  std::shared_ptr<const LocalGpu> device_;
   std::shared_ptr<SignalWords> words_;
   uint64_t count_;
   CUdeviceptr address_;
@@ -57,7 +57,7 @@ class SignalTable {
  public:
   static constexpr uint32_t kHalf = 1024;  // values
 
-  SignalTable(std::shared_ptr<const Device> device, std::shared_ptr<SignalWords> words);
+  SignalTable(std::shared_ptr<const LocalGpu> device, std::shared_ptr<SignalWords> words);
   // Puts these values in place if that can be done at once: at most kHalf of them.
   void prepare(uint32_t first, uint32_t count);
   // Commands that were enqueued since read what was prepared last, until then.

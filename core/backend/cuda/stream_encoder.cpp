@@ -46,7 +46,7 @@ SignalForm parse_signals(std::string_view text) {
   fail(Code::invalid, "unknown signal form '", text, "': auto, fenced or copy_order");
 }
 
-StreamEncoder::StreamEncoder(const Device& device, CUstream stream, const SignalSource& source,
+StreamEncoder::StreamEncoder(const LocalGpu& device, CUstream stream, const SignalSource& source,
                              const Program& program, const Launch& launch,
                              const MappingTable& mappings, const EncodeOptions& options,
                              const MappingTwins* twins, SubmitStats& stats)
@@ -60,7 +60,7 @@ StreamEncoder::StreamEncoder(const Device& device, CUstream stream, const Signal
       twins_(twins),
       stats_(stats),
       batches_(takes_batches()) {
-  if (device.gather() != nullptr) kernel_copies_.emplace(*device.gather(), stream);
+  if (device.copy_kernel() != nullptr) kernel_copies_.emplace(*device.copy_kernel(), stream);
 }
 
 void StreamEncoder::lead(std::span<const Command> commands) {

@@ -90,7 +90,7 @@ bool worth_batches(std::span<const Command> rest);
 class StreamEncoder {
  public:
   // `twins` may be null.
-  StreamEncoder(const Device& device, CUstream stream, const SignalSource& source,
+  StreamEncoder(const LocalGpu& device, CUstream stream, const SignalSource& source,
                 const Program& program, const Launch& launch, const MappingTable& mappings,
                 const EncodeOptions& options, const MappingTwins* twins, SubmitStats& stats);
 
@@ -142,7 +142,7 @@ class StreamEncoder {
   void flush_copies();
   void flush_ops();
 
-  const Device& device_;
+  const LocalGpu& device_;
   CUstream stream_;
   SignalSource source_;
   const Program& program_;

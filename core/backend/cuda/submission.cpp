@@ -58,7 +58,7 @@ void place_caller(const std::vector<Command>& commands, LocalProgram& local) {
 }  // namespace
 
 std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program,
-                                           const std::vector<std::shared_ptr<Device>>& devices) {
+                                           const std::vector<std::shared_ptr<LocalGpu>>& devices) {
   CudaProgram compiled;
   for (uint32_t device = 0; device < devices.size(); ++device) {
     compiled.locals.push_back({.rank = devices[device]->rank(), .device = device});
@@ -170,17 +170,18 @@ std::vector<CUdeviceptr> CudaSubmission::awaited(uint32_t device,
   return {words.begin(), words.end()};
 }
 
-std::string CudaSubmission::position(const std::vector<std::shared_ptr<Device>>& devices) const {
+std::string CudaSubmission::position(const std::vector<std::shared_ptr<LocalGpu>>& devices) const {
   constexpr uint32_t kListed = 16;
   const Program& program = *compiled->program;
   std::string text;
   uint32_t stuck = 0;
-  const auto reached = [&](const Device& device, const Command& command) {
+  const auto reached = [&](const LocalGpu& device, const Command& command) {
     for (uint32_t row = 0; row < command.rows; ++row) {
       const Slice word = row_of(command.dst, command.dst_step, row, program.ranks);
       uint32_t value = 0;
-      device.copy(&value, launch.binding.base(kFlagBuffer, word.rank) + word.offset * kWordBytes,
-                  sizeof value);
+      device.gpu().copy(&value,
+                        launch.binding.base(kFlagBuffer, word.rank) + word.offset * kWordBytes,
+                        sizeof value);
       if (!reached_value(value, launch.epoch + command.value)) return false;
     }
     return true;

@@ -45,7 +45,7 @@ struct CudaProgram {
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.
 std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program,
-                                           const std::vector<std::shared_ptr<Device>>& devices);
+                                           const std::vector<std::shared_ptr<LocalGpu>>& devices);
 
 struct CudaSubmission {
   struct RankPart {
@@ -69,7 +69,7 @@ struct CudaSubmission {
   // Words that local queues poll, on that device.
   std::vector<CUdeviceptr> awaited(uint32_t device, const MappingTable& mappings) const;
   // "queue 0.1 at command 2 (poll ...)": the first poll of each queue whose words are not there.
-  std::string position(const std::vector<std::shared_ptr<Device>>& devices) const;
+  std::string position(const std::vector<std::shared_ptr<LocalGpu>>& devices) const;
 
   std::shared_ptr<const CudaProgram> compiled;
   Launch launch;

@@ -5,21 +5,12 @@
 // runs of the same program from the same seed are identical; the seed picks the order of events of
 // equal time and which half of a copy moves first.
 #pragma once
-#include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "core/backend/backend.h"
-#include "core/backend/sim/faults.h"
+#include "core/backend/options.h"
 
 namespace offcore::sim {
-
-struct SimOptions {
-  bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
-  uint64_t seed = 0;
-  std::vector<Fault> faults;
-  bool packets = false;  // engine queues go through SDMA packets: see packets.h
-};
 
 // A backend for the first `ranks` ranks of a machine, all of them local.
 std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions options);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
+#include "core/backend/sim/faults.h"
 #include "core/backend/sim/flows.h"
 #include "core/backend/sim/sim.h"
 #include "core/base/error.h"

@@ -26,19 +26,19 @@ Occupation::Occupation(const std::vector<int>& ordinals, double limit_s)
   if (!(limit_s > 0) || limit_s > 60) fail(Code::invalid, "a limit of 0 to 60 s, not ", limit_s);
   uint32_t words = 1;
   for (int ordinal : ordinals) {
-    const auto device = std::make_shared<Device>(static_cast<Rank>(seats_.size()), ordinal);
+    const std::shared_ptr<const GpuContext> gpu = GpuContext::of(ordinal);
     const int sms = attribute(ordinal, Attribute::multiprocessors);
     const int threads = attribute(ordinal, Attribute::multiprocessor_threads);
-    seats_.push_back({.device = device,
-                      .blocks = device->stream(),
-                      .control = device->stream(),
-                      .kernels = std::make_unique<Kernels>(device->context()),
+    seats_.push_back({.gpu = gpu,
+                      .blocks = gpu->stream(),
+                      .control = gpu->stream(),
+                      .kernels = std::make_unique<Kernels>(gpu->context()),
                       .count = static_cast<uint32_t>(sms * threads) / kSpinnerThreads,
                       .at = words});
     blocks_ += seats_.back().count;
     words += 1 + seats_.back().count;
   }
-  words_ = allocate_pinned(seats_[0].device->context(), words * sizeof(uint32_t));
+  words_ = allocate_pinned(seats_[0].gpu->context(), words * sizeof(uint32_t));
   try {
     fill(limit_s);
   } catch (...) {
@@ -80,7 +80,7 @@ void Occupation::let_go() {
 }
 
 CUdeviceptr Occupation::address(const OccupiedGpu& seat, uint32_t word) const {
-  const ContextGuard current = seat.device->current();
+  const ContextGuard current = seat.gpu->current();
   CUdeviceptr base = 0;
   check(Driver::get().cuMemHostGetDevicePointer(&base, words_.get(), 0),
         "cuMemHostGetDevicePointer");
@@ -109,7 +109,7 @@ bool Occupation::wait_idle(double limit_s) const {
   const Deadline deadline = Deadline::after_s(limit_s);
   const int64_t began_ns = now_ns();
   for (const OccupiedGpu& seat : seats_) {
-    const ContextGuard current = seat.device->current();
+    const ContextGuard current = seat.gpu->current();
     for (const CudaStream* stream : {seat.blocks.get(), seat.control.get()}) {
       for (;;) {
         const CUresult result = Driver::get().cuStreamQuery(stream->handle());

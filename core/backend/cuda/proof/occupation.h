@@ -30,7 +30,7 @@ class Occupation : public OfProcess {
 
  private:
   struct OccupiedGpu {
-    std::shared_ptr<Device> device;
+    std::shared_ptr<const GpuContext> gpu;
     std::unique_ptr<CudaStream> blocks;
     std::unique_ptr<CudaStream> control;
     std::unique_ptr<Kernels> kernels;

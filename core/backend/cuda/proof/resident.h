@@ -13,7 +13,7 @@
 #include <memory>
 #include <span>
 
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
 
 namespace offcore::cuda {
 

@@ -23,30 +23,31 @@ Stress::Stress(const std::vector<int>& ordinals) : OfProcess("the stress") {
   if (ordinals.size() < 2) fail(Code::invalid, "the stress needs at least two GPUs");
   for (int ordinal : ordinals) {
     const auto rank = static_cast<Rank>(devices_.size());
-    devices_.push_back(std::make_shared<Device>(rank, ordinal));
+    devices_.push_back(std::make_shared<LocalGpu>(rank, ordinal));
   }
   const auto ranks = static_cast<Rank>(devices_.size());
   words_ = std::make_shared<SignalWords>(ranks, devices_);
   std::vector<std::shared_ptr<const Allocation>> parts;
   const uint64_t bytes = banks_at() + (kBanks + ranks) * kChunkBytesMax + 2 * kNoiseBytes;
-  for (const auto& device : devices_) parts.push_back(Allocation::create(*device, bytes, false));
+  for (const auto& device : devices_)
+    parts.push_back(Allocation::create(device->gpu(), bytes, false));
   mapping_ = std::make_shared<PeerMapping>(std::move(parts), devices_);
   mapping_->set_strided(mapping_->try_strided(devices_));
   mappings_.add(*mapping_);
   for (const auto& device : devices_) {
-    device->zero(mapping_->part(device->rank()), banks_at());
+    device->gpu().zero(mapping_->part(device->rank()), banks_at());
     seats_.push_back({.device = device,
-                      .copies = device->stream(),
-                      .kernel = device->stream(),
-                      .noise = device->stream(),
+                      .copies = device->gpu().stream(),
+                      .kernel = device->gpu().stream(),
+                      .noise = device->gpu().stream(),
                       .word = std::make_unique<SignalWord>(device, words_),
                       .signal_table = std::make_unique<SignalTable>(device, words_),
                       .gate = std::make_unique<SignalWord>(device, words_),
                       .outcome = std::make_unique<SignalWord>(device, words_),
-                      .kernels = std::make_unique<Kernels>(device->context())});
+                      .kernels = std::make_unique<Kernels>(device->gpu().context())});
     const StressGpu& seat = seats_.back();
-    device->zero(seat.gate->address(), kWordBytes);
-    device->zero(seat.outcome->address(), kWordBytes);
+    device->gpu().zero(seat.gate->address(), kWordBytes);
+    device->gpu().zero(seat.outcome->address(), kWordBytes);
     // Its first launch, while nothing waits that it could wait for.
     seat.kernels->read(seat.kernel->handle(), {.outcome = seat.outcome->address()});
   }
@@ -135,9 +136,9 @@ void Stress::fill(const StressTrial& trial) {
       const uint32_t base = bank * kBankStep + rank * kRankShift;
       for (uint32_t at = 0; at < words; ++at) data[bank * words + at] = base + at;
     }
-    seat.device->copy(reinterpret_cast<void*>(mapping_->part(rank) + banks_at()), data.data(),
-                      data.size() * sizeof(uint32_t));
-    seat.device->zero(seat.outcome->address(), kWordBytes);
+    seat.device->gpu().copy(reinterpret_cast<void*>(mapping_->part(rank) + banks_at()), data.data(),
+                            data.size() * sizeof(uint32_t));
+    seat.device->gpu().zero(seat.outcome->address(), kWordBytes);
   }
 }
 
@@ -187,7 +188,8 @@ void Stress::start(const Round& round) {
     }
   }
   value_ += round.count;
-  for (const StressGpu& seat : seats_) seat.device->write_words({seat.gate->address()}, turn_);
+  for (const StressGpu& seat : seats_)
+    seat.device->gpu().write_words({seat.gate->address()}, turn_);
 }
 
 // Whether all streams are idle before the deadline.
@@ -220,8 +222,8 @@ void Stress::let_go(uint32_t value) {
       for (uint32_t word = 0; word < 2 * ranks; ++word) {
         words.push_back(flag(seat.device->rank(), word));
       }
-      seat.device->write_words(words, value);
-      seat.device->write_words({seat.gate->address()}, turn_);
+      seat.device->gpu().write_words(words, value);
+      seat.device->gpu().write_words({seat.gate->address()}, turn_);
     }
   };
   do {
@@ -271,7 +273,7 @@ StressOutcome Stress::run(const StressTrial& trial, const Deadline& deadline) {
       uint64_t wrong;
       uint32_t missed;
     } told{};
-    seat.device->copy(&told, reinterpret_cast<void*>(seat.outcome->address()), sizeof told);
+    seat.device->gpu().copy(&told, reinterpret_cast<void*>(seat.outcome->address()), sizeof told);
     outcome.wrong_words += told.wrong;
     outcome.stuck = outcome.stuck || told.missed != 0;
   }

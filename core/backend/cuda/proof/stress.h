@@ -49,7 +49,7 @@ class Stress : public OfProcess {
  private:
   // A rank's GPU.
   struct StressGpu {
-    std::shared_ptr<Device> device;
+    std::shared_ptr<LocalGpu> device;
     std::unique_ptr<CudaStream> copies;
     std::unique_ptr<CudaStream> kernel;
     std::unique_ptr<CudaStream> noise;
@@ -76,7 +76,7 @@ class Stress : public OfProcess {
   void let_go(uint32_t value);
 
   std::vector<StressGpu> seats_;
-  std::vector<std::shared_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<LocalGpu>> devices_;
   std::shared_ptr<SignalWords> words_;
   std::shared_ptr<PeerMapping> mapping_;
   MappingTable mappings_;

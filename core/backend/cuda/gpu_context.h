@@ -1,5 +1,7 @@
-// One GPU as a local rank uses it: its primary context, a service stream for what is no part of a
-// program, a pool of events, and words of its own that signals are copied from.
+// One GPU of this process: communicators, batches, KV transfers and proofs all use the same one,
+// the local ranks of a group by local_gpu.h. It owns the primary context, a service stream for what
+// is no part of a program, idle streams, a pool of events and the copy kernel, and lives as long as
+// anybody holds it.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -109,25 +111,27 @@ class CudaEvent {
   CUevent handle_;
 };
 
-class DualEngine;
 class CopyKernel;
-class Allocation;
-class EngineAlias;
 
-class Device final : public Port {
+class GpuContext final : public Port {
  public:
-  Device(Rank rank, int ordinal);
-  ~Device() override;
+  // The process's, made by whoever asks first. Throws driver.
+  static std::shared_ptr<const GpuContext> of(int ordinal);
+  ~GpuContext() override;
+  GpuContext(const GpuContext&) = delete;
+  GpuContext& operator=(const GpuContext&) = delete;
 
-  Rank rank() const { return rank_; }
-  int ordinal() const { return context_->ordinal(); }
-  int device() const override { return ordinal(); }
+  int device() const override { return context_->ordinal(); }
   const std::shared_ptr<const PrimaryContext>& context() const { return context_; }
   ContextGuard current() const { return ContextGuard(context_->handle()); }
   CudaEvent event(bool timed = false) const { return CudaEvent(events_, timed); }
   std::unique_ptr<CudaStream> stream() const { return std::make_unique<CudaStream>(context_); }
+  // One with nothing in it, and giving it back when that is so again.
+  std::unique_ptr<CudaStream> take_idle_stream() const;
+  void give_idle_stream(std::unique_ptr<CudaStream> stream) const;
 
-  bool works() const;  // false: the GPU has failed, and so does every later call
+  bool works() const;   // false: the GPU has failed, and so does every later call
+  bool served() const;  // nothing is under way in the service stream
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
@@ -135,38 +139,25 @@ class Device final : public Port {
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
-  // Loads the kernel that copies between the host and this GPU instead of engines (copy_kernel.h).
-  void load_gather();
-  const CopyKernel* gather() const { return gather_.get(); }  // null unless loaded
-
-  // Tries copies by the engine of the other direction (dual_engine.h), and keeps what these need.
-  // False: not every byte came. Throws unsupported, memory or driver. Not while anything is fed.
-  bool cross(const Reach& reach);
-  void uncross() { crossing_.reset(); }                           // nor while anything is under way
-  const DualEngine* crossing() const { return crossing_.get(); }  // null: there are none
-
-  // Lets copy engines make copies within this GPU, by addresses of that memory of another GPU's
-  // (engine_alias.h). Once, before anything is fed. Throws memory or driver.
-  void make_alias(std::shared_ptr<const Allocation> foreign);
-  const EngineAlias* engine_alias() const {
-    return engine_alias_.get();
-  }  // null: SMs make such copies
+  // The kernel that copies between the host and this GPU instead of engines (copy_kernel.h), loaded
+  // by whoever asks first. Throws unsupported or driver.
+  const CopyKernel& copy_kernel() const;
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
-  void reach(const Device& peer) const;
+  void reach(const GpuContext& peer) const;
 
  private:
+  explicit GpuContext(int ordinal);
   void settle() const;
 
-  Rank rank_;
   std::shared_ptr<const PrimaryContext> context_;
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<CudaStream> service_;
-  std::unique_ptr<const CopyKernel> gather_;
-  std::shared_ptr<const DualEngine> crossing_;
-  std::unique_ptr<const EngineAlias> engine_alias_;
-  mutable std::mutex mutex_;  // one user of the service stream at a time
+  mutable std::mutex mutex_;       // one user of the service stream at a time
+  mutable std::mutex kept_mutex_;  // of the two below
+  mutable std::vector<std::unique_ptr<CudaStream>> idle_;
+  mutable std::unique_ptr<const CopyKernel> copy_kernel_;
 };
 
 inline constexpr unsigned kMemOpsMax = 240;  // the driver takes fewer than 256 in a batch

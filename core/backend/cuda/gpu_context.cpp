@@ -1,13 +1,13 @@
-#include "core/backend/cuda/device.h"
+#include "core/backend/cuda/gpu_context.h"
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <thread>
 
 #include "core/backend/cuda/copy_kernel.h"
-#include "core/backend/cuda/dual_engine.h"
-#include "core/backend/cuda/engine_alias.h"
 #include "core/base/clock.h"
+#include "core/base/fork.h"
 
 namespace offcore::cuda {
 namespace {
@@ -136,70 +136,90 @@ double CudaEvent::us_since(const CudaEvent& first) const {
   return double{ms} * 1e3;
 }
 
-Device::Device(Rank rank, int ordinal)
-    : rank_(rank),
-      context_(std::make_shared<const PrimaryContext>(ordinal)),
+std::shared_ptr<const GpuContext> GpuContext::of(int ordinal) {
+  struct Contexts {
+    std::mutex mutex;
+    std::map<int, std::weak_ptr<const GpuContext>> open;
+  };
+  static PerProcess<Contexts> contexts;
+  Contexts& all = contexts.get();
+  const std::scoped_lock lock(all.mutex);
+  std::weak_ptr<const GpuContext>& place = all.open[ordinal];
+  std::shared_ptr<const GpuContext> found = place.lock();
+  if (found == nullptr) {
+    found.reset(new GpuContext(ordinal));
+    place = found;
+  }
+  return found;
+}
+
+GpuContext::GpuContext(int ordinal)
+    : context_(std::make_shared<const PrimaryContext>(ordinal)),
       events_(std::make_shared<EventPool>(context_)),
       service_(std::make_unique<CudaStream>(context_)) {}
 
-Device::~Device() = default;
+GpuContext::~GpuContext() = default;
 
-bool Device::works() const {
+std::unique_ptr<CudaStream> GpuContext::take_idle_stream() const {
+  const std::scoped_lock lock(kept_mutex_);
+  if (idle_.empty()) return stream();
+  std::unique_ptr<CudaStream> idle = std::move(idle_.back());
+  idle_.pop_back();
+  return idle;
+}
+
+void GpuContext::give_idle_stream(std::unique_ptr<CudaStream> stream) const {
+  const std::scoped_lock lock(kept_mutex_);
+  idle_.push_back(std::move(stream));
+}
+
+const CopyKernel& GpuContext::copy_kernel() const {
+  const std::scoped_lock lock(kept_mutex_);
+  if (copy_kernel_ == nullptr) copy_kernel_ = std::make_unique<const CopyKernel>(context_);
+  return *copy_kernel_;
+}
+
+bool GpuContext::works() const {
   const ContextGuard here = current();
   const CUresult result = Driver::get().cuStreamQuery(service_->handle());
   return result == kSuccess || result == kNotReady;
 }
 
-void Device::make_alias(std::shared_ptr<const Allocation> foreign) {
-  engine_alias_ = std::make_unique<const EngineAlias>(*this, std::move(foreign));
+bool GpuContext::served() const {
+  const ContextGuard here = current();
+  return Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
 }
 
-void Device::load_gather() { gather_ = std::make_unique<const CopyKernel>(context_); }
-
-bool Device::cross(const Reach& reach) {
-  const auto crossing = std::make_shared<DualEngine>(*this, reach);
-  try {
-    if (!crossing->works(*this)) return false;
-  } catch (const Error&) {
-    const ContextGuard here = current();
-    const bool idle = Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
-    if (!idle) keep_for_good(crossing);  // a copy is still under way
-    throw;
-  }
-  crossing_ = crossing;
-  return true;
-}
-
-void Device::reach(const Device& peer) const {
-  if (peer.ordinal() == ordinal()) return;
+void GpuContext::reach(const GpuContext& peer) const {
+  if (peer.device() == device()) return;
   const ContextGuard here = current();
   const CUresult result = Driver::get().cuCtxEnablePeerAccess(peer.context()->handle(), 0);
   if (result == kPeerAccessAlready) return;  // torch may have asked for it too
-  check(result, cat("cuCtxEnablePeerAccess of device ", ordinal(), " to ", peer.ordinal()));
+  check(result, cat("cuCtxEnablePeerAccess of device ", device(), " to ", peer.device()));
 }
 
-void Device::settle() const {
+void GpuContext::settle() const {
   const Deadline deadline = Deadline::after_s(kServiceWaitS);
   for (uint32_t looks = 0;; ++looks) {
     const CUresult result = Driver::get().cuStreamQuery(service_->handle());
     if (result == kSuccess) return;
     if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
     if (deadline.passed()) {
-      fail(Code::driver, "device ", ordinal(), " did not do a small service within ",
+      fail(Code::driver, "device ", device(), " did not do a small service within ",
            shown_s(deadline.wait_ns()), " s: is something else holding it?");
     }
     if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }
 
-void Device::zero(CUdeviceptr dst, uint64_t bytes) const {
+void GpuContext::zero(CUdeviceptr dst, uint64_t bytes) const {
   const std::scoped_lock lock(mutex_);
   const ContextGuard here = current();
   check(Driver::get().cuMemsetD8Async(dst, 0, bytes, service_->handle()), "cuMemsetD8Async");
   settle();
 }
 
-void Device::copy(void* dst, const void* src, uint64_t bytes) const {
+void GpuContext::copy(void* dst, const void* src, uint64_t bytes) const {
   if (bytes == 0) return;
   const std::scoped_lock lock(mutex_);
   const ContextGuard here = current();
@@ -209,7 +229,7 @@ void Device::copy(void* dst, const void* src, uint64_t bytes) const {
   settle();
 }
 
-bool Device::copy(const StridedCopy& rows) const {
+bool GpuContext::copy(const StridedCopy& rows) const {
   const std::scoped_lock lock(mutex_);
   const ContextGuard here = current();
   const CUresult result = copy_rows(rows, service_->handle());
@@ -219,7 +239,7 @@ bool Device::copy(const StridedCopy& rows) const {
   return true;
 }
 
-void Device::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const {
+void GpuContext::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const {
   std::vector<CUstreamMemOp> ops;
   for (CUdeviceptr word : words) {
     ops.push_back({.operation = kOpWrite32, .address = word, .value = value});

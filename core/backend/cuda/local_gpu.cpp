@@ -1,0 +1,31 @@
+#include "core/backend/cuda/local_gpu.h"
+
+#include "core/backend/cuda/dual_engine.h"
+#include "core/backend/cuda/engine_alias.h"
+
+namespace offcore::cuda {
+
+LocalGpu::LocalGpu(Rank rank, int ordinal, bool copy_kernel)
+    : rank_(rank),
+      gpu_(GpuContext::of(ordinal)),
+      copy_kernel_(copy_kernel ? &gpu_->copy_kernel() : nullptr) {}
+
+LocalGpu::~LocalGpu() = default;
+
+bool LocalGpu::cross(const Reach& reach) {
+  const auto crossing = std::make_shared<DualEngine>(*gpu_, reach);
+  try {
+    if (!crossing->works(*gpu_)) return false;
+  } catch (const Error&) {
+    if (!gpu_->served()) keep_for_good(crossing);  // a copy is still under way
+    throw;
+  }
+  crossing_ = crossing;
+  return true;
+}
+
+void LocalGpu::make_alias(std::shared_ptr<const Allocation> foreign) {
+  engine_alias_ = std::make_unique<const EngineAlias>(*gpu_, std::move(foreign));
+}
+
+}  // namespace offcore::cuda

@@ -1,0 +1,55 @@
+// What a backend may be asked for when it is opened, as data: each looks at its own options only.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/ir/command.h"
+
+namespace offcore {
+namespace sim {
+
+// What the simulated machine is to do wrong.
+struct Fault {
+  enum class Kind : uint8_t {
+    slow_engine,   // everything that the queue's engine does takes `factor` times as long
+    late_signal,   // the nth signal of the queue is seen `ns` later
+    lost_signal,   // the nth signal of the queue never arrives
+    flipped_byte,  // the nth copy or swap of the queue leaves one wrong byte
+    dead_rank,     // the rank stops for ever, `ns` after the backend was made
+  };
+  Kind kind = Kind::slow_engine;
+  Rank rank = 0;
+  uint16_t queue = 0;  // kCallerQueue: the caller's
+  uint32_t nth = 0;    // counted from 0, over all launches
+  double factor = 1;
+  int64_t ns = 0;
+};
+
+struct SimOptions {
+  bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
+  uint64_t seed = 0;
+  std::vector<Fault> faults;
+  bool packets = false;  // engine queues go through SDMA packets: see packets.h
+};
+
+}  // namespace sim
+
+struct CudaOptions {
+  std::vector<int> devices;         // one a local rank; none: rank r on device r
+  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/stream_encoder.h
+  std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
+  std::string own_copy = "engine";  // copies within a GPU; or "sm"
+  bool gather = false;  // a kernel copies between the host and a GPU: see cuda/copy_kernel.h
+  // GPUs whose memory goes to and from the local ones also where others have allocated it.
+  std::vector<int> peers;
+
+  friend bool operator==(const CudaOptions&, const CudaOptions&) = default;
+};
+
+struct BackendOptions {
+  sim::SimOptions sim;
+  CudaOptions cuda;
+};
+
+}  // namespace offcore
