@@ -93,7 +93,7 @@ struct Launch {
   // GPUs: the callers' streams (the driver's handles), a local rank each; 0 or none: the backend's.
   std::vector<uintptr_t> streams = {};
   // Strided copies between the host and a rank are made by the engine of the other direction, where
-  // they can be (Backend::cross).
+  // they can be (CrossedCopies).
   bool crossed = false;
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
   // Null: they outlive the backend.
@@ -225,40 +225,80 @@ class Memory {
   virtual bool host_visible() const { return true; }
 };
 
+// The callers' streams (as Launch::streams).
+class Streams {
+ public:
+  virtual ~Streams() = default;
+  // The work that is in a stream of the first local rank now, or what the driver's event stands for
+  // now. Throw unsupported for a stream that is being captured.
+  virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream) = 0;
+  virtual std::unique_ptr<Mark> mark_event(uintptr_t event) = 0;
+};
+
+// Captures of such streams. Programs of mode capture are launched into captures, and no others:
+// their runs are done at once, because only a graph's replays run anything.
+class Graphs {
+ public:
+  virtual ~Graphs() = default;
+  // The capture that these streams are in: a number that no other one has in this process; 0: none.
+  virtual uint64_t capture_of(std::span<const uintptr_t> streams) = 0;
+  // Whether what was launched into that capture neither runs nor can any more: its graphs are
+  // destroyed, and all that was made of them. False also where nobody tells.
+  virtual bool gone(uint64_t capture) = 0;
+};
+
+// Local ranks that are GPUs.
+class GpuRanks {
+ public:
+  virtual ~GpuRanks() = default;
+  virtual int device(Rank rank) = 0;  // as the driver counts
+  // What this process's memory from `first` to before `last` lies in: a number that it shares with
+  // all else that one strided copy may go over. Where that is not known, no other range's.
+  virtual uint64_t memory_of(const std::byte* first, const std::byte* last) = 0;
+  // Whether the rank's engines reach all of that.
+  virtual bool reaches(Rank rank, const std::byte* first, const std::byte* last) = 0;
+};
+
+// Copies between the host and a rank by the engine of the other direction (Launch::crossed).
+class CrossedCopies {
+ public:
+  virtual ~CrossedCopies() = default;
+  // Before anything is launched, once. False: no engine does such copies, telling of them takes too
+  // long, or there is no room.
+  virtual bool enable(Rank rank, const Reach& reach) = 0;
+  // Gives up what that took. Not while anything is launched.
+  virtual void disable(Rank rank) = 0;
+};
+
+// What not every backend has: null where this one has not. Owned by the backend.
+struct Capabilities {
+  Streams* streams = nullptr;
+  Graphs* graphs = nullptr;
+  GpuRanks* gpus = nullptr;
+  CrossedCopies* crossed_copies = nullptr;
+  // How a signal stays behind the data before it: "fenced", or "copy_order"
+  // (cuda/stream_encoder.h).
+  std::string_view signals = "fenced";
+};
+
 class Backend : public Memory {
  public:
   virtual const Machine& machine() const = 0;
   // Zeroed memory of this host that the local ranks' engines reach.
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
-  // How a signal stays behind the data before it: "fenced", or "copy_order"
-  // (cuda/stream_encoder.h).
-  virtual std::string_view signals() const { return "fenced"; }
-  // The GPU that a local rank drives, as the driver counts; -1: none.
-  virtual int device(Rank) const { return -1; }
-  // The capture that these streams (as Launch::streams) are in: a number that no other one has in
-  // this process; 0: none. Programs of mode capture are launched into captures, and no others:
-  // their runs are done at once, because only a graph's replays run anything.
-  virtual uint64_t capture_of(std::span<const uintptr_t>) const { return 0; }
-  // Whether what was launched into that capture neither runs nor can any more: its graphs are
-  // destroyed, and all that was made of them. False also where nobody tells.
-  virtual bool gone(uint64_t) const { return false; }
-  // What this process's memory from `first` to before `last` lies in: a number that it shares with
-  // all else that one strided copy may go over. Where that is not known, no other range's.
-  virtual uint64_t memory_of(const std::byte*, const std::byte*) const { return 0; }
-  // Whether a local rank's engines reach all of that.
-  virtual bool reaches(Rank, const std::byte*, const std::byte*) const { return true; }
-  // Lets launches be crossed. Before anything is launched, once. False: no engine does such copies,
-  // telling of them takes too long, or there is no room.
-  virtual bool cross(Rank, const Reach&) { return false; }
-  // Takes that back, and gives up what it took. Not while anything is launched.
-  virtual void uncross(Rank) {}
-  // The work that is in a stream now (as Launch::streams, of the first local rank), or what the
-  // driver's event stands for now. Throw unsupported where there are no streams, and for a stream
-  // that is being captured.
-  virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream);
-  virtual std::unique_ptr<Mark> mark_event(uintptr_t event);
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
+  virtual Capabilities capabilities() { return {}; }
+
+  // As Graphs has it; 0 where there are none.
+  uint64_t capture_of(std::span<const uintptr_t> streams) {
+    Graphs* graphs = capabilities().graphs;
+    return graphs == nullptr ? 0 : graphs->capture_of(streams);
+  }
+  int device(Rank rank) {  // -1: no GPU
+    GpuRanks* gpus = capabilities().gpus;
+    return gpus == nullptr ? -1 : gpus->device(rank);
+  }
 };
 
 // Whether a backend can run here, or why not and what would make it so.

@@ -80,14 +80,6 @@ void Run::enqueue_wait(uintptr_t) {
   fail(Code::unsupported, "this backend has no streams that can wait");
 }
 
-std::unique_ptr<Mark> Backend::mark_stream(uintptr_t) {
-  fail(Code::unsupported, "this backend has no streams to wait for");
-}
-
-std::unique_ptr<Mark> Backend::mark_event(uintptr_t) {
-  fail(Code::unsupported, "this backend has no events to wait for");
-}
-
 std::unique_ptr<PointerLookup> open_pointers(int device) {
   return std::make_unique<cuda::PointerInfo>(device);
 }

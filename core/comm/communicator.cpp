@@ -43,7 +43,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
     self.lane(0, turn);
   }
   self.log_.info("communicator of ", ranks, " ranks, machine ", self.backend_->machine().name,
-                 ", signals ", self.backend_->signals());
+                 ", signals ", self.backend_->capabilities().signals);
   return communicator;
 }
 

@@ -229,7 +229,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
   Result result{.op = moves.op,
                 .variant = whole->variant,
                 .protocol = plan->views ? request.protocol : plan->program->protocol,
-                .signals = std::string(backend_->signals()),
+                .signals = std::string(backend_->capabilities().signals),
                 .mode = whole->mode,
                 .native = whole->native && plan->loaded->native(),
                 .staged = staged,
@@ -274,9 +274,10 @@ Graph& Communicator::graph(Lane& lane, uint64_t capture, LaneLock& turn) {
 Graph* Communicator::take_over(const Lane& lane, LaneLock& turn) const {
   const auto& graphs = lane.graphs;
   if (graphs.empty()) return nullptr;
+  Graphs& captures = *backend_->capabilities().graphs;
   for (uint32_t look = 0; look < kGoneLooks; ++look) {
     std::string mine;
-    for (const auto& graph : graphs) mine += backend_->gone(graph->capture) ? '+' : '-';
+    for (const auto& graph : graphs) mine += captures.gone(graph->capture) ? '+' : '-';
     const std::vector<std::string> told =
         alone() ? std::vector{mine} : turn.all_gather_bytes("graphs", mine, turn.deadline());
     for (size_t i = 0; i < graphs.size(); ++i) {

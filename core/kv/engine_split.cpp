@@ -116,8 +116,10 @@ bool EngineSplit::any() const {
 
 EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
                         const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes) {
+  CrossedCopies* crossed_copies = backend.capabilities().crossed_copies;
+  if (crossed_copies == nullptr || bytes == 0) return {};
   std::vector<Candidate> candidates;
-  for (size_t i = 0; i < groups.size() && bytes > 0; ++i) {
+  for (size_t i = 0; i < groups.size(); ++i) {
     const Layout& layout = *groups[i].layout;
     auto layer_groups = std::make_shared<const std::vector<LayerGroup>>(
         layer_groups_of(layout, layout.layers(), memories[i]));
@@ -129,7 +131,7 @@ EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
     return a.bytes_a_ns(backend.machine()) < b.bytes_a_ns(backend.machine());
   });
   while (!candidates.empty() &&
-         !backend.cross(kOwner, reach_of(backend.machine(), candidates, bytes))) {
+         !crossed_copies->enable(kOwner, reach_of(backend.machine(), candidates, bytes))) {
     candidates.pop_back();
   }
   if (candidates.empty()) return {};
@@ -150,7 +152,7 @@ EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
     if (error.code() == Code::timeout) return {};  // one is under way
   }
   if (crossing.any()) return crossing;
-  backend.uncross(kOwner);
+  crossed_copies->disable(kOwner);
   return {};
 }
 

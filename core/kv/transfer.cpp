@@ -49,18 +49,21 @@ std::vector<AddressSpan> extents_of(const Layout& layout) {
 
 // Where each tensor lies. Layers in allocations of their own may be at equal steps by chance, and
 // the driver refuses a strided copy into them.
-std::vector<uint64_t> memories_of(const Backend& backend, const Layout& layout) {
+std::vector<uint64_t> memories_of(Backend& backend, const Layout& layout) {
+  GpuRanks* gpus = backend.capabilities().gpus;
   std::vector<uint64_t> memories;
   for (const AddressSpan& extent : extents_of(layout)) {
-    memories.push_back(backend.memory_of(extent.first, extent.last));
+    memories.push_back(gpus == nullptr ? 0 : gpus->memory_of(extent.first, extent.last));
   }
   return memories;
 }
 
-void check_reach(const Backend& neighbour, const Layout& layout) {
+void check_reach(Backend& neighbour, const Layout& layout) {
+  GpuRanks* gpus = neighbour.capabilities().gpus;
+  if (gpus == nullptr) return;
   for (const AddressSpan& extent : extents_of(layout)) {
-    if (neighbour.reaches(kNeighbour, extent.first, extent.last)) continue;
-    fail(Code::unsupported, "GPU ", neighbour.device(kNeighbour), " does not reach the cache, ",
+    if (gpus->reaches(kNeighbour, extent.first, extent.last)) continue;
+    fail(Code::unsupported, "GPU ", gpus->device(kNeighbour), " does not reach the cache, ",
          "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
          "otherwise, or leave that link out");
   }

@@ -126,8 +126,8 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
   auto opened = open_backend(backend, machine, world_size, {rank}, options);
   auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
   const std::string signals =
-      settle_signals(*rendezvous, cuda.signals, opened->signals(), deadline);
-  if (signals != opened->signals()) {
+      settle_signals(*rendezvous, cuda.signals, opened->capabilities().signals, deadline);
+  if (signals != opened->capabilities().signals) {
     options.cuda.signals = signals;
     opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
   }

@@ -135,6 +135,14 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                           kept);
 }
 
+std::unique_ptr<Mark> mark(Backend& backend, const std::string& what, uintptr_t handle) {
+  Streams* streams = backend.capabilities().streams;
+  if (streams == nullptr) {
+    fail(Code::unsupported, "this backend has no ", what, "s to wait for");
+  }
+  return what == "stream" ? streams->mark_stream(handle) : streams->mark_event(handle);
+}
+
 Started start(Transfer& self, bool load, uint32_t group, const Numbers& blocks,
               const Numbers& slots, int32_t priority, uint32_t layers_together,
               const std::string& after_is, uintptr_t after) {
@@ -146,8 +154,7 @@ Started start(Transfer& self, bool load, uint32_t group, const Numbers& blocks,
                               .priority = priority,
                               .layers_together = layers_together};
   LockReleased released;
-  if (after_is == "stream") request.after = self.backend().mark_stream(after);
-  if (after_is == "event") request.after = self.backend().mark_event(after);
+  if (!after_is.empty()) request.after = mark(self.backend(), after_is, after);
   return {self.shared_from_this(), self.start(std::move(request))};
 }
 

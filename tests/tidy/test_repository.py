@@ -74,6 +74,21 @@ def test_no_type_name_stands_twice_in_the_core() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_a_backend_is_a_small_interface() -> None:
+    """Nine virtuals; what not every backend has is a capability that one asks for."""
+    text = (ROOT / "core/backend/backend.h").read_text("utf-8")
+    named = {
+        name: re.findall(r"virtual [^;{~]*?(\w+)\(", body)
+        for name, body in re.findall(r"^class (\w+)[^;{]*\{(.*?)^\};", text, re.M | re.S)
+    }
+    assert len(named["Memory"]) + len(named["Backend"]) <= 9, named
+    assert "unsupported" not in text.split("class Backend")[1]
+    capabilities = re.search(r"struct Capabilities \{(.*?)\};", text, re.S)
+    assert capabilities is not None
+    optional = set(re.findall(r"(\w+)\* \w+ = nullptr;", capabilities[1]))
+    assert len(optional) >= 4 and all(named[name] for name in optional)
+
+
 def test_every_environment_reader_exists() -> None:
     assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
 

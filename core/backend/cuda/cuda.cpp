@@ -123,7 +123,11 @@ class CudaLoaded final : public Loaded {
   std::unique_ptr<ArmedStreams> armed_streams_ = std::make_unique<ArmedStreams>();
 };
 
-class CudaBackend final : public Backend {
+class CudaBackend final : public Backend,
+                          private Streams,
+                          private Graphs,
+                          private GpuRanks,
+                          private CrossedCopies {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
               EncodeOptions options)
@@ -161,9 +165,13 @@ class CudaBackend final : public Backend {
             .port = gpu};
   }
 
-  std::string_view signals() const override { return to_string(executor_->options().signals); }
-
-  int device(Rank rank) const override { return local(rank)->ordinal(); }
+  Capabilities capabilities() override {
+    return {.streams = this,
+            .graphs = this,
+            .gpus = this,
+            .crossed_copies = this,
+            .signals = to_string(executor_->options().signals)};
+  }
 
   Share import(Rank rank, uint64_t bytes, int fd) override {
     auto single = std::make_shared<SingleMapping>();
@@ -196,20 +204,34 @@ class CudaBackend final : public Backend {
             .owner = pinned};
   }
 
-  uint64_t capture_of(std::span<const uintptr_t> streams) const override {
+  std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
+    if (program->ranks != executor_->ranks()) {
+      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
+           executor_->ranks());
+    }
+    return std::make_unique<CudaLoaded>(executor_,
+                                        compile(std::move(program), executor_->devices()));
+  }
+
+  int64_t now_ns() const override { return offcore::now_ns(); }
+
+ private:
+  int device(Rank rank) override { return local(rank)->ordinal(); }
+
+  uint64_t capture_of(std::span<const uintptr_t> streams) override {
     return executor_->capture_of(streams);
   }
-  bool gone(uint64_t capture) const override { return executor_->gone(capture); }
+  bool gone(uint64_t capture) override { return executor_->gone(capture); }
 
-  uint64_t memory_of(const std::byte* first, const std::byte* last) const override {
+  uint64_t memory_of(const std::byte* first, const std::byte* last) override {
     return allocation_of(first_gpu(), first, last);
   }
 
-  bool reaches(Rank rank, const std::byte* first, const std::byte* last) const override {
+  bool reaches(Rank rank, const std::byte* first, const std::byte* last) override {
     return cuda::reaches(local(rank)->gpu(), first, last);
   }
 
-  bool cross(Rank rank, const Reach& reach) override {
+  bool enable(Rank rank, const Reach& reach) override {
     try {
       return local(rank)->cross(reach);
     } catch (const Error&) {  // too far apart, a driver that does not do it, or no memory is left
@@ -217,7 +239,7 @@ class CudaBackend final : public Backend {
     }
   }
 
-  void uncross(Rank rank) override { local(rank)->uncross(); }
+  void disable(Rank rank) override { local(rank)->uncross(); }
 
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const ContextGuard current = first_gpu().current();
@@ -236,20 +258,8 @@ class CudaBackend final : public Backend {
     return std::make_unique<EventMark>(executor_->devices().front()->shared(), std::move(stream));
   }
 
-  std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
-    if (program->ranks != executor_->ranks()) {
-      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
-           executor_->ranks());
-    }
-    return std::make_unique<CudaLoaded>(executor_,
-                                        compile(std::move(program), executor_->devices()));
-  }
-
-  int64_t now_ns() const override { return offcore::now_ns(); }
-
- private:
   void refuse_capture(uintptr_t stream) const {
-    if (capture_of({&stream, 1}) == 0) return;
+    if (executor_->capture_of({&stream, 1}) == 0) return;
     fail(Code::unsupported, "the stream is being captured, and a transfer cannot be part of a ",
          "graph: call it outside");
   }
