@@ -39,7 +39,7 @@ import offcore
 from offcore import kv
 from offcore.sizes import format_bytes
 
-GATHER = Path(__file__).parents[1] / "core" / "backend" / "cuda" / "gather.cpp"
+KERNEL = Path(__file__).parents[1] / "core" / "backend" / "cuda" / "copy_kernel.cpp"
 PAIRS, UNIT_BYTES, THREADS = 128, 16, 1024  # of the kernel in it
 LAYERS, BLOCKS, PAGES = 28, 64, 256
 WORKGROUPS = (16, 32, BLOCKS, 132, 264)
@@ -283,7 +283,7 @@ class Calls:
 
     def _loaded_gather(self) -> c_uint64:
         """The kernel of the backend, from its source."""
-        found = re.search(r'kGatherPtx = R"\((.*?)\)"', GATHER.read_text("utf-8"), re.DOTALL)
+        found = re.search(r'kGatherPtx = R"\((.*?)\)"', KERNEL.read_text("utf-8"), re.DOTALL)
         assert found is not None
         module, function = c_uint64(), c_uint64()
         self.driver("cuModuleLoadData", byref(module), found[1].encode())

@@ -106,7 +106,7 @@ struct Reach {
   uint64_t bytes = 0;       // of that memory, which the rows and one step more go over
   uint64_t host_bytes = 0;  // the same of the host's
   uint64_t room = 0;        // that may be taken of the host's memory
-  uint64_t tell_ns = 0;     // that telling of one may take longer than of others
+  uint64_t submit_ns = 0;   // that submitting one may take longer than others
 };
 
 // What made a copy within a rank's memory: an engine; a request for one that the driver may have
@@ -153,7 +153,7 @@ struct Report {
   OwnCopy own_copy = OwnCopy::engine;  // the worst of all
   Calls calls;                         // none where no driver is told
   bool native = true;                  // false: other commands did what this launch's cannot
-  std::string_view way;                // sdma: what took the copies (sdma/way.h); else empty
+  std::string_view way;  // sdma: what took the copies (sdma/submit_path.h); else empty
 };
 
 // One launch. Destroying a run that is not done lets it go on by itself until it ends, its rank is

@@ -1,4 +1,4 @@
-// A launch under way as its caller sees it, where one object (a station, a executor) drives all
+// A launch under way as its caller sees it, where one object (a scheduler, an executor) drives all
 // submissions of a backend. Dropping it leaves the submission to go on by itself.
 #pragma once
 #include <memory>

@@ -14,8 +14,8 @@
 // capture). The ranks meet at every such call, and the n-th graph of a lane is the same one on all.
 //
 // Threads may call at once, each in a lane of its own, and their first calls meet in any order (see
-// turn.h). What they make together has an order within its lane only: nothing that ranks have to
-// count alike is counted over lanes, but windows.
+// lane_lock.h). What they make together has an order within its lane only: nothing that ranks have
+// to count alike is counted over lanes, but windows.
 #pragma once
 #include <atomic>
 #include <cstdint>

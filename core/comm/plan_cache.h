@@ -2,8 +2,9 @@
 //
 // Their number is bounded: of those that can be made again, the ones used last stay. What a rank
 // drops is its own affair. It makes the plan anew at the next call of the key, and takes from its
-// peers' records where the data lands (see Communicator::settle); nobody else has to have dropped
-// it. Launches under way and captured graphs keep what they need of a plan that has been dropped.
+// peers' records where the data lands (see Communicator::negotiate); nobody else has to have
+// dropped it. Launches under way and captured graphs keep what they need of a plan that has been
+// dropped.
 #pragma once
 #include <cstddef>
 #include <list>

@@ -18,9 +18,9 @@ constexpr uint64_t kFirstBytes = uint64_t{16} << 10;
 constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
 // Than is expected: a thread that has just woken, or shares its core, is slow for a while. Strided
 // copies need none of that time.
-constexpr double kTellSlower = 1.2;
-// Of a part, so that the other direction's come between soon: telling a driver of one takes as long
-// as of several plain ones.
+constexpr double kSubmitSlower = 1.2;
+// Of a part, so that the other direction's come between soon: to submit one takes as long as
+// several plain ones.
 constexpr uint32_t kStridedMax = 16;
 
 }  // namespace
@@ -29,10 +29,10 @@ std::string_view to_string(Direction direction) {
   return direction == Direction::load ? "load" : "store";
 }
 
-bool CopyPolicy::folds(uint64_t rows, uint64_t bytes, bool told) const {
+bool CopyPolicy::folds(uint64_t rows, uint64_t bytes, bool submitted_soonest) const {
   if (!strided || !batches || plain_from) return strided && rows > 1;
   const auto count = static_cast<double>(rows);
-  const double row_ns = told ? 0 : static_cast<double>(bytes) / host_gbps;
+  const double row_ns = submitted_soonest ? 0 : static_cast<double>(bytes) / host_gbps;
   return strided_ns + count * row_ns < count * std::max(plain_ns, row_ns);
 }
 
@@ -41,14 +41,14 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
   std::vector<LayerGroup> layer_groups;
   for (uint32_t first = 0; first < layout.layers(); first += layers_together) {
     const uint32_t last = std::min(layout.layers(), first + layers_together);
-    LayerGroup& stage = layer_groups.emplace_back();
-    stage.folds = layout.folds(first, last, memories);
+    LayerGroup& layer_group = layer_groups.emplace_back();
+    layer_group.folds = layout.folds(first, last, memories);
     for (const Piece& piece : layout.pieces()) {
       if (piece.layer < first || piece.layer >= last) continue;
-      stage.bytes += piece.bytes;
-      ++stage.pieces;
+      layer_group.bytes += piece.bytes;
+      ++layer_group.pieces;
     }
-    for (const Fold& fold : stage.folds) stage.apart += fold.pieces;
+    for (const Fold& fold : layer_group.folds) layer_group.apart += fold.pieces;
   }
   return layer_groups;
 }
@@ -126,7 +126,7 @@ void CommandBuilder::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows,
 
 // One fold of a run of blocks.
 void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool plain,
-                         bool told, Part& part) const {
+                         bool submitted_soonest, Part& part) const {
   const auto at = [&](size_t block, size_t piece) {
     const auto number = static_cast<uint64_t>(blocks_[run.first + block]);
     return fold.at + number * fold.block_step + piece * fold.step;
@@ -143,7 +143,8 @@ void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& f
     return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
   }
   plain = plain && run.count <= fold.pieces;  // else there are few strided ones, of many rows
-  const bool strided = policy_.folds(std::max<uint64_t>(run.count, fold.pieces), fold.bytes, told);
+  const bool strided =
+      policy_.folds(std::max<uint64_t>(run.count, fold.pieces), fold.bytes, submitted_soonest);
   if (plain || !strided || (policy_.plain_from && fold.bytes >= *policy_.plain_from)) {
     for (size_t block = 0; block < run.count; ++block) {
       for (size_t piece = 0; piece < fold.pieces; ++piece) {
@@ -213,25 +214,25 @@ void CommandBuilder::end(Part& part) {
 }
 
 Part CommandBuilder::next(const Budget& budget) {
-  const LayerGroup& stage = (*layer_groups_)[layer_group_];
-  const uint64_t left = (blocks_.size() - next_) * stage.apart;
-  const uint64_t page = stage.bytes / stage.pieces;
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  const uint64_t left = (blocks_.size() - next_) * layers.apart;
+  const uint64_t page = layers.bytes / layers.pieces;
   const uint32_t in_time = policy_.plain_from ? 0 : budget.in_time;
   const bool waits = in_time < policy_.together;  // the engine does
   const bool small = page < kShortFrom;
   const bool soon = waits && !small && layer_group_ == 0 && next_ == 0;
-  const uint32_t told_together = std::max(policy_.together, std::min(in_time, kTogetherMax));
-  Part part{.together = soon ? kTogetherFirst : told_together};
+  const uint32_t submit_together = std::max(policy_.together, std::min(in_time, kTogetherMax));
+  Part part{.together = soon ? kTogetherFirst : submit_together};
   if (waits && small && direction_ == Direction::load) {
     part.first = static_cast<uint32_t>(std::max(kFirstCopies, kFirstBytes / page));
   }
-  const auto surely = static_cast<uint32_t>(in_time / kTellSlower);
-  const uint64_t told = std::min<uint64_t>(
-      {surely / stage.apart, budget.bytes / stage.bytes, blocks_.size() - next_});
-  const bool folds = std::any_of(stage.folds.begin(), stage.folds.end(), [&](const Fold& fold) {
+  const auto surely = static_cast<uint32_t>(in_time / kSubmitSlower);
+  const uint64_t blocks_in_time = std::min<uint64_t>(
+      {surely / layers.apart, budget.bytes / layers.bytes, blocks_.size() - next_});
+  const bool folds = std::any_of(layers.folds.begin(), layers.folds.end(), [&](const Fold& fold) {
     return policy_.folds(fold.pieces, fold.bytes, budget.submitted_soonest);
   });
-  const bool plain = policy_.batches && folds && told >= kBlocksPlain;
+  const bool plain = policy_.batches && folds && blocks_in_time >= kBlocksPlain;
   const uint32_t commands = plain   ? surely
                             : folds ? budget.strided
                             : soon  ? std::min(budget.strided, kFirstPart)
@@ -240,15 +241,15 @@ Part CommandBuilder::next(const Budget& budget) {
   const size_t about = std::min<size_t>(commands, left) + policy_.together;
   part.commands.reserve(about + about / part.together + 2);  // and fences
   while (next_ < blocks_.size() && part.copies < commands && part.strided < strided_max) {
-    uint64_t blocks = (budget.bytes - std::min(budget.bytes, part.bytes)) / stage.bytes;
-    if (plain) blocks = std::min(blocks, (commands - part.copies) / stage.apart);
+    uint64_t blocks = (budget.bytes - std::min(budget.bytes, part.bytes)) / layers.bytes;
+    if (plain) blocks = std::min(blocks, (commands - part.copies) / layers.apart);
     if (blocks == 0 && part.bytes > 0) break;
-    if (budget.apart) blocks = std::min<uint64_t>(blocks, stage.folds.front().pieces);
+    if (budget.apart) blocks = std::min<uint64_t>(blocks, layers.folds.front().pieces);
     const BlockRun found = run(host(), next_, std::max<uint64_t>(1, blocks));
-    for (const Fold& fold : stage.folds)
+    for (const Fold& fold : layers.folds)
       add(host(), found, fold, plain, budget.submitted_soonest, part);
-    part.bytes += found.count * stage.bytes;
-    part.pages += found.count * stage.pieces;
+    part.bytes += found.count * layers.bytes;
+    part.pages += found.count * layers.pieces;
     next_ += found.count;
   }
   end(part);
@@ -256,10 +257,10 @@ Part CommandBuilder::next(const Budget& budget) {
 }
 
 Part CommandBuilder::next_staged(size_t blocks_max) {
-  const LayerGroup& stage = (*layer_groups_)[layer_group_];
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
   const size_t count = std::min<size_t>(blocks_max, blocks_.size() - next_);
   Part part{
-      .bytes = count * stage.bytes, .pages = count * stage.pieces, .together = policy_.together};
+      .bytes = count * layers.bytes, .pages = count * layers.pieces, .together = policy_.together};
   std::vector<Row> staged(count);
   for (size_t i = 0; i < count; ++i) {
     staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());
@@ -273,7 +274,7 @@ Part CommandBuilder::next_staged(size_t blocks_max) {
   const RowSpan rows{staged, first, {0, kNeighbour, kStage}};
   while (next_ < first + count) {
     const BlockRun found = run(rows, next_, first + count - next_);
-    for (const Fold& fold : stage.folds) add(rows, found, fold, false, false, part);
+    for (const Fold& fold : layers.folds) add(rows, found, fold, false, false, part);
     next_ += found.count;
   }
   if (!load) {

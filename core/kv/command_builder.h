@@ -34,8 +34,8 @@ struct CopyPolicy {
   // Pages of so many bytes go one by one. None: as many as there is time for, where there are
   // batches.
   std::optional<uint64_t> plain_from;
-  // A driver is told of many plain copies by one call, whose end a fence is. The engine begins on
-  // them when the call returns.
+  // Many plain copies are submitted by one call, whose end a fence is. The engine begins on them
+  // when the call returns.
   bool batches = false;
   // Where there are: plain copies of one call, and what one of them and a strided copy take.
   uint32_t together = 32;
@@ -43,9 +43,10 @@ struct CopyPolicy {
   double strided_ns = 0;  // besides its bytes
   double host_gbps = 1;
 
-  // Whether one strided copy of so many rows is sooner through than as many plain ones. `told`:
-  // sooner submitted, which is what counts where two engines copy or a stream waits for that.
-  bool folds(uint64_t rows, uint64_t bytes, bool told) const;
+  // Whether one strided copy of so many rows is sooner through than as many plain ones;
+  // `submitted_soonest`: sooner submitted, which is what counts where two engines copy or a stream
+  // waits for that.
+  bool folds(uint64_t rows, uint64_t bytes, bool submitted_soonest) const;
 };
 
 // What a part may have, about.
@@ -53,9 +54,9 @@ struct Budget {
   uint64_t bytes = 0;
   uint32_t strided = 0;  // copies, where some are
   uint32_t plain = 0;    // copies, where none is strided
-  // Of these, as many as a driver can be told of before the engine has nothing left to do. Between
-  // two calls an engine does nothing for a while, so that many plain copies of one call are copied
-  // sooner than strided ones, each of a call of its own; but they take longer to tell.
+  // Of these, as many as can be submitted before the engine has nothing left to do. Between two
+  // calls an engine does nothing for a while, so that many plain copies of one call are copied
+  // sooner than strided ones, each of a call of its own; but they take longer to submit.
   uint32_t in_time = 0;
   bool apart = false;              // no run for which a copy a layer would be fewer
   bool submitted_soonest = false;  // as CopyPolicy::folds
@@ -136,9 +137,10 @@ class CommandBuilder {
 
   RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
-  // `plain`: one by one, where that is about as few commands. `told`: as CopyPolicy::folds.
-  void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool plain, bool told,
-           Part& part) const;
+  // `plain`: one by one, where that is about as few commands. `submitted_soonest`: as
+  // CopyPolicy::folds.
+  void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool plain,
+           bool submitted_soonest, Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
   void add_rows(size_t count, Part& part) const;

@@ -19,7 +19,7 @@ bool has_small_pages(const std::vector<Fold>& folds) {
   });
 }
 
-// That an engine takes for it. Where telling takes longer by more, one engine would be as fast.
+// That an engine takes for it. Where submitting takes longer by more, one engine would be as fast.
 uint64_t copy_ns(const Machine& machine, const Fold& fold) {
   const auto bytes = static_cast<double>(fold.pieces * fold.bytes);
   return static_cast<uint64_t>(machine.cost.issue_ns + bytes / machine.links.host_gbps);
@@ -44,13 +44,13 @@ struct Candidate {
 };
 
 Reach reach_of(const Machine& machine, const std::vector<Candidate>& candidates, uint64_t budget) {
-  Reach reach{.room = budget, .tell_ns = UINT64_MAX};
+  Reach reach{.room = budget, .submit_ns = UINT64_MAX};
   for (const Candidate& candidate : candidates) {
     for (const Fold& fold : candidate.layer_groups->front().folds) {
       reach.step = std::max(reach.step, fold.step);
       reach.bytes = std::max(reach.bytes, span(fold, fold.step));
       reach.host_bytes = std::max(reach.host_bytes, span(fold, fold.row_step));
-      reach.tell_ns = std::min(reach.tell_ns, copy_ns(machine, fold));
+      reach.submit_ns = std::min(reach.submit_ns, copy_ns(machine, fold));
     }
   }
   return reach;

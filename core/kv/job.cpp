@@ -40,9 +40,9 @@ void Job::wait(const Deadline& deadline) {
 }
 
 void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
-  const uint32_t stage = layer_group_of(layer);
+  const uint32_t layer_group = layer_group_of(layer);
   std::unique_lock lock(queue_->mutex);
-  while (layer_groups_done_ <= stage) {
+  while (layer_groups_done_ <= layer_group) {
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
     sleep(queue_->changed, lock, deadline);
@@ -50,26 +50,26 @@ void Job::wait_layer(uint32_t layer, const Deadline& deadline) {
 }
 
 void Job::want(uint32_t layer) {
-  const uint32_t stage = layer_group_of(layer);
+  const uint32_t layer_group = layer_group_of(layer);
   const std::scoped_lock lock(queue_->mutex);
-  if (urgent_ > stage) return;
-  urgent_ = stage + 1;
+  if (urgent_ > layer_group) return;
+  urgent_ = layer_group + 1;
   queue_->news = true;
   queue_->work.notify_one();
 }
 
 void Job::enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
-  const uint32_t stage = layer_group_of(layer);
+  const uint32_t layer_group = layer_group_of(layer);
   spin_until([&] { return enqueued(layer); },
              queue_->brief_ns);  // it takes microseconds, as a rule
   std::unique_lock lock(queue_->mutex);
-  while (layer_groups_[stage].empty()) {
-    if (layer_groups_done_ > stage) return;  // there was nothing to copy
+  while (layer_groups_[layer_group].empty()) {
+    if (layer_groups_done_ > layer_group) return;  // there was nothing to copy
     if (done()) fail_layer(layer);
     if (deadline.passed()) fail_timeout(deadline);
     sleep(queue_->changed, lock, deadline);
   }
-  const std::vector<std::shared_ptr<Run>> runs = layer_groups_[stage];
+  const std::vector<std::shared_ptr<Run>> runs = layer_groups_[layer_group];
   lock.unlock();
   for (const std::shared_ptr<Run>& run : runs) run->enqueue_wait(stream);
 }

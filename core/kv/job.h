@@ -21,7 +21,7 @@ namespace offcore::kv {
 
 class Job;
 
-inline constexpr uint32_t kCoresMany = 4;   // two that look out leave as many to others
+inline constexpr uint32_t kCoresMany = 4;   // two that spin leave as many to others
 inline constexpr uint32_t kCoresSpare = 8;  // one that does for long is not missed
 
 // How long a worker looks for jobs when it has none: one that has slept is slow over all of
@@ -73,7 +73,7 @@ struct JobReport {
   uint64_t strided = 0;  // of these, commands of several pages
   uint64_t bytes = 0;
   std::vector<uint64_t> link_bytes;  // over the own link, then each neighbour's
-  Calls calls;                       // as a driver was told of what has ended
+  Calls calls;                       // of the driver, for what has ended
   int64_t enqueue_ns = 0;            // of the thread's time, the driver's calls included
   int64_t queued_ns = 0;             // from the call until its first command was enqueued
   int64_t copy_ns = 0;               // from then until its end was seen

@@ -61,9 +61,9 @@ struct Link {
   LinkLane& emptiest();  // of several the one that has waited for longest
   void add(LinkLane& lane, EnqueuedPart submission,
            int64_t began_ns);  // when it began to be enqueued
-  // Told of so many plain copies in that time.
+  // So many plain copies were, in that time.
   void submitted(uint64_t copies, int64_t took_ns);
-  double plain_ns() const { return plain_ns_; }  // that one takes to tell
+  double plain_ns() const { return plain_ns_; }  // that one takes to submit
   EnqueuedPart take(LinkLane& lane);             // the first one, which has ended
   void measured(uint64_t bytes);                 // so many have come through since it was busy
 

@@ -15,7 +15,7 @@ struct SubmitOwner {
 
 // The program with the signal by which the cache's owner would learn that a neighbour is through:
 // the worker sees that by the run's end.
-Program told(Program program) {
+Program with_signal(Program program) {
   const Slice word{.rank = kOwner, .buffer = kFlagBuffer};
   program.flag_words = 1;
   program.flag_span = 1;
@@ -52,7 +52,7 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
   }
   program->queues.push_back(
       {.rank = target.rank, .index = target.lane, .commands = std::move(part.commands)});
-  if (checked) verify(lent ? told(*program) : *program);
+  if (checked) verify(lent ? with_signal(*program) : *program);
   auto held = std::make_shared<SubmitOwner>();
   held->keep = std::move(keep);
   Launch launch{.binding = Binding(program->buffers.size(), program->ranks),

@@ -41,8 +41,8 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
 
   // Throws invalid for what the request names wrongly; nothing is copied then.
   std::shared_ptr<Job> start(TransferRequest request);
-  // Job::wait and Job::hold of a job of its own, and the thread's work until that is awake. Throws
-  // unsupported for a stream that is being captured.
+  // Job::wait and Job::enqueue_wait of a job of its own, and the thread's work until that is awake.
+  // Throws unsupported for a stream that is being captured.
   void wait(Job& job, const Deadline& deadline) const;
   void enqueue_wait(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
   // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no

@@ -99,10 +99,11 @@ bool TransferWorker::turn() {
   const auto turning = take_turn();
   collect();
   bool moved = false;
-  for (DirectionQueue& way : directions_) {
-    for (Link& link : way.links) moved |= reap(link);
+  for (DirectionQueue& direction : directions_) {
+    for (Link& link : direction.links) moved |= reap(link);
   }
-  for (DirectionQueue& way : directions_) moved |= submit(way, pace_.ahead_commands, true);
+  for (DirectionQueue& direction : directions_)
+    moved |= submit(direction, pace_.ahead_commands, true);
   return moved;
 }
 
@@ -112,10 +113,10 @@ bool TransferWorker::help(bool waits) {
   try {
     const auto turning = take_turn();
     collect();
-    for (DirectionQueue& way : directions_) {
-      for (Link& link : way.links) reap(link);
+    for (DirectionQueue& direction : directions_) {
+      for (Link& link : direction.links) reap(link);
     }
-    for (DirectionQueue& way : directions_) submitted |= submit(way, plain_max, waits);
+    for (DirectionQueue& direction : directions_) submitted |= submit(direction, plain_max, waits);
   } catch (const std::bad_alloc&) {  // the worker tries again
   }
   if (waits) return submitted;
@@ -153,9 +154,9 @@ void TransferWorker::admit(const std::shared_ptr<Job>& job) {
     if (meets(*job, *other)) job->waits_.push_back(other);
   }
   jobs_.push_back(job);
-  DirectionQueue& way = directions_[static_cast<size_t>(job->request_.direction)];
-  way.jobs.push_back(job);
-  sort(way);
+  DirectionQueue& direction = directions_[static_cast<size_t>(job->request_.direction)];
+  direction.jobs.push_back(job);
+  sort(direction);
   for (const std::shared_ptr<Job>& other : job->waits_) inherit_priority(*other, job->urgency_);
   if (!job->builder_->ended()) return;
   {  // there is nothing to copy
@@ -203,15 +204,15 @@ void TransferWorker::inherit_priority(Job& job, int32_t urgency) {
   for (const std::shared_ptr<Job>& other : job.waits_) inherit_priority(*other, urgency);
 }
 
-void TransferWorker::sort(DirectionQueue& way) {
-  std::sort(way.jobs.begin(), way.jobs.end(), [](const auto& a, const auto& b) {
+void TransferWorker::sort(DirectionQueue& direction) {
+  std::sort(direction.jobs.begin(), direction.jobs.end(), [](const auto& a, const auto& b) {
     return a->urgency_ != b->urgency_ ? a->urgency_ > b->urgency_ : a->number_ < b->number_;
   });
 }
 
 void TransferWorker::drop_cancelled(bool all) {
-  for (const DirectionQueue& way : directions_) {
-    const std::vector<std::shared_ptr<Job>> jobs = way.jobs;
+  for (const DirectionQueue& direction : directions_) {
+    const std::vector<std::shared_ptr<Job>> jobs = direction.jobs;
     for (const std::shared_ptr<Job>& job : jobs) {
       if (!all && !job->cancelled_) continue;
       job->report_.cancelled = true;
@@ -273,9 +274,9 @@ void TransferWorker::end_layer_groups(Job& job) {
   }
 }
 
-std::shared_ptr<Job> TransferWorker::pick(DirectionQueue& way) {
-  for (size_t i = 0; i < way.jobs.size(); ++i) {
-    const std::shared_ptr<Job> job = way.jobs[i];
+std::shared_ptr<Job> TransferWorker::pick(DirectionQueue& direction) {
+  for (size_t i = 0; i < direction.jobs.size(); ++i) {
+    const std::shared_ptr<Job> job = direction.jobs[i];
     try {
       if (may_begin(*job)) return job;
     } catch (const Error& error) {  // the GPU that its mark is on has failed

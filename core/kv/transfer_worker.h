@@ -10,7 +10,7 @@
 //   copies have ended, or (in one direction, where one engine copies) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
-// - Small pages go by both engines while the other direction has none on its way (crossing.h).
+// - Small pages go by both engines while the other direction has none on its way (engine_split.h).
 // - Where there are neighbours' links, large jobs of all layers go over several: each part over the
 //   one that is expected to bring it first, by the speeds that were measured. A link that fails is
 //   not used any more.
@@ -66,23 +66,23 @@ class TransferWorker {
   void mark(const Job& job);
   bool meets(const Job& job, const Job& other);
   void inherit_priority(Job& job, int32_t urgency);
-  void sort(DirectionQueue& way);
+  void sort(DirectionQueue& direction);
   void drop_cancelled(bool all);
   bool reap(Link& link);
   uint64_t reap(Link& link, LinkLane& lane);
   void end_layer_groups(Job& job);
   // `goes_on`: what comes behind the part is enqueued soon.
-  bool submit(DirectionQueue& way, uint32_t plain_max, bool goes_on);
+  bool submit(DirectionQueue& direction, uint32_t plain_max, bool goes_on);
   void refuse(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job, const Error& failure);
-  std::shared_ptr<Job> pick(DirectionQueue& way);
+  std::shared_ptr<Job> pick(DirectionQueue& direction);
   bool may_begin(Job& job) const;
   bool may_cross(const Job& job) const;
   bool crosses(const Job& job) const;
   LinkLane* engine_for(Link& link, const Job& job) const;
   bool has_room(Link& link) const;
-  uint64_t share_of(const DirectionQueue& way, const Job& job) const;
+  uint64_t share_of(const DirectionQueue& direction, const Job& job) const;
   uint64_t share_of_engine(const LinkLane& lane, const Job& job, bool goes_on) const;
-  Link* choose(DirectionQueue& way, const Job& job, uint64_t bytes) const;
+  Link* choose(DirectionQueue& direction, const Job& job, uint64_t bytes) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
   void enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job, const Budget& budget);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);

@@ -17,7 +17,7 @@ constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
 // Of a part where both engines copy, or a block: what waits for an engine waits for 0.1 ms of it or
-// a block. The own one's may be larger, and have pages that are told one by one among them.
+// a block. The own one's may be larger, and have pages that are submitted one by one among them.
 constexpr uint64_t kCrossedBlocks = 8;
 constexpr uint64_t kCrossedBytes = uint64_t{2} << 20;
 constexpr uint64_t kOwnParts = 2;
@@ -36,10 +36,10 @@ SubmitTarget target(const Link& link, const LinkLane& lane, Direction direction)
 
 }  // namespace
 
-bool TransferWorker::submit(DirectionQueue& way, uint32_t plain_max, bool goes_on) {
-  const std::shared_ptr<Job> job = pick(way);
+bool TransferWorker::submit(DirectionQueue& direction, uint32_t plain_max, bool goes_on) {
+  const std::shared_ptr<Job> job = pick(direction);
   if (job == nullptr) return false;
-  Link* link = &way.links[0];
+  Link* link = &direction.links[0];
   LinkLane* lane = nullptr;
   Budget budget{.strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
                 .plain = std::max(1U, plain_max),
@@ -51,12 +51,12 @@ bool TransferWorker::submit(DirectionQueue& way, uint32_t plain_max, bool goes_o
     if (lane == nullptr) return false;
     budget.bytes = share_of_engine(*lane, *job, goes_on);
   } else {
-    budget.bytes = share_of(way, *job);
-    link = choose(way, *job, budget.bytes);
+    budget.bytes = share_of(direction, *job);
+    link = choose(direction, *job, budget.bytes);
     if (link == nullptr) return false;
     lane = link->staged() ? &link->emptiest() : &link->lanes[0];
   }
-  // An engine that has nothing to do takes what is told soonest.
+  // An engine that has nothing to do takes what is submitted soonest.
   const bool soon = urgent || lane->crossed || (budget.apart && lane->submissions.empty());
   if (!link->staged() && !soon) budget.in_time = plain_in_time(*link, plain_max);
   try {
@@ -127,10 +127,10 @@ bool TransferWorker::has_room(Link& link) const {
 
 // The bytes of the job's next part. Over several links they become less towards its end, so that
 // all are through at about the same time.
-uint64_t TransferWorker::share_of(const DirectionQueue& way, const Job& job) const {
+uint64_t TransferWorker::share_of(const DirectionQueue& direction, const Job& job) const {
   const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
   if (neighbours_.empty() || job.together_ < job.layers_) return most;
-  const uint64_t share = job.builder_->left_bytes() / (kSharesOfLink * way.links.size());
+  const uint64_t share = job.builder_->left_bytes() / (kSharesOfLink * direction.links.size());
   const uint64_t row = groups_[job.request_.group].layout->row_bytes();
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
 }
@@ -151,35 +151,35 @@ uint64_t TransferWorker::share_of_engine(const LinkLane& lane, const Job& job, b
 
 // The link over which that many bytes are expected to be through first; null: it is to be waited
 // for.
-Link* TransferWorker::choose(DirectionQueue& way, const Job& job, uint64_t bytes) const {
-  Link* best = &way.links[0];
+Link* TransferWorker::choose(DirectionQueue& direction, const Job& job, uint64_t bytes) const {
+  Link* best = &direction.links[0];
   const bool lent = !neighbours_.empty() && job.together_ == job.layers_;
   if (lent) {
     double fastest = 0;
-    for (const Link& link : way.links) fastest = std::max(fastest, link.gbps());
+    for (const Link& link : direction.links) fastest = std::max(fastest, link.gbps());
     const auto through = [&](const Link& link) {
       return link.through_ns(bytes, fastest / kSlowestOfFastest);
     };
-    for (Link& link : way.links) {
+    for (Link& link : direction.links) {
       if (!link.lost && through(link) < through(*best)) best = &link;
     }
   }
   if (has_room(*best) || job.builder_->layer_group() < job.urgent_) return best;
-  for (Link& link : way.links) {
+  for (Link& link : direction.links) {
     if (lent && !link.lost && link.idle()) return &link;
   }
   return nullptr;
 }
 
-// The plain copies that the driver can be told of before an engine that has jobs runs dry. The
-// other direction's may not be allowed to begin: they count once copies are on their way.
+// The plain copies that can be submitted before an engine that has jobs runs dry. The other
+// direction's may not be allowed to begin: they count once copies are on their way.
 uint32_t TransferWorker::plain_in_time(const Link& link, uint32_t plain_max) const {
   const int64_t now = now_ns();
   double left_ns = link.plain_ns() * plain_max;
-  for (const DirectionQueue& way : directions_) {
-    if (way.jobs.empty()) continue;
-    const bool own = &way.links[0] == &link;
-    for (const Link& other : way.links) {
+  for (const DirectionQueue& direction : directions_) {
+    if (direction.jobs.empty()) continue;
+    const bool own = &direction.links[0] == &link;
+    for (const Link& other : direction.links) {
       const bool fed = own && (&other == &link || other.rank == kNeighbour);
       if (!other.lost && (fed || !other.idle())) left_ns = std::min(left_ns, other.ahead_ns(now));
     }
@@ -190,7 +190,7 @@ uint32_t TransferWorker::plain_in_time(const Link& link, uint32_t plain_max) con
 void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job,
                              const Budget& budget) {
   const TransferRequest& request = job->request_;
-  const uint32_t stage = job->builder_->layer_group();
+  const uint32_t layer_group = job->builder_->layer_group();
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
   const uint64_t rows = std::max<uint64_t>(1, std::min(budget.bytes, link.stage_bytes) / row_bytes);
   Part part = link.staged() ? job->builder_->next_staged(rows) : job->builder_->next(budget);
@@ -198,11 +198,11 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
                           .bytes = part.bytes,
                           .commands = part.copies,
                           .copy_ns = link.copy_ns(part, lane),
-                          .layer_group = stage};
+                          .layer_group = layer_group};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
   const uint64_t strided = part.strided;
-  const bool ends_stage = part.ends_layer_group;
+  const bool ends_layer_group = part.ends_layer_group;
   if (job->began_ns_ < 0) {
     job->began_ns_ = backend_->now_ns();
     report.queued_ns = job->began_ns_ - job->called_ns_;
@@ -221,13 +221,13 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
   report.link_bytes[link.number] += submission.bytes;
   report.blocks = job->builder_->copied();
   job->last_[{link.number, lane.number}] = submission.run;
-  ++job->layer_groups_ahead_[stage];
-  if (ends_stage) {
+  ++job->layer_groups_ahead_[layer_group];
+  if (ends_layer_group) {
     const std::scoped_lock lock(queue_->mutex);
-    for (auto& [where, run] : job->last_) job->layer_groups_[stage].push_back(std::move(run));
+    for (auto& [where, run] : job->last_) job->layer_groups_[layer_group].push_back(std::move(run));
     job->last_.clear();
-    job->enqueued_ = stage + 1;
-    report.layers = std::min(job->layers_, (stage + 1) * job->together_);
+    job->enqueued_ = layer_group + 1;
+    report.layers = std::min(job->layers_, (layer_group + 1) * job->together_);
     queue_->changed.notify_all();
   }
   ++job->parts_ahead_;

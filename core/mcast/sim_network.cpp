@@ -5,7 +5,7 @@
 namespace offcore::mcast {
 
 SimNetwork::NetworkHost::NetworkHost(SimNetwork& in, const Group& of, size_t number)
-    : fabric(in), group(of), communicator(number), rank(of.rank), last_ns(of.ranks, 0) {
+    : network(in), group(of), communicator(number), rank(of.rank), last_ns(of.ranks, 0) {
   endpoint = std::make_unique<Endpoint>(group, *this);
 }
 
@@ -14,21 +14,21 @@ SimNetwork::SimNetwork(std::vector<Group> groups, const Faults& faults)
   for (Group& group : groups) {
     if (group.ranks != ranks_) fail(Code::invalid, "communicators of different numbers of ranks");
     for (group.rank = 0; group.rank < ranks_; ++group.rank) {
-      stations_.push_back(std::make_unique<NetworkHost>(*this, group, stations_.size() / ranks_));
+      hosts_.push_back(std::make_unique<NetworkHost>(*this, group, hosts_.size() / ranks_));
     }
   }
 }
 
-SimNetwork::NetworkHost& SimNetwork::station(GroupRank rank, size_t communicator) const {
-  if (rank >= ranks_ || communicator >= stations_.size() / ranks_) {
+SimNetwork::NetworkHost& SimNetwork::host(GroupRank rank, size_t communicator) const {
+  if (rank >= ranks_ || communicator >= hosts_.size() / ranks_) {
     fail(Code::invalid, "no rank ", rank, " of communicator ", communicator);
   }
-  return *stations_[communicator * ranks_ + rank];
+  return *hosts_[communicator * ranks_ + rank];
 }
 
 SimNetwork::~SimNetwork() {
-  for (const auto& one : stations_) one->dead = true;  // nobody is left to say goodbye to
-  stations_.clear();
+  for (const auto& one : hosts_) one->dead = true;  // nobody is left to say goodbye to
+  hosts_.clear();
 }
 
 // Uniform in [0, 1): splitmix64.
@@ -39,8 +39,8 @@ double SimNetwork::chance() {
   return static_cast<double>((word ^ (word >> 31)) >> 11) * 0x1p-53;
 }
 
-void SimNetwork::at(int64_t at_ns, NetworkHost& station, std::function<void(NetworkHost&)> run) {
-  events_.push({std::max(at_ns, now_ns_), events_made_++, &station, std::move(run)});
+void SimNetwork::at(int64_t at_ns, NetworkHost& host, std::function<void(NetworkHost&)> run) {
+  events_.push({std::max(at_ns, now_ns_), events_made_++, &host, std::move(run)});
 }
 
 bool SimNetwork::run_until(int64_t until_ns) {
@@ -48,29 +48,29 @@ bool SimNetwork::run_until(int64_t until_ns) {
     const NetworkEvent event = events_.top();
     events_.pop();
     now_ns_ = event.at_ns;
-    if (!event.station->dead) event.run(*event.station);
+    if (!event.host->dead) event.run(*event.host);
   }
   if (!events_.empty()) now_ns_ = until_ns;
   return events_.empty();
 }
 
 // The endpoint has done something: it may die of it, and may want to be called later.
-void SimNetwork::after_call(NetworkHost& station) {
-  if (++station.calls >= station.kill_after && !station.dead) {
-    for (const auto& other : stations_) {
-      if (other->rank == station.rank) other->dead = true;  // with all its communicators
-      if (other->dead || station.told_ns < 0) continue;
-      at(now_ns_ + station.told_ns, *other, [this, lost = station.rank](NetworkHost& told) {
+void SimNetwork::after_call(NetworkHost& host) {
+  if (++host.calls >= host.kill_after && !host.dead) {
+    for (const auto& other : hosts_) {
+      if (other->rank == host.rank) other->dead = true;  // with all its communicators
+      if (other->dead || host.told_ns < 0) continue;
+      at(now_ns_ + host.told_ns, *other, [this, lost = host.rank](NetworkHost& told) {
         told.endpoint->on_peer_lost(lost, "connection reset", now_ns_);
         after_call(told);
       });
     }
     return;
   }
-  const int64_t next_ns = station.endpoint->next_time();
-  if (next_ns == kNever || next_ns >= station.timer_ns) return;
-  station.timer_ns = next_ns;
-  at(next_ns, station, [this, next_ns](NetworkHost& due) {
+  const int64_t next_ns = host.endpoint->next_time();
+  if (next_ns == kNever || next_ns >= host.timer_ns) return;
+  host.timer_ns = next_ns;
+  at(next_ns, host, [this, next_ns](NetworkHost& due) {
     if (due.timer_ns != next_ns) return;  // an earlier one took its place
     due.timer_ns = kNever;
     due.endpoint->on_time(now_ns_);
@@ -88,7 +88,7 @@ void SimNetwork::cut(const std::set<GroupRank>& side, int64_t from_ns, int64_t u
 }
 
 void SimNetwork::kill(GroupRank rank, uint64_t after_calls, int64_t told_ns) {
-  NetworkHost& doomed = station(rank, 0);
+  NetworkHost& doomed = host(rank, 0);
   doomed.kill_after = after_calls;
   doomed.told_ns = told_ns;
   if (after_calls == 0) after_call(doomed);
@@ -106,10 +106,10 @@ int64_t SimNetwork::opens_ns(GroupRank a, GroupRank b, bool reliable) const {
 
 void SimNetwork::NetworkHost::wake() {
   if (std::exchange(woken, true)) return;
-  fabric.at(fabric.now_ns_, *this, [](NetworkHost& station) {
-    station.woken = false;
-    station.endpoint->on_time(station.fabric.now_ns_);
-    station.fabric.after_call(station);
+  network.at(network.now_ns_, *this, [](NetworkHost& host) {
+    host.woken = false;
+    host.endpoint->on_time(host.network.now_ns_);
+    host.network.after_call(host);
   });
 }
 
@@ -119,12 +119,12 @@ void SimNetwork::NetworkHost::stop() {
 }
 
 void SimNetwork::NetworkHost::send(GroupRank to, const Message& message) {
-  fabric.carry(*this, to, message, {});
+  network.carry(*this, to, message, {});
 }
 
 void SimNetwork::NetworkHost::send(GroupRank to, const Message& reply,
                                    std::span<const std::byte> data) {
-  fabric.carry(*this, to, reply, {data.begin(), data.end()});
+  network.carry(*this, to, reply, {data.begin(), data.end()});
 }
 
 void SimNetwork::carry(NetworkHost& from, GroupRank to, const Message& message,
@@ -136,16 +136,16 @@ void SimNetwork::carry(NetworkHost& from, GroupRank to, const Message& message,
   if (open_ns == kNever) return;
   const int64_t free_ns = std::max(open_ns + faults_.latency_ns, from.last_ns[to]);
   from.last_ns[to] = free_ns + static_cast<int64_t>(wire_ns);
-  at(from.last_ns[to], station(to, from.communicator),
+  at(from.last_ns[to], host(to, from.communicator),
      [this, sender = from.rank, message = Message(message),
-      data = std::move(data)](NetworkHost& station) mutable {
+      data = std::move(data)](NetworkHost& host) mutable {
        if (!data.empty()) {
-         const std::span<std::byte> place = station.endpoint->place_of(sender, message);
+         const std::span<std::byte> place = host.endpoint->place_of(sender, message);
          if (place.size() == data.size()) std::ranges::copy(data, place.begin());
          if (place.empty()) message.payload_bytes = 0;
        }
-       station.endpoint->on_message(sender, message, now_ns_);
-       after_call(station);
+       host.endpoint->on_message(sender, message, now_ns_);
+       after_call(host);
      });
 }
 
@@ -153,33 +153,32 @@ void SimNetwork::NetworkHost::multicast(const BlockPart& part) {
   const bool idle = sending.empty();
   sending.push({part});
   if (idle)
-    fabric.at(fabric.now_ns_, *this,
-              [](NetworkHost& station) { station.fabric.send_next(station); });
+    network.at(network.now_ns_, *this, [](NetworkHost& host) { host.network.send_next(host); });
 }
 
-void SimNetwork::send_next(NetworkHost& station) {
-  if (station.sending.empty()) return;
-  Sending& sending = station.sending.front();
+void SimNetwork::send_next(NetworkHost& host) {
+  if (host.sending.empty()) return;
+  Sending& sending = host.sending.front();
   const BlockPart& part = sending.part;
-  const uint32_t head = head_bytes(station.group);
+  const uint32_t head = head_bytes(host.group);
   auto datagram = std::make_shared<NetworkDatagram>();
   datagram->subgroup = part.subgroup;
-  datagram->bytes.resize(head + part.chunk_size(sending.index, station.group.chunk_bytes));
-  write_head(station.group, part, sending.index, datagram->bytes.data());
-  std::copy_n(part.data + part.offset(sending.index, station.group.chunk_bytes),
+  datagram->bytes.resize(head + part.chunk_size(sending.index, host.group.chunk_bytes));
+  write_head(host.group, part, sending.index, datagram->bytes.data());
+  std::copy_n(part.data + part.offset(sending.index, host.group.chunk_bytes),
               datagram->bytes.size() - head, datagram->bytes.begin() + head);
-  for (const auto& to : stations_) {
+  for (const auto& to : hosts_) {
     // One multicast group for all communicators: strangers' datagrams arrive too.
-    if (to->rank != station.rank) deliver(station, *to, datagram);
+    if (to->rank != host.rank) deliver(host, *to, datagram);
   }
   const double wire_ns =
-      static_cast<double>(datagram->bytes.size()) / station.group.link_bytes_s * 1e9;
+      static_cast<double>(datagram->bytes.size()) / host.group.link_bytes_s * 1e9;
   const int64_t out_ns = now_ns_ + static_cast<int64_t>(wire_ns);
   if (++sending.index < part.chunks) {
-    at(out_ns, station, [this](NetworkHost& more) { send_next(more); });
+    at(out_ns, host, [this](NetworkHost& more) { send_next(more); });
     return;
   }
-  at(out_ns, station, [this, part](NetworkHost& done) {
+  at(out_ns, host, [this, part](NetworkHost& done) {
     if (done.sending.empty()) return;  // stopped
     done.sending.pop();
     if (!done.sending.empty()) send_next(done);
@@ -204,30 +203,30 @@ void SimNetwork::deliver(NetworkHost& from, NetworkHost& to, const Shared& datag
     delay_ns += chance() * static_cast<double>(faults_.jitter_ns);
     if (chance() < faults_.reorder) delay_ns += static_cast<double>(faults_.reorder_ns);
     at(now_ns_ + static_cast<int64_t>(delay_ns), to,
-       [this, datagram](NetworkHost& station) { arrive(station, datagram); });
+       [this, datagram](NetworkHost& host) { arrive(host, datagram); });
   }
 }
 
-int64_t SimNetwork::drain_ns(const NetworkHost& station, uint64_t bytes) const {
-  if (!station.slow) return faults_.gather_ns;
+int64_t SimNetwork::drain_ns(const NetworkHost& host, uint64_t bytes) const {
+  if (!host.slow) return faults_.gather_ns;
   return static_cast<int64_t>(static_cast<double>(bytes) / faults_.drain_bytes_s * 1e9);
 }
 
-void SimNetwork::arrive(NetworkHost& station, const Shared& datagram) {
+void SimNetwork::arrive(NetworkHost& host, const Shared& datagram) {
   const uint64_t bytes = datagram->bytes.size();
-  if (station.slow && station.arrived_bytes + bytes > faults_.queue_bytes) return;  // overrun
-  station.arrived.push(datagram);
-  station.arrived_bytes += bytes;
-  if (std::exchange(station.draining, true)) return;
-  at(now_ns_ + drain_ns(station, bytes), station, [this](NetworkHost& due) { drain(due); });
+  if (host.slow && host.arrived_bytes + bytes > faults_.queue_bytes) return;  // overrun
+  host.arrived.push(datagram);
+  host.arrived_bytes += bytes;
+  if (std::exchange(host.draining, true)) return;
+  at(now_ns_ + drain_ns(host, bytes), host, [this](NetworkHost& due) { drain(due); });
 }
 
 // As one buffer, or scattered: chunks at once to where they belong if they come in order.
-void SimNetwork::hand_over(NetworkHost& station, uint32_t subgroup,
-                           std::span<const std::byte> buffer, uint32_t segment) {
-  Receiver::ReceiveVisit batch(station.endpoint->receiver(subgroup));
-  const uint32_t head = head_bytes(station.group);
-  const size_t whole = segment == head + station.group.chunk_bytes ? buffer.size() / segment : 0;
+void SimNetwork::hand_over(NetworkHost& host, uint32_t subgroup, std::span<const std::byte> buffer,
+                           uint32_t segment) {
+  Receiver::ReceiveVisit batch(host.endpoint->receiver(subgroup));
+  const uint32_t head = head_bytes(host.group);
+  const size_t whole = segment == head + host.group.chunk_bytes ? buffer.size() / segment : 0;
   if (whole > 0 && chance() < faults_.scatter) {
     std::vector<std::byte*> places(whole);
     places.resize(batch.next_places(places));
@@ -242,36 +241,36 @@ void SimNetwork::hand_over(NetworkHost& station, uint32_t subgroup,
 }
 
 // Hands over the first datagrams that have arrived, as one buffer where GRO would make it one.
-void SimNetwork::drain(NetworkHost& station) {
-  station.draining = false;
-  if (station.arrived.empty()) return;
-  const uint32_t subgroup = station.arrived.front()->subgroup;
-  const size_t segment = station.arrived.front()->bytes.size();
+void SimNetwork::drain(NetworkHost& host) {
+  host.draining = false;
+  if (host.arrived.empty()) return;
+  const uint32_t subgroup = host.arrived.front()->subgroup;
+  const size_t segment = host.arrived.front()->bytes.size();
   std::vector<std::byte> buffer;
-  for (uint32_t count = 0; count < faults_.together && !station.arrived.empty(); ++count) {
-    const NetworkDatagram& next = *station.arrived.front();
+  for (uint32_t count = 0; count < faults_.together && !host.arrived.empty(); ++count) {
+    const NetworkDatagram& next = *host.arrived.front();
     if (next.subgroup != subgroup || next.bytes.size() > segment) break;
     const bool last = next.bytes.size() < segment;
     buffer.insert(buffer.end(), next.bytes.begin(), next.bytes.end());
-    station.arrived.pop();
+    host.arrived.pop();
     if (last) break;
   }
-  station.arrived_bytes -= buffer.size();
-  hand_over(station, subgroup, buffer, static_cast<uint32_t>(segment));
-  if (station.arrived.empty()) return;
-  station.draining = true;
-  at(now_ns_ + drain_ns(station, buffer.size()), station, [this](NetworkHost& due) { drain(due); });
+  host.arrived_bytes -= buffer.size();
+  hand_over(host, subgroup, buffer, static_cast<uint32_t>(segment));
+  if (host.arrived.empty()) return;
+  host.draining = true;
+  at(now_ns_ + drain_ns(host, buffer.size()), host, [this](NetworkHost& due) { drain(due); });
 }
 
 void SimNetwork::inject(GroupRank to, uint32_t subgroup, std::span<const std::byte> bytes,
                         uint32_t segment_bytes) {
-  NetworkHost& reached = station(to, 0);
+  NetworkHost& reached = host(to, 0);
   if (subgroup >= reached.group.subgroups || reached.dead) return;
   Receiver::ReceiveVisit(reached.endpoint->receiver(subgroup)).take(bytes, segment_bytes);
 }
 
 void SimNetwork::inject(GroupRank to, GroupRank from, const Message& message) {
-  NetworkHost& reached = station(to, 0);
+  NetworkHost& reached = host(to, 0);
   if (reached.dead) return;
   reached.endpoint->on_message(from, message, now_ns_);
   after_call(reached);

@@ -45,20 +45,20 @@ class SimNetwork {
   SimNetwork& operator=(const SimNetwork&) = delete;
 
   Endpoint& endpoint(GroupRank rank, size_t communicator) {
-    return *station(rank, communicator).endpoint;
+    return *host(rank, communicator).endpoint;
   }
   int64_t now_ns() const { return now_ns_; }
 
   // Chosen faults.
   void drop(GroupRank receiver, GroupRank source, uint32_t psn);  // once
-  void slow(GroupRank rank) { station(rank, 0).slow = true; }     // at communicator 0
+  void slow(GroupRank rank) { host(rank, 0).slow = true; }        // at communicator 0
   // No datagram, and no message where `reliable_too`, passes between two sides in this time.
   void cut(const std::set<GroupRank>& side, int64_t from_ns, int64_t until_ns, bool reliable_too);
   // The rank does nothing more after so many calls of its endpoint of communicator 0. Peers are
   // told `told_ns` later; negative: never.
   void kill(GroupRank rank, uint64_t after_calls, int64_t told_ns);
-  bool dead(GroupRank rank) const { return station(rank, 0).dead; }
-  uint64_t calls(GroupRank rank) const { return station(rank, 0).calls; }
+  bool dead(GroupRank rank) const { return host(rank, 0).dead; }
+  uint64_t calls(GroupRank rank) const { return host(rank, 0).calls; }
 
   // A stranger's: reaches a rank's communicator 0 now.
   void inject(GroupRank to, uint32_t subgroup, std::span<const std::byte> bytes,
@@ -87,7 +87,7 @@ class SimNetwork {
   struct NetworkEvent {
     int64_t at_ns;
     uint64_t number;  // those of one time keep their order
-    NetworkHost* station;
+    NetworkHost* host;
     std::function<void(NetworkHost&)> run;
     bool operator>(const NetworkEvent& other) const {
       return std::tie(at_ns, number) > std::tie(other.at_ns, other.number);
@@ -95,7 +95,7 @@ class SimNetwork {
   };
 
   struct NetworkHost : Transport {
-    NetworkHost(SimNetwork& fabric, const Group& group, size_t communicator);
+    NetworkHost(SimNetwork& network, const Group& group, size_t communicator);
     ~NetworkHost() override { endpoint.reset(); }  // it says goodbye by way of the rest
     void send(GroupRank to, const Message& message) override;
     void send(GroupRank to, const Message& reply, std::span<const std::byte> data) override;
@@ -104,7 +104,7 @@ class SimNetwork {
     void wake() override;
     void stop() override;
 
-    SimNetwork& fabric;
+    SimNetwork& network;
     const Group group;
     const size_t communicator;
     const GroupRank rank;
@@ -120,14 +120,14 @@ class SimNetwork {
     std::vector<int64_t> last_ns;  // when the last message to each rank arrives
   };
 
-  NetworkHost& station(GroupRank rank, size_t communicator) const;
-  void at(int64_t at_ns, NetworkHost& station, std::function<void(NetworkHost&)> run);
+  NetworkHost& host(GroupRank rank, size_t communicator) const;
+  void at(int64_t at_ns, NetworkHost& host, std::function<void(NetworkHost&)> run);
   void after_call(NetworkHost& node);
   void send_next(NetworkHost& node);
   void deliver(NetworkHost& from, NetworkHost& to, const Shared& datagram);
   void arrive(NetworkHost& to, const Shared& datagram);
   void drain(NetworkHost& node);
-  void hand_over(NetworkHost& station, uint32_t subgroup, std::span<const std::byte> buffer,
+  void hand_over(NetworkHost& host, uint32_t subgroup, std::span<const std::byte> buffer,
                  uint32_t segment);
   int64_t drain_ns(const NetworkHost& node, uint64_t bytes) const;
   void carry(NetworkHost& from, GroupRank to, const Message& message, std::vector<std::byte> data);
@@ -137,7 +137,7 @@ class SimNetwork {
 
   const GroupRank ranks_;
   const Faults faults_;
-  std::vector<std::unique_ptr<NetworkHost>> stations_;
+  std::vector<std::unique_ptr<NetworkHost>> hosts_;
   std::priority_queue<NetworkEvent, std::vector<NetworkEvent>, std::greater<>> events_;
   uint64_t events_made_ = 0;
   int64_t now_ns_ = 0;

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Watch:
-    """Keeps what a stopwatch is told; its gate is an event that an enqueuing may wait for."""
+    """Keeps what a GPU timer is told; its gate is an event that an enqueuing may wait for."""
 
     def __init__(self, log, elapsed_us=100.0):
         self.log = log

@@ -9,7 +9,7 @@ STUCK = """
             self.__cuda_array_interface__ = dict(
                 data=(at, False), shape=(n,), strides=None, typestr="|u1", version=3)
     import gc, weakref
-    memory, stopwatch = Memory(), offcore._core.GpuTimer(0)
+    memory, timer = Memory(), offcore._core.GpuTimer(0)
     other = memory.gpus.streams()[0]
     entries = scattered(20, 64, room=1 << 15)
 """
@@ -18,8 +18,8 @@ STUCK = """
 def test_batches_let_go_of_their_tensors() -> None:
     """Nobody waits for them: the next call finds which have ended, behind one that has not too."""
     code = """
-    stopwatch.shut()
-    stuck = memory.copy(entries[:1], stream=stopwatch.stream)
+    timer.shut()
+    stuck = memory.copy(entries[:1], stream=timer.stream)
     kept = []
     for turn in range(5):
         row = Row(memory.at(0, 64 * turn))
@@ -32,7 +32,7 @@ def test_batches_let_go_of_their_tensors() -> None:
     gc.collect()
     assert [ref() for ref in kept] == [None] * 5
     assert not stuck.done()
-    stopwatch.open()
+    timer.open()
     stuck.wait()
     """
     assert run(STUCK + code, prelude=PRELUDE) == ""
@@ -40,20 +40,20 @@ def test_batches_let_go_of_their_tensors() -> None:
 
 def test_a_batch_that_fails_fails_alone() -> None:
     code = """
-    stopwatch.shut()
+    timer.shut()
     before = memory.fill(1)
-    stuck = memory.copy(entries, stream=stopwatch.stream)
+    stuck = memory.copy(entries, stream=timer.stream)
     half = memory.room // 2
     behind = [((-1, to + half), (0, at + half), n)
               for (_, to), (_, at), n in scattered(200, 64, seed=2, room=half)]
     code, told = code_of(lambda: memory.copy(behind, stream=other))
     assert code == "memory" and "cuMemcpyBatchAsync" in told, (code, told)
     assert not stuck.done()
-    stopwatch.open()
+    timer.open()
     stuck.wait()
     assert (memory.look()[0] == after(before, entries)[0]).all()
     memory.copy(behind, stream=other).wait()
-    memory.copy(entries, stream=stopwatch.stream).wait()
+    memory.copy(entries, stream=timer.stream).wait()
     assert same(memory.look(), after(after(before, entries), behind))
     """
     failing = {"OFFCORE_FAKE_CUDA_FAIL": "cuMemcpyBatchAsync:3"}

@@ -422,7 +422,7 @@ def test_the_thread_looks_out_as_long_as_it_is_told() -> None:
         found = [states() for _ in range(20)]
         began = time.monotonic()
         world.transfer.close()
-        assert time.monotonic() - began < 2, "it looks out for an end too"
+        assert time.monotonic() - began < 2, "it spins for an end too"
         return sum("R" in state for state in found)
 
     assert looks_out(5.0) == 20

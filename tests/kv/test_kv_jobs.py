@@ -317,7 +317,7 @@ def test_threads_share_a_transfer() -> None:
 
 
 def test_callers_meet_a_thread_that_goes_to_sleep() -> None:
-    """It looks out for 0.2 or 2 ms after a job: callers come just before and just after that."""
+    """It spins for 0.2 or 2 ms after a job: callers come just before and just after that."""
     for _ in range(4):
         world = World(blocks=64)
         wanted = world.cache.copy()

@@ -90,6 +90,22 @@ def test_a_backend_is_a_small_interface() -> None:
     assert all(named[name] for name in optional)
 
 
+def test_sources_that_others_name_exist() -> None:
+    """What a comment points to, or a program reads, is renamed with the file."""
+    files = text_files()
+    known = {path.name for path in files} | {"cupti.h"}  # CUDA's
+    named = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files
+        if path.suffix in (".cpp", ".h", ".py")
+        for line in path.read_text("utf-8").splitlines()
+        if not line.startswith("#include <")
+        for name in re.findall(r"\b\w+\.(?:cpp|h)\b", line)
+    ]
+    assert len(named) > 500
+    assert [(path, name) for path, name in named if name not in known] == []
+
+
 def test_every_environment_reader_exists() -> None:
     assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
 

@@ -14,12 +14,12 @@ constexpr uint64_t kReachMax = uint64_t{1} << 40;
 constexpr uint32_t kTriedRows = 2;
 constexpr uint64_t kTriedBytes = 4096;  // of a row
 
-// Of the host's memory: larger pieces are fewer, for which telling takes shorter.
+// Of the host's memory: larger pieces are fewer, so that copies are submitted sooner.
 uint64_t piece_of(const Reach& reach) {
   const uint64_t room = reach.room / kPieceMin * kPieceMin;
   const uint64_t piece = std::min(room, rounded(reach.bytes / kPieces + 1, kPieceMin));
   const bool far = std::max(reach.bytes, reach.host_bytes) > kReachMax;
-  if (room == 0 || far || (reach.bytes / piece + 1) * kPieceNs > reach.tell_ns) {
+  if (room == 0 || far || (reach.bytes / piece + 1) * kPieceNs > reach.submit_ns) {
     fail(Code::unsupported, "rows over ", reach.bytes, " bytes are too far apart to be crossed");
   }
   return piece;

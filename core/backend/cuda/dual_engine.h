@@ -8,7 +8,7 @@
 //
 // Wanted is memory behind a base, mapped, as far as the rows' pitches go: a piece of it is, again
 // and again. Nothing of it is read or written, but for the trial. The host's has to come from
-// cuMemCreate; registered, pinned and managed memory is refused. Telling of a copy takes 0.1 us
+// cuMemCreate; registered, pinned and managed memory is refused. Submitting a copy takes 0.1 us
 // longer for each piece that lies behind its base.
 #pragma once
 #include "core/backend/cuda/memory.h"

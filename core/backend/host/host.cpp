@@ -19,8 +19,8 @@ constexpr uint64_t kHeavyBytes = 768 << 10;
 
 class HostLoaded final : public Loaded {
  public:
-  HostLoaded(std::shared_ptr<Scheduler> station, std::shared_ptr<const HostProgram> compiled)
-      : station_(std::move(station)), compiled_(std::move(compiled)) {}
+  HostLoaded(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<const HostProgram> compiled)
+      : scheduler_(std::move(scheduler)), compiled_(std::move(compiled)) {}
 
   // The engine queues of an armed program do nothing before the caller's start word, so they are
   // built here, and looked at from the launch on.
@@ -41,8 +41,8 @@ class HostLoaded final : public Loaded {
     if (submission == nullptr) submission = build(launch);
     submission->launch_ns = launch_ns;
     submission->control_ns = now_ns() - launch_ns;
-    station_->enqueue(submission);
-    return std::make_unique<SubmissionRun<Scheduler, HostSubmission>>(station_,
+    scheduler_->enqueue(submission);
+    return std::make_unique<SubmissionRun<Scheduler, HostSubmission>>(scheduler_,
                                                                       std::move(submission));
   }
 
@@ -80,7 +80,7 @@ class HostLoaded final : public Loaded {
     return std::make_shared<HostSubmission>(compiled_, launch);
   }
 
-  std::shared_ptr<Scheduler> station_;
+  std::shared_ptr<Scheduler> scheduler_;
   std::shared_ptr<const HostProgram> compiled_;
   std::mutex mutex_;
   std::deque<std::shared_ptr<HostSubmission>> armed_;
@@ -120,8 +120,8 @@ class HostBackend final : public Backend {
   HostBackend(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
       : machine_(machine),
         ranks_(ranks),
-        station_(std::make_shared<Scheduler>(machine, ranks, std::move(local_ranks))) {}
-  ~HostBackend() override { station_->stop(); }
+        scheduler_(std::make_shared<Scheduler>(machine, ranks, std::move(local_ranks))) {}
+  ~HostBackend() override { scheduler_->stop(); }
 
   const Machine& machine() const override { return machine_; }
   Share allocate(Rank rank, uint64_t bytes) override { return allocate_shared(rank, bytes); }
@@ -134,16 +134,16 @@ class HostBackend final : public Backend {
            ranks_);
     }
     std::shared_ptr<const HostProgram> compiled =
-        make_cargo(std::move(program), station_->local_ranks(), machine_.engines_peer);
-    station_->prepare(*compiled);
-    return std::make_unique<HostLoaded>(station_, std::move(compiled));
+        make_cargo(std::move(program), scheduler_->local_ranks(), machine_.engines_peer);
+    scheduler_->prepare(*compiled);
+    return std::make_unique<HostLoaded>(scheduler_, std::move(compiled));
   }
   int64_t now_ns() const override { return offcore::now_ns(); }
 
  private:
   Machine machine_;
   Rank ranks_;
-  std::shared_ptr<Scheduler> station_;
+  std::shared_ptr<Scheduler> scheduler_;
 };
 
 }  // namespace

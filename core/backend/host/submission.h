@@ -1,6 +1,6 @@
 // A launch under way: its queues as contexts that run, block in a poll, and resume.
 //
-// A context belongs to the thread that runs it; between runs it belongs to the station's mutex.
+// A context belongs to the thread that runs it; between runs it belongs to the scheduler's mutex.
 // Only `reached()` and the poison may be looked at by others at any time.
 #pragma once
 #include <atomic>
@@ -19,7 +19,7 @@ struct HostSubmission;
 struct LocalQueue {
   uint32_t queue = 0;   // index into program.queues
   uint32_t part = 0;    // index into the local ranks
-  uint32_t engine = 0;  // of the station: a thread to start
+  uint32_t engine = 0;  // of the scheduler: a thread to start
   bool moves = false;   // copies or swaps, and does not only signal and poll
   bool heavy = false;   // worth waking an engine's thread for
 };

@@ -2,7 +2,7 @@
 //
 // The encoder splits what is larger than the largest copy, pairs the destinations of a broadcast,
 // says rows at constant steps by rectangles, and keeps the alignment that packets ask for.
-// (stream.h does it for a program.)
+// (encode_program.h does it for a program.)
 #pragma once
 #include <cstdint>
 #include <optional>

@@ -19,9 +19,9 @@ constexpr int64_t kStopNs = 2'000'000'000;
 
 }  // namespace
 
-SubmitPath& SdmaExecutor::way() {
-  if (way_ == nullptr) fail(Code::cancelled, "the sdma backend is closed");
-  return *way_;
+SubmitPath& SdmaExecutor::path() {
+  if (path_ == nullptr) fail(Code::cancelled, "the sdma backend is closed");
+  return *path_;
 }
 
 void SdmaExecutor::enqueue(std::shared_ptr<SdmaSubmission> submission) {
@@ -74,7 +74,7 @@ void SdmaExecutor::drop_doomed() {
     if (doomed.before != nullptr && !doomed.before->ended()) return false;
     for (const auto& [rank, index] : doomed.queues) {
       --own_rings_[rank];
-      if (way_ != nullptr) way_->drop_ring(doomed.group, rank, index);
+      if (path_ != nullptr) path_->drop_ring(doomed.group, rank, index);
     }
     finished_.insert(finished_.end(), doomed.submissions.begin(), doomed.submissions.end());
     return true;
@@ -144,7 +144,7 @@ bool SdmaExecutor::poisoned(SdmaSubmission& submission) const {
     const uint32_t by = wakeup->poison.load(std::memory_order_acquire);
     if (by != 0) submission.poisoned_by.store(by, std::memory_order_release);
   }
-  if (const std::string told = way_->failure(); !told.empty() && !submission.error) {
+  if (const std::string told = path_->failure(); !told.empty() && !submission.error) {
     submission.error.emplace(Code::driver, told);
   }
   return submission.poisoned_by.load() != 0 || submission.error || stopping_;
@@ -171,7 +171,7 @@ void SdmaExecutor::finish(const std::shared_ptr<SdmaSubmission>& submission) {
     std::copy_n(place, sizeof ticks, reinterpret_cast<std::byte*>(&ticks));
     if (ticks == 0) continue;  // never reached
     submission->timestamps_ns[i] =
-        way_->since_ns(submission->stamped_by[i], ticks, submission->engine_time);
+        path_->since_ns(submission->stamped_by[i], ticks, submission->engine_time);
   }
   submission->end_ns = now_ns();
   submission->done.store(true, std::memory_order_release);
@@ -185,7 +185,7 @@ void SdmaExecutor::wait(SdmaSubmission& submission, const Deadline& deadline) {
   ExecutorLock lock(mutex_);
   ++callers_;  // who waits looks by itself, so that no thread has to be switched to
   int64_t moved_ns = now_ns();
-  while (!submission.ended() && !stopping_ && !deadline.passed() && way_->failure().empty()) {
+  while (!submission.ended() && !stopping_ && !deadline.passed() && path_->failure().empty()) {
     if (sweep()) {
       moved_ns = now_ns();
     } else if (now_ns() - moved_ns < kEagerNs) {
@@ -201,7 +201,7 @@ void SdmaExecutor::wait(SdmaSubmission& submission, const Deadline& deadline) {
   if (!submission.ended()) {
     if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
     if (submission.error) throw *submission.error;
-    if (const std::string told = way_->failure(); !told.empty()) {
+    if (const std::string told = path_->failure(); !told.empty()) {
       fail(Code::driver, op, " cannot end: ", told);
     }
     fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
@@ -231,7 +231,8 @@ void SdmaExecutor::stop() {
     }
     thread_.join();
   }
-  way_.reset();  // the runtime's queues end first: then nothing writes to what the submissions keep
+  // The runtime's queues end first: then nothing writes to what the submissions keep.
+  path_.reset();
   lanes_.clear();
   doomed_.clear();
 }

@@ -20,10 +20,10 @@ namespace offcore::sdma {
 
 class SdmaExecutor : public std::enable_shared_from_this<SdmaExecutor> {
  public:
-  explicit SdmaExecutor(std::unique_ptr<SubmitPath> way) : way_(std::move(way)) {}
+  explicit SdmaExecutor(std::unique_ptr<SubmitPath> path) : path_(std::move(path)) {}
 
-  SubmitPath& way();                      // throws cancelled after stop()
-  std::mutex& mutex() { return mutex_; }  // guards the way's rings and batches
+  SubmitPath& path();                     // throws cancelled after stop()
+  std::mutex& mutex() { return mutex_; }  // guards the path's rings and batches
   // Throws cancelled after stop().
   void enqueue(std::shared_ptr<SdmaSubmission> submission);
   // Rings of a prelaunched program's own: others of its lane would wait behind its first poll. A
@@ -63,7 +63,7 @@ class SdmaExecutor : public std::enable_shared_from_this<SdmaExecutor> {
   bool poisoned(SdmaSubmission& submission) const;
   void finish(const std::shared_ptr<SdmaSubmission>& submission);
 
-  std::unique_ptr<SubmitPath> way_;
+  std::unique_ptr<SubmitPath> path_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable ended_;

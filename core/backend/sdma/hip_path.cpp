@@ -223,6 +223,6 @@ class HipPath final : public SubmitPath {
 
 }  // namespace
 
-std::unique_ptr<SubmitPath> make_hip_way(Rank ranks) { return std::make_unique<HipPath>(ranks); }
+std::unique_ptr<SubmitPath> make_hip_path(Rank ranks) { return std::make_unique<HipPath>(ranks); }
 
 }  // namespace offcore::sdma

@@ -68,7 +68,7 @@ uint32_t engine_of(const hsa::Gpu& gpu, uint16_t queue, bool host) {
   return (front ? 0 : gpu.engines_host) + queue % count;
 }
 
-// What the runtime has told of queues that failed. It may tell after a queue's end, so each way's
+// What the runtime has told of queues that failed. It may tell after a queue's end, so each path's
 // word lives as long as the process.
 std::atomic<hsa::HsaStatus>& new_word() {
   static std::mutex mutex;
@@ -262,7 +262,7 @@ std::string why_no_queues() {
   }
 }
 
-std::unique_ptr<SubmitPath> make_hsa_way(Rank ranks, bool queues) {
+std::unique_ptr<SubmitPath> make_hsa_path(Rank ranks, bool queues) {
   return std::make_unique<HsaPath>(ranks, queues);
 }
 

@@ -120,7 +120,7 @@ class SdmaLoaded final : public Loaded {
       fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
            to_string(program_->mode));
     }
-    if (!executor_->way().has_rings()) return false;
+    if (!executor_->path().has_rings()) return false;
     if (own_rings_ == 0) own_rings_ = executor_->take_rings(own_queues());
     if (own_rings_ == 0) return false;
     std::shared_ptr<SdmaSubmission> submission = build(launch, own_rings_);
@@ -143,7 +143,7 @@ class SdmaLoaded final : public Loaded {
       submission->launch.owner = launch.owner;
       submission->launch_ns = launch_ns;
       add_host_tasks(*submission, false);
-      submission->engine_time = executor_->way().engine_time();
+      submission->engine_time = executor_->path().engine_time();
       submission->control_ns = now_ns() - launch_ns;
     }
     executor_->enqueue(submission);
@@ -162,9 +162,9 @@ class SdmaLoaded final : public Loaded {
     submission->parts_left = program_->ranks;
     submission->timestamps_ns.assign(stamped_by_.size(), -1);
     submission->ring_group = ring_group;
-    submission->way = executor_->way().name();
-    const std::lock_guard lock(executor_->mutex());  // of the way
-    if (executor_->way().has_rings()) {
+    submission->way = executor_->path().name();
+    const std::lock_guard lock(executor_->mutex());  // of the path
+    if (executor_->path().has_rings()) {
       add_ring_tasks(*submission);
     } else {
       add_host_tasks(*submission, true);
@@ -233,7 +233,7 @@ class SdmaLoaded final : public Loaded {
              rank == kHostRank ? "the host" : cat("rank ", rank), " is not mapped here");
       }
       SubmitPath::Pinned pinned =
-          executor_->way().pin(base + extent.begin, extent.end - extent.begin);
+          executor_->path().pin(base + extent.begin, extent.end - extent.begin);
       submission.addresses.bases[place] = pinned.address - extent.begin;
       submission.places[place] = pinned.place;
       if (pinned.owner != nullptr) submission.kept.push_back(std::move(pinned.owner));
@@ -241,7 +241,7 @@ class SdmaLoaded final : public Loaded {
   }
 
   bool swaps_fit(const SdmaSubmission& submission) const {
-    if (!executor_->way().swaps()) return false;
+    if (!executor_->path().swaps()) return false;
     for (const Queue& queue : program_->queues) {
       for (const Command& command : queue.commands) {
         if (command.op != Op::swap) continue;
@@ -261,7 +261,7 @@ class SdmaLoaded final : public Loaded {
     submission.program = std::make_shared<const Program>(without_swaps(*program_));
     const auto scratch = static_cast<BufferId>(program_->buffers.size());
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
-      Share share = executor_->way().allocate(rank, submission.program->buffers.back().bytes);
+      Share share = executor_->path().allocate(rank, submission.program->buffers.back().bytes);
       submission.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
       submission.places[{scratch, rank}] = rank;
       submission.kept.push_back(share.owner);
@@ -271,7 +271,7 @@ class SdmaLoaded final : public Loaded {
   // Words of the launch's own: the fences', one for the end of each queue, the timestamps.
   void add_ring_tasks(SdmaSubmission& submission) {
     const uint64_t stamps_at = kWordBytes * (1 + engine_queues_);
-    const Share words = executor_->way().allocate_host(
+    const Share words = executor_->path().allocate_host(
         stamps_at + kTimestampAlign * std::max<size_t>(1, stamped_by_.size()));
     submission.kept.push_back(words.owner);
     submission.stamps = words.data + stamps_at;
@@ -281,8 +281,8 @@ class SdmaLoaded final : public Loaded {
     std::byte* word = words.data;
     for (const EncodedQueue& stream : streams_for(submission)) {
       const Queue& queue = program_->queues[stream.queue];
-      PacketRing& ring = executor_->way().ring(submission.ring_group, queue.rank, queue.index,
-                                               moves_host_memory(submission, queue));
+      PacketRing& ring = executor_->path().ring(submission.ring_group, queue.rank, queue.index,
+                                                moves_host_memory(submission, queue));
       word += kWordBytes;
       submission.parts[queue.rank].push_back(make_ring_task(submission, stream, ring, word));
     }
@@ -309,7 +309,7 @@ class SdmaLoaded final : public Loaded {
     for (uint32_t index = 0; index < program_->queues.size(); ++index) {
       const Queue& queue = program_->queues[index];
       if ((queue.index == kCallerQueue) == engines) continue;
-      submission.parts[queue.rank].push_back(make_host_task(submission, index, executor_->way()));
+      submission.parts[queue.rank].push_back(make_host_task(submission, index, executor_->path()));
     }
   }
 
@@ -333,14 +333,14 @@ class SdmaBackend final : public Backend {
   SdmaBackend(const Machine& machine, Rank ranks)
       : machine_(machine),
         ranks_(ranks),
-        executor_(owned_by_process(std::make_unique<SdmaExecutor>(open_way(ranks)))) {}
+        executor_(owned_by_process(std::make_unique<SdmaExecutor>(open_path(ranks)))) {}
   ~SdmaBackend() override { executor_->stop(); }
 
   const Machine& machine() const override { return machine_; }
   Share allocate(Rank rank, uint64_t bytes) override {
-    return executor_->way().allocate(rank, bytes);
+    return executor_->path().allocate(rank, bytes);
   }
-  Share allocate_host(uint64_t bytes) override { return executor_->way().allocate_host(bytes); }
+  Share allocate_host(uint64_t bytes) override { return executor_->path().allocate_host(bytes); }
   Share import(Rank, uint64_t, int) override {
     fail(Code::unsupported, "the sdma backend runs all ranks in one process: nothing to import");
   }
@@ -367,7 +367,7 @@ class SdmaBackend final : public Backend {
 
 Probe probe_sdma() {
   try {
-    return {.name = "sdma", .available = true, .reason = cat(told_way(), "; ", kUntried)};
+    return {.name = "sdma", .available = true, .reason = cat(path_summary(), "; ", kUntried)};
   } catch (const Error& error) {
     return {
         .name = "sdma", .reason = cat(error.message(), "; ", kUntried), .refusal = error.code()};

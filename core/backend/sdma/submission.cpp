@@ -16,8 +16,8 @@ std::atomic_ref<uint32_t> word_at(const SdmaSubmission& submission, const Slice&
 
 class HostTask final : public QueueTask {
  public:
-  HostTask(SdmaSubmission& submission, uint32_t queue, SubmitPath& way)
-      : QueueTask(submission, queue), way_(way) {}
+  HostTask(SdmaSubmission& submission, uint32_t queue, SubmitPath& path)
+      : QueueTask(submission, queue), path_(path) {}
 
   bool ended() const override { return released_ ? ticket_ == nullptr : at_ == size(); }
   uint32_t reached() const override { return at_; }
@@ -83,7 +83,7 @@ class HostTask final : public QueueTask {
                           .swap = command.op == Op::swap});
       }
     }
-    ticket_ = way_.copy(commands().rank, pieces);
+    ticket_ = path_.copy(commands().rank, pieces);
   }
 
   bool polled(const Command& command) const {
@@ -105,7 +105,7 @@ class HostTask final : public QueueTask {
     }
   }
 
-  SubmitPath& way_;
+  SubmitPath& path_;
   std::unique_ptr<Ticket> ticket_;
   uint32_t at_ = 0;
   uint32_t group_end_ = 0;
@@ -219,8 +219,8 @@ Report SdmaSubmission::report() const {
 }
 
 std::unique_ptr<QueueTask> make_host_task(SdmaSubmission& submission, uint32_t queue,
-                                          SubmitPath& way) {
-  return std::make_unique<HostTask>(submission, queue, way);
+                                          SubmitPath& path) {
+  return std::make_unique<HostTask>(submission, queue, path);
 }
 
 std::unique_ptr<QueueTask> make_ring_task(SdmaSubmission& submission, const EncodedQueue& stream,

@@ -47,7 +47,7 @@ struct SdmaSubmission {
   std::vector<std::shared_ptr<void>> kept;           // pinned memory, words
   std::vector<std::vector<std::unique_ptr<QueueTask>>> parts;  // of each rank
   uint32_t parts_left = 0;
-  std::string_view way;         // that it takes (way.h)
+  std::string_view way;         // that it takes (submit_path.h)
   bool native = true;           // false: its swaps are copies
   std::byte* stamps = nullptr;  // of the engines, kTimestampAlign apart; null without rings
   std::vector<int64_t> timestamps_ns;
@@ -70,7 +70,7 @@ struct SdmaSubmission {
 
 // Executes a queue itself: a caller's, or one whose data goes by batches.
 std::unique_ptr<QueueTask> make_host_task(SdmaSubmission& submission, uint32_t queue,
-                                          SubmitPath& way);
+                                          SubmitPath& path);
 
 // Sends a queue's packets through a ring; `completed` is a word of the submission's, 0 at first.
 std::unique_ptr<QueueTask> make_ring_task(SdmaSubmission& submission, const EncodedQueue& stream,

@@ -11,7 +11,7 @@ struct Found {
   size_t gpus = 0;
   std::string name;
   enum class FoundKind : uint8_t { queues, batch_copy, hip_batch } kind = FoundKind::queues;
-  std::string way;
+  std::string path;
 };
 
 Found find() {
@@ -24,12 +24,12 @@ Found find() {
   }
   const std::string no_queues = why_no_queues();
   if (no_queues.empty()) {
-    found.way = "user-mode SDMA queues (hsa_amd_queue_create)";
+    found.path = "user-mode SDMA queues (hsa_amd_queue_create)";
     return found;
   }
   if (runtime.has_batch_copy()) {
     found.kind = Found::FoundKind::batch_copy;
-    found.way = cat("hsa_amd_memory_async_batch_copy: no prelaunch (", no_queues, ")");
+    found.path = cat("hsa_amd_memory_async_batch_copy: no prelaunch (", no_queues, ")");
     return found;
   }
   std::string missing;
@@ -38,33 +38,33 @@ Found find() {
          ": a newer ROCm has them");
   }
   found.kind = Found::FoundKind::hip_batch;
-  found.way = cat("hipMemcpyBatchAsync: no prelaunch, no swaps (", no_queues,
-                  "; it lacks hsa_amd_memory_async_batch_copy)");
+  found.path = cat("hipMemcpyBatchAsync: no prelaunch, no swaps (", no_queues,
+                   "; it lacks hsa_amd_memory_async_batch_copy)");
   return found;
 }
 
 }  // namespace
 
 PacketRing& SubmitPath::ring(uint32_t, Rank, uint16_t, bool) {
-  fail(Code::unsupported, "this way has no rings of its own");
+  fail(Code::unsupported, "this path has no rings of its own");
 }
 
 std::unique_ptr<Ticket> SubmitPath::copy(Rank, std::span<const BatchCopy>) {
-  fail(Code::unsupported, "copies go through this way's rings");
+  fail(Code::unsupported, "copies go through this path's rings");
 }
 
-std::string told_way() {
+std::string path_summary() {
   const Found found = find();
-  return cat(found.gpus, " GPUs (", found.name, ") by ", found.way);
+  return cat(found.gpus, " GPUs (", found.name, ") by ", found.path);
 }
 
-std::unique_ptr<SubmitPath> open_way(Rank ranks) {
+std::unique_ptr<SubmitPath> open_path(Rank ranks) {
   const Found found = find();
   if (found.gpus < ranks) {
     fail(Code::unavailable, ranks, " ranks need as many GPUs; there are ", found.gpus);
   }
-  if (found.kind == Found::FoundKind::hip_batch) return make_hip_way(ranks);
-  return make_hsa_way(ranks, found.kind == Found::FoundKind::queues);
+  if (found.kind == Found::FoundKind::hip_batch) return make_hip_path(ranks);
+  return make_hsa_path(ranks, found.kind == Found::FoundKind::queues);
 }
 
 }  // namespace offcore::sdma

@@ -1,5 +1,5 @@
 // How bytes get to the copy engines of AMD GPUs: memory that the engines reach, and either rings of
-// their own or calls of AMD's runtimes. Three ways, the first that is there is taken:
+// their own or calls of AMD's runtimes. Three paths, the first that is there is taken:
 //
 //   queues      user-mode SDMA rings (hsa_amd_queue_create); waits and signals are packets
 //   batch_copy  hsa_amd_memory_async_batch_copy; the host waits and signals between batches
@@ -19,7 +19,7 @@
 
 namespace offcore::sdma {
 
-// Ranges of memory that a way has allocated itself: what needs no pinning. `place` is the rank on
+// Ranges of memory that a path has allocated itself: what needs no pinning. `place` is the rank on
 // whose GPU it lies, or kHostRank.
 class RangeTable {
  public:
@@ -99,17 +99,17 @@ class SubmitPath {
   virtual bool swaps() const { return true; }
 };
 
-// The best way there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
-std::unique_ptr<SubmitPath> open_way(Rank ranks);
+// The best path there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
+std::unique_ptr<SubmitPath> open_path(Rank ranks);
 
-// What open_way would find: how many GPUs, their name, the way, and why none of those before it; or
-// throws unavailable.
-std::string told_way();
+// What open_path would find: how many GPUs, their name, the path, and why none of those before it;
+// or throws unavailable.
+std::string path_summary();
 
 // Why the runtime, which is open, gives no rings; empty: it does, one has been made to see.
 std::string why_no_queues();
 
-std::unique_ptr<SubmitPath> make_hsa_way(Rank ranks, bool queues);
-std::unique_ptr<SubmitPath> make_hip_way(Rank ranks);
+std::unique_ptr<SubmitPath> make_hsa_path(Rank ranks, bool queues);
+std::unique_ptr<SubmitPath> make_hip_path(Rank ranks);
 
 }  // namespace offcore::sdma

@@ -131,7 +131,7 @@ class UdpNode final : public EndpointNode, Transport, PeerListener {
   Descriptor credits_;  // UDP: to roots, and from leaves
   std::vector<Address> credit_addresses_;
   std::vector<std::unique_ptr<ReceiveSocket>> sockets_;  // by subgroup
-  std::vector<std::unique_ptr<ReceivePath>> intakes_;
+  std::vector<std::unique_ptr<ReceivePath>> receive_paths_;
   std::vector<std::unique_ptr<Sender>> casters_;
   std::unique_ptr<Endpoint> endpoint_;
   uint32_t window_bytes_ = UINT32_MAX;
@@ -186,7 +186,7 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
   in_namespace(namespace_.get(), [&] { open_subgroups(group, loop); });
   endpoint_ = std::make_unique<Endpoint>(group, static_cast<Transport&>(*this));
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
-    intakes_.push_back(
+    receive_paths_.push_back(
         std::make_unique<ReceivePath>(*sockets_[subgroup], endpoint_->receiver(subgroup), group,
                                       [this](const std::byte* head) { answer(head); }));
   }
@@ -252,7 +252,7 @@ void UdpNode::stop() {
     Loop& loop = receive_loop(subgroup);
     loop.call([&] {
       loop.unwatch(sockets_[subgroup]->fd());
-      loop.set_timer(intakes_[subgroup].get(), INT64_MAX, nullptr);
+      loop.set_timer(receive_paths_[subgroup].get(), INT64_MAX, nullptr);
     });
   }
   loops_.control->unwatch(credits_.get());
@@ -266,10 +266,10 @@ void UdpNode::receive(uint32_t subgroup) {
   Loop& loop = receive_loop(subgroup);
   const int fd = sockets_[subgroup]->fd();
   try {
-    if (!intakes_[subgroup]->turn()) return;
+    if (!receive_paths_[subgroup]->turn()) return;
     // Where packets come one by one, to wake this thread for each costs more than to send it.
     loop.rewatch(fd, 0);
-    loop.set_timer(intakes_[subgroup].get(), now_ns() + kNapNs,
+    loop.set_timer(receive_paths_[subgroup].get(), now_ns() + kNapNs,
                    [&loop, fd] { loop.rewatch(fd, EPOLLIN); });
   } catch (const Error&) {
     loop.unwatch(fd);
@@ -357,7 +357,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
     buffer_bytes += socket->buffer_bytes();
   }
   uint64_t placed = 0;
-  for (const auto& receive_path : intakes_) placed += receive_path->counters().placed;
+  for (const auto& receive_path : receive_paths_) placed += receive_path->counters().placed;
   return {{"udp_sent_datagrams", sent},
           {"udp_sent_bytes", sent_bytes},
           {"udp_send_calls", send_calls},

@@ -75,7 +75,7 @@ class Transferred(Facts):
     def path(self) -> str:
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
         "none" where nothing was copied: by copy engines, on host by threads. "crossed": by both
-        engines of the link, strided copies and maybe pages that were told one by one. "kernel": by
+        engines of the link, strided copies and maybe pages submitted one by one. "kernel": by
         SMs, as was asked for ("mixed" where it left something to engines)."""
         if self.commands == 0:
             return "none"

@@ -114,8 +114,8 @@ class BlockTransfer:
         yet can be cancelled, or overtaken by a higher priority; less than what an engine copies in
         about 100 us leaves it idle. Where both engines copy it is at most three small parts.
     plain_from: pages of so many bytes are copied one by one, rather than several layers by one
-        strided copy; a number, or a pair for load and store. None: as many as the thread can tell a
-        driver of while the engine has something to do; without a driver none.
+        strided copy; a number, or a pair for load and store. None: as many as the thread can
+        submit while the engine has something to do; without a driver none.
     links: GPUs that lend their own links to the host, a list, or "all" others that are visible.
         Large jobs then go over several at once: bytes wait in memory of such a GPU, at most
         `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for

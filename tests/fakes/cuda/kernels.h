@@ -1,4 +1,4 @@
-// Kernels by name, played by the stand-in: those of resident.cpp and gather.cpp in
+// Kernels by name, played by the stand-in: those of proof/resident.cpp and copy_kernel.cpp in
 // core/backend/cuda, whose comments say what they do. And the room that kernels need: threads on
 // the SMs of a device.
 #pragma once
