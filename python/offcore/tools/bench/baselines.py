@@ -9,7 +9,6 @@ torch is optional.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any

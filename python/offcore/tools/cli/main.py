@@ -419,8 +419,8 @@ def doctor_command(
 ) -> None:
     """Say for each backend whether it is available, or why not and what would make it so.
 
-    With --stress: test on the GPUs in which signalling modes flags never overtake data, and
-    remember the result.
+    With --stress: test on the GPUs in which signal forms flags never overtake data, and remember
+    the result.
     """
     console = report.console(stderr=json == "-")
     with JsonLines(json) as lines:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from offcore import _core
+from offcore.tools.kv.models import BLOCK_TOKENS, geometry
 from offcore.tools.papers.findings import Finding, percent
 from offcore.tools.papers.latte.fit import Parameter, Values, Vector
 
-BLOCK_TOKENS = 16
 LENGTHS = (4096, 8192)
 WAYS = ("each", "b2b", "kernel")
 BOUND = 0.2
@@ -28,27 +28,27 @@ BOUND = 0.2
 
 @dataclass(frozen=True)
 class Model:
-    """bf16. layer_kib: keys and values of one layer and 16 tokens."""
-
     name: str
-    weights: float  # 1e9
-    layers: int
-    layer_kib: int
+    weights: float  # 1e9, in bf16
+
+    @property
+    def layers(self) -> int:
+        return geometry(self.name.lower()).layers
 
     @property
     def block_bytes(self) -> int:
-        return self.layers * self.layer_kib << 10
+        return geometry(self.name.lower()).block_bytes
 
 
 MODELS = (
-    Model("Qwen2.5-0.5B", 0.49, 24, 8),
-    Model("Llama-3.2-1B", 1.24, 16, 32),
-    Model("Qwen2.5-1.5B", 1.54, 28, 16),
-    Model("Llama-3.2-3B", 3.21, 28, 64),
-    Model("Qwen2.5-7B", 7.62, 28, 32),
-    Model("Llama-3.1-8B", 8.03, 32, 64),
-    Model("Qwen2.5-14B", 14.8, 48, 64),
-    Model("Qwen2.5-32B", 32.8, 64, 64),
+    Model("Qwen2.5-0.5B", 0.49),
+    Model("Llama-3.2-1B", 1.24),
+    Model("Qwen2.5-1.5B", 1.54),
+    Model("Llama-3.2-3B", 3.21),
+    Model("Qwen2.5-7B", 7.62),
+    Model("Llama-3.1-8B", 8.03),
+    Model("Qwen2.5-14B", 14.8),
+    Model("Qwen2.5-32B", 32.8),
 )
 
 PARAMETERS = (
