@@ -138,7 +138,8 @@ bool Captures::gone(uint64_t capture) {
 
 std::shared_ptr<CudaSubmission> Captures::record(std::shared_ptr<const CudaProgram> compiled,
                                                  const Launch& launch) {
-  if (compiled->timed) fail(Code::unsupported, "timestamps cannot be captured: leave them out");
+  if (compiled->timestamps > 0)
+    fail(Code::unsupported, "timestamps cannot be captured: leave them out");
   const std::scoped_lock lock(mutex_);
   Capture& own = capture(launch);
   for (size_t i = signals_.size(); i < devices_.size(); ++i) {
@@ -149,7 +150,7 @@ std::shared_ptr<CudaSubmission> Captures::record(std::shared_ptr<const CudaProgr
   auto submission = std::make_shared<CudaSubmission>(std::move(compiled), launch);
   keep(own, submission);
   try {
-    for (const LocalProgram& local : submission->compiled->locals) {
+    for (const LocalProgram& local : submission->compiled.gpus) {
       record(*submission, local, own.places[local.device]);
     }
   } catch (...) {
@@ -161,11 +162,11 @@ std::shared_ptr<CudaSubmission> Captures::record(std::shared_ptr<const CudaProgr
 
 void Captures::record(CudaSubmission& submission, const LocalProgram& local, DeviceCapture& place) {
   const LocalGpu& device = *devices_[local.device];
-  const Program& program = *submission.compiled->program;
+  const Program& program = *submission.program;
   const ContextGuard current = device.current();
   const auto stream = reinterpret_cast<CUstream>(submission.launch.streams[local.device]);
   SubmitStats& stats =
-      submission.parts[static_cast<size_t>(&local - submission.compiled->locals.data())].stats;
+      submission.parts[static_cast<size_t>(&local - submission.compiled.gpus.data())].stats;
   const Signals& signals = signals_[local.device];
   const auto encoder = [&](CUstream where) {
     const SignalSource source{signals.word->address(), words_->mapping(),
@@ -173,9 +174,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
     return StreamEncoder(device, where, source, program, submission.launch, *mappings_, options_,
                          nullptr, stats);
   };
-  std::span<const Command> caller;
   std::span<const Command> inside;  // the engine queue that runs in the caller's stream
-  if (local.caller) caller = program.queues[*local.caller].commands;
   const size_t first = local.joined && !local.engines.empty() ? 1 : 0;
   if (first == 1) inside = program.queues[local.engines[0]].commands;
 
@@ -183,7 +182,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
     place.last_done->enqueue_wait(stream);
   StreamEncoder own = encoder(stream);
   own.expect(inside);
-  own.lead(caller.first(local.leading));
+  own.lead(local.caller.first(local.leading));
   std::vector<CudaEvent> joins;
   if (local.engines.size() > first) {
     const CudaEvent here = device.event();
@@ -198,7 +197,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
   own.run(inside.first(until_peers(inside)));
   for (const CudaEvent& join : joins) join.enqueue_wait(stream);
   own.run(inside.subspan(until_peers(inside)));
-  own.run(caller.subspan(local.leading));
+  own.run(local.caller.subspan(local.leading));
   auto done = std::make_shared<CudaEvent>(device.event());
   done->record(stream);
   place.last_stream = stream;
@@ -233,8 +232,8 @@ CUstream Captures::engine(DeviceCapture& place, uint32_t device, size_t index,
 
 void Captures::keep(const Capture& capture, const std::shared_ptr<CudaSubmission>& submission) {
   Awaited words(devices_.size());
-  for (const LocalProgram& local : submission->compiled->locals) {
-    const auto index = static_cast<uint32_t>(&local - submission->compiled->locals.data());
+  for (const LocalProgram& local : submission->compiled.gpus) {
+    const auto index = static_cast<uint32_t>(&local - submission->compiled.gpus.data());
     for (CUdeviceptr word : submission->awaited(index, *mappings_))
       words[local.device].insert(word);
   }

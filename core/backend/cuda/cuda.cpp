@@ -4,7 +4,6 @@
 
 #include "core/backend/cuda/executor.h"
 #include "core/backend/cuda/pointer_info.h"
-#include "core/backend/submission_run.h"
 
 namespace offcore {
 namespace cuda {
@@ -78,48 +77,61 @@ class EventMark final : public Mark {
   StreamMark mark_;
 };
 
-class CudaLoaded final : public Loaded {
+class CudaRun final : public exec::SubmissionRun {
+ public:
+  using SubmissionRun::SubmissionRun;
+  void enqueue_wait(uintptr_t stream) override {
+    static_cast<CudaExecutor&>(*executor_)
+        .enqueue_wait(static_cast<const CudaSubmission&>(*submission_), stream);
+  }
+};
+
+class CudaLoaded final : public exec::LoadedProgram {
  public:
   CudaLoaded(std::shared_ptr<CudaExecutor> executor, std::shared_ptr<const CudaProgram> compiled)
-      : executor_(std::move(executor)), compiled_(std::move(compiled)) {}
+      : LoadedProgram(executor, compiled), cuda_(*executor), program_(std::move(compiled)) {}
 
   ~CudaLoaded() override {
     try {
-      executor_->dismiss(compiled_, *armed_streams_);
-    } catch (const Error&) {
-      new std::unique_ptr<ArmedStreams>(
-          std::move(armed_streams_));  // engines still hold it: kept for good
+      cuda_.dismiss(*program_, armed_, *armed_streams_);
+    } catch (const Error&) {  // engines still hold it: kept for good
+      new std::pair(std::move(armed_), std::move(armed_streams_));
     }
-  }
-
-  bool arm(const Launch& launch) override {
-    if (compiled_->program->mode != Mode::armed) {
-      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
-           to_string(compiled_->program->mode));
-    }
-    return executor_->park(compiled_, launch, *armed_streams_);
   }
 
   bool native() const override {
-    const auto& queues = compiled_->program->queues;
-    return executor_->strided() ||
-           std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
+    const auto& queues = program_->program->queues;
+    return cuda_.strided() || std::none_of(queues.begin(), queues.end(), [](const Queue& queue) {
              return std::any_of(queue.commands.begin(), queue.commands.end(),
                                 [](const Command& c) { return c.rows > 1 && c.op != Op::poll; });
            });
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
-    if (compiled_->program->mode != Mode::capture) {
-      return std::make_unique<SubmissionRun<CudaExecutor, CudaSubmission>>(
-          executor_, executor_->launch(compiled_, launch, *armed_streams_));
+    // Once, for all that is called below.
+    const ContextGuard current = cuda_.devices().front()->current();
+    if (program_->program->mode != Mode::capture) {
+      return std::make_unique<CudaRun>(executor_, submit(launch));
     }
-    return std::make_unique<RecordedRun>(*executor_->record(compiled_, launch));
+    refuse_unfit(launch);
+    return std::make_unique<RecordedRun>(*cuda_.record(program_, launch));
   }
 
  private:
-  std::shared_ptr<CudaExecutor> executor_;
-  std::shared_ptr<const CudaProgram> compiled_;
+  void check(const Launch& launch) const override {
+    LoadedProgram::check(launch);
+    cuda_.check_places(*program_, launch);
+  }
+  std::shared_ptr<exec::Submission> build(const Launch& launch) override {
+    return std::make_shared<CudaSubmission>(program_, launch);
+  }
+  std::shared_ptr<exec::Submission> build_ahead(const Launch& launch) override {
+    return cuda_.park(program_, launch, *armed_streams_);
+  }
+  void recall() override { cuda_.recall(*program_, armed_, *armed_streams_); }
+
+  CudaExecutor& cuda_;
+  const std::shared_ptr<const CudaProgram> program_;
   std::unique_ptr<ArmedStreams> armed_streams_ = std::make_unique<ArmedStreams>();
 };
 
@@ -205,12 +217,8 @@ class CudaBackend final : public Backend,
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
-    if (program->ranks != executor_->ranks()) {
-      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
-           executor_->ranks());
-    }
-    return std::make_unique<CudaLoaded>(executor_,
-                                        compile(std::move(program), executor_->devices()));
+    return std::make_unique<CudaLoaded>(
+        executor_, compile(std::move(program), executor_->ranks(), executor_->devices()));
   }
 
   int64_t now_ns() const override { return offcore::now_ns(); }
@@ -351,13 +359,7 @@ Probe probe_cuda() {
 
 std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
                                    std::vector<Rank> local_ranks, const CudaOptions& options) {
-  std::sort(local_ranks.begin(), local_ranks.end());
-  const bool twice =
-      std::adjacent_find(local_ranks.begin(), local_ranks.end()) != local_ranks.end();
-  if (local_ranks.empty() || twice || local_ranks.back() >= ranks) {
-    fail(Code::invalid, "local_ranks must be distinct and not empty, each below world_size ",
-         ranks);
-  }
+  local_ranks = exec::sorted_ranks(std::move(local_ranks), ranks);
   check(machine);
   if (machine.flags != FlagHome::peer) {
     fail(Code::unsupported, "machine ", machine.name, " keeps flags in host memory; the cuda ",

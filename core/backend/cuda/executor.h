@@ -9,17 +9,15 @@
 // queued behind the waits runs then; the memory stays mapped until it has.
 #pragma once
 #include <atomic>
-#include <deque>
-#include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/backend/cuda/capture.h"
 #include "core/backend/cuda/signal_words.h"
+#include "core/backend/exec/executor.h"
 
 namespace offcore::cuda {
 
@@ -37,25 +35,16 @@ class OrderedStream {
   std::unique_ptr<CudaStream> stream_;
 };
 
-// Engine queues of one armed program, enqueued ahead of their launch behind their gates.
-struct ArmedSubmission {
-  Launch launch;
-  uint32_t turn = 0;                          // the gates' value that lets them go
-  std::vector<std::vector<CudaEvent>> joins;  // by local program, then engine queue
-  SubmitStats stats = {};
-};
-
 // An armed program's own streams, and mappings that its armed commands go through.
 struct ArmedStreams {
   struct ArmedStream {
     std::unique_ptr<OrderedStream> line;
     std::unique_ptr<SignalWord> gate;
   };
-  std::vector<std::vector<ArmedStream>> queues;  // as ArmedSubmission::joins
+  std::vector<std::vector<ArmedStream>> queues;  // by local program, then engine queue
   uint32_t turn = 0;
   MappingTwins twins;
   std::vector<std::unique_ptr<PeerMapping>> retired;  // twins of windows that were replaced
-  std::deque<ArmedSubmission> armed;
   uint32_t recalls = 0;
   size_t lines = 0;  // of a device, that it takes from the room for armed ones
 };
@@ -63,7 +52,7 @@ struct ArmedStreams {
 constexpr double kGraceS = 2.0;    // what is under way may still end by itself
 constexpr double kRunOutS = 10.0;  // what is let run out does
 
-class CudaExecutor {
+class CudaExecutor final : public exec::Executor {
  public:
   CudaExecutor(Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices, EncodeOptions options);
 
@@ -80,28 +69,33 @@ class CudaExecutor {
   // False once that has failed: such commands are done row by row.
   bool strided() const { return strided_works_; }
 
-  std::shared_ptr<CudaSubmission> launch(std::shared_ptr<const CudaProgram> compiled,
-                                         const Launch& launch, ArmedStreams& armed_streams);
+  // Throws invalid for host memory that engines cannot reach.
+  void check_places(const CudaProgram& compiled, const Launch& launch) const;
+  void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override;
   uint64_t capture_of(std::span<const uintptr_t> streams) const {
     return captures_.capture_of(streams);
   }
   bool gone(uint64_t capture) { return captures_.gone(capture); }
   // Into the captures that the launch's streams are in (see capture.h).
   std::shared_ptr<CudaSubmission> record(std::shared_ptr<const CudaProgram> compiled,
-                                         const Launch& launch);
-  // False where the program cannot be enqueued ahead, or enough of them are armed already.
-  bool park(const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
-            ArmedStreams& armed_streams);
+                                         const Launch& launch) {
+    return captures_.record(std::move(compiled), launch);
+  }
+  // Enqueues a launch ahead, behind gates. Null where the program cannot be, or enough of them are
+  // armed already.
+  std::shared_ptr<CudaSubmission> park(const std::shared_ptr<const CudaProgram>& compiled,
+                                       const Launch& launch, ArmedStreams& armed_streams);
+  using ArmedSubmissions = std::deque<std::shared_ptr<exec::Submission>>;
   // Lets what is armed run out without effect.
-  void dismiss(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
+  void dismiss(const CudaProgram& compiled, const ArmedSubmissions& armed,
+               ArmedStreams& armed_streams);
   // As dismiss, while the communicator lives on: waits for launches of the program before.
-  void recall(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
-  // Throws timeout, peer, driver, or cancelled after close().
-  void wait(CudaSubmission& submission, const Deadline& deadline);
+  void recall(const CudaProgram& compiled, const ArmedSubmissions& armed,
+              ArmedStreams& armed_streams);
   // Makes a stream wait for the launch's end.
   void enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const;
   // Ends what is under way; nothing can be launched afterwards.
-  void close();
+  void close() override;
 
  private:
   struct LaneStreams {
@@ -125,28 +119,40 @@ class CudaExecutor {
 
   LaneStreams& lane(uint32_t index, uint32_t device);
   OrderedStream& engine(LaneStreams& lane, uint32_t device, size_t index);
-  void check_launch(const CudaProgram& compiled, const Launch& launch) const;  // throws Refused
-  void check_places(const CudaProgram& compiled, const Launch& launch) const;  // throws invalid
-  void enqueue(CudaSubmission& submission, std::vector<RankSubmission>& turns,
-               const ArmedStreams& armed_streams, const ArmedSubmission* armed);
+  void enqueue_ranks(CudaSubmission& submission, std::vector<RankSubmission>& turns);
   bool untouched(const CudaSubmission& submission) const;
   void abandon(CudaSubmission& submission, std::vector<RankSubmission>& turns);
   RankSubmission begin(CudaSubmission& submission, const LocalProgram& local);
   void fork(RankSubmission& turn);
   void engines(CudaSubmission& submission, RankSubmission& turn);
-  void resume(CudaSubmission& submission, RankSubmission& turn, const ArmedStreams& armed_streams,
-              const ArmedSubmission& armed, size_t index);
-  void end(CudaSubmission& submission, RankSubmission& turn);
+  void resume(CudaSubmission& submission, RankSubmission& turn, size_t index);
+  void end(RankSubmission& turn);
   StreamEncoder encoder(const CudaSubmission& submission, const RankSubmission& turn,
                         CUstream stream, CUdeviceptr word) const;
-  std::vector<std::shared_ptr<void>> reap();
-  void retire(CudaSubmission& submission);
-  void release(const std::vector<std::shared_ptr<CudaSubmission>>& submissions);
-  std::vector<std::shared_ptr<CudaSubmission>> poisoned() const;
+  void attend(exec::Submission& submission, const Deadline& deadline) override;
+  void finish(exec::Submission& submission, exec::Freed& freed) override;
+  void retire(exec::Submission& submission, exec::Freed& freed) override;
+  void reap(exec::Freed& freed);
+  void release(exec::Freed& freed);
   void release_poisoned();
-  std::vector<std::shared_ptr<CudaSubmission>> flying(
-      const std::shared_ptr<const CudaProgram>& compiled);
-  void run_out(const std::shared_ptr<const CudaProgram>& compiled, ArmedStreams& armed_streams);
+  using Submissions = std::vector<std::shared_ptr<CudaSubmission>>;
+  template <typename Wanted>
+  Submissions in_flight(const Wanted& wanted) const {
+    Submissions found;
+    for (const auto& [key, lane] : lanes_) {
+      for (const std::shared_ptr<exec::Submission>& submission : lane) {
+        auto own = std::static_pointer_cast<CudaSubmission>(submission);
+        if (wanted(*own)) found.push_back(std::move(own));
+      }
+    }
+    return found;
+  }
+  Submissions in_flight_of(const CudaProgram& compiled);
+  // Whether they end, or are poisoned, within that time.
+  bool end_within(const Submissions& submissions, double wait_s) const;
+  void end_all(const Submissions& submissions);  // poisons those that do not end by themselves
+  void run_out(const CudaProgram& compiled, const ArmedSubmissions& armed,
+               ArmedStreams& armed_streams);
   bool make_bays(const CudaProgram& compiled, ArmedStreams& armed_streams);
   void make_twins(const CudaProgram& compiled, const Launch& launch, ArmedStreams& armed_streams);
 
@@ -157,12 +163,10 @@ class CudaExecutor {
   const std::shared_ptr<MappingTable> mappings_;
   const std::shared_ptr<SignalWords> words_;
   Captures captures_;
-  std::mutex mutex_;                                            // of all below
-  std::map<std::pair<uint32_t, uint32_t>, LaneStreams> lanes_;  // by lane, device
-  std::list<std::shared_ptr<CudaSubmission>> in_flight_;
+  // Guarded by the executor's mutex:
+  std::map<std::pair<uint32_t, uint32_t>, LaneStreams> streams_;  // by lane, device
   std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
   size_t armed_lines_ = 0;
-  bool closed_ = false;
   std::atomic<bool> strided_works_{true};
 };
 

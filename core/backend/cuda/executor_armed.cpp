@@ -15,30 +15,27 @@ namespace {
 constexpr size_t kArmedStreamsMax = 4;  // of a device
 constexpr std::string_view kChannels = "32";
 constexpr uint32_t kRecallsMax = 3;  // a program whose buffers keep changing is not armed
-constexpr int64_t kPauseNs = 200'000;
 constexpr double kRecallS = 10.0;
 
 }  // namespace
 
 // What was kept back of armed engine queues.
-void CudaExecutor::resume(CudaSubmission& submission, RankSubmission& turn,
-                          const ArmedStreams& armed_streams, const ArmedSubmission& armed,
-                          size_t index) {
+void CudaExecutor::resume(CudaSubmission& submission, RankSubmission& turn, size_t index) {
   const LocalProgram& local = *turn.local;
+  const auto& queues = submission.streams->queues[index];
   StreamEncoder gates = encoder(submission, turn, turn.stream, 0);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     for (const Command& poll : local.aheads[i].polls) gates.run(poll);
-    gates.write(armed_streams.queues[index][i].gate->address(), armed.turn);
+    gates.write(queues[i].gate->address(), submission.turn);
   }
   for (const ArmedQueue& queue : local.aheads) {
     for (const Command& command : queue.late) gates.run(command);
   }
   gates.flush();
-  for (const CudaEvent& join : armed.joins[index]) join.enqueue_wait(turn.stream);
-  turn.part->stats.add(armed.stats);
+  for (const CudaEvent& join : turn.part->joins) join.enqueue_wait(turn.stream);
   for (size_t i = 0; i < local.aheads.size(); ++i) {
     // The line's stream has done with its word: the caller's stream follows it.
-    const CUdeviceptr word = armed_streams.queues[index][i].line->word();
+    const CUdeviceptr word = queues[i].line->word();
     encoder(submission, turn, turn.stream, word).run(local.aheads[i].rest);
   }
 }
@@ -61,11 +58,11 @@ void CudaExecutor::make_twins(const CudaProgram& compiled, const Launch& launch,
 // Streams and gates for a program that is to be armed, if there is room for so many.
 bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_streams) {
   size_t most = 0;
-  for (const LocalProgram& local : compiled.locals) most = std::max(most, local.engines.size());
+  for (const LocalProgram& local : compiled.gpus) most = std::max(most, local.engines.size());
   if (armed_lines_ + most > kArmedStreamsMax) return false;
   if (channels_ != kChannels) return false;
   std::vector<std::vector<ArmedStreams::ArmedStream>> made;
-  for (const LocalProgram& local : compiled.locals) {
+  for (const LocalProgram& local : compiled.gpus) {
     const std::shared_ptr<LocalGpu>& device = devices_[local.device];
     auto& queues = made.emplace_back();
     std::vector<CUdeviceptr> gates;
@@ -84,98 +81,83 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
   return true;
 }
 
-bool CudaExecutor::park(const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
-                        ArmedStreams& armed_streams) {
-  if (armed_streams.recalls >= kRecallsMax || compiled->timed) return false;
-  for (const LocalProgram& local : compiled->locals) {
-    if (local.aheads.size() != local.engines.size()) return false;
+std::shared_ptr<CudaSubmission> CudaExecutor::park(
+    const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
+    ArmedStreams& armed_streams) {
+  if (armed_streams.recalls >= kRecallsMax || compiled->timestamps > 0) return nullptr;
+  for (const LocalProgram& local : compiled->gpus) {
+    if (local.aheads.size() != local.engines.size()) return nullptr;
   }
-  check_launch(*compiled, launch);
-  const std::scoped_lock lock(mutex_);
-  if (closed_) fail(Code::cancelled, "the cuda backend is closed");
-  if (armed_streams.queues.empty() && !make_bays(*compiled, armed_streams)) return false;
+  const ExecutorLock lock(mutex_);
+  check_open();
+  if (armed_streams.queues.empty() && !make_bays(*compiled, armed_streams)) return nullptr;
   make_twins(*compiled, launch, armed_streams);
-  ArmedSubmission armed{.launch = launch, .turn = ++armed_streams.turn, .joins = {}};
-  for (size_t i = 0; i < compiled->locals.size(); ++i) {
-    const LocalProgram& local = compiled->locals[i];
+  auto submission = std::make_shared<CudaSubmission>(compiled, launch);
+  submission->streams = &armed_streams;
+  submission->turn = ++armed_streams.turn;
+  for (size_t i = 0; i < compiled->gpus.size(); ++i) {
+    const LocalProgram& local = compiled->gpus[i];
     const LocalGpu& device = *devices_[local.device];
     const ContextGuard current = device.current();
-    auto& joins = armed.joins.emplace_back();
+    CudaSubmission::RankPart& part = submission->parts[i];
     for (size_t queue = 0; queue < local.engines.size(); ++queue) {
-      const OrderedStream& line = *armed_streams.queues[i][queue].line;
-      StreamEncoder encoder(device, line.stream(), {line.word(), words_->mapping()},
-                            *compiled->program, launch, *mappings_, options_, &armed_streams.twins,
-                            armed.stats);
-      encoder.wait(armed_streams.queues[i][queue].gate->address(), armed.turn);
+      const ArmedStreams::ArmedStream& stream = armed_streams.queues[i][queue];
+      StreamEncoder encoder(device, stream.line->stream(), {stream.line->word(), words_->mapping()},
+                            *compiled->program, submission->launch, *mappings_, options_,
+                            &armed_streams.twins, part.stats);
+      encoder.wait(stream.gate->address(), submission->turn);
       encoder.run(local.aheads[queue].ahead);
-      joins.push_back(device.event());
-      joins.back().record(line.stream());
+      part.joins.push_back(device.event());
+      part.joins.back().record(stream.line->stream());
     }
   }
-  armed_streams.armed.push_back(std::move(armed));
-  return true;
+  return submission;
 }
 
 // Launches of this program go through its twins, and end before those go.
-std::vector<std::shared_ptr<CudaSubmission>> CudaExecutor::flying(
-    const std::shared_ptr<const CudaProgram>& compiled) {
-  const std::scoped_lock lock(mutex_);
-  std::vector<std::shared_ptr<CudaSubmission>> own;
-  std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(own),
-               [&](const auto& submission) { return submission->compiled == compiled; });
-  return own;
+CudaExecutor::Submissions CudaExecutor::in_flight_of(const CudaProgram& compiled) {
+  const ExecutorLock lock(mutex_);
+  return in_flight([&](const CudaSubmission& own) { return &own.compiled == &compiled; });
 }
 
-void CudaExecutor::dismiss(const std::shared_ptr<const CudaProgram>& compiled,
+void CudaExecutor::dismiss(const CudaProgram& compiled, const ArmedSubmissions& armed,
                            ArmedStreams& armed_streams) {
   if (armed_streams.queues.empty()) return;
-  const Deadline grace = Deadline::after_s(kGraceS);
-  for (const auto& submission : flying(compiled)) {
-    while (!submission->ended() && submission->poisoned() == 0 && !grace.passed()) nap(kPauseNs);
-    if (!submission->ended()) submission->poison(devices_.front()->rank());
-  }
-  release_poisoned();
-  run_out(compiled, armed_streams);
+  end_all(in_flight_of(compiled));
+  run_out(compiled, armed, armed_streams);
 }
 
-void CudaExecutor::recall(const std::shared_ptr<const CudaProgram>& compiled,
+void CudaExecutor::recall(const CudaProgram& compiled, const ArmedSubmissions& armed,
                           ArmedStreams& armed_streams) {
-  const Deadline deadline = Deadline::after_s(kRecallS);
-  for (const auto& submission : flying(compiled)) {
-    while (!submission->ended() && submission->poisoned() == 0) {
-      if (deadline.passed()) {
-        fail(Code::unsupported, compiled->program->op,
-             " was armed with other buffers, and cannot be ",
-             "taken back while earlier calls of it are under way: wait for them first");
-      }
-      nap(kPauseNs);
-    }
+  if (!end_within(in_flight_of(compiled), kRecallS)) {
+    fail(Code::unsupported, compiled.program->op, " was armed with other buffers, and cannot be ",
+         "taken back while earlier calls of it are under way: wait for them first");
   }
   release_poisoned();
-  run_out(compiled, armed_streams);
+  run_out(compiled, armed, armed_streams);
   ++armed_streams.recalls;
 }
 
 // What is armed goes through the twins. With other memory behind those it changes nothing, so
 // its gates can be opened.
-void CudaExecutor::run_out(const std::shared_ptr<const CudaProgram>& compiled,
+void CudaExecutor::run_out(const CudaProgram& compiled, const ArmedSubmissions& armed,
                            ArmedStreams& armed_streams) {
   for (auto& [mapping, twin] : armed_streams.twins) twin->blank(devices_);
   // One queue after the other: they all write to the same memory now.
-  for (const ArmedSubmission& armed : armed_streams.armed) {
+  for (const std::shared_ptr<exec::Submission>& submission : armed) {
+    const auto& own = static_cast<const CudaSubmission&>(*submission);
     for (size_t i = 0; i < armed_streams.queues.size(); ++i) {
-      const LocalGpu& device = *devices_[compiled->locals[i].device];
+      const LocalGpu& device = *devices_[compiled.gpus[i].device];
       for (size_t queue = 0; queue < armed_streams.queues[i].size(); ++queue) {
-        device.gpu().write_words({armed_streams.queues[i][queue].gate->address()}, armed.turn);
+        device.gpu().write_words({armed_streams.queues[i][queue].gate->address()}, own.turn);
         const Deadline deadline = Deadline::after_s(kRunOutS);
-        while (!armed.joins[i][queue].passed()) {
+        while (!own.parts[i].joins[queue].passed()) {
           if (deadline.passed()) fail(Code::driver, "a GPU does not let go of an armed queue");
           nap(0);
         }
       }
     }
   }
-  armed_streams.armed.clear();
   armed_streams.queues.clear();
   armed_streams.twins.clear();
   armed_streams.retired.clear();

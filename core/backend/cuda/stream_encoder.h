@@ -70,12 +70,6 @@ struct SubmitStats {
   bool native = true;      // false: the driver has refused a form, and another one was taken
   bool submitted = false;  // something is in a stream
 
-  void add(const SubmitStats& other) {  // but the stamps
-    own_copy = std::max(own_copy, other.own_copy);
-    calls += other.calls;
-    native = native && other.native;
-    submitted = submitted || other.submitted;
-  }
   void add_to(Report& report) const {  // but the stamps
     report.own_copy = std::max(report.own_copy, own_copy);
     report.calls += calls;

@@ -1,14 +1,12 @@
 // Programs made ready for the local GPUs, and launches of them under way.
 #pragma once
-#include <atomic>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "core/backend/cuda/stream_encoder.h"
+#include "core/backend/exec/submission.h"
 
 namespace offcore::cuda {
 
@@ -24,61 +22,58 @@ struct ArmedQueue {
 };
 
 // What one local rank runs.
-struct LocalProgram {
-  Rank rank = 0;
-  uint32_t device = 0;            // index into the executor's devices
-  std::vector<uint32_t> engines;  // indices into program.queues
-  std::optional<uint32_t> caller;
-  size_t leading = 0;  // commands of the caller before its first poll
+struct LocalProgram : exec::RankQueues {
+  uint32_t device = 0;  // index into the executor's devices
+  size_t leading = 0;   // commands of the caller before its first poll
   // The caller only signals first and polls last: then one engine queue may run in between, in
   // the caller's own stream.
   bool joined = true;
   std::vector<ArmedQueue> aheads;  // by engine queue; empty: cannot be enqueued ahead
 };
 
-struct CudaProgram {
-  std::shared_ptr<const Program> program;
-  std::vector<LocalProgram> locals;
-  Bases bases;         // what the local queues address
-  bool timed = false;  // has timestamps
+struct CudaProgram : exec::CompiledProgram {
+  using exec::CompiledProgram::CompiledProgram;
+  std::vector<LocalProgram> gpus;  // by device
+  std::vector<std::shared_ptr<LocalGpu>> devices;
 };
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.
-std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program,
+std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program, Rank ranks,
                                            const std::vector<std::shared_ptr<LocalGpu>>& devices);
 
-struct CudaSubmission {
+struct ArmedStreams;
+
+// One part: the streams order all ranks'.
+struct CudaSubmission final : exec::Submission {
   struct RankPart {
     std::shared_ptr<const CudaEvent> done;
     std::optional<CudaEvent> start;  // timed programs
     int64_t start_ns = 0;            // when the host recorded it, after the launch
     SubmitStats stats;
     bool ended = false;
+    std::vector<CudaEvent> joins;  // armed: of each engine queue
   };
 
-  CudaSubmission(std::shared_ptr<const CudaProgram> compiled_, Launch launch_)
-      : compiled(std::move(compiled_)),
-        launch(std::move(launch_)),
-        parts(compiled->locals.size()) {}
+  CudaSubmission(std::shared_ptr<const CudaProgram> of, const Launch& launch_)
+      : Submission(of, launch_, 1), compiled(*of), parts(of->gpus.size()) {}
 
   // Whether every local rank's part has ended; throws driver when a GPU has failed.
-  bool ended();
-  uint32_t poisoned() const;  // rank + 1 of who poisoned a local rank before its end; 0: nobody
-  void poison(Rank by) const;
-  Report report() const;
+  bool poll() override;
+  bool part_ended(uint32_t) override { return poll(); }
+  Report report() const override;
   // Words that local queues poll, on that device.
   std::vector<CUdeviceptr> awaited(uint32_t device, const MappingTable& mappings) const;
-  // "queue 0.1 at command 2 (poll ...)": the first poll of each queue whose words are not there.
-  std::string position(const std::vector<std::shared_ptr<LocalGpu>>& devices) const;
+  // The first poll of the queue whose words are not there.
+  size_t reached(uint32_t queue) const override;
+  uint32_t read_word(const Slice& word) const override;
+  std::string_view no_position() const override {
+    return "every poll has what it waits for; the driver does not show which copy is under way";
+  }
 
-  std::shared_ptr<const CudaProgram> compiled;
-  Launch launch;
-  std::vector<RankPart> parts;  // as compiled->locals
-  int64_t launch_ns = 0;
-  int64_t control_ns = 0;
-  int64_t end_ns = -1;            // when the host saw it
-  std::atomic<uint32_t> dead{0};  // rank + 1 of who poisoned it, once its waits were released
-  mutable std::mutex mutex;       // of end_ns and the parts' ends
+  const CudaProgram& compiled;
+  std::vector<RankPart> parts;            // as compiled.gpus
+  const ArmedStreams* streams = nullptr;  // that hold its engine queues ahead of its launch
+  uint32_t turn = 0;                      // the value of their gates that lets them go
 };
 
 }  // namespace offcore::cuda

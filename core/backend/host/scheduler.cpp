@@ -20,7 +20,6 @@ constexpr int64_t kCrowdedSpinNs = 4'000;
 constexpr int64_t kStandbyNs = 100'000;  // doubled while callers leave nothing to an engine
 constexpr int64_t kStandbyMaxNs = 800'000;
 constexpr int64_t kStandbyLooks = 20;     // after a caller was last seen
-constexpr uint32_t kLockTries = 100;      // the mutex is held for less than a thread's switch takes
 constexpr uint32_t kCallerPauses = 2;     // between two looks of a thread that spins
 constexpr int64_t kWatchNs = 20'000'000;  // bounds: a killed peer may never wake us
 constexpr int64_t kMixedNs = 1'000'000;   // where submissions have different wakeups
@@ -61,7 +60,8 @@ void part_from_peers(const Launch& launch, Rank rank) {
 }  // namespace
 
 Scheduler::Scheduler(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
-    : local_ranks_(std::move(local_ranks)),
+    : Executor("host"),
+      local_ranks_(std::move(local_ranks)),
       crowded_(ranks > usable_cores()),
       share_(std::max<uint32_t>(1, usable_cores() * local_ranks_.size() / ranks)),
       engines_(local_ranks_.size() * machine.engines_peer),
@@ -70,17 +70,17 @@ Scheduler::Scheduler(const Machine& machine, Rank ranks, std::vector<Rank> local
 
 void Scheduler::prepare(const HostProgram& compiled) {
   std::vector<uint32_t> wanted = {0};
-  for (const LocalQueue& local : compiled.queues) {
+  for (const LocalQueue& local : compiled.local_queues) {
     if (local.heavy) wanted.push_back(local.engine);
   }
   const SignalsBlocked blocked;
-  const SchedulerLock lock(mutex_);
-  if (stopping_) fail(Code::cancelled, "the host backend is closed");
+  const ExecutorLock lock(mutex_);
+  check_open();
   for (uint32_t index : wanted) {
     EngineThread& engine = engines_[index];
     if (engine.thread.joinable()) continue;
     try {
-      engine.thread = std::thread([self = shared_from_this(), index] { self->serve(index); });
+      engine.thread = std::thread([this, self = shared_from_this(), index] { serve(index); });
       ++awake_;
     } catch (const std::system_error& error) {
       fail(Code::driver, "cannot start a thread for an engine: ", error.what());
@@ -88,73 +88,38 @@ void Scheduler::prepare(const HostProgram& compiled) {
   }
 }
 
-// Waiting for the mutex by sleeping would cost more than what it guards.
-Scheduler::SchedulerLock Scheduler::enter() {
-  SchedulerLock lock(mutex_, std::try_to_lock);
-  for (uint32_t i = 0; i < kLockTries && !lock.owns_lock(); ++i) {
-    pause_briefly();
-    lock.try_lock();
-  }
-  if (!lock.owns_lock()) lock.lock();
-  return lock;
-}
-
-void Scheduler::enqueue(std::shared_ptr<HostSubmission> submission) {
-  Ended ended;
+void Scheduler::submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) {
   const int64_t came_ns = now_ns();
   const int64_t away_ns = came_ns - seen_ns_.exchange(came_ns, std::memory_order_relaxed);
   if (!crowded_ && away_ns > kSpinNs) part_from_peers(submission->launch, local_ranks_.front());
-  const SchedulerLock lock = enter();
-  if (stopping_) fail(Code::cancelled, "the host backend is closed");
-  bool turned = false;
+  const ExecutorLock lock = enter();
+  check_open();
   ++awake_;
-  for (uint32_t part = 0; part < local_ranks_.size(); ++part) {
-    const LaneKey key{submission->launch.lane, part};
-    LaneSubmissions& submissions = lanes_[key];
-    submissions.push_back(submission);
-    if (submissions.size() > 1) continue;
-    turned = true;
-    activate(*submission, part);
-    turn(key, submissions, ended);
-  }
+  const bool turned = enqueue(submission, freed);
   // The engine that stands by will see it: a caller that waits at once need not call anybody.
   if (turned && awake_ < share_ && !standby_ && ready(true)) call_engine();
   --awake_;
   if (turned) leave();
-  // `lock` goes before `ended`: see Ended.
 }
 
-// It is the part's turn in its lane.
-void Scheduler::activate(HostSubmission& submission, uint32_t part) {
-  for (const std::unique_ptr<QueueState>& context : submission.contexts) {
+void Scheduler::begin(exec::Submission& submission, uint32_t part) {
+  for (const std::unique_ptr<QueueState>& context :
+       static_cast<HostSubmission&>(submission).contexts) {
     if (context->local_.part == part) active_.push_back(context.get());
   }
 }
 
-// Retires the lane's submissions whose part is complete, and gives the next its turn.
-void Scheduler::turn(LaneKey key, LaneSubmissions& submissions, Ended& ended) {
-  while (!submissions.empty() && submissions.front()->left[key.second] == 0) {
-    std::shared_ptr<HostSubmission> submission = std::move(submissions.front());
-    submissions.pop_front();
-    if (--submission->parts_left == 0) {
-      submission->end_ns = now_ns();
-      submission->done.store(true, std::memory_order_release);
-      if (callers_asleep_ > 0) dozers_.notify_all();
-      if (watched_ != nullptr && watcher_own_ == submission.get()) wake(*watched_);
-    }
-    ended.push_back(std::move(submission));
-    if (!submissions.empty()) activate(*submissions.front(), key.second);
-  }
+void Scheduler::finish(exec::Submission& submission, exec::Freed& freed) {
+  Executor::finish(submission, freed);
+  if (callers_asleep_ > 0) dozers_.notify_all();
+  if (watched_ != nullptr && watcher_own_ == &submission) wake(*watched_);
 }
 
-void Scheduler::finish(QueueState& context, Ended& ended) {
+void Scheduler::end_queue(QueueState& context, exec::Freed& freed) {
   active_.erase(std::find(active_.begin(), active_.end(), &context));
   HostSubmission& submission = context.submission_;
-  for (const QueueState::Timestamp& timestamp : context.timestamps_) {
-    submission.timestamps_ns[timestamp.number] = timestamp.time_ns;
-  }
   const LaneKey key{submission.launch.lane, context.local_.part};
-  if (--submission.left[context.local_.part] == 0) turn(key, lanes_[key], ended);
+  if (--submission.left[context.local_.part] == 0) settle(key, lanes_[key], freed);
 }
 
 bool Scheduler::waiting() const {
@@ -219,24 +184,25 @@ QueueState* Scheduler::pick(const HostSubmission* own) {
   return found;
 }
 
-void Scheduler::advance(SchedulerLock& lock, QueueState& context) {
-  const std::shared_ptr<HostSubmission> submission = context.submission_.shared_from_this();
+void Scheduler::advance(ExecutorLock& lock, QueueState& context) {
+  const std::shared_ptr<exec::Submission> submission = context.submission_.shared_from_this();
   context.running_ = true;
   lock.unlock();
   const QueueState::Stop stop = context.run();
-  Ended ended;
+  exec::Freed freed;
   lock = enter();
   context.running_ = false;
-  if (stopping_) return;
-  if (stop == QueueState::Stop::ended || stop == QueueState::Stop::poisoned) finish(context, ended);
-  if (ended.empty()) return;
+  if (closed_) return;
+  if (stop == QueueState::Stop::ended || stop == QueueState::Stop::poisoned)
+    end_queue(context, freed);
+  if (freed.empty()) return;
   lock.unlock();
-  ended.clear();
+  freed.clear();
   lock.lock();
 }
 
 // Sleeps on the local ranks' wakeup unless there is something to do.
-void Scheduler::watch(SchedulerLock& lock, const HostSubmission* own, int64_t wait_ns) {
+void Scheduler::watch(ExecutorLock& lock, const HostSubmission* own, int64_t wait_ns) {
   const Launch& launch = (own != nullptr ? *own : active_.front()->submission_).launch;
   const bool mixed = std::any_of(active_.begin(), active_.end(), [&](const QueueState* context) {
     return context->submission_.launch.wakeups != launch.wakeups;
@@ -262,7 +228,7 @@ void Scheduler::watch(SchedulerLock& lock, const HostSubmission* own, int64_t wa
 }
 
 // An engine that found nothing to run: watches, stands by, or sleeps until it is called.
-void Scheduler::rest(SchedulerLock& lock, EngineThread& engine) {
+void Scheduler::rest(ExecutorLock& lock, EngineThread& engine) {
   const int64_t looked_ns = now_ns();
   const bool alone = awake_ == 1 && looked_ns - seen_ns_ >= standby_ns_;
   if (alone && watched_ == nullptr && !standby_ && waiting()) {
@@ -272,7 +238,7 @@ void Scheduler::rest(SchedulerLock& lock, EngineThread& engine) {
   if (standby_ || looked_ns - seen_ns_ >= kStandbyLooks * standby_ns_) {
     engine.state = EngineThread::ThreadState::asleep;
     engine.call.wait(lock,
-                     [&] { return engine.state == EngineThread::ThreadState::awake || stopping_; });
+                     [&] { return engine.state == EngineThread::ThreadState::awake || closed_; });
     return;
   }
   standby_ = true;
@@ -291,8 +257,8 @@ void Scheduler::rest(SchedulerLock& lock, EngineThread& engine) {
 }
 
 void Scheduler::serve(uint32_t index) {
-  SchedulerLock lock(mutex_);
-  while (!stopping_) {
+  ExecutorLock lock(mutex_);
+  while (!closed_) {
     if (QueueState* context = awake_ > share_ ? nullptr : pick(nullptr)) {
       advance(lock, *context);
     } else {
@@ -302,7 +268,7 @@ void Scheduler::serve(uint32_t index) {
 }
 
 // A caller sleeps while somebody else watches.
-void Scheduler::doze(SchedulerLock& lock, int64_t wait_ns) {
+void Scheduler::doze(ExecutorLock& lock, int64_t wait_ns) {
   --awake_;
   ++callers_asleep_;
   dozers_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
@@ -312,7 +278,7 @@ void Scheduler::doze(SchedulerLock& lock, int64_t wait_ns) {
 
 // A caller's. Some machines take longer to wake a thread than it spins before: ranks that sleep
 // since their peers were woken late would go on so for good.
-void Scheduler::sleep(SchedulerLock& lock, HostSubmission& own, const Deadline& deadline) {
+void Scheduler::sleep(ExecutorLock& lock, HostSubmission& own, const Deadline& deadline) {
   const int64_t began_ns = now_ns();
   --callers_idle_;
   if (watched_ == nullptr) {
@@ -325,9 +291,9 @@ void Scheduler::sleep(SchedulerLock& lock, HostSubmission& own, const Deadline& 
   spin_ns_ = was_short ? std::min(2 * spin_ns_, kSpinMaxNs) : kSpinNs;
 }
 
-void Scheduler::help(SchedulerLock& lock, HostSubmission& own, const Deadline& deadline) {
+void Scheduler::help(ExecutorLock& lock, HostSubmission& own, const Deadline& deadline) {
   int64_t idle_since_ns = -1;
-  while (!own.done && !stopping_ && !deadline.passed()) {
+  while (!own.ended() && !closed_ && !deadline.passed()) {
     if (QueueState* context = pick(&own)) {
       idle_since_ns = -1;
       --callers_idle_;
@@ -353,41 +319,23 @@ void Scheduler::help(SchedulerLock& lock, HostSubmission& own, const Deadline& d
   }
 }
 
-void Scheduler::wait(HostSubmission& submission, const Deadline& deadline) {
-  if (!submission.ended()) {
-    SchedulerLock lock = enter();
-    ++awake_;
-    ++callers_;
-    ++callers_idle_;
-    help(lock, submission, deadline);
-    --callers_idle_;
-    --callers_;
-    --awake_;
-    seen_ns_ = now_ns();
-    if (!stopping_) leave();
-  }
-  const std::string& op = submission.compiled->program->op;
-  if (submission.ended()) {
-    // Freed by this thread: an engine's might have to wait for an interpreter's lock.
-    std::shared_ptr<void> owner;
-    const SchedulerLock lock = enter();
-    owner.swap(submission.launch.owner);
-    // `lock` goes before `owner`.
-  }
-  if (!submission.ended()) {
-    if (stopping_) fail(Code::cancelled, op, " did not end before its backend was closed");
-    fail(Code::timeout, op, " did not end within ", shown_s(deadline.wait_ns()),
-         " s: ", submission.position());
-  }
-  if (const uint32_t by = submission.poisoned_by.load(std::memory_order_acquire); by != 0) {
-    fail(Code::peer, "rank ", by - 1, " died or aborted during ", op, ": ", submission.position());
-  }
+void Scheduler::attend(exec::Submission& submission, const Deadline& deadline) {
+  ExecutorLock lock = enter();
+  ++awake_;
+  ++callers_;
+  ++callers_idle_;
+  help(lock, static_cast<HostSubmission&>(submission), deadline);
+  --callers_idle_;
+  --callers_;
+  --awake_;
+  seen_ns_ = now_ns();
+  if (!closed_) leave();
 }
 
-void Scheduler::stop() {
+void Scheduler::close() {
   {
-    const SchedulerLock lock(mutex_);
-    stopping_ = true;
+    const ExecutorLock lock(mutex_);
+    closed_ = true;
     for (EngineThread& engine : engines_) engine.call.notify_one();
     dozers_.notify_all();
     if (watched_ != nullptr) wake(*watched_);
@@ -400,8 +348,8 @@ void Scheduler::stop() {
       engine.thread.join();
     }
   }
-  std::map<LaneKey, std::deque<std::shared_ptr<HostSubmission>>> lanes;
-  const SchedulerLock lock(mutex_);
+  std::map<LaneKey, LaneSubmissions> lanes;
+  const ExecutorLock lock(mutex_);
   lanes.swap(lanes_);
   active_.clear();
 }

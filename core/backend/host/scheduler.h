@@ -12,39 +12,27 @@
 // once, over and over, need not wake anybody). Every other thread sleeps until called.
 #pragma once
 #include <condition_variable>
-#include <deque>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
+#include "core/backend/exec/executor.h"
 #include "core/backend/host/submission.h"
 
 namespace offcore::host {
 
-class Scheduler : public std::enable_shared_from_this<Scheduler> {
+class Scheduler final : public exec::Executor {
  public:
   Scheduler(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks);
 
   const std::vector<Rank>& local_ranks() const { return local_ranks_; }
   // Starts the engines that the program's queues need. Throws driver.
   void prepare(const HostProgram& compiled);
-  // Throws cancelled after stop().
-  void enqueue(std::shared_ptr<HostSubmission> submission);
-  // Helps until the submission is done. Throws timeout, peer, or cancelled after stop().
-  void wait(HostSubmission& submission, const Deadline& deadline);
+  void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override;
   // Ends the engines, between two pieces of a copy at the latest. They run nothing afterwards.
-  void stop();
+  void close() override;
 
  private:
-  using SchedulerLock = std::unique_lock<std::mutex>;
-  using LaneSubmissions = std::deque<std::shared_ptr<HostSubmission>>;
-  using LaneKey = std::pair<uint32_t, uint32_t>;  // lane, local rank's index
-  // What ended while the mutex was held; freed after it is released, for owners run foreign code.
-  using Ended = std::vector<std::shared_ptr<void>>;
-
   struct EngineThread {
     enum class ThreadState : uint8_t { awake, standby, asleep };
     std::thread thread;
@@ -52,18 +40,18 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     ThreadState state = ThreadState::awake;
   };
   // `own` is the submission that a caller waits for; null for an engine.
-  SchedulerLock enter();
+  void attend(exec::Submission& submission, const Deadline& deadline) override;  // and helps
+  void begin(exec::Submission& submission, uint32_t part) override;
+  void finish(exec::Submission& submission, exec::Freed& freed) override;
   void serve(uint32_t engine);
-  void rest(SchedulerLock& lock, EngineThread& engine);
-  void help(SchedulerLock& lock, HostSubmission& own, const Deadline& deadline);
-  void watch(SchedulerLock& lock, const HostSubmission* own, int64_t wait_ns);
-  void doze(SchedulerLock& lock, int64_t wait_ns);
-  void sleep(SchedulerLock& lock, HostSubmission& own, const Deadline& deadline);
+  void rest(ExecutorLock& lock, EngineThread& engine);
+  void help(ExecutorLock& lock, HostSubmission& own, const Deadline& deadline);
+  void watch(ExecutorLock& lock, const HostSubmission* own, int64_t wait_ns);
+  void doze(ExecutorLock& lock, int64_t wait_ns);
+  void sleep(ExecutorLock& lock, HostSubmission& own, const Deadline& deadline);
   QueueState* pick(const HostSubmission* own);
-  void advance(SchedulerLock& lock, QueueState& context);
-  void finish(QueueState& context, Ended& ended);
-  void activate(HostSubmission& submission, uint32_t part);
-  void turn(LaneKey key, LaneSubmissions& submissions, Ended& ended);
+  void advance(ExecutorLock& lock, QueueState& context);
+  void end_queue(QueueState& context, exec::Freed& freed);
   void call_engine();
   void leave();
   bool waiting() const;
@@ -73,10 +61,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   const bool crowded_;    // more ranks than cores: spinning keeps others from their work
   const uint32_t share_;  // the local ranks' share of the cores: threads worth keeping awake
 
-  std::mutex mutex_;
   std::vector<EngineThread> engines_;
-  std::condition_variable dozers_;            // callers that wait while somebody else watches
-  std::map<LaneKey, LaneSubmissions> lanes_;  // a lane that was used once stays
+  std::condition_variable dozers_;  // callers that wait while somebody else watches
   std::vector<QueueState*> active_;
   Wakeup* watched_ = nullptr;
   const HostSubmission* watcher_own_ = nullptr;
@@ -88,7 +74,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   int64_t spin_ns_ = 0;  // of a caller, before it sleeps
   int64_t standby_ns_ = 0;
   std::atomic<int64_t> seen_ns_{0};  // when a caller last enqueued, or went
-  std::atomic<bool> stopping_{false};
 };
 
 }  // namespace offcore::host

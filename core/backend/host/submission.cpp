@@ -4,9 +4,7 @@
 #include <cstring>
 
 #include "core/backend/wakeup.h"
-#include "core/base/error.h"
 #include "core/base/swap_bytes.h"
-#include "core/ir/text.h"
 
 namespace offcore::host {
 namespace {
@@ -14,10 +12,6 @@ namespace {
 // A copy pauses between pieces: for poison, deadlines, and whatever else has become ready.
 constexpr uint64_t kPieceBytes = 1 << 20;
 constexpr uint64_t kRowBytes = 256;  // a row's own cost, in bytes
-
-std::atomic_ref<uint32_t> word_at(const Launch& launch, const Slice& slice) {
-  return flag_word(launch.binding.base(kFlagBuffer, slice.rank), slice.offset);
-}
 
 std::byte* byte_at(const Launch& launch, const Slice& slice) {
   return launch.binding.base(slice.buffer, slice.rank) + slice.offset;
@@ -27,38 +21,26 @@ std::byte* byte_at(const Launch& launch, const Slice& slice) {
 
 QueueState::QueueState(HostSubmission& submission, const LocalQueue& local)
     : submission_(submission),
-      commands_(submission.compiled->program->queues[local.queue].commands),
+      commands_(submission.program->queues[local.queue].commands),
       local_(local),
-      rank_(submission.compiled->program->queues[local.queue].rank) {
+      rank_(submission.program->queues[local.queue].rank) {
   times_.reserve(commands_.size());
 }
 
 bool QueueState::poisoned() const {
   const uint32_t by = submission_.launch.wakeups[rank_]->poison.load(std::memory_order_acquire);
-  if (by != 0) submission_.poisoned_by.store(by, std::memory_order_release);
-  return submission_.poisoned_by.load(std::memory_order_acquire) != 0;
-}
-
-bool QueueState::polled(const Command& command) const {
-  const uint32_t target = submission_.launch.epoch + command.value;
-  for (uint32_t row = 0; row < command.rows; ++row) {
-    const Slice word =
-        row_of(command.dst, command.dst_step, row, submission_.compiled->program->ranks);
-    if (!reached_value(word_at(submission_.launch, word).load(std::memory_order_acquire), target)) {
-      return false;
-    }
-  }
-  return true;
+  if (by != 0) submission_.dead.store(by, std::memory_order_release);
+  return submission_.dead.load(std::memory_order_acquire) != 0;
 }
 
 bool QueueState::ready() const {
   if (reached() == commands_.size() || poisoned()) return true;
   const Command& command = commands_[reached()];
-  return command.op != Op::poll || polled(command);
+  return command.op != Op::poll || submission_.polled(command);
 }
 
 bool QueueState::move(const Command& command) {
-  const Rank ranks = submission_.compiled->program->ranks;
+  const Rank ranks = submission_.program->ranks;
   for (; row_ < command.rows; ++row_, offset_ = 0) {
     std::byte* dst =
         byte_at(submission_.launch, row_of(command.dst, command.dst_step, row_, ranks));
@@ -84,10 +66,10 @@ bool QueueState::move(const Command& command) {
 
 void QueueState::signal(const Command& command) const {
   const Launch& launch = submission_.launch;
-  const HostProgram& compiled = *submission_.compiled;
-  const Rank ranks = compiled.program->ranks;
+  const std::vector<exec::RankQueues>& locals = submission_.compiled.locals;
+  const Rank ranks = submission_.program->ranks;
   for (uint32_t row = 0; row < command.rows; ++row) {
-    raise_word(word_at(launch, row_of(command.dst, command.dst_step, row, ranks)),
+    raise_word(submission_.word(row_of(command.dst, command.dst_step, row, ranks)),
                launch.epoch + command.value);
   }
   // Who reads the words: everybody, or the ranks that the rows name.
@@ -96,13 +78,14 @@ void QueueState::signal(const Command& command) const {
   const uint32_t readers =
       everybody ? ranks
                 : (command.dst_step == kRankStep ? std::min<uint32_t>(command.rows, ranks) : 1);
-  const Rank watched = compiled.local_ranks.front();
+  const Rank watched = locals.front().rank;
   bool forward = false;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     const Rank rank = static_cast<Rank>((first + reader) % ranks);
     wake(*launch.wakeups[rank]);
-    forward |= rank != watched &&
-               std::binary_search(compiled.local_ranks.begin(), compiled.local_ranks.end(), rank);
+    forward |= rank != watched && std::any_of(locals.begin(), locals.end(), [&](const auto& local) {
+                 return local.rank == rank;
+               });
   }
   // The local ranks sleep together, on the first one's wakeup.
   if (forward) wake(*launch.wakeups[watched]);
@@ -119,13 +102,13 @@ QueueState::Stop QueueState::run() {
         if (!move(command)) return Stop::paused;
         break;
       case Op::poll:
-        if (!polled(command)) return Stop::blocked;
+        if (!submission_.polled(command)) return Stop::blocked;
         break;
       case Op::signal:
         signal(command);
         break;
       case Op::timestamp:
-        timestamps_.push_back({command.value, now_ns() - submission_.launch_ns});
+        submission_.timestamps_ns[command.value] = now_ns() - submission_.launch_ns;
         break;
       case Op::fence:  // one thread runs a queue's commands in order
         break;
@@ -146,38 +129,22 @@ QueueState::Stop QueueState::run() {
   return Stop::ended;
 }
 
-HostSubmission::HostSubmission(std::shared_ptr<const HostProgram> compiled_, Launch launch_)
-    : compiled(std::move(compiled_)),
-      launch(std::move(launch_)),
-      timestamps_ns(compiled->timestamps, -1) {
-  left.resize(compiled->local_ranks.size());
-  for (const LocalQueue& local : compiled->queues) {
+HostSubmission::HostSubmission(std::shared_ptr<const HostProgram> of, const Launch& launch_)
+    : Submission(of, launch_, of->locals.size()), compiled(*of), left(parts_left) {
+  for (const LocalQueue& local : compiled.local_queues) {
     contexts.push_back(std::make_unique<QueueState>(*this, local));
     ++left[local.part];
   }
-  parts_left = static_cast<uint32_t>(left.size());
 }
 
-std::string HostSubmission::position() const {
-  constexpr uint32_t kListed = 16;
-  std::string text;
-  uint32_t unfinished = 0;
-  for (const std::unique_ptr<QueueState>& context : contexts) {
-    const Queue& queue = compiled->program->queues[context->queue()];
-    const uint32_t reached = context->reached();
-    if (reached >= queue.commands.size() || ++unfinished > kListed) continue;
-    if (!text.empty()) text += "; ";
-    text += cat("queue ", queue_name(queue), " at command ", reached, " (",
-                print(queue.commands[reached], *compiled->program), ")");
-  }
-  if (unfinished > kListed) text += cat("; and ", unfinished - kListed, " more queues");
-  return text.empty() ? "all queues ended" : text;
+size_t HostSubmission::reached(uint32_t queue) const {
+  const auto found = std::find_if(contexts.begin(), contexts.end(),
+                                  [&](const auto& context) { return context->queue() == queue; });
+  return (*found)->reached();
 }
 
 Report HostSubmission::report() const {
-  Report report;
-  report.time_ns = end_ns - launch_ns;
-  report.timestamps_ns = timestamps_ns;
+  Report report = Submission::report();
   // The path that finished last: through the last engine queue, and the caller's wait behind it.
   const QueueState* last = nullptr;
   bool last_is_engine = false;
@@ -185,14 +152,13 @@ Report HostSubmission::report() const {
     const std::span<const CommandTime> times = context->times();
     report.commands.insert(report.commands.end(), times.begin(), times.end());
     if (times.empty()) continue;
-    const bool is_engine = compiled->program->queues[context->queue()].index != kCallerQueue;
+    const bool is_engine = program->queues[context->queue()].index != kCallerQueue;
     const bool later = last == nullptr || times.back().end_ns > last->times().back().end_ns;
     if (is_engine > last_is_engine || (is_engine == last_is_engine && later)) {
       last = context.get();
       last_is_engine = is_engine;
     }
   }
-  report.phases.control_ns = static_cast<double>(control_ns);
   if (last != nullptr) {
     for (const CommandTime& time : last->times()) report.phases.copy_ns += time.phases.copy_ns;
     const int64_t began_ns = last->times().front().start_ns;

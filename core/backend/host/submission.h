@@ -6,10 +6,9 @@
 #include <atomic>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
-#include "core/backend/backend.h"
+#include "core/backend/exec/submission.h"
 
 namespace offcore::host {
 
@@ -45,13 +44,7 @@ class QueueState {
  private:
   friend class Scheduler;
 
-  struct Timestamp {
-    uint32_t number;
-    int64_t time_ns;
-  };
-
   bool poisoned() const;
-  bool polled(const Command& command) const;
   bool move(const Command& command);
   void signal(const Command& command) const;
 
@@ -65,39 +58,25 @@ class QueueState {
   uint64_t run_bytes_ = 0;  // moved since the last pause
   int64_t start_ns_ = -1;   // of the command under way; -1: not begun
   std::vector<CommandTime> times_;
-  std::vector<Timestamp> timestamps_;
-
   bool running_ = false;
 };
 
 // What a program needs wherever it is launched.
-struct HostProgram {
-  std::shared_ptr<const Program> program;
-  std::vector<Rank> local_ranks;
-  std::vector<LocalQueue> queues;  // by part
-  Bases bases;                     // what they address
-  uint32_t timestamps = 0;
+struct HostProgram : exec::CompiledProgram {
+  using exec::CompiledProgram::CompiledProgram;
+  std::vector<LocalQueue> local_queues;  // by part
 };
 
-struct HostSubmission : std::enable_shared_from_this<HostSubmission> {
-  HostSubmission(std::shared_ptr<const HostProgram> compiled, Launch launch);
+struct HostSubmission final : exec::Submission {
+  HostSubmission(std::shared_ptr<const HostProgram> compiled_, const Launch& launch_);
 
-  std::shared_ptr<const HostProgram> compiled;
-  Launch launch;
+  bool part_ended(uint32_t part) override { return left[part] == 0; }
+  size_t reached(uint32_t queue) const override;
+  Report report() const override;
+
+  const HostProgram& compiled;
   std::vector<std::unique_ptr<QueueState>> contexts;
   std::vector<uint32_t> left;  // unfinished contexts of each local rank
-  uint32_t parts_left = 0;
-  int64_t launch_ns = 0;
-  int64_t control_ns = 0;
-  int64_t end_ns = 0;
-  std::vector<int64_t> timestamps_ns;
-  std::atomic<uint32_t> poisoned_by{0};  // rank + 1; stops the contexts of every local rank
-  std::atomic<bool> done{false};
-
-  bool ended() const { return done.load(std::memory_order_acquire); }
-  // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...": where the unfinished queues stand.
-  std::string position() const;
-  Report report() const;
 };
 
 }  // namespace offcore::host

@@ -1,16 +1,10 @@
-// Drives the launches of a backend: whoever waits looks at every queue whose turn it is, and where
-// nobody waits one thread does.
+// Drives the launches of a backend: tasks that are swept, and the rings of prelaunched programs.
 //
-// A lane's launches take their turns at each rank. They look without a pause while something
-// moves, every kPauseNs otherwise, and sleeps while nothing is under way. A launch whose rank is
-// poisoned has its engines' polls released, and ends once the engines have gone through.
+// What was armed and is taken back ends with its rings: later launches of its lane are held back
+// until those are dropped.
 #pragma once
-#include <condition_variable>
-#include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,14 +12,15 @@
 
 namespace offcore::sdma {
 
-class SdmaExecutor : public std::enable_shared_from_this<SdmaExecutor> {
+class SdmaExecutor final : public exec::TaskExecutor {
  public:
-  explicit SdmaExecutor(std::unique_ptr<SubmitPath> path) : path_(std::move(path)) {}
+  explicit SdmaExecutor(std::unique_ptr<SubmitPath> path)
+      : TaskExecutor("sdma"), path_(std::move(path)) {}
 
-  SubmitPath& path();                     // throws cancelled after stop()
+  SubmitPath& path();                     // throws cancelled after close()
   std::mutex& mutex() { return mutex_; }  // guards the path's rings and batches
-  // Throws cancelled after stop().
-  void enqueue(std::shared_ptr<SdmaSubmission> submission);
+  void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override;
+  void close() override;
   // Rings of a prelaunched program's own: others of its lane would wait behind its first poll. A
   // GPU has few: 0 where they do not suffice for these queues (each a rank and an index).
   using Queues = std::vector<std::pair<Rank, uint16_t>>;
@@ -39,44 +34,25 @@ class SdmaExecutor : public std::enable_shared_from_this<SdmaExecutor> {
   struct Revoked {
     uint32_t group = 0;
     Queues queues;
-    std::vector<std::shared_ptr<SdmaSubmission>> submissions;
-    std::shared_ptr<SdmaSubmission> before;
+    std::vector<std::shared_ptr<exec::Submission>> submissions;
+    std::shared_ptr<exec::Submission> before;
     uint64_t number = 0;  // given when taken back
   };
   void take_back(Revoked doomed);
 
-  // Throws timeout, peer, driver, or cancelled after stop().
-  void wait(SdmaSubmission& submission, const Deadline& deadline);
-  // Ends all launches, or gives up on engines that do not come to an end.
-  void stop();
-
  private:
-  using ExecutorLock = std::unique_lock<std::mutex>;
-  using LaneQueueKey = std::pair<uint32_t, Rank>;  // lane, rank
   static constexpr uint32_t kOwnRings = 1u << 31;  // other groups are lanes
 
-  void serve();
-  bool sweep();
-  void drop_doomed();
-  bool behind_doomed(const SdmaSubmission& submission) const;
-  void look(SdmaSubmission& submission, Rank rank, bool& moved);
-  bool poisoned(SdmaSubmission& submission) const;
-  void finish(const std::shared_ptr<SdmaSubmission>& submission);
+  bool held_back(const exec::Submission& submission) const override;
+  void swept(exec::Freed& freed) override;
+  void finish(exec::Submission& submission, exec::Freed& freed) override;
+  std::string failure() const override { return path_->failure(); }
 
   std::unique_ptr<SubmitPath> path_;
-  std::mutex mutex_;
-  std::condition_variable work_;
-  std::condition_variable ended_;
-  std::map<LaneQueueKey, std::deque<std::shared_ptr<SdmaSubmission>>> lanes_;
-  std::vector<std::shared_ptr<SdmaSubmission>> finished_;  // freed outside of the mutex
-  uint32_t under_way_ = 0;
-  uint32_t callers_ = 0;  // who wait
   std::vector<Revoked> doomed_;
   uint64_t taken_back_ = 0;             // so far
   std::map<Rank, uint32_t> own_rings_;  // how many, by rank
   uint32_t ring_groups_ = 0;
-  bool stopping_ = false;
-  std::thread thread_;
 };
 
 }  // namespace offcore::sdma

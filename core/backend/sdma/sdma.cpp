@@ -1,12 +1,10 @@
 #include "core/backend/sdma/sdma.h"
 
 #include <algorithm>
-#include <deque>
 #include <map>
 
 #include "core/backend/sdma/encode.h"
 #include "core/backend/sdma/executor.h"
-#include "core/backend/submission_run.h"
 #include "core/base/error.h"
 #include "core/base/fork.h"
 
@@ -92,134 +90,75 @@ bool moves_host_memory(const SdmaSubmission& submission, const Queue& queue) {
   });
 }
 
-class SdmaLoaded final : public Loaded {
+class SdmaLoaded final : public exec::LoadedProgram {
  public:
-  SdmaLoaded(std::shared_ptr<SdmaExecutor> executor, std::shared_ptr<const Program> program,
-             uint64_t copy_bytes_max)
-      : executor_(std::move(executor)),
-        program_(std::move(program)),
+  SdmaLoaded(std::shared_ptr<SdmaExecutor> executor,
+             std::shared_ptr<const exec::CompiledProgram> compiled, uint64_t copy_bytes_max)
+      : LoadedProgram(executor, compiled),
+        sdma_(*executor),
+        program_(compiled->program),
         copy_bytes_max_(copy_bytes_max),
-        extents_(extents_of(*program_)) {
+        extents_(extents_of(*program_)),
+        stamped_by_(compiled->timestamps, kHostRank) {
     for (const Queue& queue : program_->queues) {
-      engine_queues_ += queue.index != kCallerQueue;
+      if (queue.index == kCallerQueue) continue;
+      own_queues_.emplace_back(queue.rank, queue.index);
       for (const Command& command : queue.commands) {
-        has_swaps_ |= command.op == Op::swap;
-        if (command.op != Op::timestamp) continue;
-        if (stamped_by_.size() <= command.value) stamped_by_.resize(command.value + 1, kHostRank);
-        if (queue.index != kCallerQueue) stamped_by_[command.value] = queue.rank;
+        if (command.op == Op::timestamp) stamped_by_[command.value] = queue.rank;
       }
     }
   }
 
-  ~SdmaLoaded() override { take_back(); }
-
-  // The packets go to the rings, where their first poll holds them until the launch.
-  bool arm(const Launch& launch) override {
-    const std::lock_guard alone(mutex_);
-    if (program_->mode != Mode::armed) {
-      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
-           to_string(program_->mode));
-    }
-    if (!executor_->path().has_rings()) return false;
-    if (own_rings_ == 0) own_rings_ = executor_->take_rings(own_queues());
-    if (own_rings_ == 0) return false;
-    std::shared_ptr<SdmaSubmission> submission = build(launch, own_rings_);
-    executor_->send(*submission, (armed_.empty() ? last_.lock() : armed_.back()).get());
-    armed_.push_back(std::move(submission));
-    return true;
-  }
-
-  std::unique_ptr<Run> launch(const Launch& launch) override {
-    const std::lock_guard alone(mutex_);
-    const int64_t launch_ns = now_ns();
-    std::shared_ptr<SdmaSubmission> submission = take_armed(launch);
-    if (submission == nullptr) {
-      submission = build(launch, launch.lane);
-    } else {
-      last_ = submission;
-    }
-    {
-      const std::lock_guard lock(executor_->mutex());
-      submission->launch.owner = launch.owner;
-      submission->launch_ns = launch_ns;
-      add_host_tasks(*submission, false);
-      submission->engine_time = executor_->path().engine_time();
-      submission->control_ns = now_ns() - launch_ns;
-    }
-    executor_->enqueue(submission);
-    return std::make_unique<SubmissionRun<SdmaExecutor, SdmaSubmission>>(executor_,
-                                                                         std::move(submission));
-  }
+  ~SdmaLoaded() override { recall(); }
 
  private:
-  // All but the callers' queues.
-  std::shared_ptr<SdmaSubmission> build(const Launch& launch, uint32_t ring_group) {
-    check(launch);
-    auto submission = std::make_shared<SdmaSubmission>(program_, launch);
-    bind(*submission);
-    if (has_swaps_ && !swaps_fit(*submission)) replace_swaps(*submission);
-    submission->parts.resize(program_->ranks);
-    submission->parts_left = program_->ranks;
-    submission->timestamps_ns.assign(stamped_by_.size(), -1);
-    submission->ring_group = ring_group;
-    submission->way = executor_->path().name();
-    const std::lock_guard lock(executor_->mutex());  // of the path
-    if (executor_->path().has_rings()) {
-      add_ring_tasks(*submission);
-    } else {
-      add_host_tasks(*submission, true);
-    }
+  std::shared_ptr<exec::Submission> build(const Launch& launch) override {
+    return lay_out(launch, launch.lane);
+  }
+
+  // The packets go to the rings, where their first poll holds them until the launch.
+  std::shared_ptr<exec::Submission> build_ahead(const Launch& launch) override {
+    if (!sdma_.path().has_rings()) return nullptr;
+    if (own_rings_ == 0) own_rings_ = sdma_.take_rings(own_queues_);
+    if (own_rings_ == 0) return nullptr;
+    std::shared_ptr<SdmaSubmission> submission = lay_out(launch, own_rings_);
+    const auto before = armed_.empty() ? last_.lock() : armed_.back();
+    sdma_.send(*submission, static_cast<const SdmaSubmission*>(before.get()));
     return submission;
   }
 
-  // What was armed for this launch; null where nothing was, or for other memory.
-  std::shared_ptr<SdmaSubmission> take_armed(const Launch& launch) {
-    if (armed_.empty()) return nullptr;
-    std::shared_ptr<SdmaSubmission> submission = armed_.front();
-    const Launch& armed = submission->launch;
-    if (armed.epoch != launch.epoch || armed.lane != launch.lane) {
-      fail(Code::invalid, "armed for epoch ", armed.epoch, " of lane ", armed.lane,
-           " but launched with epoch ", launch.epoch, " of lane ", launch.lane);
-    }
-    if (armed.binding == launch.binding) {
-      armed_.pop_front();
-      return submission;
-    }
-    take_back();
-    return nullptr;
-  }
-
-  SdmaExecutor::Queues own_queues() const {
-    SdmaExecutor::Queues queues;
-    for (const Queue& queue : program_->queues) {
-      if (queue.index != kCallerQueue) queues.emplace_back(queue.rank, queue.index);
-    }
-    return queues;
-  }
-
-  void take_back() {
+  void recall() override {
     if (own_rings_ == 0) return;
-    executor_->take_back({.group = std::exchange(own_rings_, 0),
-                          .queues = own_queues(),
-                          .submissions = {armed_.begin(), armed_.end()},
-                          .before = last_.lock()});
-    armed_.clear();
+    sdma_.take_back({.group = std::exchange(own_rings_, 0),
+                     .queues = own_queues_,
+                     .submissions = {armed_.begin(), armed_.end()},
+                     .before = last_.lock()});
   }
 
-  void check(const Launch& launch) const {
-    const Program& program = *program_;
-    if (launch.binding.ranks() != program.ranks || launch.wakeups.size() != program.ranks ||
-        launch.binding.buffers() != program.buffers.size()) {
-      fail(Code::invalid, program.op, " needs bases of ", program.buffers.size(), " buffers at ",
-           program.ranks, " ranks, and a wakeup for each rank");
-    }
-    if (std::find(launch.wakeups.begin(), launch.wakeups.end(), nullptr) != launch.wakeups.end()) {
-      fail(Code::invalid, program.op, " was launched without every rank's wakeup");
-    }
-    if (launch.epoch + program.flag_span < launch.epoch) {
+  void check(const Launch& launch) const override {
+    LoadedProgram::check(launch);
+    if (launch.epoch + program_->flag_span < launch.epoch) {
       fail(Code::unsupported, "the lane's flag values would wrap, and these engines compare them ",
            "plain: make a new communicator");
     }
+  }
+
+  std::shared_ptr<SdmaSubmission> lay_out(const Launch& launch, uint32_t ring_group) {
+    auto submission = std::make_shared<SdmaSubmission>(compiled_, launch);
+    bind(*submission);
+    if (compiled_->swaps && !swaps_fit(*submission)) replace_swaps(*submission);
+    submission->ring_group = ring_group;
+    submission->way = sdma_.path().name();
+    const std::lock_guard lock(sdma_.mutex());  // of the path
+    const bool rings = sdma_.path().has_rings();
+    if (rings) add_ring_tasks(*submission);
+    for (Rank rank = 0; rank < program_->ranks; ++rank) {
+      for (uint32_t queue : compiled_->locals[rank].queues) {
+        if (rings && program_->queues[queue].index != kCallerQueue) continue;
+        submission->tasks[rank].push_back(make_host_task(*submission, queue, sdma_.path()));
+      }
+    }
+    return submission;
   }
 
   // The addresses of all that the program touches; the caller's own memory is pinned for that.
@@ -228,12 +167,7 @@ class SdmaLoaded final : public Loaded {
     for (const auto& [place, extent] : extents_) {
       const auto& [buffer, rank] = place;
       std::byte* base = submission.launch.binding.base(buffer, rank);
-      if (base == nullptr) {
-        fail(Code::invalid, "buffer ", program_->buffers[buffer].name, " of ",
-             rank == kHostRank ? "the host" : cat("rank ", rank), " is not mapped here");
-      }
-      SubmitPath::Pinned pinned =
-          executor_->path().pin(base + extent.begin, extent.end - extent.begin);
+      SubmitPath::Pinned pinned = sdma_.path().pin(base + extent.begin, extent.end - extent.begin);
       submission.addresses.bases[place] = pinned.address - extent.begin;
       submission.places[place] = pinned.place;
       if (pinned.owner != nullptr) submission.kept.push_back(std::move(pinned.owner));
@@ -241,7 +175,7 @@ class SdmaLoaded final : public Loaded {
   }
 
   bool swaps_fit(const SdmaSubmission& submission) const {
-    if (!executor_->path().swaps()) return false;
+    if (!sdma_.path().swaps()) return false;
     for (const Queue& queue : program_->queues) {
       for (const Command& command : queue.commands) {
         if (command.op != Op::swap) continue;
@@ -261,7 +195,7 @@ class SdmaLoaded final : public Loaded {
     submission.program = std::make_shared<const Program>(without_swaps(*program_));
     const auto scratch = static_cast<BufferId>(program_->buffers.size());
     for (Rank rank = 0; rank < program_->ranks; ++rank) {
-      Share share = executor_->path().allocate(rank, submission.program->buffers.back().bytes);
+      Share share = sdma_.path().allocate(rank, submission.program->buffers.back().bytes);
       submission.addresses.bases[{scratch, rank}] = reinterpret_cast<uint64_t>(share.data);
       submission.places[{scratch, rank}] = rank;
       submission.kept.push_back(share.owner);
@@ -270,8 +204,8 @@ class SdmaLoaded final : public Loaded {
 
   // Words of the launch's own: the fences', one for the end of each queue, the timestamps.
   void add_ring_tasks(SdmaSubmission& submission) {
-    const uint64_t stamps_at = kWordBytes * (1 + engine_queues_);
-    const Share words = executor_->path().allocate_host(
+    const uint64_t stamps_at = kWordBytes * (1 + own_queues_.size());
+    const Share words = sdma_.path().allocate_host(
         stamps_at + kTimestampAlign * std::max<size_t>(1, stamped_by_.size()));
     submission.kept.push_back(words.owner);
     submission.stamps = words.data + stamps_at;
@@ -281,10 +215,12 @@ class SdmaLoaded final : public Loaded {
     std::byte* word = words.data;
     for (const EncodedQueue& stream : streams_for(submission)) {
       const Queue& queue = program_->queues[stream.queue];
-      PacketRing& ring = executor_->path().ring(submission.ring_group, queue.rank, queue.index,
-                                                moves_host_memory(submission, queue));
+      PacketRing& ring = sdma_.path().ring(submission.ring_group, queue.rank, queue.index,
+                                           moves_host_memory(submission, queue));
       word += kWordBytes;
-      submission.parts[queue.rank].push_back(make_ring_task(submission, stream, ring, word));
+      std::unique_ptr<RingTask> task = make_ring_task(submission, stream, ring, word);
+      submission.rings.push_back(task.get());
+      submission.tasks[queue.rank].push_back(std::move(task));
     }
   }
 
@@ -305,36 +241,24 @@ class SdmaLoaded final : public Loaded {
     return streams_;
   }
 
-  void add_host_tasks(SdmaSubmission& submission, bool engines) {
-    for (uint32_t index = 0; index < program_->queues.size(); ++index) {
-      const Queue& queue = program_->queues[index];
-      if ((queue.index == kCallerQueue) == engines) continue;
-      submission.parts[queue.rank].push_back(make_host_task(submission, index, executor_->path()));
-    }
-  }
-
-  std::shared_ptr<SdmaExecutor> executor_;
-  std::shared_ptr<const Program> program_;
+  SdmaExecutor& sdma_;
+  const std::shared_ptr<const Program> program_;
   const uint64_t copy_bytes_max_;
   const Extents extents_;
   std::vector<Rank> stamped_by_;
-  size_t engine_queues_ = 0;
-  bool has_swaps_ = false;
-  std::mutex mutex_;  // guards what follows
+  SdmaExecutor::Queues own_queues_;  // of the engines
   std::vector<EncodedQueue> streams_;
   Addresses encoded_for_;
   uint32_t own_rings_ = 0;  // a group; 0: none
-  std::deque<std::shared_ptr<SdmaSubmission>> armed_;
-  std::weak_ptr<SdmaSubmission> last_;  // launched, in the own rings
 };
 
 class SdmaBackend final : public Backend {
  public:
-  SdmaBackend(const Machine& machine, Rank ranks)
+  SdmaBackend(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
       : machine_(machine),
-        ranks_(ranks),
+        local_ranks_(exec::sorted_ranks(std::move(local_ranks), ranks)),
         executor_(owned_by_process(std::make_unique<SdmaExecutor>(open_path(ranks)))) {}
-  ~SdmaBackend() override { executor_->stop(); }
+  ~SdmaBackend() override { executor_->close(); }
 
   const Machine& machine() const override { return machine_; }
   Share allocate(Rank rank, uint64_t bytes) override {
@@ -345,21 +269,19 @@ class SdmaBackend final : public Backend {
     fail(Code::unsupported, "the sdma backend runs all ranks in one process: nothing to import");
   }
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
-    if (program->ranks != ranks_) {
-      fail(Code::invalid, "a program for ", program->ranks, " ranks cannot run on a backend of ",
-           ranks_);
-    }
     if (program->mode == Mode::capture) {
       fail(Code::unsupported, "the sdma backend has no graphs to capture into");
     }
+    auto compiled = std::make_shared<const exec::CompiledProgram>(
+        std::move(program), static_cast<Rank>(local_ranks_.size()), local_ranks_);
     const uint64_t largest = std::min(machine_.limits.copy_bytes_max, kCopyBytesMax);
-    return std::make_unique<SdmaLoaded>(executor_, std::move(program), largest);
+    return std::make_unique<SdmaLoaded>(executor_, std::move(compiled), largest);
   }
   int64_t now_ns() const override { return offcore::now_ns(); }
 
  private:
   Machine machine_;
-  Rank ranks_;
+  std::vector<Rank> local_ranks_;
   std::shared_ptr<SdmaExecutor> executor_;
 };
 
@@ -384,7 +306,7 @@ std::unique_ptr<Backend> make_sdma(const Machine& machine, Rank ranks,
     fail(Code::unsupported, "the sdma backend runs all ", ranks, " ranks in one process, not ",
          local_ranks.size());
   }
-  return std::make_unique<SdmaBackend>(machine, ranks);
+  return std::make_unique<SdmaBackend>(machine, ranks, std::move(local_ranks));
 }
 
 }  // namespace offcore

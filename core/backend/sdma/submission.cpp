@@ -5,22 +5,17 @@
 
 #include "core/backend/sdma/encode.h"
 #include "core/backend/wakeup.h"
-#include "core/ir/text.h"
 
 namespace offcore::sdma {
 namespace {
 
-std::atomic_ref<uint32_t> word_at(const SdmaSubmission& submission, const Slice& slice) {
-  return flag_word(submission.launch.binding.base(kFlagBuffer, slice.rank), slice.offset);
-}
-
-class HostTask final : public QueueTask {
+class HostTask final : public exec::QueueTask {
  public:
   HostTask(SdmaSubmission& submission, uint32_t queue, SubmitPath& path)
-      : QueueTask(submission, queue), path_(path) {}
+      : QueueTask(queue), submission_(submission), path_(path) {}
 
   bool ended() const override { return released_ ? ticket_ == nullptr : at_ == size(); }
-  uint32_t reached() const override { return at_; }
+  size_t reached() const override { return at_; }
   void release() override { released_ = true; }
 
   bool advance() override {
@@ -30,6 +25,7 @@ class HostTask final : public QueueTask {
   }
 
  private:
+  const Queue& commands() const { return submission_.program->queues[queue()]; }
   uint32_t size() const { return static_cast<uint32_t>(commands().commands.size()); }
 
   bool step() {
@@ -52,7 +48,7 @@ class HostTask final : public QueueTask {
         begin_group();
         return true;
       case Op::poll:
-        if (!polled(command)) return false;
+        if (!submission_.polled(command)) return false;
         break;
       case Op::signal:
         signal(command);
@@ -86,25 +82,15 @@ class HostTask final : public QueueTask {
     ticket_ = path_.copy(commands().rank, pieces);
   }
 
-  bool polled(const Command& command) const {
-    const uint32_t target = submission_.launch.epoch + command.value;
-    for (uint32_t i = 0; i < command.rows; ++i) {
-      const Slice word = row_of(command.dst, command.dst_step, i, submission_.program->ranks);
-      if (!reached_value(word_at(submission_, word).load(std::memory_order_acquire), target)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   void signal(const Command& command) const {
     for (uint32_t i = 0; i < command.rows; ++i) {
       const Slice word = row_of(command.dst, command.dst_step, i, submission_.program->ranks);
-      word_at(submission_, word)
-          .store(submission_.launch.epoch + command.value, std::memory_order_release);
+      submission_.word(word).store(submission_.launch.epoch + command.value,
+                                   std::memory_order_release);
     }
   }
 
+  SdmaSubmission& submission_;
   SubmitPath& path_;
   std::unique_ptr<Ticket> ticket_;
   uint32_t at_ = 0;
@@ -112,11 +98,12 @@ class HostTask final : public QueueTask {
   bool released_ = false;
 };
 
-class RingTask final : public QueueTask {
+class PacketTask final : public RingTask {
  public:
-  RingTask(SdmaSubmission& submission, const EncodedQueue& stream, PacketRing& ring,
-           std::byte* completed)
-      : QueueTask(submission, stream.queue),
+  PacketTask(SdmaSubmission& submission, const EncodedQueue& stream, PacketRing& ring,
+             std::byte* completed)
+      : RingTask(stream.queue),
+        submission_(submission),
         ring_(ring),
         completed_(*reinterpret_cast<uint32_t*>(completed)),
         dwords_(stream.dwords),
@@ -144,8 +131,7 @@ class RingTask final : public QueueTask {
   }
 
   // By what the engine has fetched: of parts that it is past, all; of the next one, what is left.
-  uint32_t reached() const override {
-    if (ended()) return static_cast<uint32_t>(starts_.size());
+  size_t reached() const override {
     const uint64_t rptr = std::atomic_ref(*ring_.memory().rptr).load(std::memory_order_acquire);
     size_t fetched = 0;
     for (const RingPart& part : parts_) {
@@ -153,7 +139,7 @@ class RingTask final : public QueueTask {
       fetched = std::max<size_t>(fetched, part.sent - std::min<size_t>(part.sent, left));
     }
     const auto next = std::upper_bound(starts_.begin(), starts_.end(), fetched);
-    return next == starts_.begin() ? 0 : static_cast<uint32_t>(next - starts_.begin() - 1);
+    return next == starts_.begin() ? 0 : static_cast<size_t>(next - starts_.begin() - 1);
   }
 
   // The engine gets to the end by itself once nothing that it polls is missing.
@@ -162,12 +148,12 @@ class RingTask final : public QueueTask {
       dwords_.resize(sent_);
       dwords_.insert(dwords_.end(), end_.begin(), end_.end());
     }
-    for (const Command& command : commands().commands) {
+    for (const Command& command : submission_.program->queues[queue()].commands) {
       if (command.op != Op::poll) continue;
       for (uint32_t i = 0; i < command.rows; ++i) {
         const Slice word = row_of(command.dst, command.dst_step, i, submission_.program->ranks);
         const uint32_t value = submission_.launch.epoch + command.value;
-        if (word_at(submission_, word).load() < value) word_at(submission_, word).store(value);
+        if (submission_.word(word).load() < value) submission_.word(word).store(value);
       }
     }
   }
@@ -177,6 +163,7 @@ class RingTask final : public QueueTask {
     uint64_t end;  // in the ring
     size_t sent;   // dwords, with this part
   };
+  SdmaSubmission& submission_;
   PacketRing& ring_;
   std::atomic_ref<uint32_t> completed_;
   std::vector<uint32_t> dwords_;
@@ -188,44 +175,21 @@ class RingTask final : public QueueTask {
 
 }  // namespace
 
-const Queue& QueueTask::commands() const { return submission_.program->queues[queue_]; }
-
-std::string SdmaSubmission::position() const {
-  constexpr uint32_t kListed = 16;
-  std::string text;
-  uint32_t unfinished = 0;
-  for (const auto& part : parts) {
-    for (const std::unique_ptr<QueueTask>& task : part) {
-      const Queue& queue = program->queues[task->queue()];
-      if (task->ended() || queue.commands.empty() || ++unfinished > kListed) continue;
-      const uint32_t last = static_cast<uint32_t>(queue.commands.size()) - 1;
-      const uint32_t reached = std::min(task->reached(), last);
-      text += cat(text.empty() ? "" : "; ", "queue ", queue_name(queue), " at command ", reached,
-                  " (", print(queue.commands[reached], *program), ")");
-    }
-  }
-  if (unfinished > kListed) text += cat("; and ", unfinished - kListed, " more queues");
-  return text.empty() ? "all queues ended" : text;
-}
-
 Report SdmaSubmission::report() const {
-  Report report;
-  report.time_ns = end_ns - launch_ns;
-  report.timestamps_ns = timestamps_ns;
+  Report report = Submission::report();  // the engines show nothing else
   report.native = native;
   report.way = way;
-  report.phases.control_ns = static_cast<double>(control_ns);  // the engines show nothing else
   return report;
 }
 
-std::unique_ptr<QueueTask> make_host_task(SdmaSubmission& submission, uint32_t queue,
-                                          SubmitPath& path) {
+std::unique_ptr<exec::QueueTask> make_host_task(SdmaSubmission& submission, uint32_t queue,
+                                                SubmitPath& path) {
   return std::make_unique<HostTask>(submission, queue, path);
 }
 
-std::unique_ptr<QueueTask> make_ring_task(SdmaSubmission& submission, const EncodedQueue& stream,
-                                          PacketRing& ring, std::byte* completed) {
-  return std::make_unique<RingTask>(submission, stream, ring, completed);
+std::unique_ptr<RingTask> make_ring_task(SdmaSubmission& submission, const EncodedQueue& stream,
+                                         PacketRing& ring, std::byte* completed) {
+  return std::make_unique<PacketTask>(submission, stream, ring, completed);
 }
 
 }  // namespace offcore::sdma

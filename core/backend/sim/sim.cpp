@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
+#include <numeric>
 #include <optional>
 
+#include "core/backend/exec/executor.h"
 #include "core/backend/sim/packets.h"
 #include "core/backend/sim/simulation.h"
 #include "core/base/error.h"
@@ -14,96 +15,85 @@
 namespace offcore::sim {
 namespace {
 
-class SimRun : public Run {
+class SimSubmission final : public exec::Submission {
  public:
-  explicit SimRun(SimOutcome outcome) : outcome_(std::move(outcome)) {}
+  SimSubmission(std::shared_ptr<const exec::CompiledProgram> of, const Launch& launch_)
+      : Submission(std::move(of), launch_, 1) {}
+  bool part_ended(uint32_t) override { return ended(); }
+  Report report() const override { return outcome.report; }
 
-  // A launch in which nothing can happen any more goes on for ever; one of a dead rank has ended.
-  bool done() override { return outcome_.failure != Code::timeout; }
-  void wait(const Deadline&) override {
-    if (outcome_.failure) throw Error(*outcome_.failure, outcome_.message);
-  }
-  Report report() const override { return outcome_.report; }
+  SimOutcome outcome;
 
- private:
-  SimOutcome outcome_;
+ protected:
+  size_t reached(uint32_t) const override { return SIZE_MAX; }  // its error names the queues
 };
 
 // The state that a backend shares with its loaded programs.
-struct SimShared {
-  std::mutex mutex;
-  SimState state;
+class SimExecutor final : public exec::Executor {
+ public:
+  SimExecutor(const Machine& machine, Rank ranks, SimOptions options) : Executor("sim") {
+    state_.machine = machine;
+    state_.ranks = ranks;
+    state_.options = std::move(options);
+  }
+  const SimState& state() const { return state_; }
+  int64_t now_ns() {
+    const ExecutorLock lock(mutex_);
+    return std::llround(state_.clock_ns);
+  }
+  void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override {
+    auto& own = static_cast<SimSubmission&>(*submission);
+    const ExecutorLock lock(mutex_);
+    own.outcome = Simulation(state_, *own.program, own.launch).run();
+    if (own.outcome.failure) own.error.emplace(*own.outcome.failure, own.outcome.message);
+    // A launch in which nothing can happen any more goes on for ever; one of a dead rank has ended.
+    if (own.outcome.failure != Code::timeout) own.end();
+    own.let_go(freed);
+  }
+  void close() override {}
+
+ private:
+  void attend(exec::Submission&, const Deadline&) override {}
+
+  SimState state_;
 };
 
-class SimLoaded : public Loaded {
+class SimLoaded final : public exec::LoadedProgram {
  public:
-  SimLoaded(std::shared_ptr<SimShared> shared, std::shared_ptr<const Program> program)
-      : shared_(std::move(shared)), program_(std::move(program)) {
-    const SimState& state = shared_->state;
-    if (state.options.packets) packets_.emplace(*program_, state.machine);
-  }
-
-  bool arm(const Launch& launch) override {
-    if (program_->mode != Mode::armed) {
-      fail(Code::invalid, "only a program of mode armed can be armed, not one of mode ",
-           to_string(program_->mode));
-    }
-    const std::lock_guard lock(shared_->mutex);
-    armed_.push_back({launch.lane, launch.epoch});
-    return true;
-  }
-
-  std::unique_ptr<Run> launch(const Launch& launch) override {
-    if (launch.binding.ranks() != program_->ranks) {
-      fail(Code::invalid, "a binding of ", launch.binding.ranks(), " ranks for a program of ",
-           program_->ranks);
-    }
-    const std::lock_guard lock(shared_->mutex);
-    if (program_->mode == Mode::armed) start_armed(launch);
-    if (!packets_) {
-      return std::make_unique<SimRun>(Simulation(shared_->state, *program_, launch).run());
-    }
-    const Program fetched = packets_->fetched(launch.epoch);
-    return std::make_unique<SimRun>(Simulation(shared_->state, fetched, launch).run());
+  SimLoaded(const std::shared_ptr<SimExecutor>& executor,
+            std::shared_ptr<const exec::CompiledProgram> compiled)
+      : LoadedProgram(executor, std::move(compiled)) {
+    const SimState& state = executor->state();
+    if (state.options.packets) packets_.emplace(*compiled_->program, state.machine);
   }
 
  private:
-  struct Armed {
-    uint32_t lane;
-    uint32_t epoch;
-  };
-
-  void start_armed(const Launch& launch) {
-    const auto armed = std::find_if(armed_.begin(), armed_.end(), [&](const Armed& candidate) {
-      return candidate.lane == launch.lane;
-    });
-    if (armed == armed_.end() || armed->epoch != launch.epoch) {
-      fail(Code::invalid, "a program of mode armed has to be armed with lane ", launch.lane,
-           " and epoch ", launch.epoch, " before it is launched with them");
+  void check(const Launch& launch) const override {  // that phantom memory is not there is fine
+    if (launch.binding.ranks() == compiled_->program->ranks) return;
+    fail(Code::invalid, "a binding of ", launch.binding.ranks(), " ranks for a program of ",
+         compiled_->program->ranks);
+  }
+  std::shared_ptr<exec::Submission> build(const Launch& launch) override {
+    auto submission = std::make_shared<SimSubmission>(compiled_, launch);
+    if (packets_) {
+      submission->program = std::make_shared<const Program>(packets_->fetched(launch.epoch));
     }
-    armed_.erase(armed);
+    return submission;
   }
 
-  std::shared_ptr<SimShared> shared_;
-  std::shared_ptr<const Program> program_;
   std::optional<PacketPath> packets_;
-  std::vector<Armed> armed_;  // in order
 };
 
 class SimBackend : public Backend {
  public:
   SimBackend(const Machine& machine, Rank ranks, SimOptions options)
-      : shared_(std::make_shared<SimShared>()) {
-    shared_->state.machine = machine;
-    shared_->state.ranks = ranks;
-    shared_->state.options = std::move(options);
-  }
+      : executor_(std::make_shared<SimExecutor>(machine, ranks, std::move(options))) {}
 
-  const Machine& machine() const override { return shared_->state.machine; }
+  const Machine& machine() const override { return executor_->state().machine; }
 
   Share allocate(Rank rank, uint64_t bytes) override {
     Share share{.rank = rank, .bytes = bytes, .fd = -1, .data = nullptr, .owner = nullptr};
-    if (shared_->state.options.phantom || bytes == 0) return share;
+    if (executor_->state().options.phantom || bytes == 0) return share;
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       fail_errno(Code::memory, cat("cannot allocate ", bytes, " bytes for simulated rank ", rank));
@@ -118,21 +108,18 @@ class SimBackend : public Backend {
   }
 
   std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) override {
-    if (program->ranks != shared_->state.ranks) {
-      fail(Code::invalid, "a program of ", program->ranks, " ranks on a simulator of ",
-           shared_->state.ranks);
-    }
     check_places(*program);
-    return std::make_unique<SimLoaded>(shared_, std::move(program));
+    std::vector<Rank> all(executor_->state().ranks);
+    std::iota(all.begin(), all.end(), Rank{0});
+    return std::make_unique<SimLoaded>(
+        executor_, std::make_shared<const exec::CompiledProgram>(std::move(program),
+                                                                 executor_->state().ranks, all));
   }
 
-  int64_t now_ns() const override {
-    const std::lock_guard lock(shared_->mutex);
-    return std::llround(shared_->state.clock_ns);
-  }
+  int64_t now_ns() const override { return executor_->now_ns(); }
 
  private:
-  std::shared_ptr<SimShared> shared_;
+  std::shared_ptr<SimExecutor> executor_;
 };
 
 }  // namespace

@@ -3,19 +3,13 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/backend/exec/submission.h"
 #include "core/backend/sim/simulation.h"
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
 #include "core/base/swap_bytes.h"
-#include "core/ir/text.h"
 
 namespace offcore::sim {
-namespace {
-
-constexpr size_t kStuckQueuesMax = 64;  // in a message
-
-}  // namespace
-
 // A flag word: in the bound memory, or in the simulation's own where none is bound.
 std::atomic_ref<uint32_t> Simulation::word_at(const Slice& word) {
   std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
@@ -106,24 +100,16 @@ void Simulation::blame(SimOutcome& outcome) const {
   for (Wakeup* wakeup : launch_.wakeups) poison(*wakeup, static_cast<Rank>(*killed));
 }
 
-// Per queue that has not ended: the command it has reached.
+// The queues that have not ended, and the commands that they have reached.
 std::string Simulation::stuck() const {
-  std::string text;
-  size_t queues = 0;
+  std::vector<size_t> reached;
   for (const SimQueue& actor : actors_) {
-    const std::vector<Command>& commands = actor.queue->commands;
-    uint32_t index = actor.next;
-    for (uint32_t i = 0; i < actor.next && actor.running > 0; ++i) {
-      if (runs_[first_command_[actor.index] + i].ended) continue;
-      index = i;
-      break;
+    reached.push_back(actor.next);
+    for (uint32_t i = actor.next; i-- > 0 && actor.running > 0;) {
+      if (!runs_[first_command_[actor.index] + i].ended) reached.back() = i;
     }
-    if (index == commands.size() || ++queues > kStuckQueuesMax) continue;
-    if (!text.empty()) text += ", ";
-    text += cat("queue ", queue_name(*actor.queue), " at command ", index, " (",
-                print(commands[index], program_), ")");
   }
-  if (queues > kStuckQueuesMax) text += cat(" and ", queues - kStuckQueuesMax, " more queues");
+  const std::string text = exec::print_position(program_, reached);
   return text.empty() ? "none" : text;
 }
 
