@@ -167,7 +167,9 @@ class Run {
   virtual Report report() const = 0;  // once done
   // Makes a stream of the caller's (as Launch::streams) wait for the end. Throws unsupported where
   // there are no streams.
-  virtual void enqueue_wait(uintptr_t stream);
+  virtual void enqueue_wait(uintptr_t) {
+    fail(Code::unsupported, "this backend has no streams that can wait");
+  }
 };
 
 // Waits for a run in slices, between which the caller may be told to stop. `failed` hears of every

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <dlfcn.h>
+
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -275,6 +277,18 @@ void bind_gpu_timer(nb::module_& module) {
           nb::arg("timeout_s"));
 }
 
+void bind_add_backend(nb::module_& module) {
+  module.def(
+      "add_backend",
+      [](const std::string& library) {
+        void* opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+        void* symbol = opened == nullptr ? nullptr : dlsym(opened, "offcore_backend");
+        if (symbol == nullptr) fail(Code::unavailable, dlerror());
+        add_backend(*reinterpret_cast<const BackendRow* (*)()>(symbol)());
+      },
+      nb::arg("library"), "For tests: a backend of the same build, from a library of its own.");
+}
+
 }  // namespace
 
 void bind_backend(nb::module_& module) {
@@ -289,6 +303,7 @@ void bind_backend(nb::module_& module) {
       },
       "Rows of (name, available, reason).");
 
+  bind_add_backend(module);
   bind_faults(module);
   bind_report(module);
   bind_gpu_timer(module);

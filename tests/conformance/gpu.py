@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 import offcore
+from offcore import _core
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from cuda_library import fake_cuda_library, fake_hsa_library
+from cuda_library import fake_cuda_library, fake_hsa_library, toy_library
 
 
 def sanitizer() -> str | None:
@@ -35,6 +37,12 @@ def hsa_stand_in(way: str = SDMA_WAY) -> dict[str, str]:
         "OFFCORE_LIBHSA": str(library),
         "OFFCORE_LIBHIP": str(library.with_name("libamdhip64.so")),
     }
+
+
+@functools.cache
+def add_toy() -> None:
+    """From now on the toy backend opens in this process."""
+    _core.add_backend(str(toy_library(sanitizer())))
 
 
 def stand_in() -> dict[str, str]:

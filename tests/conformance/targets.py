@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from gpu import SDMA_WAY, GpuCommunicator, hsa_stand_in, stand_in
+from gpu import SDMA_WAY, GpuCommunicator, add_toy, hsa_stand_in, stand_in
 
 import offcore
 from offcore import _core
@@ -121,11 +121,21 @@ class AmdGpus(Target):
             return super().session(ranks)
 
 
+class Toy(Target):
+    """The smallest backend that stands on the shared executor (toy/toy.cpp): a library of its own,
+    which no package has."""
+
+    def need(self, ranks: int) -> None:
+        add_toy()
+        super().need(ranks)
+
+
 TARGETS = {
     "sim-mi300x-8": Target("sim", "mi300x-8"),
     "sim-h200-8": Target("sim", "h200-8"),
     "sim-h200-4": Target("sim", "h200-4"),
     "host": Target("host", "host-{}"),
+    "toy": Toy("toy", "host-{}", watched=False, batches=False),
     "cuda": Gpus("cuda", "h200", swaps=False, watched=False),
     "sdma": AmdGpus("sdma", "mi300x-8", watched=False, batches=False, cyclic=False, way=SDMA_WAY),
 }

@@ -40,6 +40,12 @@ def fake_hsa_library(kind: str = "", preset: str | None = None) -> Path:
     return folder / f"libhsa-runtime64{kind}.so.1"
 
 
+def toy_library(preset: str | None = None) -> Path:
+    """The toy backend (tests/conformance/toy), plain or of a sanitizer's build."""
+    folder = ROOT / "build" / preset / "fakes" if preset else fake_cuda_library().parent
+    return folder / "libtoy.so"
+
+
 def without_torch() -> dict[str, str]:
     """The environment in which a started Python finds none: see absent/torch.py."""
     path = [str(FOLDER / "absent"), *filter(None, [os.environ.get("PYTHONPATH")])]
