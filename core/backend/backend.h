@@ -165,11 +165,6 @@ class Run {
   // Throws timeout, or peer when the rank was poisoned; both name, per queue, the command reached.
   virtual void wait(const Deadline& deadline) = 0;
   virtual Report report() const = 0;  // once done
-  // Makes a stream of the caller's (as Launch::streams) wait for the end. Throws unsupported where
-  // there are no streams.
-  virtual void enqueue_wait(uintptr_t) {
-    fail(Code::unsupported, "this backend has no streams that can wait");
-  }
 };
 
 // Waits for a run in slices, between which the caller may be told to stop. `failed` hears of every
@@ -235,6 +230,8 @@ class Streams {
   // now. Throw unsupported for a stream that is being captured.
   virtual std::unique_ptr<Mark> mark_stream(uintptr_t stream) = 0;
   virtual std::unique_ptr<Mark> mark_event(uintptr_t event) = 0;
+  // Makes a stream of the caller's wait for the end of a run of this backend's.
+  virtual void enqueue_wait(Run& run, uintptr_t stream) = 0;
 };
 
 // Captures of such streams. Programs of mode capture are launched into captures, and no others:

@@ -58,7 +58,8 @@ void Job::want(uint32_t layer) {
   queue_->work.notify_one();
 }
 
-void Job::enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadline) {
+void Job::enqueue_wait(uint32_t layer, Streams& streams, uintptr_t stream,
+                       const Deadline& deadline) {
   const uint32_t layer_group = layer_group_of(layer);
   spin_until([&] { return enqueued(layer); },
              queue_->brief_ns);  // it takes microseconds, as a rule
@@ -71,7 +72,7 @@ void Job::enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadlin
   }
   const std::vector<std::shared_ptr<Run>> runs = layer_groups_[layer_group];
   lock.unlock();
-  for (const std::shared_ptr<Run>& run : runs) run->enqueue_wait(stream);
+  for (const std::shared_ptr<Run>& run : runs) streams.enqueue_wait(*run, stream);
 }
 
 void Job::cancel() {

@@ -94,7 +94,7 @@ class Job {
   bool enqueued(uint32_t layer) const { return enqueued_ > layer_group_of(layer) || done(); }
   // Makes a stream wait for a layer that is wanted, once its copies are enqueued: until then the
   // caller waits.
-  void enqueue_wait(uint32_t layer, uintptr_t stream, const Deadline& deadline);
+  void enqueue_wait(uint32_t layer, Streams& streams, uintptr_t stream, const Deadline& deadline);
   // What is not enqueued yet is not copied.
   void cancel();
   JobReport report() const;  // once done

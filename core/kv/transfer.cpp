@@ -248,6 +248,8 @@ void Transfer::wait(Job& job, const Deadline& deadline) const {
 
 void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
                             const Deadline& deadline) const {
+  Streams* streams = backend_->capabilities().streams;
+  if (streams == nullptr) fail(Code::unsupported, "this backend has no streams that can wait");
   if (backend_->capture_of({&stream, 1}) != 0) {
     fail(Code::unsupported,
          "the stream is being captured, and a graph cannot wait for a transfer: ",
@@ -255,7 +257,7 @@ void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
   }
   job.want(layer);
   help(job, layer, deadline);
-  job.enqueue_wait(layer, stream, deadline);
+  job.enqueue_wait(layer, *streams, stream, deadline);
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {

@@ -80,7 +80,7 @@ class EventMark final : public Mark {
 class CudaRun final : public exec::SubmissionRun {
  public:
   using SubmissionRun::SubmissionRun;
-  void enqueue_wait(uintptr_t stream) override {
+  void enqueue_wait(uintptr_t stream) {
     static_cast<CudaExecutor&>(*executor_)
         .enqueue_wait(static_cast<const CudaSubmission&>(*submission_), stream);
   }
@@ -253,6 +253,10 @@ class CudaBackend final : public Backend,
     const ContextGuard current = first_gpu().current();
     refuse_capture(stream);
     return std::make_unique<StreamMark>(first_gpu(), reinterpret_cast<CUstream>(stream));
+  }
+
+  void enqueue_wait(Run& run, uintptr_t stream) override {
+    static_cast<CudaRun&>(run).enqueue_wait(stream);
   }
 
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
