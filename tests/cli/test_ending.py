@@ -71,7 +71,7 @@ def test_a_killed_worker_is_reported(start_cli):
 
 def test_silent_workers_are_ended_and_named(start_cli):
     """A library may hang without a word: then the run ends, and says in which step."""
-    process = start_cli(*LONG, "--timeout", "1")
+    process = start_cli(*LONG, "--timeout", "3")
     workers = workers_of(process)
     time.sleep(1)  # past what they say at the start
     for pid in workers:
@@ -79,5 +79,5 @@ def test_silent_workers_are_ended_and_named(start_cli):
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert told.startswith("offcore: timeout: the process of rank ")
-    assert "said nothing for 4 s, in step 'auto at 65536 bytes'" in told
+    assert "said nothing for 12 s, in step 'auto at 65536 bytes'" in told
     wait_for(lambda: not any(map(is_running, workers)))

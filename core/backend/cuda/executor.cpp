@@ -9,6 +9,8 @@
 namespace offcore::cuda {
 namespace {
 
+constexpr uint64_t kSmallBytes = uint64_t{1} << 20;  // that a launch copies
+constexpr uint32_t kReapEvery = 4;
 constexpr uint32_t kLooks = 50;  // of a microsecond or less
 constexpr int64_t kSpinNs = 200'000;
 constexpr double kReleaseS = 10.0;
@@ -72,13 +74,14 @@ OrderedStream& CudaExecutor::engine(LaneStreams& lane, uint32_t device, size_t i
   return *lane.engines[index];
 }
 
-void CudaExecutor::check_places(const CudaProgram& compiled, const Launch& launch) const {
+void CudaExecutor::check_places(const CudaProgram& compiled, const Launch& launch) {
   const Program& program = *compiled.program;
   for (const auto& [buffer, rank] : compiled.bases) {
     const std::byte* base = launch.binding.base(buffer, rank);
-    if (program.buffers[buffer].kind != Buffer::Home::local || mappings_->find(base) != nullptr) {
-      continue;
-    }
+    if (program.buffers[buffer].kind != Buffer::Home::local) continue;
+    // What was a GPU's is not asked for again: its addresses never become the host's.
+    std::atomic<const std::byte*>& known = known_[reinterpret_cast<uintptr_t>(base) / 512 % kKnown];
+    if (known.load(std::memory_order_relaxed) == base || mappings_->find(base) != nullptr) continue;
     const ContextGuard current = devices_.front()->current();
     int type = 0;
     const CUresult result = Driver::get().cuPointerGetAttribute(
@@ -89,6 +92,7 @@ void CudaExecutor::check_places(const CudaProgram& compiled, const Launch& launc
            " is ordinary host memory, which GPUs' copy engines cannot reach; pass a tensor on the "
            "GPU, a window, or host memory of Communicator.host_array()");
     }
+    if (type == kDeviceMemory) known.store(base, std::memory_order_relaxed);
   }
 }
 
@@ -244,7 +248,7 @@ void CudaExecutor::submit(const std::shared_ptr<exec::Submission>& submission, e
   auto& own = static_cast<CudaSubmission&>(*submission);
   const ExecutorLock lock(mutex_);
   check_open();
-  reap(freed);
+  reap(own, freed);
   LaneSubmissions& lane = lanes_[{own.launch.lane, 0}];
   lane.push_back(submission);
   std::vector<RankSubmission> turns;
@@ -269,9 +273,19 @@ void CudaExecutor::finish(exec::Submission& submission, exec::Freed& freed) {
   submission.let_go(freed);  // its end was seen when it was polled
 }
 
-// Lets go of launches that have ended and that nobody waits for: of each lane the first ones.
-void CudaExecutor::reap(exec::Freed& freed) {
-  for (auto& [key, lane] : lanes_) settle(key, lane, freed);
+// Lets go of launches that have ended and that nobody waits for: of each lane the first ones. To ask
+// for an event takes as long as a third of a small launch, so a lane of small ones is looked at
+// every few launches, and by the event in its middle: launches of a lane end in order.
+void CudaExecutor::reap(const CudaSubmission& next, exec::Freed& freed) {
+  const bool small = next.compiled.bytes <= kSmallBytes;
+  if (!small || ++launches_ % kReapEvery == 0) {
+    for (auto& [key, lane] : lanes_) {
+      const size_t middle = small ? lane.size() / 2 : 0;
+      if (middle > 0 && !lane[middle]->poll()) continue;
+      for (size_t i = 0; i < middle; ++i) lane[i]->end();
+      settle(key, lane, freed);
+    }
+  }
   release(freed);
 }
 

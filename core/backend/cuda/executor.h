@@ -70,7 +70,7 @@ class CudaExecutor final : public exec::Executor {
   bool strided() const { return strided_works_; }
 
   // Throws invalid for host memory that engines cannot reach.
-  void check_places(const CudaProgram& compiled, const Launch& launch) const;
+  void check_places(const CudaProgram& compiled, const Launch& launch);
   void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override;
   uint64_t capture_of(std::span<const uintptr_t> streams) const {
     return captures_.capture_of(streams);
@@ -132,7 +132,7 @@ class CudaExecutor final : public exec::Executor {
   void attend(exec::Submission& submission, const Deadline& deadline) override;
   void finish(exec::Submission& submission, exec::Freed& freed) override;
   void retire(exec::Submission& submission, exec::Freed& freed) override;
-  void reap(exec::Freed& freed);
+  void reap(const CudaSubmission& next, exec::Freed& freed);
   void release(exec::Freed& freed);
   void release_poisoned();
   using Submissions = std::vector<std::shared_ptr<CudaSubmission>>;
@@ -167,7 +167,10 @@ class CudaExecutor final : public exec::Executor {
   std::map<std::pair<uint32_t, uint32_t>, LaneStreams> streams_;  // by lane, device
   std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
   size_t armed_lines_ = 0;
+  uint64_t launches_ = 0;
   std::atomic<bool> strided_works_{true};
+  static constexpr size_t kKnown = 64;
+  std::atomic<const std::byte*> known_[kKnown] = {};  // some addresses that are GPUs'
 };
 
 }  // namespace offcore::cuda

@@ -69,6 +69,11 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
     LocalProgram& local = compiled->gpus.emplace_back(
         LocalProgram{own, static_cast<uint32_t>(compiled->gpus.size())});
     place_caller(local);
+    for (const uint32_t queue : local.queues) {
+      for (const Command& command : queues[queue].commands) {
+        if (moves_data(command.op)) compiled->bytes += command.bytes * command.rows;
+      }
+    }
     if (compiled->program->mode != Mode::armed || !local.joined) continue;
     for (uint32_t engine : local.engines) {
       if (!split(*compiled->program, queues[engine].commands, local.aheads.emplace_back())) {

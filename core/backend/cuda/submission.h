@@ -35,6 +35,7 @@ struct CudaProgram : exec::CompiledProgram {
   using exec::CompiledProgram::CompiledProgram;
   std::vector<LocalProgram> gpus;  // by device
   std::vector<std::shared_ptr<LocalGpu>> devices;
+  uint64_t bytes = 0;  // that the local queues copy
 };
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.
