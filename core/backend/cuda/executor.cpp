@@ -273,18 +273,17 @@ void CudaExecutor::finish(exec::Submission& submission, exec::Freed& freed) {
   submission.let_go(freed);  // its end was seen when it was polled
 }
 
-// Lets go of launches that have ended and that nobody waits for: of each lane the first ones. To ask
-// for an event takes as long as a third of a small launch, so a lane of small ones is looked at
-// every few launches, and by the event in its middle: launches of a lane end in order.
+// Lets go of launches that have ended and that nobody waits for, of each lane the first ones, and
+// ends those that are poisoned. A query of an event takes a sixth of a small launch's time, so
+// small ones look every few launches, and at the event in the middle: a lane ends in order.
 void CudaExecutor::reap(const CudaSubmission& next, exec::Freed& freed) {
   const bool small = next.compiled.bytes <= kSmallBytes;
-  if (!small || ++launches_ % kReapEvery == 0) {
-    for (auto& [key, lane] : lanes_) {
-      const size_t middle = small ? lane.size() / 2 : 0;
-      if (middle > 0 && !lane[middle]->poll()) continue;
-      for (size_t i = 0; i < middle; ++i) lane[i]->end();
-      settle(key, lane, freed);
-    }
+  if (small && ++launches_ % kReapEvery != 0) return;
+  for (auto& [key, lane] : lanes_) {
+    const size_t middle = small ? lane.size() / 2 : 0;
+    if (middle > 0 && !lane[middle]->poll()) continue;
+    for (size_t i = 0; i < middle; ++i) lane[i]->end();
+    settle(key, lane, freed);
   }
   release(freed);
 }
@@ -336,13 +335,9 @@ void CudaExecutor::attend(exec::Submission& submission, const Deadline& deadline
   // A small operation ends while its host looks, which it does without a pause at first.
   for (uint32_t looks = 0; looks < kLooks && !submission.poll(); ++looks) pause_briefly();
   while (!submission.poll()) {
-    if (submission.poisoned() != 0) {
-      release_poisoned();
-    } else if (deadline.passed()) {
-      return;
-    } else {
-      nap(now_ns() - began_ns);
-    }
+    release_poisoned();  // it, and what it waits behind
+    if (submission.ended() || deadline.passed()) return;
+    nap(now_ns() - began_ns);
   }
 }
 
