@@ -192,6 +192,7 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuDeviceCanAccessPeer, 4000, (int*, CUdevice, CUdevice))                                     \
   X(cuDevicePrimaryCtxRetain, 7000, (CUcontext*, CUdevice))                                      \
   X(cuDevicePrimaryCtxRelease, 11000, (CUdevice))                                                \
+  X(cuCtxGetCurrent, 4000, (CUcontext*))                                                         \
   X(cuCtxPushCurrent, 4000, (CUcontext))                                                         \
   X(cuCtxPopCurrent, 4000, (CUcontext*))                                                         \
   X(cuCtxEnablePeerAccess, 4000, (CUcontext, unsigned))                                          \
@@ -291,18 +292,22 @@ class CaptureGuard {
 };
 
 // Makes a context current and puts the caller's back. Inside another one of the same context it
-// calls nothing.
+// calls nothing, and where the context is the caller's own it pushes nothing.
 class ContextGuard {
  public:
   explicit ContextGuard(CUcontext context) : outer_(innermost_) {
     if (context == outer_) return;
     relaxed_.emplace();
-    check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
+    CUcontext callers = nullptr;
+    Driver::get().cuCtxGetCurrent(&callers);
+    pushed_ = callers != context;
+    if (pushed_) check(Driver::get().cuCtxPushCurrent(context), "cuCtxPushCurrent");
     innermost_ = context;
   }
   ~ContextGuard() {
     if (!relaxed_) return;
     innermost_ = outer_;
+    if (!pushed_) return;
     CUcontext popped = nullptr;
     Driver::get().cuCtxPopCurrent(&popped);
   }
@@ -312,6 +317,7 @@ class ContextGuard {
  private:
   static inline thread_local CUcontext innermost_ = nullptr;  // of this thread's
   CUcontext outer_;
+  bool pushed_ = false;
   std::optional<CaptureGuard> relaxed_;
 };
 
