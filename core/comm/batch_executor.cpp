@@ -128,7 +128,7 @@ Launch BatchExecutor::bind(const Program& program, const BatchBases& bases, Batc
       continue;
     }
     for (Rank rank = 0; rank < ranks_; ++rank) {
-      if (buffer.name != "scratch") {
+      if (buffer.role != Role::scratch) {
         launch.binding.base(id, rank) = reinterpret_cast<std::byte*>(bases.device[rank]);
         continue;
       }

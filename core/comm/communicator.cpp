@@ -231,7 +231,7 @@ void Communicator::barrier(const Deadline& deadline) {
   Request request{.collective = Collective::all_gather,
                   .counts = std::vector<uint64_t>(ranks_, 0),
                   .variant = "b2b",
-                  .protocol = "promise",
+                  .protocol = Wanted::promise,
                   .out = std::vector<Operand>(local_ranks_.size()),
                   .in = std::vector<Operand>(local_ranks_.size())};
   start(std::move(request), deadline)->wait(deadline);

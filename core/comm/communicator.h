@@ -189,8 +189,8 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   std::shared_ptr<CachedPlan> meet_in_graph(const Request& request, const Lookup& lookup,
                                             const std::string& text, Lane& lane, LaneLock& turn);
   Settled agree(Lane& lane, const Entry& mine, const Facts& facts, LaneLock& turn);
-  std::shared_ptr<CachedPlan> make_plan(const Request& request, const Facts& facts, bool staged,
-                                        const Deadline& deadline);
+  std::shared_ptr<CachedPlan> make_plan(const Request& request, const Facts& facts,
+                                        const ProtocolForm& form, const Deadline& deadline);
   // What ranks plan alike fails on all of them alike, but for a rank that takes too long.
   template <typename Step>
   void in_time(const Step& step) {

@@ -20,41 +20,54 @@ constexpr uint32_t kGoneLooks = 20;  // the same on every rank
 constexpr auto kGoneLook = std::chrono::milliseconds(5);
 const uint64_t kOutsidePlace = digest(to_string(Target{.window = Target::kOutside}));
 
-bool stage_of(const Request& request, const Facts& facts, bool same_place, const Machine& machine) {
-  if (request.protocol == "promise" || request.view() || facts.total_bytes == 0) return false;
-  if (request.protocol == "eager" || !same_place) return true;
-  const bool free = request.protocol == "auto" && request.variant == "auto" && request.capture == 0;
+bool stages(const Request& request, const Facts& facts, bool same_place, const Machine& machine) {
+  if (facts.total_bytes == 0) return false;
+  switch (request.protocol) {
+    case Wanted::promise:
+    case Wanted::view:
+      return false;
+    case Wanted::eager:
+      return true;
+    default:
+      break;
+  }
+  if (!same_place) return true;
+  const bool free =
+      request.protocol == Wanted::automatic && request.variant == "auto" && request.capture == 0;
   return free && slots_win(moves_of(shared(facts)), facts.total_bytes, machine);
 }
 
-void check_promise(const Request& request, bool same_place) {
-  if (request.protocol != "promise" || same_place) return;
-  fail(Code::unsupported,
-       "protocol promise needs the output at the same place of a window of "
-       "every rank; allocate it with Communicator.window() or empty()");
-}
-
-Protocol protocol_of(const Request& request, bool staged, bool full_exchange) {
-  const std::string& name = request.protocol;
+// The one decision of a first call: how ranks enter, and whether through slots.
+ProtocolForm decide(const Request& request, const Facts& facts, bool same_place,
+                    const Machine& machine) {
+  const Wanted wanted = request.protocol;
+  if (wanted == Wanted::promise && !same_place) {
+    fail(Code::unsupported,
+         "protocol promise needs the output at the same place of a window of "
+         "every rank; allocate it with Communicator.window() or empty()");
+  }
+  const bool staged = stages(request, facts, same_place, machine);
   if (request.capture != 0) return {.entry = true, .staged = staged, .captured = true};
-  if (name == "promise" || name == "view") return {.entry = false, .staged = false};
-  if (name == "barrier") return {.entry = true, .staged = staged};
-  return {.entry = !(staged && full_exchange), .staged = staged};
+  if (wanted == Wanted::promise || wanted == Wanted::view) return {.entry = false};
+  // Whoever has everyone's data has seen everyone enter: slots then need no round of their own.
+  const bool round = wanted == Wanted::barrier || !full_exchange(facts.collective);
+  return {.entry = round || !staged, .staged = staged};
 }
 
 // A plan key, as it is told to the peers and to users.
 std::string text_of(const Request& request, const Facts& facts, const Machine& machine) {
-  return cat(describe(facts), " variant=", request.variant, " protocol=", request.protocol,
-             " lane=", request.lane, " machine=", machine.name,
+  return cat(describe(facts), " variant=", request.variant,
+             " protocol=", to_string(request.protocol), " lane=", request.lane,
+             " machine=", machine.name,
              machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
 Choice variant_of(const Request& request, const Facts& facts, const Machine& machine,
-                  const Protocol& protocol, const Deadline& deadline) {
+                  const ProtocolForm& form, const Deadline& deadline) {
   const bool chosen = request.variant == "auto";
-  Choice choice =
-      chosen ? choose(moves_of(shared(facts)), facts.total_bytes, machine, protocol, deadline)
-             : Choice{.variant = parse_variant(request.variant)};
+  Choice choice = chosen
+                      ? choose(moves_of(shared(facts)), facts.total_bytes, machine, form, deadline)
+                      : Choice{.variant = parse_variant(request.variant)};
   if (!request.view() || !facts.in_place || !choice.variant.prelaunch) return choice;
   if (!chosen) {
     fail(Code::unsupported,
@@ -140,12 +153,11 @@ std::shared_ptr<CachedPlan> Communicator::first_call(const Request& request, con
     return known;
   }
   const bool same_place = settled.place == mine.place && target.window != Target::kOutside;
-  check_promise(request, same_place);
-  const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
-  std::shared_ptr<CachedPlan> plan = make_plan(request, lookup.facts, staged, turn.deadline());
+  const ProtocolForm form = decide(request, lookup.facts, same_place, backend_->machine());
+  std::shared_ptr<CachedPlan> plan = make_plan(request, lookup.facts, form, turn.deadline());
   equip(*plan, lane, turn);
   mine.decided = true;
-  if (staged) mine.place = kOutsidePlace;
+  if (form.staged) mine.place = kOutsidePlace;
   plan->landing = mine.place;
   if (plan->own_track) mine.place = digest(cat(mine.place, " of call ", lane.sequence));
   plan->entry = std::make_shared<const Entry>(std::move(mine));
@@ -167,14 +179,13 @@ std::shared_ptr<CachedPlan> Communicator::meet_in_graph(const Request& request,
                    .text = cat(captured, " out=", to_string(lookup.target))};
   const bool same_place = agree(lane, mine, lookup.facts, turn).place == mine.place &&
                           lookup.target.window != Target::kOutside;
-  check_promise(request, same_place);
-  const bool staged = stage_of(request, lookup.facts, same_place, backend_->machine());
+  const ProtocolForm form = decide(request, lookup.facts, same_place, backend_->machine());
   Graph& graph = this->graph(lane, request.capture, turn);
-  const Target target = staged ? Target{.window = Target::kOutside} : lookup.target;
+  const Target target = form.staged ? Target{.window = Target::kOutside} : lookup.target;
   const std::string key = cache_key(request, lookup.facts, target);
   std::shared_ptr<CachedPlan> plan = plans_.find(key);
   if (plan == nullptr) {
-    plan = make_plan(request, lookup.facts, staged, turn.deadline());
+    plan = make_plan(request, lookup.facts, form, turn.deadline());
     plans_.keep(key, plan, false);
   }
   plan->entry = std::make_shared<const Entry>(mine);
@@ -202,18 +213,19 @@ Communicator::Settled Communicator::agree(Lane& lane, const Entry& mine, const F
 }
 
 std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, const Facts& facts,
-                                                    bool staged, const Deadline& deadline) {
+                                                    const ProtocolForm& form,
+                                                    const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   auto plan = std::make_shared<CachedPlan>();
   const Moves moves = moves_of(facts);
-  const Protocol protocol = protocol_of(request, staged, moves.full_exchange);
   Choice choice;
   in_time([&] {
-    choice = variant_of(request, facts, machine, protocol, deadline);
-    plan->program = offcore::plan(moves, choice.variant, machine, protocol, deadline);
+    choice = variant_of(request, facts, machine, form, deadline);
+    plan->program = offcore::plan(moves, choice.variant, machine, form, deadline);
   });
   const std::shared_ptr<const Program> whole = plan->program;
-  if (request.protocol == "credits" && whole->mode != Mode::capture && protocol.entry && !staged) {
+  const bool direct = form.entry && !form.staged && !form.captured;
+  if (request.protocol == Wanted::credits && direct) {
     if (whole->mode == Mode::armed) {
       fail(Code::unsupported, "prelaunched operations have no protocol credits: barrier");
     }
@@ -222,17 +234,18 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
     plan->credits = all_or_none([&] { return backend_->load(std::move(halves.credits)); });
   }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
-  plan->full_exchange = moves.full_exchange;
+  plan->full_exchange = full_exchange(facts.collective);
   plan->views = request.view();
   const bool own = std::any_of(local_ranks_.begin(), local_ranks_.end(),
                                [&](Rank rank) { return copies_within(*whole, rank); });
   Result result{.op = moves.op,
                 .variant = whole->variant,
-                .protocol = plan->views ? request.protocol : plan->program->protocol,
+                .protocol = std::string(plan->views ? to_string(request.protocol)
+                                                    : to_string(plan->program->protocol)),
                 .signals = std::string(backend_->capabilities().signals),
                 .mode = whole->mode,
                 .native = whole->native && plan->loaded->native(),
-                .staged = staged,
+                .staged = form.staged,
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
                 .own_copy = own ? "engine" : "none",
@@ -309,11 +322,11 @@ void Communicator::equip(CachedPlan& plan, Lane& lane, LaneLock& turn) {
 void Communicator::equip(const Program& program, LaneState& track, bool views, LaneLock& turn) {
   Rendezvous* others = turn.ranks_together();
   for (const Buffer& buffer : program.buffers) {
-    if (buffer.name == "slot") {
+    if (buffer.role == Role::slot) {
       track.slots.grow(*backend_, others, ranks_, buffer.bytes, turn.deadline());
-    } else if (buffer.name == "out" && views) {
+    } else if (buffer.role == Role::output && views) {
       track.views.grow(*backend_, others, ranks_, buffer.bytes, turn.deadline());
-    } else if (buffer.name == "scratch") {
+    } else if (buffer.role == Role::scratch) {
       if (!track.scratch.empty() && track.scratch[0].bytes >= buffer.bytes) continue;
       std::vector<Share> scratch;  // launches under way keep the old one
       for (Rank rank : local_ranks_) {

@@ -10,10 +10,10 @@ namespace {
 // The side of the request that a buffer stands for, where it is memory that only its rank's own
 // queues see. Its addresses are no collective fact, and every call may bring others.
 const std::vector<Operand>* own_side(const Buffer& buffer, const Request& request) {
-  if (buffer.name == "in") return &request.in;
+  if (buffer.role == Role::input) return &request.in;
   if (request.view()) return nullptr;
   const bool own = buffer.kind == Buffer::Home::local || request.out[0].window == nullptr;
-  return buffer.name == "out" && own ? &request.out : nullptr;
+  return buffer.role == Role::output && own ? &request.out : nullptr;
 }
 
 using Windows = std::vector<std::shared_ptr<Window>>;
@@ -143,11 +143,11 @@ Communicator::Bound Communicator::bind(CachedPlan& plan, const Request& request,
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
-    if (buffer.name == "slot") {
+    if (buffer.role == Role::slot) {
       take(track.slots, captured || plan.full_exchange, id);
-    } else if (buffer.name == "scratch") {
+    } else if (buffer.role == Role::scratch) {
       for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
-    } else if (plan.views && buffer.name == "out") {
+    } else if (plan.views && buffer.role == Role::output) {
       take(track.views, true, id);
       plan.view = {.window = bound.slot.window, .offset = bound.slot.offset};
     } else if (own_side(buffer, request) == nullptr) {

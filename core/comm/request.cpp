@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::string_view kNames[] = {"all_gather", "all_to_all", "broadcast", "scatter",
                                        "gather"};
+constexpr std::string_view kWanted[] = {"auto", "barrier", "credits", "eager", "promise", "view"};
 
 struct OperandRange {
   const void* space;  // the window, or null for plain addresses
@@ -96,12 +97,6 @@ class Checker {
   void settle_names() {
     std::string& variant = request_.variant;
     variant = variant == "auto" ? default_variant() : to_string(parse_variant(variant));
-    for (const std::string_view known :
-         {"auto", "barrier", "credits", "promise", "eager", "view"}) {
-      if (request_.protocol == known) return;
-    }
-    fail(Code::invalid, "unknown protocol '", request_.protocol,
-         "': known are auto, barrier, credits, promise, eager");
   }
 
   void need_counts(size_t expected) {
@@ -295,6 +290,20 @@ std::string_view to_string(Collective collective) {
   return kNames[static_cast<size_t>(collective)];
 }
 
+bool full_exchange(Collective collective) {
+  return collective == Collective::all_gather || collective == Collective::all_to_all;
+}
+
+std::string_view to_string(Wanted wanted) { return kWanted[static_cast<size_t>(wanted)]; }
+
+Wanted parse_wanted(std::string_view text) {
+  for (size_t i = 0; i < std::size(kWanted); ++i) {
+    if (kWanted[i] == text) return static_cast<Wanted>(i);
+  }
+  fail(Code::invalid, "unknown protocol '", text,
+       "': known are auto, barrier, credits, promise, eager");
+}
+
 Collective parse_collective(std::string_view text) {
   for (size_t i = 0; i < std::size(kNames); ++i) {
     if (kNames[i] == text) return static_cast<Collective>(i);
@@ -355,9 +364,8 @@ std::string cache_key(const Request& request, const Facts& facts, const Target& 
   append(request.lane);
   append(target.window);
   append(target.offset);
+  append(request.protocol);
   key += request.variant;
-  key += '|';
-  key += request.protocol;
   key += '|';
   key.append(reinterpret_cast<const char*>(facts.counts.data()),
              facts.counts.size() * sizeof(uint64_t));

@@ -15,6 +15,22 @@ enum class Collective : uint8_t { all_gather, all_to_all, broadcast, scatter, ga
 std::string_view to_string(Collective collective);
 Collective parse_collective(std::string_view text);
 
+// Whether all of its ranks send to all others.
+bool full_exchange(Collective collective);
+
+// The protocol that a caller asks for: one of a program's, or
+enum class Wanted : uint8_t {
+  automatic,  // "auto": as the memory and the tuned table allow
+  barrier,
+  credits,
+  eager,
+  promise,
+  view,  // the output is the next slot of the lane's ring of views, not one of the caller's
+};
+
+std::string_view to_string(Wanted wanted);
+Wanted parse_wanted(std::string_view text);
+
 // One local rank's buffer: any memory, or a part of a window. Not given where a rank has none (the
 // output of a gather's leaf).
 struct Operand {
@@ -30,7 +46,7 @@ struct Request {
   std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
   Rank root = 0;
   std::string variant = "auto";
-  std::string protocol = "auto";  // auto, barrier, credits, promise, eager; view
+  Wanted protocol = Wanted::automatic;
   uint32_t lane = 0;
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
@@ -39,8 +55,7 @@ struct Request {
   // Keeps operands alive until the operation has ended, but for windows, which it does itself.
   std::shared_ptr<void> keep;
 
-  // The output is the next slot of the lane's ring of views, not one of the caller's.
-  bool view() const { return protocol == "view"; }
+  bool view() const { return protocol == Wanted::view; }
 };
 
 // The collective facts: a function of these alone is what every rank plans.

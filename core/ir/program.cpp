@@ -16,6 +16,18 @@ std::string_view to_string(Mode mode) {
   return kNames[static_cast<size_t>(mode)];
 }
 
+std::string_view to_string(Protocol protocol) {
+  constexpr std::string_view kNames[] = {"barrier", "credits", "eager", "promise"};
+  return kNames[static_cast<size_t>(protocol)];
+}
+
+Role role_of(std::string_view name) {
+  if (name == "in") return Role::input;
+  if (name == "out") return Role::output;
+  if (name == "slot") return Role::slot;
+  return name == "scratch" ? Role::scratch : Role::data;
+}
+
 std::string_view to_string(Buffer::Home kind) {
   constexpr std::string_view kNames[] = {"window", "local", "host"};
   return kNames[static_cast<size_t>(kind)];

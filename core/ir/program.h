@@ -23,6 +23,27 @@ enum class Mode : uint8_t { eager, capture, armed };
 
 std::string_view to_string(Mode mode);
 
+// How ranks enter a program, and where peers write (core/comm/lane.h says why each is safe).
+enum class Protocol : uint8_t {
+  barrier,  // into the output itself, after its owner has signalled that it entered
+  credits,  // likewise; the signal is sent ahead of the call, when the output is free
+  eager,    // into a slot of the library's, at once; the owner copies it on
+  promise,  // into the output itself, at once: callers promise that it is free
+};
+
+std::string_view to_string(Protocol protocol);
+
+// What a buffer is for. It follows from the buffer's name, which a program's text shows.
+enum class Role : uint8_t {
+  data,     // any other name: memory that the program's owner binds by position
+  input,    // "in": the caller's
+  output,   // "out": the caller's, or the slot that a view shows
+  slot,     // "slot": the lane's, where peers write a staged operation
+  scratch,  // "scratch": each rank's own
+};
+
+Role role_of(std::string_view name);
+
 struct Buffer {
   enum class Home : uint8_t {
     window,  // one per rank, of equal size, mapped by every rank
@@ -32,6 +53,7 @@ struct Buffer {
   std::string name;
   Home kind = Home::window;
   uint64_t bytes = 0;
+  Role role = role_of(name);
 
   friend bool operator==(const Buffer&, const Buffer&) = default;
 };
@@ -52,10 +74,10 @@ struct Queue {
 std::string queue_name(const Queue& queue);  // "3.1", "3.caller"
 
 struct Program {
-  std::string op;        // "all_gather"
-  std::string machine;   // "mi300x-8"
-  std::string variant;   // "prelaunch_b2b"
-  std::string protocol;  // "barrier", "eager", "promise": how ranks enter (see comm/)
+  std::string op;       // "all_gather"
+  std::string machine;  // "mi300x-8"
+  std::string variant;  // "prelaunch_b2b"
+  Protocol protocol = Protocol::promise;
   Mode mode = Mode::eager;
   Rank ranks = 0;
   bool native = true;       // false where a command had to be expanded for this machine

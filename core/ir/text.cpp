@@ -175,7 +175,9 @@ class Parser {
     field(line, "mode=");
     program_.mode = choice(line, "the mode", {Mode::eager, Mode::capture, Mode::armed});
     field(line, "protocol=");
-    program_.protocol = line.name("the protocol's name");
+    program_.protocol =
+        choice(line, "the protocol",
+               {Protocol::barrier, Protocol::credits, Protocol::eager, Protocol::promise});
     field(line, "native=");
     program_.native = line.take("yes");
     if (!program_.native && !line.take("no")) line.fail_here("expected yes or no");
@@ -337,7 +339,7 @@ std::string print(const Program& program) {
   std::string text =
       cat("program ", program.op, " machine=", program.machine, " ranks=", program.ranks,
           " variant=", program.variant, " mode=", to_string(program.mode),
-          " protocol=", program.protocol, " native=", program.native ? "yes" : "no",
+          " protocol=", to_string(program.protocol), " native=", program.native ? "yes" : "no",
           " flags=", program.flag_words, " span=", program.flag_span, '\n');
   for (size_t id = kFlagBuffer + 1; id < program.buffers.size(); ++id) {
     const Buffer& buffer = program.buffers[id];

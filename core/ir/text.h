@@ -25,7 +25,7 @@ namespace offcore {
 
 inline constexpr Rank kRanksMax = 1024;
 
-// What may name an operation, machine, variant, protocol or buffer: [A-Za-z0-9_.:-]+
+// What may name an operation, machine, variant or buffer: [A-Za-z0-9_.:-]+
 bool is_name(std::string_view text);
 
 std::string print(const Program& program);

@@ -29,7 +29,7 @@ template <typename... Parts>
 }
 
 void check_header(const Program& program) {
-  for (const std::string& name : {program.op, program.machine, program.variant, program.protocol}) {
+  for (const std::string& name : {program.op, program.machine, program.variant}) {
     if (!is_name(name)) reject("shape", "'", name, "' is no name");
   }
   if (program.ranks < 1 || program.ranks > kRanksMax) {
@@ -187,7 +187,7 @@ struct Access {
 class Accesses {
  public:
   Accesses(const Program& program, const Order& order)
-      : program_(program), order_(order), enters_(program.protocol == "barrier") {
+      : program_(program), order_(order), enters_(program.protocol == Protocol::barrier) {
     for (uint32_t q = 0; q < program.queues.size(); ++q) {
       first_queue_.resize(program.queues[q].rank + size_t{1}, q);
     }
@@ -367,8 +367,9 @@ class Replays {
   Replays(const Program& program, const Order& order) : program_(program), order_(order) {}
 
   void check() {
-    if (program_.protocol != "barrier") {
-      reject("replay", "a captured program enters by protocol barrier, not ", program_.protocol);
+    if (program_.protocol != Protocol::barrier) {
+      reject("replay", "a captured program enters by protocol barrier, not ",
+             to_string(program_.protocol));
     }
     collect(Op::signal, signals_);
     collect(Op::poll, polls_);

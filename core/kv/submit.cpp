@@ -36,7 +36,6 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
   program->op = load ? "kv_load" : "kv_store";
   program->machine = machine.name;
   program->variant = "b2b";
-  program->protocol = "promise";
   program->ranks = lent ? 2 : 1;
   program->native = machine.native.strided;
   program->buffers = {

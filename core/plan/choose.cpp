@@ -22,22 +22,22 @@ bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
 
 // How far what a row measured is from what is asked for: the slots count most, then the entry
 // round, then the form of signals.
-unsigned distance(const TunedRow& row, const Machine& machine, const Protocol& protocol) {
-  return (row.staged != protocol.staged ? 4u : 0u) +
-         (row.entry != (protocol.entry || protocol.captured) ? 2u : 0u) +
+unsigned distance(const TunedRow& row, const Machine& machine, const ProtocolForm& form) {
+  return (row.staged != form.staged ? 4u : 0u) +
+         (row.entry != (form.entry || form.captured) ? 2u : 0u) +
          (row.signals != machine.signals ? 1u : 0u);
 }
 
 // The first of the nearest rows that fit: even the farthest is a better guess than the model's.
 std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-                             const Protocol& protocol) {
+                             const ProtocolForm& form) {
   std::optional<Variant> best;
   unsigned nearest = std::numeric_limits<unsigned>::max();
   for (const TunedRow& row : machine.tuned) {
-    const unsigned away = distance(row, machine, protocol);
+    const unsigned away = distance(row, machine, form);
     if (away >= nearest || !fits(row, moves, total_bytes)) continue;
     const Variant variant = parse_variant(row.variant);
-    if (!why_not(moves, variant, protocol).empty()) continue;
+    if (!why_not(moves, variant, form).empty()) continue;
     best = variant;
     nearest = away;
   }
@@ -47,13 +47,13 @@ std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Mac
 }  // namespace
 
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-              const Protocol& protocol, const Deadline& deadline) {
-  if (const auto variant = tuned(moves, total_bytes, machine, protocol)) {
+              const ProtocolForm& form, const Deadline& deadline) {
+  if (const auto variant = tuned(moves, total_bytes, machine, form)) {
     return {.variant = *variant, .tuned = true};
   }
   Choice best;
   double best_ns = std::numeric_limits<double>::infinity();
-  for (const Variant& variant : variants_of(moves, protocol)) {
+  for (const Variant& variant : variants_of(moves, form)) {
     // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
     // the caller or by a measured table, never by the model.
     if (variant.prelaunch) continue;
@@ -61,7 +61,7 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
       fail(Code::timeout, "choosing a variant for ", moves.op, " takes more than ",
            shown_s(deadline.wait_ns()), " s: pass a longer timeout, or name a variant");
     }
-    const Program program = legalize(lower(moves, variant, machine, protocol), machine);
+    const Program program = legalize(lower(moves, variant, machine, form), machine);
     const double ns = estimate(program, machine).total_ns();
     if (ns < best_ns) {
       best_ns = ns;

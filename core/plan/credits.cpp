@@ -8,7 +8,7 @@ namespace offcore {
 Credited split_credits(const Program& program) {
   auto credits = std::make_shared<Program>(program);
   auto rest = std::make_shared<Program>(program);
-  credits->protocol = rest->protocol = "credits";
+  credits->protocol = rest->protocol = Protocol::credits;
   for (size_t i = 0; i < program.queues.size(); ++i) {
     auto& ahead = credits->queues[i].commands;
     auto& behind = rest->queues[i].commands;

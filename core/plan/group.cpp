@@ -164,16 +164,16 @@ std::vector<std::vector<PlannedCopy>> group(const Moves& moves, Variant::Shape k
   return pieces;
 }
 
-std::string why_not(const Moves& moves, const Variant& variant, const Protocol& protocol) {
+std::string why_not(const Moves& moves, const Variant& variant, const ProtocolForm& form) {
   const Variant::Shape kind = variant.kind;
   const bool none = moves.moves.empty();
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
-  if (variant.prelaunch && protocol.captured) {
+  if (variant.prelaunch && form.captured) {
     return "a graph holds its commands itself, so nothing can be armed ahead of it; use the variant"
            " without prelaunch_";
   }
   if (kind == Variant::Shape::swap) {
-    if (protocol.staged) return "swap needs the buffer itself in a window of every rank";
+    if (form.staged) return "swap needs the buffer itself in a window of every rank";
     // A rank alone swaps with nobody, whatever the operation.
     const bool mirrored = none ? moves.exchange || moves.ranks == 1 : all_mirrored(moves);
     if (!moves.in_place || !mirrored) {
@@ -182,7 +182,7 @@ std::string why_not(const Moves& moves, const Variant& variant, const Protocol& 
     }
     return "";
   }
-  if (exchange_in_place && !protocol.staged && !none) {
+  if (exchange_in_place && !form.staged && !none) {
     return "in place, peers would overwrite chunks not yet sent; use swap or separate buffers";
   }
   if (exchange_in_place && !one_engine(variant)) {

@@ -31,13 +31,13 @@ constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a second queue 
 class Lowering {
  public:
   Lowering(const Moves& moves, const Variant& variant, const Machine& machine,
-           const Protocol& protocol)
-      : moves_(moves), variant_(variant), machine_(machine), protocol_(protocol) {
-    protocol_.entry = protocol.entry || protocol.captured;
+           const ProtocolForm& form)
+      : moves_(moves), variant_(variant), machine_(machine), form_(form) {
+    form_.entry = form.entry || form.captured;
   }
 
   Program run() {
-    if (const auto reason = why_not(moves_, variant_, protocol_); !reason.empty()) {
+    if (const auto reason = why_not(moves_, variant_, form_); !reason.empty()) {
       fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
     }
     stage();
@@ -62,12 +62,12 @@ class Lowering {
   };
 
   Program program() {
-    if (protocol_.captured) check_capturable();
+    if (form_.captured) check_capturable();
     Program program{.op = moves_.op,
                     .machine = machine_.name,
                     .variant = to_string(variant_),
-                    .protocol = to_string(protocol_),
-                    .mode = protocol_.captured   ? Mode::capture
+                    .protocol = protocol_of(form_),
+                    .mode = form_.captured       ? Mode::capture
                             : variant_.prelaunch ? Mode::armed
                                                  : Mode::eager,
                     .ranks = moves_.ranks,
@@ -88,7 +88,7 @@ class Lowering {
   // Staged: peers write into the lane's slot, the owner copies on into its private `out`.
   void stage() {
     drains_.resize(moves_.ranks);
-    if (!protocol_.staged) return;
+    if (!form_.staged) return;
     const auto slot = static_cast<BufferId>(moves_.buffers.size());
     // Every window has a part of the slot as large as itself.
     std::vector<std::optional<uint64_t>> part(moves_.buffers.size());
@@ -247,7 +247,7 @@ class Lowering {
     if (drafts[0].data.empty() || machine_.engines_peer < 2) return;
     uint64_t bytes = 0;
     for (const Command& command : drafts[0].own) {
-      if (protocol_.staged && command.dst.buffer + 1u == moves_.buffers.size()) return;  // the slot
+      if (form_.staged && command.dst.buffer + 1u == moves_.buffers.size()) return;  // the slot
       bytes += command.bytes * command.rows;
     }
     if (bytes < kOwnQueueBytesMin) return;
@@ -359,7 +359,7 @@ class Lowering {
     const Draft& draft = drafts_[rank][index];
     std::vector<Command> commands;
     if (variant_.prelaunch) poll(commands, rank, {start_word(rank)});
-    if (protocol_.entry) {
+    if (form_.entry) {
       const std::vector<Rank>& awaited = awaited_by(draft);
       poll(commands, rank, {awaited.begin(), awaited.end()});
     }
@@ -376,7 +376,7 @@ class Lowering {
 
   std::vector<Command> caller_commands(Rank rank) {
     std::vector<Command> commands;
-    if (protocol_.entry) signal(commands, ranks_awaiting(rank), entry_word(rank));
+    if (form_.entry) signal(commands, ranks_awaiting(rank), entry_word(rank));
     if (variant_.prelaunch && !drafts_[rank].empty()) {
       signal(commands, {rank}, start_word(rank));
     }
@@ -387,7 +387,7 @@ class Lowering {
 
   // The ranks whose entry a queue waits for.
   const std::vector<Rank>& awaited_by(const Draft& draft) const {
-    return protocol_.captured ? draft.notified : draft.touched;
+    return form_.captured ? draft.notified : draft.touched;
   }
 
   // The ranks that wait for this rank's entry, in ring order.
@@ -408,41 +408,40 @@ class Lowering {
   Moves moves_;
   Variant variant_;
   const Machine& machine_;
-  Protocol protocol_;
+  ProtocolForm form_;
   std::vector<std::vector<Draft>> drafts_;  // [rank][queue]
   std::vector<std::vector<Move>> drains_;   // [rank]
 };
 
 }  // namespace
 
-std::string to_string(const Protocol& protocol) {
-  if (protocol.entry || protocol.captured) return "barrier";
-  return protocol.staged ? "eager" : "promise";
+Protocol protocol_of(const ProtocolForm& form) {
+  if (form.entry || form.captured) return Protocol::barrier;
+  return form.staged ? Protocol::eager : Protocol::promise;
 }
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const Protocol& protocol) {
-  return Lowering(moves, variant, machine, protocol).run();
+              const ProtocolForm& form) {
+  return Lowering(moves, variant, machine, form).run();
 }
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const Protocol& protocol, QueuedCommands queues) {
-  return Lowering(moves, variant, machine, protocol).run(std::move(queues));
+              const ProtocolForm& form, QueuedCommands queues) {
+  return Lowering(moves, variant, machine, form).run(std::move(queues));
 }
 
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
-                                    const Machine& machine, const Protocol& protocol,
+                                    const Machine& machine, const ProtocolForm& form,
                                     const Deadline& deadline) {
-  auto program =
-      std::make_shared<Program>(legalize(lower(moves, variant, machine, protocol), machine));
+  auto program = std::make_shared<Program>(legalize(lower(moves, variant, machine, form), machine));
   verify(*program, deadline);
   return program;
 }
 
-std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol) {
+std::vector<Variant> variants_of(const Moves& moves, const ProtocolForm& form) {
   std::vector<Variant> variants = all_variants();
   std::erase_if(variants,
-                [&](const Variant& variant) { return !why_not(moves, variant, protocol).empty(); });
+                [&](const Variant& variant) { return !why_not(moves, variant, form).empty(); });
   return variants;
 }
 

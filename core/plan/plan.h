@@ -11,8 +11,8 @@
 
 namespace offcore {
 
-// How ranks enter and where data lands (see comm/lane.h for why each is safe).
-struct Protocol {
+// What makes a program's protocol, and the captured form of one.
+struct ProtocolForm {
   bool entry = true;    // peers write only after the owner has signalled that it entered
   bool staged = false;  // peers write into the lane's slot; the owner copies on into `out`
   // The program is captured in a graph: its values repeat, so every replay enters (`entry` holds
@@ -20,19 +20,19 @@ struct Protocol {
   bool captured = false;
 };
 
-std::string to_string(const Protocol& protocol);  // "barrier", "promise", "eager"
+Protocol protocol_of(const ProtocolForm& form);
 
 // Throws unsupported when the operation cannot have the variant (swap out of place, bcst without
 // equal sources, ...). The result may hold commands the machine lacks: legalize expands them.
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const Protocol& protocol);
+              const ProtocolForm& form);
 
 // The same where the commands of the ranks' engine queues are given, by rank and queue. Nobody's
 // queues begin before all ranks have entered, and no rank has finished before all queues have: what
 // a queue touches is not asked. The variant is only a name.
 using QueuedCommands = std::vector<std::vector<std::vector<Command>>>;
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const Protocol& protocol, QueuedCommands queues);
+              const ProtocolForm& form, QueuedCommands queues);
 
 // Rewrites commands that the machine lacks or whose limits they exceed; sets program.native. Throws
 // unsupported where that takes more commands than anybody could check or enqueue.
@@ -40,7 +40,7 @@ Program legalize(Program program, const Machine& machine);
 
 // lower, legalize, verify. Throws timeout.
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
-                                    const Machine& machine, const Protocol& protocol,
+                                    const Machine& machine, const ProtocolForm& form,
                                     const Deadline& deadline = Deadline::never());
 
 // A program of protocol barrier in two: the entry signals of its callers alone, to be sent as soon
@@ -53,10 +53,10 @@ struct Credited {
 Credited split_credits(const Program& program);
 
 // Why no machine can move these so: the reason, or an empty string.
-std::string why_not(const Moves& moves, const Variant& variant, const Protocol& protocol);
+std::string why_not(const Moves& moves, const Variant& variant, const ProtocolForm& form);
 
 // The variants that this operation can have, in the order of all_variants().
-std::vector<Variant> variants_of(const Moves& moves, const Protocol& protocol);
+std::vector<Variant> variants_of(const Moves& moves, const ProtocolForm& form);
 
 // The tuned table's variant, else the cheapest by the cost model. Throws timeout.
 struct Choice {
@@ -64,7 +64,7 @@ struct Choice {
   bool tuned = false;
 };
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-              const Protocol& protocol, const Deadline& deadline = Deadline::never());
+              const ProtocolForm& form, const Deadline& deadline = Deadline::never());
 
 // Whether the tuned table, with this form of signals, has slots faster than an entry round, where
 // both can be had: in windows.

@@ -136,12 +136,12 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
 
 Request request_of(Communicator& self, const std::string& op, nb::handle out, nb::handle in,
                    std::vector<uint64_t> counts, Rank root, std::string variant,
-                   std::string protocol, uint32_t lane) {
+                   const std::string& protocol, uint32_t lane) {
   return {.collective = parse_collective(op),
           .counts = std::move(counts),
           .root = root,
           .variant = std::move(variant),
-          .protocol = std::move(protocol),
+          .protocol = parse_wanted(protocol),
           .lane = lane,
           .out = operands(out, self.local_ranks()),
           .in = operands(in, self.local_ranks())};
@@ -149,11 +149,11 @@ Request request_of(Communicator& self, const std::string& op, nb::handle out, nb
 
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
-                               std::string variant, std::string protocol, uint32_t lane,
+                               std::string variant, const std::string& protocol, uint32_t lane,
                                std::vector<uintptr_t> streams, nb::object keep, double timeout_s) {
   Released::drop();
-  Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
-                               std::move(protocol), lane);
+  Request request =
+      request_of(self, op, out, in, std::move(counts), root, std::move(variant), protocol, lane);
   request.streams = std::move(streams);
   request.keep = keep_alive(std::move(keep));
   LockReleased released;

@@ -61,7 +61,7 @@ void bind_ir(nb::module_& module) {
       .def_ro("op", &Program::op)
       .def_ro("machine", &Program::machine)
       .def_ro("variant", &Program::variant)
-      .def_ro("protocol", &Program::protocol)
+      .def_prop_ro("protocol", [](const Program& program) { return to_string(program.protocol); })
       .def_prop_ro("mode", [](const Program& program) { return to_string(program.mode); })
       .def_ro("ranks", &Program::ranks)
       .def_ro("native", &Program::native)

@@ -101,14 +101,14 @@ void bind_moves(nb::module_& module) {
 
 void bind_plan(nb::module_& module) {
   bind_moves(module);
-  nb::class_<Protocol>(module, "Protocol")
+  nb::class_<ProtocolForm>(module, "Protocol")
       .def(
           "__init__",
-          [](Protocol* self, bool entry, bool staged, bool captured) {
-            new (self) Protocol{.entry = entry, .staged = staged, .captured = captured};
+          [](ProtocolForm* self, bool entry, bool staged, bool captured) {
+            new (self) ProtocolForm{.entry = entry, .staged = staged, .captured = captured};
           },
           nb::arg("entry") = true, nb::arg("staged") = false, nb::arg("captured") = false)
-      .def("__str__", [](const Protocol& self) { return to_string(self); });
+      .def("__str__", [](const ProtocolForm& self) { return to_string(protocol_of(self)); });
   module.def("variants", [] { return names(all_variants()); }, "Every variant's name.");
   module.def("default_variant", &default_variant,
              "What `auto` stands for by OFFCORE_VARIANT; raises invalid.");
@@ -117,13 +117,13 @@ void bind_plan(nb::module_& module) {
       nb::arg("name"), "The variant's canonical name; raises invalid for an unknown one.");
   module.def(
       "variants_of",
-      [](const Moves& moves, const Protocol& protocol) {
+      [](const Moves& moves, const ProtocolForm& protocol) {
         return names(variants_of(moves, protocol));
       },
       nb::arg("moves"), nb::arg("protocol"), "The variants that these moves can have.");
   module.def(
       "why_not",
-      [](const Moves& moves, const std::string& variant, const Protocol& protocol) {
+      [](const Moves& moves, const std::string& variant, const ProtocolForm& protocol) {
         return why_not(moves, parse_variant(variant), protocol);
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("protocol"),
@@ -131,7 +131,7 @@ void bind_plan(nb::module_& module) {
   module.def(
       "lower",
       [](const Moves& moves, const std::string& variant, const Machine& machine,
-         const Protocol& protocol) {
+         const ProtocolForm& protocol) {
         return lower(moves, parse_variant(variant), machine, protocol);
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"));
@@ -139,7 +139,7 @@ void bind_plan(nb::module_& module) {
   module.def(
       "plan",
       [](const Moves& moves, const std::string& variant, const Machine& machine,
-         const Protocol& protocol) {
+         const ProtocolForm& protocol) {
         return *plan(moves, parse_variant(variant), machine, protocol);
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
@@ -147,7 +147,7 @@ void bind_plan(nb::module_& module) {
   module.def(
       "choose",
       [](const Moves& moves, uint64_t total_bytes, const Machine& machine,
-         const Protocol& protocol) {
+         const ProtocolForm& protocol) {
         const Choice choice = choose(moves, total_bytes, machine, protocol);
         return nb::make_tuple(to_string(choice.variant), choice.tuned);
       },

@@ -29,7 +29,7 @@ queue 3.caller
   signal flag[0]:0 = 1
 """
 HEADER = (
-    "program a machine=m ranks=4 variant=v mode=eager protocol=p native=no flags=8 span=4\n"
+    "program a machine=m ranks=4 variant=v mode=eager protocol=promise native=no flags=8 span=4\n"
     "buffer in local 64\nbuffer out window 256\n"
 )
 LINES = HEADER.count("\n")
@@ -119,7 +119,7 @@ def test_different_texts_are_different_programs(old: str, new: str) -> None:
 def test_limits_are_reached() -> None:
     buffers = "".join(f"buffer b{i} window {2**64 - 1}\n" for i in range(255))
     text = (
-        "program a machine=m ranks=1024 variant=v mode=capture protocol=p native=yes "
+        "program a machine=m ranks=1024 variant=v mode=capture protocol=promise native=yes "
         f"flags={2**32 - 1} span=65535\n{buffers}queue 1023.65534\n"
         f"  copy b254[1023]+{2**64 - 1} <- b0[host]+0 bytes={2**64 - 1} rows={2**32 - 1} "
         f"dst_step={2**63 - 1} src_step=-{2**63 - 1}\n  timestamp 65535\n"
@@ -129,7 +129,7 @@ def test_limits_are_reached() -> None:
         _core.Program.parse(text.replace("queue", "buffer b255 host 1\nqueue"))
 
 
-HEAD = "program a machine=m ranks=4 variant=v mode=eager protocol=p native=no flags=8 span=4"
+HEAD = "program a machine=m ranks=4 variant=v mode=eager protocol=promise native=no flags=8 span=4"
 # (text, line, column, what the message says)
 MALFORMED_HEADERS = [
     ("", 1, 1, "expected 'program"),
@@ -145,10 +145,11 @@ MALFORMED_HEADERS = [
     (HEAD.replace("ranks=4", "ranks=-1"), 1, 27, "ranks, a number"),
     (HEAD.replace("ranks=4", "ranks=4x"), 1, 28, "a space before 'variant='"),
     (HEAD.replace("eager", "lazy"), 1, 44, "one of eager, capture, armed"),
-    (HEAD.replace("=no", "=maybe"), 1, 68, "yes or no"),
-    (HEAD.replace("flags=8", f"flags={2**32}"), 1, 77, f"flags from 0 to {2**32 - 1}"),
-    (HEAD.replace("span=4", "span=65536"), 1, 84, "span from 0 to 65535"),
-    (HEAD.replace("span=4", "span=99999999999999999999999"), 1, 84, "span from 0 to 65535"),
+    (HEAD.replace("promise", "p"), 1, 59, "one of barrier, credits, eager, promise"),
+    (HEAD.replace("=no", "=maybe"), 1, 74, "yes or no"),
+    (HEAD.replace("flags=8", f"flags={2**32}"), 1, 83, f"flags from 0 to {2**32 - 1}"),
+    (HEAD.replace("span=4", "span=65536"), 1, 90, "span from 0 to 65535"),
+    (HEAD.replace("span=4", "span=99999999999999999999999"), 1, 90, "span from 0 to 65535"),
     (HEAD + " more", 1, len(HEAD) + 2, "end of the line"),
     (HEAD + "\n" + HEAD, 2, 1, "one program only"),
 ]
@@ -269,12 +270,16 @@ def commands(buffers: list[str]) -> st.SearchStrategy[str]:
     )
 
 
+PROTOCOLS = ["barrier", "credits", "eager", "promise"]
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> str:
     lines = [
         f"program {draw(names)} machine={draw(names)} ranks={draw(st.integers(1, 1024))} "
         f"variant={draw(names)} mode={draw(st.sampled_from(['eager', 'capture', 'armed']))} "
-        f"protocol={draw(names)} native={draw(st.sampled_from(['yes', 'no']))} "
+        f"protocol={draw(st.sampled_from(PROTOCOLS))} "
+        f"native={draw(st.sampled_from(['yes', 'no']))} "
         f"flags={draw(st.integers(0, 2**32 - 1))} span={draw(u16)}"
     ]
     buffers = draw(st.lists(names.filter(lambda name: name != "flag"), unique=True, max_size=3))

@@ -9,7 +9,7 @@ namespace {
 
 bool is_private(const Program& program, const Slice& slice) {
   const Buffer& buffer = program.buffers[slice.buffer];
-  return buffer.kind == Buffer::Home::local && buffer.name == "scratch";
+  return buffer.kind == Buffer::Home::local && buffer.role == Role::scratch;
 }
 
 // Splits an engine queue of an armed program; false where it cannot be.
