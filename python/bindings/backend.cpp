@@ -14,7 +14,6 @@
 #include <optional>
 #include <thread>
 
-#include "core/backend/cuda/gpu_timer.h"
 #include "core/backend/registry.h"
 #include "core/backend/sim/faults.h"
 #include "core/backend/wakeup.h"
@@ -23,6 +22,7 @@
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/gpu_timer.h"
 
 namespace offcore {
 namespace {
@@ -258,7 +258,7 @@ void bind_report(nb::module_& module) {
 }
 
 void bind_gpu_timer(nb::module_& module) {
-  nb::class_<GpuTimer>(module, "GpuTimer", "Times work on a GPU: core/backend/cuda/gpu_timer.h.")
+  nb::class_<GpuTimer>(module, "GpuTimer", "Times work on a GPU: studies/gpu_timer.h.")
       .def(
           nb::new_([](int device) { return owned_by_process(std::make_unique<GpuTimer>(device)); }),
           nb::arg("device"))

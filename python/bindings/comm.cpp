@@ -13,13 +13,13 @@
 #include "core/backend/registry.h"
 #include "core/backend/sim/faults.h"
 #include "core/base/error.h"
-#include "core/base/pattern.h"
 #include "core/comm/communicator.h"
 #include "core/comm/negotiate.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/pattern.h"
 
 namespace offcore {
 namespace {

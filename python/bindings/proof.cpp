@@ -7,11 +7,11 @@
 #include <cstring>
 
 #include "core/backend/cuda/facts.h"
-#include "core/backend/cuda/proof/occupation.h"
-#include "core/backend/cuda/proof/stress.h"
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/proof/occupation.h"
+#include "studies/proof/stress.h"
 
 namespace offcore {
 namespace {
@@ -42,7 +42,7 @@ void bind_stress(nb::module_& module) {
       .def_ro("wrong_words", &cuda::StressOutcome::wrong_words)
       .def_ro("stuck", &cuda::StressOutcome::stuck)
       .def_ro("time_ns", &cuda::StressOutcome::time_ns);
-  nb::class_<cuda::Stress>(module, "Stress", "See core/backend/cuda/proof/stress.h.")
+  nb::class_<cuda::Stress>(module, "Stress", "See studies/proof/stress.h.")
       .def(nb::new_([](const std::vector<int>& devices) {
              cuda::Driver::open();
              return owned_by_process(std::make_unique<cuda::Stress>(devices));
@@ -66,7 +66,7 @@ void bind_stress(nb::module_& module) {
 }
 
 void bind_occupation(nb::module_& module) {
-  nb::class_<cuda::Occupation>(module, "Occupation", "See core/backend/cuda/proof/occupation.h.")
+  nb::class_<cuda::Occupation>(module, "Occupation", "See studies/proof/occupation.h.")
       .def(nb::new_([](const std::vector<int>& devices, double limit_s) {
              cuda::Driver::open();
              return owned_by_process(std::make_unique<cuda::Occupation>(devices, limit_s));

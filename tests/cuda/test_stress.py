@@ -166,7 +166,7 @@ def test_ranks_have_one_form(tmp_path: Path) -> None:
 @pytest.mark.needs("ptxas")
 def test_the_kernels_assemble(tmp_path: Path) -> None:
     """As the driver compiles them, for the GPUs from Turing to Blackwell."""
-    source = Path(__file__).parents[2] / "core" / "backend" / "cuda" / "proof" / "resident.cpp"
+    source = Path(__file__).parents[2] / "studies" / "proof" / "resident.cpp"
     text = source.read_text("utf-8").split('R"(')[1].split(')";')[0]
     (tmp_path / "kernels.ptx").write_text(text)
     for target in ("sm_75", "sm_90", "sm_100"):

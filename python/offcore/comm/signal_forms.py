@@ -1,7 +1,7 @@
 """Which signal form is safe here: measured once, remembered, and chosen by `signals="auto"`.
 
 A kernel on every GPU reads each chunk the moment its flag is there, while copy engines push chunks
-as operations do (core/backend/cuda/proof/stress.h). A form has passed where no word was wrong and
+as operations do (studies/proof/stress.h). A form has passed where no word was wrong and
 where the planted fault, flags sent before data, was seen. What passed is remembered by driver and
 GPU in `signals.json` of the cache folder (OFFCORE_CACHE).
 """

@@ -1,6 +1,6 @@
-// Kernels by name, played by the stand-in: those of proof/resident.cpp and copy_kernel.cpp in
-// core/backend/cuda, whose comments say what they do. And the room that kernels need: threads on
-// the SMs of a device.
+// Kernels by name, played by the stand-in: those of studies/proof/resident.cpp and of
+// copy_kernel.cpp in core/backend/cuda, whose comments say what they do. And the room that kernels
+// need: threads on the SMs of a device.
 #pragma once
 #include <cstdint>
 #include <map>

@@ -1,4 +1,4 @@
-#include "core/backend/cuda/gpu_timer.h"
+#include "studies/gpu_timer.h"
 
 #include <sched.h>
 

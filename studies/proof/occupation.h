@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/backend/cuda/proof/resident.h"
+#include "studies/proof/resident.h"
 
 namespace offcore::cuda {
 

@@ -1,4 +1,4 @@
-#include "core/backend/cuda/proof/resident.h"
+#include "studies/proof/resident.h"
 
 #include <array>
 

@@ -1,4 +1,4 @@
-#include "core/backend/cuda/proof/occupation.h"
+#include "studies/proof/occupation.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-#include "core/base/pattern.h"
+#include "studies/pattern.h"
 
 #include <algorithm>
 #include <array>

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/backend/cuda/executor.h"
-#include "core/backend/cuda/proof/resident.h"
+#include "studies/proof/resident.h"
 
 namespace offcore::cuda {
 

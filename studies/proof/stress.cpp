@@ -1,4 +1,4 @@
-#include "core/backend/cuda/proof/stress.h"
+#include "studies/proof/stress.h"
 
 #include <algorithm>
 #include <utility>
