@@ -1,12 +1,17 @@
 // What a backend may be asked for when it is opened, as data: each looks at its own options only.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "core/ir/command.h"
 
 namespace offcore {
+
+struct Machine;
+struct Program;
+
 namespace sim {
 
 // What the simulated machine is to do wrong.
@@ -30,7 +35,11 @@ struct SimOptions {
   bool phantom = false;  // shares have no bytes, so that gigabytes cost no memory
   uint64_t seed = 0;
   std::vector<Fault> faults;
-  bool packets = false;  // engine queues go through SDMA packets: see packets.h
+  // What engines fetch in place of a program: by machine, by the program as it is loaded, by the
+  // epoch of a launch. So its way through a device's own format can be tried; none: the program.
+  using Fetched = std::function<Program(uint32_t epoch)>;
+  using FetchPath = std::function<Fetched(const Program&)>;
+  std::function<FetchPath(const Machine&)> fetch_path = nullptr;
 };
 
 }  // namespace sim

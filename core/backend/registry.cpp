@@ -11,7 +11,7 @@ namespace offcore {
 namespace {
 
 void refuse_sim(const sim::SimOptions& options) {
-  if (options.phantom || options.seed != 0 || !options.faults.empty() || options.packets) {
+  if (options.phantom || options.seed != 0 || !options.faults.empty() || options.fetch_path) {
     fail(Code::unsupported, "phantom memory, seeds, faults and packets are the simulator's");
   }
 }

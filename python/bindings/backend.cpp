@@ -23,6 +23,7 @@
 #include "process.h"
 #include "released.h"
 #include "studies/gpu_timer.h"
+#include "studies/sdma/packet_path.h"
 
 namespace offcore {
 namespace {
@@ -334,7 +335,9 @@ void bind_backend(nb::module_& module) {
                        bool packets) {
              return owned_by_process(std::make_unique<Session>(
                  backend, machine, ranks,
-                 BackendOptions{.sim = {phantom, seed, std::move(faults), packets}, .cuda = cuda}));
+                 BackendOptions{.sim = {phantom, seed, std::move(faults),
+                                        packets ? sdma::through_packets : nullptr},
+                                .cuda = cuda}));
            }),
            nb::arg("backend"), nb::arg("machine"), nb::arg("ranks"), nb::arg("phantom") = false,
            nb::arg("seed") = 0, nb::arg("faults") = std::vector<sim::Fault>{},

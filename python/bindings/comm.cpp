@@ -20,6 +20,7 @@
 #include "process.h"
 #include "released.h"
 #include "studies/pattern.h"
+#include "studies/sdma/packet_path.h"
 
 namespace offcore {
 namespace {
@@ -113,9 +114,11 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
                                                 const CudaOptions& cuda, double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
-  BackendOptions options{
-      .sim = {.phantom = phantom, .seed = seed, .faults = std::move(faults), .packets = packets},
-      .cuda = cuda};
+  BackendOptions options{.sim = {.phantom = phantom,
+                                 .seed = seed,
+                                 .faults = std::move(faults),
+                                 .fetch_path = packets ? sdma::through_packets : nullptr},
+                         .cuda = cuda};
   if (store.empty()) {
     std::vector<Rank> all(ranks);
     std::iota(all.begin(), all.end(), Rank{0});

@@ -7,17 +7,19 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <sched.h>
+
 #include <algorithm>
 #include <map>
 #include <tuple>
 
 #include "core/backend/backend.h"
-#include "core/backend/sdma/decode.h"
 #include "core/backend/sdma/encode.h"
-#include "core/backend/sdma/engine.h"
 #include "core/base/error.h"
 #include "module.h"
 #include "released.h"
+#include "studies/sdma/decode.h"
+#include "studies/sdma/engine.h"
 
 namespace offcore {
 namespace {
@@ -99,15 +101,17 @@ void bind_packets(nb::module_& module) {
       .def("strided", &Encoder::strided, nb::arg("dst"), nb::arg("src"), nb::arg("bytes"),
            nb::arg("rows"), nb::arg("dst_step"), nb::arg("src_step"))
       .def("swap", &Encoder::swap, nb::arg("a"), nb::arg("b"), nb::arg("bytes"))
-      .def("poll", &Encoder::poll, nb::arg("address"), nb::arg("value"), nb::arg("equal") = false)
+      .def("poll", &Encoder::poll, nb::arg("address"), nb::arg("value"))
       .def("fence", &Encoder::fence, nb::arg("address"), nb::arg("value"))
-      .def("atomic_add", &Encoder::atomic_add, nb::arg("address"), nb::arg("value"))
       .def("timestamp", &Encoder::timestamp, nb::arg("address"))
-      .def("trap", &Encoder::trap, nb::arg("context"))
       .def(
           "add",
           [](Encoder& encoder, const std::string& kind, const Fields& fields) {
-            encoder.add(packet_of(kind, fields));
+            const Packet packet = packet_of(kind, fields);
+            if (const std::string why = refusal(packet); !why.empty()) {
+              fail(Code::invalid, layout_of(packet.kind).name, ": ", why);
+            }
+            encoder.add(packet);
           },
           nb::arg("kind"), nb::arg("fields"), "As it is; raises invalid where no engine takes it.")
       .def_prop_ro("dwords", &Encoder::dwords);
@@ -186,6 +190,23 @@ struct OwnRing {
   PacketRing ring;
 };
 
+// In parts, as room comes up.
+void submit(PacketRing& ring, std::span<const uint32_t> packets, const Deadline& deadline) {
+  for (size_t done = 0; done < packets.size();) {
+    const size_t part = ring.part_of(packets.subspan(done));
+    while (!ring.try_submit(packets.subspan(done, part))) {
+      if (deadline.passed()) {
+        const RingMemory& memory = ring.memory();
+        fail(Code::timeout, "the ring of ", memory.bytes(), " bytes stayed full for ",
+             shown_s(deadline.wait_ns()), " s: rptr ", *memory.rptr, ", wptr ", *memory.wptr, "; ",
+             done, " of ", packets.size(), " dwords are submitted");
+      }
+      sched_yield();
+    }
+    done += part;
+  }
+}
+
 nb::dict counts_of(const EngineCounts& counts) {
   nb::dict result;
   result["packets"] = counts.packets;
@@ -218,7 +239,7 @@ void bind_engines(nb::module_& module) {
           "submit",
           [](OwnRing& self, const Dwords& dwords, double timeout_s) {
             LockReleased released;
-            self.ring.submit(dwords, released.within(timeout_s));
+            submit(self.ring, dwords, released.within(timeout_s));
           },
           nb::arg("dwords"), nb::arg("timeout_s") = 10.0)
       .def("try_submit",
@@ -234,11 +255,14 @@ void bind_engines(nb::module_& module) {
             self.doorbell = doorbell;
           },
           nb::arg("dwords"), nb::arg("doorbell"), "Writes the ring raw, and rings.")
-      .def_prop_ro("free_bytes", [](const OwnRing& self) { return self.ring.free_bytes(); })
+      .def_prop_ro("free_bytes",
+                   [](const OwnRing& self) {
+                     return self.ring.memory().bytes() - 4 - (self.wptr - self.rptr);
+                   })
       .def_ro("rptr", &OwnRing::rptr)
       .def_ro("wptr", &OwnRing::wptr)
       .def_ro("doorbell", &OwnRing::doorbell);
-  nb::class_<Engine>(module, "SdmaEngine", "An emulated engine: core/backend/sdma/engine.h.")
+  nb::class_<Engine>(module, "SdmaEngine", "An emulated engine: studies/sdma/engine.h.")
       .def(
           "__init__",
           [](Engine* place, OwnRing& ring, const sdma::EngineMemory& memory, uint64_t seed,

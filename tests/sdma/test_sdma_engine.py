@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import offcore
 from offcore import _core
+from offcore.tools.sdma.text import ADD64
 from oracles import Bytes, noise
 
 BASE = 0x7000_0000_0000
@@ -119,9 +120,9 @@ def test_words_time_and_interrupts() -> None:
     lab.bytes[64:72].view(np.uint64)[0] = (1 << 64) - 2
     encoder = _core.SdmaEncoder()
     encoder.fence(BASE + 4, 0xDEADBEEF)
-    encoder.atomic_add(BASE + 64, 5)
+    encoder.add("atomic", {**ADD64, "dst": BASE + 64, "value": 5})
     encoder.timestamp(BASE + 96)
-    encoder.trap(7)
+    encoder.add("trap", {"value": 7})
     dwords = [
         *encoder.dwords,
         *_core.sdma_pack("fill", {"dst": BASE + 128, "value": 0xABCD, "bytes": 12}),

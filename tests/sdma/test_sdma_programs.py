@@ -9,6 +9,7 @@ from worlds import PROTOCOLS, VARIANTS, collectives, machine_of, moves_of
 
 import offcore
 from offcore import _core
+from offcore.tools.sdma.text import ADD64
 from oracles import Case, kinds_of
 
 WORD = 64  # bytes from flag word to flag word
@@ -253,7 +254,7 @@ def test_rectangles() -> None:
         (("poll", 8, 1 << 32), "unsupported", "no 64-bit poll"),
         (("fence", 2, 1), "invalid", "multiple of 4"),
         (("fence", 4, 1 << 32), "invalid", "32 bits"),
-        (("atomic_add", 4, 1), "invalid", "multiple of 8"),
+        (("add", "atomic", {**ADD64, "dst": 4, "value": 1}), "invalid", "multiple of 8"),
         (("timestamp", 16), "invalid", "multiple of 32"),
         (("copy", 0, 0, (1 << 64) - 1), "invalid", "more than 1048576 packets"),
         (("copy", 0, (1 << 64) - 63, 64), "invalid", "beyond the 64-bit addresses"),

@@ -7,6 +7,7 @@ import pytest
 
 import offcore
 from offcore import _core
+from offcore.tools.sdma.text import ADD64, POLL
 
 
 def fences(*values: int, address: int = 64) -> list[int]:
@@ -105,8 +106,9 @@ def test_producers_race() -> None:
         try:
             for number in range(1, rounds + 1):
                 encoder = _core.SdmaEncoder()
-                encoder.poll(256 + 64 * mine, number - 1, equal=True)
-                encoder.atomic_add(0, 1)
+                before = {"memory": 1, "dst": 256 + 64 * mine, "value": number - 1}
+                encoder.add("poll", {**POLL, **before, "func": 3})  # 3: equal
+                encoder.add("atomic", {**ADD64, "dst": 0, "value": 1})
                 encoder.fence(256 + 64 * mine, number)
                 ring.submit(encoder.dwords, timeout_s=30.0)
         except BaseException as failure:

@@ -189,14 +189,14 @@ void Encoder::swap(uint64_t a, uint64_t b, uint64_t bytes) {
   }
 }
 
-void Encoder::poll(uint64_t address, uint64_t value, bool equal) {
+void Encoder::poll(uint64_t address, uint64_t value) {
   need_align("a poll's", address, 4);
   if (value > UINT32_MAX) {
     fail(Code::unsupported, "a poll for ", hex(value), ": POLL_REGMEM compares 32 bits, and there ",
          "is no 64-bit poll on this engine; count in 32-bit words");
   }
   Packet packet{.kind = PacketKind::poll};
-  packet[Field::func] = equal ? kPollEqual : kPollAtLeast;
+  packet[Field::func] = kPollAtLeast;
   packet[Field::memory] = 1;
   packet[Field::dst] = address;
   packet[Field::value] = value;
@@ -217,31 +217,10 @@ void Encoder::fence(uint64_t address, uint64_t value) {
   packets_.push_back(packet);
 }
 
-void Encoder::atomic_add(uint64_t address, uint64_t value) {
-  need_align("an atomic's", address, 8);
-  Packet packet{.kind = PacketKind::atomic};
-  packet[Field::operation] = kAtomicAdd64;
-  packet[Field::dst] = address;
-  packet[Field::value] = value;
-  packets_.push_back(packet);
-}
-
 void Encoder::timestamp(uint64_t address) {
   need_align("a timestamp's", address, kTimestampAlign);
   Packet packet{.kind = PacketKind::timestamp};
   packet[Field::dst] = address;
-  packets_.push_back(packet);
-}
-
-void Encoder::trap(uint32_t context) {
-  Packet packet{.kind = PacketKind::trap};
-  packet[Field::value] = context;
-  packets_.push_back(packet);
-}
-
-void Encoder::add(const Packet& packet) {
-  const std::string why = refusal(packet);
-  if (!why.empty()) fail(Code::invalid, layout_of(packet.kind).name, ": ", why);
   packets_.push_back(packet);
 }
 

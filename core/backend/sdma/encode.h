@@ -30,12 +30,10 @@ class Encoder {
   void strided(uint64_t dst, uint64_t src, uint64_t bytes, uint32_t rows, int64_t dst_step,
                int64_t src_step);
   void swap(uint64_t a, uint64_t b, uint64_t bytes);
-  void poll(uint64_t address, uint64_t value, bool equal = false);
+  void poll(uint64_t address, uint64_t value);  // until it is there, or more
   void fence(uint64_t address, uint64_t value);
-  void atomic_add(uint64_t address, uint64_t value);
   void timestamp(uint64_t address);
-  void trap(uint32_t context);
-  void add(const Packet& packet);  // as it is
+  void add(const Packet& packet) { packets_.push_back(packet); }  // as it is
 
   const std::vector<Packet>& packets() const { return packets_; }
   std::vector<uint32_t> dwords() const;

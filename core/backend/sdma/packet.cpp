@@ -67,55 +67,16 @@ constexpr PacketLayout kLayouts[kKinds] = {
     {PacketKind::fill, "CONST_FILL", 5, header(11) | kFillDwords, kOperation | 3u << 30, kFill},
 };
 
-constexpr std::string_view kKindNames[kKinds] = {"nop",       "copy", "broadcast", "swap",
-                                                 "rect",      "poll", "fence",     "atomic",
-                                                 "timestamp", "trap", "fill"};
-
 constexpr std::string_view kFieldNames[kFields] = {
     "dst",   "dst2",      "src",       "bytes",     "value",     "compare", "mask",
     "func",  "memory",    "interval",  "retry",     "operation", "skip",    "element",
     "src_x", "src_y",     "src_z",     "src_pitch", "src_slice", "dst_x",   "dst_y",
     "dst_z", "dst_pitch", "dst_slice", "width",     "height",    "depth"};
 
-constexpr uint64_t ones(uint32_t bits) { return bits == 64 ? UINT64_MAX : (1ull << bits) - 1; }
-
-uint64_t load(const uint32_t* dwords, const Bits& bits) {
-  const uint32_t* word = dwords + bits.bit / 32;
-  if (bits.bits == 64) return word[0] | uint64_t{word[1]} << 32;
-  return word[0] >> bits.bit % 32 & ones(bits.bits);
-}
-
 void store(uint32_t* dwords, const Bits& bits, uint64_t value) {
   uint32_t* word = dwords + bits.bit / 32;
   word[0] |= static_cast<uint32_t>(value << bits.bit % 32);
   if (bits.bits == 64) word[1] |= static_cast<uint32_t>(value >> 32);
-}
-
-// What unpack asks of a packet's dwords: which bits of each may be set.
-struct Known {
-  uint32_t bits[kKinds][kDwordsMax] = {};
-};
-
-constexpr Known known_bits() {
-  Known known;
-  for (const PacketLayout& layout : kLayouts) {
-    uint32_t* words = known.bits[static_cast<size_t>(layout.kind)];
-    words[0] = layout.header_mask;
-    for (const Bits& bits : layout.fields) {
-      words[bits.bit / 32] |= static_cast<uint32_t>(ones(bits.bits) << bits.bit % 32);
-      if (bits.bits == 64) words[bits.bit / 32 + 1] = UINT32_MAX;
-    }
-  }
-  return known;
-}
-
-constexpr Known kKnown = known_bits();
-
-const PacketLayout* find_layout(uint32_t dword) {
-  for (const PacketLayout& layout : kLayouts) {
-    if ((dword & layout.header_mask) == layout.header) return &layout;
-  }
-  return nullptr;
 }
 
 }  // namespace
@@ -126,31 +87,15 @@ std::string hex(uint64_t value) {
   return text.str();
 }
 
-std::span<const PacketLayout> layouts() { return kLayouts; }
 const PacketLayout& layout_of(PacketKind kind) { return kLayouts[static_cast<size_t>(kind)]; }
 
-std::string_view to_string(PacketKind kind) { return kKindNames[static_cast<size_t>(kind)]; }
 std::string_view to_string(Field field) { return kFieldNames[static_cast<size_t>(field)]; }
-
-PacketKind parse_kind(std::string_view name) {
-  for (size_t i = 0; i < kKinds; ++i) {
-    if (kKindNames[i] == name) return static_cast<PacketKind>(i);
-  }
-  fail(Code::invalid, "no SDMA packet is named '", name, "'");
-}
-
-Field parse_field(std::string_view name) {
-  for (size_t i = 0; i < kFields; ++i) {
-    if (kFieldNames[i] == name) return static_cast<Field>(i);
-  }
-  fail(Code::invalid, "no field of an SDMA packet is named '", name, "'");
-}
 
 void pack(const Packet& packet, std::vector<uint32_t>& dwords) {
   const PacketLayout& layout = layout_of(packet.kind);
   for (const Bits& bits : layout.fields) {
     const uint64_t value = packet[bits.field];
-    if (value >= bits.bias && value - bits.bias <= ones(bits.bits)) continue;
+    if (value >= bits.bias && value - bits.bias <= bits.mask()) continue;
     fail(Code::invalid, layout.name, ": ", to_string(bits.field), " = ", value,
          " does not fit: it has ", unsigned{bits.bits}, " bits",
          bits.bias > 0 ? cat(" for the value less ", unsigned{bits.bias}) : "");
@@ -163,103 +108,18 @@ void pack(const Packet& packet, std::vector<uint32_t>& dwords) {
   }
 }
 
-namespace {
-
-std::string misaligned(uint64_t address, uint64_t align) {
-  if (address % align == 0) return {};
-  return cat("address ", hex(address), " is no multiple of ", align);
-}
-
-std::string rect_refusal(const Packet& packet) {
-  constexpr uint64_t kElementMax = 4;  // log2: 16 bytes
-  const uint64_t element = packet[Field::element];
-  if (element > kElementMax) return "elements have at most 16 bytes";
-  const auto side = [&](Field address, Field x, Field pitch, Field slice) -> std::string {
-    if (packet[address] % 4 != 0 || (packet[pitch] << element) % 4 != 0 ||
-        (packet[Field::depth] > 1 && (packet[slice] << element) % 4 != 0)) {
-      return "addresses, pitches and slices are whole dwords";
-    }
-    const bool fits = packet[x] + packet[Field::width] <= packet[pitch];
-    return fits ? "" : "a row is longer than its pitch";
-  };
-  const std::string dst = side(Field::dst, Field::dst_x, Field::dst_pitch, Field::dst_slice);
-  if (!dst.empty()) return dst;
-  return side(Field::src, Field::src_x, Field::src_pitch, Field::src_slice);
-}
-
-}  // namespace
-
-std::string refusal(const Packet& packet) {
-  const uint64_t dst = packet[Field::dst];
-  switch (packet.kind) {
-    case PacketKind::broadcast:
-      if ((dst - packet[Field::dst2]) % kBroadcastAlign == 0) return {};
-      return cat("the destinations ", hex(dst), " and ", hex(packet[Field::dst2]),
-                 " do not agree modulo ", kBroadcastAlign);
-    case PacketKind::swap: {
-      const std::string why = misaligned(dst, kSwapAlign);
-      return why.empty() ? misaligned(packet[Field::src], kSwapAlign) : why;
-    }
-    case PacketKind::rect:
-      return rect_refusal(packet);
-    case PacketKind::poll:
-      if (packet[Field::func] == 7) return "function 7 is none";
-      return packet[Field::memory] == 1 ? misaligned(dst, 4) : std::string();
-    case PacketKind::fence:
-      return misaligned(dst, 4);
-    case PacketKind::atomic:
-      return misaligned(dst, 8);
-    case PacketKind::timestamp:
-      return misaligned(dst, kTimestampAlign);
-    case PacketKind::fill:
-      return packet[Field::bytes] % 4 == 0 ? misaligned(dst, 4) : "its bytes are no whole dwords";
-    case PacketKind::copy:
-    case PacketKind::trap:
-    case PacketKind::nop:
-      break;
+const PacketLayout* layout_at(uint32_t header) {
+  for (const PacketLayout& layout : kLayouts) {
+    if ((header & layout.header_mask) == layout.header) return &layout;
   }
-  return {};
+  return nullptr;
 }
 
 uint32_t packet_dwords(uint32_t header) {
-  const PacketLayout* layout = find_layout(header);
+  const PacketLayout* layout = layout_at(header);
   if (layout == nullptr) return 0;
   if (layout->kind != PacketKind::nop) return layout->dwords;
-  return layout->dwords + static_cast<uint32_t>(load(&header, kNop[0]));
-}
-
-uint32_t try_unpack(std::span<const uint32_t> dwords, size_t at, Packet& packet, uint64_t first,
-                    std::string& why) {
-  const uint32_t* words = dwords.data() + at;
-  const PacketLayout* layout = find_layout(words[0]);
-  if (layout == nullptr) {
-    why = cat("dword ", first + at, " (", hex(words[0]), "): no packet has operation ",
-              words[0] & 255, " with sub-operation ", words[0] >> 8 & 255);
-    return 0;
-  }
-  const uint32_t count = packet_dwords(words[0]);
-  if (count > dwords.size() - at) {
-    why = cat("dword ", first + at, " (", hex(words[0]), "): this ", layout->name, " has ", count,
-              " dwords, and ", dwords.size() - at, " are left");
-    return 0;
-  }
-  const uint32_t* known = kKnown.bits[static_cast<size_t>(layout->kind)];
-  for (uint32_t i = 0; i < layout->dwords; ++i) {
-    if ((words[i] & ~known[i]) == 0) continue;
-    why = cat("dword ", first + at + i, " (", hex(words[i]), "): bits ", hex(words[i] & ~known[i]),
-              " have to be 0 in dword ", i, " of ", layout->name);
-    return 0;
-  }
-  packet = Packet{.kind = layout->kind};
-  for (const Bits& bits : layout->fields) packet[bits.field] = load(words, bits) + bits.bias;
-  return count;
-}
-
-uint32_t unpack(std::span<const uint32_t> dwords, size_t at, Packet& packet, uint64_t first) {
-  std::string why;
-  const uint32_t count = try_unpack(dwords, at, packet, first, why);
-  if (count == 0) fail(Code::invalid, why);
-  return count;
+  return layout->dwords + (header >> kNop[0].bit & static_cast<uint32_t>(kNop[0].mask()));
 }
 
 }  // namespace offcore::sdma

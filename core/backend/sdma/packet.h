@@ -1,9 +1,9 @@
 // SDMA packets of gfx942 (MI300X, SDMA 4.4.2), bit by bit.
 //
 // A packet is a kind and its fields. One table (packet.cpp) says where each field lies; pack and
-// unpack both read it, so what one writes the other reads. Counts, pitches and sizes are here what
+// what reads packets (studies/sdma/unpack.h) both go by it. Counts, pitches and sizes are here what
 // they mean: the table knows which are stored less one. Every bit that the table does not name is
-// 0, and unpack refuses a packet where it is not. docs/sdma.md shows the table.
+// 0. docs/sdma.md shows the table.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -37,11 +37,11 @@ enum class Field : uint8_t {
   value,      // compared, stored, added, filled with, or the interrupt's context
   compare,    // of atomics that compare
   mask,       // of polls
-  func,       // of polls: kPollEqual, kPollAtLeast
+  func,       // of polls: kPollAtLeast, or another comparison
   memory,     // of polls: 1; 0 would be a register
   interval,   // between two looks
   retry,      // looks; kPollForever
-  operation,  // of atomics: kAtomicAdd64
+  operation,  // of atomics
   skip,       // of nops: dwords that follow
   element,    // of rects, log2 of its bytes; all sizes of a rect count elements
   src_x,
@@ -60,10 +60,8 @@ enum class Field : uint8_t {
 };
 inline constexpr size_t kFields = 27;
 
-inline constexpr uint64_t kPollEqual = 3;
 inline constexpr uint64_t kPollAtLeast = 5;  // plain unsigned, not cyclic
 inline constexpr uint64_t kPollForever = 0xfff;
-inline constexpr uint64_t kAtomicAdd64 = 47;
 inline constexpr uint64_t kSwapAlign = 64;
 inline constexpr uint64_t kBroadcastAlign = 32;
 inline constexpr uint64_t kTimestampAlign = 32;
@@ -85,6 +83,8 @@ struct Bits {
   uint16_t bit;
   uint8_t bits;
   uint8_t bias = 0;
+
+  constexpr uint64_t mask() const { return bits == 64 ? UINT64_MAX : (1ull << bits) - 1; }
 };
 
 struct PacketLayout {
@@ -97,28 +97,12 @@ struct PacketLayout {
 };
 
 const PacketLayout& layout_of(PacketKind kind);
-std::span<const PacketLayout> layouts();  // in the order of kinds
+const PacketLayout* layout_at(uint32_t header);  // of what begins so; null: no packet does
 
-std::string_view to_string(PacketKind kind);  // "copy"
 std::string_view to_string(Field field);
-PacketKind parse_kind(std::string_view name);  // throw invalid
-Field parse_field(std::string_view name);
 
 // Appends the packet. Throws invalid where a value does not fit its field.
 void pack(const Packet& packet, std::vector<uint32_t>& dwords);
-
-// Why no engine takes it, wherever its memory lies; empty: they do. pack writes what fits all the
-// same.
-std::string refusal(const Packet& packet);
-
-// The packet that begins at dwords[at], into `packet`; returns its dwords. `dwords` may end behind
-// it. Throws invalid, naming the dword (its number is `first` + its place): no such operation, too
-// few dwords left, a bit set that has to be 0.
-uint32_t unpack(std::span<const uint32_t> dwords, size_t at, Packet& packet, uint64_t first = 0);
-
-// The same, told rather than thrown: 0 dwords and the reason in `why`.
-uint32_t try_unpack(std::span<const uint32_t> dwords, size_t at, Packet& packet, uint64_t first,
-                    std::string& why);
 
 std::string hex(uint64_t value);  // "0x7f00"
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/backend/sdma/packet.h"
+#include "core/base/clock.h"
 #include "core/base/error.h"
 
 namespace offcore::sdma {
@@ -24,12 +25,6 @@ PacketRing::PacketRing(const RingMemory& memory)
     fail(Code::invalid, "a ring of ", bytes, " bytes: it has to be a power of two of at least ",
          kRingBytesMin);
   }
-}
-
-uint64_t PacketRing::free_bytes() const {
-  const uint64_t used = reserved_.load(std::memory_order_relaxed) -
-                        std::atomic_ref(*memory_.rptr).load(std::memory_order_acquire);
-  return memory_.bytes() - 4 - used;
 }
 
 bool PacketRing::try_submit(std::span<const uint32_t> packets) {
@@ -88,21 +83,6 @@ size_t PacketRing::part_of(std::span<const uint32_t> packets) const {
          memory_.dwords.size());
   }
   return part;
-}
-
-void PacketRing::submit(std::span<const uint32_t> packets, const Deadline& deadline) {
-  for (size_t done = 0; done < packets.size();) {
-    const size_t part = part_of(packets.subspan(done));
-    while (!try_submit(packets.subspan(done, part))) {
-      if (deadline.passed()) {
-        fail(Code::timeout, "the ring of ", memory_.bytes(), " bytes stayed full for ",
-             shown_s(deadline.wait_ns()), " s: rptr ", *memory_.rptr, ", wptr ", *memory_.wptr,
-             "; ", done, " of ", packets.size(), " dwords are submitted");
-      }
-      sched_yield();
-    }
-    done += part;
-  }
 }
 
 }  // namespace offcore::sdma

@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <span>
 
-#include "core/base/clock.h"
-
 namespace offcore::sdma {
 
 // Where a ring and its offsets lie: in memory that engine and producers share.
@@ -32,18 +30,14 @@ class PacketRing {
   // Throws invalid for a size that is no power of two of at least kRingBytesMin.
   explicit PacketRing(const RingMemory& memory);
 
-  // Writes whole packets and rings the doorbell; in parts, as room comes up, where they are more
-  // than a quarter of the ring. Throws invalid for dwords that are no packets, timeout where the
-  // engine makes no room in time; the message says how many dwords are submitted all the same.
-  void submit(std::span<const uint32_t> packets, const Deadline& deadline);
-
-  // All of them or none, of which false tells: there is no room now. Throws timeout, as submit
-  // does, where a producer before it does not finish its writing: such a ring is lost.
+  // Writes whole packets and rings the doorbell; all of them or none, of which false tells: there
+  // is no room now. Throws timeout where a producer before it does not finish its writing: such a
+  // ring is lost.
   bool try_submit(std::span<const uint32_t> packets);
 
   const RingMemory& memory() const { return memory_; }
-  uint64_t free_bytes() const;  // that could be reserved now, were there no ring's end
-  // How many of these dwords submit would send at once: whole packets, up to a quarter of the ring.
+  // How many of these dwords to submit at once: whole packets, up to a quarter of the ring. Throws
+  // invalid for dwords that are no packets.
   size_t part_of(std::span<const uint32_t> packets) const;
 
  private:

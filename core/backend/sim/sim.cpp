@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <optional>
 
 #include "core/backend/exec/executor.h"
-#include "core/backend/sim/packets.h"
 #include "core/backend/sim/simulation.h"
 #include "core/base/error.h"
 
@@ -35,7 +33,9 @@ class SimExecutor final : public exec::Executor {
     state_.machine = machine;
     state_.ranks = ranks;
     state_.options = std::move(options);
+    if (state_.options.fetch_path) fetch_path_ = state_.options.fetch_path(machine);
   }
+  const SimOptions::FetchPath& fetch_path() const { return fetch_path_; }
   const SimState& state() const { return state_; }
   int64_t now_ns() {
     const ExecutorLock lock(mutex_);
@@ -56,6 +56,7 @@ class SimExecutor final : public exec::Executor {
   void attend(exec::Submission&, const Deadline&) override {}
 
   SimState state_;
+  SimOptions::FetchPath fetch_path_;
 };
 
 class SimLoaded final : public exec::LoadedProgram {
@@ -63,8 +64,7 @@ class SimLoaded final : public exec::LoadedProgram {
   SimLoaded(const std::shared_ptr<SimExecutor>& executor,
             std::shared_ptr<const exec::CompiledProgram> compiled)
       : LoadedProgram(executor, std::move(compiled)) {
-    const SimState& state = executor->state();
-    if (state.options.packets) packets_.emplace(*compiled_->program, state.machine);
+    if (executor->fetch_path()) fetched_ = executor->fetch_path()(*compiled_->program);
   }
 
  private:
@@ -75,13 +75,11 @@ class SimLoaded final : public exec::LoadedProgram {
   }
   std::shared_ptr<exec::Submission> build(const Launch& launch) override {
     auto submission = std::make_shared<SimSubmission>(compiled_, launch);
-    if (packets_) {
-      submission->program = std::make_shared<const Program>(packets_->fetched(launch.epoch));
-    }
+    if (fetched_) submission->program = std::make_shared<const Program>(fetched_(launch.epoch));
     return submission;
   }
 
-  std::optional<PacketPath> packets_;
+  SimOptions::Fetched fetched_;
 };
 
 class SimBackend : public Backend {
@@ -129,9 +127,6 @@ std::unique_ptr<Backend> make_sim(const Machine& machine, Rank ranks, SimOptions
   if (ranks < 1 || ranks > machine.ranks) {
     fail(Code::invalid, "machine ", machine.name, " has 1 to ", machine.ranks, " ranks, not ",
          ranks);
-  }
-  if (options.packets && machine.vendor != "amd") {
-    fail(Code::unsupported, "machine ", machine.name, " has no SDMA engines: packets are AMD's");
   }
   for (const Fault& fault : options.faults) {
     if (fault.rank >= ranks) fail(Code::invalid, "fault ", to_string(fault), ": no such rank");

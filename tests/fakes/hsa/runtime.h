@@ -1,5 +1,5 @@
 // The stand-in HSA runtime: GPUs whose memory is this process's and whose SDMA queues are emulated
-// engines (core/backend/sdma/engine.h), which one thread runs in turn.
+// engines (studies/sdma/engine.h), which one thread runs in turn.
 //
 // It keeps the runtime's rules and is strict where they leave room: engines reach an allocation
 // only once all agents were allowed to, pinned memory lies at another address for them,
@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "core/backend/sdma/engine.h"
+#include "studies/sdma/engine.h"
 #include "core/backend/sdma/hsa.h"
 
 namespace fakehsa {

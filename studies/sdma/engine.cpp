@@ -1,4 +1,4 @@
-#include "core/backend/sdma/engine.h"
+#include "studies/sdma/engine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +11,8 @@
 
 namespace offcore::sdma {
 namespace {
+
+constexpr uint64_t kAtomicAdd64 = 47;
 
 uint64_t rows_of(const Packet& packet) { return packet[Field::height] * packet[Field::depth]; }
 
@@ -108,7 +110,7 @@ bool Engine::fetch(uint64_t left_bytes) {
   Packet packet;
   if (there[0] != 0) {  // a zero dword is a nop
     std::string why;
-    count = try_unpack(there, 0, packet, rptr_ / 4, why);
+    count = unpack(there, 0, packet, rptr_ / 4, why);
     if (count == 0) {
       const bool straddles = packet_dwords(there[0]) * uint64_t{4} > lap_left;
       return refuse(straddles ? "a packet across the ring's end: pad with zero dwords" : why);

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/backend/sdma/encode_program.h"
-#include "core/backend/sdma/packet.h"
 #include "core/ir/program.h"
+#include "studies/sdma/unpack.h"
 
 namespace offcore::sdma {
 

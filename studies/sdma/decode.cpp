@@ -1,4 +1,4 @@
-#include "core/backend/sdma/decode.h"
+#include "studies/sdma/decode.h"
 
 #include <algorithm>
 
@@ -198,7 +198,10 @@ std::vector<Decoded> decode(std::span<const uint32_t> dwords) {
   std::vector<Decoded> packets;
   for (size_t at = 0; at < dwords.size();) {
     Decoded decoded{.packet = {}, .dword = static_cast<uint32_t>(at)};
-    at += unpack(dwords, at, decoded.packet);
+    std::string why;
+    const uint32_t count = unpack(dwords, at, decoded.packet, 0, why);
+    if (count == 0) fail(Code::invalid, why);
+    at += count;
     if (decoded.packet.kind != PacketKind::nop) packets.push_back(decoded);
   }
   return packets;

@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "core/backend/sdma/packet.h"
 #include "core/backend/sdma/packet_ring.h"
+#include "studies/sdma/unpack.h"
 
 namespace offcore::sdma {
 
