@@ -7,12 +7,12 @@
 #include <nanobind/stl/vector.h>
 
 #include "core/base/error.h"
-#include "core/mcast/sim_network.h"
 #include "core/mcast/siphash.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/sim_network.h"
 
 namespace offcore {
 namespace {
@@ -176,8 +176,8 @@ void bind_node(nb::module_& module) {
       });
 }
 
-void bind_fabric(nb::module_& module) {
-  nb::class_<Faults>(module, "McastFaults", "core/mcast/sim_network.h")
+void bind_sim_network(nb::module_& module) {
+  nb::class_<Faults>(module, "McastFaults", "studies/sim_network.h")
       .def(nb::init<>())
       .def_rw("seed", &Faults::seed)
       .def_rw("loss", &Faults::loss)
@@ -193,7 +193,7 @@ void bind_fabric(nb::module_& module) {
       .def_rw("drain_bytes_s", &Faults::drain_bytes_s)
       .def_rw("together", &Faults::together)
       .def_rw("scatter", &Faults::scatter);
-  nb::class_<SimNetwork>(module, "McastFabric", "core/mcast/sim_network.h")
+  nb::class_<SimNetwork>(module, "McastSimNetwork", "studies/sim_network.h")
       .def(nb::init<std::vector<Group>, const Faults&>(), nb::arg("groups"), nb::arg("faults"))
       .def_prop_ro("now_ns", &SimNetwork::now_ns)
       .def(
@@ -245,7 +245,7 @@ void bind_formats(nb::module_& module) {
         return mcast::siphash(secret_of(key), {}, span_of(bytes));
       },
       nb::arg("key"), nb::arg("bytes"));
-  nb::class_<BlockLayout>(module, "McastLayout", "core/mcast/block_layout.h")
+  nb::class_<BlockLayout>(module, "McastBlockLayout", "core/mcast/block_layout.h")
       .def(
           "__init__",
           [](BlockLayout* self, const Group& group, const std::string& kind, GroupRank root,
@@ -281,7 +281,7 @@ void bind_formats(nb::module_& module) {
 void bind_mcast(nb::module_& module) {
   bind_group(module);
   bind_node(module);
-  bind_fabric(module);
+  bind_sim_network(module);
   bind_formats(module);
 }
 

@@ -141,7 +141,7 @@ void bind_streams(nb::module_& module) {
         }
         return rows;
       });
-  nb::class_<EncodedQueue>(module, "SdmaStream", "The packets of one engine queue.")
+  nb::class_<EncodedQueue>(module, "SdmaEncodedQueue", "The packets of one engine queue.")
       .def_ro("queue", &EncodedQueue::queue, "Index into the program's queues.")
       .def_ro("dwords", &EncodedQueue::dwords)
       .def_ro("starts", &EncodedQueue::starts, "Of each command: its first dword.")

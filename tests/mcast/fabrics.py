@@ -92,7 +92,7 @@ def faults_of(**settings: Any) -> _core.McastFaults:
 class Started:
     """A call under way at all ranks."""
 
-    def __init__(self, fabric: _core.McastFabric, call: Call, ranks: int) -> None:
+    def __init__(self, fabric: _core.McastSimNetwork, call: Call, ranks: int) -> None:
         self.call = call
         self.buffers = [call.buffer(rank) for rank in range(ranks)]
         self.operations: list[_core.McastOperation | str] = []
@@ -129,7 +129,7 @@ class Started:
 
 
 def run(
-    fabric: _core.McastFabric, calls: list[Call], ranks: int, limit_s: int = 60
+    fabric: _core.McastSimNetwork, calls: list[Call], ranks: int, limit_s: int = 60
 ) -> list[Outcome]:
     """Makes the calls at all ranks and runs the network until nothing is left to do."""
     started = [Started(fabric, call, ranks) for call in calls]
@@ -138,5 +138,5 @@ def run(
 
 
 def run_once(ranks: int, call: Call, faults: dict[str, Any] | None = None, **group: Any) -> Outcome:
-    fabric = _core.McastFabric([group_of(ranks, **group)], faults_of(**(faults or {})))
+    fabric = _core.McastSimNetwork([group_of(ranks, **group)], faults_of(**(faults or {})))
     return run(fabric, [call], ranks)[0]

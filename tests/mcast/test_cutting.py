@@ -10,8 +10,8 @@ from offcore import _core
 COUNTS = st.lists(st.sampled_from([0, 0, 1, 99, 100, 101, 777, 12_345]), min_size=1, max_size=12)
 
 
-def layout_of(counts: list[int], **group: int) -> _core.McastLayout:
-    return _core.McastLayout(group_of(len(counts), **group), "all_gather", 0, counts)
+def layout_of(counts: list[int], **group: int) -> _core.McastBlockLayout:
+    return _core.McastBlockLayout(group_of(len(counts), **group), "all_gather", 0, counts)
 
 
 @given(counts=COUNTS, subgroups=st.integers(1, 9), chunk_bytes=st.sampled_from([1, 100, 1440]))
@@ -85,7 +85,7 @@ def test_state_of_a_16_gb_buffer(chunk_bytes: int, bits: int) -> None:
     ranks = 4
     counts = [16 * 10**9 // (ranks - 1) if rank else 0 for rank in range(ranks)]
     group = group_of(ranks, chunk_bytes=chunk_bytes, multicast=True)
-    fabric = _core.McastFabric([group], faults_of())
+    fabric = _core.McastSimNetwork([group], faults_of())
     fabric.submit(0, "all_gather", 0, 0, counts, None)
     fabric.run_until(0)
     state = fabric.counters(0)["state_bytes"]

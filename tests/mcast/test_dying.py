@@ -24,8 +24,8 @@ from offcore import _core
 FOREVER = (1 << 63) - 1
 
 
-def make(ranks: int, faults: dict[str, Any] | None = None, **group: Any) -> _core.McastFabric:
-    return _core.McastFabric([group_of(ranks, **group)], faults_of(**(faults or {})))
+def make(ranks: int, faults: dict[str, Any] | None = None, **group: Any) -> _core.McastSimNetwork:
+    return _core.McastSimNetwork([group_of(ranks, **group)], faults_of(**(faults or {})))
 
 
 @pytest.mark.parametrize("told_ns", [-1, 20_000], ids=["silently", "with a reset"])
@@ -146,7 +146,7 @@ def test_ranks_that_disagree_are_told(other: Call) -> None:
         assert caught.value.code == "mismatch"
 
 
-def outcomes_after(fabric: _core.McastFabric, call: Call, ranks: int) -> Outcome:
+def outcomes_after(fabric: _core.McastSimNetwork, call: Call, ranks: int) -> Outcome:
     return run(fabric, [call], ranks)[0]
 
 

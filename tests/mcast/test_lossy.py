@@ -70,7 +70,7 @@ def test_any_loss_ends_with_the_right_bytes(
 ) -> None:
     made = data.draw(st.lists(calls(ranks), min_size=1, max_size=3))
     slow = data.draw(st.sets(st.integers(0, ranks - 1)))
-    fabric = _core.McastFabric([group_of(ranks, **group)], faults_of(**faults))
+    fabric = _core.McastSimNetwork([group_of(ranks, **group)], faults_of(**faults))
     for rank in slow:
         fabric.slow(rank)
     for outcome in run(fabric, made, ranks):
@@ -93,7 +93,7 @@ def test_every_loss_of_one_and_two_datagrams(kind: str, chains: int, count: int)
         if receiver != source
     ]
     for lost in combinations(ways, count):
-        fabric = _core.McastFabric([group_of(ranks, chains=chains)], faults_of())
+        fabric = _core.McastSimNetwork([group_of(ranks, chains=chains)], faults_of())
         for receiver, source, psn in lost:
             fabric.drop(receiver, source, psn)
         outcome = run(fabric, [call], ranks)[0]
@@ -105,7 +105,7 @@ def test_every_loss_of_one_and_two_datagrams(kind: str, chains: int, count: int)
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 13, 188])
 def test_without_a_loss_nothing_is_fetched_and_each_byte_is_sent_once(ranks: int) -> None:
-    fabric = _core.McastFabric([group_of(ranks, subgroups=2, chains=3)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(ranks, subgroups=2, chains=3)], faults_of())
     run(fabric, [all_gather([777] * ranks)], ranks)[0].check_all_right()
     for rank in range(ranks):
         counters = fabric.counters(rank)
@@ -117,7 +117,7 @@ def test_without_a_loss_nothing_is_fetched_and_each_byte_is_sent_once(ranks: int
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 31])
 def test_with_multicast_off_everything_goes_through_the_ring(ranks: int) -> None:
-    fabric = _core.McastFabric([group_of(ranks, multicast=False)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(ranks, multicast=False)], faults_of())
     run(fabric, [all_gather([2950] * ranks)], ranks)[0].check_all_right()
     for rank in range(ranks):
         counters = fabric.counters(rank)
@@ -129,7 +129,7 @@ def test_with_multicast_off_everything_goes_through_the_ring(ranks: int) -> None
 def test_a_deaf_rank_does_not_burden_the_root() -> None:
     """Its left neighbour serves it, not the root (section III-C)."""
     ranks = 6
-    fabric = _core.McastFabric([group_of(ranks)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(ranks)], faults_of())
     for psn in range(20):
         fabric.drop(3, 0, psn)
     run(fabric, [broadcast(ranks, 2000)], ranks)[0].check_all_right()
@@ -139,7 +139,7 @@ def test_a_deaf_rank_does_not_burden_the_root() -> None:
 
 def test_a_loss_at_all_leaves_goes_down_the_ring() -> None:
     ranks = 6
-    fabric = _core.McastFabric([group_of(ranks)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(ranks)], faults_of())
     for rank in range(1, ranks):
         fabric.drop(rank, 0, 7)
     run(fabric, [broadcast(ranks, 2000)], ranks)[0].check_all_right()
@@ -150,7 +150,7 @@ def test_a_loss_at_all_leaves_goes_down_the_ring() -> None:
 @pytest.mark.parametrize("first_op", [2**32 - 2, 2**63 - 1, 2**64 - 3])
 def test_operations_past_the_ends_of_words(first_op: int) -> None:
     calls = [all_gather([250] * 4, seed) for seed in range(6)]
-    fabric = _core.McastFabric(
+    fabric = _core.McastSimNetwork(
         [group_of(4, first_op=first_op)], faults_of(loss=0.2, duplicate=0.2, reorder=0.3)
     )
     for outcome in run(fabric, calls, 4):
@@ -162,7 +162,7 @@ def test_two_communicators_at_once(seed: int, ranks: int, loss: float) -> None:
     """Their datagrams reach each other's receivers; they differ in the tag alone, or in more."""
     one = group_of(ranks, tag=7)
     other = group_of(ranks, tag=8, subgroups=1 + seed % 3)
-    fabric = _core.McastFabric([one, other], faults_of(seed=seed, loss=loss, duplicate=0.1))
+    fabric = _core.McastSimNetwork([one, other], faults_of(seed=seed, loss=loss, duplicate=0.1))
     pairs = [(all_gather([999] * ranks, 1), 0), (all_gather([999] * ranks, 2), 1)]
     started = []
     for call, communicator in pairs:
@@ -188,7 +188,7 @@ def test_two_communicators_at_once(seed: int, ranks: int, loss: float) -> None:
 
 def test_a_cutoff_that_comes_too_early_waits_while_chunks_come() -> None:
     """The link is ten times slower than the timer believes."""
-    fabric = _core.McastFabric(
+    fabric = _core.McastSimNetwork(
         [group_of(3, link_bytes_s=1e7, alpha_ns=2_000_000)],
         faults_of(drain_bytes_s=1e6, queue_bytes=1 << 20),
     )
@@ -203,7 +203,7 @@ def test_a_cutoff_that_comes_too_early_waits_while_chunks_come() -> None:
 
 def test_where_all_last_chunks_have_come_a_loss_costs_only_the_settling_time() -> None:
     group = {"alpha_ns": SECOND // 10, "settle_ns": 50_000}
-    fabric = _core.McastFabric([group_of(3, **group)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(3, **group)], faults_of())
     fabric.drop(2, 0, 4)
     outcome = run(fabric, [broadcast(3, 1000)], 3)[0]
     outcome.check_all_right()

@@ -56,7 +56,7 @@ def test_siphash_is_that_of_the_paper() -> None:
 def test_a_datagram_by_the_book_is_taken(sealed: bool) -> None:
     """Made by hand, before the root sends: its chunk is in place, the root's is a duplicate."""
     call = broadcast(2, 250)
-    fabric = _core.McastFabric([group_of(2, sealed=sealed)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(2, sealed=sealed)], faults_of())
     started = Started(fabric, call, 2)
     fabric.run_until(5_010)  # the barrier is over
     chunk = call.expected()[100:200].tobytes()
@@ -97,7 +97,7 @@ def test_a_datagram_by_the_book_is_taken(sealed: bool) -> None:
 )
 def test_what_does_not_fit_is_dropped_and_counted(wrong: dict[str, int], counted: str) -> None:
     call = broadcast(2, 250)
-    fabric = _core.McastFabric([group_of(2)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(2)], faults_of())
     started = Started(fabric, call, 2)
     fabric.run_until(5_010)
     made = datagram(**{"chunk": bytes(100), "psn": 1} | wrong)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def check_strangers(count: int, sealed: bool) -> None:
     ranks, done, round_ = 4, 0, 0
     wrong = dict.fromkeys(WRONG, 0)
     while done < count:
-        fabric = _core.McastFabric(
+        fabric = _core.McastSimNetwork(
             [group_of(ranks, subgroups=2, chains=2, sealed=sealed)],
             faults_of(loss=0.05, duplicate=0.05, jitter_ns=5000, seed=round_),
         )
@@ -208,7 +208,7 @@ def test_a_peer_gone_mad_ends_in_bytes_or_an_error(seed: int) -> None:
     """Rank 3 is one of us and says anything: the others neither crash nor stall. What it says may
     be taken for the truth, for who knows the secret is trusted: bytes are not looked at here."""
     rng = random.Random(seed)
-    fabric = _core.McastFabric([group_of(4, subgroups=2)], faults_of(loss=0.1, seed=seed))
+    fabric = _core.McastSimNetwork([group_of(4, subgroups=2)], faults_of(loss=0.1, seed=seed))
     started = Started(fabric, all_gather([950] * 4), 4)
     for _ in range(60):
         assert fabric.inject_message(rng.randrange(3), 3, message(rng))
@@ -220,7 +220,7 @@ def test_a_peer_gone_mad_ends_in_bytes_or_an_error(seed: int) -> None:
 
 
 def test_a_reply_that_is_not_what_was_asked_for_is_dropped() -> None:
-    fabric = _core.McastFabric([group_of(2)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(2)], faults_of())
     fabric.drop(1, 0, 3)
     fabric.cut({0}, 40_000, SECOND // 20, True)  # the real reply is late
     started = Started(fabric, broadcast(2, 950), 2)
@@ -248,6 +248,6 @@ def test_a_reply_that_is_not_what_was_asked_for_is_dropped() -> None:
     ids=["magic", "version", "kind", "kind 255", "data", "too much data"],
 )
 def test_what_is_no_message_is_told_apart(wrong: bytes) -> None:
-    fabric = _core.McastFabric([group_of(2)], faults_of())
+    fabric = _core.McastSimNetwork([group_of(2)], faults_of())
     assert not fabric.inject_message(0, 1, wrong.ljust(48, b"\0"))
     assert not fabric.inject_message(0, 1, wrong)  # too short

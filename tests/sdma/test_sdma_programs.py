@@ -40,7 +40,7 @@ def somewhere(program: _core.Program, seed: int, epoch: int) -> _core.SdmaAddres
 
 
 def back(
-    program: _core.Program, streams: list[_core.SdmaStream], addresses: _core.SdmaAddresses
+    program: _core.Program, streams: list[_core.SdmaEncodedQueue], addresses: _core.SdmaAddresses
 ) -> _core.Program:
     queues = {stream.queue: stream.dwords for stream in streams}
     return _core.sdma_decode(queues, program, addresses)

@@ -173,7 +173,7 @@ def listed(commands: list[Command]) -> str:
     return f"[\n{lines}\n]\n" if commands else "[]\n"
 
 
-def stream_record(name: str, stream: _core.SdmaStream, program: _core.Program) -> Command:
+def stream_record(name: str, stream: _core.SdmaEncodedQueue, program: _core.Program) -> Command:
     keys = ("dword", "what", "buffer", "rank", "value")
     patches = [dict(zip(keys, row, strict=True)) for row in stream.patches(program)]
     return {

@@ -1,4 +1,4 @@
-#include "core/mcast/sim_network.h"
+#include "studies/sim_network.h"
 
 #include <algorithm>
 
