@@ -237,8 +237,6 @@ void bind_faults(nb::module_& module) {
       .def_ro("factor", &sim::Fault::factor)
       .def_ro("ns", &sim::Fault::ns)
       .def("__repr__", [](const sim::Fault& fault) { return to_string(fault); });
-  module.def("random_fault", &sim::random_fault, nb::arg("seed"), nb::arg("program"),
-             "A fault that a launch of this program meets.");
 }
 
 void bind_report(nb::module_& module) {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import offcore
-from offcore import _core
 from oracles import Bytes, Case, equal_case, noise
+from random_faults import random_fault
 
 RANKS = 4
 PART = 512
@@ -45,20 +45,6 @@ class Rig:
         )
 
 
-def fault_of(fault: _core.Fault) -> dict:
-    """As Communicator takes it: random_fault speaks of a program's queues."""
-    words = repr(fault).split()
-    queue = words[2].split(".")[1] if words[1] == "queue" else "0"
-    return {
-        "kind": fault.kind,
-        "rank": fault.rank,
-        "queue": queue if queue == "caller" else int(queue),
-        "nth": fault.nth,
-        "factor": fault.factor,
-        "ns": fault.ns,
-    }
-
-
 @pytest.mark.parametrize("machine", ["mi300x-8", "h200-4"])
 @pytest.mark.parametrize("op", OPS)
 def test_random_faults(op: str, machine: str) -> None:
@@ -72,7 +58,7 @@ def test_random_faults(op: str, machine: str) -> None:
         variant = rng.choice(healthy.comm.variants(op))
         protocol = rng.choice(["barrier", "eager"])
         program = healthy.comm.program(op, 4096, variant=variant, protocol=protocol)
-        fault = fault_of(_core.random_fault(seed, program))
+        fault = random_fault(seed, program)
         rig = Rig(case, machine, [fault], seed)
         kind = fault["kind"]
         try:

@@ -1,7 +1,5 @@
 #include "core/backend/sim/faults.h"
 
-#include <algorithm>
-
 #include "core/base/error.h"
 
 namespace offcore::sim {
@@ -38,42 +36,6 @@ std::string to_string(const Fault& fault) {
       break;
   }
   return cat("dead_rank rank ", fault.rank, " ns ", fault.ns);
-}
-
-Fault random_fault(uint64_t seed, const Program& program) {
-  const auto pick = [&](uint64_t counter, uint64_t choices) {
-    return mix(seed, counter) % choices;
-  };
-  struct FaultPlace {
-    const Queue* queue;
-    uint32_t signals = 0;
-    uint32_t moves = 0;
-  };
-  std::vector<FaultPlace> places;
-  for (const Queue& queue : program.queues) {
-    FaultPlace place{&queue};
-    for (const Command& command : queue.commands) {
-      place.signals += command.op == Op::signal;
-      place.moves += moves_data(command.op);
-    }
-    places.push_back(place);
-  }
-  Fault fault{.kind = static_cast<Fault::Kind>(pick(0, std::size(kFaultNames)))};
-  const bool signal =
-      fault.kind == Fault::Kind::late_signal || fault.kind == Fault::Kind::lost_signal;
-  std::erase_if(places, [&](const FaultPlace& place) {
-    if (fault.kind == Fault::Kind::flipped_byte) return place.moves == 0;
-    return signal ? place.signals == 0 : place.queue->index == kCallerQueue;
-  });
-  if (places.empty()) fail(Code::invalid, "the program has no queue for ", to_string(fault.kind));
-  const FaultPlace& place = places[pick(1, places.size())];
-  fault.rank = place.queue->rank;
-  fault.queue = place.queue->index;
-  if (fault.kind == Fault::Kind::flipped_byte) fault.nth = pick(2, place.moves);
-  if (signal) fault.nth = pick(2, place.signals);
-  fault.factor = 2 + static_cast<double>(pick(3, 30));
-  fault.ns = static_cast<int64_t>(pick(4, 20000));
-  return fault;
 }
 
 // The finalizer of a well-known 64-bit generator (splitmix).

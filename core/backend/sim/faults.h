@@ -13,9 +13,6 @@ std::string_view to_string(Fault::Kind kind);
 Fault::Kind parse_fault_kind(std::string_view name);  // throws invalid, naming the known ones
 std::string to_string(const Fault& fault);            // "lost_signal queue 0.1 nth 2"
 
-// A fault that a launch of this program meets.
-Fault random_fault(uint64_t seed, const Program& program);
-
 // A well spread 64-bit hash of (seed, counter): all of the simulator's randomness.
 uint64_t mix(uint64_t seed, uint64_t counter);
 
