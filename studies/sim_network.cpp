@@ -191,7 +191,7 @@ void SimNetwork::deliver(NetworkHost& from, NetworkHost& to, const Shared& datag
   if (faults_.burst_begin > 0) {
     to.burst = to.burst ? chance() >= faults_.burst_end : chance() < faults_.burst_begin;
   }
-  const uint32_t psn = load_big<uint32_t>(datagram->bytes.data() + 4);
+  const uint32_t psn = read_head(datagram->bytes.data()).psn;
   const bool chosen = drops_.erase({to.rank, from.rank, psn}) > 0;
   if (chosen || to.burst || chance() < faults_.loss) return;
   if (opens_ns(from.rank, to.rank, false) > now_ns_ || datagram->subgroup >= to.group.subgroups) {

@@ -18,10 +18,9 @@ uint64_t stretch_of(uint64_t at, uint64_t count, uint64_t parts) {
 
 }  // namespace
 
-BlockLayout::BlockLayout(const Group& group, uint64_t op, OperationKind kind, GroupRank root,
+BlockLayout::BlockLayout(const Group& group, OperationKind kind, GroupRank root,
                          const std::vector<uint64_t>& counts)
-    : op_(op),
-      chunk_bytes_(group.chunk_bytes),
+    : chunk_bytes_(group.chunk_bytes),
       subgroups_(group.subgroups),
       blocks_(counts.size()),
       place_(counts.size()) {

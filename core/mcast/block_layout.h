@@ -28,10 +28,9 @@ class BlockLayout {
  public:
   // Blocks lie one after the other. broadcast: `counts` has the root's bytes at the root, else 0.
   // Throws invalid where a block has more chunks than a PSN can tell.
-  BlockLayout(const Group& group, uint64_t op, OperationKind kind, GroupRank root,
+  BlockLayout(const Group& group, OperationKind kind, GroupRank root,
               const std::vector<uint64_t>& counts);
 
-  uint64_t op() const { return op_; }
   GroupRank ranks() const { return static_cast<GroupRank>(blocks_.size()); }
   const Block& block(GroupRank source) const { return blocks_[source]; }
   uint64_t bytes() const { return bytes_; }    // of all blocks
@@ -63,7 +62,6 @@ class BlockLayout {
   uint32_t chunks_of(uint64_t bytes) const;
   uint64_t chain_of(GroupRank rank) const;
 
-  uint64_t op_;
   uint32_t chunk_bytes_;
   uint32_t subgroups_;
   uint32_t chains_;

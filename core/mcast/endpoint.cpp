@@ -45,8 +45,9 @@ std::shared_ptr<Operation> Endpoint::submit(OperationRequest request) {
     fail(Code::invalid, "counts for ", request.counts.size(), " ranks and root ", request.root,
          ", but there are ", group_.ranks, " ranks");
   }
-  const BlockLayout trial(group_, 0, request.kind, request.root, request.counts);
-  auto operation = std::make_shared<Operation>(std::move(request));
+  auto layout =
+      std::make_shared<const BlockLayout>(group_, request.kind, request.root, request.counts);
+  auto operation = std::make_shared<Operation>(std::move(request), std::move(layout));
   {
     const std::lock_guard lock(mutex_);
     if (error_) throw Error(*error_);

@@ -43,9 +43,10 @@ struct OperationReport {
 // Any thread.
 class Operation : public OfProcess {
  public:
-  explicit Operation(OperationRequest request)
-      : OfProcess("the operation"), request_(std::move(request)) {}
+  Operation(OperationRequest request, std::shared_ptr<const BlockLayout> layout)
+      : OfProcess("the operation"), request_(std::move(request)), layout_(std::move(layout)) {}
   const OperationRequest& request() const { return request_; }
+  const std::shared_ptr<const BlockLayout>& layout() const { return layout_; }
 
   bool ended() const { return done_; }
   // Throws the operation's error, or timeout where it has not ended by then; it goes on.
@@ -54,6 +55,7 @@ class Operation : public OfProcess {
 
  private:
   OperationRequest request_;
+  const std::shared_ptr<const BlockLayout> layout_;
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
   std::atomic<bool> done_ = false;

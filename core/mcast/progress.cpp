@@ -85,8 +85,7 @@ void Endpoint::begin_next(int64_t now_ns) {
   const OperationRequest& request = operation->request();
   running_.emplace();
   running_->operation = std::move(operation);  // first: it is told if there is no memory for more
-  running_->layout =
-      std::make_shared<BlockLayout>(group_, op_, request.kind, request.root, request.counts);
+  running_->layout = running_->operation->layout();
   running_->out = request.out;
   if (const uint64_t own = request.counts[group_.rank]; request.in != nullptr && own > 0) {
     std::memmove(running_->out + running_->layout->offset(group_.rank, 0), request.in, own);
@@ -99,7 +98,7 @@ void Endpoint::begin_next(int64_t now_ns) {
   if (running_->sent) ring_.offer_own();
   uint64_t state_bytes = 0;
   for (const auto& receiver : receivers_) {
-    receiver->arm(running_->layout, running_->out);
+    receiver->arm(running_->layout, op_, running_->out);
     state_bytes += receiver->state_bytes();
   }
   const std::lock_guard lock(mutex_);

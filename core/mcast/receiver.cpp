@@ -61,32 +61,32 @@ size_t Receiver::ReceiveVisit::take_placed(std::span<const std::byte> heads,
   const uint32_t first = own.sources_[own.next_source_].psn + own.next_index_;
   for (uint32_t i = 0; i < places.size(); ++i) {
     const std::byte* at = heads.data() + size_t{i} * head;
-    if (load_big<uint32_t>(at + 4) != first + i) return i;
+    if (read_head(at).psn != first + i) return i;
     own.take_one(at, places[i], head + own.group_.chunk_bytes);
   }
   return places.size();
 }
 
 void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uint32_t bytes) {
-  const uint32_t head = head_bytes(group_);
-  // Magic, version and flags are one word, and the tag is another.
-  const uint32_t first = uint32_t{kMagic} << 16 | uint32_t{kVersion} << 8 |
-                         (group_.sealed ? uint32_t{kFlagSealed} : 0);
-  if (bytes < head || load_big<uint32_t>(datagram) != first ||
-      load_big<uint64_t>(datagram + 8) != group_.key.tag) {
+  if (bytes < head_bytes(group_)) {
     ++counters_.foreign;
     return;
   }
-  if (layout_ == nullptr || load_big<uint64_t>(datagram + 16) != layout_->op()) {
+  const DatagramHead head = read_head(datagram);
+  if (head.magic != kMagic || head.version != kVersion ||
+      head.flags != (group_.sealed ? kFlagSealed : 0) || head.tag != group_.key.tag) {
+    ++counters_.foreign;
+    return;
+  }
+  if (layout_ == nullptr || head.op != op_) {
     ++counters_.stale;
     return;
   }
-  const auto source = load_big<GroupRank>(datagram + 24);
-  const uint32_t chunk_bytes = bytes - head;
-  const bool fits = source < sources_.size() && load_big<uint16_t>(datagram + 28) == subgroup_ &&
-                    load_big<uint16_t>(datagram + 30) == chunk_bytes;
-  const Source& from = sources_[fits ? source : 0];
-  const uint32_t index = load_big<uint32_t>(datagram + 4) - from.psn;  // wraps where it is less
+  const uint32_t chunk_bytes = bytes - head_bytes(group_);
+  const bool fits =
+      head.source < sources_.size() && head.subgroup == subgroup_ && head.bytes == chunk_bytes;
+  const Source& from = sources_[fits ? head.source : 0];
+  const uint32_t index = head.psn - from.psn;  // wraps where it is less
   if (!fits || index >= from.chunks ||
       chunk_bytes != (index + 1 == from.chunks ? from.last_bytes : group_.chunk_bytes)) {
     ++counters_.malformed;
@@ -105,7 +105,7 @@ void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uin
   }
   std::byte* place = from.place + static_cast<uint64_t>(index) * group_.chunk_bytes;
   if (payload != place) std::memcpy(place, payload, chunk_bytes);
-  next_source_ = source;
+  next_source_ = head.source;
   next_index_ = index + 1;
   ++counters_.taken;
   counters_.bytes += chunk_bytes;
@@ -117,8 +117,9 @@ void Receiver::take_one(const std::byte* datagram, const std::byte* payload, uin
   news_ = news_ || missing_ == 0 || last || tells_all_;
 }
 
-void Receiver::arm(std::shared_ptr<const BlockLayout> layout, std::byte* out) {
+void Receiver::arm(std::shared_ptr<const BlockLayout> layout, uint64_t op, std::byte* out) {
   const std::lock_guard lock(mutex_);
+  op_ = op;
   layout_ = std::move(layout);
   sources_.assign(layout_->ranks(), {});
   missing_ = lasts_missing_ = taken_now_ = 0;

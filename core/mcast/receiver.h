@@ -62,7 +62,7 @@ class Receiver {
   };
 
   // Control thread, from here on. What comes is for this operation, until disarm.
-  void arm(std::shared_ptr<const BlockLayout> layout, std::byte* out);
+  void arm(std::shared_ptr<const BlockLayout> layout, uint64_t op, std::byte* out);
   void disarm();
   void report_all();  // from now on every chunk that comes is news, until the next arm
 
@@ -99,6 +99,7 @@ class Receiver {
 
   mutable std::mutex mutex_;
   std::shared_ptr<const BlockLayout> layout_;  // none: nothing is expected
+  uint64_t op_ = 0;
   std::vector<Source> sources_;
   Bitmap taken_;    // by datagram or by claim
   Bitmap claimed_;  // and not fetched yet; empty before the first claim

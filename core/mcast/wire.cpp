@@ -16,17 +16,28 @@ uint64_t proof_of(const GroupKey& key, GroupRank from, GroupRank to) {
 
 }  // namespace
 
+void write_head(const DatagramHead& head, std::byte* out) {
+  store_big(out, head.magic);
+  out[2] = std::byte{head.version};
+  out[kFlagsAt] = std::byte{head.flags};
+  store_big(out + 4, head.psn);
+  store_big(out + 8, head.tag);
+  store_big(out + 16, head.op);
+  store_big(out + 24, head.source);
+  store_big(out + 28, head.subgroup);
+  store_big(out + 30, head.bytes);
+}
+
 void write_head(const Group& group, const BlockPart& part, uint32_t index, std::byte* out) {
   const uint32_t bytes = part.chunk_size(index, group.chunk_bytes);
-  store_big(out, kMagic);
-  out[2] = std::byte{kVersion};
-  out[3] = std::byte{group.sealed ? kFlagSealed : uint8_t{0}};
-  store_big(out + 4, part.psn + index);
-  store_big(out + 8, group.key.tag);
-  store_big(out + 16, part.op);
-  store_big(out + 24, part.source);
-  store_big(out + 28, static_cast<uint16_t>(part.subgroup));
-  store_big(out + 30, static_cast<uint16_t>(bytes));
+  write_head({.flags = group.sealed ? kFlagSealed : uint8_t{0},
+              .psn = part.psn + index,
+              .tag = group.key.tag,
+              .op = part.op,
+              .source = part.source,
+              .subgroup = static_cast<uint16_t>(part.subgroup),
+              .bytes = static_cast<uint16_t>(bytes)},
+             out);
   if (group.sealed) {
     const std::byte* chunk = part.data + part.offset(index, group.chunk_bytes);
     store_big(out + kHeaderBytes, mac_of(group.key, out, {chunk, bytes}));

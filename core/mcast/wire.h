@@ -2,7 +2,7 @@
 // big-endian, and lie at fixed offsets, so that a firewall rule can name one.
 //
 // Datagram, `head_bytes` and then its chunk (offsets in bytes, after the UDP header):
-//    0  magic 0x4f43     2  version     3  flags: bit 0, a MAC follows the header
+//    0  magic 0x4f43     2  version     3  flags: bit 0, a MAC follows the header; 6, 7: credits
 //    4  PSN: number of the chunk in its root's block (nft: @th,96,32)
 //    8  tag of the communicator
 //   16  operation: counted in 64 bits from the communicator's first, so it never comes again
@@ -26,6 +26,7 @@ namespace offcore::mcast {
 inline constexpr uint16_t kMagic = 0x4f43;
 inline constexpr uint8_t kVersion = 1;
 inline constexpr uint8_t kFlagSealed = 1;
+inline constexpr size_t kFlagsAt = 3;
 inline constexpr uint32_t kHeaderBytes = 32;
 inline constexpr uint32_t kMacBytes = 8;
 inline constexpr uint32_t kHeadBytesMax = kHeaderBytes + kMacBytes;
@@ -70,6 +71,33 @@ struct BlockPart {
     return left < chunk_bytes ? static_cast<uint32_t>(left) : chunk_bytes;
   }
 };
+
+// What a head says before the MAC.
+struct DatagramHead {
+  uint16_t magic = kMagic;
+  uint8_t version = kVersion;
+  uint8_t flags = 0;
+  uint32_t psn = 0;
+  uint64_t tag = 0;
+  uint64_t op = 0;
+  GroupRank source = 0;
+  uint16_t subgroup = 0;
+  uint16_t bytes = 0;  // of the chunk
+};
+
+// In the header, so that a receiver loads only what it looks at.
+inline DatagramHead read_head(const std::byte* from) {
+  return {.magic = load_big<uint16_t>(from),
+          .version = static_cast<uint8_t>(from[2]),
+          .flags = static_cast<uint8_t>(from[kFlagsAt]),
+          .psn = load_big<uint32_t>(from + 4),
+          .tag = load_big<uint64_t>(from + 8),
+          .op = load_big<uint64_t>(from + 16),
+          .source = load_big<GroupRank>(from + 24),
+          .subgroup = load_big<uint16_t>(from + 28),
+          .bytes = load_big<uint16_t>(from + 30)};
+}
+void write_head(const DatagramHead& head, std::byte* out);  // kHeaderBytes
 
 // Bytes before the chunk in each datagram of a group.
 inline uint32_t head_bytes(const Group& group) {

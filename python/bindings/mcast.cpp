@@ -250,7 +250,7 @@ void bind_formats(nb::module_& module) {
           "__init__",
           [](BlockLayout* self, const Group& group, const std::string& kind, GroupRank root,
              const std::vector<uint64_t>& counts) {
-            new (self) BlockLayout(group, group.first_op, kind_of(kind), root, counts);
+            new (self) BlockLayout(group, kind_of(kind), root, counts);
           },
           nb::arg("group"), nb::arg("kind"), nb::arg("root"), nb::arg("counts"))
       .def_prop_ro("bytes", &BlockLayout::bytes)

@@ -1,7 +1,6 @@
 #include "core/mcast/udp/credit.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace offcore::mcast {
 namespace {
@@ -9,9 +8,8 @@ namespace {
 constexpr GroupRank kLeavesMax = 8;  // that answer a root
 constexpr uint32_t kQuestions = 4;   // in a window
 constexpr uint32_t kTailChunks = 64;
-constexpr auto kFlagAsks = std::byte{0x40};
-constexpr auto kFlagCredit = std::byte{0x80};
-constexpr size_t kFlagsAt = 3;
+constexpr uint8_t kFlagAsks = 0x40;
+constexpr uint8_t kFlagCredit = 0x80;
 
 GroupRank distance(const Group& group, GroupRank leaf, GroupRank source) {
   return (leaf + group.ranks - source) % group.ranks;
@@ -19,37 +17,30 @@ GroupRank distance(const Group& group, GroupRank leaf, GroupRank source) {
 
 }  // namespace
 
-void ask_for_credit(std::byte* head) { head[kFlagsAt] |= kFlagAsks; }
+void ask_for_credit(std::byte* head) { head[kFlagsAt] |= std::byte{kFlagAsks}; }
 
 bool take_question(std::byte* head) {
-  if ((head[kFlagsAt] & kFlagAsks) == std::byte{0}) return false;
-  head[kFlagsAt] &= ~kFlagAsks;
+  if ((head[kFlagsAt] & std::byte{kFlagAsks}) == std::byte{0}) return false;
+  head[kFlagsAt] &= ~std::byte{kFlagAsks};
   return true;
 }
 
-void write_credit(const std::byte* head, GroupRank from, std::byte* out) {
-  std::memcpy(out, head, kHeaderBytes);
-  out[kFlagsAt] = kFlagCredit;
-  store_big(out + 30, static_cast<uint16_t>(from));
+void write_credit(DatagramHead head, GroupRank from, std::byte* out) {
+  head.flags = kFlagCredit;
+  head.bytes = static_cast<uint16_t>(from);
+  write_head(head, out);
 }
 
 std::optional<Credit> read_credit(const Group& group, std::span<const std::byte> datagram) {
-  const std::byte* head = datagram.data();
-  if (datagram.size() != kCreditBytes || load_big<uint16_t>(head) != kMagic ||
-      head[2] != std::byte{kVersion} || head[kFlagsAt] != kFlagCredit ||
-      load_big<uint64_t>(head + 8) != group.key.tag) {
+  if (datagram.size() != kCreditBytes) return {};
+  const DatagramHead head = read_head(datagram.data());
+  const GroupRank from = head.bytes;
+  if (head.magic != kMagic || head.version != kVersion || head.flags != kFlagCredit ||
+      head.tag != group.key.tag || head.source != group.rank || head.subgroup >= group.subgroups ||
+      from >= group.ranks || !answers(group, from, head.source)) {
     return {};
   }
-  const Credit credit{.op = load_big<uint64_t>(head + 16),
-                      .source = load_big<GroupRank>(head + 24),
-                      .subgroup = load_big<uint16_t>(head + 28),
-                      .psn = load_big<uint32_t>(head + 4),
-                      .from = load_big<uint16_t>(head + 30)};
-  if (credit.source != group.rank || credit.subgroup >= group.subgroups ||
-      credit.from >= group.ranks || !answers(group, credit.from, credit.source)) {
-    return {};
-  }
-  return credit;
+  return Credit{.op = head.op, .subgroup = head.subgroup, .psn = head.psn, .from = from};
 }
 
 bool answers(const Group& group, GroupRank leaf, GroupRank source) {
@@ -105,7 +96,7 @@ uint32_t CreditWindow::slowest() const {
 }
 
 void CreditWindow::take(const Credit& credit) {
-  const GroupRank leaf = distance(group_, credit.from, credit.source) - 1;
+  const GroupRank leaf = distance(group_, credit.from, group_.rank) - 1;
   silent_[leaf] = false;
   const uint32_t index = credit.psn - part_.psn;
   if (credit.op != part_.op || index >= part_.chunks) return;

@@ -18,10 +18,9 @@
 
 namespace offcore::mcast {
 
-// What a leaf answers: the header of the datagram that asked, and who it is.
+// What a leaf answers: the header of the datagram that asked, and who it is in place of the bytes.
 struct Credit {
   uint64_t op = 0;
-  GroupRank source = 0;
   uint32_t subgroup = 0;
   uint32_t psn = 0;
   GroupRank from = 0;
@@ -32,7 +31,7 @@ void ask_for_credit(std::byte* head);
 // Whether a datagram asked, and takes the question out of it.
 bool take_question(std::byte* head);
 // The answer of rank `from` to a datagram that asked.
-void write_credit(const std::byte* head, GroupRank from, std::byte* out);
+void write_credit(DatagramHead head, GroupRank from, std::byte* out);
 // Empty for what is no credit of this communicator.
 std::optional<Credit> read_credit(const Group& group, std::span<const std::byte> datagram);
 

@@ -4,7 +4,6 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
-#include <poll.h>
 
 #include <algorithm>
 #include <array>
@@ -198,16 +197,6 @@ size_t SendSocket::send(std::span<const Datagram> datagrams) {
     }
   }
   return sent;
-}
-
-bool SendSocket::send_all(std::span<const Datagram> datagrams, const Deadline& deadline) {
-  while (true) {
-    datagrams = datagrams.subspan(send(datagrams));
-    if (datagrams.empty()) return true;
-    if (deadline.passed()) return false;
-    pollfd entry{.fd = fd(), .events = POLLOUT, .revents = 0};
-    poll(&entry, 1, static_cast<int>(std::min<int64_t>(deadline.left_ns() / 1'000'000 + 1, 100)));
-  }
 }
 
 ReceiveSocket::ReceiveSocket(const Interface& interface, const Address& group,

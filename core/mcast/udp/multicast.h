@@ -14,7 +14,6 @@
 #include <span>
 #include <vector>
 
-#include "core/base/clock.h"
 #include "core/base/descriptor.h"
 #include "core/mcast/udp/address.h"
 #include "core/mcast/udp/counter.h"
@@ -41,8 +40,6 @@ class SendSocket {
   // Gives as many to the kernel as it takes without waiting; how many that were. What the network
   // then drops is nobody's news here.
   size_t send(std::span<const Datagram> datagrams);
-  // All of them, waiting for room; false when the deadline has passed.
-  bool send_all(std::span<const Datagram> datagrams, const Deadline& deadline);
 
   int fd() const { return socket_.get(); }
   Address source() const { return source_; }
@@ -123,7 +120,6 @@ class ReceiveSocket {
   uint32_t buffer_bytes_ = 0;
   uint32_t slot_bytes_ = 0;
   std::vector<std::byte> ring_;
-  std::vector<std::byte> controls_;
   std::vector<iovec> parts_;
   std::vector<mmsghdr> messages_;
   std::vector<std::span<std::byte>> taken_;

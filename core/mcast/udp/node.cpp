@@ -118,7 +118,7 @@ class UdpNode final : public EndpointNode, Transport, PeerListener {
   void look_later();
   void receive(uint32_t subgroup);
   void on_credits();
-  void answer(const std::byte* head);
+  void answer(const std::byte* asked);
   Loop& receive_loop(uint32_t subgroup) const;
   Loop& send_loop(uint32_t subgroup) const;
 
@@ -297,14 +297,14 @@ void UdpNode::look_later() {
 }
 
 // It may be lost, or find no room: then the root waits in vain, and goes on.
-void UdpNode::answer(const std::byte* head) {
+void UdpNode::answer(const std::byte* asked) {
   const Group& group = endpoint_->group();
-  const auto source = load_big<GroupRank>(head + 24);
-  if (load_big<uint64_t>(head + 8) != group.key.tag || source >= group.ranks) return;
-  if (!answers(group, group.rank, source)) return;
+  const DatagramHead head = read_head(asked);
+  if (head.tag != group.key.tag || head.source >= group.ranks) return;
+  if (!answers(group, group.rank, head.source)) return;
   std::array<std::byte, kCreditBytes> credit;
   write_credit(head, group.rank, credit.data());
-  const Address& to = credit_addresses_[source];
+  const Address& to = credit_addresses_[head.source];
   sendto(credits_.get(), credit.data(), credit.size(), MSG_DONTWAIT | MSG_NOSIGNAL, to.raw(),
          to.bytes);
 }
