@@ -49,7 +49,7 @@ def open_pair(
         group.rank, group.ranks, group.subgroups = rank, 2, subgroups
         group.sealed = sealed
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
-        node.start(group, addresses, 10.0)
+        node.start(group, addresses)
     return root, leaf
 
 

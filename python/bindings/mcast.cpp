@@ -8,6 +8,7 @@
 
 #include "core/base/error.h"
 #include "core/mcast/siphash.h"
+#include "core/mcast/udp/node.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
@@ -21,16 +22,18 @@ using mcast::BlockLayout;
 using mcast::ChunkRun;
 using mcast::Endpoint;
 using mcast::EndpointCounters;
-using mcast::EndpointNode;
 using mcast::Faults;
 using mcast::Group;
 using mcast::GroupKey;
 using mcast::GroupRank;
+using mcast::Loops;
 using mcast::Message;
 using mcast::Operation;
 using mcast::OperationKind;
 using mcast::OperationReport;
 using mcast::SimNetwork;
+using mcast::UdpNode;
+using mcast::UdpOptions;
 
 std::array<std::byte, 16> secret_of(const nb::bytes& bytes) {
   std::array<std::byte, 16> secret{};
@@ -137,43 +140,77 @@ void bind_group(nb::module_& module) {
       .def("wait", &wait, nb::arg("timeout_s"), "The report; throws the operation's error.");
 }
 
+std::vector<std::string> texts_of(const std::vector<nb::bytes>& addresses) {
+  std::vector<std::string> texts;
+  for (const nb::bytes& one : addresses) texts.emplace_back(one.c_str(), one.size());
+  return texts;
+}
+
+void bind_udp(nb::module_& module) {
+  nb::class_<UdpOptions>(module, "McastUdpOptions", "core/mcast/udp/node.h")
+      .def(nb::init<>())
+      .def_rw("interface", &UdpOptions::interface)
+      .def_rw("ipv6", &UdpOptions::ipv6)
+      .def_rw("multicast_group", &UdpOptions::multicast_group)
+      .def_rw("port", &UdpOptions::port)
+      .def_rw("hops", &UdpOptions::hops)
+      .def_rw("gso", &UdpOptions::gso)
+      .def_rw("gro", &UdpOptions::gro)
+      .def_rw("datagram_bytes", &UdpOptions::datagram_bytes)
+      .def_rw("buffer_bytes", &UdpOptions::buffer_bytes)
+      .def_rw("namespace_fd", &UdpOptions::namespace_fd);
+  nb::class_<Loops>(module, "McastLoops", "Threads that nodes run on: core/mcast/udp/node.h")
+      .def_static("start", &Loops::start, nb::arg("receive_workers"), nb::arg("send_workers"),
+                  nb::arg("spin_ns"));
+  module.def(
+      "mcast_chunk_bytes_for",
+      [](const std::vector<nb::bytes>& addresses, bool sealed) {
+        return mcast::chunk_bytes_for(texts_of(addresses), sealed);
+      },
+      nb::arg("addresses"), nb::arg("sealed"));
+}
+
 void bind_node(nb::module_& module) {
-  nb::class_<EndpointNode>(module, "McastNode", "core/mcast/transport.h")
+  nb::class_<UdpNode>(module, "McastNode", "core/mcast/udp/node.h")
       .def_prop_ro("address",
-                   [](const EndpointNode& self) {
+                   [](const UdpNode& self) {
                      const std::string address = self.address();
                      return nb::bytes(address.data(), address.size());
                    })
       .def(
           "start",
-          [](EndpointNode& self, const Group& group, const std::vector<nb::bytes>& addresses,
-             double timeout_s) {
-            std::vector<std::string> all;
-            for (const nb::bytes& one : addresses) all.emplace_back(one.c_str(), one.size());
+          [](UdpNode& self, const Group& group, const std::vector<nb::bytes>& addresses) {
+            const std::vector<std::string> all = texts_of(addresses);
             LockReleased released;
-            self.start(group, all, released.within(timeout_s));
+            self.start(group, all);
           },
-          nb::arg("group"), nb::arg("addresses"), nb::arg("timeout_s"))
+          nb::arg("group"), nb::arg("addresses"))
       .def(
           "submit",
-          [](EndpointNode& self, const std::string& kind, GroupRank root, uintptr_t out,
+          [](UdpNode& self, const std::string& kind, GroupRank root, uintptr_t out,
              std::vector<uint64_t> counts, nb::object keep, uintptr_t in) {
             return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in);
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
           nb::arg("keep").none(), nb::arg("inp") = 0)
       .def("close",
-           [](nb::handle_t<EndpointNode> self) {
-             EndpointNode* const here = if_here(self);
+           [](nb::handle_t<UdpNode> self) {
+             UdpNode* const here = if_here(self);
              LockReleased released;
              if (here != nullptr) here->close();
            })
-      .def_prop_ro("closed", [](EndpointNode& self) { return self.endpoint().closed(); })
-      .def_prop_ro("counters", [](EndpointNode& self) {
+      .def_prop_ro("closed", [](UdpNode& self) { return self.endpoint().closed(); })
+      .def_prop_ro("counters", [](UdpNode& self) {
         nb::dict dict = dict_of(self.endpoint().counters());
         for (const auto& [name, value] : self.counters()) dict[name.c_str()] = value;
         return dict;
       });
+  module.def(
+      "open_udp_node",
+      [](const UdpOptions& options, const Loops& loops) {
+        return owned_by_process(std::make_unique<UdpNode>(options, loops));
+      },
+      nb::arg("options"), nb::arg("loops"), Unlocked());
 }
 
 void bind_sim_network(nb::module_& module) {
@@ -280,6 +317,7 @@ void bind_formats(nb::module_& module) {
 
 void bind_mcast(nb::module_& module) {
   bind_group(module);
+  bind_udp(module);
   bind_node(module);
   bind_sim_network(module);
   bind_formats(module);

@@ -17,5 +17,4 @@ NB_MODULE(_core, module) {
   offcore::bind_sdma(module);
   offcore::bind_tree(module);
   offcore::bind_mcast(module);
-  offcore::bind_mcast_udp(module);
 }

@@ -20,6 +20,5 @@ void bind_kv(nb::module_& module);
 void bind_sdma(nb::module_& module);  // after bind_ir, which binds Program
 void bind_tree(nb::module_& module);
 void bind_mcast(nb::module_& module);
-void bind_mcast_udp(nb::module_& module);  // after bind_mcast, which binds Node
 
 }  // namespace offcore

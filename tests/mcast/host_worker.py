@@ -47,7 +47,7 @@ def open_nodes(hosts: int, options: dict[str, Any], group: dict[str, Any]) -> li
         mine.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, False)
         for name, value in group.items():
             setattr(mine, name, value)
-        node.start(mine, addresses, 10.0)
+        node.start(mine, addresses)
     return nodes
 
 

@@ -40,7 +40,7 @@ class BadPeer:
         group.timeout_ns = int(timeout_s * 1e9)
         group.fetch_bytes = 64 << 20  # all in one fetch
         group.set_secret(SECRET)
-        self.node.start(group, [self.node.address, " ".join(words).encode()], 5.0)
+        self.node.start(group, [self.node.address, " ".join(words).encode()])
 
     def link(self) -> socket.socket:
         proof = _core.mcast_siphash(SECRET, struct.pack(">QII", TAG, 1, 0))

@@ -31,7 +31,7 @@ def open_pair(port: int, gro: bool = True, sealed: bool = False) -> list[_core.M
         group.tag, group.rank, group.ranks = 99, rank, 2
         group.sealed = sealed
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
-        node.start(group, addresses, 5.0)
+        node.start(group, addresses)
     return nodes
 
 
@@ -139,7 +139,7 @@ def test_a_datagram_that_is_too_large_for_the_interface() -> None:
     group = _core.McastGroup()
     group.ranks, group.chunk_bytes = 1, 1400
     with pytest.raises(offcore.Error, match="chunks of 1400 bytes do not fit") as failure:
-        node.start(group, [node.address], 1.0)
+        node.start(group, [node.address])
     assert failure.value.code == "invalid"
 
 

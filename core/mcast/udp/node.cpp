@@ -9,13 +9,8 @@
 #include <utility>
 
 #include "core/base/error.h"
-#include "core/base/fork.h"
 #include "core/base/place.h"
 #include "core/base/threads.h"
-#include "core/mcast/endpoint.h"
-#include "core/mcast/udp/peers.h"
-#include "core/mcast/udp/receive_path.h"
-#include "core/mcast/udp/sender.h"
 
 namespace offcore::mcast {
 namespace {
@@ -24,33 +19,6 @@ constexpr int64_t kNapNs = 200'000;  // of a receiver that would be woken for si
 constexpr int kCreditsMax = 256;     // a turn
 constexpr uint16_t kPortFirst = 20'000;
 constexpr uint16_t kPorts = 10'000;
-
-// What a rank tells the others, as text.
-struct PeerAddress {
-  uint64_t place = 0;           // who shares it gets multicast only by looping it back
-  uint32_t datagram_bytes = 0;  // the largest that it sends or receives
-  uint32_t buffer_bytes = 0;    // of a receiving socket
-  uint16_t port = 0;            // TCP
-  uint16_t credit_port = 0;     // UDP
-  std::string host;
-
-  std::string text() const {
-    return cat("udp1 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
-               " ", host);
-  }
-  static PeerAddress parse(const std::string& text) {
-    std::istringstream stream(text);
-    std::string version;
-    PeerAddress card;
-    stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
-        card.credit_port >> card.host;
-    if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
-      fail(Code::mismatch, "'", text, "' is no address of a multicast rank: the ranks run ",
-           "different versions of offcore, or different transports");
-    }
-    return card;
-  }
-};
 
 Address first_group(const UdpOptions& options, const GroupKey& key) {
   const uint64_t tag = key.tag;
@@ -73,75 +41,26 @@ Loops Loops::start(uint32_t receive_workers, uint32_t send_workers, int64_t spin
   return loops;
 }
 
-namespace {
+std::string PeerAddress::text() const {
+  return cat("udp1 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
+             " ", host);
+}
 
-class UdpNode final : public EndpointNode, Transport, PeerListener {
- public:
-  UdpNode(const UdpOptions& options, Loops loops);
-  ~UdpNode() override { close(); }
-
-  std::string address() const override { return card_.text(); }
-  void start(const Group& group, const std::vector<std::string>& addresses,
-             const Deadline& deadline) override;
-  Endpoint& endpoint() override {
-    if (endpoint_ == nullptr) fail(Code::invalid, "the node has not been started: call start");
-    return *endpoint_;
+PeerAddress PeerAddress::parse(const std::string& text) {
+  std::istringstream stream(text);
+  std::string version;
+  PeerAddress card;
+  stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
+      card.credit_port >> card.host;
+  if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
+    fail(Code::mismatch, "'", text, "' is no address of a multicast rank: the ranks run ",
+         "different versions of offcore, or different transports");
   }
-  void close() override;
-  std::vector<std::pair<std::string, uint64_t>> counters() const override;
-
- private:
-  // Transport
-  void send(GroupRank to, const Message& message) override { peers_->send(to, message); }
-  void send(GroupRank to, const Message& reply, std::span<const std::byte> data) override {
-    peers_->send(to, reply, data);
-  }
-  bool holds_data(GroupRank to) const override { return peers_->holds_data(to); }
-  void multicast(const BlockPart& part) override { casters_[part.subgroup]->push(part); }
-  void wake() override;
-  void stop() override;
-  // Ears
-  std::span<std::byte> place_of(GroupRank from, const Message& reply) override {
-    return endpoint_->place_of(from, reply);
-  }
-  void on_message(GroupRank from, const Message& message) override {
-    endpoint_->on_message(from, message, now_ns());
-    look_later();
-  }
-  void on_lost(GroupRank rank, const std::string& reason) override {
-    endpoint_->on_peer_lost(rank, reason, now_ns());
-    look_later();
-  }
-
-  void open_subgroups(const Group& group, bool loop);
-  void look();
-  void look_later();
-  void receive(uint32_t subgroup);
-  void on_credits();
-  void answer(const std::byte* asked);
-  Loop& receive_loop(uint32_t subgroup) const;
-  Loop& send_loop(uint32_t subgroup) const;
-
-  const UdpOptions options_;
-  const Loops loops_;
-  Descriptor namespace_;
-  Interface interface_;
-  PeerAddress card_;
-  std::unique_ptr<Peers> peers_;
-  Descriptor credits_;  // UDP: to roots, and from leaves
-  std::vector<Address> credit_addresses_;
-  std::vector<std::unique_ptr<ReceiveSocket>> sockets_;  // by subgroup
-  std::vector<std::unique_ptr<ReceivePath>> receive_paths_;
-  std::vector<std::unique_ptr<Sender>> casters_;
-  std::unique_ptr<Endpoint> endpoint_;
-  uint32_t window_bytes_ = UINT32_MAX;
-  std::atomic<uint64_t> receive_failures_{0};
-  std::atomic<bool> woken_{false};
-  bool stopped_ = false;
-};
+  return card;
+}
 
 UdpNode::UdpNode(const UdpOptions& options, Loops loops)
-    : options_(options), loops_(std::move(loops)) {
+    : OfProcess("the multicast communicator"), options_(options), loops_(std::move(loops)) {
   if (options.namespace_fd >= 0) {
     namespace_ = Descriptor(fcntl(options.namespace_fd, F_DUPFD_CLOEXEC, 0));
     if (!namespace_) fail_errno(Code::invalid, "the network namespace's descriptor is of no use");
@@ -164,8 +83,12 @@ UdpNode::UdpNode(const UdpOptions& options, Loops loops)
   card_.host = peers_->address().host();
 }
 
-void UdpNode::start(const Group& group, const std::vector<std::string>& addresses,
-                    const Deadline&) {
+Endpoint& UdpNode::endpoint() {
+  if (endpoint_ == nullptr) fail(Code::invalid, "the node has not been started: call start");
+  return *endpoint_;
+}
+
+void UdpNode::start(const Group& group, const std::vector<std::string>& addresses) {
   if (endpoint_ != nullptr) fail(Code::invalid, "the node has been started already");
   if (addresses.size() != group.ranks || group.rank >= group.ranks) {
     fail(Code::invalid, addresses.size(), " addresses for rank ", group.rank, " of ", group.ranks);
@@ -191,9 +114,10 @@ void UdpNode::start(const Group& group, const std::vector<std::string>& addresse
                                       [this](const std::byte* head) { answer(head); }));
   }
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
-    receive_loop(subgroup).call([&] {
-      receive_loop(subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN,
-                                   [this, subgroup] { receive(subgroup); });
+    loop_of(loops_.receive, subgroup).call([&] {
+      loop_of(loops_.receive, subgroup).watch(sockets_[subgroup]->fd(), EPOLLIN, [this, subgroup] {
+        receive(subgroup);
+      });
     });
   }
   // Last: peers may say at once that all is over, and then nothing may be watched any more.
@@ -220,8 +144,9 @@ void UdpNode::open_subgroups(const Group& group, bool loop) {
                        .buffer_bytes = options_.buffer_bytes,
                        .datagram_bytes = group.chunk_bytes + head_bytes(group)}));
     if (loop) sockets_.back()->ignore(socket->source());
-    casters_.push_back(std::make_unique<Sender>(send_loop(subgroup), std::move(socket), group,
-                                                window_bytes_, [this](const BlockPart& part) {
+    casters_.push_back(std::make_unique<Sender>(loop_of(loops_.send, subgroup), std::move(socket),
+                                                group, window_bytes_,
+                                                [this](const BlockPart& part) {
                                                   loops_.control->post([this, part] {
                                                     if (stopped_) return;
                                                     endpoint_->on_sent(part, now_ns());
@@ -249,7 +174,7 @@ void UdpNode::close() {
 void UdpNode::stop() {
   if (std::exchange(stopped_, true)) return;
   for (uint32_t subgroup = 0; subgroup < sockets_.size(); ++subgroup) {
-    Loop& loop = receive_loop(subgroup);
+    Loop& loop = loop_of(loops_.receive, subgroup);
     loop.call([&] {
       loop.unwatch(sockets_[subgroup]->fd());
       loop.set_timer(receive_paths_[subgroup].get(), INT64_MAX, nullptr);
@@ -263,7 +188,7 @@ void UdpNode::stop() {
 
 // Where the socket fails nothing more comes from it, and the ring brings everything.
 void UdpNode::receive(uint32_t subgroup) {
-  Loop& loop = receive_loop(subgroup);
+  Loop& loop = loop_of(loops_.receive, subgroup);
   const int fd = sockets_[subgroup]->fd();
   try {
     if (!receive_paths_[subgroup]->turn()) return;
@@ -320,69 +245,53 @@ void UdpNode::on_credits() {
   }
 }
 
-Loop& UdpNode::receive_loop(uint32_t subgroup) const {
-  const auto& loops = loops_.receive;
-  return loops.empty() ? *loops_.control : *loops[subgroup % loops.size()];
-}
-
-Loop& UdpNode::send_loop(uint32_t subgroup) const {
-  const auto& loops = loops_.send;
-  return loops.empty() ? *loops_.control : *loops[subgroup % loops.size()];
+Loop& UdpNode::loop_of(const LoopList& workers, uint32_t subgroup) const {
+  return workers.empty() ? *loops_.control : *workers[subgroup % workers.size()];
 }
 
 std::vector<std::pair<std::string, uint64_t>> UdpNode::counters() const {
-  uint64_t sent = 0, sent_bytes = 0, send_calls = 0, refused = 0, failures = 0, gso = 0;
-  uint64_t waits = 0, give_ups = 0;
-  for (const auto& sender : casters_) {
-    const SendSocket::SendCounters& counted = sender->socket().counters();
-    sent += counted.datagrams;
-    sent_bytes += counted.bytes;
-    send_calls += counted.calls;
-    refused += counted.refused;
-    failures += sender->counters().failures;
-    waits += sender->counters().waits;
-    give_ups += sender->counters().give_ups;
-    gso += sender->socket().gso();
-  }
-  uint64_t received = 0, received_bytes = 0, receive_calls = 0, runs = 0, dropped = 0, gro = 0;
-  uint64_t buffer_bytes = 0;
-  for (const auto& socket : sockets_) {
-    const ReceiveSocket::DatagramCounters& counted = socket->counters();
-    received += counted.datagrams;
-    received_bytes += counted.bytes;
-    receive_calls += counted.calls;
-    runs += counted.runs;
-    dropped += socket->dropped();
-    gro += socket->gro();
-    buffer_bytes += socket->buffer_bytes();
-  }
-  uint64_t placed = 0;
-  for (const auto& receive_path : receive_paths_) placed += receive_path->counters().placed;
-  return {{"udp_sent_datagrams", sent},
-          {"udp_sent_bytes", sent_bytes},
-          {"udp_send_calls", send_calls},
-          {"udp_send_refused", refused},
-          {"udp_send_failures", failures},
-          {"udp_gso_sockets", gso},
-          {"udp_credit_waits", waits},
-          {"udp_credit_give_ups", give_ups},
-          {"udp_received_datagrams", received},
-          {"udp_received_bytes", received_bytes},
-          {"udp_receive_calls", receive_calls},
-          {"udp_receive_runs", runs},
+  const auto sum = [](const auto& parts, auto count_of) {
+    uint64_t all = 0;
+    for (const auto& part : parts) all += count_of(*part);
+    return all;
+  };
+  const auto of_sockets = [&](auto count) {
+    return sum(casters_,
+               [&](const Sender& one) -> uint64_t { return one.socket().counters().*count; });
+  };
+  const auto of_senders = [&](auto count) {
+    return sum(casters_, [&](const Sender& one) -> uint64_t { return one.counters().*count; });
+  };
+  const auto received = [&](auto count) {
+    return sum(sockets_,
+               [&](const ReceiveSocket& one) -> uint64_t { return one.counters().*count; });
+  };
+  using Sent = SendSocket::SendCounters;
+  using Senders = Sender::SenderCounters;
+  using Received = ReceiveSocket::DatagramCounters;
+  return {{"udp_sent_datagrams", of_sockets(&Sent::datagrams)},
+          {"udp_sent_bytes", of_sockets(&Sent::bytes)},
+          {"udp_send_calls", of_sockets(&Sent::calls)},
+          {"udp_send_refused", of_sockets(&Sent::refused)},
+          {"udp_send_failures", of_senders(&Senders::failures)},
+          {"udp_gso_sockets", sum(casters_, [](const Sender& one) { return one.socket().gso(); })},
+          {"udp_credit_waits", of_senders(&Senders::waits)},
+          {"udp_credit_give_ups", of_senders(&Senders::give_ups)},
+          {"udp_received_datagrams", received(&Received::datagrams)},
+          {"udp_received_bytes", received(&Received::bytes)},
+          {"udp_receive_calls", received(&Received::calls)},
+          {"udp_receive_runs", received(&Received::runs)},
           {"udp_receive_failures", receive_failures_},
-          {"udp_receive_placed", placed},
-          {"udp_receive_dropped", dropped},
-          {"udp_gro_sockets", gro},
-          {"udp_receive_buffer_bytes", buffer_bytes},
+          {"udp_receive_placed",
+           sum(receive_paths_,
+               [](const ReceivePath& one) -> uint64_t { return one.counters().placed; })},
+          {"udp_receive_dropped",
+           sum(sockets_, [](const ReceiveSocket& one) { return one.dropped(); })},
+          {"udp_gro_sockets", sum(sockets_, [](const ReceiveSocket& one) { return one.gro(); })},
+          {"udp_receive_buffer_bytes",
+           sum(sockets_, [](const ReceiveSocket& one) { return one.buffer_bytes(); })},
           {"tcp_connections", peers_->counters().connections},
           {"tcp_strangers", peers_->counters().strangers}};
-}
-
-}  // namespace
-
-std::unique_ptr<EndpointNode> open_udp_node(const UdpOptions& options, Loops loops) {
-  return std::make_unique<UdpNode>(options, std::move(loops));
 }
 
 uint32_t chunk_bytes_for(const std::vector<std::string>& addresses, bool sealed) {

@@ -7,7 +7,6 @@ import hmac
 import json
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +144,6 @@ class Communicator:
         buffer_bytes: int = 4 << 20,
     ) -> None:
         self._timeout = defaults.seconds(timeout)
-        began = time.monotonic()
         met = meeting_of(meeting, rank, world_size)
         self._rank, self._ranks = met.rank, met.world_size
 
@@ -180,8 +178,7 @@ class Communicator:
         group.check()
         addresses = self._meet(met, group, options, self._node.address)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
-        left = self._timeout - (time.monotonic() - began)
-        self._node.start(group, addresses, max(left, 0.0))
+        self._node.start(group, addresses)
 
     def _meet(
         self, met: Any, group: _core.McastGroup, options: _core.McastUdpOptions, address: bytes

@@ -80,7 +80,7 @@ class Share:
             group.timeout_ns = group.silence_ns = int(setting.timeout_s * 1e9)
             group.link_bytes_s = 2e8 / self._ranks
             group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, False)
-            node.start(group, addresses, setting.timeout_s)
+            node.start(group, addresses)
 
     def prepare(self, op: str, nbytes: int) -> None:
         """Fresh buffers for one operation; root 0."""
