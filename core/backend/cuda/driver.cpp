@@ -1,11 +1,6 @@
 #include "core/backend/cuda/driver.h"
 
-#include <dlfcn.h>
-
-#include <memory>
-#include <mutex>
-#include <optional>
-
+#include "core/backend/driver_library.h"
 #include "core/base/env.h"
 
 namespace offcore::cuda {
@@ -15,26 +10,11 @@ constexpr int kVersionMin = 12000;
 
 std::string shown_version(int version) { return cat(version / 1000, ".", version % 1000 / 10); }
 
-template <typename Function>
-Function symbol(void* library, const char* name) {
-  return reinterpret_cast<Function>(dlsym(library, name));
-}
-
-// What open() has come to.
-struct OpenedDriver {
-  std::mutex mutex;
-  std::string path;
-  std::unique_ptr<Driver> driver;
-  std::optional<Error> error;
-};
-
-PerProcess<OpenedDriver> opened_once;
-const Driver* current = nullptr;  // a child of who has opened it sees that too
+DriverLibrary<Driver> library_once;
 
 }  // namespace
 
-Driver::Driver() : OfProcess("the NVIDIA driver") {
-  const std::string path = env("OFFCORE_LIBCUDA");
+Driver::Driver(const std::string& path) : OfProcess("the NVIDIA driver") {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     fail(Code::unavailable, "NVIDIA's driver library cannot be opened (", dlerror(),
@@ -91,35 +71,8 @@ void Driver::resolve(void* library) {
 #undef OFFCORE_CUDA_FIND
 }
 
-const Driver& Driver::open() {
-  const std::string path = env("OFFCORE_LIBCUDA");
-  if (current != nullptr) current->check_here();
-  OpenedDriver& opened = opened_once.get();
-  const std::scoped_lock lock(opened.mutex);
-  if (opened.path == path) {
-    if (opened.error) throw *opened.error;
-    return get();
-  }
-  if (opened.driver != nullptr) {
-    fail(Code::unavailable, "this process has opened ", opened.path, " already, and not ", path);
-  }
-  opened.path = path;
-  opened.error.reset();
-  try {
-    opened.driver.reset(new Driver());
-  } catch (const Error& error) {
-    opened.error = error;
-    throw;
-  }
-  current = opened.driver.get();
-  return *current;
-}
-
-const Driver& Driver::get() {
-  if (current == nullptr) fail(Code::driver, "NVIDIA's driver has not been opened");
-  current->check_here();
-  return *current;
-}
+const Driver& Driver::open() { return library_once.open(env("OFFCORE_LIBCUDA")); }
+const Driver& Driver::get() { return library_once.get("NVIDIA's driver"); }
 
 void fail_result(CUresult result, std::string_view what) {
   const Driver& driver = Driver::get();

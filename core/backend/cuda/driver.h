@@ -251,6 +251,7 @@ class Driver : public OfProcess {
   // Opens and initialises the driver, once in a process. Throws unavailable, saying what is
   // missing (and is tried again when OFFCORE_LIBCUDA names another library).
   static const Driver& open();
+  explicit Driver(const std::string& path);  // by open() only
   // The driver, once open. Both throw invalid in a child of a process that had opened it.
   static const Driver& get();
 
@@ -263,7 +264,6 @@ class Driver : public OfProcess {
 #undef OFFCORE_CUDA_MEMBER
 
  private:
-  Driver();
   void resolve(void* library);
 
   int version_ = 0;

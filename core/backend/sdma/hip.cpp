@@ -1,14 +1,18 @@
 #include "core/backend/sdma/hip.h"
 
-#include <dlfcn.h>
-
+#include "core/backend/driver_library.h"
 #include "core/base/env.h"
 #include "core/base/error.h"
 
 namespace offcore::hip {
 
-HipRuntime::HipRuntime() : OfProcess("the HIP runtime") {
-  const std::string path = env("OFFCORE_LIBHIP");
+namespace {
+
+DriverLibrary<HipRuntime> library_once;
+
+}  // namespace
+
+HipRuntime::HipRuntime(const std::string& path) : OfProcess("the HIP runtime") {
   void* library = nullptr;
   std::string why;
   for (const char* version : {"", ".7", ".6", ".5"}) {  // the bare name comes with headers only
@@ -20,8 +24,8 @@ HipRuntime::HipRuntime() : OfProcess("the HIP runtime") {
     fail(Code::unavailable, "AMD's HIP runtime cannot be opened (", why, ")");
   }
   std::string missing;
-#define OFFCORE_HIP_FIND(name, returns, parameters)                      \
-  name = reinterpret_cast<returns(*) parameters>(dlsym(library, #name)); \
+#define OFFCORE_HIP_FIND(name, returns, parameters)     \
+  name = symbol<returns(*) parameters>(library, #name); \
   if (name == nullptr) missing += cat(missing.empty() ? "" : ", ", #name);
   OFFCORE_HIP_TABLE(OFFCORE_HIP_FIND)
 #undef OFFCORE_HIP_FIND
@@ -31,11 +35,8 @@ HipRuntime::HipRuntime() : OfProcess("the HIP runtime") {
   }
 }
 
-const HipRuntime& HipRuntime::open() {
-  static const HipRuntime* const runtime = new HipRuntime();
-  runtime->check_here();
-  return *runtime;
-}
+const HipRuntime& HipRuntime::open() { return library_once.open(env("OFFCORE_LIBHIP")); }
+const HipRuntime& HipRuntime::get() { return library_once.get("the HIP runtime"); }
 
 bool can_open(std::string& why_not) {
   try {
@@ -49,7 +50,7 @@ bool can_open(std::string& why_not) {
 
 void check(HipError error, std::string_view what) {
   if (error == kSuccess) return;
-  const char* text = HipRuntime::open().hipGetErrorString(error);
+  const char* text = HipRuntime::get().hipGetErrorString(error);
   fail(error == kOutOfMemory ? Code::memory : Code::driver, what, ": ",
        text != nullptr ? text : "unknown error", " (", error, ")");
 }

@@ -42,9 +42,11 @@ inline constexpr unsigned kHostMapped = 2;
 
 class HipRuntime : public OfProcess {
  public:
-  // Opens the runtime, once in a process. Throws unavailable, saying what is missing,
-  // and invalid in a child of a process that had opened it.
+  // Opens the runtime, once in a process. Throws unavailable, saying what is missing.
   static const HipRuntime& open();
+  // The runtime, once open. Both throw invalid in a child of a process that had opened it.
+  static const HipRuntime& get();
+  explicit HipRuntime(const std::string& path);  // by open() only
   int devices() const { return devices_; }
 
 #define OFFCORE_HIP_MEMBER(name, returns, parameters) returns(*name) parameters = nullptr;
@@ -52,7 +54,6 @@ class HipRuntime : public OfProcess {
 #undef OFFCORE_HIP_MEMBER
 
  private:
-  HipRuntime();
   int devices_ = 0;
 };
 

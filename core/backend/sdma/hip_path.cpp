@@ -1,6 +1,5 @@
 // Through HIP's batch copy: a stream a rank, calls of at most kBatchMax copies.
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -19,7 +18,7 @@ class HipTicket final : public Ticket {
   HipTicket(Rank rank, hip::HipStream stream, std::optional<Error> refused)
       : rank_(rank), stream_(stream), refused_(std::move(refused)) {}
   bool done() override {
-    const hip::HipRuntime& runtime = hip::HipRuntime::open();
+    const hip::HipRuntime& runtime = hip::HipRuntime::get();
     hip::check(runtime.hipSetDevice(rank_), "hipSetDevice");
     const hip::HipError state = runtime.hipStreamQuery(stream_);
     if (state == hip::kNotReady) return false;
@@ -92,7 +91,7 @@ class RegisteredPages {
     if (after != runs_.begin() && at < std::prev(after)->second.end)
       return std::prev(after)->second;
     if (after != runs_.end()) end = std::min(end, after->first);
-    const hip::HipRuntime& runtime = hip::HipRuntime::open();
+    const hip::HipRuntime& runtime = hip::HipRuntime::get();
     void* const memory = reinterpret_cast<void*>(at);
     hip::check(runtime.hipHostRegister(memory, end - at, hip::kHostPortable | hip::kHostMapped),
                cat("memory of the caller's (", end - at, " bytes) cannot be pinned"));
@@ -111,7 +110,7 @@ class RegisteredPages {
     for (const uintptr_t begin : taken) {
       const auto found = runs_.find(begin);
       if (--found->second.users > 0) continue;
-      hip::HipRuntime::open().hipHostUnregister(reinterpret_cast<void*>(begin));
+      hip::HipRuntime::get().hipHostUnregister(reinterpret_cast<void*>(begin));
       seen_.erase(begin + found->second.shift);
       runs_.erase(found);
     }
@@ -124,7 +123,7 @@ class RegisteredPages {
 
 class HipPath final : public SubmitPath {
  public:
-  explicit HipPath(Rank ranks) : runtime_(hip::HipRuntime::open()), streams_(ranks) {
+  explicit HipPath(Rank ranks) : runtime_(hip::HipRuntime::get()), streams_(ranks) {
     for (Rank rank = 0; rank < ranks; ++rank) {
       hip::check(runtime_.hipSetDevice(rank), "hipSetDevice");
       for (Rank peer = 0; peer < ranks; ++peer) {
@@ -146,26 +145,15 @@ class HipPath final : public SubmitPath {
   Share allocate(Rank rank, uint64_t bytes) override {
     if (rank >= streams_.size()) fail(Code::invalid, "there is no rank ", rank);
     hip::check(runtime_.hipSetDevice(rank), "hipSetDevice");
-    return keep(
-        rank, bytes, [&](void** data) { return runtime_.hipMalloc(data, bytes); },
-        runtime_.hipFree);
+    void* data = nullptr;
+    if (bytes > 0) hip::check(runtime_.hipMalloc(&data, bytes), refusal(bytes, rank));
+    return keep(rank, bytes, data, [](void* own) { hip::HipRuntime::get().hipFree(own); });
   }
   Share allocate_host(uint64_t bytes) override {
     const unsigned flags = hip::kHostPortable | hip::kHostMapped;
-    return keep(
-        kHostRank, bytes, [&](void** data) { return runtime_.hipHostMalloc(data, bytes, flags); },
-        runtime_.hipHostFree);
-  }
-
-  Pinned pin(std::byte* data, uint64_t bytes) override {
-    if (const std::optional<Rank> place = own_->place_of(data)) {
-      return {.address = reinterpret_cast<uint64_t>(data), .place = *place, .owner = nullptr};
-    }
-    Pinned pinned;
-    const auto taken = pages_->take(data, bytes, pinned.address);
-    pinned.owner =
-        std::shared_ptr<void>(data, [pages = pages_, taken](void*) { pages->release(taken); });
-    return pinned;
+    void* data = nullptr;
+    if (bytes > 0) hip::check(runtime_.hipHostMalloc(&data, bytes, flags), refusal(bytes, 0));
+    return keep(kHostRank, bytes, data, [](void* own) { hip::HipRuntime::get().hipHostFree(own); });
   }
 
   std::unique_ptr<Ticket> copy(Rank rank, std::span<const BatchCopy> pieces) override {
@@ -199,25 +187,20 @@ class HipPath final : public SubmitPath {
   }
 
  private:
-  template <typename Allocate>
-  Share keep(Rank place, uint64_t bytes, Allocate allocate, hip::HipError (*release)(void*)) {
-    Share share{.rank = place == kHostRank ? Rank{0} : place, .bytes = bytes};
-    if (bytes == 0) return share;
-    void* data = nullptr;
-    hip::check(allocate(&data), cat("cannot allocate ", bytes, " bytes for rank ", share.rank));
-    std::memset(data, 0, bytes);  // large BAR
-    share.data = static_cast<std::byte*>(data);
-    own_->add(share.data, bytes, place);
-    share.owner = std::shared_ptr<void>(data, [own = own_, release](void* memory) {
-      own->remove(static_cast<std::byte*>(memory));
-      release(memory);
-    });
-    return share;
+  Pinned pin_callers(std::byte* data, uint64_t bytes) override {
+    Pinned pinned;
+    const auto taken = pages_->take(data, bytes, pinned.address);
+    pinned.owner =
+        std::shared_ptr<void>(data, [pages = pages_, taken](void*) { pages->release(taken); });
+    return pinned;
+  }
+
+  static std::string refusal(uint64_t bytes, Rank rank) {
+    return cat("cannot allocate ", bytes, " bytes for rank ", rank);
   }
 
   const hip::HipRuntime& runtime_;
   std::vector<hip::HipStream> streams_;
-  std::shared_ptr<RangeTable> own_ = std::make_shared<RangeTable>();
   std::shared_ptr<RegisteredPages> pages_ = std::make_shared<RegisteredPages>();
 };
 

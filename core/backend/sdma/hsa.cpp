@@ -1,36 +1,16 @@
 #include "core/backend/sdma/hsa.h"
 
-#include <dlfcn.h>
-
-#include <memory>
-#include <mutex>
-#include <optional>
-
+#include "core/backend/driver_library.h"
 #include "core/base/env.h"
 
 namespace offcore::hsa {
 namespace {
 
-// What open() has come to.
-struct OpenedRuntime {
-  std::mutex mutex;
-  std::string path;
-  std::unique_ptr<HsaRuntime> runtime;
-  std::optional<Error> error;
-};
-
-PerProcess<OpenedRuntime> opened_once;
-const HsaRuntime* current = nullptr;  // a child of who has opened it sees that too
-
-template <typename Function>
-Function symbol(void* library, const char* name) {
-  return reinterpret_cast<Function>(dlsym(library, name));
-}
+DriverLibrary<HsaRuntime> library_once;
 
 }  // namespace
 
-HsaRuntime::HsaRuntime() : OfProcess("the HSA runtime") {
-  const std::string path = env("OFFCORE_LIBHSA");
+HsaRuntime::HsaRuntime(const std::string& path) : OfProcess("the HSA runtime") {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     fail(Code::unavailable, "AMD's HSA runtime cannot be opened (", dlerror(),
@@ -113,35 +93,8 @@ MemoryPool HsaRuntime::find_pool(Agent agent, uint32_t flag) const {
   return search.found;
 }
 
-const HsaRuntime& HsaRuntime::open() {
-  const std::string path = env("OFFCORE_LIBHSA");
-  if (current != nullptr) current->check_here();
-  OpenedRuntime& opened = opened_once.get();
-  const std::scoped_lock lock(opened.mutex);
-  if (opened.path == path) {
-    if (opened.error) throw *opened.error;
-    return *opened.runtime;
-  }
-  if (opened.runtime != nullptr) {
-    fail(Code::unavailable, "this process has opened ", opened.path, " already, and not ", path);
-  }
-  opened.path = path;
-  opened.error.reset();
-  try {
-    opened.runtime.reset(new HsaRuntime());
-  } catch (const Error& error) {
-    opened.error = error;
-    throw;
-  }
-  current = opened.runtime.get();
-  return *current;
-}
-
-const HsaRuntime& HsaRuntime::get() {
-  if (current == nullptr) fail(Code::driver, "the HSA runtime has not been opened");
-  current->check_here();
-  return *current;
-}
+const HsaRuntime& HsaRuntime::open() { return library_once.open(env("OFFCORE_LIBHSA")); }
+const HsaRuntime& HsaRuntime::get() { return library_once.get("the HSA runtime"); }
 
 void check(HsaStatus status, std::string_view what) {
   if (status == kSuccess) return;

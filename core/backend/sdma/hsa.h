@@ -152,6 +152,7 @@ class HsaRuntime : public OfProcess {
   // Opens and initialises the runtime, once in a process. Throws unavailable, saying what is
   // missing.
   static const HsaRuntime& open();
+  explicit HsaRuntime(const std::string& path);  // by open() only
   // The runtime, once open. Both throw invalid in a child of a process that had opened it.
   static const HsaRuntime& get();
 
@@ -168,7 +169,6 @@ class HsaRuntime : public OfProcess {
 #undef OFFCORE_HSA_MEMBER
 
  private:
-  HsaRuntime();
   void resolve(void* library);
   void find_agents();
   MemoryPool find_pool(Agent agent, uint32_t flag) const;

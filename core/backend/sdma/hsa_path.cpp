@@ -1,7 +1,6 @@
 // Through the HSA runtime: user-mode SDMA rings where it has them, else its batch copy.
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -133,18 +132,6 @@ class HsaPath final : public SubmitPath {
     return allocate_from(runtime_.host_pool(), kHostRank, bytes);
   }
 
-  Pinned pin(std::byte* data, uint64_t bytes) override {
-    if (const std::optional<Rank> place = own_->place_of(data)) {
-      return {.address = reinterpret_cast<uint64_t>(data), .place = *place, .owner = nullptr};
-    }
-    void* seen = nullptr;
-    hsa::check(runtime_.hsa_amd_memory_lock(data, bytes, nullptr, 0, &seen),
-               cat("memory of the caller's (", bytes, " bytes) cannot be pinned"));
-    return {.address = reinterpret_cast<uint64_t>(seen),
-            .owner = std::shared_ptr<void>(
-                data, [](void* memory) { hsa::HsaRuntime::get().hsa_amd_memory_unlock(memory); })};
-  }
-
   bool has_rings() const override { return queues_; }
   bool swaps() const override { return runtime_.gpus()[0].has_swaps(); }
   PacketRing& ring(uint32_t group, Rank rank, uint16_t queue, bool host) override {
@@ -213,27 +200,29 @@ class HsaPath final : public SubmitPath {
   }
 
  private:
+  Pinned pin_callers(std::byte* data, uint64_t bytes) override {
+    void* seen = nullptr;
+    hsa::check(runtime_.hsa_amd_memory_lock(data, bytes, nullptr, 0, &seen),
+               cat("memory of the caller's (", bytes, " bytes) cannot be pinned"));
+    return {.address = reinterpret_cast<uint64_t>(seen),
+            .owner = std::shared_ptr<void>(
+                data, [](void* memory) { hsa::HsaRuntime::get().hsa_amd_memory_unlock(memory); })};
+  }
+
   Share allocate_from(hsa::MemoryPool pool, Rank place, uint64_t bytes) {
-    Share share{.rank = place == kHostRank ? Rank{0} : place, .bytes = bytes};
-    if (bytes == 0) return share;
+    const auto release = [](void* own) { hsa::HsaRuntime::get().hsa_amd_memory_pool_free(own); };
+    if (bytes == 0) return keep(place, 0, nullptr, release);
     void* data = nullptr;
     hsa::check(runtime_.hsa_amd_memory_pool_allocate(pool, bytes, 0, &data),
-               cat("cannot allocate ", bytes, " bytes for rank ", share.rank));
+               cat("cannot allocate ", bytes, " bytes for rank ", place == kHostRank ? 0 : place));
     const std::vector<hsa::Agent>& agents = runtime_.agents();
     const hsa::HsaStatus allowed = runtime_.hsa_amd_agents_allow_access(
         static_cast<uint32_t>(agents.size()), agents.data(), nullptr, data);
     if (allowed != hsa::kSuccess) {
-      runtime_.hsa_amd_memory_pool_free(data);
+      release(data);
       hsa::check(allowed, "all GPUs and the host have to reach a window (large BAR)");
     }
-    std::memset(data, 0, bytes);
-    share.data = static_cast<std::byte*>(data);
-    own_->add(share.data, bytes, place);
-    share.owner = std::shared_ptr<void>(data, [own = own_](void* memory) {
-      own->remove(static_cast<std::byte*>(memory));
-      hsa::HsaRuntime::get().hsa_amd_memory_pool_free(memory);
-    });
-    return share;
+    return keep(place, bytes, data, release);
   }
 
   const hsa::HsaRuntime& runtime_;
@@ -241,7 +230,6 @@ class HsaPath final : public SubmitPath {
   const bool queues_;
   uint64_t frequency_ = 1;
   std::atomic<hsa::HsaStatus>& failed_ = new_word();
-  std::shared_ptr<RangeTable> own_ = std::make_shared<RangeTable>();
   std::map<std::tuple<uint32_t, Rank, uint16_t, bool>, std::unique_ptr<UserQueue>> rings_;
 };
 

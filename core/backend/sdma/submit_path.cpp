@@ -1,5 +1,7 @@
 #include "core/backend/sdma/submit_path.h"
 
+#include <cstring>
+
 #include "core/backend/sdma/hip.h"
 #include "core/backend/sdma/hsa.h"
 #include "core/base/error.h"
@@ -44,6 +46,25 @@ Found find() {
 }
 
 }  // namespace
+
+SubmitPath::Pinned SubmitPath::pin(std::byte* data, uint64_t bytes) {
+  const std::optional<Rank> place = own_->place_of(data);
+  if (!place) return pin_callers(data, bytes);
+  return {.address = reinterpret_cast<uint64_t>(data), .place = *place, .owner = nullptr};
+}
+
+Share SubmitPath::keep(Rank place, uint64_t bytes, void* data, void (*release)(void*)) {
+  Share share{.rank = place == kHostRank ? Rank{0} : place, .bytes = bytes};
+  if (data == nullptr) return share;
+  std::memset(data, 0, bytes);
+  share.data = static_cast<std::byte*>(data);
+  own_->add(share.data, bytes, place);
+  share.owner = std::shared_ptr<void>(data, [own = own_, release](void* memory) {
+    own->remove(static_cast<std::byte*>(memory));
+    release(memory);
+  });
+  return share;
+}
 
 PacketRing& SubmitPath::ring(uint32_t, Rank, uint16_t, bool) {
   fail(Code::unsupported, "this path has no rings of its own");

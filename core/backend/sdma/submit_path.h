@@ -80,7 +80,7 @@ class SubmitPath {
     Rank place = kHostRank;
     std::shared_ptr<void> owner;
   };
-  virtual Pinned pin(std::byte* data, uint64_t bytes) = 0;
+  Pinned pin(std::byte* data, uint64_t bytes);
 
   virtual bool has_rings() const { return false; }
   // The ring of a queue of a group's (a lane's, or a prelaunched program's) whose copies are to and
@@ -97,6 +97,14 @@ class SubmitPath {
   // Where there are no rings: begins a batch, unordered. At most one call at a time.
   virtual std::unique_ptr<Ticket> copy(Rank rank, std::span<const BatchCopy> pieces);
   virtual bool swaps() const { return true; }
+
+ protected:
+  // Memory that the path has allocated (null: of 0 bytes), zeroed by way of the large BAR.
+  Share keep(Rank place, uint64_t bytes, void* data, void (*release)(void*));
+  virtual Pinned pin_callers(std::byte* data, uint64_t bytes) = 0;  // memory that is not
+
+ private:
+  std::shared_ptr<RangeTable> own_ = std::make_shared<RangeTable>();
 };
 
 // The best path there is for `ranks` ranks, rank r on GPU r. Throws unavailable.
