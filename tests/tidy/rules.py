@@ -70,8 +70,12 @@ def check_layers(path: str, text: str) -> Findings:
             findings.append((number, f"core/{folder} stands without studies: {name}"))
         elif parts[0] == "core" and parts[1] != folder and parts[1] not in allowed:
             findings.append((number, f"core/{folder} may not include {name}"))
-        elif parts[:2] == ("core", "backend") and len(parts) > 3 and folder != "backend":
-            findings.append((number, f"core/{folder} includes one backend's own {name}"))
+        elif parts[:2] == ("core", "backend") and len(parts) > 3:
+            own = PurePosixPath(path).parts[1:-1]
+            if folder != "backend":
+                findings.append((number, f"core/{folder} includes one backend's own {name}"))
+            elif len(own) > 1 and parts[2] not in (own[1], "exec"):
+                findings.append((number, f"{own[1]} includes another backend's {name}"))
     return findings
 
 

@@ -33,6 +33,11 @@ PLANTED = {
         header('#include "core/plan/plan.h"'),
         "core/backend may not include",
     ),
+    "another_backend": (
+        "core/backend/sim/a.h",
+        header('#include "core/backend/sdma/encode.h"'),
+        "sim includes another backend's",
+    ),
     "siblings": ("core/kv/a.h", header('#include "core/comm/lane.h"'), "core/kv may not"),
     "mcast": ("core/mcast/a.h", header('#include "core/ir/command.h"'), "core/mcast may not"),
     "cuda": ("core/backend/cuda/a.h", header("#include <cuda.h>"), "the core includes cuda.h"),
@@ -89,6 +94,7 @@ def test_planted_violation_is_found(path: str, text: str, message: str) -> None:
 
 CLEAN = {
     "layers": ("core/plan/a.h", header('#include "core/ir/a.h"', "#include <vector>")),
+    "executor": ("core/backend/sim/a.h", header('#include "core/backend/exec/executor.h"')),
     "source": ("core/ir/a.cpp", '#include "core/ir/b.h"\n\n#include <vector>\n'),
     "makefile": ("Makefile", "a:\n\tb\n"),
     "url": ("docs/a.md", "https://example.org/home/page and ~/file\n"),
