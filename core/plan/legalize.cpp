@@ -16,6 +16,7 @@ class Legalizer {
   Legalizer(Program& program, const Machine& machine) : program_(program), machine_(machine) {}
 
   void run() {
+    if (is_native()) return;
     plan_scratch();
     for (Queue& queue : program_.queues) {
       if (queue.index == kCallerQueue) continue;  // run by the caller itself, row by row
@@ -27,21 +28,42 @@ class Legalizer {
   }
 
  private:
-  void legalize(const Command& command, const Queue& queue) {
+  // Whether the machine has all of it as it is, like most programs.
+  bool is_native() const {
+    size_t commands = 0;
+    for (const Queue& queue : program_.queues) {
+      if (queue.index == kCallerQueue) continue;
+      commands += queue.commands.size();
+      for (const Command& command : queue.commands) {
+        if (!is_native(command)) return false;
+      }
+    }
+    return commands <= kCommandsMax;
+  }
+
+  bool is_native(const Command& command) const {
     switch (command.op) {
       case Op::copy:
-        return copy(command);
+        return command.bytes > 0 && command.bytes <= machine_.limits.copy_bytes_max &&
+               (command.rows == 1 || command.rows <= rows_max(command));
       case Op::swap:
-        return swap(command, queue);
+        return command.bytes > 0 && command.rows == 1 && swap_fits(command) &&
+               command.bytes <= aligned_max(machine_.limits.swap_align);
       case Op::poll:
       case Op::signal:
-        if (machine_.native.strided_flags) break;
-        return each_row(command);
+        return machine_.native.strided_flags || command.rows == 1;
       case Op::timestamp:
       case Op::fence:
-        break;
+        return true;
     }
-    push(command);
+    return false;
+  }
+
+  void legalize(const Command& command, const Queue& queue) {
+    if (is_native(command)) return push(command);
+    if (command.op == Op::copy) return copy(command);
+    if (command.op == Op::swap) return swap(command, queue);
+    each_row(command);
   }
 
   void push(const Command& command) {
@@ -55,17 +77,19 @@ class Legalizer {
 
   void copy(const Command& command) {
     if (command.rows == 1) return split(command);
-    const bool bcst = command.src_step == 0 && command.dst_step == kRankStep;
-    uint32_t rows_max = machine_.native.strided ? machine_.limits.rows_max : 1;
-    if (bcst) {  // its destinations have one offset, so they agree modulo any bcst_align
-      rows_max = machine_.native.bcst_rows;
-    } else if (!pitch_fits(command.dst_step) || !pitch_fits(command.src_step)) {
-      rows_max = 1;
+    const uint32_t most = rows_max(command);
+    if (command.rows > most) program_.native = false;
+    for (uint32_t row = 0; row < command.rows; row += most) {
+      split(rows_of(command, row, std::min(most, command.rows - row)));
     }
-    if (command.rows > rows_max) program_.native = false;
-    for (uint32_t row = 0; row < command.rows; row += rows_max) {
-      split(rows_of(command, row, std::min(rows_max, command.rows - row)));
-    }
+  }
+
+  // Of a copy of several.
+  uint32_t rows_max(const Command& command) const {
+    // A broadcast's destinations have one offset, so they agree modulo any bcst_align.
+    if (command.src_step == 0 && command.dst_step == kRankStep) return machine_.native.bcst_rows;
+    const bool fits = pitch_fits(command.dst_step) && pitch_fits(command.src_step);
+    return machine_.native.strided && fits ? machine_.limits.rows_max : 1;
   }
 
   bool pitch_fits(int64_t step) const {
@@ -93,7 +117,7 @@ class Legalizer {
   // No command moves more than the machine's largest copy (a row of it, where it has rows). The
   // pieces stay aligned.
   void split(const Command& command, uint64_t align = 1) {
-    const uint64_t bytes_max = machine_.limits.copy_bytes_max / align * align;
+    const uint64_t bytes_max = aligned_max(align);
     for (uint64_t done = 0; done < command.bytes; done += bytes_max) {
       Command part = command;
       part.dst.offset += done;
@@ -101,6 +125,10 @@ class Legalizer {
       part.bytes = std::min(bytes_max, command.bytes - done);
       push(part);
     }
+  }
+
+  uint64_t aligned_max(uint64_t align) const {
+    return machine_.limits.copy_bytes_max / align * align;
   }
 
   bool swap_fits(const Command& command) const {
