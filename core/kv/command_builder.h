@@ -11,13 +11,13 @@
 // where they lie side by side, and from there to or from the cache.
 #pragma once
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
 #include "core/ir/program.h"
 #include "core/kv/layout.h"
 #include "core/kv/pool.h"
+#include "core/plan/pages.h"
 
 namespace offcore::kv {
 
@@ -28,38 +28,10 @@ enum class Direction : uint8_t {
 
 std::string_view to_string(Direction direction);
 
-// How a machine copies.
-struct CopyPolicy {
-  bool strided = true;  // has copies of several rows
-  // Pages of so many bytes go one by one. None: as many as there is time for, where there are
-  // batches.
-  std::optional<uint64_t> plain_from;
-  // Many plain copies are submitted by one call, whose end a fence is. The engine begins on them
-  // when the call returns.
-  bool batches = false;
-  // Where there are: plain copies of one call, and what one of them and a strided copy take.
-  uint32_t together = 32;
-  double plain_ns = 0;
-  double strided_ns = 0;  // besides its bytes
-  double host_gbps = 1;
-
-  // Whether one strided copy of so many rows is sooner through than as many plain ones;
-  // `submitted_soonest`: sooner submitted, which is what counts where two engines copy or a stream
-  // waits for that.
-  bool folds(uint64_t rows, uint64_t bytes, bool submitted_soonest) const;
-};
-
 // What a part may have, about.
-struct Budget {
-  uint64_t bytes = 0;
-  uint32_t strided = 0;  // copies, where some are
-  uint32_t plain = 0;    // copies, where none is strided
-  // Of these, as many as can be submitted before the engine has nothing left to do. Between two
-  // calls an engine does nothing for a while, so that many plain copies of one call are copied
-  // sooner than strided ones, each of a call of its own; but they take longer to submit.
-  uint32_t in_time = 0;
+struct PartBudget : PageBudget {
   bool apart = false;              // no run for which a copy a layer would be fewer
-  bool submitted_soonest = false;  // as CopyPolicy::folds
+  bool submitted_soonest = false;  // as PageForms::strided
 };
 
 // The layers that are copied together, so that they are there together.
@@ -80,11 +52,11 @@ struct Part {
   std::byte* rows = nullptr;
   uint64_t rows_span = 0;
   uint64_t bytes = 0;
-  uint64_t pages = 0;     // what one descriptor each would copy
-  uint64_t copies = 0;    // commands but fences
-  uint64_t strided = 0;   // copies of several rows
-  uint32_t together = 0;  // plain copies of one call
-  uint32_t first = 0;     // of the first call; 0: as many
+  uint64_t pages = 0;    // what one descriptor each would copy
+  uint64_t copies = 0;   // commands but fences
+  uint64_t strided = 0;  // copies of several rows
+  PageForm form;
+  SubBatches calls;
   bool ends_layer_group = false;
 };
 
@@ -103,14 +75,14 @@ struct CacheGroup {
 class CommandBuilder {
  public:
   // `blocks` has to live as long; it is as long as `rows`.
-  CommandBuilder(Direction direction, CopyPolicy policy, std::shared_ptr<const Layout> layout,
+  CommandBuilder(Direction direction, const PageForms& forms, std::shared_ptr<const Layout> layout,
                  std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
                  std::span<const int64_t> blocks, std::vector<Row> rows);
 
   bool ended() const { return layer_group_ == layer_groups_->size(); }
   uint32_t layer_group() const { return static_cast<uint32_t>(layer_group_); }  // the next part's
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
-  Part next(const Budget& budget);             // the next commands, of one layer group
+  Part next(const PartBudget& budget);         // the next commands, of one layer group
   // The same by memory of the neighbour's, of so many blocks at most, with all their layers.
   Part next_staged(size_t blocks_max);
   // Whether the next block takes a copy of its own over the layers, because it begins no run for
@@ -137,18 +109,15 @@ class CommandBuilder {
 
   RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
-  // `plain`: one by one, where that is about as few commands. `submitted_soonest`: as
-  // CopyPolicy::folds.
-  void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool plain,
-           bool submitted_soonest, Part& part) const;
+  void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool submitted_soonest,
+           Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
   void add_rows(size_t count, Part& part) const;
-  void push(const Command& command, Part& part) const;
   void end(Part& part);
 
   const Direction direction_;
-  const CopyPolicy policy_;
+  const PageForms forms_;
   const std::shared_ptr<const Layout> layout_;
   const std::shared_ptr<const std::vector<LayerGroup>> layer_groups_;
   const std::span<const int64_t> blocks_;

@@ -8,22 +8,8 @@
 namespace offcore::kv {
 namespace {
 
-constexpr uint64_t kPageMax = uint64_t{256} << 10;  // larger ones come as fast by one engine
-constexpr uint32_t kPiecesMin = 8;                  // of a fold, else a block takes many copies
-constexpr int kTrials = 3;                          // somebody may write the cache meanwhile
+constexpr int kTrials = 3;  // somebody may write the cache meanwhile
 constexpr double kTrialS = 5;
-
-bool has_small_pages(const std::vector<Fold>& folds) {
-  return std::all_of(folds.begin(), folds.end(), [](const Fold& fold) {
-    return fold.bytes <= kPageMax && fold.pieces >= kPiecesMin;
-  });
-}
-
-// That an engine takes for it. Where submitting takes longer by more, one engine would be as fast.
-uint64_t copy_ns(const Machine& machine, const Fold& fold) {
-  const auto bytes = static_cast<double>(fold.pieces * fold.bytes);
-  return static_cast<uint64_t>(machine.cost.issue_ns + bytes / machine.links.host_gbps);
-}
 
 uint64_t span(const Fold& fold, uint64_t step) { return (fold.pieces + uint64_t{1}) * step; }
 
@@ -37,7 +23,8 @@ struct Candidate {
     double most = 0;
     for (const Fold& fold : layer_groups->front().folds) {
       const auto bytes = static_cast<double>(span(fold, fold.step));
-      most = std::max(most, bytes / static_cast<double>(copy_ns(machine, fold)));
+      const uint64_t ns = strided_ns(fold.pieces, fold.bytes, machine);
+      most = std::max(most, bytes / static_cast<double>(ns));
     }
     return most;
   }
@@ -50,7 +37,8 @@ Reach reach_of(const Machine& machine, const std::vector<Candidate>& candidates,
       reach.step = std::max(reach.step, fold.step);
       reach.bytes = std::max(reach.bytes, span(fold, fold.step));
       reach.host_bytes = std::max(reach.host_bytes, span(fold, fold.row_step));
-      reach.submit_ns = std::min(reach.submit_ns, copy_ns(machine, fold));
+      // Where submitting takes longer by more, one engine would be as fast.
+      reach.submit_ns = std::min(reach.submit_ns, strided_ns(fold.pieces, fold.bytes, machine));
     }
   }
   return reach;
@@ -95,7 +83,7 @@ class EngineTrial {
                               .direction = Direction::store,
                               .lane = static_cast<uint16_t>(Direction::store),
                               .crossed = crossed};
-    Part part = builder.next({.bytes = half(), .strided = UINT32_MAX, .plain = UINT32_MAX});
+    Part part = builder.next({{.bytes = half(), .strided = UINT32_MAX, .plain = UINT32_MAX}});
     const auto run =
         submit(target, *group_.layout, std::move(part), std::make_shared<Share>(keep), false);
     run->wait(Deadline::after_s(kTrialS));
@@ -123,8 +111,11 @@ EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
     const Layout& layout = *groups[i].layout;
     auto layer_groups = std::make_shared<const std::vector<LayerGroup>>(
         layer_groups_of(layout, layout.layers(), memories[i]));
-    if (has_small_pages(layer_groups->front().folds))
-      candidates.push_back({i, std::move(layer_groups)});
+    const std::vector<Fold>& folds = layer_groups->front().folds;
+    const bool pays = std::all_of(folds.begin(), folds.end(), [&](const Fold& fold) {
+      return both_engines_pay(fold.pieces, fold.bytes, backend.machine());
+    });
+    if (pays) candidates.push_back({i, std::move(layer_groups)});
   }
   // Where not all can, those go that are far apart for what they take.
   std::sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {

@@ -1,13 +1,15 @@
 #include "core/kv/layout.h"
 
 #include <algorithm>
+#include <map>
+#include <tuple>
 
 #include "core/base/error.h"
+#include "core/plan/progression.h"
 
 namespace offcore::kv {
 namespace {
 
-constexpr size_t kSecondsMax = 8;  // candidates for a fold's second piece: K and V alternate, say
 constexpr uint64_t kBytesMax = uint64_t{1} << 47;
 
 uint64_t begin_of(const Piece& piece) { return reinterpret_cast<uint64_t>(piece.address); }
@@ -68,26 +70,28 @@ void append(std::vector<Fold>& folds, const Fold& next, std::span<const uint64_t
   folds.push_back(next);
 }
 
-// How many of `folds` follow each other from `first` on at the steps from `first` to `second`.
-std::vector<size_t> progression(const std::vector<Fold>& folds, const std::vector<bool>& taken,
-                                size_t first, size_t second, std::span<const uint64_t> memories) {
-  const Fold& start = folds[first];
-  const auto fits = [&](const Fold& fold) {
-    return fold.bytes == start.bytes && fold.block_step == start.block_step &&
-           together(fold, start, memories);
-  };
-  std::vector<size_t> found = {first};
-  const uint64_t step = folds[second].at - start.at;
-  const uint64_t row_step = folds[second].row_at - start.row_at;
-  if (!fits(folds[second]) || folds[second].at < start.at || step < start.bytes) return found;
-  for (size_t i = second; i < folds.size(); ++i) {
-    const uint64_t ahead = found.size() * row_step;
-    if (folds[i].row_at - start.row_at > ahead) break;  // rows only rise
-    if (taken[i] || !fits(folds[i]) || folds[i].row_at - start.row_at != ahead) continue;
-    if (folds[i].at - start.at != found.size() * step) break;
-    found.push_back(i);
+// Those at equal steps as one, in the order of their rows.
+std::vector<Fold> folded(const std::vector<Fold>& single, std::span<const uint64_t> memories) {
+  using Alike = std::tuple<uint64_t, uint64_t, uint64_t>;
+  std::map<Alike, std::vector<Span>> alike;
+  for (uint32_t i = 0; i < single.size(); ++i) {
+    const Fold& fold = single[i];
+    const uint64_t memory = memories.empty() ? 0 : memories[fold.tensor];
+    alike[{fold.bytes, fold.block_step, memory}].push_back({fold.row_at, fold.at, fold.bytes, i});
   }
-  return found;
+  std::vector<Fold> result;
+  for (auto& [what, spans] : alike) {
+    for (const SpanFold& found : fold(spans, 2, UINT64_MAX)) {
+      Fold& fold = result.emplace_back(single[found.first.move]);
+      fold.pieces = found.rows;
+      fold.step = found.src_step;
+      fold.row_step = found.dst_step;
+    }
+    for (const Span& span : spans) result.push_back(single[span.move]);
+  }
+  std::sort(result.begin(), result.end(),
+            [](const Fold& a, const Fold& b) { return a.row_at < b.row_at; });
+  return result;
 }
 
 }  // namespace
@@ -153,26 +157,7 @@ std::vector<Fold> Layout::folds(uint32_t first, uint32_t last,
     }
     row_at += piece.bytes;
   }
-  std::vector<Fold> result;
-  std::vector<bool> taken(single.size());
-  for (size_t i = 0; i < single.size(); ++i) {
-    if (taken[i]) continue;
-    std::vector<size_t> best = {i};
-    for (size_t j = i + 1; j < std::min(single.size(), i + 1 + kSecondsMax); ++j) {
-      if (taken[j]) continue;
-      auto found = progression(single, taken, i, j, memories);
-      if (found.size() > best.size()) best = std::move(found);
-    }
-    Fold fold = single[i];
-    fold.pieces = static_cast<uint32_t>(best.size());
-    for (size_t k : best) taken[k] = true;
-    if (best.size() > 1) {
-      fold.step = single[best[1]].at - fold.at;
-      fold.row_step = single[best[1]].row_at - fold.row_at;
-    }
-    result.push_back(fold);
-  }
-  return result;
+  return folded(single, memories);
 }
 
 }  // namespace offcore::kv

@@ -7,9 +7,8 @@
 namespace offcore::kv {
 namespace {
 
-constexpr uint16_t kLanes = 2;     // of a neighbour's link, in each direction
-constexpr double kHopNs = 30'000;  // that two copies take longer than one
-constexpr double kNewest = 0.25;   // what the last measurement counts
+constexpr uint16_t kLanes = 2;    // of a neighbour's link, in each direction
+constexpr double kNewest = 0.25;  // what the last measurement counts
 constexpr double kGbpsMin = 0.1;
 constexpr double kGbpsMax = 1000;
 constexpr double kPlainNsMin = 100;
@@ -17,19 +16,26 @@ constexpr double kPlainNsMax = 2'000;  // a stall is none of its cost
 
 }  // namespace
 
+Link::Link(Backend& copies)
+    : backend(&copies),
+      gbps_(copies.machine().links.host_gbps),
+      plain_ns_(std::max<double>(kPlainNsMin, copies.machine().batches.copy_ns)) {}
+
 double Link::through_ns(uint64_t more, double gbps_min) const {
   uint64_t ahead = more;
   for (const LinkLane& lane : lanes) ahead += lane.bytes;
   const double gbps = idle() ? std::max(gbps_, gbps_min) : gbps_;
-  return static_cast<double>(ahead) / gbps + (staged() ? kHopNs : 0);
+  const double hop_ns = staged() ? static_cast<double>(backend->machine().pages.hop_ns) : 0;
+  return static_cast<double>(ahead) / gbps + hop_ns;
 }
 
 double Link::copy_ns(const Part& part, const LinkLane& lane) const {
   const Machine& machine = backend->machine();
   const double bytes_ns = static_cast<double>(part.bytes) / machine.links.host_gbps;
   if (lane.crossed) return bytes_ns;  // the engines' pauses are each other's time
-  const uint64_t batches = (part.copies - part.strided + part.together - 1) / part.together;
-  return static_cast<double>(part.strided + batches) * machine.cost.issue_ns + bytes_ns;
+  const uint64_t together = part.form.together;
+  const uint64_t calls = part.strided + (part.copies - part.strided + together - 1) / together;
+  return static_cast<double>(calls) * machine.cost.issue_ns + bytes_ns;
 }
 
 double Link::ahead_ns(int64_t now) const {
@@ -92,15 +98,13 @@ void Link::measured(uint64_t bytes) {
 std::vector<Link> links_of(Backend& own, bool crosses, const std::vector<Neighbour>& neighbours,
                            Direction direction) {
   const auto side = static_cast<uint16_t>(direction);
-  std::vector<Link> links(1);
-  links[0].backend = &own;
+  std::vector<Link> links{Link(own)};
   links[0].lanes.push_back({.number = side});
   // A lane is an engine: what both directions give it is in one order.
   if (crosses)
     links[0].lanes.push_back({.number = static_cast<uint16_t>(1 - side), .crossed = true});
   for (size_t i = 0; i < neighbours.size(); ++i) {
-    Link& link = links.emplace_back();
-    link.backend = neighbours[i].backend.get();
+    Link& link = links.emplace_back(*neighbours[i].backend);
     link.rank = kNeighbour;
     link.number = i + 1;
     link.stage_bytes = neighbours[i].stage.bytes / (2 * kLanes);

@@ -1,6 +1,6 @@
 // How copies of one direction go between the host and the GPU of a cache: over that GPU's own link,
 // by one of its engines or by both, and over those of neighbours that lend theirs. A neighbour's
-// bytes cross its link to or from memory of its own, and NVLink from there.
+// bytes cross its link to or from memory of its own, and the link between the two GPUs from there.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -41,6 +41,8 @@ struct LinkLane {
 // The own link has a lane for each engine that copies in its direction. Where parts are staged
 // there are several lanes: while one's bytes cross the link, others' go to or from the cache.
 struct Link {
+  explicit Link(Backend& copies);
+
   Backend* backend = nullptr;
   Rank rank = kOwner;        // who copies
   size_t number = 0;         // 0: the GPU's own
@@ -68,8 +70,8 @@ struct Link {
   void measured(uint64_t bytes);                 // so many have come through since it was busy
 
  private:
-  double gbps_ = 50;
-  double plain_ns_ = 700;
+  double gbps_;                // as the machine says, until it is measured
+  double plain_ns_;            // the same
   size_t last_ = 0;            // lane that something was added to
   int64_t busy_since_ns_ = 0;  // or since it was measured
   double until_ns_ = 0;        // it has something to do, at least

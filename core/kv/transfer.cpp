@@ -182,17 +182,8 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const bool load = request.direction == Direction::load;
-  CopyPolicy policy{.strided = backend_->machine().native.strided,
-                    .plain_from = options_.plain_from[static_cast<size_t>(request.direction)]};
-  policy.batches = !backend_->host_visible() && !options_.kernel &&
-                   backend_->machine().batches.sub_batch != UINT32_MAX;
-  if (policy.batches) {
-    const Machine& machine = backend_->machine();
-    policy.together = machine.batches.sub_batch;
-    policy.plain_ns = machine.batches.copy_ns;
-    policy.strided_ns = machine.cost.issue_ns;
-    policy.host_gbps = machine.links.host_gbps;
-  }
+  const PageForms forms(backend_->machine(), !backend_->host_visible() && !options_.kernel,
+                        options_.plain_from[static_cast<size_t>(request.direction)]);
   const std::shared_ptr<Job> job =
       owned_by_process(std::make_unique<Job>(queue_, std::move(request)));
   job->layers_ = layers;
@@ -210,7 +201,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
   try {
-    job->builder_.emplace(job->request_.direction, policy, group.layout, std::move(layer_groups),
+    job->builder_.emplace(job->request_.direction, forms, group.layout, std::move(layer_groups),
                           job->request_.blocks, std::move(rows));
     const std::scoped_lock lock(queue_->mutex);
     if (queue_->closing) fail(Code::cancelled, "the transfer is closed");

@@ -17,7 +17,7 @@ namespace offcore::kv {
 
 struct TransferOptions {
   Pace pace;
-  // Pages of so many bytes are copied one by one, by direction: see CopyPolicy.
+  // Pages of so many bytes are copied one by one, by direction: see PageForms.
   std::array<std::optional<uint64_t>, 2> plain_from;
   bool checked = false;                      // verify every program before it is launched
   uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most

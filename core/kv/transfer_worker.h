@@ -1,7 +1,7 @@
 // The thread that submits what jobs copy, and sees it end. The caller pays for neither, but for
 // the first part of a job that finds the thread asleep: to wake it takes longer than to copy that.
 // A caller that waits for a job submits by itself: beside other users of the driver a page takes
-// the thread, which has been idle, up to twice as long (one H100, driver 580).
+// the thread, which has been idle, up to twice as long.
 //
 // - It keeps a bounded amount enqueued: what is not enqueued yet can be cancelled or overtaken.
 // - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls.
@@ -84,7 +84,8 @@ class TransferWorker {
   uint64_t share_of_engine(const LinkLane& lane, const Job& job, bool goes_on) const;
   Link* choose(DirectionQueue& direction, const Job& job, uint64_t bytes) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
-  void enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job, const Budget& budget);
+  void enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job,
+               const PartBudget& budget);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
   void finish(const std::shared_ptr<Job>& job);
 

@@ -9,17 +9,16 @@ namespace offcore::kv {
 namespace {
 
 constexpr size_t kPartsMin = 2;  // so that one is enqueued while another is copied
-// Copies to the host of whoever else uses the GPU wait until a stream has none left (H200, driver
-// 580): an engine that makes ours has a pause after each part, while the other one copies.
+// Copies to the host of whoever else uses the GPU may have to wait until a stream has none left: an
+// engine that makes ours has a pause after each part, while the other one copies.
 constexpr size_t kPartsToHost = 1;
 constexpr uint64_t kSharesOfLink = 3;  // of what is left of a job, over several links
 constexpr double kSlowestOfFastest = 8;
 constexpr uint64_t kPlainMany = 16;  // of which one's time is measured
 constexpr uint64_t kShareMin = uint64_t{1} << 20;
-// Of a part where both engines copy, or a block: what waits for an engine waits for 0.1 ms of it or
-// a block. The own one's may be larger, and have pages that are submitted one by one among them.
+// Of a part where both engines copy: what waits for an engine waits for Pages::both_part_bytes or a
+// block. The own one's may be larger, and have pages that are submitted one by one among them.
 constexpr uint64_t kCrossedBlocks = 8;
-constexpr uint64_t kCrossedBytes = uint64_t{2} << 20;
 constexpr uint64_t kOwnParts = 2;
 constexpr uint64_t kFewBlocks = 2;
 constexpr uint64_t kPartsOfRest = 4;  // of the blocks that are left
@@ -41,9 +40,9 @@ bool TransferWorker::submit(DirectionQueue& direction, uint32_t plain_max, bool 
   if (job == nullptr) return false;
   Link* link = &direction.links[0];
   LinkLane* lane = nullptr;
-  Budget budget{.strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
-                .plain = std::max(1U, plain_max),
-                .apart = crosses(*job)};
+  PartBudget budget{{.strided = std::max(1U, pace_.ahead_commands / kPartsOfPace),
+                     .plain = std::max(1U, plain_max)},
+                    crosses(*job)};
   const bool urgent = job->builder_->layer_group() < job->urgent_;
   budget.submitted_soonest = budget.apart || urgent;
   if (budget.apart) {
@@ -142,7 +141,8 @@ uint64_t TransferWorker::share_of_engine(const LinkLane& lane, const Job& job, b
   const uint64_t left = job.builder_->left_bytes() / row;
   const uint64_t before = job.request_.blocks.size() - left;
   const uint64_t parts = lane.crossed ? 1 : kOwnParts;
-  const uint64_t bytes = std::min(parts * kCrossedBytes, pace_.ahead_bytes / kPartsOfPace);
+  const uint64_t part_bytes = backend_->machine().pages.both_part_bytes;
+  const uint64_t bytes = std::min(parts * part_bytes, pace_.ahead_bytes / kPartsOfPace);
   const uint64_t most = std::min(parts * kCrossedBlocks, bytes / row);
   const uint64_t begin = goes_on ? std::max(kFewBlocks, before / 2) : most;
   const uint64_t end = std::max(left / kPartsOfRest, std::min(kFewBlocks, (left + 1) / 2));
@@ -188,7 +188,7 @@ uint32_t TransferWorker::plain_in_time(const Link& link, uint32_t plain_max) con
 }
 
 void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job,
-                             const Budget& budget) {
+                             const PartBudget& budget) {
   const TransferRequest& request = job->request_;
   const uint32_t layer_group = job->builder_->layer_group();
   const uint64_t row_bytes = groups_[request.group].layout->row_bytes();

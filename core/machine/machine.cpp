@@ -18,7 +18,6 @@ void check(const Machine& machine) {
   require(machine.limits.bcst_align >= 1, "limits.bcst_align must be at least 1");
   require(machine.limits.swap_scratch_bytes >= 1, "limits.swap_scratch_bytes must be at least 1");
   require(machine.cost.overlap >= 1, "cost.overlap must be at least 1");
-  require(machine.batches.sub_batch >= 1, "batches.sub_batch must be at least 1");
   const Links& links = machine.links;
   for (double gbps :
        {links.link_gbps, links.egress_gbps, links.ingress_gbps, links.host_gbps, links.local_gbps,
@@ -38,7 +37,7 @@ uint64_t digest(const Machine& machine) {
   const auto add = [&](const auto&... values) { (result.add(values), ...); };
   // Bound by number: a field more does not compile before it is added here.
   const auto& [name, vendor, ranks, engines_peer, engines_host, topology, flags, native, limits,
-               links, cost, batches, tuned, signals, tuned_version] = machine;
+               links, cost, batches, pages, tuned, signals, tuned_version] = machine;
   add(std::string_view(vendor), ranks, engines_peer, engines_host, topology, flags,
       std::string_view(signals), std::string_view(tuned_version));
   const auto& [strided, bcst_rows, swap, strided_flags] = native;
@@ -51,8 +50,12 @@ uint64_t digest(const Machine& machine) {
                trigger] = cost;
   add(control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
       trigger);
-  const auto& [b2b_max, sub_batch, copy_ns] = batches;
-  add(b2b_max, sub_batch, copy_ns);
+  const auto& [b2b_max, call_min, sub_batch, sub_batch_max, copy_ns] = batches;
+  add(b2b_max, call_min, sub_batch, sub_batch_max, copy_ns);
+  const auto& [sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max,
+               both_part_bytes, hop_ns] = pages;
+  add(sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max, both_part_bytes,
+      hop_ns);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

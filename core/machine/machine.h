@@ -70,8 +70,21 @@ struct Cost {
 // How batches of copies are best handed to the engines (DMA-Latte section 6).
 struct Batches {
   uint64_t b2b_bytes_max = UINT64_MAX;  // up to this many bytes, all of it: one engine
-  uint32_t sub_batch = UINT32_MAX;      // copies handed over at once, while more are prepared
-  uint32_t copy_ns = UINT32_MAX;        // that one takes whoever hands it over
+  uint32_t call_min = UINT32_MAX;       // copies to or from the host, fewer go one by one
+  uint32_t sub_batch = 0;               // handed over at once, while more are prepared; 0: all
+  uint32_t sub_batch_max = UINT32_MAX;  // the same while engines have enough to do
+  uint32_t copy_ns = 0;                 // that one takes whoever hands it over
+};
+
+// How pages between a rank and the host are copied (core/plan/pages.h).
+struct Pages {
+  uint32_t sub_batch_first = UINT32_MAX;  // handed over by the first call, of pages not small
+  uint64_t small_bytes = 0;  // smaller ones may be copied by a CPU while a queue has nothing to do
+  uint32_t small_first = 0;  // of these by the first call
+  uint64_t small_first_bytes = 0;  // or as many as have so many bytes
+  uint64_t both_bytes_max = 0;     // of a page that both engines of a link may copy
+  uint64_t both_part_bytes = 0;    // that one of them is given at once
+  uint64_t hop_ns = 0;             // that a way over a neighbour takes longer
 };
 
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.
@@ -102,6 +115,7 @@ struct Machine {
   Links links;
   Cost cost;
   Batches batches;
+  Pages pages;
   std::vector<TunedRow> tuned;
   std::string signals;        // the form that runs; rows measured with another count less
   std::string tuned_version;  // part of the plan key; empty without a table

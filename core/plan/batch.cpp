@@ -8,8 +8,10 @@
 
 #include "core/base/error.h"
 #include "core/ir/verify.h"
+#include "core/machine/copy_forms.h"
 #include "core/plan/group.h"
 #include "core/plan/plan.h"
+#include "core/plan/progression.h"
 
 namespace offcore {
 namespace {
@@ -258,11 +260,12 @@ class Planner {
     std::vector<Span> rest;
     for (size_t i = 0; i < spans_.size();) {
       Command command = command_of(spans_[i]);
-      size_t rows = 1;
-      while (i + rows < spans_.size() && rows < std::min<size_t>(rows_max, moves_.ranks) &&
-             continues(command, static_cast<uint32_t>(rows), spans_[i + rows], spans_[i])) {
-        ++rows;
-      }
+      const size_t rows = run_of(
+          std::min({spans_.size() - i, size_t{rows_max}, size_t{moves_.ranks}}), [&](size_t row) {
+            const auto next = static_cast<uint32_t>(row + 1);
+            return continues(command, next, spans_[i + next], spans_[i]) ? std::optional(kRankStep)
+                                                                         : std::nullopt;
+          });
       if (rows == 1) {
         rest.push_back(spans_[i]);
       } else {
@@ -291,8 +294,10 @@ class Planner {
     if (policy_.fold) return true;
     const double path = path_gbps(slice_of(span.dst).rank, slice_of(span.src).rank);
     const auto bytes = static_cast<double>(span.bytes);
-    return bytes / std::min(path, machine_.links.strided_gbps) <=
-           machine_.cost.issue_ns + bytes / std::min(path, machine_.links.engine_gbps);
+    return RowCosts{
+        .row_ns = bytes / std::min(path, machine_.links.strided_gbps),
+        .single_ns = machine_.cost.issue_ns + bytes / std::min(path, machine_.links.engine_gbps)}
+        .strided_pays(1);
   }
 
   void folds() {
@@ -378,10 +383,9 @@ class Planner {
   std::vector<std::vector<Command>> queues_of(std::vector<CopyPath>& ways, size_t engines) const {
     std::vector<std::vector<Command>> queues(ways.empty() ? 0 : share(ways, engines));
     std::vector<uint64_t> loads(queues.size());
-    const uint32_t sub_batch = policy_.sub_batch.value_or(
-        machine_.batches.sub_batch == UINT32_MAX ? 0 : machine_.batches.sub_batch);
+    const uint32_t sub_batch = policy_.sub_batch.value_or(machine_.batches.sub_batch);
     for (const bool strided : {true, false}) {
-      std::vector<uint32_t> singles(queues.size());
+      std::vector<SubBatches> singles(queues.size(), SubBatches(sub_batch));
       for (const CopyPath& way : ways) {
         for (const Command& command : way.commands) {
           if ((command.rows > 1) != strided) continue;
@@ -390,8 +394,7 @@ class Planner {
             if (loads[way.first_queue + k] < loads[least]) least = way.first_queue + k;
           }
           loads[least] += command.bytes * command.rows;
-          if (!strided && sub_batch != 0 && singles[least]++ % sub_batch == 0 &&
-              !queues[least].empty()) {
+          if (!strided && singles[least].next_begins() && !queues[least].empty()) {
             queues[least].push_back({.op = Op::fence});
           }
           queues[least].push_back(command);

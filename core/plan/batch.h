@@ -29,8 +29,8 @@ struct BatchPolicy {
   std::optional<bool> bcst;    // none: where the machine has it
   uint16_t engines = 0;        // of a rank, at most; 0: as the bytes of the batch say
   std::optional<uint64_t> b2b_bytes_max;  // none: the machine's
-  // Single copies of a queue between two fences, at which a backend hands them over; 0: no fences.
-  // None: the machine's number.
+  // Single copies of a queue that are handed over at once (SubBatches); 0: no fences. None: the
+  // machine's number.
   std::optional<uint32_t> sub_batch;
   bool timed = true;      // timestamps around the data of each queue
   bool captured = false;  // to be recorded in a graph
@@ -49,37 +49,11 @@ struct Batch {
 };
 
 // `moves` as moves_listed returns them; `swaps`: indices of the moves that exchange their places.
-// `seams`: places where memory begins that no command reaches from before it. An H200's driver
-// (580) refuses to write rows into several allocations, even where these lie at equal steps.
+// `seams`: places where memory begins that no command reaches from before it: a driver may refuse
+// to write rows into several allocations, even where these lie at equal steps.
 // Throws invalid, naming both moves, where one writes what another one reads or writes, and for a
 // move across a seam.
 Batch plan_batch(const Moves& moves, std::span<const uint32_t> swaps, const BatchPolicy& policy,
                  const Machine& machine, std::span<const Slice> seams = {});
-
-// A move between positions: an offset in one of the memories of a batch, whose number is in the
-// bits from kPositionBits on. So neither sorting nor arithmetic has to ask where a place lies.
-inline constexpr int kPositionBits = 48;
-struct Span {
-  uint64_t dst = 0;
-  uint64_t src = 0;
-  uint64_t bytes = 0;
-  uint32_t move = 0;  // the first that it is made of
-};
-inline bool same_memory(uint64_t one, uint64_t other) {
-  return ((one ^ other) >> kPositionBits) == 0;
-}
-
-// Spans of equal size at constant steps: row k is the first one's places + k steps.
-struct SpanFold {
-  Span first;
-  uint64_t dst_step = 0;
-  uint64_t src_step = 0;
-  uint32_t rows = 1;
-};
-
-// Takes folds of at least rows_min rows out of `spans`, which are all of one size, sorted by dst,
-// and between the same two memories. Steps lie between the size and pitch_max, so that rows do not
-// overlap. Finds the steps whatever the order was in which the moves came: see fold.cpp.
-std::vector<SpanFold> fold(std::vector<Span>& spans, uint32_t rows_min, uint64_t pitch_max);
 
 }  // namespace offcore

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "core/base/error.h"
 #include "core/plan/plan.h"
+#include "core/plan/progression.h"
 
 namespace offcore {
 namespace {
@@ -25,47 +27,48 @@ PlannedCopy plain(const Move& move, Rank executor) {
   return piece;
 }
 
+struct RowStep {
+  int64_t dst = 0;
+  int64_t src = 0;
+  friend bool operator==(const RowStep&, const RowStep&) = default;
+};
+
 // The step from one slice to the next, when one command can take it.
-bool step_between(const Slice& from, const Slice& to, Rank ranks, int64_t& step) {
-  if (from.buffer != to.buffer) return false;
-  if (from.rank == to.rank) {
-    step = static_cast<int64_t>(to.offset - from.offset);
-    return true;
-  }
-  step = kRankStep;
-  return from.rank != kHostRank && from.offset == to.offset && (from.rank + 1) % ranks == to.rank;
+std::optional<int64_t> step_between(const Slice& from, const Slice& to, Rank ranks) {
+  if (from.buffer != to.buffer) return std::nullopt;
+  if (from.rank == to.rank) return static_cast<int64_t>(to.offset - from.offset);
+  const bool follows = from.rank != kHostRank && from.offset == to.offset;
+  return follows && (from.rank + 1) % ranks == to.rank ? std::optional(kRankStep) : std::nullopt;
 }
 
-// Tries to append `move` as one more row.
-bool extend(PlannedCopy& piece, const Move& move, Rank executor, Rank ranks, uint32_t rows_max) {
-  Command& command = piece.command;
-  if (move.bytes != command.bytes || command.rows >= rows_max) return false;
-  const auto last_row = command.rows - 1;
-  int64_t dst_step = 0;
-  int64_t src_step = 0;
-  if (!step_between(row_of(command.dst, command.dst_step, last_row, ranks), move.dst, ranks,
-                    dst_step) ||
-      !step_between(row_of(command.src, command.src_step, last_row, ranks), move.src, ranks,
-                    src_step)) {
-    return false;
-  }
-  const bool by_rank = dst_step == kRankStep || src_step == kRankStep;
-  if (by_rank && command.rows >= ranks) return false;
-  if (command.rows > 1 && (dst_step != command.dst_step || src_step != command.src_step)) {
-    return false;
-  }
-  command.dst_step = dst_step;
-  command.src_step = src_step;
-  ++command.rows;
-  note_peer(piece, executor, move.dst.rank);
-  return true;
-}
-
-std::vector<PlannedCopy> fold(const std::vector<Move>& moves, Rank executor, Rank ranks) {
+// Moves that follow each other at one step are rows of one command; `joins` says which of two in a
+// row may be.
+template <typename Joins>
+std::vector<PlannedCopy> fold(const std::vector<Move>& moves, Rank executor, Rank ranks,
+                              size_t rows_max, const Joins& joins) {
   std::vector<PlannedCopy> pieces;
-  for (const Move& move : moves) {
-    if (!pieces.empty() && extend(pieces.back(), move, executor, ranks, UINT32_MAX)) continue;
-    pieces.push_back(plain(move, executor));
+  for (size_t i = 0; i < moves.size();) {
+    const auto step_of = [&](size_t row) -> std::optional<RowStep> {
+      const Move& from = moves[i + row];
+      const Move& to = moves[i + row + 1];
+      if (from.bytes != to.bytes || !joins(from, to)) return std::nullopt;
+      const auto dst = step_between(from.dst, to.dst, ranks);
+      const auto src = step_between(from.src, to.src, ranks);
+      if (!dst || !src) return std::nullopt;
+      const bool by_rank = *dst == kRankStep || *src == kRankStep;
+      if (by_rank && row + 1 >= ranks) return std::nullopt;
+      return RowStep{*dst, *src};
+    };
+    const size_t rows = run_of(std::min(moves.size() - i, rows_max), step_of);
+    PlannedCopy& piece = pieces.emplace_back(plain(moves[i], executor));
+    if (rows > 1) {
+      const RowStep step = *step_of(0);
+      piece.command.dst_step = step.dst;
+      piece.command.src_step = step.src;
+      piece.command.rows = static_cast<uint32_t>(rows);
+    }
+    for (size_t row = 1; row < rows; ++row) note_peer(piece, executor, moves[i + row].dst.rank);
+    i += rows;
   }
   return pieces;
 }
@@ -73,10 +76,11 @@ std::vector<PlannedCopy> fold(const std::vector<Move>& moves, Rank executor, Ran
 // Both the ring order and the order of ranks can be an arithmetic progression (an all-to-all wraps
 // in ring order, a gather of peers without the own chunk wraps in the order of ranks).
 std::vector<PlannedCopy> fan(std::vector<Move> moves, Rank executor, Rank ranks) {
-  std::vector<PlannedCopy> ring = fold(moves, executor, ranks);
+  const auto any = [](const Move&, const Move&) { return true; };
+  std::vector<PlannedCopy> ring = fold(moves, executor, ranks, SIZE_MAX, any);
   std::stable_sort(moves.begin(), moves.end(),
                    [](const Move& a, const Move& b) { return a.dst.rank < b.dst.rank; });
-  std::vector<PlannedCopy> natural = fold(moves, executor, ranks);
+  std::vector<PlannedCopy> natural = fold(moves, executor, ranks, SIZE_MAX, any);
   return natural.size() < ring.size() ? natural : ring;
 }
 
@@ -85,19 +89,11 @@ bool same_source(const Move& a, const Move& b) { return a.src == b.src && a.byte
 // Equal sources to the machine's number of destinations a command; the own slice by itself.
 std::vector<PlannedCopy> bcst(const std::vector<Move>& moves, Rank executor, Rank ranks,
                               const Machine& machine) {
-  const uint32_t rows_max = machine.native.bcst_rows > 1 ? machine.native.bcst_rows : UINT32_MAX;
-  std::vector<PlannedCopy> pieces;
-  const Move* last = nullptr;
-  for (const Move& move : moves) {
-    const bool remote = move.dst.rank != executor;
-    const bool joins = last != nullptr && remote && same_source(*last, move) &&
-                       last->dst.rank != executor && last->dst.rank != move.dst.rank;
-    if (!joins || !extend(pieces.back(), move, executor, ranks, rows_max)) {
-      pieces.push_back(plain(move, executor));
-    }
-    last = &move;
-  }
-  return pieces;
+  const size_t rows_max = machine.native.bcst_rows > 1 ? machine.native.bcst_rows : SIZE_MAX;
+  return fold(moves, executor, ranks, rows_max, [&](const Move& from, const Move& to) {
+    return same_source(from, to) && from.dst.rank != executor && to.dst.rank != executor &&
+           from.dst.rank != to.dst.rank;
+  });
 }
 
 using SwapKey = std::tuple<Rank, BufferId, uint64_t, Rank, BufferId, uint64_t, uint64_t>;
@@ -203,23 +199,6 @@ std::string why_not(const Moves& moves, const Variant& variant, const ProtocolFo
                " ranks has none");
   }
   return "";
-}
-
-std::vector<Progression> progressions(const std::vector<int64_t>& values) {
-  std::vector<Progression> runs;
-  for (int64_t value : values) {
-    if (!runs.empty()) {
-      Progression& run = runs.back();
-      const int64_t step = value - (run.first + run.step * (run.rows - 1));
-      if (run.rows == 1 || step == run.step) {
-        run.step = step;
-        ++run.rows;
-        continue;
-      }
-    }
-    runs.push_back({.first = value});
-  }
-  return runs;
 }
 
 }  // namespace offcore

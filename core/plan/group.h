@@ -23,12 +23,4 @@ struct PlannedCopy {
 std::vector<std::vector<PlannedCopy>> group(const Moves& moves, Variant::Shape kind,
                                             const Machine& machine);
 
-// The longest runs of `values` with a constant difference, as (first, step, rows).
-struct Progression {
-  int64_t first = 0;
-  int64_t step = 0;
-  uint32_t rows = 1;
-};
-std::vector<Progression> progressions(const std::vector<int64_t>& values);
-
 }  // namespace offcore

@@ -19,6 +19,7 @@
 #include "core/ir/verify.h"
 #include "core/plan/group.h"
 #include "core/plan/plan.h"
+#include "core/plan/progression.h"
 
 namespace offcore {
 namespace {
@@ -304,11 +305,10 @@ class Lowering {
       return;
     }
     for (size_t i = 0; i < readers.size();) {
-      uint32_t rows = 1;
-      while (i + rows < readers.size() &&
-             (readers[i + rows - 1] + 1) % moves_.ranks == readers[i + rows]) {
-        ++rows;
-      }
+      const auto rows = static_cast<uint32_t>(run_of(readers.size() - i, [&](size_t row) {
+        const bool follows = (readers[i + row] + 1) % moves_.ranks == readers[i + row + 1];
+        return follows ? std::optional(kRankStep) : std::nullopt;
+      }));
       commands.push_back({.dst = word(readers[i], index),
                           .dst_step = rows > 1 ? kRankStep : 0,
                           .rows = rows,
@@ -320,12 +320,17 @@ class Lowering {
 
   void poll(std::vector<Command>& commands, Rank reader, std::vector<int64_t> words) {
     std::sort(words.begin(), words.end());
-    for (const Progression& run : progressions(words)) {
-      commands.push_back({.dst = word(reader, run.first),
-                          .dst_step = run.rows > 1 ? run.step : 0,
-                          .rows = run.rows,
+    for (size_t i = 0; i < words.size();) {
+      const auto step_of = [&](size_t row) {
+        return std::optional(words[i + row + 1] - words[i + row]);
+      };
+      const size_t rows = run_of(words.size() - i, step_of);
+      commands.push_back({.dst = word(reader, words[i]),
+                          .dst_step = rows > 1 ? *step_of(0) : 0,
+                          .rows = static_cast<uint32_t>(rows),
                           .value = kDone,
                           .op = Op::poll});
+      i += rows;
     }
   }
 

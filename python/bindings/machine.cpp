@@ -41,8 +41,18 @@ void bind_parts(nb::module_& module) {
       .def_rw("swap_gbps", &Links::swap_gbps);
   nb::class_<Batches>(module, "Batches")
       .def_rw("b2b_bytes_max", &Batches::b2b_bytes_max)
+      .def_rw("call_min", &Batches::call_min)
       .def_rw("sub_batch", &Batches::sub_batch)
+      .def_rw("sub_batch_max", &Batches::sub_batch_max)
       .def_rw("copy_ns", &Batches::copy_ns);
+  nb::class_<Pages>(module, "Pages")
+      .def_rw("sub_batch_first", &Pages::sub_batch_first)
+      .def_rw("small_bytes", &Pages::small_bytes)
+      .def_rw("small_first", &Pages::small_first)
+      .def_rw("small_first_bytes", &Pages::small_first_bytes)
+      .def_rw("both_bytes_max", &Pages::both_bytes_max)
+      .def_rw("both_part_bytes", &Pages::both_part_bytes)
+      .def_rw("hop_ns", &Pages::hop_ns);
   nb::class_<Cost>(module, "Cost")
       .def_rw("control_ns", &Cost::control_ns)
       .def_rw("doorbell_ns", &Cost::doorbell_ns)
@@ -89,6 +99,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("links", &Machine::links)
       .def_rw("cost", &Machine::cost)
       .def_rw("batches", &Machine::batches)
+      .def_rw("pages", &Machine::pages)
       .def_rw("tuned", &Machine::tuned)
       .def_rw("signals", &Machine::signals)
       .def_rw("tuned_version", &Machine::tuned_version)

@@ -48,6 +48,7 @@ _SECTIONS = (
     "links",
     "cost",
     "batches",
+    "pages",
     "sources",
 )
 
@@ -284,6 +285,8 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
     )
     batches = top.section("batches", _fields(machine.batches))
     _fill(machine.batches, batches, lambda key: _limit(batches, key))
+    pages = top.section("pages", _fields(machine.pages))
+    _fill(machine.pages, pages, lambda key: _limit(pages, key))
     _check_sources(path, value)
     try:
         machine.check()
@@ -299,7 +302,8 @@ def _limit(limits: _Section, key: str) -> int | None:
         return limits.integer(key, _COPY_BYTES_LEAST, 2**63 - 1)
     if key in ("swap_align", "bcst_align"):
         return limits.integer(key, 1, _ALIGN_MOST)
-    small = key in ("rows_max", "sub_batch", "copy_ns")
+    small = key == "copy_ns" or key.endswith(("rows_max", "call_min", "first"))
+    small = small or key.startswith("sub_batch")
     return limits.integer(key, 1, 2**32 - 1 if small else 2**63 - 1)
 
 
@@ -307,12 +311,14 @@ def _check_sources(path: Path, value: dict[str, Any]) -> None:
     """Every number's origin is a text under the key SECTION.KEY of an existing number."""
     places = [
         f"{name}.{key}"
-        for name in ("engines", "native", "limits", "links", "cost", "batches")
+        for name in ("engines", "native", "limits", "links", "cost", "batches", "pages")
         for key in value[name]
     ]
     sources = value["sources"]
     given = list(sources) if isinstance(sources, dict) else []
-    needed = [place for place in places if place.startswith(("links.", "cost.", "batches."))]
+    needed = [
+        place for place in places if place.startswith(("links.", "cost.", "batches.", "pages."))
+    ]
     allowed = [place for place in places if place in given or place in needed]
     section = _Section(path, "sources.", sources, allowed)
     for key in allowed:

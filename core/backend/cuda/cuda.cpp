@@ -369,7 +369,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     fail(Code::unsupported, "machine ", machine.name, " keeps flags in host memory; the cuda ",
          "backend waits for words in the GPUs' own: use a machine such as h200-4");
   }
-  cuda::EncodeOptions encode;
+  cuda::EncodeOptions encode{.call_min = machine.batches.call_min};
   encode.signals =
       cuda::parse_signals(options.signals == "auto" ? options.proven : options.signals);
   if (options.own_copy != "engine" && options.own_copy != "sm") {

@@ -19,12 +19,12 @@ constexpr uint32_t kBeyond = 0x40000000;  // past every value that a wait of the
 // A GPU that does not let go of memory: it stays mapped for good.
 void leak(std::shared_ptr<void> memory) { new std::shared_ptr<void>(std::move(memory)); }
 
-bool has_batches(const CudaProgram& compiled, const LocalProgram& local) {
+bool has_batches(const CudaProgram& compiled, const LocalProgram& local, uint32_t call_min) {
   return std::any_of(local.engines.begin(), local.engines.end(), [&](uint32_t engine) {
     const std::span<const Command> commands = compiled.program->queues[engine].commands;
     const auto data = std::find_if(commands.begin(), commands.end(),
                                    [](const Command& command) { return moves_data(command.op); });
-    return worth_batches(commands.subspan(static_cast<size_t>(data - commands.begin())));
+    return in_calls(commands.subspan(static_cast<size_t>(data - commands.begin())), call_min);
   });
 }
 
@@ -124,8 +124,9 @@ CudaExecutor::RankSubmission CudaExecutor::begin(CudaSubmission& submission,
   // The per-thread default stream is another one in each thread, under one name: the lane's own
   // stream stands in for it. So it does for the legacy one where that costs less than to make one
   // by one the copies of which it takes no batches.
-  const bool named = given == kPerThreadStream ||
-                     (given == kLegacyStream && has_batches(submission.compiled, local));
+  const bool named =
+      given == kPerThreadStream ||
+      (given == kLegacyStream && has_batches(submission.compiled, local, options_.call_min));
   if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream)
     own.last_done->enqueue_wait(turn.stream);

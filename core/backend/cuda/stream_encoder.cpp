@@ -10,9 +10,8 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kCopiesMax = 1024;    // in a batch
-constexpr size_t kOwnCopiesMax = 32;   // in one within a GPU: the engine starts on it meanwhile
-constexpr size_t kHostCopiesMany = 8;  // collectives have fewer, which stay as they are
+constexpr size_t kCopiesMax = 1024;   // in a batch
+constexpr size_t kOwnCopiesMax = 32;  // in one within a GPU: the engine starts on it meanwhile
 constexpr uint32_t kLooksPerPeer = 4;
 constexpr uint32_t kLooksMax = 16;
 
@@ -23,18 +22,6 @@ CUdeviceptr device_pointer(std::byte* host) {
 }
 
 }  // namespace
-
-bool worth_batches(std::span<const Command> rest) {
-  size_t copies = 0;
-  for (const Command& command : rest) {
-    if (copies == kHostCopiesMany) break;
-    if (command.op == Op::fence) continue;  // where a call ends
-    if (!moves_data(command.op)) break;
-    copies +=
-        command.rows == 1 && (command.dst.rank == kHostRank) != (command.src.rank == kHostRank);
-  }
-  return copies == kHostCopiesMany;
-}
 
 std::string_view to_string(SignalForm form) {
   return form == SignalForm::copy_order ? "copy_order" : "fenced";
@@ -83,7 +70,7 @@ void StreamEncoder::add(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
     const bool data = moves_data(commands[i].op);
-    if (data && !in_group) many_ = worth_batches(commands.subspan(i));
+    if (data && !in_group) many_ = in_calls(commands.subspan(i), options_.call_min);
     in_group = data;
     run(commands[i]);
   }

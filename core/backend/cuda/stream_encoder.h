@@ -29,6 +29,7 @@
 
 #include "core/backend/cuda/copy_kernel.h"
 #include "core/backend/cuda/signal_words.h"
+#include "core/machine/copy_forms.h"
 
 namespace offcore::cuda {
 
@@ -44,6 +45,7 @@ using MappingTwins = std::map<const PeerMapping*, std::unique_ptr<PeerMapping>>;
 struct EncodeOptions {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
+  uint32_t call_min = UINT32_MAX;  // as Batches has it
   bool armed = false;  // a stream of the GPU is, and copies that need not be stand still behind it
 };
 
@@ -76,10 +78,6 @@ struct SubmitStats {
     report.native = report.native && native;
   }
 };
-
-// Whether the group of data commands that begins here has so many copies between the host and a GPU
-// that they go as batches.
-bool worth_batches(std::span<const Command> rest);
 
 class StreamEncoder {
  public:

@@ -5,10 +5,9 @@
 // span to all others are tried on a few more, and those that carry most of them on all; the best
 // one makes chains, and what is left over is tried again. Every part is linear in the spans, but
 // for the sample, which is constant.
-#include <algorithm>
-#include <array>
+#include "core/plan/progression.h"
 
-#include "core/plan/batch.h"
+#include <algorithm>
 
 namespace offcore {
 namespace {
