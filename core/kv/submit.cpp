@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/ir/verify.h"
+#include "core/plan/plan.h"
 
 namespace offcore::kv {
 namespace {
@@ -51,6 +52,7 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
   }
   program->queues.push_back(
       {.rank = target.rank, .index = target.lane, .commands = std::move(part.commands)});
+  *program = legalize(std::move(*program), machine);
   if (checked) verify(lent ? with_signal(*program) : *program);
   auto held = std::make_shared<SubmitOwner>();
   held->keep = std::move(keep);

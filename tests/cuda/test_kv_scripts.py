@@ -85,3 +85,19 @@ def test_the_drivers_own_calls_are_told() -> None:
     # As many workgroups as blocks, and batches of 32 pages.
     assert len(re.findall(r"kernel of .* \| 64 \d+/", done.stdout)) == 6
     assert len(re.findall(r"pages apart .* \| 32 \d+/", done.stdout)) == 6
+
+
+def test_the_hosts_share_is_told_of_each_layout(tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    alone = {"OFFCORE_FAKE_CUDA_DEVICES": "1"}
+    words = (BENCHMARKS / "kv_host.py", "--repetitions", "1", "--json", rows_file)
+    done = on_stand_in(*words, **alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in rows_file.open()]
+    assert {(row["metric"], row["layout"], row["page_bytes"]) for row in rows} == {
+        (metric, layout, page << 10)
+        for metric in ("transfer", "plan_batch")
+        for layout in ("one tensor", "a tensor a layer")
+        for page in (8, 16, 64)
+    }
+    assert all(0 < row["least_us"] <= row["median_us"] for row in rows)
