@@ -59,6 +59,13 @@ struct CudaOptions {
 struct BackendOptions {
   sim::SimOptions sim;
   CudaOptions cuda;
+
+  // What tells apart the backends that batches share.
+  std::string key() const {
+    std::string text = cuda.own_copy + (sim.phantom ? " phantom" : "");
+    for (const int device : cuda.devices) text += ' ' + std::to_string(device);
+    return text;
+  }
 };
 
 }  // namespace offcore

@@ -19,13 +19,7 @@ PerProcess<BatchExecutors> executors;
 
 std::string key_of(const std::string& backend, const Machine& machine, Rank ranks,
                    const BackendOptions& options) {
-  std::string key = backend + ' ' + machine.name + ' ' + options.cuda.own_copy;
-  const auto add = [&](uint64_t number) { key += ' ' + std::to_string(number); };
-  add(digest(machine));
-  add(ranks);
-  add(options.sim.phantom);
-  for (const int device : options.cuda.devices) add(static_cast<uint64_t>(device));
-  return key;
+  return cat(backend, ' ', machine.name, ' ', digest(machine), ' ', ranks, ' ', options.key());
 }
 
 bool is_copy_within(const Program& program) {

@@ -116,8 +116,9 @@ struct LaneState {
   std::vector<Share> scratch = {};  // one a local rank, where a program has any
 };
 
-// What one CUDA graph with operations of a lane owns: its values repeat at each replay, whatever
-// the lane does in between. Its words are 0 before and after a replay (see `replay`, verify.h), and
+// What one captured graph with operations of a lane owns: its values repeat at each replay,
+// whatever the lane does in between. Its words are 0 before and after a replay (see `replay`,
+// verify.h), and
 // its one slot is guarded by the entry round that every captured program has. Another graph of the
 // lane takes it over once this one is gone on every rank.
 struct Graph {

@@ -79,6 +79,19 @@ def check_layers(path: str, text: str) -> Findings:
     return findings
 
 
+def check_neutral(path: str, text: str) -> Findings:
+    """What depends on a card or a driver is the machine's, or the backend's: no other text, code
+    or comment, names one."""
+    pattern = (
+        r"(?i)(?<![a-z0-9])(?:[abh][12]00|mi\d{3}x?|nvidia|nvlink|amd|xgmi|cuda|hip|hsa|rocm|sdma)"
+        r"(?![a-z0-9])|\bdriver \(?\d+|\(\d{3}\)"
+    )
+    return [
+        (number, f"{match[0]}: a fact of a machine (machines/*.json) or of core/backend/cuda")
+        for number, match in lines_matching(pattern, text)
+    ]
+
+
 def check_include_form(path: str, text: str) -> Findings:
     """Quoted includes are full paths; a source implements a header that lies beside it."""
     findings = [
@@ -299,6 +312,7 @@ SOURCES = ("core/", "studies/", "python/", "tests/", "benchmarks/", "examples/")
 
 RULES: list[tuple[Callable[[str, str], Findings], Callable[[str], bool]]] = [
     (check_layers, under("core/", suffixes=CPP)),
+    (check_neutral, under("core/plan/", "core/kv/", "core/comm/", suffixes=CPP)),
     (check_include_form, under("core/", "studies/", suffixes=CPP)),
     (check_header, under("core/", "studies/", "python/bindings/", suffixes=(".h",))),
     (check_text, lambda path: True),
