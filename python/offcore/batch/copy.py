@@ -55,7 +55,7 @@ class BatchPolicy:
     timed: bool = True
 
     def _core_policy(self, backend: str) -> _core.BatchPolicy:
-        bcst = False if self.bcst is None and backend == "cuda" else self.bcst
+        bcst = False if self.bcst is None and defaults.traits(backend).gpus else self.bcst
         try:
             return _core.BatchPolicy(
                 merge=self.merge,
@@ -65,7 +65,8 @@ class BatchPolicy:
                 engines=self.engines,
                 b2b_bytes_max=self.b2b_bytes_max,
                 sub_batch=self.sub_batch,
-                timed=self.timed and backend != "sim",  # which watches without commands for it
+                # Virtual time is watched without commands for it.
+                timed=self.timed and not defaults.traits(backend).virtual,
             )
         except TypeError:
             raise error("invalid", f"{self} holds what is no such number or choice") from None
@@ -167,7 +168,7 @@ def batch_copy(
         call.policy._core_policy(call.backend),
         entries.phantom,
         call.policy.own_copy,
-        streams_of(stream, entries.core.gpus) if call.backend == "cuda" else [],
+        streams_of(stream, entries.core.gpus) if defaults.traits(call.backend).gpus else [],
         entries.keep,
         seconds,
     )
@@ -214,7 +215,7 @@ def _call(
     where = _backend(backend, machine, entries)
     entries.settle(where, kind, stream)
     ranks = entries.core.ranks
-    name = machine or {"sim": "mi300x-8", "cuda": machines.for_gpus(ranks)}.get(where, "host-1")
+    name = machine or defaults.machine(where, ranks)
     loaded = _machine(name, str(folders.machines()))
     if ranks > loaded.ranks:
         raise error("invalid", f"machine {name} has 1 to {loaded.ranks} ranks, not {ranks}")
@@ -223,17 +224,21 @@ def _call(
 
 def _backend(asked: str, machine: str | None, entries: Entries) -> str:
     wanted = _core.env("OFFCORE_BACKEND") if asked == "auto" else asked
-    if wanted in ("sim", "host", "cuda"):
+    able = [name for name, found in defaults.BACKENDS.items() if found.batches]
+    if wanted in able:
         return wanted
     if wanted != "auto":
-        raise error("invalid", f"batches have no backend {wanted!r}: sim, host, cuda or auto")
+        raise error("invalid", f"batches have no backend {wanted!r}: {', '.join(able)} or auto")
     if machine is not None:
         return defaults.backend(machine)
-    if entries.phantom:
-        return "sim"
-    if entries.on_gpus or entries.addresses:
-        return "cuda" if entries.on_gpus else defaults.backend(None)
-    return "host"
+    if entries.addresses and not (entries.phantom or entries.on_gpus):
+        return defaults.backend(None)
+    return next(
+        name
+        for name in able
+        if (defaults.BACKENDS[name].virtual, defaults.BACKENDS[name].gpus)
+        == (entries.phantom, entries.on_gpus)
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offcore import _core
+from offcore import _core, defaults
 from offcore.errors import error
 from offcore.operands import BYTES_MAX, OperandError, keep_alive, memory_of
 
@@ -130,19 +130,20 @@ class Entries:
         """Finds out which memory each place is in. Raises `Error`: invalid, unsupported."""
         ranks = 1
         dst, src = self._dsts.homes, self._srcs.homes
-        if self.phantom and backend != "sim":
+        traits = defaults.traits(backend)
+        if self.phantom and not traits.virtual:
             raise error("invalid", f"places without bytes are for sim, not for {backend}")
         if dst is not None and src is not None:
             ranks = 1 + max(0, int(dst.max(initial=0)), int(src.max(initial=0)))
-        elif self.on_gpus and backend != "cuda":
+        elif self.on_gpus and not traits.gpus:
             raise error("invalid", f"backend {backend} cannot reach the memory of GPUs")
-        elif backend != "cuda" and kind in ("h2d", "d2h", "d2d"):
+        elif not traits.gpus and kind in ("h2d", "d2h", "d2d"):
             zeros = np.zeros(len(self.sizes), np.int32)
             dst, src = (zeros if kind[at] == "d" else None for at in (2, 0))
         self.core = _core.BatchEntries(
             self._dsts.places, self._srcs.places, self.sizes, dst, src, ranks
         )
-        if backend == "cuda":
+        if traits.gpus:
             self.core.locate(self._gpu(stream))
         self.core.check_kind(kind)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offcore import _core
+from offcore import _core, defaults
 from offcore.facts import Facts, Phases, phases_of
 
 
@@ -117,14 +117,14 @@ class BatchResult(Facts):
     @property
     def submit_us(self) -> float:
         """The caller's time to hand the program over; on sim the host's, in virtual time."""
-        if self.backend == "sim":
+        if defaults.traits(self.backend).virtual:
             return self._report.phases.control_ns / 1e3
         return self._run.submit_ns / 1e3
 
     @property
     def copy_us(self) -> float | None:
         """From the first copy's begin to the last one's end on the engines; None: nobody looked."""
-        if self.backend == "sim":
+        if defaults.traits(self.backend).virtual:
             return self._report.phases.copy_ns / 1e3
         stamps = self._report.timestamps_ns
         if not stamps or min(stamps) < 0:

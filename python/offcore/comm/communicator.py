@@ -131,7 +131,7 @@ class Communicator(ViewCalls):
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
-        if wanted == "cuda":  # a group's ranks are others; their GPUs are these
+        if all(gpu >= 0 for gpu in self._gpus):  # a group's ranks are others; their GPUs are these
             self._options["device"] = self._gpus
         if near_gpu:
             numa.keep_near(self._gpus)

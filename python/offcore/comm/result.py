@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offcore import _core
+from offcore import _core, defaults
 from offcore.facts import Facts, Phases, phases_of
 
 
@@ -64,7 +64,7 @@ class Result(Facts):
     def signals(self) -> str | None:
         """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md). None
         where there is only one way: not on GPUs."""
-        return self._core.signals if self.backend == "cuda" else None
+        return self._core.signals if defaults.traits(self.backend).gpus else None
 
     @property
     def staged(self) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offcore import _core, folders
+from offcore import _core, defaults, folders
 from offcore.errors import error
 
 FORMS = ("fenced", "copy_order")
@@ -117,7 +117,7 @@ def cuda_options(
 ) -> _core.CudaOptions:
     """A communicator's, with what `auto` is on its GPUs."""
     proven = "fenced"
-    if (backend, signals) == ("cuda", "auto"):
+    if defaults.traits(backend).gpus and signals == "auto":
         with contextlib.suppress(_core.Error):  # opening the backend says what is missing
             proven, _ = choose(_core.cuda_facts(), devices)
     return _core.CudaOptions(devices=devices, signals=signals, proven=proven, own_copy=own_copy)

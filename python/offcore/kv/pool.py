@@ -13,7 +13,6 @@ from offcore.errors import error
 from offcore.operands import checked
 
 Slots = NDArray[np.int64]
-_MACHINES = {"sim": "h200-2", "host": "host-1"}
 
 
 open_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
@@ -58,11 +57,11 @@ class HostPool:
     ) -> None:
         self.timeout = defaults.seconds(timeout)
         self.backend = defaults.backend(None) if backend == "auto" else backend
-        if self.backend != "cuda" and device is not None:
+        traits = defaults.traits(self.backend)
+        if device is not None and not traits.gpus:
             raise error("unsupported", f"device is a GPU's number, and backend {backend} has none")
-        self.device = (device or 0) if self.backend == "cuda" else -1
-        default = _MACHINES.get(self.backend) or machines.for_gpus(1)
-        self.machine = default if machine is None else machine
+        self.device = (device or 0) if traits.gpus else -1
+        self.machine = traits.machine_of_pages(1) if machine is None else machine
         self.block_bytes = checked("block_bytes", block_bytes)
         self._core = _core.open_host_pool(
             self.backend,

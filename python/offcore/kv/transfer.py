@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from offcore import _core, machines
+from offcore import _core, defaults, machines
 from offcore.errors import error
 from offcore.kv.layout import Layout
 from offcore.kv.pool import HostPool, numbers_of, open_pools
@@ -176,8 +176,9 @@ class BlockTransfer:
         self.pools = pools
         self.backend = pools[0].backend
         self.timeout = pools[0].timeout
+        self._traits = defaults.traits(self.backend)
         self.device = self._gpu(device)
-        if kernel and self.backend != "cuda":
+        if kernel and not self._traits.gpus:
             raise error("unsupported", f"backend {self.backend} has no kernels to copy by")
         self.links = self._lent(links)
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
@@ -206,7 +207,7 @@ class BlockTransfer:
 
     def _gpu(self, device: int | None) -> int:
         found = {layout.device for layout in self.layouts}
-        if self.backend != "cuda":
+        if not self._traits.gpus:
             if found - {-1} or device is not None:
                 raise error(
                     "invalid", f"caches on a GPU need pools of backend cuda, not {self.backend}"
@@ -231,9 +232,9 @@ class BlockTransfer:
         """The GPUs whose links may be used besides the own one. Raises `Error`."""
         if links is None:
             return []
-        if self.backend == "sim":
+        if self._traits.virtual:
             raise error("unsupported", "backend sim has one link to the host for each transfer")
-        visible = _core.gpus() if self.backend == "cuda" else None
+        visible = _core.gpus() if self._traits.gpus else None
         if links == "all":
             if visible is None:
                 why = "backend host needs explicit links, e.g. links=[1]; 'all' is not defined"
@@ -255,7 +256,7 @@ class BlockTransfer:
 
     def _pair(self) -> str:
         """The machine of this GPU and a neighbour."""
-        return machines.for_gpus(2) if self.backend == "cuda" else "host-2"
+        return defaults.machine(self.backend, 2)
 
     def load(
         self,
