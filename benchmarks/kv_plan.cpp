@@ -104,7 +104,6 @@ void measure(uint64_t page, bool even) {
       Program program{.op = "kv_load",
                       .machine = "pages",
                       .variant = "b2b",
-                      .protocol = "promise",
                       .ranks = 1,
                       .buffers = {flag_buffer()}};
       program.buffers.insert(program.buffers.end(), buffers.begin(), buffers.end());
