@@ -269,12 +269,22 @@ class CrossedCopies {
   virtual void disable(Rank rank) = 0;
 };
 
+// Where there is more than one form of signals.
+class SignalChoice {
+ public:
+  virtual ~SignalChoice() = default;
+  virtual std::string_view asked() const = 0;  // by who opened the backend: a form, or "auto"
+  // The form from here on, before anything is loaded. Throws invalid where it is none.
+  virtual void settle(std::string_view form) = 0;
+};
+
 // What not every backend has: null where this one has not. Owned by the backend.
 struct Capabilities {
   Streams* streams = nullptr;
   Graphs* graphs = nullptr;
   GpuRanks* gpus = nullptr;
   CrossedCopies* crossed_copies = nullptr;
+  SignalChoice* signal_choice = nullptr;
   // How a signal stays behind the data before it: "fenced", or "copy_order"
   // (cuda/stream_encoder.h).
   std::string_view signals = "fenced";

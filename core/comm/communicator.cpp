@@ -25,7 +25,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   const std::shared_ptr<Communicator> communicator = owned_by_process(std::unique_ptr<Communicator>(
       new Communicator(std::move(backend), std::move(rendezvous), ranks)));
   Communicator& self = *communicator;
-  if (self.rendezvous_) self.compare_machines(deadline);
+  if (self.rendezvous_) self.settle_with_peers(deadline);
   self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks,
                                         sizeof(Wakeup) + Journal::kBytes, deadline);
   std::vector<std::byte*> calls = self.control_.bases;

@@ -207,7 +207,9 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   Graph* take_over(const Lane& lane, LaneLock& turn) const;
   void equip(CachedPlan& plan, Lane& lane, LaneLock& turn);
   void equip(const Program& program, LaneState& track, bool views, LaneLock& turn);
-  void compare_machines(const Deadline& deadline) const;
+  // The form of signals, which is rank 0's where all ask for "auto", since what each has proven may
+  // differ; and that all have one machine.
+  void settle_with_peers(const Deadline& deadline);
   Settled negotiate(const Lane& lane, const Entry& mine, const Facts& facts, LaneLock& turn);
   std::shared_ptr<CachedPlan> kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
                                         const Facts& facts) const;

@@ -10,6 +10,7 @@
 #include "core/base/digest.h"
 #include "core/base/error.h"
 #include "core/comm/cached_plan.h"
+#include "core/window/socket.h"
 
 namespace offcore {
 namespace {
@@ -81,17 +82,28 @@ Choice variant_of(const Request& request, const Facts& facts, const Machine& mac
 }  // namespace
 
 // Ranks that plan for other costs or limits would plan other programs.
-void Communicator::compare_machines(const Deadline& deadline) const {
-  const Machine& machine = backend_->machine();
-  const auto said = rendezvous_->all_gather_bytes(
-      "machine", cat(machine.name, ", content ", std::hex, digest(machine)), deadline);
+void Communicator::settle_with_peers(const Deadline& deadline) {
+  const Capabilities able = backend_->capabilities();
+  const std::string asked(able.signal_choice == nullptr ? "" : able.signal_choice->asked());
+  Machine machine = backend_->machine();
+  machine.signals.clear();  // not settled yet
+  const std::string loaded = cat(machine.name, ", content ", std::hex, digest(machine));
   const Rank own = local_ranks_[0];
+  const std::vector<std::string> said = rendezvous_->all_gather_bytes(
+      "settle", Packer().text(asked).text(loaded).text(able.signals).bytes(), deadline);
   for (Rank peer = 0; peer < ranks_; ++peer) {
-    if (said[peer] == said[own]) continue;
-    fail(Code::mismatch, "rank ", own, " loaded machine ", said[own], "; rank ", peer,
-         " loaded machine ", said[peer],
-         ". All ranks need the same machine file and tuned table: name one by its path, or let "
-         "OFFCORE_MACHINES name one folder on all of them");
+    Unpacker unpacker(said[peer]);
+    if (const std::string_view theirs = unpacker.text(); theirs != asked) {
+      fail(Code::mismatch, "ranks ask for different signal forms: rank ", own, " for ", asked,
+           ", rank ", peer, " for ", theirs, ". Pass the same signals= on all ranks");
+    }
+    if (const std::string_view theirs = unpacker.text(); theirs != loaded) {
+      fail(Code::mismatch, "rank ", own, " loaded machine ", loaded, "; rank ", peer,
+           " loaded machine ", theirs,
+           ". All ranks need the same machine file and tuned table: name one by its path, or let "
+           "OFFCORE_MACHINES name one folder on all of them");
+    }
+    if (peer == 0 && able.signal_choice != nullptr) able.signal_choice->settle(unpacker.text());
   }
 }
 

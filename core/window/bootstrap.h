@@ -1,20 +1,15 @@
-// How ranks meet at an address where rank 0 listens: every rank hands over a few bytes, its card,
-// and gets all ranks' cards and a key that only they know.
+// How the ranks of a job meet: each hands over a few bytes, its card, and gets all ranks' cards and
+// a key that only they have.
 //
-//   rank                                store (rank 0)
-//    |--- knock: nonce, place, secret? --->|
-//    |<-- challenge: nonce, place, secret?, Unix name
-//    |--- hello: rank, ranks, port, card ->|
-//    |<-- progress: the missing ranks      |  now and then
-//    |<-- roster: salt of the key, cards   |  once all have come; or refusal: code, message
-//
-// From the challenge on each frame ends with its code under the job's secret (proof.h), so each
-// side has proved itself before it is believed. Without a secret nobody can prove anything over
-// TCP: the challenge names a Unix socket then, where the rank knocks again, and both sides look
-// whose process the other one is. Ranks on other hosts, or in other network namespaces, therefore
-// need a secret. A rank that hangs up before all have come may come again.
+// A bootstrap is an all-gather of bytes, by whatever carries them: an address where rank 0 listens
+// (address.h), or what the caller brings, such as a torch.distributed store or group. The carrier
+// is not trusted: a card ends with a code under the job's secret, and the key depends on all cards,
+// each of which has a random part. So whoever forges, replays or mixes cards but does not know the
+// secret keeps ranks from meeting, and no more. Without a secret the carrier's own protection is
+// all there is, and it must not let others read along.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -23,7 +18,7 @@
 
 namespace offcore {
 
-inline constexpr uint64_t kCardBytesMax = 4 << 10;
+inline constexpr uint64_t kCardBytesMax = 4 << 10;  // with its code
 
 struct Roster {
   std::string secret;              // the job's; empty: it has none
@@ -31,12 +26,31 @@ struct Roster {
   std::vector<std::string> cards;  // by rank
 };
 
-// Errors: timeout (names the missing ranks), mismatch (worlds of different sizes, secrets), invalid
-// (two processes with one rank; strangers' rank 0; no secret where one is needed), peer (rank 0
-// died), driver (the port is taken, somebody else's server). One that rank 0 finds reaches every
-// rank that has come.
-Roster meet(const std::string& store, uint32_t rank, uint32_t ranks, const std::string& card,
-            const Deadline& deadline);
+class Bootstrap {
+ public:
+  // Every rank's bytes, by rank. Collective.
+  using AllGather = std::function<std::vector<std::string>(const std::string&, const Deadline&)>;
+
+  // `where` they meet, for messages. Throws invalid for a rank outside the world.
+  Bootstrap(std::string where, uint32_t rank, uint32_t ranks, AllGather all_gather);
+  static Bootstrap at(const std::string& address, uint32_t rank, uint32_t ranks);
+
+  const std::string& where() const { return where_; }
+  uint32_t rank() const { return rank_; }
+  uint32_t ranks() const { return ranks_; }
+
+  // The bare bytes. Throws invalid for too many, mismatch where others than `ranks` answer, and
+  // what the carrier throws: timeout names the missing ranks.
+  std::vector<std::string> all_gather(const std::string& bytes, const Deadline& deadline) const;
+  // Throws mismatch also where a rank has another secret.
+  Roster meet(const std::string& card, const Deadline& deadline) const;
+
+ private:
+  std::string where_;
+  uint32_t rank_;
+  uint32_t ranks_;
+  AllGather all_gather_;
+};
 
 // "rank 2", "ranks 2, 5"
 template <typename Number>

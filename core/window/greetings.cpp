@@ -15,11 +15,11 @@ constexpr uint64_t kGreetingBytesMax = 256;
 
 class Greetings final : Reception {
  public:
-  Greetings(int listener, const Roster& roster, Rank rank, const std::string& store)
+  Greetings(int listener, const Roster& roster, Rank rank, const std::string& where)
       : Reception(kGreetingBytesMax, roster.cards.size()),
         roster_(roster),
         rank_(rank),
-        store_(store),
+        where_(where),
         connections_(roster.cards.size()) {
     open(listener);
   }
@@ -30,7 +30,7 @@ class Greetings final : Reception {
     for (Rank peer = 0; peer < rank_; ++peer) call(peer, deadline);
     while (!unconnected().empty()) {
       if (deadline.passed()) {
-        fail(Code::timeout, rank_list(unconnected()), " came to ", store_,
+        fail(Code::timeout, rank_list(unconnected()), " came to ", where_,
              " but did not connect within ", shown_s(wait_ns), " s");
       }
       step(deadline);
@@ -58,8 +58,8 @@ class Greetings final : Reception {
   }
 
   [[noreturn]] void fail_unreachable(Rank peer, const std::string& reason) const {
-    fail(Code::peer, "rank ", peer, " met rank ", rank_, " at ", store_, " but cannot be reached (",
-         reason, "): it died, or runs on another host or in another network namespace");
+    fail(Code::peer, "rank ", peer, " met rank ", rank_, " at ", where_, " but cannot be reached (",
+         reason, "): it died");
   }
 
   std::vector<Rank> unconnected() const {
@@ -75,7 +75,7 @@ class Greetings final : Reception {
   void lose(Guest& guest) override {
     guest.gone = true;
     if (!guest.rank) return;
-    fail(Code::peer, "rank ", *guest.rank, " hung up while the ranks met at ", store_);
+    fail(Code::peer, "rank ", *guest.rank, " hung up while the ranks met at ", where_);
   }
 
   void hear(Guest& guest, const Frame& frame) override {
@@ -99,17 +99,17 @@ class Greetings final : Reception {
 
   const Roster& roster_;
   const Rank rank_;
-  const std::string& store_;
+  const std::string& where_;
   std::vector<Connection> connections_;
 };
 
 }  // namespace
 
 std::vector<Connection> connect_ranks(int listener, const Roster& roster, Rank rank,
-                                      const std::string& store, uint64_t payload_bytes_max,
+                                      const std::string& where, uint64_t payload_bytes_max,
                                       const Deadline& deadline) {
   std::vector<Connection> connections =
-      Greetings(listener, roster, rank, store).connect_all(deadline);
+      Greetings(listener, roster, rank, where).connect_all(deadline);
   for (Connection& connection : connections) connection.trust(payload_bytes_max);
   return connections;
 }

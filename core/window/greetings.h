@@ -1,4 +1,4 @@
-// Connects every two ranks of a job that have met, by the Unix sockets on their cards.
+// Connects every two ranks of a job that have met, by the Unix sockets that their cards name.
 //
 // A rank calls the lower ones with a greeting, and each answers with a welcome. Both carry a code
 // under the key of the meeting, so neither side takes a stranger for a peer, nor whoever took over
@@ -15,9 +15,9 @@
 namespace offcore {
 
 // By rank; this rank's own is empty. What a peer said behind its greeting has been taken in.
-// `store` is where they met, for messages. Errors: peer (one died), timeout (names the silent).
+// `where` they met is, for messages. Errors: peer (one died), timeout (names the silent).
 std::vector<Connection> connect_ranks(int listener, const Roster& roster, Rank rank,
-                                      const std::string& store, uint64_t payload_bytes_max,
+                                      const std::string& where, uint64_t payload_bytes_max,
                                       const Deadline& deadline);
 
 }  // namespace offcore

@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/base/place.h"
 #include "core/base/threads.h"
-#include "core/window/bootstrap.h"
 #include "core/window/greetings.h"
 #include "core/window/socket.h"
 
@@ -42,12 +42,11 @@ struct Peer {
 // One connected socket per peer, and a thread that reads them all.
 class Mesh final : public Rendezvous {
  public:
-  Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& deadline);
+  Mesh(const Bootstrap& bootstrap, const Deadline& deadline);
   ~Mesh() override { close(); }
 
   Rank rank() const override { return rank_; }
   Rank ranks() const override { return ranks_; }
-  const std::string& store() const override { return store_; }
   uint64_t key() const override { return key_; }
   std::vector<Parcel> exchange(std::string_view tag, std::string_view blob, int fd,
                                const Deadline& deadline) override;
@@ -66,7 +65,7 @@ class Mesh final : public Rendezvous {
   std::string last_word();
   void poke() const { eventfd_write(poke_.get(), 1); }
 
-  const std::string store_;
+  const std::string where_;
   const Rank rank_;
   const Rank ranks_;
   uint64_t key_ = 0;
@@ -83,15 +82,27 @@ class Mesh final : public Rendezvous {
   std::function<void(Rank)> callback_;
 };
 
-Mesh::Mesh(const std::string& store, Rank rank, Rank ranks, const Deadline& deadline)
-    : store_(store), rank_(rank), ranks_(ranks), peers_(ranks) {
+Mesh::Mesh(const Bootstrap& bootstrap, const Deadline& deadline)
+    : where_(bootstrap.where()),
+      rank_(static_cast<Rank>(bootstrap.rank())),
+      ranks_(static_cast<Rank>(bootstrap.ranks())),
+      peers_(ranks_) {
   std::string name;
   const Descriptor listener = listen_unix(name);
-  const Roster roster = meet(store, rank, ranks, name, deadline);
+  const std::string card = Packer().number(place_here()).text(name).bytes();
+  Roster roster = bootstrap.meet(card, deadline);
   std::memcpy(&key_, roster.key.data(), sizeof(key_));
-  std::vector<Connection> connections = connect_ranks(listener.get(), roster, rank, store,
+  for (Rank peer = 0; peer < ranks_; ++peer) {
+    Unpacker unpacker(roster.cards[peer]);
+    if (unpacker.number<uint64_t>() != place_here()) {
+      fail(Code::invalid, "rank ", peer, " came to ", where_, " from another host or network ",
+           "namespace than rank ", rank_, ": the ranks of a communicator share one");
+    }
+    roster.cards[peer] = std::string(unpacker.text());
+  }
+  std::vector<Connection> connections = connect_ranks(listener.get(), roster, rank_, where_,
                                                       kBlobBytesMax + 2 * kTagBytesMax, deadline);
-  for (Rank peer = 0; peer < ranks; ++peer) peers_[peer].connection = std::move(connections[peer]);
+  for (Rank peer = 0; peer < ranks_; ++peer) peers_[peer].connection = std::move(connections[peer]);
   poke_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!poke_) fail_errno(Code::driver, "cannot make an event descriptor");
   try {
@@ -143,7 +154,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
   PeerKey key{tag, 0};
   {
     const std::lock_guard lock(mutex_);
-    if (closing_) fail(Code::cancelled, "this rank has left the rendezvous at ", store_);
+    if (closing_) fail(Code::cancelled, "this rank has left the rendezvous at ", where_);
     key.second = sequences_[key.first]++;
   }
   for (Rank peer = 0; peer < ranks_; ++peer) {
@@ -163,7 +174,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
     }
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
     if (deadline.passed()) {
-      fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", store_,
+      fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", where_,
            ") within ", shown_s(wait_ns), " s");
     }
     sleep(arrived_, lock, deadline);
@@ -310,12 +321,8 @@ void Mesh::close() {
 
 }  // namespace
 
-std::shared_ptr<Rendezvous> Rendezvous::join(const std::string& store, Rank rank, Rank ranks,
-                                             const Deadline& deadline) {
-  if (ranks < 1 || rank >= ranks) {
-    fail(Code::invalid, "rank ", rank, " does not lie in a world of ", ranks, " ranks");
-  }
-  return owned_by_process(std::make_unique<Mesh>(store, rank, ranks, deadline));
+std::shared_ptr<Rendezvous> Rendezvous::join(const Bootstrap& bootstrap, const Deadline& deadline) {
+  return owned_by_process(std::make_unique<Mesh>(bootstrap, deadline));
 }
 
 std::vector<std::string> Rendezvous::all_gather_bytes(std::string_view tag, std::string_view blob,

@@ -1,14 +1,13 @@
-// How the ranks of one host find each other: a store address that rank 0 listens at, then one
-// connected Unix socket between every two ranks, which carries blobs, file descriptors and, by
-// closing, the news that a peer has died.
+// What connects the ranks of one host once a bootstrap has made them meet: a Unix socket between
+// every two, which carries blobs, file descriptors and, by closing, the news that a peer has died.
 //
 // Ranks are processes, or threads of one process with one Rendezvous each. Every call below but
 // on_peer_loss and close is collective: all ranks make it with the same tag. Calls with different
 // tags may run at once; the n-th call with a tag meets the n-th of every peer, also after a
 // timeout. No call outlives its deadline. Nothing is told or handed to who has not proved to be a
 // rank of the job (proof.h). Errors: timeout (names the missing ranks), peer (a rank died or left),
-// mismatch (ranks disagree about the world or its secret), invalid (bad address or arguments, ranks
-// of several users without a secret), driver (the port is taken, a socket fails).
+// mismatch (ranks disagree about the world or its secret), invalid (bad arguments, ranks of several
+// hosts, or of several users without a secret), driver (a socket fails), and the bootstrap's own.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -21,6 +20,7 @@
 #include "core/base/descriptor.h"
 #include "core/base/fork.h"
 #include "core/ir/command.h"
+#include "core/window/bootstrap.h"
 
 namespace offcore {
 
@@ -35,14 +35,12 @@ inline constexpr uint64_t kBlobBytesMax = 16 << 20;
 class Rendezvous : public OfProcess {
  public:
   Rendezvous() : OfProcess("the rendezvous") {}
-  // Meets the other ranks at `store` ("host:port", "[v6]:port"). Returns when all are connected.
-  static std::shared_ptr<Rendezvous> join(const std::string& store, Rank rank, Rank ranks,
-                                          const Deadline& deadline);
+  // Returns when all are connected.
+  static std::shared_ptr<Rendezvous> join(const Bootstrap& bootstrap, const Deadline& deadline);
   virtual ~Rendezvous() = default;  // says goodbye like close()
 
   virtual Rank rank() const = 0;
   virtual Rank ranks() const = 0;
-  virtual const std::string& store() const = 0;
   virtual uint64_t key() const = 0;  // random, the same at every rank, different for every job
 
   // Every rank's parcel, by rank. This rank's own comes back with its blob and without a

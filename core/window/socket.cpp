@@ -31,24 +31,16 @@ static_assert(sizeof(Header) == 16);
 using ResolvedAddresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
 ResolvedAddresses resolve(const std::string& address) {
-  const size_t colon = address.rfind(':');
-  std::string host = address.substr(0, colon == std::string::npos ? 0 : colon);
-  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
+  const std::string port = std::to_string(port_of(address));
+  std::string host = address.substr(0, address.rfind(':'));
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
     host = host.substr(1, host.size() - 2);
-  }
-  int number = 0;
-  const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
-  const bool whole = error == std::errc() && end == port.data() + port.size();
-  if (host.empty() || !whole || number < 1 || number > 65535) {
-    fail(Code::invalid, "store address '", address, "' is not host:port with a port in 1..65535");
   }
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
   if (const int status = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); status != 0) {
-    fail(Code::invalid, "cannot find the host of store address '", address,
-         "': ", gai_strerror(status));
+    fail(Code::invalid, "cannot find the host of '", address, "': ", gai_strerror(status));
   }
   return ResolvedAddresses(found, &freeaddrinfo);
 }
@@ -89,6 +81,17 @@ socklen_t unix_address(const std::string& name, sockaddr_un& address) {
 bool again(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
+
+uint16_t port_of(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  uint16_t port = 0;
+  if (colon != std::string::npos && colon > 0) {
+    const char* const last = address.data() + address.size();
+    const auto [end, error] = std::from_chars(address.data() + colon + 1, last, port);
+    if (error == std::errc() && end == last && port > 0) return port;
+  }
+  fail(Code::invalid, "'", address, "' is no address: it is not host:port with a port in 1..65535");
+}
 
 bool wait_ready(int fd, short events, const Deadline& deadline) {
   while (true) {

@@ -21,7 +21,7 @@
 namespace offcore {
 
 enum class FrameKind : uint16_t {
-  knock,      // rank to store, first: see bootstrap.h for these
+  knock,      // rank to store, first: see address.h for these
   challenge,  // store to rank
   hello,      // rank to store
   progress,   // store to rank
@@ -130,7 +130,9 @@ using ConnectionStatus = Connection::Status;
 // Waits until the descriptor is readable or writable (POLLIN, POLLOUT); false when it is late.
 bool wait_ready(int fd, short events, const Deadline& deadline);
 
-// TCP at "host:port" or "[v6]:port". All throw invalid for a malformed or unknown address.
+// TCP at "host:port" or "[v6]:port". All throw invalid for a malformed address, and those that
+// connect or listen for an unknown one.
+uint16_t port_of(const std::string& address);
 Descriptor listen_at(const std::string& address);  // throws driver
 // One attempt; empty, with errno's text in `reason`, where nobody listens.
 Descriptor connect_to(const std::string& address, const Deadline& deadline, std::string& reason);

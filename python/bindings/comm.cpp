@@ -10,11 +10,11 @@
 #include <algorithm>
 #include <numeric>
 
+#include "bytes.h"
 #include "core/backend/registry.h"
 #include "core/backend/sim/faults.h"
 #include "core/base/error.h"
 #include "core/comm/communicator.h"
-#include "core/comm/negotiate.h"
 #include "keep.h"
 #include "module.h"
 #include "process.h"
@@ -106,10 +106,10 @@ nb::object buffer_of(nb::handle array, bool writable) {
   return place;
 }
 
-// All of `ranks` ranks here, or rank `rank` of `world_size` that meet at a store.
+// All of `ranks` ranks here, or the one that meets the others by a bootstrap.
 std::shared_ptr<Communicator> open_communicator(const std::string& backend, const Machine& machine,
-                                                Rank ranks, const std::string& store, Rank rank,
-                                                Rank world_size, bool phantom, uint64_t seed,
+                                                Rank ranks, const Bootstrap* bootstrap,
+                                                bool phantom, uint64_t seed,
                                                 std::vector<sim::Fault> faults, bool packets,
                                                 const CudaOptions& cuda, double timeout_s) {
   LockReleased released;
@@ -119,22 +119,14 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
                                  .faults = std::move(faults),
                                  .fetch_path = packets ? sdma::through_packets : nullptr},
                          .cuda = cuda};
-  if (store.empty()) {
-    std::vector<Rank> all(ranks);
-    std::iota(all.begin(), all.end(), Rank{0});
-    return Communicator::create(
-        open_backend(backend, machine, ranks, std::move(all), std::move(options)), nullptr, ranks,
-        deadline);
-  }
-  auto opened = open_backend(backend, machine, world_size, {rank}, options);
-  auto rendezvous = Rendezvous::join(store, rank, world_size, deadline);
-  const std::string signals =
-      settle_signals(*rendezvous, cuda.signals, opened->capabilities().signals, deadline);
-  if (signals != opened->capabilities().signals) {
-    options.cuda.signals = signals;
-    opened = open_backend(backend, machine, world_size, {rank}, std::move(options));
-  }
-  return Communicator::create(std::move(opened), std::move(rendezvous), world_size, deadline);
+  std::vector<Rank> local(ranks);
+  std::iota(local.begin(), local.end(), Rank{0});
+  if (bootstrap != nullptr) local = {static_cast<Rank>(bootstrap->rank())};
+  // A rank that cannot open its backend fails before it keeps others waiting.
+  auto opened = open_backend(backend, machine, ranks, std::move(local), std::move(options));
+  std::shared_ptr<Rendezvous> rendezvous;
+  if (bootstrap != nullptr) rendezvous = Rendezvous::join(*bootstrap, deadline);
+  return Communicator::create(std::move(opened), std::move(rendezvous), ranks, deadline);
 }
 
 Request request_of(Communicator& self, const std::string& op, nb::handle out, nb::handle in,
@@ -331,12 +323,12 @@ void bind_exchanges(nb::class_<Communicator>& communicator) {
           nb::arg("timeout_s"))
       .def(
           "exchange",
-          [](Communicator& self, const std::string& tag, const std::string& text,
-             double timeout_s) {
-            LockReleased released;
-            return self.exchange(tag, text, released.within(timeout_s));
+          [](Communicator& self, const std::string& tag, const nb::bytes& bytes, double timeout_s) {
+            return gathered([&, said = string_of(bytes)](LockReleased& released) {
+              return self.exchange(tag, said, released.within(timeout_s));
+            });
           },
-          nb::arg("tag"), nb::arg("text"), nb::arg("timeout_s"), "Every rank's text, by rank.");
+          nb::arg("tag"), nb::arg("bytes"), nb::arg("timeout_s"), "Every rank's bytes, by rank.");
 }
 
 }  // namespace
@@ -345,9 +337,9 @@ void bind_comm(nb::module_& module) {
   bind_windows(module);
   bind_outcome(module);
   module.def("open_communicator", &open_communicator, nb::arg("backend"), nb::arg("machine"),
-             nb::kw_only(), nb::arg("ranks"), nb::arg("store"), nb::arg("rank"),
-             nb::arg("world_size"), nb::arg("phantom"), nb::arg("seed"), nb::arg("faults"),
-             nb::arg("packets"), nb::arg("cuda"), nb::arg("timeout_s"));
+             nb::kw_only(), nb::arg("ranks"), nb::arg("bootstrap").none(), nb::arg("phantom"),
+             nb::arg("seed"), nb::arg("faults"), nb::arg("packets"), nb::arg("cuda"),
+             nb::arg("timeout_s"));
   nb::class_<Communicator> communicator(module, "Communicator");
   bind_exchanges(communicator);
   communicator.def_prop_ro("ranks", &Communicator::ranks)

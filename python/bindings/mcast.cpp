@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bytes.h"
 #include "core/base/error.h"
 #include "core/mcast/siphash.h"
 #include "core/mcast/udp/node.h"
@@ -140,12 +141,6 @@ void bind_group(nb::module_& module) {
       .def("wait", &wait, nb::arg("timeout_s"), "The report; throws the operation's error.");
 }
 
-std::vector<std::string> texts_of(const std::vector<nb::bytes>& addresses) {
-  std::vector<std::string> texts;
-  for (const nb::bytes& one : addresses) texts.emplace_back(one.c_str(), one.size());
-  return texts;
-}
-
 void bind_udp(nb::module_& module) {
   nb::class_<UdpOptions>(module, "McastUdpOptions", "core/mcast/udp/node.h")
       .def(nb::init<>())
@@ -165,7 +160,7 @@ void bind_udp(nb::module_& module) {
   module.def(
       "mcast_chunk_bytes_for",
       [](const std::vector<nb::bytes>& addresses, bool sealed) {
-        return mcast::chunk_bytes_for(texts_of(addresses), sealed);
+        return mcast::chunk_bytes_for(strings_of(addresses), sealed);
       },
       nb::arg("addresses"), nb::arg("sealed"));
 }
@@ -180,7 +175,7 @@ void bind_node(nb::module_& module) {
       .def(
           "start",
           [](UdpNode& self, const Group& group, const std::vector<nb::bytes>& addresses) {
-            const std::vector<std::string> all = texts_of(addresses);
+            const std::vector<std::string> all = strings_of(addresses);
             LockReleased released;
             self.start(group, all);
           },

@@ -20,12 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from offcore import _core
+from offcore.bootstrap import bootstrap_of
 from offcore.comm import communicator
 from offcore.operands import Side
-from offcore.ports import free_port
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
@@ -48,18 +47,9 @@ class Communicator(communicator.Communicator):
     """
 
     def __init__(self, group: Any = None, *, device: int | None = None, **options: Any) -> None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        store = [f"127.0.0.1:{free_port()}" if rank == 0 else ""]
-        dist.broadcast_object_list(store, group=group, group_src=0)
         self._device = torch.cuda.current_device() if device is None else device
-        super().__init__(
-            backend="cuda",
-            store=store[0],
-            rank=rank,
-            world_size=world_size,
-            device=self._device,
-            **options,
-        )
+        meeting = bootstrap_of(group, None, None)
+        super().__init__(backend="cuda", store=meeting, device=self._device, **options)
 
     def memory_pool(self, nbytes: int) -> Any:
         """A torch.cuda.MemPool of `nbytes` of window memory on every rank. Collective.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import offcore
-from offcore.ports import free_port
+from stores import free_store
 
 HOST = Path(offcore.__file__).parent / "machines" / "host.json"
 
@@ -26,7 +26,7 @@ def machine_file(folder: Path, **changed: object) -> str:
 
 
 def errors_of(machines: list[str]) -> list[str]:
-    store = f"127.0.0.1:{free_port()}"
+    store = free_store()
 
     def one(rank: int) -> str:
         try:

@@ -195,7 +195,7 @@ def test_jobs_and_rendezvous_and_groups() -> None:
     slots = pool.allocate(4)
     job = transfer.store([0, 1, 2, 3], slots)
     row = pool.row(int(slots[0]))
-    meeting = _core.Rendezvous(sys.argv[1], 0, 1, 5)
+    meeting = _core.Rendezvous(_core.Bootstrap.at(sys.argv[1], 0, 1), 5)
     group = mcast.Communicator(sys.argv[1], rank=0, world_size=1, interface="lo")
     running = group.barrier()
     child = os.fork()

@@ -25,6 +25,9 @@ def rank(number, timeout=LONG_S):
         backend="host", store=store, rank=number, world_size=2, timeout=timeout
     )
 
+def at(number):
+    return _core.Bootstrap.at(store, number, 2)
+
 def thread(call):
     threading.Thread(target=call, daemon=True).start()
 
@@ -71,9 +74,11 @@ WAITS = {
     "a barrier": ("comm = peers()", "comm.barrier()"),
     "a rank that does not come": ("", "rank(0)"),
     "a rank 0 that does not come": ("", "rank(1)"),
+    "an all-gather of the caller's": ("", "_core.Bootstrap('a lock', 0, 2, lambda *_: "
+                                          "time.sleep(LONG_S)).meet(b'', LONG_S)"),
     "an exchange": ("m = [None, None]\n"
-                    "thread(lambda: m.__setitem__(1, _core.Rendezvous(store, 1, 2, LONG_S)))\n"
-                    "m[0] = _core.Rendezvous(store, 0, 2, LONG_S)", "m[0].barrier('x', LONG_S)"),
+                    "thread(lambda: m.__setitem__(1, _core.Rendezvous(at(1), LONG_S)))\n"
+                    "m[0] = _core.Rendezvous(at(0), LONG_S)", "m[0].barrier('x', LONG_S)"),
     "another thread's turn": ("comm = peers(); thread(comm.barrier); time.sleep(0.2)",
                               "comm.barrier()"),
     "rows of a pool": ("pool = stuck_pool()", "pool.allocate(1)"),

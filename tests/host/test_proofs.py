@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offcore._core import Error, Rendezvous, meet
+from offcore._core import Bootstrap, Error
 
-from stores import free_store
+from stores import free_store, joined
 
 KNOCK, CHALLENGE, HELLO, PROGRESS, ROSTER, REFUSAL, GREETING = range(7)
 SECRET = "a secret that is longer than the 64 bytes that fit a block of SHA-256, and so is hashed"
@@ -24,7 +24,7 @@ STRANGER = 65534
 
 
 class Frames:
-    """A connection that speaks core/window/bootstrap.h, written after that header."""
+    """A connection that speaks core/window/address.h, written after that header."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(10)
@@ -59,6 +59,10 @@ class Frames:
         name = said[49 : 49 + length]
         self.nonces = nonce + said[4:36]
         return said, name.decode()
+
+
+def meet(store: str, rank: int, ranks: int, card: bytes, timeout_s: float) -> list[bytes]:
+    return Bootstrap.at(store, rank, ranks).all_gather(card, timeout_s)
 
 
 def text(said: bytes) -> bytes:
@@ -122,13 +126,13 @@ def test_silent_strangers_keep_nobody_waiting() -> None:
     store, before = free_store(), names_of_unix_sockets()
     silent = []
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(Rendezvous, store, 0, 2, 8.0)
+        first = pool.submit(joined, store, 0, 2, 8.0)
         silent += [reach(store).socket for _ in range(100)]
         for name in names_of_unix_sockets() - before:
             with contextlib.suppress(OSError):
                 silent += [reach_unix(name).socket for _ in range(100)]
         assert len(silent) >= 300
-        met = [Rendezvous(store, 1, 2, 8.0), first.result()]
+        met = [joined(store, 1, 2, 8.0), first.result()]
     assert met[0].key == met[1].key
     for one in silent:
         one.close()
@@ -137,9 +141,9 @@ def test_silent_strangers_keep_nobody_waiting() -> None:
 def test_more_strangers_than_descriptors_do_not_end_the_meeting() -> None:
     code = (
         "import resource, sys\n"
-        "from offcore._core import meet\n"
+        "from offcore._core import Bootstrap\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "print(meet(sys.argv[1], 0, 2, b'zero', 30.0))\n"
+        "print(Bootstrap.at(sys.argv[1], 0, 2).all_gather(b'zero', 30.0))\n"
     )
     store = free_store()
     first = subprocess.Popen([sys.executable, "-c", code, store], stdout=subprocess.PIPE, text=True)
@@ -266,7 +270,7 @@ def test_a_rank_by_the_book_is_let_in(secret: str) -> None:
             kind, said = rank.receive()
             assert kind == expected
             assert said[-32:] == rank.code(secret, kind, said[:-32])
-        assert said[36:-32] == text(b"zero") + text(b"one")
+        assert said[:-32] == text(b"zero") + text(b"one")
         assert first.result() == [b"zero", b"one"]
 
 
@@ -320,7 +324,7 @@ def test_ranks_that_are_led_to_another_job_get_no_place_there() -> None:
 def test_greetings_without_the_key_of_the_meeting_are_not_believed() -> None:
     store, before = free_store(), names_of_unix_sockets()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(Rendezvous, store, 0, 2, 20.0)
+        first = pool.submit(joined, store, 0, 2, 20.0)
         reach(store).socket.close()
         forged = []
         for name in names_of_unix_sockets() - before:
@@ -328,7 +332,7 @@ def test_greetings_without_the_key_of_the_meeting_are_not_believed() -> None:
                 forged.append(reach_unix(name))
                 forged[-1].send_sealed("", GREETING, struct.pack("<HH", 1, 0))
         assert len(forged) >= 2
-        met = [Rendezvous(store, 1, 2, 20.0), first.result()]
+        met = [joined(store, 1, 2, 20.0), first.result()]
     with ThreadPoolExecutor(2) as pool:
         blobs = list(pool.map(lambda one: one.all_gather_bytes("x", b"%d" % one.rank, 20.0), met))
     assert blobs == [[b"0", b"1"]] * 2

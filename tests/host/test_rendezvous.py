@@ -17,16 +17,12 @@ from typing import Any
 import pytest
 from offcore._core import Error, Rendezvous
 
+from stores import free_store, joined
+
 
 @pytest.fixture
 def store() -> str:
-    return f"127.0.0.1:{free_port()}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_store()
 
 
 def as_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
@@ -43,7 +39,7 @@ def as_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def meet(store: str, ranks: int) -> list[Rendezvous]:
-    met = as_ranks(ranks, lambda rank: Rendezvous(store, rank, ranks, timeout_s=20))
+    met = as_ranks(ranks, lambda rank: joined(store, rank, ranks, timeout_s=20))
     assert all(isinstance(one, Rendezvous) for one in met), met
     return met
 
@@ -74,7 +70,7 @@ def test_ranks_meet_and_exchange(store: str, ranks: int) -> None:
 
 
 def test_jobs_have_different_keys() -> None:
-    keys = {meet(f"127.0.0.1:{free_port()}", 2)[0].key for _ in range(3)}
+    keys = {meet(free_store(), 2)[0].key for _ in range(3)}
     assert len(keys) == 3
 
 
@@ -168,7 +164,7 @@ def test_missing_ranks_are_named_by_everybody(store: str) -> None:
     present = [0, 1, 3, 4]
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        outcomes = list(pool.map(lambda r: _error(lambda: Rendezvous(store, r, 6, 1.0)), present))
+        outcomes = list(pool.map(lambda r: _error(lambda: joined(store, r, 6, 1.0)), present))
     assert time.monotonic() - started < 5
     for outcome in outcomes:
         assert_error(outcome, "timeout", f"ranks 2, 5 did not arrive at {store} within")
@@ -183,7 +179,7 @@ def _error(call: Callable[[], Any]) -> Any:
 
 def test_a_missing_rank_0_is_named(store: str) -> None:
     with pytest.raises(Error, match=r"rank 0 did not arrive at .* within 0\.3 s") as caught:
-        Rendezvous(store, 1, 2, timeout_s=0.3)
+        joined(store, 1, 2, timeout_s=0.3)
     assert caught.value.code == "timeout"
 
 
@@ -206,19 +202,19 @@ def test_a_missing_rank_at_an_exchange_is_named_and_may_come_later(store: str) -
 
 
 def test_world_sizes_must_agree(store: str) -> None:
-    outcomes = as_ranks(2, lambda r: Rendezvous(store, r, 2 + r, timeout_s=5))
+    outcomes = as_ranks(2, lambda r: joined(store, r, 2 + r, timeout_s=5))
     for outcome in outcomes:
         assert_error(outcome, "mismatch", "rank 1 expects 3 ranks", "rank 0 expects 2")
 
 
 def test_a_rank_must_be_unique(store: str) -> None:
-    outcomes = as_ranks(3, lambda r: Rendezvous(store, min(r, 1), 3, timeout_s=5))
+    outcomes = as_ranks(3, lambda r: joined(store, min(r, 1), 3, timeout_s=5))
     for outcome in outcomes:
         assert_error(outcome, "invalid", "two processes claim to be rank 1")
 
 
 def test_two_rank_0s(store: str) -> None:
-    outcomes = as_ranks(2, lambda r: Rendezvous(store, 0, 2, timeout_s=1))
+    outcomes = as_ranks(2, lambda r: joined(store, 0, 2, timeout_s=1))
     assert sorted(outcome.code for outcome in outcomes) == ["driver", "timeout"]
     assert_error(next(o for o in outcomes if o.code == "driver"), "driver", "rank 0", "free one")
 
@@ -229,19 +225,19 @@ def test_two_rank_0s(store: str) -> None:
 def test_malformed_addresses(address: str) -> None:
     for rank in (0, 1):
         with pytest.raises(Error, match=r"is not host:port") as caught:
-            Rendezvous(address, rank, 2, timeout_s=1)
+            joined(address, rank, 2, timeout_s=1)
         assert caught.value.code == "invalid"
 
 
 def test_ranks_must_lie_in_the_world(store: str) -> None:
     with pytest.raises(Error, match="rank 2 does not lie in a world of 2 ranks"):
-        Rendezvous(store, 2, 2, timeout_s=1)
+        joined(store, 2, 2, timeout_s=1)
 
 
 def test_a_port_that_is_taken(listener: socket.socket) -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(Error, match=f"cannot listen at {address}") as caught:
-        Rendezvous(address, 0, 2, timeout_s=5)
+        joined(address, 0, 2, timeout_s=5)
     assert caught.value.code == "driver"
 
 
@@ -255,14 +251,14 @@ def test_a_server_of_another_kind(listener: socket.socket) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(Error, match="no offcore rank 0") as caught:
-        Rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", 1, 2, timeout_s=5)
+        joined(f"127.0.0.1:{listener.getsockname()[1]}", 1, 2, timeout_s=5)
     assert caught.value.code == "driver"
     thread.join()
 
 
 def test_a_silent_server(listener: socket.socket) -> None:
     with pytest.raises(Error, match="does not answer") as caught:
-        Rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", 1, 2, timeout_s=0.3)
+        joined(f"127.0.0.1:{listener.getsockname()[1]}", 1, 2, timeout_s=0.3)
     assert caught.value.code == "timeout"
 
 
@@ -283,13 +279,13 @@ def test_a_silent_server(listener: socket.socket) -> None:
 def test_strangers_do_no_harm(store: str, garbage: bytes) -> None:
     port = int(store.split(":")[1])
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(Rendezvous, store, 0, 2, 20.0)
+        first = pool.submit(joined, store, 0, 2, 20.0)
         strangers = [_connect(port) for _ in range(3)]
         for stranger in strangers:
             stranger.settimeout(1)
             with contextlib.suppress(OSError):  # hung up on, as it should be
                 stranger.sendall(garbage)
-        met = [Rendezvous(store, 1, 2, 20.0), first.result()]
+        met = [joined(store, 1, 2, 20.0), first.result()]
     for stranger in strangers:
         stranger.close()
     assert as_ranks(2, lambda r: met[1 - r].barrier("x", 20)) == [None, None]
@@ -307,16 +303,16 @@ def _connect(port: int) -> socket.socket:
 
 def test_a_rank_that_failed_early_may_come_again(store: str) -> None:
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(Rendezvous, store, 0, 3, 20.0)
-        assert_error(_error(lambda: Rendezvous(store, 1, 3, 0.3)), "timeout", "rank 2")
-        met = as_ranks(2, lambda r: Rendezvous(store, r + 1, 3, 20.0))
+        first = pool.submit(joined, store, 0, 3, 20.0)
+        assert_error(_error(lambda: joined(store, 1, 3, 0.3)), "timeout", "rank 2")
+        met = as_ranks(2, lambda r: joined(store, r + 1, 3, 20.0))
         assert first.result().key == met[0].key == met[1].key
 
 
 PEER = """
 import sys, time
-from offcore._core import Rendezvous
-met = Rendezvous(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 20.0)
+from offcore._core import Bootstrap, Rendezvous
+met = Rendezvous(Bootstrap.at(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), 20.0)
 met.barrier("up", 20.0)
 print("up", flush=True)
 if sys.argv[4] == "leave":
@@ -341,7 +337,7 @@ def _beside_peers(
         for rank, end in enumerate(ends, 1)
     ]
     try:
-        met = Rendezvous(store, 0, len(ends) + 1, 20.0)
+        met = joined(store, 0, len(ends) + 1, 20.0)
         met.barrier("up", 20.0)
         for peer in peers:
             assert peer.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,9 @@ import pytest
 
 import offcore
 from offcore import mcast
+from stores import free_store
 
 Body = Callable[[mcast.Communicator], Any]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
@@ -41,7 +35,7 @@ def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
 
 def on_ranks(ranks: int, body: Body, **options: Any) -> list[Any]:
     """What `body` gives at each rank. Skips where this machine cannot multicast to itself."""
-    address = free_address()
+    address = free_store()
     defaults = {"interface": "lo", "timeout": 20.0, "receive_workers": 0, "send_workers": 0}
 
     def rank_of(rank: int) -> Callable[[], Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crews import free_address
+
+from stores import free_store
 
 RANKS = 3
 WORKER = Path(__file__).with_name("endless_rank.py")
@@ -18,7 +19,7 @@ WORKER = Path(__file__).with_name("endless_rank.py")
 
 class Crew:
     def __init__(self, counts: list[int], **options: Any) -> None:
-        address = free_address()
+        address = free_store()
         options = {"timeout": 20.0, "silence": 1.0, **options}
         self.processes = [
             subprocess.Popen(

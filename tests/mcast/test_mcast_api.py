@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crews import at_once, free_address, on_ranks
+from crews import at_once, on_ranks
 
 import offcore
 from offcore import mcast
+from stores import free_store
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},
@@ -117,7 +118,7 @@ def test_a_wait_that_is_too_short_can_be_repeated() -> None:
 
 
 def test_a_rank_that_leaves_is_an_error_for_the_others() -> None:
-    address = free_address()
+    address = free_store()
     codes: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -141,7 +142,7 @@ def test_a_rank_that_leaves_is_an_error_for_the_others() -> None:
     "one", [{"chains": 3}, {"port": 20_001}, {"multicast_group": "239.192.7.7"}], ids=str
 )
 def test_ranks_must_open_alike(one: dict[str, Any]) -> None:
-    address = free_address()
+    address = free_store()
 
     def open_with(rank: int, options: dict[str, Any]) -> Any:
         return lambda: mcast.Communicator(
@@ -198,7 +199,7 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     given = {"interface": "lo", **options}
     with pytest.raises(offcore.Error) as caught:
-        mcast.Communicator(free_address(), rank=0, world_size=1, **given)
+        mcast.Communicator(free_store(), rank=0, world_size=1, **given)
     assert caught.value.code == "invalid"
 
 

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crews import at_once, free_address, on_ranks
+from crews import at_once, on_ranks
 
 import offcore
 from offcore import mcast
+from stores import free_store
 
 
 def alone(**options: int) -> mcast.Communicator:
     given = {"receive_workers": 1, "send_workers": 1, **options}
-    return mcast.Communicator(free_address(), rank=0, world_size=1, interface="lo", **given)
+    return mcast.Communicator(free_store(), rank=0, world_size=1, interface="lo", **given)
 
 
 def test_a_forked_child_drops_its_communicator_and_can_use_none() -> None:
@@ -51,7 +52,7 @@ def test_a_signal_interrupts_a_wait() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    address = free_address()
+    address = free_store()
 
     def opening(rank: int) -> object:
         return lambda: mcast.Communicator(
@@ -153,7 +154,9 @@ def test_a_sandbox_that_refuses_new_calls() -> None:
         [sys.executable, "-c", textwrap.dedent(REFUSING)],
         env={
             **os.environ,
-            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}",
+            "PYTHONPATH": os.pathsep.join(
+                (os.environ.get("PYTHONPATH", ""), *map(str, Path(__file__).parents[:2]))
+            ),
         },
         capture_output=True,
         text=True,

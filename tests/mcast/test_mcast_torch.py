@@ -5,14 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from crews import free_address
+
+from stores import free_store
 
 RANKS = 3
 
 
 @pytest.mark.needs("torch")
 def test_init_process_group_just_works() -> None:
-    port = free_address().rpartition(":")[2]
+    port = free_store().rpartition(":")[2]
     script = str(Path(__file__).with_name("torch_ranks.py"))
     crew = [
         subprocess.Popen(

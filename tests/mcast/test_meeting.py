@@ -3,55 +3,26 @@
 import socket
 import subprocess
 import sys
-import threading
 import time
 from typing import Any
 
 import pytest
-from crews import at_once, free_address
+from crews import at_once
+from offcore._core import Bootstrap
 
 import offcore
-from offcore import _core, mcast
-from offcore.mcast.bootstrap import AddressMeeting, StoreMeeting, meeting_of
-
-
-class Store:
-    """As much of a torch.distributed store as a meeting needs."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._changed = threading.Condition()
-
-    def add(self, key: str, number: int) -> int:
-        with self._changed:
-            self._values[key] = self._values.get(key, 0) + number
-            return int(self._values[key])
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], limit: Any) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), limit.total_seconds()):
-                raise RuntimeError("wait timeout")
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._values[key])
+from offcore.bootstrap import bootstrap_of
+from stores import Store, free_store
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 @pytest.mark.parametrize("kind", ["address", "store"])
 def test_every_rank_gets_every_rank_s_bytes_at_every_meeting(ranks: int, kind: str) -> None:
-    place: Any = free_address() if kind == "address" else Store()
+    place: Any = free_store() if kind == "address" else Store()
 
     def body(rank: int) -> Any:
         def run() -> list[list[bytes]]:
-            met = meeting_of(place, rank, ranks)
+            met = bootstrap_of(place, rank, ranks)
             return [met.all_gather(bytes([rank] * turn), 20) for turn in range(4)]
 
         return run
@@ -62,34 +33,34 @@ def test_every_rank_gets_every_rank_s_bytes_at_every_meeting(ranks: int, kind: s
 
 @pytest.mark.parametrize("kind", ["address", "store"])
 def test_who_does_not_come_is_named(kind: str) -> None:
-    place: Any = free_address() if kind == "address" else Store()
+    place: Any = free_store() if kind == "address" else Store()
     present = [0, 2]
     results = at_once(
-        [lambda rank=rank: meeting_of(place, rank, 4).all_gather(b"", 0.3) for rank in present]
+        [lambda rank=rank: bootstrap_of(place, rank, 4).all_gather(b"", 0.3) for rank in present]
     )
     assert [result.code for result in results] == ["timeout", "timeout"]
     assert all("ranks 1, 3 did not" in str(result) for result in results)
 
 
 def test_worlds_of_different_sizes_do_not_meet() -> None:
-    address = free_address()
-    meetings = [AddressMeeting(address, 0, 2), AddressMeeting(address, 1, 3)]
+    address = free_store()
+    meetings = [Bootstrap.at(address, 0, 2), Bootstrap.at(address, 1, 3)]
     results = at_once([lambda met=met: met.all_gather(b"", 5) for met in meetings])
     assert [result.code for result in results] == ["mismatch", "mismatch"]
 
 
 def test_worlds_of_different_sizes_do_not_meet_at_a_store() -> None:
     """Nor is who waits for ranks that others do not know of told that those are late."""
-    meetings = [StoreMeeting(store, rank, 2 + rank) for store in (Store(),) for rank in range(2)]
+    meetings = [bootstrap_of(store, rank, 2 + rank) for store in (Store(),) for rank in range(2)]
     results = at_once([lambda met=met: met.all_gather(b"", 0.3) for met in meetings])
     assert [result.code for result in results] == ["mismatch", "mismatch"]
     assert "rank 1 expects 3 ranks" in str(results[0])
 
 
 def test_two_processes_with_one_rank_are_told_so() -> None:
-    address = free_address()
+    address = free_store()
     results = at_once(
-        [lambda r=rank: AddressMeeting(address, r, 3).all_gather(b"", 5) for rank in (0, 1, 1)]
+        [lambda r=rank: Bootstrap.at(address, r, 3).all_gather(b"", 5) for rank in (0, 1, 1)]
     )
     assert [result.code for result in results] == ["invalid"] * 3
     assert all("two processes claim to be rank 1" in str(result) for result in results)
@@ -97,7 +68,7 @@ def test_two_processes_with_one_rank_are_told_so() -> None:
 
 def test_strangers_at_the_door_keep_nobody_out() -> None:
     """Silent ones stay, and each of them used to cost a second."""
-    address = free_address()
+    address = free_store()
     host, port = address.split(":")
     rubbish = [b""] * 30 + [b"GET / HTTP/1.1\r\n\r\n" * 9, b"OFC2", bytes(4096)]
     staying: list[socket.socket] = []
@@ -114,9 +85,9 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
 
     def late() -> list[bytes]:
         time.sleep(0.3)
-        return AddressMeeting(address, 1, 2).all_gather(b"one", 8)
+        return Bootstrap.at(address, 1, 2).all_gather(b"one", 8)
 
-    results = at_once([lambda: AddressMeeting(address, 0, 2).all_gather(b"zero", 8), late, knock])
+    results = at_once([lambda: Bootstrap.at(address, 0, 2).all_gather(b"zero", 8), late, knock])
     assert results[:2] == [[b"zero", b"one"]] * 2
     for one in staying:
         one.close()
@@ -124,15 +95,15 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
 
 RANK = """
 import sys
-from offcore.mcast.bootstrap import AddressMeeting
+from offcore._core import Bootstrap
 print("comes", flush=True)
-met = AddressMeeting(sys.argv[1], int(sys.argv[2]), 3)
+met = Bootstrap.at(sys.argv[1], int(sys.argv[2]), 3)
 print(met.all_gather(sys.argv[3].encode(), 20.0))
 """
 
 
 def test_a_rank_that_was_killed_while_ranks_meet_may_come_again() -> None:
-    address = free_address()
+    address = free_store()
 
     def start(rank: int, said: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", RANK, address, str(rank), said]
@@ -152,33 +123,6 @@ def test_a_rank_that_was_killed_while_ranks_meet_may_come_again() -> None:
     assert [rank.wait(timeout=30) for rank in ranks] == [0] * 3
 
 
-@pytest.mark.parametrize("kind", ["address", "store"])
-def test_communicators_of_different_secrets_do_not_open(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a store too, which hands out whatever anybody wrote there."""
-    place: Any = free_address() if kind == "address" else Store()
-    secrets = {"0": "one", "1": "another"}
-    env = _core.env
-
-    def env_of_rank(name: str) -> str:
-        mine = threading.current_thread().name
-        return secrets[mine] if name == "OFFCORE_JOB_SECRET" else env(name)
-
-    monkeypatch.setattr(_core, "env", env_of_rank)
-
-    def body(rank: int) -> Any:
-        def opened() -> Any:
-            threading.current_thread().name = str(rank)
-            return mcast.Communicator(place, rank=rank, world_size=2, interface="lo", timeout=5)
-
-        return opened
-
-    results = at_once([body(rank) for rank in range(2)])
-    assert [result.code for result in results] == ["mismatch", "mismatch"]
-    assert all("another OFFCORE_JOB_SECRET" in str(result) for result in results)
-
-
 @pytest.mark.parametrize(
     ("place", "rank", "ranks"),
     [
@@ -193,12 +137,12 @@ def test_communicators_of_different_secrets_do_not_open(
 )
 def test_places_that_are_none_are_refused(place: Any, rank: int, ranks: int) -> None:
     with pytest.raises(offcore.Error) as caught:
-        meeting_of(place, rank, ranks)
+        bootstrap_of(place, rank, ranks)
     assert caught.value.code == "invalid"
 
 
 def test_too_many_bytes_are_refused() -> None:
-    for met in (AddressMeeting(free_address(), 0, 1), StoreMeeting(Store(), 0, 1)):
+    for met in (Bootstrap.at(free_store(), 0, 1), bootstrap_of(Store(), 0, 1)):
         with pytest.raises(offcore.Error, match="at most") as caught:
             met.all_gather(bytes((1 << 16) + 1), 1)
         assert caught.value.code == "invalid"

@@ -91,7 +91,7 @@ class Captures {
   void run_out();
 
   const std::vector<std::shared_ptr<LocalGpu>> devices_;
-  const EncodeOptions options_;
+  const EncodeOptions& options_;  // the executor's
   const std::shared_ptr<MappingTable> mappings_;
   const std::shared_ptr<SignalWords> words_;
   std::vector<Signals> signals_;

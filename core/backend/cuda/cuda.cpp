@@ -139,11 +139,13 @@ class CudaBackend final : public Backend,
                           private Streams,
                           private Graphs,
                           private GpuRanks,
-                          private CrossedCopies {
+                          private CrossedCopies,
+                          private SignalChoice {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
-              EncodeOptions options)
+              EncodeOptions options, std::string signals)
       : machine_(machine),
+        asked_signals_(std::move(signals)),
         executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
     machine_.signals = to_string(options.signals);
   }
@@ -182,6 +184,7 @@ class CudaBackend final : public Backend,
             .graphs = this,
             .gpus = this,
             .crossed_copies = this,
+            .signal_choice = this,
             .signals = to_string(executor_->options().signals)};
   }
 
@@ -249,6 +252,12 @@ class CudaBackend final : public Backend,
 
   void disable(Rank rank) override { local(rank)->uncross(); }
 
+  std::string_view asked() const override { return asked_signals_; }
+  void settle(std::string_view form) override {
+    executor_->set_signals(parse_signals(form));
+    machine_.signals = form;
+  }
+
   std::unique_ptr<Mark> mark_stream(uintptr_t stream) override {
     const ContextGuard current = first_gpu().current();
     refuse_capture(stream);
@@ -286,6 +295,7 @@ class CudaBackend final : public Backend,
   }
 
   Machine machine_;
+  const std::string asked_signals_;
   std::shared_ptr<CudaExecutor> executor_;
 };
 
@@ -386,7 +396,8 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     const auto peer = cuda::GpuContext::of(ordinal);
     for (const auto& device : devices) device->gpu().reach(*peer);
   }
-  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode);
+  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode,
+                                             options.signals);
 }
 
 }  // namespace offcore

@@ -60,6 +60,7 @@ class CudaExecutor final : public exec::Executor {
   const std::shared_ptr<MappingTable>& mappings() const { return mappings_; }
   Rank ranks() const { return ranks_; }
   const EncodeOptions& options() const { return options_; }
+  void set_signals(SignalForm signals) { options_.signals = signals; }  // before the first launch
 
   // Tries one strided copy to all ranks in a new mapping, the first of its kind, and tells the
   // mapping.
@@ -158,7 +159,7 @@ class CudaExecutor final : public exec::Executor {
 
   const Rank ranks_;
   const std::vector<std::shared_ptr<LocalGpu>> devices_;
-  const EncodeOptions options_;
+  EncodeOptions options_;
   const std::string channels_;  // of a GPU: the driver asks when it starts
   const std::shared_ptr<MappingTable> mappings_;
   const std::shared_ptr<SignalWords> words_;

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from offcore import _core, defaults, machines
-from offcore.comm import groups, numa, nvtx, signal_forms
+from offcore.bootstrap import bootstrap_of, part_of
+from offcore.comm import numa, nvtx, signal_forms
 from offcore.comm.arrays import dense
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
@@ -40,7 +41,8 @@ class Communicator(ViewCalls):
 
     Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
     several that meet at a store (`store="127.0.0.1:29400", rank=r, world_size=n`; left out, the
-    environment's OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE are taken).
+    environment's OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE are taken). At host:port rank 0
+    listens; a torch.distributed store, or a process group, which knows rank and size, does as well.
 
     backend: "sim", "host", "cuda" or "auto": sim for a machine that is named and not this one,
         else cuda where it is available, else host.
@@ -77,7 +79,7 @@ class Communicator(ViewCalls):
         backend: str = "auto",
         machine: str | None = None,
         ranks: int | None = None,
-        store: str | None = None,
+        store: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
         device: int | Sequence[int] | None = None,
@@ -93,21 +95,22 @@ class Communicator(ViewCalls):
         self.timeout = defaults.seconds(timeout)
         if ranks is None and store is None:
             store = _core.env("OFFCORE_STORE") or None
+        bootstrap = None
         if store is not None:
             if ranks is not None:
                 raise error("invalid", "pass ranks (all in this process) or store, not both")
-            rank = defaults.number("rank", rank, "OFFCORE_RANK")
-            world_size = defaults.number("world_size", world_size, "OFFCORE_WORLD_SIZE")
+            bootstrap = bootstrap_of(store, rank, world_size)
+            ranks = bootstrap.ranks
         wanted = _core.env("OFFCORE_BACKEND") if backend == "auto" else backend
         if wanted == "auto":
             wanted = defaults.backend(machine)
         given = machine
         if machine is None:
-            machine = defaults.machine(wanted, world_size or ranks or 2)
+            machine = defaults.machine(wanted, ranks or 2)
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
         cuda = signal_forms.cuda_options(wanted, devices, signals, own_copy)
         loaded = machines.load(machine)
-        if store is None and ranks is None:
+        if ranks is None:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
@@ -116,10 +119,8 @@ class Communicator(ViewCalls):
         opened = _core.open_communicator(
             wanted,
             loaded,
-            ranks=checked("ranks", ranks or 0, NUMBER_MAX),
-            store=store or "",
-            rank=checked("rank", rank or 0, NUMBER_MAX),
-            world_size=checked("world_size", world_size or 0, NUMBER_MAX),
+            ranks=checked("ranks", ranks, NUMBER_MAX),
+            bootstrap=bootstrap,
             phantom=phantom,
             seed=checked("seed", seed, SEED_MAX),
             faults=faults_of(faults),
@@ -341,12 +342,12 @@ class Communicator(ViewCalls):
         chosen anew. Close it on its own. Raises `Error`: unsupported where all ranks live in this
         process, invalid, timeout, peer.
         """
-        place = groups.join_group(self._core, color, key, self.timeout)
-        if not place:
-            return None
-        group = copy.copy(self)  # what a subclass keeps
-        Communicator.__init__(group, timeout=self.timeout, **self._options, **place)
-        return group
+        with part_of(self._core, color, key, self.timeout) as place:
+            if place is None:
+                return None
+            group = copy.copy(self)  # what a subclass keeps
+            Communicator.__init__(group, store=place, timeout=self.timeout, **self._options)
+            return group
 
     def __enter__(self) -> Communicator:
         return self

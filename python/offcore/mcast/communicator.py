@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offcore import _core, defaults
+from offcore.bootstrap import bootstrap_of
 from offcore.errors import error
-from offcore.mcast.bootstrap import meeting_of
 from offcore.mcast.metrics import prometheus
 from offcore.operands import OperandError, checked, keep_alive, memory_of, same_dtype
 
 __all__ = ["Communicator", "Handle", "Result"]
 
-_TAG_BYTES, _SECRET_BYTES, _CODE_BYTES = 8, 16, 32
+_TAG_BYTES, _SECRET_BYTES = 8, 16
 CHAINS = 2  # while one root starts or ends the other one sends
 
 
@@ -144,8 +142,10 @@ class Communicator:
         buffer_bytes: int = 4 << 20,
     ) -> None:
         self._timeout = defaults.seconds(timeout)
-        met = meeting_of(meeting, rank, world_size)
-        self._rank, self._ranks = met.rank, met.world_size
+        if meeting is None:
+            meeting = _core.env("OFFCORE_STORE") or None
+        bootstrap = bootstrap_of(meeting, rank, world_size)
+        self._rank, self._ranks = bootstrap.rank, bootstrap.ranks
 
         options = _core.McastUdpOptions()
         options.interface = interface or ""
@@ -176,41 +176,33 @@ class Communicator:
         group.alpha_ns = _nanoseconds("alpha_us", alpha_us, 1e3)
         group.settle_ns = _nanoseconds("settle_us", settle_us, 1e3)
         group.check()
-        addresses = self._meet(met, group, options, self._node.address)
+        addresses = self._meet(bootstrap, group, options, self._node.address)
         group.chunk_bytes = _core.mcast_chunk_bytes_for(addresses, sealed)
         self._node.start(group, addresses)
 
     def _meet(
-        self, met: Any, group: _core.McastGroup, options: _core.McastUdpOptions, address: bytes
+        self,
+        bootstrap: _core.Bootstrap,
+        group: _core.McastGroup,
+        options: _core.McastUdpOptions,
+        address: bytes,
     ) -> list[bytes]:
-        """All ranks' addresses; the group gets its key, rank 0's."""
+        """All ranks' addresses; the group gets its key."""
         agreed = {
             name: getattr(group, name)
             for name in ("ranks", "subgroups", "chains", "multicast", "sealed")
         }
         agreed |= {name: getattr(options, name) for name in ("ipv6", "multicast_group", "port")}
-        card = {"rank": self._rank, "agreed": agreed, "address": address.hex()}
-        if self._rank == 0:
-            card["salt"] = secrets.token_hex(_TAG_BYTES + _SECRET_BYTES)
-        job_secret = _core.env("OFFCORE_JOB_SECRET").encode()
-        cards = []
-        for rank, blob in enumerate(met.all_gather(_signed(job_secret, card), self._timeout)):
-            other = _opened(job_secret, blob)
-            if other is None or other["rank"] != rank:
-                raise error(
-                    "mismatch",
-                    f"rank {rank} has another OFFCORE_JOB_SECRET than rank {self._rank}: give all "
-                    "ranks the same",
-                )
+        card = json.dumps({"agreed": agreed, "address": address.hex()}).encode()
+        key, said = bootstrap.meet(card, self._timeout)
+        cards = [json.loads(one) for one in said]
+        for rank, other in enumerate(cards):
             if other["agreed"] != agreed:
                 raise error(
                     "mismatch",
                     f"rank {rank} opens its communicator with {other['agreed']}, rank "
                     f"{self._rank} with {agreed}: they must be alike",
                 )
-            cards.append(other)
-        # Who reads the salt on its way, but has no part in the job's secret, has no key.
-        key = hmac.digest(job_secret, bytes.fromhex(cards[0]["salt"]), "sha256")
         group.tag = int.from_bytes(key[:_TAG_BYTES], "big")
         group.set_secret(key[_TAG_BYTES : _TAG_BYTES + _SECRET_BYTES])
         return [bytes.fromhex(other["address"]) for other in cards]
@@ -334,20 +326,6 @@ class Communicator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _signed(job_secret: bytes, card: dict[str, Any]) -> bytes:
-    said = json.dumps(card).encode()
-    return hmac.digest(job_secret, said, "sha256") + said
-
-
-def _opened(job_secret: bytes, blob: bytes) -> dict[str, Any] | None:
-    """None where it was signed under another secret."""
-    code, said = blob[:_CODE_BYTES], blob[_CODE_BYTES:]
-    if not hmac.compare_digest(code, hmac.digest(job_secret, said, "sha256")):
-        return None
-    card: dict[str, Any] = json.loads(said)
-    return card
 
 
 def _nanoseconds(name: str, time: float, unit: float) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 import offcore
 from offcore import defaults
 from offcore.errors import error
-from offcore.ports import free_port
 from offcore.tools.bench import nccl
 from offcore.tools.bench.baselines import absence, check_baseline
 from offcore.tools.bench.collective_runner import CollectiveRunner, facts_of
@@ -253,10 +252,7 @@ def run_processes(
     timeout. Prelaunched variants of GPUs come last, what has to be proven first at the end."""
     first = requests[0]
     _check_ranks(first)
-    job = {
-        "requests": [asdict(request) for request in requests],
-        "store": f"127.0.0.1:{free_port()}",
-    }
+    job = {"requests": [asdict(request) for request in requests]}
     environment = nccl.ENVIRONMENT if first.backend == "cuda" else {}
     with RankProcesses(first.ranks, job, first.timeout_s, environment) as processes:
         for parts in processes.outcomes(progress):

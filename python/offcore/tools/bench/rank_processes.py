@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,8 +56,13 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="offcore-"))
+            # Bound without listening: nobody else is given the port, and rank 0 may listen there.
+            held = self._stack.enter_context(socket.socket())
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            store = f"127.0.0.1:{held.getsockname()[1]}"
             for rank in range(self._ranks):
-                self._start(rank, folder)
+                self._start(rank, store, folder)
         except BaseException:
             self.close()
             raise
@@ -65,7 +71,7 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, rank: int, folder: str) -> None:
+    def _start(self, rank: int, store: str, folder: str) -> None:
         stderr = self._stack.enter_context((Path(folder) / f"stderr.{rank}").open("w+b"))
         self._stderr.append(stderr)
         # Workers find packages where this process found them.
@@ -84,7 +90,7 @@ class RankProcesses:
         thread = threading.Thread(target=self._listen, args=(rank, process), daemon=True)
         thread.start()
         self._threads.append(thread)
-        job = self._job | {"rank": rank, "parent": os.getpid(), "folder": folder}
+        job = self._job | {"rank": rank, "store": store, "parent": os.getpid(), "folder": folder}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died: _listen tells
             process.stdin.write(json.dumps(job) + "\n")

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from offcore.bootstrap import bootstrap_of
 from offcore.errors import error
-from offcore.mcast.bootstrap import AddressMeeting
 from offcore.mcast.communicator import CHAINS
 from offcore.tools.bench.baselines import check_baseline
 from offcore.tools.mcast.fat_tree import received_bytes
@@ -193,7 +193,7 @@ def on_real_hosts(
     request.check(hosts)
     if not 0 <= rank < hosts:
         raise error("invalid", f"--rank {rank}: {hosts} hosts have the ranks 0 to {hosts - 1}")
-    AddressMeeting(meeting, rank, hosts)  # raises invalid for what is no address
+    bootstrap_of(meeting, rank, hosts)  # raises invalid for what is no address
     order = next(
         one
         for one in orders(request, hosts, meeting, False, interface=interface)

@@ -1,0 +1,145 @@
+"""How the ranks of a job meet: by an all-gather of a few bytes, whatever carries them.
+
+At an address rank 0 listens meanwhile. A torch.distributed store or group does as well, and needs
+no port. Who may take part is in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from offcore import _core
+from offcore.defaults import number
+from offcore.errors import error
+from offcore.operands import NUMBER_MAX, checked
+
+KEY_MAX = (1 << 62) - 1
+_WORLD = struct.Struct(">I")
+_NAP_S, _NAP_MAX_S = 0.001, 0.05  # between two looks at a store
+
+
+def bootstrap_of(place: Any, rank: int | None, world_size: int | None) -> _core.Bootstrap:
+    """Of what a caller gave as a place to meet: host:port or a torch.distributed store, which need
+    `rank` and `world_size` (or the environment's); or a group, of which None is the default one.
+    Raises `Error`: invalid."""
+    if isinstance(place, _core.Bootstrap):
+        return place
+    if isinstance(place, str) or hasattr(place, "check"):
+        here = checked("rank", number("rank", rank, "OFFCORE_RANK"), NUMBER_MAX)
+        ranks = number("world_size", world_size, "OFFCORE_WORLD_SIZE")
+        checked("world_size", ranks, NUMBER_MAX)
+        if isinstance(place, str):
+            return _core.Bootstrap.at(place, here, ranks)
+        return _core.Bootstrap("the store", here, ranks, _Store(place, here, ranks).all_gather)
+    if place is None or hasattr(place, "size"):
+        return _of_group(place)
+    raise error(
+        "invalid",
+        f"a {type(place).__name__} is no place to meet: pass host:port, a torch.distributed "
+        "store or a process group",
+    )
+
+
+def _of_group(group: Any) -> _core.Bootstrap:
+    """By the group's own collectives, whose own timeout counts."""
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        dist = None
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise error(
+            "invalid",
+            "there is no place to meet: pass host:port (rank 0 listens there), set "
+            "OFFCORE_STORE, or call torch.distributed.init_process_group first",
+        )
+    ranks: int = dist.get_world_size(group)
+
+    def all_gather(blob: bytes, _: float) -> list[bytes]:
+        blobs: list[Any] = [None] * ranks
+        dist.all_gather_object(blobs, blob, group=group)
+        return blobs
+
+    return _core.Bootstrap("the torch group", dist.get_rank(group), ranks, all_gather)
+
+
+class _Store:
+    """The n-th meeting of each rank at a store is one, so threads that meet at once need a store
+    each (torch.distributed.PrefixStore)."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+
+    def all_gather(self, blob: bytes, timeout: float) -> list[bytes]:
+        """Leaves its keys in the store: nobody knows when the last rank has read them."""
+        end = time.monotonic() + timeout
+        turn = self._store.add(f"offcore/meetings/{self._rank}", 1)
+        keys = [f"offcore/meeting/{turn}/{rank}" for rank in range(self._ranks)]
+        self._store.set(keys[self._rank], _WORLD.pack(self._ranks) + blob)
+        nap = _NAP_S
+        while not self._store.check(keys):  # not wait(), which keeps other threads from the store
+            if time.monotonic() > end:
+                came = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+                self._read(came)  # those of another world wait for others
+                late = [str(rank) for rank in range(self._ranks) if rank not in came]
+                ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late[:16])}"
+                more = f", ... ({len(late)} in all)" if len(late) > 16 else ""
+                raise error(
+                    "timeout", f"{ranks}{more} did not arrive at the store within {timeout:.2f} s"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _NAP_MAX_S)
+        return self._read(dict(enumerate(keys)))
+
+    def _read(self, keys: dict[int, str]) -> list[bytes]:
+        said = {rank: self._store.get(key) for rank, key in keys.items()}
+        for rank, one in said.items():
+            (ranks,) = _WORLD.unpack_from(one)
+            if ranks != self._ranks:
+                raise error(
+                    "mismatch",
+                    f"rank {rank} expects {ranks} ranks at the store, rank {self._rank} expects "
+                    f"{self._ranks}: give every rank the same world size",
+                )
+        return [one[_WORLD.size :] for one in said.values()]
+
+
+@contextlib.contextmanager
+def part_of(
+    core: _core.Communicator, color: int | None, key: int, timeout: float
+) -> Iterator[_core.Bootstrap | None]:
+    """How this rank meets those of a communicator that gave the same color, ordered by key, then
+    rank: by that communicator's exchanges. None for color None. Raises `Error` as
+    Communicator.split does."""
+    wish = ()
+    if color is not None:
+        wish = checked("color", color, KEY_MAX), checked("key", key, KEY_MAX)
+    wishes = core.exchange("split", " ".join(map(str, wish)).encode(), timeout)
+    pairs = [(rank, [int(word) for word in text.split()]) for rank, text in enumerate(wishes)]
+    group = sorted((pair[1], rank) for rank, pair in pairs if pair and pair[0] == color)
+    members = [rank for _, rank in group]
+    took_part = False
+
+    def all_gather(blob: bytes, left: float) -> list[bytes]:
+        nonlocal took_part
+        took_part = True
+        blobs = core.exchange("split meets", blob, left)
+        for rank in members:
+            if not blobs[rank]:
+                raise error("peer", f"rank {rank} could not open its group's communicator")
+        return [blobs[rank] for rank in members]
+
+    try:
+        if not members:
+            yield None
+        else:
+            here = members.index(core.local_ranks[0])
+            yield _core.Bootstrap(f"the split of color {color}", here, len(members), all_gather)
+    finally:
+        if not took_part:  # the other ranks' exchange is everybody's
+            core.exchange("split meets", b"", timeout)
