@@ -273,8 +273,7 @@ class CrossedCopies {
 class SignalChoice {
  public:
   virtual ~SignalChoice() = default;
-  virtual std::string_view asked() const = 0;  // by who opened the backend: a form, or "auto"
-  // The form from here on, before anything is loaded. Throws invalid where it is none.
+  // Before anything is loaded. Throws invalid where it is none.
   virtual void settle(std::string_view form) = 0;
 };
 

@@ -17,7 +17,8 @@ constexpr uint64_t kAheadMax = Journal::kRecords / 2;
 
 std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> backend,
                                                    std::shared_ptr<Rendezvous> rendezvous,
-                                                   Rank ranks, const Deadline& deadline) {
+                                                   Rank ranks, std::string_view signals,
+                                                   const Deadline& deadline) {
   if (ranks < 1 || ranks > backend->machine().ranks) {
     fail(Code::invalid, "machine ", backend->machine().name, " has ", backend->machine().ranks,
          " ranks, ", ranks, " asked for");
@@ -25,7 +26,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
   const std::shared_ptr<Communicator> communicator = owned_by_process(std::unique_ptr<Communicator>(
       new Communicator(std::move(backend), std::move(rendezvous), ranks)));
   Communicator& self = *communicator;
-  if (self.rendezvous_) self.settle_with_peers(deadline);
+  if (self.rendezvous_) self.settle_with_peers(signals, deadline);
   self.control_ = ControlMemory::create(self.rendezvous_.get(), ranks,
                                         sizeof(Wakeup) + Journal::kBytes, deadline);
   std::vector<std::byte*> calls = self.control_.bases;

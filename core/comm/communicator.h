@@ -92,9 +92,10 @@ class Pending : public OfProcess {
 class Communicator : public std::enable_shared_from_this<Communicator>, public OfProcess {
  public:
   // With a rendezvous this process drives its one rank; without (null) all ranks are local.
+  // `signals`: the form that was asked for, or "auto".
   static std::shared_ptr<Communicator> create(std::unique_ptr<Backend> backend,
                                               std::shared_ptr<Rendezvous> rendezvous, Rank ranks,
-                                              const Deadline& deadline);
+                                              std::string_view signals, const Deadline& deadline);
   ~Communicator();
 
   Rank ranks() const { return ranks_; }
@@ -209,7 +210,7 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   void equip(const Program& program, LaneState& track, bool views, LaneLock& turn);
   // The form of signals, which is rank 0's where all ask for "auto", since what each has proven may
   // differ; and that all have one machine.
-  void settle_with_peers(const Deadline& deadline);
+  void settle_with_peers(std::string_view asked, const Deadline& deadline);
   Settled negotiate(const Lane& lane, const Entry& mine, const Facts& facts, LaneLock& turn);
   std::shared_ptr<CachedPlan> kept_plan(const Lane& lane, const Entry& mine, uint64_t place,
                                         const Facts& facts) const;

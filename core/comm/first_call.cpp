@@ -82,9 +82,8 @@ Choice variant_of(const Request& request, const Facts& facts, const Machine& mac
 }  // namespace
 
 // Ranks that plan for other costs or limits would plan other programs.
-void Communicator::settle_with_peers(const Deadline& deadline) {
+void Communicator::settle_with_peers(std::string_view asked, const Deadline& deadline) {
   const Capabilities able = backend_->capabilities();
-  const std::string asked(able.signal_choice == nullptr ? "" : able.signal_choice->asked());
   Machine machine = backend_->machine();
   machine.signals.clear();  // not settled yet
   const std::string loaded = cat(machine.name, ", content ", std::hex, digest(machine));

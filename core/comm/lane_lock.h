@@ -56,7 +56,6 @@ class LaneLock final : public Rendezvous {
 
   Rank rank() const override { return others_->rank(); }
   Rank ranks() const override { return others_->ranks(); }
-  uint64_t key() const override { return others_->key(); }
   std::vector<Parcel> exchange(std::string_view tag, std::string_view blob, int fd,
                                const Deadline& deadline) override;
   void on_peer_loss(std::function<void(Rank)> callback) override {

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -47,7 +46,6 @@ class Mesh final : public Rendezvous {
 
   Rank rank() const override { return rank_; }
   Rank ranks() const override { return ranks_; }
-  uint64_t key() const override { return key_; }
   std::vector<Parcel> exchange(std::string_view tag, std::string_view blob, int fd,
                                const Deadline& deadline) override;
   void on_peer_loss(std::function<void(Rank)> callback) override;
@@ -68,7 +66,6 @@ class Mesh final : public Rendezvous {
   const std::string where_;
   const Rank rank_;
   const Rank ranks_;
-  uint64_t key_ = 0;
   std::vector<Peer> peers_;  // by rank; this rank's own is unused
   Descriptor poke_;          // makes the watcher look up
   std::thread watcher_;
@@ -91,7 +88,6 @@ Mesh::Mesh(const Bootstrap& bootstrap, const Deadline& deadline)
   const Descriptor listener = listen_unix(name);
   const std::string card = Packer().number(place_here()).text(name).bytes();
   Roster roster = bootstrap.meet(card, deadline);
-  std::memcpy(&key_, roster.key.data(), sizeof(key_));
   for (Rank peer = 0; peer < ranks_; ++peer) {
     Unpacker unpacker(roster.cards[peer]);
     if (unpacker.number<uint64_t>() != place_here()) {

@@ -41,7 +41,6 @@ class Rendezvous : public OfProcess {
 
   virtual Rank rank() const = 0;
   virtual Rank ranks() const = 0;
-  virtual uint64_t key() const = 0;  // random, the same at every rank, different for every job
 
   // Every rank's parcel, by rank. This rank's own comes back with its blob and without a
   // descriptor. `fd` stays the caller's; -1: none. A received descriptor is a duplicate, closed on

@@ -126,7 +126,8 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
   auto opened = open_backend(backend, machine, ranks, std::move(local), std::move(options));
   std::shared_ptr<Rendezvous> rendezvous;
   if (bootstrap != nullptr) rendezvous = Rendezvous::join(*bootstrap, deadline);
-  return Communicator::create(std::move(opened), std::move(rendezvous), ranks, deadline);
+  return Communicator::create(std::move(opened), std::move(rendezvous), ranks, cuda.signals,
+                              deadline);
 }
 
 Request request_of(Communicator& self, const std::string& op, nb::handle out, nb::handle in,

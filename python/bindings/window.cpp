@@ -52,6 +52,7 @@ Bootstrap::AllGather all_gather_by(nb::callable callable) {
 }
 
 void bind_bootstrap(nb::module_& module) {
+  module.def("rank_list", &rank_list<uint32_t>, nb::arg("ranks"), "As messages name them.");
   nb::class_<Bootstrap>(module, "Bootstrap",
                         "How ranks meet, by an all-gather of bytes: core/window/bootstrap.h.")
       .def(
@@ -104,7 +105,6 @@ void bind_window(nb::module_& module) {
            nb::arg("bootstrap"), nb::arg("timeout_s"))
       .def_prop_ro("rank", [](const Meeting& self) { return self.rendezvous().rank(); })
       .def_prop_ro("ranks", [](const Meeting& self) { return self.rendezvous().ranks(); })
-      .def_prop_ro("key", [](const Meeting& self) { return self.rendezvous().key(); })
       .def_prop_ro("lost", &Meeting::lost, "Peers whose processes ended without a goodbye.")
       .def(
           "all_gather_bytes",

@@ -19,7 +19,7 @@ from offcore.operands import NUMBER_MAX, checked
 
 KEY_MAX = (1 << 62) - 1
 _WORLD = struct.Struct(">I")
-_NAP_S, _NAP_MAX_S = 0.001, 0.05  # between two looks at a store
+_NAP_S = 0.005  # between two looks at a store
 
 
 def bootstrap_of(place: Any, rank: int | None, world_size: int | None) -> _core.Bootstrap:
@@ -31,10 +31,8 @@ def bootstrap_of(place: Any, rank: int | None, world_size: int | None) -> _core.
     if isinstance(place, str) or hasattr(place, "check"):
         here = checked("rank", number("rank", rank, "OFFCORE_RANK"), NUMBER_MAX)
         ranks = number("world_size", world_size, "OFFCORE_WORLD_SIZE")
-        checked("world_size", ranks, NUMBER_MAX)
-        if isinstance(place, str):
-            return _core.Bootstrap.at(place, here, ranks)
-        return _core.Bootstrap("the store", here, ranks, _Store(place, here, ranks).all_gather)
+        of = _core.Bootstrap.at if isinstance(place, str) else _of_store
+        return of(place, here, checked("world_size", ranks, NUMBER_MAX))
     if place is None or hasattr(place, "size"):
         return _of_group(place)
     raise error(
@@ -66,47 +64,37 @@ def _of_group(group: Any) -> _core.Bootstrap:
     return _core.Bootstrap("the torch group", dist.get_rank(group), ranks, all_gather)
 
 
-class _Store:
+def _of_store(store: Any, here: int, ranks: int) -> _core.Bootstrap:
     """The n-th meeting of each rank at a store is one, so threads that meet at once need a store
-    each (torch.distributed.PrefixStore)."""
+    each (torch.distributed.PrefixStore). Keys stay: nobody knows when the last rank has read."""
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
-
-    def all_gather(self, blob: bytes, timeout: float) -> list[bytes]:
-        """Leaves its keys in the store: nobody knows when the last rank has read them."""
-        end = time.monotonic() + timeout
-        turn = self._store.add(f"offcore/meetings/{self._rank}", 1)
-        keys = [f"offcore/meeting/{turn}/{rank}" for rank in range(self._ranks)]
-        self._store.set(keys[self._rank], _WORLD.pack(self._ranks) + blob)
-        nap = _NAP_S
-        while not self._store.check(keys):  # not wait(), which keeps other threads from the store
-            if time.monotonic() > end:
-                came = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
-                self._read(came)  # those of another world wait for others
-                late = [str(rank) for rank in range(self._ranks) if rank not in came]
-                ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late[:16])}"
-                more = f", ... ({len(late)} in all)" if len(late) > 16 else ""
-                raise error(
-                    "timeout", f"{ranks}{more} did not arrive at the store within {timeout:.2f} s"
-                )
-            time.sleep(nap)
-            nap = min(2 * nap, _NAP_MAX_S)
-        return self._read(dict(enumerate(keys)))
-
-    def _read(self, keys: dict[int, str]) -> list[bytes]:
-        said = {rank: self._store.get(key) for rank, key in keys.items()}
+    def read(keys: dict[int, str]) -> list[bytes]:
+        said = {rank: store.get(key) for rank, key in keys.items()}
         for rank, one in said.items():
-            (ranks,) = _WORLD.unpack_from(one)
-            if ranks != self._ranks:
+            if (theirs := _WORLD.unpack_from(one)[0]) != ranks:
                 raise error(
                     "mismatch",
-                    f"rank {rank} expects {ranks} ranks at the store, rank {self._rank} expects "
-                    f"{self._ranks}: give every rank the same world size",
+                    f"rank {rank} expects {theirs} ranks at the store, rank {here} expects {ranks}"
+                    ": give every rank the same world size",
                 )
         return [one[_WORLD.size :] for one in said.values()]
+
+    def all_gather(blob: bytes, timeout: float) -> list[bytes]:
+        end = time.monotonic() + timeout
+        turn = store.add(f"offcore/meetings/{here}", 1)
+        keys = {rank: f"offcore/meeting/{turn}/{rank}" for rank in range(ranks)}
+        store.set(keys[here], _WORLD.pack(ranks) + blob)
+        # Not by wait(), which keeps other threads from the store.
+        while not store.check([*keys.values()]):
+            if time.monotonic() > end:
+                came = {rank: key for rank, key in keys.items() if store.check([key])}
+                read(came)  # those of another world wait for others
+                late = _core.rank_list([rank for rank in keys if rank not in came])
+                raise error("timeout", f"{late} did not arrive at the store within {timeout:.2f} s")
+            time.sleep(_NAP_S)
+        return read(keys)
+
+    return _core.Bootstrap("the store", here, ranks, all_gather)
 
 
 @contextlib.contextmanager

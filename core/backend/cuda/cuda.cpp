@@ -143,9 +143,8 @@ class CudaBackend final : public Backend,
                           private SignalChoice {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
-              EncodeOptions options, std::string signals)
+              EncodeOptions options)
       : machine_(machine),
-        asked_signals_(std::move(signals)),
         executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
     machine_.signals = to_string(options.signals);
   }
@@ -252,7 +251,6 @@ class CudaBackend final : public Backend,
 
   void disable(Rank rank) override { local(rank)->uncross(); }
 
-  std::string_view asked() const override { return asked_signals_; }
   void settle(std::string_view form) override {
     executor_->set_signals(parse_signals(form));
     machine_.signals = form;
@@ -295,7 +293,6 @@ class CudaBackend final : public Backend,
   }
 
   Machine machine_;
-  const std::string asked_signals_;
   std::shared_ptr<CudaExecutor> executor_;
 };
 
@@ -396,8 +393,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
     const auto peer = cuda::GpuContext::of(ordinal);
     for (const auto& device : devices) device->gpu().reach(*peer);
   }
-  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode,
-                                             options.signals);
+  return std::make_unique<cuda::CudaBackend>(machine, ranks, std::move(devices), encode);
 }
 
 }  // namespace offcore
