@@ -33,7 +33,7 @@ from offcore.tools.report import Row, Stamp, rows_of
 
 MACHINE = "mi300x-8"
 ROOT = Path(__file__).resolve().parents[1]
-WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "cuda.md")  # of GPUs
+WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "measurements" / "cuda.md")  # of GPUs
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 SWEEPS = {

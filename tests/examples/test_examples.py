@@ -124,7 +124,7 @@ def test_the_readme_shows_recorded_times():
         assert cells == [format_us(times[name]) + "*" * (name == best) for name in names]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cuda.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/measurements/cuda.md"])
 def test_pages_show_recorded_times_of_gpus(page):
     text = (ROOT / page).read_text("utf-8")
     assert compare.filled(text, ROOT / "benchmarks" / "results") == text

@@ -15,7 +15,7 @@ from offcore.sizes import parse_sizes
 from offcore.tools.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/*.md")
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 BARE = (
     "bench",
     "show",

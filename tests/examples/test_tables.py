@@ -45,7 +45,7 @@ def test_every_table_is_shown_and_kept() -> None:
 
 
 def test_the_simulator_beside_simgrid() -> None:
-    """What docs/mcast-testbed.md says of the table, from the largest difference of each."""
+    """What docs/measurements/mcast.md says of the table, from the largest difference of each."""
     found = tables.simgrid_differences()
     assert len(found) == 15
     worst = {
@@ -113,7 +113,7 @@ def test_offloads_are_worth_what_the_document_says() -> None:
         if row["measure"] == "receive" and row["bytes"] == 8 << 20
     }
     small, large = (rates[size, True] / rates[size, False] for size in (1472, 8972))
-    text = " ".join((ROOT / "docs" / "mcast.md").read_text("utf-8").split())
+    text = " ".join((ROOT / "docs/measurements/mcast.md").read_text("utf-8").split())
     assert f"{small:.1f} times as fast in datagrams of 1472 bytes, {large:.1f} times" in text
 
 

@@ -46,7 +46,7 @@ def test_a_missing_or_broken_calibration_is_named(
 
 
 def test_the_document_tells_the_record() -> None:
-    text = (ROOT / "docs" / "model.md").read_text("utf-8")
+    text = (ROOT / "docs" / "measurements" / "model.md").read_text("utf-8")
     record = calibrated.load().record
     for part in ("engines", "power", "kv"):
         for one in record[part]["parameters"]:

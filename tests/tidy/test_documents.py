@@ -1,0 +1,148 @@
+"""Every page of docs/ is of one kind, and links between pages lead to a page and a heading."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_repository import text_files
+
+ROOT = Path(__file__).parents[2]
+CONTRACT_WORDS_MAX = 1500
+
+# Which kind each page is. A page is contract (what an interface promises), tuning (what to set and
+# when) or measurement (numbers, with file, machine and date), not several of these.
+KINDS = {
+    "contract": {
+        "docs/batch.md",
+        "docs/cuda.md",
+        "docs/errors.md",
+        "docs/kv.md",
+        "docs/mcast-testbed.md",
+        "docs/mcast.md",
+        "docs/model.md",
+        "docs/quickstart.md",
+        "docs/sdma.md",
+        "docs/security.md",
+        "docs/verbs.md",
+    },
+    "tuning": {"docs/tuning.md"},
+    "measurement": {
+        "docs/measurements/cuda.md",
+        "docs/measurements/kv.md",
+        "docs/measurements/mcast.md",
+        "docs/measurements/model.md",
+    },
+    "internals": {
+        "docs/ARCHITECTURE.md",
+        "docs/internals/cuda.md",
+        "docs/internals/kv.md",
+        "docs/internals/mcast.md",
+        "docs/internals/sdma.md",
+    },
+    "decision": {
+        "docs/decisions/0001-what-a-program-names.md",
+        "docs/decisions/0002-captured-programs.md",
+        "docs/decisions/0003-batches.md",
+        "docs/decisions/0004-kv-transfers.md",
+        "docs/decisions/0005-mcast.md",
+        "docs/decisions/0006-multicast-udp.md",
+        "docs/decisions/0007-the-house.md",
+        "docs/decisions/0008-kv-programs.md",
+    },
+    "glossary": {"docs/glossary.md"},
+    "ledger": {"docs/papers.md"},
+}
+SHORT = sorted({"README.md", *KINDS["contract"], *KINDS["tuning"]})
+DEFINED = (
+    *("pcpy", "bcst", "swap", "b2b", "fan", "prelaunch", "promise", "safe", "view", "copy order"),
+    *("lane", "window", "staged", "credits", "epoch", "stand-in", "slot", "chain", "crossed"),
+)
+
+
+def pages() -> list[Path]:
+    return [path for path in text_files() if path.suffix == ".md"]
+
+
+def prose_of(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ +(.*)$", prose_of(text), re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", one).lower() for one in found)
+    return {re.sub(r"[^\w\- ]", "", one.strip()).replace(" ", "-") for one in plain}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links to a page or a heading that is not there."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        if "://" in target:
+            continue
+        if not page.exists() or (
+            anchor and page.suffix == ".md" and anchor not in headings(page.read_text("utf-8"))
+        ):
+            broken.append(target)
+    return broken
+
+
+def test_every_page_has_one_kind() -> None:
+    listed = sorted(name for names in KINDS.values() for name in names)
+    found = sorted(one.relative_to(ROOT).as_posix() for one in (ROOT / "docs").rglob("*.md"))
+    assert listed == found
+    for kind, folder in (("measurement", "measurements"), ("internals", "internals")):
+        within = {name for name in listed if name.startswith(f"docs/{folder}/")}
+        assert within
+        assert within <= KINDS[kind]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_pages_that_users_need_are_short(name: str) -> None:
+    assert len((ROOT / name).read_text("utf-8").split()) <= CONTRACT_WORDS_MAX
+
+
+def test_recorded_tables_stand_on_pages_of_measurements() -> None:
+    kinds = {name: kind for kind, names in KINDS.items() for name in names}
+    shown = {
+        kinds[name]
+        for name in kinds
+        if re.search(r"^<!-- (table|compare) ", (ROOT / name).read_text("utf-8"), re.M)
+    }
+    assert shown == {"measurement", "ledger"}
+
+
+def test_links_lead_to_a_page_and_a_heading() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): broken_links(path, path.read_text("utf-8"))
+        for path in pages()
+    }
+    assert len(found) > 20
+    assert {name: links for name, links in found.items() if links} == {}
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text("# Two `words`: here\n```\n# Code\n```\n", "utf-8")
+    links = ("a.md", "#two-words-here", "a.md#two-words-here", "https://x.org/b.md#c")
+    broken = ("b.md", "#code", "a.md#here")
+    text = " ".join(f"[x]({one})" for one in (*links, *broken))
+    assert broken_links(page, text) == list(broken)
+
+
+@pytest.mark.parametrize("page", sorted(KINDS["measurement"]))
+def test_measurements_name_their_records(page: str) -> None:
+    """The files that have the numbers, which exist."""
+    text = (ROOT / page).read_text("utf-8")
+    targets = re.findall(r"\]\((\.\./\.\./(?:benchmarks/results|machines)/[^)]+)\)", text)
+    assert targets
+    assert [one for one in targets if not ((ROOT / page).parent / one).exists()] == []
+
+
+def test_the_glossary_defines_the_words_of_its_own() -> None:
+    text = (ROOT / "docs/glossary.md").read_text("utf-8")
+    words = " ".join(re.findall(r"^\| ([^|]*) \|", text, re.M)).replace("`", "")
+    assert [word for word in DEFINED if not re.search(rf"\b{word}", words)] == []
