@@ -14,12 +14,12 @@ namespace offcore {
   X(OFFCORE_STORE, "", "host:port", "host:port of the rendezvous store; rank 0 listens there")   \
   X(OFFCORE_RANK, "", "count", "rank of this process at the rendezvous")                         \
   X(OFFCORE_WORLD_SIZE, "", "count", "number of ranks at the rendezvous")                        \
-  X(OFFCORE_JOB_SECRET, "", "", "the same at all ranks of a job, which prove it when they meet") \
+  X(OFFCORE_JOB_SECRET, "", "", "secret shared by all ranks of a job, proved when they meet")    \
   X(OFFCORE_TIMEOUT_S, "30", "seconds",                                                          \
     "seconds after which a wait that names no timeout gives up")                                 \
   X(OFFCORE_HOST_CORES, "0", "count",                                                            \
     "cores for all ranks on backend host; 0: those it may run on")                               \
-  X(OFFCORE_COMMIT, "", "", "commit that benchmark rows name where the source is no checkout")   \
+  X(OFFCORE_COMMIT, "", "", "commit for benchmark rows if the source is not a git checkout")     \
   X(OFFCORE_MACHINES, "", "",                                                                    \
     "folder of your machine files and tuned tables; by default offcore/machines in "             \
     "XDG_CONFIG_HOME")                                                                           \
@@ -30,7 +30,7 @@ namespace offcore {
     "lines on stderr: off, info (what was chosen), debug (every call)")                          \
   X(OFFCORE_NVTX, "0", "0, 1", "1: NVTX ranges around operations; needs the nvtx package")       \
   X(OFFCORE_CACHE, "", "",                                                                       \
-    "folder of what offcore remembers; by default offcore in "                                   \
+    "folder of stored verdicts and caches; by default offcore in "                               \
     "XDG_CACHE_HOME")                                                                            \
   X(XDG_CACHE_HOME, "~/.cache", "", "where OFFCORE_CACHE is by default")                         \
   X(XDG_CONFIG_HOME, "~/.config", "", "where OFFCORE_MACHINES is by default")                    \

@@ -21,7 +21,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
                                                    const Deadline& deadline) {
   if (ranks < 1 || ranks > backend->machine().ranks) {
     fail(Code::invalid, "machine ", backend->machine().name, " has ", backend->machine().ranks,
-         " ranks, ", ranks, " asked for");
+         " ranks, ", ranks, " were requested");
   }
   const std::shared_ptr<Communicator> communicator = owned_by_process(std::unique_ptr<Communicator>(
       new Communicator(std::move(backend), std::move(rendezvous), ranks)));
@@ -112,7 +112,8 @@ std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& dea
 std::vector<std::string> Communicator::exchange(const std::string& tag, const std::string& text,
                                                 const Deadline& deadline) {
   if (alone()) {
-    fail(Code::unsupported, "all ranks of this communicator live in this process: there is nobody ",
+    fail(Code::unsupported,
+         "all ranks of this communicator live in this process: there is no peer ",
          "to exchange with");
   }
   LaneLock turn(lane_locks_, rendezvous_.get(), kExchangeTurn, deadline);

@@ -93,7 +93,7 @@ void Communicator::settle_with_peers(std::string_view asked, const Deadline& dea
   for (Rank peer = 0; peer < ranks_; ++peer) {
     Unpacker unpacker(said[peer]);
     if (const std::string_view theirs = unpacker.text(); theirs != asked) {
-      fail(Code::mismatch, "ranks ask for different signal forms: rank ", own, " for ", asked,
+      fail(Code::mismatch, "ranks request different signal forms: rank ", own, " for ", asked,
            ", rank ", peer, " for ", theirs, ". Pass the same signals= on all ranks");
     }
     if (const std::string_view theirs = unpacker.text(); theirs != loaded) {
@@ -276,7 +276,7 @@ Graph& Communicator::graph(Lane& lane, uint64_t capture, LaneLock& turn) {
       fail(Code::unsupported, "more than ", kGraphsMax,
            " captured graphs on a lane: each has flag ",
            "words until it and its instances are destroyed on every rank (or for good, if the ",
-           "driver does not tell); destroy some, or use another lane");
+           "driver does not report it); destroy some, or use another lane");
     }
     const uint64_t words = lane.track.flags.words;
     if (lane.graphs.empty()) {

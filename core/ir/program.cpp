@@ -42,7 +42,7 @@ void collect_bases(const Program& program, const Command& command, Bases& bases)
   const auto collect = [&](const Slice& slice, int64_t step) {
     const bool known = slice.buffer < program.buffers.size() &&
                        (slice.rank < program.ranks || slice.rank == kHostRank);
-    if (!known) fail(Code::invalid, program.op, " is no valid program: verify it first");
+    if (!known) fail(Code::invalid, program.op, " is not a valid program: verify it first");
     const uint32_t walked = step == kRankStep ? std::min<uint32_t>(command.rows, program.ranks) : 1;
     for (uint32_t row = 0; row < walked; ++row) {
       const std::pair base(slice.buffer, row_of(slice, step, row, program.ranks).rank);

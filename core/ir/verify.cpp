@@ -30,7 +30,7 @@ template <typename... Parts>
 
 void check_header(const Program& program) {
   for (const std::string& name : {program.op, program.machine, program.variant}) {
-    if (!is_name(name)) reject("shape", "'", name, "' is no name");
+    if (!is_name(name)) reject("shape", "'", name, "' is not a name");
   }
   if (program.ranks < 1 || program.ranks > kRanksMax) {
     reject("shape", "ranks is ", program.ranks, ", not from 1 to ", kRanksMax);
@@ -41,7 +41,7 @@ void check_header(const Program& program) {
   }
   for (size_t id = 1; id < buffers.size(); ++id) {
     const auto same = [&](const Buffer& other) { return other.name == buffers[id].name; };
-    if (!is_name(buffers[id].name)) reject("shape", "'", buffers[id].name, "' is no name");
+    if (!is_name(buffers[id].name)) reject("shape", "'", buffers[id].name, "' is not a name");
     if (std::any_of(buffers.begin(), buffers.begin() + static_cast<ptrdiff_t>(id), same)) {
       reject("shape", "two buffers are named ", buffers[id].name);
     }
@@ -376,7 +376,7 @@ class Replays {
     for (const auto& [word, signal] : signals_) {
       const auto poll = polls_.find(word);
       if (poll == polls_.end()) {
-        reject("replay", program_, signal, "nobody polls word ", word.second, " of rank ",
+        reject("replay", program_, signal, "no queue polls word ", word.second, " of rank ",
                word.first, ", which then still holds its value at the next replay");
       }
       check_word(signal, poll->second);

@@ -108,7 +108,8 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
     if (piece.bytes == 0 || piece.bytes > piece.block_step ||
         piece.block_step > kBytesMax / blocks) {
       fail(Code::invalid, "layer ", layer, ": a page of ", piece.bytes, " bytes at steps of ",
-           piece.block_step, " is none: each block's page must be contiguous and its own");
+           piece.block_step,
+           " is invalid: each block's page must be contiguous and not overlap others");
     }
     if (base_ == nullptr || piece.address < base_) base_ = piece.address;
     last = std::max(last, end_of(piece, blocks));
@@ -136,8 +137,8 @@ bool Layout::meets(const Layout& other) const {
       return;
     }
     fail(Code::invalid, "layers ", first.piece.layer, " and ", second.piece.layer,
-         " of two groups share memory, but not block by block: one's block ",
-         "numbers would tell nothing about the other's");
+         " of two groups share memory, but not block by block, so their ",
+         "block numbers cannot be compared");
   });
   return found;
 }

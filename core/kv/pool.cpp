@@ -271,7 +271,7 @@ void HostPool::check_taken(int64_t number) const {
   const Slot& slot = slots_[static_cast<size_t>(number)];
   if (!slot.taken || slot.leaving) {
     fail(Code::invalid, "slot ", number, " is not allocated", slot.leaving ? " any more" : "",
-         ": it was freed, or never given out");
+         ": it was freed, or never allocated");
   }
 }
 

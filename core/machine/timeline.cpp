@@ -34,7 +34,8 @@ void check_places(const Program& program) {
                      command.src.buffer != kFlagBuffer));
       if (!good) {
         fail(Code::verify, "bounds: queue ", queue_name(queue), ", command ", i, " (",
-             to_string(command.op), "): a rank, buffer or flag word that the program has not got");
+             to_string(command.op),
+             "): a rank, buffer or flag word that the program does not have");
       }
     }
   }

@@ -91,7 +91,8 @@ class Store final : Reception {
   [[noreturn]] void give_up(int64_t wait_ns) const {
     const std::vector<uint32_t> never = never_came();
     if (!never.empty()) fail_missing(never, address_, wait_ns, turned_away_);
-    fail(Code::timeout, rank_list(missing()), " came to ", address_, " but left before all had");
+    fail(Code::timeout, rank_list(missing()), " reached ", address_,
+         " but left before all ranks had");
   }
 
   bool send(Guest& guest, FrameKind kind, const std::string& payload) {
@@ -315,7 +316,7 @@ class Visitor {
     }
     if (!secret && place != place_) {
       fail(Code::invalid, "rank 0 at ", address_, " is on another host or in another network ",
-           "namespace, where only a secret can tell ranks from strangers: set ",
+           "namespace, so ranks need a secret to be recognised: set ",
            "OFFCORE_JOB_SECRET to the same random text at all ranks (docs/security.md)");
     }
     Seal seal(secret_, nonce + their_nonce);
@@ -330,20 +331,21 @@ class Visitor {
         reason_.clear();
         return true;
       case ConnectionStatus::late:
-        if (!known_) reason_ = "whoever listens there does not answer";
+        if (!known_) reason_ = "the server there does not answer";
         return false;
       case ConnectionStatus::closed:
         if (known_) fail(Code::peer, "rank 0 died while the ranks met at ", address_);
-        reason_ = "whoever listens there hangs up";
+        reason_ = "the server there hangs up";
         return false;
       case ConnectionStatus::garbage:
         break;
     }
-    fail(Code::driver, "what listens at ", address_, " is no offcore rank 0: choose another port");
+    fail(Code::driver, "the server at ", address_,
+         " is not an offcore rank 0: choose another port");
   }
 
   [[noreturn]] void fail_stranger() const {
-    fail(Code::mismatch, "whoever listens at ", address_, " has another OFFCORE_JOB_SECRET than ",
+    fail(Code::mismatch, "the server at ", address_, " has another OFFCORE_JOB_SECRET than ",
          "rank ", rank_, ": give all ranks the same, and every job its own port");
   }
 

@@ -34,7 +34,7 @@ Bootstrap Bootstrap::at(const std::string& address, uint32_t rank, uint32_t rank
 std::vector<std::string> Bootstrap::all_gather(const std::string& bytes,
                                                const Deadline& deadline) const {
   if (bytes.size() > kCardBytesMax) {
-    fail(Code::invalid, bytes.size(), " bytes to hand over: at most ", kCardBytesMax);
+    fail(Code::invalid, bytes.size(), " bytes of connection data: at most ", kCardBytesMax);
   }
   std::vector<std::string> all = all_gather_(bytes, deadline);
   if (all.size() == ranks_) return all;

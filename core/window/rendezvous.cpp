@@ -333,7 +333,7 @@ std::vector<Descriptor> Rendezvous::exchange_fds(std::string_view tag, int fd,
   std::vector<Descriptor> fds;
   for (Parcel& parcel : exchange(tag, "", fd, deadline)) {
     if (!parcel.fd && fds.size() != rank()) {
-      fail(Code::mismatch, "rank ", fds.size(), " handed over no descriptor at '", tag, "'");
+      fail(Code::mismatch, "rank ", fds.size(), " sent no descriptor at '", tag, "'");
     }
     fds.push_back(std::move(parcel.fd));
   }

@@ -90,7 +90,8 @@ uint16_t port_of(const std::string& address) {
     const auto [end, error] = std::from_chars(address.data() + colon + 1, last, port);
     if (error == std::errc() && end == last && port > 0) return port;
   }
-  fail(Code::invalid, "'", address, "' is no address: it is not host:port with a port in 1..65535");
+  fail(Code::invalid, "'", address,
+       "' is not an address: it is not host:port with a port in 1..65535");
 }
 
 bool wait_ready(int fd, short events, const Deadline& deadline) {
@@ -293,7 +294,7 @@ uid_t peer_uid(int unix_fd) {
   ucred peer{};
   socklen_t bytes = sizeof(peer);
   if (getsockopt(unix_fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
-    fail_errno(Code::driver, "cannot ask whose a Unix socket is");
+    fail_errno(Code::driver, "cannot query the owner of a Unix socket");
   }
   return peer.uid;
 }

@@ -119,7 +119,7 @@ const Share& Window::reachable(Rank rank, uint64_t offset, uint64_t bytes) const
     fail(Code::unsupported, "phantom memory has sizes but no bytes");
   }
   if (!host_visible_ && share.port == nullptr) {
-    fail(Code::invalid, "rank ", rank, " is not local: only its own process looks at its memory");
+    fail(Code::invalid, "rank ", rank, " is not local: only its own process can access its memory");
   }
   return share;
 }

@@ -37,7 +37,7 @@ def bootstrap_of(place: Any, rank: int | None, world_size: int | None) -> _core.
         return _of_group(place)
     raise error(
         "invalid",
-        f"a {type(place).__name__} is no place to meet: pass host:port, a torch.distributed "
+        f"a {type(place).__name__} cannot be a meeting place: pass host:port, a torch.distributed "
         "store or a process group",
     )
 
@@ -51,7 +51,7 @@ def _of_group(group: Any) -> _core.Bootstrap:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise error(
             "invalid",
-            "there is no place to meet: pass host:port (rank 0 listens there), set "
+            "no meeting place: pass host:port (rank 0 listens there), set "
             "OFFCORE_STORE, or call torch.distributed.init_process_group first",
         )
     ranks: int = dist.get_world_size(group)

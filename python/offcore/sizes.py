@@ -18,7 +18,7 @@ def parse_bytes(text: str) -> int:
     """`4096`, `64K`, `1M`, `4GiB` as a number of bytes. Raises ValueError."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"'{text}' is no number of bytes: write 4096, 64K, 1M or 4G (K = 1024)")
+        raise ValueError(f"'{text}' is not a number of bytes: write 4096, 64K, 1M or 4G (K = 1024)")
     nbytes = int(match[1]) * _UNITS[match[2].upper()]
     if nbytes > _BYTES_MAX:
         raise ValueError(f"'{text}' is more than {_BYTES_MAX} bytes")
@@ -36,16 +36,16 @@ def parse_sizes(text: str) -> list[int]:
 def _parse_range(text: str) -> list[int]:
     parts = text.split(":")
     if len(parts) not in (2, 3):
-        raise ValueError(f"'{text}' is no range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR")
+        raise ValueError(f"'{text}' is not a range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR")
     first, last = parse_bytes(parts[0]), parse_bytes(parts[1])
     try:
         factor = float(parts[2]) if len(parts) == 3 else 2.0
     except ValueError:
-        raise ValueError(f"'{parts[2]}' is no factor between sizes") from None
+        raise ValueError(f"'{parts[2]}' is not a factor between sizes") from None
     if first < 1 or last < first:
-        raise ValueError(f"'{text}' is no range of sizes: 1 <= FIRST <= LAST is needed")
+        raise ValueError(f"'{text}' is not a range of sizes: 1 <= FIRST <= LAST is needed")
     if not 1.0 < factor < float("inf"):
-        raise ValueError(f"'{parts[2]}' is no factor between sizes: it must be above 1")
+        raise ValueError(f"'{parts[2]}' is not a factor between sizes: it must be above 1")
     sizes = [first]
     while (size := max(sizes[-1] + 1, int(sizes[-1] * factor))) <= last:
         sizes.append(size)

@@ -58,7 +58,7 @@ void Occupation::fill(double limit_s) {
   const Deadline deadline = Deadline::after_s(std::min(kStartS, limit_s));
   while (!holds()) {
     if (deadline.passed()) {
-      fail(Code::driver, "the blocks that are to fill every SM do not all start: does something ",
+      fail(Code::driver, "not all blocks that should fill the SMs start: does something ",
            "else hold the GPU?");
     }
     nap(0);
@@ -141,7 +141,7 @@ bool Occupation::release() {
   if (seats_.empty()) return false;
   word_at(words_, 0).store(1, std::memory_order_release);
   if (!released_ && !wait_idle(kEndS)) {
-    fail(Code::driver, "the blocks on the GPUs do not go: end this process");
+    fail(Code::driver, "the blocks on the GPUs do not end: end this process");
   }
   released_ = true;
   return std::all_of(seats_.begin(), seats_.end(),

@@ -234,7 +234,7 @@ void Stress::let_go(uint32_t value) {
       return write();
     }
   } while (!deadline.passed());
-  fail(Code::driver, "a GPU does not let go of the stress; its memory stays mapped: end this ",
+  fail(Code::driver, "the stress test on a GPU does not end; its memory stays mapped: end this ",
        "process");
 }
 

@@ -131,12 +131,12 @@ class PacketReader {
   uint16_t relative(uint64_t value) const {
     const uint32_t less = static_cast<uint32_t>(value) - addresses_.epoch;
     if (less <= UINT16_MAX) return static_cast<uint16_t>(less);
-    fail(Code::invalid, "the value ", value, " is none of the epoch ", addresses_.epoch);
+    fail(Code::invalid, "the value ", value, " does not belong to epoch ", addresses_.epoch);
   }
 
   Slice word(const Packet& packet) const {
     const Slice place = places_.find(packet[Field::dst], 4);
-    if (place.buffer != kFlagBuffer) fail(Code::invalid, "its address is no flag word");
+    if (place.buffer != kFlagBuffer) fail(Code::invalid, "its address is not a flag word");
     return place;
   }
 
@@ -171,7 +171,7 @@ class PacketReader {
   void timestamp(const Packet& packet) {
     const uint64_t at = packet[Field::dst] - addresses_.timestamps;
     if (at % kTimestampAlign != 0 || at / kTimestampAlign > UINT16_MAX) {
-      fail(Code::invalid, "its address is no timestamp's place");
+      fail(Code::invalid, "its address is not that of a timestamp");
     }
     ordered();
     push({.value = static_cast<uint16_t>(at / kTimestampAlign), .op = Op::timestamp});

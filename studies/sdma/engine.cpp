@@ -21,7 +21,7 @@ uint64_t rows_of(const Packet& packet) { return packet[Field::height] * packet[F
 void EngineMemory::add(uint64_t address, std::byte* data, uint64_t bytes) {
   const std::unique_lock lock(mutex_);
   if (bytes == 0 || address + (bytes - 1) < address) {
-    fail(Code::invalid, bytes, " bytes at ", hex(address), " are no range");
+    fail(Code::invalid, bytes, " bytes at ", hex(address), " are not a valid range");
   }
   const auto after = ranges_.upper_bound(address);
   const bool before_next = after == ranges_.end() || address + (bytes - 1) < after->first;

@@ -35,7 +35,7 @@ uint64_t load(const uint32_t* dwords, const Bits& bits) {
 
 std::string misaligned(uint64_t address, uint64_t align) {
   if (address % align == 0) return {};
-  return cat("address ", hex(address), " is no multiple of ", align);
+  return cat("address ", hex(address), " is not a multiple of ", align);
 }
 
 std::string rect_refusal(const Packet& packet) {
@@ -87,7 +87,7 @@ std::string refusal(const Packet& packet) {
     case PacketKind::rect:
       return rect_refusal(packet);
     case PacketKind::poll:
-      if (packet[Field::func] == 7) return "function 7 is none";
+      if (packet[Field::func] == 7) return "function 7 does not exist";
       return packet[Field::memory] == 1 ? misaligned(dst, 4) : std::string();
     case PacketKind::fence:
       return misaligned(dst, 4);
@@ -96,7 +96,7 @@ std::string refusal(const Packet& packet) {
     case PacketKind::timestamp:
       return misaligned(dst, kTimestampAlign);
     case PacketKind::fill:
-      return packet[Field::bytes] % 4 == 0 ? misaligned(dst, 4) : "its bytes are no whole dwords";
+      return packet[Field::bytes] % 4 == 0 ? misaligned(dst, 4) : "its bytes are not whole dwords";
     case PacketKind::copy:
     case PacketKind::trap:
     case PacketKind::nop:

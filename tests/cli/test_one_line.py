@@ -57,7 +57,7 @@ def test_a_seed_that_no_engine_holds(offcore_cli) -> None:
 def test_a_meeting_that_is_no_address(offcore_cli, meeting) -> None:
     ran = offcore_cli("mcast", "bench", "broadcast", "--hosts", "2", "--meeting", meeting)
     assert ran.status == 1
-    assert ran.err.startswith(f"offcore: invalid: {meeting!r} is no address")
+    assert ran.err.startswith(f"offcore: invalid: {meeting!r} is not an address")
     assert ran.err.count("\n") == 1
 
 
@@ -71,7 +71,7 @@ def test_mcast_without_torch_says_where_ranks_meet(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert done.stdout.startswith("invalid there is no place to meet: pass host:port"), done.stderr
+    assert done.stdout.startswith("invalid no meeting place: pass host:port"), done.stderr
 
 
 FILES = ("", "[]", "[1]", "5", "null", "{", "[" * 100_000, '{"impl": "offcore"}', "\x00")

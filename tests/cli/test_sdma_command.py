@@ -96,9 +96,9 @@ def test_a_missing_fence_is_seen(offcore_cli):
 
 
 REFUSED = [
-    ('[{"op": "move"}]', "invalid: command 0: it has to be an object whose op"),
-    ("[1]", "invalid: command 0: it has to be an object"),
-    ("[", "invalid: the commands are no JSON"),
+    ('[{"op": "move"}]', "invalid: command 0: it must be an object whose op"),
+    ("[1]", "invalid: command 0: it must be an object"),
+    ("[", "invalid: the commands are not JSON"),
     ("{}", "invalid: the commands have to be a JSON list"),
     (
         '[{"op": "trap", "value": 1}, {"op": "copy", "dst": 0}]',
@@ -113,7 +113,7 @@ REFUSED = [
     ('[{"op": "bcst", "dsts": 7, "src": 64, "bytes": 8}]', "dsts has to be a list"),
     ('[{"op": "signal", "addr": 0, "value": 1, "how": "post"}]', 'how has to be "fence"'),
     ('[{"op": "fill", "dst": 0, "value": 4294967296, "bytes": 8}]', "value = 4294967296 does not"),
-    ('[{"op": "fill", "dst": 0, "value": 1, "bytes": 6}]', "its bytes are no whole dwords"),
+    ('[{"op": "fill", "dst": 0, "value": 1, "bytes": 6}]', "its bytes are not whole dwords"),
     ('[{"op": "trap", "value": 4611686018427387904}]', "does not fit"),
     (f'[{{"op": "copy", "dst": 0, "src": 0, "bytes": {(1 << 64) - 1}}}]', "more than 1048576 pack"),
     (f'[{{"op": "copy", "dst": {(1 << 64) - 1}, "src": 0, "bytes": 2}}]', "beyond the 64-bit"),
@@ -137,11 +137,11 @@ def test_lists_that_have_no_packets(text: str, told: str) -> None:
     [
         ("000000ff", "dword 0 (0xff): no packet"),
         ("0 0 00000001", "dword 2 (0x1): this COPY_LINEAR has 7 dwords, and 1 are left"),
-        ("0\n0000000g", "line 2: '0000000g' is no dword"),
-        ("123456789", "line 1: '123456789' is no dword"),
-        ('{"dwords": []}', "line 1 is no object"),
-        ('{"queue": null, "dwords": [5]}', "line 1: 5 is no dword"),
-        ("[", "line 1 is no object"),
+        ("0\n0000000g", "line 2: '0000000g' is not a dword"),
+        ("123456789", "line 1: '123456789' is not a dword"),
+        ('{"dwords": []}', "line 1 is not an object"),
+        ('{"queue": null, "dwords": [5]}', "line 1: 5 is not a dword"),
+        ("[", "line 1 is not an object"),
         ("# queue 0.0\n# queue 0.1", "several queues"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_cannot_run(offcore_cli):
     assert "offcore: invalid: queue 0.0: dword 0 (byte 0): COPY_LINEAR: 64 bytes at" in ran.err
     stuck = [{"op": "poll", "addr": 64, "value": 1}]
     ran = offcore_cli("sdma", "run", "-", stdin=json.dumps(stuck))
-    assert "offcore: timeout: nobody goes on; polls wait: queue 0.0 at dword 0" in ran.err
+    assert "offcore: timeout: no queue can continue; polls wait: queue 0.0 at dword 0" in ran.err
     ran = offcore_cli("sdma", "encode", "-", "--machine", "h200-4", stdin="[]")
     assert "offcore: unsupported: machine h200-4 has no SDMA engines" in ran.err
     ran = offcore_cli("sdma", "run", "no-such-file")

@@ -205,7 +205,7 @@ def test_streams_of_several_gpus() -> None:
         ({0: one}, "0, 1: pass a stream for each"),
         ([one], "a stream for each of them"),
         ([Stream(one, 0), Stream(other, 0)], "a stream of GPU 0 was given for GPU 1"),
-        (["x", other], "a str is no stream"),
+        (["x", other], "a str is not a stream"),
     ):
         code, told = code_of(lambda: memory.copy(entries, stream=stream))
         assert code == "invalid" and names in told, told

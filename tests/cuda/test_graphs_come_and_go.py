@@ -255,7 +255,7 @@ def test_a_driver_that_does_not_tell() -> None:
             graph.destroy()
         with gpus.graph(comm.given):
             found, told = code_of(ring.start)
-        assert found == "unsupported" and "the driver does not tell" in told, (found, told)
+        assert found == "unsupported" and "the driver does not report it" in told, (found, told)
     """
     lacks = {"OFFCORE_FAKE_CUDA_LACKS": "cuUserObjectCreate"}
     assert run(code(MANY) + textwrap.dedent(text), **lacks) == ""

@@ -253,7 +253,7 @@ def test_a_server_of_another_kind(listener: socket.socket) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with pytest.raises(Error, match="no offcore rank 0") as caught:
+    with pytest.raises(Error, match="not an offcore rank 0") as caught:
         joined(f"127.0.0.1:{listener.getsockname()[1]}", 1, 2, timeout_s=5)
     assert caught.value.code == "driver"
     thread.join()

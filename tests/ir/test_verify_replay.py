@@ -27,7 +27,7 @@ def test_the_pattern_of_all_captured_programs() -> None:
         (
             [f"0.0: {AWAIT}; {COPY}; {DONE}; signal flag[1]:6 = 1", GOOD[1]],
             "queue 0.0, command 3",
-            "nobody polls word 6 of rank 1",
+            "no queue polls word 6 of rank 1",
         ),
         (
             [f"0.0: {AWAIT}; {AWAIT}; {COPY}; {DONE}", GOOD[1]],

@@ -200,5 +200,5 @@ def test_trees_by_name() -> None:
     assert fat_tree.tree_of("paper", 188).leaf_ports == 18
     assert fat_tree.tree_of("radix:32", 1024).leaves_per_pod == 16
     assert fat_tree.tree_of("leaf:16", 188).spines == 1
-    with pytest.raises(ValueError, match="is no tree"):
+    with pytest.raises(ValueError, match="is not a tree"):
         fat_tree.tree_of("ring", 4)

@@ -117,14 +117,17 @@ def test_gloo_beside() -> None:
         (["bench", "all_gather", "--impls", "nccl"], "nccl"),
         (["bench", "broadcast", "--hosts", "64", "--impls", "gloo"], "up to 16 hosts"),
         (["bench", "all_gather", "--hosts", "4", "--chains", "5"], "5 chains need as many hosts"),
-        (["bench", "broadcast", "--bursts", "9"], "is no burst"),
+        (["bench", "broadcast", "--bursts", "9"], "is not a burst"),
         (
             ["bench", "broadcast", "--hosts", "4", "--meeting", "127.0.0.1:9", "--rank", "4"],
             "ranks 0 to 3",
         ),
         (["simulate", "gather"], "no operation 'gather' is simulated"),
-        (["simulate", "all_gather", "--tree", "star"], "is no tree"),
-        (["simulate", "broadcast", "--beside-reduce-scatter"], "beside an all_gather"),
+        (["simulate", "all_gather", "--tree", "star"], "is not a tree"),
+        (
+            ["simulate", "broadcast", "--beside-reduce-scatter"],
+            "a concurrent reduce-scatter needs an all_gather",
+        ),
         (["simulate", "broadcast", "--algorithms", "ring"], "ring"),
     ],
 )

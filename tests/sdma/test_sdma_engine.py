@@ -229,17 +229,17 @@ FORBIDDEN = [
     ("copy", {"dst": BASE, "src": BASE, "bytes": 1 << 30}, "are not in the engine's memory"),
     ("copy", {"dst": (1 << 64) - 1, "src": BASE, "bytes": 64}, "are not in the engine's memory"),
     ("broadcast", {"dst": BASE, "dst2": BASE + 48, "src": BASE, "bytes": 4}, "agree modulo 32"),
-    ("swap", {"dst": BASE + 32, "src": BASE + 64, "bytes": 4}, "is no multiple of 64"),
-    ("swap", {"dst": BASE, "src": BASE + 72, "bytes": 4}, "is no multiple of 64"),
-    ("fence", {"dst": BASE + 2, "value": 1}, "is no multiple of 4"),
-    ("timestamp", {"dst": BASE + 16}, "is no multiple of 32"),
-    ("atomic", {"dst": BASE + 4, "operation": 47, "value": 1}, "is no multiple of 8"),
+    ("swap", {"dst": BASE + 32, "src": BASE + 64, "bytes": 4}, "is not a multiple of 64"),
+    ("swap", {"dst": BASE, "src": BASE + 72, "bytes": 4}, "is not a multiple of 64"),
+    ("fence", {"dst": BASE + 2, "value": 1}, "is not a multiple of 4"),
+    ("timestamp", {"dst": BASE + 16}, "is not a multiple of 32"),
+    ("atomic", {"dst": BASE + 4, "operation": 47, "value": 1}, "is not a multiple of 8"),
     ("atomic", {"dst": BASE, "operation": 15, "value": 1}, "operation 15 is not emulated"),
-    ("poll", POLL | {"dst": BASE + 1}, "is no multiple of 4"),
+    ("poll", POLL | {"dst": BASE + 1}, "is not a multiple of 4"),
     ("poll", POLL | {"memory": 0}, "registers are not emulated"),
     ("poll", POLL | {"retry": 100}, "only polls that wait for ever"),
     ("poll", POLL | {"func": 7}, "function 7"),
-    ("fill", {"dst": BASE, "value": 1, "bytes": 6}, "no whole dwords"),
+    ("fill", {"dst": BASE, "value": 1, "bytes": 6}, "not whole dwords"),
     ("rect", RECT | {"element": 5}, "at most 16 bytes"),
     ("rect", RECT | {"width": 9}, "longer than its pitch"),
     ("rect", RECT | {"src": BASE + 2}, "whole dwords"),
@@ -406,5 +406,5 @@ def test_memory_ranges() -> None:
     memory.add(8192, np.zeros(10, np.uint8))
     memory.add(4095, np.zeros(1, np.uint8))
     for address, nbytes in [(4095, 1), (4000, 200), (8191, 1), (0, 1 << 16), (8201, 1), (100, 0)]:
-        with pytest.raises(offcore.Error, match=r"overlap|are no range"):
+        with pytest.raises(offcore.Error, match=r"overlap|are not a valid range"):
             memory.add(address, np.zeros(nbytes, np.uint8))

@@ -34,7 +34,7 @@ uint64_t id_of(const LocalGpu& device, uintptr_t stream) {
   const CaptureState state = state_of(device, reinterpret_cast<CUstream>(stream));
   if (state.status == kCaptureNone) return 0;
   if (state.status != kCaptureActive) {
-    fail(Code::invalid, "this stream's capture is spoilt already, by an earlier call that no ",
+    fail(Code::invalid, "this stream's capture was already invalidated by an earlier call that no ",
          "capture allows: end it and capture again");
   }
   if (stream == kPerThreadStream) {
@@ -321,7 +321,7 @@ void Captures::run_out() {
   const Deadline deadline = Deadline::after_s(kRunOutS);
   for (uint32_t quiet = 0; quiet < kQuietLooks; ++quiet) {
     if (deadline.passed()) {
-      fail(Code::driver, "replays of aborted graphs do not run out within ",
+      fail(Code::driver, "replays of aborted graphs did not end within ",
            shown_s(deadline.wait_ns()), " s");
     }
     release(awaited());

@@ -271,7 +271,7 @@ class CudaBackend final : public Backend,
     const ContextGuard current = gpu.current();
     std::unique_ptr<CudaStream> stream = gpu.take_idle_stream();
     check(Driver::get().cuStreamWaitEvent(stream->handle(), reinterpret_cast<CUevent>(event), 0),
-          "cuStreamWaitEvent for what a transfer comes after");
+          "cuStreamWaitEvent for the event that a transfer follows");
     refuse_capture(
         reinterpret_cast<uintptr_t>(stream->handle()));  // it would have joined the event's
     return std::make_unique<EventMark>(executor_->devices().front()->shared(), std::move(stream));

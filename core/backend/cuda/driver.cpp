@@ -22,7 +22,7 @@ Driver::Driver(const std::string& path) : OfProcess("the NVIDIA driver") {
   }
   const auto get_version = symbol<CUresult (*)(int*)>(library, "cuDriverGetVersion");
   if (get_version == nullptr || get_version(&version_) != kSuccess) {
-    fail(Code::unavailable, path, " is no NVIDIA driver library: it has no cuDriverGetVersion");
+    fail(Code::unavailable, path, " is not an NVIDIA driver library: it has no cuDriverGetVersion");
   }
   if (version_ < kVersionMin) {
     fail(Code::unavailable, "the NVIDIA driver is for CUDA ", shown_version(version_), "; ",

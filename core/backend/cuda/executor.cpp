@@ -322,7 +322,7 @@ void CudaExecutor::release(exec::Freed& freed) {
     if (through) break;
     if (deadline.passed()) {
       for (const auto& submission : submissions) leak(submission);
-      fail(Code::driver, "a GPU does not let go of an aborted operation within ",
+      fail(Code::driver, "an aborted operation on a GPU did not end within ",
            shown_s(deadline.wait_ns()), " s; its memory stays mapped: end this process");
     }
     nap(round * kSpinNs);

@@ -152,7 +152,7 @@ void CudaExecutor::run_out(const CudaProgram& compiled, const ArmedSubmissions& 
         device.gpu().write_words({armed_streams.queues[i][queue].gate->address()}, own.turn);
         const Deadline deadline = Deadline::after_s(kRunOutS);
         while (!own.parts[i].joins[queue].passed()) {
-          if (deadline.passed()) fail(Code::driver, "a GPU does not let go of an armed queue");
+          if (deadline.passed()) fail(Code::driver, "an armed queue on a GPU did not end");
           nap(0);
         }
       }

@@ -34,7 +34,7 @@ void HsaRuntime::resolve(void* library) {
   OFFCORE_HSA_TABLE(OFFCORE_HSA_FIND)
 #undef OFFCORE_HSA_FIND
   if (!missing.empty()) {
-    fail(Code::unavailable, env("OFFCORE_LIBHSA"), " is no HSA runtime that can be used: it lacks ",
+    fail(Code::unavailable, env("OFFCORE_LIBHSA"), " is not a usable HSA runtime: it lacks ",
          missing);
   }
 #define OFFCORE_HSA_FIND(name, returns, parameters) \

@@ -3,7 +3,7 @@
 // A packet is a kind and its fields. One table (packet.cpp) says where each field lies; pack and
 // what reads packets (studies/sdma/unpack.h) both go by it. Counts, pitches and sizes are here what
 // they mean: the table knows which are stored less one. Every bit that the table does not name is
-// 0. docs/sdma.md shows the table.
+// 0. docs/internals/sdma.md shows the table.
 #pragma once
 #include <array>
 #include <cstdint>

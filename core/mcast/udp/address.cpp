@@ -41,7 +41,7 @@ uint32_t mtu_of(const std::string& name, int family) {
   ifreq request{};
   name.copy(request.ifr_name, IFNAMSIZ - 1);
   if (!asker || ioctl(asker.get(), SIOCGIFMTU, &request) != 0) {
-    fail_errno(Code::driver, cat("cannot ask for the MTU of ", name));
+    fail_errno(Code::driver, cat("cannot query the MTU of ", name));
   }
   return static_cast<uint32_t>(request.ifr_mtu);
 }
@@ -61,7 +61,7 @@ Address Address::of(const std::string& host, uint16_t port) {
   hints.ai_socktype = SOCK_DGRAM;
   addrinfo* found = nullptr;
   if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) {
-    fail(Code::invalid, "'", host, "' is no IPv4 or IPv6 address; pass a number like 10.0.0.1");
+    fail(Code::invalid, "'", host, "' is not an IPv4 or IPv6 address; pass a number like 10.0.0.1");
   }
   const Address address = address_of(found->ai_addr);
   freeaddrinfo(found);
@@ -72,7 +72,7 @@ Address Address::bound_to(int fd) {
   Address address;
   address.bytes = sizeof(address.storage);
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.bytes) != 0) {
-    fail_errno(Code::driver, "cannot ask where a socket is bound");
+    fail_errno(Code::driver, "cannot query a socket's address");
   }
   return address;
 }
@@ -125,7 +125,7 @@ Address Address::next_group(uint32_t n) const {
   word = htonl(ntohl(word) + n);
   std::memcpy(last, &word, sizeof(word));
   if (!address.multicast()) {
-    fail(Code::invalid, "there are no ", n + 1, " multicast groups from ", host(), " on");
+    fail(Code::invalid, "fewer than ", n + 1, " multicast groups follow ", host());
   }
   return address;
 }

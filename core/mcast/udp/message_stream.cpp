@@ -142,7 +142,7 @@ MessageStream::StreamState MessageStream::parse(MessageReader& reader) {
     }
     if (end_ - begin_ < kMessageBytes) return StreamState::open;
     const std::optional<Message> message = decode(input_.data() + begin_);
-    if (!message) return broken("it sent bytes that are no message");
+    if (!message) return broken("it sent bytes that are not a message");
     begin_ += kMessageBytes;
     if (message->payload_bytes == 0) {
       if (!reader.read(*message)) return StreamState::closed;

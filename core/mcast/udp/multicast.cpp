@@ -48,14 +48,14 @@ uint32_t grow_buffer(int fd, int name, int name_force, uint32_t bytes) {
     set(fd, SOL_SOCKET, name, wanted, "buffer size");
   }
   if (getsockopt(fd, SOL_SOCKET, name, &given, &size) != 0) {
-    fail_errno(Code::driver, "cannot ask for a socket's buffer size");
+    fail_errno(Code::driver, "cannot query a socket's buffer size");
   }
   return static_cast<uint32_t>(given) / 2;
 }
 
 Descriptor open_udp(const Interface& interface, const Address& group) {
   if (!group.multicast()) {
-    fail(Code::invalid, group.host(), " is no multicast group; 239.0.0.0/8 and ff15::/16 are");
+    fail(Code::invalid, group.host(), " is not a multicast group; 239.0.0.0/8 and ff15::/16 are");
   }
   if (interface.address.family() != group.family()) {
     fail(Code::invalid, "group ", group.host(), " and interface ", interface.name,
@@ -191,7 +191,7 @@ size_t SendSocket::send(std::span<const Datagram> datagrams) {
       sent += batch.datagrams[0];
     } else if (errno == EMSGSIZE) {
       fail(Code::invalid, "datagrams of ", datagrams[sent].bytes(),
-           " bytes do not fit into the path's packets: lower the MTU that was asked for");
+           " bytes do not fit into the path's packets: request a lower MTU");
     } else {
       fail_errno(Code::driver, "cannot send multicast");
     }

@@ -53,7 +53,7 @@ PeerAddress PeerAddress::parse(const std::string& text) {
   stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
       card.credit_port >> card.host;
   if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
-    fail(Code::mismatch, "'", text, "' is no address of a multicast rank: the ranks run ",
+    fail(Code::mismatch, "'", text, "' is not the address of a multicast rank: the ranks run ",
          "different versions of offcore, or different transports");
   }
   return card;

@@ -69,7 +69,7 @@ class BatchPolicy:
                 timed=self.timed and not defaults.traits(backend).virtual,
             )
         except TypeError:
-            raise error("invalid", f"{self} holds what is no such number or choice") from None
+            raise error("invalid", f"{self} holds an invalid number or choice") from None
 
     def _swaps(self, count: int) -> list[int]:
         if isinstance(self.swap, bool):

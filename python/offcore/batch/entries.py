@@ -59,7 +59,7 @@ class _Side:
                 raise OverflowError
             self.places: Column = np.ascontiguousarray(given, dtype=np.uint64)
         except (OverflowError, TypeError, ValueError):
-            raise error("invalid", f"{self.role}s: an address is no number of 64 bits") from None
+            raise error("invalid", f"{self.role}s: an address is not a number of 64 bits") from None
 
     def _take_places(self, given: Sequence[Any]) -> None:
         places, homes = [], []
@@ -70,7 +70,7 @@ class _Side:
                 if not (HOST <= home < 1 << 16 and 0 <= offset < BYTES_MAX):
                     raise ValueError
             except (TypeError, ValueError):
-                text = "is no place: a pair of a rank (or 'host') and an offset"
+                text = "is not a place: a pair of a rank (or 'host') and an offset"
                 raise error("invalid", f"entry {index}: its {self.role} {text}") from None
             places.append(offset)
             homes.append(home)
@@ -209,7 +209,7 @@ def _numbers(sizes: Any) -> Column:
         if column.ndim != 1 or column.dtype.kind not in "iu":
             raise TypeError
     except (OverflowError, TypeError, ValueError):
-        raise error("invalid", "sizes must be whole numbers of bytes, one an entry") from None
+        raise error("invalid", "sizes must be whole numbers of bytes, one per entry") from None
     wrong = (column < 0) | (column > BYTES_MAX)
     if wrong.any():
         index = int(wrong.argmax())
@@ -249,5 +249,5 @@ def _handle(stream: Any, gpu: int) -> int:
         raise error("invalid", f"a stream of GPU {device} was given for GPU {gpu}")
     handle = getattr(stream, "cuda_stream", stream)
     if not isinstance(handle, int):
-        raise error("invalid", f"a {type(stream).__name__} is no stream")
+        raise error("invalid", f"a {type(stream).__name__} is not a stream")
     return handle or _LEGACY_STREAM

@@ -77,7 +77,7 @@ class BatchResult(Facts):
 
     @property
     def native(self) -> bool:
-        """False where commands had to be expanded for the machine."""
+        """False if the machine lacks a command, which was emulated with several."""
         return self._run.plan.program.native
 
     @property

@@ -55,7 +55,7 @@ def dense(what: str, shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]
         kind = dtype if type(dtype).__module__ == "torch" else np.dtype(dtype)
         itemsize = int(kind.itemsize)
     except (TypeError, ValueError, AttributeError):
-        raise error("invalid", f"{what}: {dtype!r} is no dtype") from None
+        raise error("invalid", f"{what}: {dtype!r} is not a dtype") from None
     if itemsize == 0 or getattr(kind, "hasobject", False):
-        raise error("invalid", f"{what}: elements of dtype {kind} have no bytes of a fixed number")
+        raise error("invalid", f"{what}: elements of dtype {kind} have no fixed number of bytes")
     return lengths, kind, checked(f"{what}: bytes", math.prod(lengths) * itemsize)

@@ -41,7 +41,7 @@ def keep_near(gpus: Sequence[int], nodes: Path = NODES) -> set[int]:
         if gpu["node"] < 0 or not file.is_file():
             raise error(
                 "unavailable",
-                f"the kernel does not tell the NUMA node of GPU {gpu['ordinal']} ({gpu['pci']}); "
+                f"the kernel does not report the NUMA node of GPU {gpu['ordinal']} ({gpu['pci']}); "
                 "leave near_gpu out, or place the process yourself (numactl, taskset)",
             )
         near |= cpus_in(file.read_text(encoding="ascii")) & allowed

@@ -46,7 +46,7 @@ class Result(Facts):
 
     @property
     def native(self) -> bool:
-        """False where commands had to be expanded for the machine."""
+        """False if the machine lacks a command, which was emulated with several."""
         return self._core.native
 
     @property

@@ -53,7 +53,7 @@ def _memory_of(array: Any) -> _Memory:
         raise error(
             "invalid",
             f"a cache is a {type(array).__name__}: pass torch tensors, numpy "
-            "arrays, or what has CUDA's array interface",
+            "arrays, or objects with CUDA's array interface",
         )
     shape = tuple(facts["shape"])
     itemsize = np.dtype(facts["typestr"]).itemsize

@@ -224,7 +224,7 @@ class BlockTransfer:
         if known - {device}:
             raise error(
                 "invalid",
-                f"the caches lie on GPUs {sorted(known)}; a transfer is of one, here {device}",
+                f"the caches lie on GPUs {sorted(known)}; a transfer is for one, here {device}",
             )
         return device
 

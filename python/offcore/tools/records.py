@@ -32,7 +32,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise error("invalid", f"'{path}' holds no rows, an object a line: {failure}") from None
     if strange := [number for number, one in enumerate(found, 1) if not isinstance(one, dict)]:
         raise error(
-            "invalid", f"'{path}' holds no rows, an object a line: row {strange[0]} is none"
+            "invalid", f"'{path}' must hold one JSON object per line: row {strange[0]} is not one"
         )
     return found
 

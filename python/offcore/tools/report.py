@@ -409,7 +409,7 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
     if has_choice(rows):
         notes.append("* best of its size: " + ", ".join(best_ranges(rows)))
     if any(row.native is False for row in rows):
-        notes.append("+ has commands that this machine lacks: they were expanded")
+        notes.append("+ this machine lacks the command; emulated with several")
     offcore_rows = [row for row in rows if row.impl == "offcore"]
     if any(row.nvls == "off" for row in rows):
         notes.append("NVLink multicast (NVLS) is off")

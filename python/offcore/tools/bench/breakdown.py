@@ -137,11 +137,11 @@ def table(machine: str, backend: str, found: list[Copy]) -> Table:
         title_justify="left",
     )
     armed = any(copy.armed_us is not None for copy in found)
-    for name in ("size", *PHASES, "total us", "all but copy", *(["armed us"] if armed else [])):
+    for name in ("size", *PHASES, "total us", "non-copy, %", *(["armed us"] if armed else [])):
         result.add_column(name, justify="right")
     for copy in found:
         cells = [format_us(copy.phases[f"{name}_us"]) for name in PHASES]
-        cells += [format_us(copy.time_us), f"{copy.overhead:.0%}"]
+        cells += [format_us(copy.time_us), f"{100 * copy.overhead:.0f}"]
         cells += [] if copy.armed_us is None else [format_us(copy.armed_us)]
         result.add_row(format_bytes(copy.bytes), *cells)
     return result

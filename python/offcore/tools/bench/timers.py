@@ -90,7 +90,7 @@ class StreamTimer:
             raise error(
                 "timeout",
                 f"{calls} calls were not enqueued within {self._timeout_s:.0f} s: the stream holds "
-                "fewer, or a rank did not come: take fewer --calls",
+                "fewer, or a rank did not arrive: take fewer --calls",
             )
         elapsed_us = watch.elapsed_us(self._timeout_s)
         for handle in handles:

@@ -37,7 +37,7 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         metavar="NAME,...",
-        help="How the cache lies: layers (outermost, one tensor), tensors (one a layer), "
+        help="Layout of the cache: layers (outermost, one tensor), tensors (one a layer), "
         "kv-apart (the same, K and V apart), contiguous (over the layers).",
     ),
 ]
@@ -46,7 +46,7 @@ LayoutOption = Annotated[
 @app.command("bench")
 def bench_command(
     model: Annotated[
-        str, typer.Option(metavar="NAME,...", help=f"all, or of {', '.join(MODELS)}.")
+        str, typer.Option(metavar="NAME,...", help=f"all, or names of {', '.join(MODELS)}.")
     ] = "qwen2.5-0.5b",
     layout: LayoutOption = LAYOUTS[0],
     tokens: Annotated[
@@ -67,12 +67,12 @@ def bench_command(
         typer.Option(metavar="all|N,...", help="GPUs that lend offcore their links to the host."),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Requests under way at once.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Concurrent requests.")
     ] = 1,
     with_gemm: Annotated[
         bool,
         typer.Option(
-            "--with-gemm", metavar="", help="How much matrix products slow down (torch, GPU)."
+            "--with-gemm", metavar="", help="Measure how much matrix products slow down (torch)."
         ),
     ] = False,
     backend: Annotated[
@@ -85,7 +85,7 @@ def bench_command(
 ) -> None:
     """Time loads and stores of scattered blocks beside peers, and check every byte.
 
-    GB/s are 1e9 bytes a second; % is of one contiguous copy in the same run.
+    GB/s are 1e9 bytes a second; % is relative to one contiguous copy in the same run.
 
     \b
     offcore kv bench --model qwen2.5-0.5b,qwen2.5-1.5b --tokens 1024
@@ -122,7 +122,7 @@ def _numbers(text: str, least: int, option: str) -> list[int]:
             raise ValueError
     except ValueError:
         raise typer.BadParameter(
-            f"'{text}' is no list of numbers from {least} on", param_hint=option
+            f"'{text}' is not a list of numbers of at least {least}", param_hint=option
         ) from None
     return numbers
 
@@ -162,11 +162,11 @@ def plot_command(
         int,
         typer.Option(
             metavar="16|17",
-            help="DMA-Latte's: times as fast as the loop, one request (16) or several (17).",
+            help="DMA-Latte's figure: speedup over the loop, one request (16) or several (17).",
         ),
     ] = 16,
 ) -> None:
-    """Draw recorded rows of offcore kv bench as the paper draws its fetches.
+    """Plot rows of offcore kv bench in the form of the paper's figures 16 and 17.
 
     \b
     offcore kv plot kv.jsonl --figure 16 --out figure16.png

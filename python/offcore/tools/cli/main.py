@@ -110,7 +110,7 @@ def _request(
     own = known_names(own_copy, "--own-copy", collectives.OWN_COPIES)
     if backend != "cuda" and (forms or "sm" in own):
         option = "--signals" if forms else "--own-copy sm"
-        raise error("unsupported", f"{option} is about GPUs: {backend} has one form only")
+        raise error("unsupported", f"{option} is for GPUs: {backend} has only one form")
     named = variants not in ("all", "auto")
     names = list(collectives.VARIANTS) if variants == "all" else names_of(variants, "--variants")
     default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
@@ -153,7 +153,7 @@ def bench_command(
     plot_to: PlotOption = None,
     metric: MetricOption = None,
 ) -> None:
-    """Time a collective by size and variant, and check every byte it moved.
+    """Time a collective by size and variant, and check every byte.
 
     The columns are those of nccl-tests; GB/s are 1e9 bytes a second; a size is the total array.
 
@@ -235,14 +235,14 @@ def tune_command(
     sizes: SizesOption = None,
     signals: SignalsOption = None,
     prelaunch: Annotated[
-        bool, typer.Option("--prelaunch", metavar="", help="Prelaunched variants may win too.")
+        bool, typer.Option("--prelaunch", metavar="", help="Include prelaunched variants.")
     ] = False,
     iters: ItersOption = collectives.BATCHES,
     calls: CallsOption = collectives.CALLS,
     timeout: TimeoutOption = 30.0,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Recorded rows (--json), not a measurement."),
+        typer.Option("--from", metavar="FILE", help="Use recorded rows (--json)."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -250,11 +250,11 @@ def tune_command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure every variant and write the table that auto chooses by.
+    """Measure every variant and write the table from which auto chooses.
 
-    A table is looked up as tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by
-    default ~/.config/offcore/machines), then in offcore's own: offcore doctor lists them. --json
-    keeps the rows that it was picked from.
+    A table is tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by default
+    ~/.config/offcore/machines), which precedes offcore's own; offcore doctor lists them. --json
+    keeps the measured rows.
 
     \b
     offcore tune --backend cuda --signals fenced,copy_order
@@ -305,12 +305,12 @@ def plot_command(
         int | None,
         typer.Option(
             metavar="13|14",
-            help="DMA-Latte's: times as fast as nccl, of all-gather (13) or all-to-all (14).",
+            help="DMA-Latte's figure: speedup over nccl, all-gather (13) or all-to-all (14).",
         ),
     ] = None,
     metric: MetricOption = None,
 ) -> None:
-    """Draw recorded rows: a panel an operation, or a figure of the paper.
+    """Plot recorded rows: one panel per operation, or a figure of the paper.
 
     \b
     offcore plot rows.jsonl --figure 13 --out figure13.png
@@ -342,7 +342,7 @@ def show(
     protocol: ProtocolOption = ProtocolName.auto,
     json: JsonOption = None,
 ) -> None:
-    """Print the program of DMA commands that a collective runs as."""
+    """Print the program of DMA commands of a collective."""
     program = offcore.show_program(
         op.value,
         machine=machine,
@@ -412,15 +412,15 @@ def doctor_command(
             min=signal_forms.OPERATIONS_MIN,
             max=COUNT_MAX,
             metavar="N",
-            help="Operations of each trial.",
+            help="Operations per trial.",
         ),
     ] = signal_forms.OPERATIONS,
     json: JsonOption = None,
 ) -> None:
-    """Say for each backend whether it is available, or why not and what would make it so.
+    """Show which backends are available here, and why the others are not.
 
-    With --stress: test on the GPUs in which signal forms flags never overtake data, and remember
-    the result.
+    With --stress: test on the GPUs in which signal forms flags never overtake data, and store the
+    result.
     """
     console = report.console(stderr=json == "-")
     with JsonLines(json) as lines:
@@ -435,14 +435,14 @@ def doctor_command(
 @app.command("demo")
 def demo_command(
     folder: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Where plots and rows go.")
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder for plots and rows.")
     ] = Path("demo-out"),
     host_sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes between processes.")
+        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes for the runs between processes.")
     ] = demo.HOST_SIZES,
     json: JsonOption = None,
 ) -> None:
-    """Run collectives on the simulated MI300X machine, then between processes of this one."""
+    """Run collectives on the simulated MI300X machine, then between processes of this machine."""
     sizes = parsed(parse_sizes, host_sizes, "--host-sizes")
     try:
         folder.mkdir(parents=True, exist_ok=True)

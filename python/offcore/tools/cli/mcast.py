@@ -40,10 +40,10 @@ _PARTNERS = {MULTICAST: "in_network"}  # which reduce-scatter runs beside an all
 HOSTS_MAX = 1 << 16
 HostsOption = Annotated[int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts.")]
 RankOption = Annotated[
-    int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: this one's.")
+    int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: rank of this host.")
 ]
 BatchesOption = Annotated[
-    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Time is their median.")
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Batches; the time is their median.")
 ]
 ChainsOption = Annotated[
     int,
@@ -52,25 +52,23 @@ ChainsOption = Annotated[
 PerLeafOption = Annotated[
     int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts on each leaf bridge.")
 ]
-MtuOption = Annotated[
-    int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="The links' largest packet.")
-]
+MtuOption = Annotated[int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="MTU of the links.")]
 OffloadsOption = Annotated[
     bool,
-    typer.Option(help="Packets larger than a link's may pass whole (GSO); else none does."),
+    typer.Option(help="Let packets larger than the MTU pass whole (GSO)."),
 ]
 LossOption = Annotated[
     float, typer.Option(min=0, max=1, metavar="SHARE", help="Packets lost on the way to a host.")
 ]
 BurstsOption = Annotated[
     str | None,
-    typer.Option(metavar="N/EVERY", help="So many packets in a row lost, of every so many."),
+    typer.Option(metavar="N/EVERY", help="Lose N packets in a row of each EVERY."),
 ]
 DuplicatesOption = Annotated[
-    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams that come twice.")
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Duplicated datagrams.")
 ]
 ReorderingOption = Annotated[
-    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams that others overtake.")
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams delivered out of order.")
 ]
 TreeOption = Annotated[
     str,
@@ -98,28 +96,28 @@ def simulate(
         str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes: 1M:1G:4, 12M (K = 1024).")
     ] = "1M:64M:4",
     algorithms: Annotated[
-        str, typer.Option(metavar="all|LIST", help="multicast, ring, knomial...: what to compare.")
+        str, typer.Option(metavar="all|LIST", help="Algorithms: multicast, ring, knomial...")
     ] = "all",
     chains: Annotated[
         str, typer.Option(metavar="LIST", help="Multicast: concurrent senders.")
     ] = "1",
     radix: Annotated[
-        int, typer.Option(max=COUNT_MAX, metavar="K", help="Of the k-nomial tree.")
+        int, typer.Option(max=COUNT_MAX, metavar="K", help="Radix of the k-nomial tree.")
     ] = 4,
     segments: Annotated[
         int,
-        typer.Option(max=COUNT_MAX, metavar="N", help="Trees send a message on in so many pieces."),
+        typer.Option(max=COUNT_MAX, metavar="N", help="Segments of a message (trees)."),
     ] = 1,
     loss: LossOption = 0.0,
     gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
     beside: Annotated[
         bool,
-        typer.Option("--beside-reduce-scatter", metavar="", help="It runs at the same time."),
+        typer.Option("--beside-reduce-scatter", metavar="", help="Beside a reduce-scatter."),
     ] = False,
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
-    """Simulate a collective on a fat-tree: multicast and what it is compared with.
+    """Simulate a collective on a fat-tree: multicast and other algorithms.
 
     \b
     offcore mcast simulate all_gather --hosts 188 --sizes 12M --chains 1,4
@@ -128,7 +126,7 @@ def simulate(
     if op not in ALGORITHMS:
         raise error("invalid", f"no operation '{op}' is simulated: {', '.join(ALGORITHMS)}")
     if beside and op != "all_gather":
-        raise error("invalid", "a reduce-scatter runs beside an all_gather")
+        raise error("invalid", "a concurrent reduce-scatter needs an all_gather")
     if plot_to is not None:
         plot.check_plot(plot_to)
     names = known_names(
@@ -202,7 +200,7 @@ def place_of(
     def burst(text: str) -> tuple[int, int]:
         packets, _, every = text.partition("/")
         if not (packets.isdecimal() and every.isdecimal()):
-            raise ValueError(f"'{text}' is no burst: write 8/1000")
+            raise ValueError(f"'{text}' is not a burst: write 8/1000")
         return int(packets), int(every)
 
     packets, every = parsed(burst, bursts, "--bursts") if bursts else (0, 0)
@@ -220,7 +218,7 @@ def place_of(
 @app.command("testbed")
 def on_testbed(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="To run on every host.")
+        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="Command for every host.")
     ] = None,
     hosts: HostsOption = 8,
     per_leaf: PerLeafOption = 16,
@@ -235,11 +233,11 @@ def on_testbed(
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
-    """Build a fat-tree of network namespaces, use it, and take it away, whatever happens.
+    """Build a fat-tree of network namespaces, run a command on it, and remove it in any case.
 
-    Needs no root. Without a command, every host multicasts to all others and what the switch ports
-    carried is compared with a ring of TCP connections. A command runs on every host with
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and one OFFCORE_JOB_SECRET.
+    Needs no root. Without a command, every host multicasts to all others, and the switch ports'
+    counters are compared with those of a ring of TCP connections. A command runs on every host
+    with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a shared OFFCORE_JOB_SECRET.
 
     \b
     offcore mcast testbed --hosts 188
@@ -298,7 +296,7 @@ def bench_command(
         str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes (K = 1024).")
     ] = "256K:16M:4",
     per_rank: Annotated[
-        bool, typer.Option("--per-rank", metavar="", help="Sizes are what one rank gives.")
+        bool, typer.Option("--per-rank", metavar="", help="Sizes are those of one rank's part.")
     ] = False,
     impls: Annotated[
         str,
@@ -312,7 +310,7 @@ def bench_command(
     duplicates: DuplicatesOption = 0.0,
     reordering: ReorderingOption = 0.0,
     buffer: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a rank's receiving socket, at most.")
+        str, typer.Option(metavar="SIZE", help="Receive buffer of a rank, at most.")
     ] = "4M",
     chains: ChainsOption = CHAINS,
     batches: BatchesOption = 5,
@@ -321,13 +319,15 @@ def bench_command(
     ] = 60.0,
     meeting: MeetingOption = None,
     rank: RankOption = 0,
-    interface: Annotated[str, typer.Option(metavar="NAME", help="Real hosts: the network's.")] = "",
+    interface: Annotated[
+        str, typer.Option(metavar="NAME", help="Real hosts: network interface.")
+    ] = "",
     json: JsonOption = None,
 ) -> None:
-    """Time broadcast or all-gather between hosts, check every byte, count what switches carried.
+    """Time broadcast or all-gather between hosts, check every byte, count bytes at switches.
 
-    On a testbed that is built and taken away, or, with --meeting, on real hosts: the same command
-    on each, with its --rank.
+    Runs on a temporary testbed, or with --meeting on real hosts: run the same command on each,
+    with its --rank.
 
     \b
     offcore mcast bench all_gather --hosts 4 --sizes 64K:1M:4 --per-rank --impls offcore,ring,gloo

@@ -40,23 +40,23 @@ from offcore.tools.report import JsonLines, Stamp
 def calibrate_command(
     machine: SimMachineOption = NAME,
     seed: Annotated[
-        int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Of the random starts.")
+        int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Seed of the random starts.")
     ] = calibrate.SEED,
     starts: Annotated[
-        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Fits from random places.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Fits from random starts.")
     ] = calibrate.STARTS,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="For MACHINE.json; by default yours (doctor says which)."
+            metavar="FOLDER", help="Folder for MACHINE.json; default: yours (see doctor)."
         ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Fit a machine's costs to DMA-Latte's published ratios, and write them (about 12 minutes).
 
-    Prints every parameter with its range, the residual of each row, also as fits without that row
-    predict it from starts of their own, and what the ratios leave open. Needs scipy.
+    Prints every parameter with its range, each row's residual in the fit and in fits without that
+    row, and the quantities that the ratios leave undetermined. Needs scipy.
     """
     folder = out or folders.machines()
     folders.prepare(folder)
@@ -72,15 +72,15 @@ def calibrate_command(
 def reproduce_command(
     paper: Annotated[str | None, typer.Argument(metavar="[PAPER]", help="latte, mcast")] = None,
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="For the page and the figures.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for the page and the figures.")
     ] = Path("reproduce-out"),
     json: JsonOption = None,
 ) -> None:
-    """Draw a paper's figures and print each of its claims beside what offcore gives for it.
+    """Draw a paper's figures and print each of its claims beside offcore's number.
 
-    Says of each whether our number is predicted, was fitted to the published one, or follows by
-    construction. Without a name, list the papers. Ends with status 1 where a claim is not met, as
-    claims of mcast are.
+    Each number is marked as predicted, fitted to the published one, or true by construction.
+    Without a name, lists the papers. The exit status is 1 if a claim is not met, which is so for
+    mcast.
     """
     if paper is None:
         for line in reproduce.known():
@@ -103,7 +103,7 @@ def explain_command(
     protocol: ProtocolOption = ProtocolName.promise,
     json: JsonOption = None,
 ) -> None:
-    """Say why a variant is chosen at this size: phase by phase, beside the runner-up (simulated).
+    """Explain the choice of a variant at a size, phase by phase, beside the runner-up (simulated).
 
     \b
     offcore explain all_gather --bytes 64K --machine mi300x-8 --in-place

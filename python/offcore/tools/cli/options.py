@@ -61,11 +61,11 @@ MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_
 SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]
 StressOption = Annotated[
     bool,
-    typer.Option("--stress", metavar="", help="Find the signal forms that are safe here (GPUs)."),
+    typer.Option("--stress", metavar="", help="Test which signal forms are safe here (GPUs)."),
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(min=1, max=COUNT_MAX, metavar="N", help="The machine's first ranks only."),
+    typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Use only the machine's first N ranks."),
 ]
 InPlaceOption = Annotated[
     bool, typer.Option("--in-place", metavar="", help="Input and output share a buffer.")
@@ -74,8 +74,8 @@ ProtocolOption = Annotated[
     ProtocolName,
     typer.Option(
         metavar="NAME",
-        help="How ranks enter: barrier, eager (through slots), promise (buffers known to be free) "
-        "or auto.",
+        help="How ranks enter: barrier, eager (through slots), promise (you guarantee that buffers "
+        "are free) or auto.",
     ),
 ]
 ProtocolsOption = Annotated[
@@ -83,8 +83,8 @@ ProtocolsOption = Annotated[
     typer.Option(
         "--protocol",
         metavar="NAME,...",
-        help="How ranks enter: barrier, eager (through slots), promise (buffers known to be free) "
-        "or auto: on sim promise, else what is always safe.",
+        help="How ranks enter: barrier, eager (through slots), promise (you guarantee that buffers "
+        "are free) or auto: promise on sim, else a protocol that is always safe.",
     ),
 ]
 SignalsOption = Annotated[
@@ -95,15 +95,15 @@ SignalsOption = Annotated[
 ]
 OwnCopyOption = Annotated[
     str,
-    typer.Option(metavar="NAME,...", help="cuda: what copies within a GPU, engine, sm."),
+    typer.Option(metavar="NAME,...", help="cuda: copies within a GPU use engine or sm."),
 ]
 TimingOption = Annotated[
     str,
     typer.Option(
         "--timing",
         metavar="NAME,...",
-        help="What is timed: chain (a call of many that are enqueued ahead), call (one alone, seen "
-        "by the host). On sim always one call.",
+        help="chain: time per call of many enqueued ahead; call: one call as the host sees it. On "
+        "sim always one call.",
     ),
 ]
 PlotOption = Annotated[
@@ -113,7 +113,7 @@ BackendOption = Annotated[
     BackendName,
     typer.Option(
         metavar="NAME",
-        help="sim, host, cuda, sdma, or auto: sim for a machine that is named, else this one.",
+        help="sim, host, cuda, sdma, or auto: sim if a machine is named, else this machine's.",
     ),
 ]
 SizesOption = Annotated[
@@ -128,7 +128,7 @@ VariantsOption = Annotated[
     str,
     typer.Option(
         metavar="all|auto|LIST",
-        help=f"All that can be had, the one that fits best, or these: {VARIANT_HELP}.",
+        help=f"all (every possible one), auto (the chosen one), or names: {VARIANT_HELP}.",
     ),
 ]
 ItersOption = Annotated[
@@ -143,7 +143,7 @@ WarmupOption = Annotated[
 CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
 BaselineOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="Beside host: gloo, memcpy; cuda: nccl, nccl-ce."),
+    typer.Option(metavar="NAME,...", help="Peers: gloo, memcpy (host); nccl, nccl-ce (cuda)."),
 ]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
@@ -152,8 +152,8 @@ MetricOption = Annotated[
     Metric | None,
     typer.Option(
         metavar="NAME",
-        help="What the plot shows: time, busbw or speedup (over nccl, else over pcpy). By default "
-        "speedup where nccl was measured, else time.",
+        help="Plot time, busbw or speedup (over nccl, else over pcpy). Default: speedup if nccl "
+        "was measured, else time.",
     ),
 ]
 
@@ -175,5 +175,7 @@ def names_of(text: str, option: str) -> list[str]:
 def known_names(text: str, option: str, known: Sequence[str]) -> list[str]:
     names = names_of(text, option)
     if strange := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"'{strange[0]}' is none of {', '.join(known)}", param_hint=option)
+        raise typer.BadParameter(
+            f"'{strange[0]}' is not one of {', '.join(known)}", param_hint=option
+        )
     return names

@@ -30,7 +30,7 @@ FileArgument = Annotated[
     str, typer.Argument(metavar="FILE|-", help="A program's text, or a JSON list of commands.")
 ]
 MachineOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Whose largest copy splits others.")
+    str, typer.Option(metavar="NAME", help="Machine whose largest copy limits packets.")
 ]
 
 
@@ -59,10 +59,10 @@ def _queue_name(program: _core.Program, index: int) -> str:
 def encode_command(
     file: FileArgument, machine: MachineOption = MACHINE, json: JsonOption = None
 ) -> None:
-    """Print the dwords of commands, one a line, 8 hexadecimal digits.
+    """Print the dwords of commands, one per line, 8 hexadecimal digits.
 
-    A program's engine queues stand under lines `# queue R.Q`; its buffers lie where docs/sdma.md
-    says. --json has an object for each queue, with the dwords that a replay changes.
+    A program's engine queues follow lines `# queue R.Q`; docs/sdma.md has the addresses of its
+    buffers. --json writes one object per queue, with the dwords that a replay changes.
 
     \b
     echo '[{"op": "copy", "dst": 4096, "src": 0, "bytes": 64}]' | offcore sdma encode -
@@ -97,14 +97,14 @@ def decode_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A program's text: print it with the commands that the dwords say.",
+            help="A program's text: print it with the decoded commands.",
         ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Print the commands that dwords say: a JSON list, or with --program a program's text.
+    """Print the commands that dwords encode: a JSON list, or with --program a program's text.
 
-    What no engine would take is an error that names the dword.
+    Invalid dwords raise an error that names the dword.
 
     \b
     echo '00000005 00001000 00000000 00000001' | offcore sdma decode -
@@ -153,10 +153,11 @@ def run_command(
         ),
     ] = 1,
     ring: Annotated[
-        str, typer.Option(metavar="SIZE", help="A ring's bytes, a power of two.")
+        str, typer.Option(metavar="SIZE", help="Bytes of a ring, a power of two.")
     ] = "4K",
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Commands: the memory from --base on.")
+        str,
+        typer.Option(metavar="SIZE", help="Bytes of emulated memory from --base on (commands)."),
     ] = "1M",
     base: Annotated[
         int,
@@ -168,9 +169,9 @@ def run_command(
 ) -> None:
     """Execute commands on emulated engines, and check every byte of their memory.
 
-    Each queue of a program gets an engine with a ring of its own, callers included. The bytes are
-    compared with those of the packets done one after the other: commands that lack a fence between
-    them come out wrong for some seeds.
+    Each queue of a program, callers included, has its own engine and ring. The bytes are compared
+    with those of the packets executed one after the other: commands that lack a fence between
+    them fail for some seeds.
 
     \b
     echo '[{"op": "copy", "dst": 4096, "src": 0, "bytes": 64}]' | offcore sdma run -

@@ -56,7 +56,7 @@ class Request:
         if self.chains > max(hosts, CHAINS):  # the default suits any number
             raise error("invalid", f"{self.chains} chains need as many hosts: there are {hosts}")
         if min(self.sizes) < 1:
-            raise error("unsupported", "there is nothing to measure in 0 bytes")
+            raise error("unsupported", "0 bytes cannot be measured")
         if "gloo" in self.impls:
             check_baseline("gloo", "host")
 

@@ -78,7 +78,7 @@ def tree_of(text: str, hosts: int) -> Tree:
         return paper(hosts)
     if kind in ("radix", "leaf") and number.isdecimal() and int(number) > 0:
         return radix(int(number), hosts) if kind == "radix" else one_spine(int(number), hosts)
-    raise ValueError(f"'{text}' is no tree: write paper, radix:PORTS or leaf:HOSTS")
+    raise ValueError(f"'{text}' is not a tree: write paper, radix:PORTS or leaf:HOSTS")
 
 
 @dataclass(frozen=True)

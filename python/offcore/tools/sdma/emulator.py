@@ -141,7 +141,7 @@ def _drive(
                 for name in sorted(engines)
                 if engines[name].state == "parked"
             ]
-            raise error("timeout", f"nobody goes on; polls wait: {', '.join(parked[:16])}")
+            raise error("timeout", f"no queue can continue; polls wait: {', '.join(parked[:16])}")
     raise error("timeout", f"no end after {ROUNDS_MAX} rounds")
 
 
@@ -157,7 +157,7 @@ def one_by_one(queues: dict[str, list[int]], memory: dict[int, Bytes]) -> list[i
             while reached[name] < len(queue) and _do(queue[reached[name]], memory, stamps):
                 reached[name] += 1
         if before == reached:
-            raise error("timeout", "done one by one, the packets wait for each other")
+            raise error("timeout", "executed one by one, the packets wait for each other")
     return stamps
 
 

@@ -46,7 +46,7 @@ def parse_commands(text: str) -> list[Command]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise error("invalid", f"the commands are no JSON: {cause}") from None
+        raise error("invalid", f"the commands are not JSON: {cause}") from None
     if not isinstance(found, list):
         raise error("invalid", "the commands have to be a JSON list")
     return found
@@ -66,7 +66,7 @@ def encode_commands(commands: list[Command], copy_bytes_max: int) -> list[int]:
 def _checked(command: object) -> Command:
     """The command with numbers for numbers, and nothing missing or unknown."""
     if not isinstance(command, dict) or command.get("op") not in KEYS:
-        raise error("invalid", f"it has to be an object whose op is one of {', '.join(KEYS)}")
+        raise error("invalid", f"it must be an object whose op is one of {', '.join(KEYS)}")
     needed, optional = KEYS[command["op"]]
     if missing := [key for key in needed if key not in command]:
         raise error("invalid", f"{command['op']} lacks {', '.join(missing)}")
@@ -155,7 +155,7 @@ def _command(kind: str, fields: dict[str, int]) -> Command:
         return {"op": "swap", "a": address("dst"), "b": address("src"), "bytes": fields["bytes"]}
     if kind == "poll":
         if fields["memory"] != 1:
-            raise error("unsupported", "a poll of a register is no command")
+            raise error("unsupported", "a poll of a register is not supported")
         return {"op": "poll", "addr": address("dst"), "value": fields["value"], **special(POLL)}
     if kind in ("fence", "atomic"):
         command = {"op": "signal", "addr": address("dst"), "value": fields["value"], "how": kind}
@@ -210,7 +210,7 @@ def _dwords_of_json(text: str) -> dict[str | None, list[int]]:
             name, words = record["queue"], record["dwords"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise error(
-                "invalid", f'line {number} is no object {{"queue": ..., "dwords": [...]}}'
+                "invalid", f'line {number} is not an object {{"queue": ..., "dwords": [...]}}'
             ) from None
         if not isinstance(words, list) or not (name is None or isinstance(name, str)):
             raise error("invalid", f"line {number}: dwords has to be a list, queue a name or null")
@@ -220,5 +220,5 @@ def _dwords_of_json(text: str) -> dict[str | None, list[int]]:
 
 def _dword(word: object, where: str) -> int:
     if not isinstance(word, str) or not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", word):
-        raise error("invalid", f"{where}: {word!r} is no dword of up to 8 hexadecimal digits")
+        raise error("invalid", f"{where}: {word!r} is not a dword of up to 8 hexadecimal digits")
     return int(word, 16)
