@@ -152,6 +152,7 @@ struct Report {
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
   OwnCopy own_copy = OwnCopy::engine;  // the worst of all
   Calls calls;                         // none where no driver is told
+  uint32_t sms = 0;                    // GPUs: that reductions took; engines take none
   bool native = true;                  // false: other commands did what this launch's cannot
   std::string_view way;  // sdma: what took the copies (sdma/submit_path.h); else empty
 };

@@ -7,6 +7,7 @@
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
 #include "core/comm/cached_plan.h"
+#include "core/plan/flags.h"
 
 namespace offcore {
 namespace {
@@ -85,7 +86,7 @@ Lane& Communicator::lane(uint32_t index, LaneLock& turn) {
   std::unique_ptr<Lane>& lane = lanes_[index];
   if (lane) return *lane;
   auto made = std::make_unique<Lane>();
-  const uint64_t words = 2 * ranks_ + uint64_t{ranks_} * backend_->machine().engines_peer;
+  const uint64_t words = FlagWords(backend_->machine(), ranks_).count();
   made->index = index;
   Rendezvous* others = turn.ranks_together();
   made->track.flags = Flags::create(*backend_, others, ranks_, words, turn.deadline());

@@ -33,6 +33,7 @@ bool stages(const Request& request, const Facts& facts, bool same_place, const M
       break;
   }
   if (!same_place) return true;
+  if (reduces(request.collective)) return false;
   const bool free =
       request.protocol == Wanted::automatic && request.variant == "auto" && request.capture == 0;
   return free && slots_win(moves_of(shared(facts)), facts.total_bytes, machine);
@@ -50,6 +51,7 @@ ProtocolForm decide(const Request& request, const Facts& facts, bool same_place,
   const bool staged = stages(request, facts, same_place, machine);
   if (request.capture != 0) return {.entry = true, .staged = staged, .captured = true};
   if (wanted == Wanted::promise || wanted == Wanted::view) return {.entry = false};
+  if (reduces(request.collective)) return {.entry = false, .staged = staged};
   // Whoever has everyone's data has seen everyone enter: slots then need no round of their own.
   const bool round = wanted == Wanted::barrier || !full_exchange(facts.collective);
   return {.entry = round || !staged, .staged = staged};
@@ -109,7 +111,9 @@ void Communicator::settle_with_peers(std::string_view asked, const Deadline& dea
 // Where peers would write: the same part of the same window on every local rank, or outside.
 Target Communicator::target_of(const Request& request, const Facts& facts) const {
   if (request.view()) return {.window = Target::kRing};
-  if (facts.total_bytes == 0) return {.window = Target::kNone};
+  // What is scattered each rank's own cores write.
+  if (facts.total_bytes == 0 || facts.collective == Collective::reduce_scatter)
+    return {.window = Target::kNone};
   const Operand& first = request.out[0];
   for (const Operand& operand : request.out) {
     if (!operand.window || operand.window != first.window || operand.offset != first.offset) {
@@ -228,9 +232,13 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
                                                     const Deadline& deadline) {
   const Machine& machine = backend_->machine();
   auto plan = std::make_shared<CachedPlan>();
-  const Moves moves = moves_of(facts);
   Choice choice;
   in_time([&] {
+    if (reduces(facts.collective)) {
+      plan->program = plan_reduction(reduction_of(facts), request.variant, machine, form, deadline);
+      return;
+    }
+    const Moves moves = moves_of(facts);
     choice = variant_of(request, facts, machine, form, deadline);
     plan->program = offcore::plan(moves, choice.variant, machine, form, deadline);
   });
@@ -249,7 +257,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
   plan->views = request.view();
   const bool own = std::any_of(local_ranks_.begin(), local_ranks_.end(),
                                [&](Rank rank) { return copies_within(*whole, rank); });
-  Result result{.op = moves.op,
+  Result result{.op = whole->op,
                 .variant = whole->variant,
                 .protocol = std::string(plan->views ? to_string(request.protocol)
                                                     : to_string(plan->program->protocol)),

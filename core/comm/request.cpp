@@ -1,6 +1,7 @@
 #include "core/comm/request.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "core/base/error.h"
@@ -8,10 +9,6 @@
 
 namespace offcore {
 namespace {
-
-constexpr std::string_view kNames[] = {"all_gather", "all_to_all", "broadcast", "scatter",
-                                       "gather"};
-constexpr std::string_view kWanted[] = {"auto", "barrier", "credits", "eager", "promise", "view"};
 
 struct OperandRange {
   const void* space;  // the window, or null for plain addresses
@@ -36,14 +33,6 @@ bool begins_at(const Operand& part, const Operand& whole, uint64_t offset) {
   return x.space == y.space && x.begin == y.begin + offset;
 }
 
-// Whether in place or not is each rank's own affair: see shared().
-bool own_form(const Facts& facts) {
-  const auto& counts = facts.counts;
-  return facts.collective == Collective::broadcast ||
-         (facts.collective == Collective::all_gather &&
-          std::find(counts.begin(), counts.end(), 0) != counts.end());
-}
-
 class Checker {
  public:
   Checker(Request& request, Rank ranks, const std::vector<Rank>& local_ranks)
@@ -52,7 +41,8 @@ class Checker {
               .ranks = ranks,
               .in_place = request.in.empty(),
               .root = request.root,
-              .counts = request.counts};
+              .counts = request.counts,
+              .reduction = request.reduction};
   }
 
   Facts run() {
@@ -80,6 +70,13 @@ class Checker {
       case Collective::gather:
         rooted();
         break;
+      case Collective::reduce_scatter:
+        reduce_scatter();
+        break;
+      case Collective::all_reduce:
+      case Collective::reduce:
+        reduce_whole();
+        break;
     }
     settle_overlap();
     check_apart();
@@ -96,7 +93,67 @@ class Checker {
   // The variant is part of the plan key: the one that the environment names, spelled the one way.
   void settle_names() {
     std::string& variant = request_.variant;
+    if (reduces(facts_.collective)) return settle_reduction();
     variant = variant == "auto" ? default_variant() : to_string(parse_variant(variant));
+  }
+
+  void settle_reduction() {
+    const Wanted protocol = request_.protocol;
+    if (protocol == Wanted::credits || protocol == Wanted::view) {
+      fail(Code::unsupported, name(), " has no protocol ", to_string(protocol),
+           ": it enters through slots, which is always safe");
+    }
+    if (!facts_.reduction) fail(Code::invalid, name(), ": no reduction is given");
+    const Reduction& reduction = *facts_.reduction;
+    const bool whole = reduction.dtype <= DType::i64;
+    if (whole && reduction.scale != std::trunc(reduction.scale)) {
+      fail(Code::invalid, name(), ": a scale of ", reduction.scale, " is no ",
+           to_string(reduction.dtype));
+    }
+    if (!std::isfinite(reduction.scale)) fail(Code::invalid, name(), ": the scale is not finite");
+  }
+
+  void need_elements(std::string_view what, Rank rank, uint64_t bytes) const {
+    const uint64_t size = size_of(facts_.reduction->dtype);
+    if (bytes % size == 0) return;
+    fail(Code::invalid, name(), ": ", what, " of rank ", rank, " has ", bytes,
+         " bytes, which are no elements of ", to_string(facts_.reduction->dtype));
+  }
+
+  void reduce_scatter() {
+    if (facts_.in_place) {
+      fail(Code::unsupported, name(),
+           " needs an input: in place, the output is the rank's own part "
+           "of it");
+    }
+    if (!uneven_) facts_.counts.assign(facts_.ranks, request_.out[0].bytes);
+    need_counts(facts_.ranks);
+    facts_.total_bytes = sum(0, facts_.ranks);
+    for (size_t i = 0; i < local_ranks_.size(); ++i) {
+      const Rank rank = local_ranks_[i];
+      need(request_.out, i, "the output", facts_.counts[rank]);
+      need(request_.in, i, "the input", facts_.total_bytes);
+      need_elements("the part", rank, facts_.counts[rank]);
+    }
+  }
+
+  // all_reduce and reduce.
+  void reduce_whole() {
+    const bool rooted = facts_.collective == Collective::reduce;
+    if (uneven_) need_counts(1);
+    if (!uneven_) {
+      facts_.counts = {facts_.in_place ? request_.out[0].bytes : request_.in[0].bytes};
+    }
+    facts_.total_bytes = facts_.counts[0];
+    if (rooted && facts_.in_place) {
+      fail(Code::unsupported, name(), " needs an input; the root may pass it as its output too");
+    }
+    for (size_t i = 0; i < local_ranks_.size(); ++i) {
+      const Rank rank = local_ranks_[i];
+      if (!facts_.in_place) need(request_.in, i, "the input", facts_.total_bytes);
+      if (!rooted || rank == facts_.root) need(request_.out, i, "the output", facts_.total_bytes);
+      need_elements("the array", rank, facts_.total_bytes);
+    }
   }
 
   void need_counts(size_t expected) {
@@ -187,12 +244,45 @@ class Checker {
     }
   }
 
+  // In place where every local rank's input is its output.
+  void settle_all_reduce() {
+    if (request_.in.empty()) return;
+    size_t same = 0;
+    for (size_t i = 0; i < local_ranks_.size(); ++i) {
+      same += begins_at(request_.in[i], request_.out[i], 0);
+    }
+    if (same == 0 || facts_.total_bytes == 0) return;
+    if (same < local_ranks_.size()) {
+      fail(Code::invalid, name(), ": some local ranks are in place and some are not");
+    }
+    facts_.in_place = true;
+    request_.in.clear();
+  }
+
   // Where rank's input must begin in its output for the operation to be the in-place one.
   uint64_t own_offset(Rank rank) const {
     return facts_.collective == Collective::all_gather ? sum(0, rank) : 0;
   }
 
+  // An output may be its own part of the input, or all of it: what is read of it has been read
+  // before it is written.
+  void check_reduced_overlap() const {
+    for (size_t i = 0; i < local_ranks_.size() && !request_.in.empty(); ++i) {
+      const Rank rank = local_ranks_[i];
+      const Operand& in = request_.in[i];
+      const Operand& out = request_.out[i];
+      if (!uses(true, rank) || out.bytes == 0 || in.bytes == 0 || !overlap(in, out)) continue;
+      const bool part = facts_.collective == Collective::reduce_scatter;
+      if (begins_at(out, in, part ? sum(0, rank) : 0)) continue;
+      fail(Code::invalid, name(), ": input and output of rank ", rank,
+           " overlap; pass separate buffers, or ",
+           part ? "the output as the rank's own part of the input" : "the same one twice");
+    }
+  }
+
   void settle_overlap() {
+    if (facts_.collective == Collective::all_reduce) settle_all_reduce();
+    if (reduces(facts_.collective)) return check_reduced_overlap();
     if (request_.in.empty()) return;
     size_t in_place = 0;
     size_t apart = 0;  // a rank without an input is neither
@@ -235,6 +325,7 @@ class Checker {
       case Collective::scatter:
         return output || rank == facts_.root;
       case Collective::gather:
+      case Collective::reduce:
         return !output || rank == facts_.root;
       default:
         return true;
@@ -286,110 +377,8 @@ class Checker {
 
 }  // namespace
 
-std::string_view to_string(Collective collective) {
-  return kNames[static_cast<size_t>(collective)];
-}
-
-bool full_exchange(Collective collective) {
-  return collective == Collective::all_gather || collective == Collective::all_to_all;
-}
-
-std::string_view to_string(Wanted wanted) { return kWanted[static_cast<size_t>(wanted)]; }
-
-Wanted parse_wanted(std::string_view text) {
-  for (size_t i = 0; i < std::size(kWanted); ++i) {
-    if (kWanted[i] == text) return static_cast<Wanted>(i);
-  }
-  fail(Code::invalid, "unknown protocol '", text,
-       "': known are auto, barrier, credits, promise, eager");
-}
-
-Collective parse_collective(std::string_view text) {
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    if (kNames[i] == text) return static_cast<Collective>(i);
-  }
-  fail(Code::invalid, "unknown operation '", text,
-       "': known are all_gather, all_to_all, broadcast, scatter, gather");
-}
-
-Facts shared(const Facts& facts) {
-  Facts all = facts;
-  if (own_form(facts)) all.in_place = true;
-  return all;
-}
-
-bool form_matters(const Facts& facts, const std::vector<Rank>& local_ranks) {
-  return !own_form(facts) || std::any_of(local_ranks.begin(), local_ranks.end(), [&](Rank rank) {
-    return facts.collective == Collective::broadcast ? rank == facts.root : facts.counts[rank] != 0;
-  });
-}
-
 Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_ranks) {
   return Checker(request, ranks, local_ranks).run();
-}
-
-Moves moves_of(const Facts& facts) {
-  switch (facts.collective) {
-    case Collective::all_gather:
-      return moves_all_gather(facts.counts, facts.in_place);
-    case Collective::all_to_all:
-      return moves_all_to_all(facts.ranks, facts.counts, facts.in_place);
-    case Collective::broadcast:
-      return moves_broadcast(facts.ranks, facts.root, facts.counts[0], facts.in_place);
-    case Collective::scatter:
-      return moves_scatter(facts.root, facts.counts);
-    case Collective::gather:
-      return moves_gather(facts.root, facts.counts);
-  }
-  fail(Code::invalid, "unknown operation");
-}
-
-std::string to_string(const Target& target) {
-  if (target.window == Target::kNone) return "none";
-  if (target.window == Target::kOutside) return "outside";
-  if (target.window == Target::kRing) return "view ring";
-  return cat("window ", target.window, "+", target.offset);
-}
-
-std::string cache_key(const Request& request, const Facts& facts, const Target& target) {
-  std::string key;
-  key.reserve(96 + facts.counts.size() * sizeof(uint64_t));
-  const auto append = [&](const auto& value) {
-    key.append(reinterpret_cast<const char*>(&value), sizeof value);
-  };
-  append(facts.collective);
-  append(facts.in_place);
-  append(request.capture != 0);
-  append(facts.root);
-  append(request.lane);
-  append(target.window);
-  append(target.offset);
-  append(request.protocol);
-  key += request.variant;
-  key += '|';
-  key.append(reinterpret_cast<const char*>(facts.counts.data()),
-             facts.counts.size() * sizeof(uint64_t));
-  return key;
-}
-
-std::string describe(const Facts& facts) {
-  std::ostringstream text;
-  text << to_string(facts.collective) << " ranks=" << facts.ranks;
-  if (!own_form(facts)) text << " in_place=" << (facts.in_place ? "yes" : "no");
-  if (facts.collective == Collective::broadcast || facts.collective == Collective::scatter ||
-      facts.collective == Collective::gather) {
-    text << " root=" << facts.root;
-  }
-  text << " counts=";
-  const auto& counts = facts.counts;
-  for (size_t i = 0; i < counts.size();) {
-    size_t run = 1;
-    while (i + run < counts.size() && counts[i + run] == counts[i]) ++run;
-    text << (i == 0 ? "" : ",") << counts[i];
-    if (run > 1) text << 'x' << run;
-    i += run;
-  }
-  return text.str();
 }
 
 }  // namespace offcore

@@ -2,21 +2,33 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/plan/moves.h"
+#include "core/plan/reduction.h"
 #include "core/window/window.h"
 
 namespace offcore {
 
-enum class Collective : uint8_t { all_gather, all_to_all, broadcast, scatter, gather };
+enum class Collective : uint8_t {
+  all_gather,
+  all_to_all,
+  broadcast,
+  scatter,
+  gather,
+  reduce_scatter,
+  all_reduce,
+  reduce,
+};
 
 std::string_view to_string(Collective collective);
 Collective parse_collective(std::string_view text);
 
-// Whether all of its ranks send to all others.
+// Whether all of its ranks hear from all others before they end.
 bool full_exchange(Collective collective);
+bool reduces(Collective collective);
 
 // The protocol that a caller asks for: one of a program's, or
 enum class Wanted : uint8_t {
@@ -43,10 +55,13 @@ struct Operand {
 
 struct Request {
   Collective collective = Collective::all_gather;
-  std::vector<uint64_t> counts;  // bytes, as moves_* take them (the _v forms); empty: equal parts
+  // Bytes, as moves_* take them (the _v forms; reduce_scatter_v: of each rank's part); empty: equal
+  // parts.
+  std::vector<uint64_t> counts;
   Rank root = 0;
   std::string variant = "auto";
   Wanted protocol = Wanted::automatic;
+  std::optional<Reduction> reduction;  // of those that reduce
   uint32_t lane = 0;
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
@@ -65,6 +80,7 @@ struct Facts {
   bool in_place = false;
   Rank root = 0;
   std::vector<uint64_t> counts;
+  std::optional<Reduction> reduction;
   uint64_t total_bytes = 0;  // S of nccl-tests: the whole array
 };
 
@@ -74,6 +90,7 @@ struct Facts {
 Facts facts_of(Request& request, Rank ranks, const std::vector<Rank>& local_ranks);
 
 Moves moves_of(const Facts& facts);
+ReductionPlan reduction_of(const Facts& facts);  // of those that reduce
 
 // Where peers would write.
 struct Target {

@@ -17,7 +17,7 @@ inline constexpr int64_t kRankStep = INT64_MIN;   // a step of one rank of the w
 inline constexpr BufferId kFlagBuffer = 0;        // flag words; offsets and steps count WORDS
 inline constexpr uint16_t kCallerQueue = 0xffff;  // the queue of the caller's thread or stream
 
-enum class Op : uint8_t { copy, swap, poll, signal, timestamp, fence };
+enum class Op : uint8_t { copy, swap, poll, signal, timestamp, fence, reduce };
 
 std::string_view to_string(Op op);
 
@@ -43,6 +43,11 @@ struct Slice {
 //   signal     stores value into row k of dst (a flag word), after all earlier data of its queue
 //   timestamp  records the time as the run's timestamp number `value`
 //   fence      orders its queue and writes nothing
+//   reduce     dst becomes what the program's reduction makes of `rows` sources of `bytes`: src and
+//              on by src_step. Where `own` names a buffer, one of them, number `value`, is apart from
+//              the others: at offset dst_step of that buffer. All are the queue's own rank's, and the
+//              queue is a caller's: cores do it. In order after all that its queue did before. One
+//              source, and none apart: its bytes are copied as they are
 struct Command {
   Slice dst;
   Slice src;
@@ -52,6 +57,7 @@ struct Command {
   uint32_t rows = 1;
   uint16_t value = 0;
   Op op = Op::fence;
+  BufferId own = kFlagBuffer;
 
   friend bool operator==(const Command&, const Command&) = default;
 };
@@ -59,6 +65,25 @@ static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
 // The data commands between two ordering commands form a group, which is unordered.
 inline bool moves_data(Op op) { return op == Op::copy || op == Op::swap; }
+
+// What reads and writes data in any way.
+inline bool touches_data(Op op) { return moves_data(op) || op == Op::reduce; }
+
+// Whether a reduce command copies its only source as it is.
+inline bool copies_source(const Command& reduce) {
+  return reduce.rows == 1 && reduce.own == kFlagBuffer;
+}
+
+// Where source `row` of a reduce command lies.
+inline Slice source_of(const Command& reduce, uint32_t row) {
+  if (reduce.own != kFlagBuffer && row == reduce.value) {
+    return {static_cast<uint64_t>(reduce.dst_step), reduce.dst.rank, reduce.own};
+  }
+  const uint32_t step = reduce.own != kFlagBuffer && row > reduce.value ? row - 1 : row;
+  Slice source = reduce.src;
+  source.offset += static_cast<uint64_t>(reduce.src_step) * step;
+  return source;
+}
 
 // The place of row `row` of a slice whose step is `step`, among `ranks` ranks.
 inline Slice row_of(const Slice& slice, int64_t step, uint32_t row, Rank ranks) {

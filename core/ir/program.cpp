@@ -7,7 +7,8 @@
 namespace offcore {
 
 std::string_view to_string(Op op) {
-  constexpr std::string_view kNames[] = {"copy", "swap", "poll", "signal", "timestamp", "fence"};
+  constexpr std::string_view kNames[] = {"copy",      "swap",  "poll",  "signal",
+                                         "timestamp", "fence", "reduce"};
   return kNames[static_cast<size_t>(op)];
 }
 
@@ -51,6 +52,12 @@ void collect_bases(const Program& program, const Command& command, Bases& bases)
     }
   };
   if (command.op == Op::timestamp || command.op == Op::fence) return;
+  if (command.op == Op::reduce) {
+    collect(command.dst, 0);
+    collect(command.src, 0);
+    if (command.own != kFlagBuffer) collect(source_of(command, command.value), 0);
+    return;
+  }
   collect(command.dst, command.dst_step);
   if (moves_data(command.op)) collect(command.src, command.src_step);
 }

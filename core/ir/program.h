@@ -8,12 +8,14 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/ir/command.h"
+#include "core/ir/reduction.h"
 
 namespace offcore {
 
@@ -83,8 +85,9 @@ struct Program {
   bool native = true;       // false where a command had to be expanded for this machine
   uint32_t flag_words = 0;  // per rank, and again in host memory
   uint16_t flag_span = 0;   // largest flag value; the lane's epoch moves on by this much a launch
-  std::vector<Buffer> buffers;  // index = BufferId; [kFlagBuffer] is the flags themselves
-  std::vector<Queue> queues;    // sorted by rank, then index: a rank's caller queue comes last
+  std::optional<Reduction> reduction;  // what reduce commands compute
+  std::vector<Buffer> buffers;         // index = BufferId; [kFlagBuffer] is the flags themselves
+  std::vector<Queue> queues;  // sorted by rank, then index: a rank's caller queue comes last
 
   friend bool operator==(const Program&, const Program&) = default;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -27,6 +28,13 @@ std::string slice_text(const Slice& slice, const Program& program) {
                                : cat("buffer-", unsigned{slice.buffer});
   return cat(name, '[', rank_text(slice.rank), ']', slice.buffer == kFlagBuffer ? ':' : '+',
              slice.offset);
+}
+
+// As few digits as read back to the same number.
+std::string shortest(double number) {
+  char text[32];
+  const auto [end, error] = std::to_chars(text, text + sizeof text, number);
+  return std::string(text, end);
 }
 
 std::string step_text(int64_t step) { return step == kRankStep ? "rank" : std::to_string(step); }
@@ -89,6 +97,18 @@ class TextLine {
     return value;
   }
 
+  double real(std::string_view what) {
+    const size_t start = at_;
+    double value = 0;
+    const char* end = text_.data() + text_.size();
+    const auto [stop, error] = std::from_chars(text_.data() + at_, end, value);
+    if (error != std::errc() || !std::isfinite(value)) {
+      fail_at(start, cat("expected ", what, ", a finite number"));
+    }
+    at_ = static_cast<size_t>(stop - text_.data());
+    return value;
+  }
+
  private:
   std::string_view text_;
   size_t number_;
@@ -128,6 +148,11 @@ class Parser {
     } else if (word == "buffer") {
       if (!program_.queues.empty()) line.fail_at(start, "expected buffers before the first queue");
       buffer(line);
+    } else if (word == "reduction") {
+      if (program_.buffers.size() > 1 || !program_.queues.empty() || program_.reduction) {
+        line.fail_at(start, "expected one reduction, before the first buffer");
+      }
+      reduction(line);
     } else if (word == "queue") {
       queue(line);
     } else if (word == "program") {
@@ -135,8 +160,8 @@ class Parser {
     } else {
       Command command;
       if (!operation(word, command.op)) {
-        line.fail_at(start, cat("expected buffer, queue, copy, swap, poll, signal, timestamp or "
-                                "fence instead of '",
+        line.fail_at(start, cat("expected buffer, queue, copy, swap, poll, signal, timestamp, "
+                                "fence or reduce instead of '",
                                 word, "'"));
       }
       if (program_.queues.empty()) line.fail_at(start, "expected a queue before its commands");
@@ -189,6 +214,21 @@ class Parser {
     in_program_ = true;
   }
 
+  void reduction(TextLine& line) {
+    line.expect_blank("the reduction");
+    Reduction& reduction = program_.reduction.emplace();
+    reduction.op =
+        choice(line, "the reduction",
+               {ReduceOp::sum, ReduceOp::avg, ReduceOp::premul_sum, ReduceOp::min, ReduceOp::max});
+    line.expect_blank("the dtype");
+    reduction.dtype = choice(line, "the dtype",
+                             {DType::i8, DType::u8, DType::i16, DType::i32, DType::i64, DType::f16,
+                              DType::bf16, DType::f32, DType::f64});
+    if (reduction.op != ReduceOp::premul_sum) return;
+    field(line, "scale=");
+    reduction.scale = line.real("the scale");
+  }
+
   void buffer(TextLine& line) {
     using HomeName = Buffer::Home;
     line.expect_blank("the buffer's name");
@@ -228,7 +268,8 @@ class Parser {
   }
 
   static bool operation(std::string_view word, Op& op) {
-    for (const Op known : {Op::copy, Op::swap, Op::poll, Op::signal, Op::timestamp, Op::fence}) {
+    for (const Op known :
+         {Op::copy, Op::swap, Op::poll, Op::signal, Op::timestamp, Op::fence, Op::reduce}) {
       if (to_string(known) != word) continue;
       op = known;
       return true;
@@ -244,6 +285,7 @@ class Parser {
       return;
     }
     command.dst = slice(line);
+    if (command.op == Op::reduce) return sources(line, command);
     if (moves_data(command.op)) {
       field(line, command.op == Op::swap ? "<->" : "<-");
       line.expect_blank("the source");
@@ -256,6 +298,29 @@ class Parser {
       command.value = static_cast<uint16_t>(line.number("the value", UINT16_MAX));
     }
     rows(line, command);
+  }
+
+  void sources(TextLine& line, Command& command) {
+    field(line, "<-");
+    line.expect_blank("the source");
+    command.src = slice(line);
+    field(line, "bytes=");
+    command.bytes = line.number("bytes", UINT64_MAX);
+    field(line, "rows=");
+    command.rows = static_cast<uint32_t>(line.number("rows", UINT32_MAX));
+    field(line, "src_step=");
+    command.src_step = static_cast<int64_t>(line.number("a step", INT64_MAX));
+    if (!line.skip_blanks() || line.at_end()) return;
+    line.expect("own=");
+    command.value = static_cast<uint16_t>(line.number("the own source's index", UINT16_MAX));
+    line.expect_blank("the own source");
+    const size_t start = line.at();
+    const Slice own = slice(line);
+    if (own.buffer == kFlagBuffer || own.rank != command.dst.rank || own.offset > INT64_MAX) {
+      line.fail_at(start, "expected the own source in a buffer of the destination's rank");
+    }
+    command.own = own.buffer;
+    command.dst_step = static_cast<int64_t>(own.offset);
   }
 
   void rows(TextLine& line, Command& command) {
@@ -321,6 +386,13 @@ std::string print(const Command& command, const Program& program) {
   if (command.op == Op::fence) return text;
   if (command.op == Op::timestamp) return cat(text, ' ', command.value);
   text += cat(' ', slice_text(command.dst, program));
+  if (command.op == Op::reduce) {
+    text += cat(" <- ", slice_text(command.src, program), " bytes=", command.bytes,
+                " rows=", command.rows, " src_step=", command.src_step);
+    if (command.own == kFlagBuffer) return text;
+    return text +
+           cat(" own=", command.value, ' ', slice_text(source_of(command, command.value), program));
+  }
   if (moves_data(command.op)) {
     text += cat(command.op == Op::swap ? " <-> " : " <- ", slice_text(command.src, program),
                 " bytes=", command.bytes);
@@ -341,6 +413,12 @@ std::string print(const Program& program) {
           " variant=", program.variant, " mode=", to_string(program.mode),
           " protocol=", to_string(program.protocol), " native=", program.native ? "yes" : "no",
           " flags=", program.flag_words, " span=", program.flag_span, '\n');
+  if (program.reduction) {
+    const Reduction& reduction = *program.reduction;
+    text += cat("reduction ", to_string(reduction.op), ' ', to_string(reduction.dtype));
+    if (reduction.op == ReduceOp::premul_sum) text += cat(" scale=", shortest(reduction.scale));
+    text += '\n';
+  }
   for (size_t id = kFlagBuffer + 1; id < program.buffers.size(); ++id) {
     const Buffer& buffer = program.buffers[id];
     text += cat("buffer ", buffer.name, ' ', to_string(buffer.kind), ' ', buffer.bytes, '\n');

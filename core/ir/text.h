@@ -12,6 +12,11 @@
 //   queue 0.caller
 //     poll flag[host]:6 >= 2
 //
+// A program that reduces has a line `reduction sum bfloat16` after the first (`reduction premul_sum
+// float32 scale=0.25`), and in its callers' queues commands such as
+//
+//     reduce out[0]+0 <- slot[0]+0 bytes=64 rows=4 src_step=64 own=0 in[0]+0
+//
 // One command a line; `#` starts a comment; rows and steps are printed only where rows > 1; offsets
 // and bytes are decimal, or hexadecimal with 0x when parsed. Buffers other than the flags are
 // declared in the order of their ids (the first is id 1), queues in theirs (caller last).

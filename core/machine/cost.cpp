@@ -115,7 +115,9 @@ class Estimate {
     } else if (command.op == Op::poll) {
       if (!poll(i, command, start)) return;
     } else {
-      actor.now = start;
+      actor.now = command.op == Op::reduce
+                      ? start.after(&Phases::copy_ns, reduce_ns(command, machine_))
+                      : start;
       ++actor.next;
     }
     push(i, actor.now);

@@ -65,6 +65,7 @@ struct Cost {
   double poll_ns = 0;          // from a word's change until the poll passes
   double host_poll_ns = 0;     // the caller notices one word
   double trigger_ns = 0;       // the caller writes one word
+  double reduce_gbps = 900;    // of sources that a caller's cores read when they reduce
 };
 
 // How batches of copies are best handed to the engines (DMA-Latte section 6).

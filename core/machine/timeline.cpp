@@ -24,6 +24,14 @@ void check_places(const Program& program) {
   for (const Queue& queue : program.queues) {
     for (size_t i = 0; i < queue.commands.size(); ++i) {
       const Command& command = queue.commands[i];
+      if (command.op == Op::reduce) {
+        for (uint32_t row = 0; row < command.rows; ++row) {
+          const Slice source = source_of(command, row);
+          if (in_program(source, 0, 1, program) && source.buffer != kFlagBuffer) continue;
+          fail(Code::verify, "bounds: queue ", queue_name(queue), ", command ", i,
+               " (reduce): a source that the program has not got");
+        }
+      }
       const bool data = moves_data(command.op);
       const bool flags = command.op == Op::signal || command.op == Op::poll;
       const bool good =

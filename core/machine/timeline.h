@@ -46,6 +46,12 @@ inline bool is_bcst(const Command& command) {
 // What an engine can write for this command, in 1e9 bytes a second.
 double engine_gbps(const Command& command, const Machine& machine);
 
+// How long a caller takes over a reduce command.
+inline double reduce_ns(const Command& command, const Machine& machine) {
+  const double bytes = static_cast<double>(command.bytes) * command.rows;
+  return machine.cost.trigger_ns + bytes / machine.cost.reduce_gbps;
+}
+
 // Calls flow(dst rank, src rank, bytes) for what a data command moves: rows between the same two
 // ranks are one flow, and a swap flows both ways.
 template <typename Flow>

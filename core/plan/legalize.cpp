@@ -54,6 +54,7 @@ class Legalizer {
         return machine_.native.strided_flags || command.rows == 1;
       case Op::timestamp:
       case Op::fence:
+      case Op::reduce:
         return true;
     }
     return false;

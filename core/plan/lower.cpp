@@ -1,14 +1,6 @@
 // Lowers moves to a program. Knows no collective: it groups moves into commands, assigns them to
 // queues, and puts the protocol's polls and signals around them (DMA-Latte section 4).
 //
-// Flag words of a rank (or of the host, where the machine keeps flags there), with N ranks and Q
-// engines a rank on the machine:
-//   r              entry: rank r has entered and its buffers may be written
-//   N + r          start of rank r's prelaunched queues
-//   2N + p*Q + k   exit: queue k of rank p has delivered
-// A word has the same writing rank in every program of a machine. Launches of different programs
-// share a lane's words, and a rank that is one launch ahead must not pass for another.
-//
 // In a captured program a queue waits for the entry of every rank that it notifies, also where no
 // bytes flow: a rank that has entered has reset what it was told last time (see verify.h, replay).
 #include <algorithm>
@@ -17,6 +9,7 @@
 
 #include "core/base/error.h"
 #include "core/ir/verify.h"
+#include "core/plan/flags.h"
 #include "core/plan/group.h"
 #include "core/plan/plan.h"
 #include "core/plan/progression.h"
@@ -33,7 +26,11 @@ class Lowering {
  public:
   Lowering(const Moves& moves, const Variant& variant, const Machine& machine,
            const ProtocolForm& form)
-      : moves_(moves), variant_(variant), machine_(machine), form_(form) {
+      : moves_(moves),
+        variant_(variant),
+        machine_(machine),
+        form_(form),
+        words_(machine, moves.ranks) {
     form_.entry = form.entry || form.captured;
   }
 
@@ -74,13 +71,13 @@ class Lowering {
                     .ranks = moves_.ranks,
                     .buffers = moves_.buffers};
     for (Rank rank = 0; rank < moves_.ranks; ++rank) emit(rank, program);
-    program.flag_words = 2 * moves_.ranks + uint32_t{moves_.ranks} * machine_.engines_peer;
+    program.flag_words = words_.moving();
     program.flag_span = kDone;
     return program;
   }
 
   void check_capturable() const {
-    if (host_flags()) {
+    if (words_.on_host()) {
       fail(Code::unsupported, "machine ", machine_.name, " keeps flags in host memory, where ",
            "several ranks poll one word: none may reset it, and no program can be captured");
     }
@@ -211,7 +208,7 @@ class Lowering {
         draft.data = std::move(commands);
         draft.touched = draft.notified = peers;
         // A host that keeps the flags sees by them alone that its own queues have ended.
-        if (host_flags()) draft.notified.push_back(rank);
+        if (words_.on_host()) draft.notified.push_back(rank);
       }
     }
   }
@@ -283,25 +280,12 @@ class Lowering {
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   }
 
-  uint32_t entry_word(Rank rank) const { return rank; }
-  uint32_t start_word(Rank rank) const { return uint32_t{moves_.ranks} + rank; }
-  uint32_t exit_word(Rank rank, size_t queue) const {
-    return 2u * moves_.ranks + uint32_t{rank} * machine_.engines_peer +
-           static_cast<uint32_t>(queue);
-  }
-
-  bool host_flags() const { return machine_.flags == FlagHome::host; }
-
-  Slice word(Rank reader, int64_t index) const {
-    return {static_cast<uint64_t>(index), host_flags() ? kHostRank : reader, kFlagBuffer};
-  }
-
   // Tells every reader by its word `index`: one command a run of neighbouring ranks, or one in all
   // where the word lies in host memory.
-  void signal(std::vector<Command>& commands, const std::vector<Rank>& readers, uint32_t index) {
+  void signal(std::vector<Command>& commands, const std::vector<Rank>& readers, uint64_t index) {
     if (readers.empty()) return;
-    if (host_flags()) {
-      commands.push_back({.dst = word(0, index), .value = kDone, .op = Op::signal});
+    if (words_.on_host()) {
+      commands.push_back({.dst = words_.at(0, index), .value = kDone, .op = Op::signal});
       return;
     }
     for (size_t i = 0; i < readers.size();) {
@@ -309,7 +293,7 @@ class Lowering {
         const bool follows = (readers[i + row] + 1) % moves_.ranks == readers[i + row + 1];
         return follows ? std::optional(kRankStep) : std::nullopt;
       }));
-      commands.push_back({.dst = word(readers[i], index),
+      commands.push_back({.dst = words_.at(readers[i], index),
                           .dst_step = rows > 1 ? kRankStep : 0,
                           .rows = rows,
                           .value = kDone,
@@ -325,7 +309,7 @@ class Lowering {
         return std::optional(words[i + row + 1] - words[i + row]);
       };
       const size_t rows = run_of(words.size() - i, step_of);
-      commands.push_back({.dst = word(reader, words[i]),
+      commands.push_back({.dst = words_.at(reader, static_cast<uint64_t>(words[i])),
                           .dst_step = rows > 1 ? *step_of(0) : 0,
                           .rows = static_cast<uint32_t>(rows),
                           .value = kDone,
@@ -340,7 +324,7 @@ class Lowering {
       for (size_t queue = 0; queue < drafts_[peer].size(); ++queue) {
         const auto& notified = drafts_[peer][queue].notified;
         if (std::find(notified.begin(), notified.end(), reader) != notified.end()) {
-          words.push_back(exit_word(peer, queue));
+          words.push_back(static_cast<int64_t>(words_.exit(peer, queue)));
         }
       }
     }
@@ -363,13 +347,13 @@ class Lowering {
   std::vector<Command> engine_commands(Rank rank, size_t index) {
     const Draft& draft = drafts_[rank][index];
     std::vector<Command> commands;
-    if (variant_.prelaunch) poll(commands, rank, {start_word(rank)});
+    if (variant_.prelaunch) poll(commands, rank, {static_cast<int64_t>(words_.start(rank))});
     if (form_.entry) {
       const std::vector<Rank>& awaited = awaited_by(draft);
       poll(commands, rank, {awaited.begin(), awaited.end()});
     }
     commands.insert(commands.end(), draft.data.begin(), draft.data.end());
-    signal(commands, draft.notified, exit_word(rank, index));
+    signal(commands, draft.notified, words_.exit(rank, index));
     commands.insert(commands.end(), draft.own.begin(), draft.own.end());
     if (draft.drains.empty()) return commands;
     poll(commands, rank, exit_words(rank));
@@ -381,9 +365,9 @@ class Lowering {
 
   std::vector<Command> caller_commands(Rank rank) {
     std::vector<Command> commands;
-    if (form_.entry) signal(commands, ranks_awaiting(rank), entry_word(rank));
+    if (form_.entry) signal(commands, ranks_awaiting(rank), words_.entry(rank));
     if (variant_.prelaunch && !drafts_[rank].empty()) {
-      signal(commands, {rank}, start_word(rank));
+      signal(commands, {rank}, words_.start(rank));
     }
     const bool drains = !drafts_[rank].empty() && !drafts_[rank][0].drains.empty();
     if (!drains) poll(commands, rank, exit_words(rank));
@@ -414,6 +398,7 @@ class Lowering {
   Variant variant_;
   const Machine& machine_;
   ProtocolForm form_;
+  const FlagWords words_;
   std::vector<std::vector<Draft>> drafts_;  // [rank][queue]
   std::vector<std::vector<Move>> drains_;   // [rank]
 };

@@ -320,12 +320,12 @@ void bind_backend(nb::module_& module) {
       .def(
           "__init__",
           [](CudaOptions* place, std::vector<int> devices, std::string signals, std::string proven,
-             std::string own_copy) {
+             std::string own_copy, uint32_t sms) {
             new (place) CudaOptions{std::move(devices), std::move(signals), std::move(proven),
-                                    std::move(own_copy)};
+                                    std::move(own_copy), sms};
           },
           nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "auto",
-          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine")
+          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine", nb::arg("sms") = 12)
       .def_ro("proven", &CudaOptions::proven);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(nb::new_([](const std::string& backend, const Machine& machine, Rank ranks, bool phantom,

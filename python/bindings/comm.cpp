@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -130,14 +131,22 @@ std::shared_ptr<Communicator> open_communicator(const std::string& backend, cons
                               deadline);
 }
 
+// (operation, dtype, scale), or None for what does not reduce.
+std::optional<Reduction> reduction_of(nb::handle given) {
+  if (given.is_none()) return std::nullopt;
+  const auto [op, dtype, scale] = nb::cast<std::tuple<std::string, std::string, double>>(given);
+  return Reduction{.op = parse_reduce_op(op), .dtype = parse_dtype(dtype), .scale = scale};
+}
+
 Request request_of(Communicator& self, const std::string& op, nb::handle out, nb::handle in,
                    std::vector<uint64_t> counts, Rank root, std::string variant,
-                   const std::string& protocol, uint32_t lane) {
+                   const std::string& protocol, uint32_t lane, nb::handle reduction) {
   return {.collective = parse_collective(op),
           .counts = std::move(counts),
           .root = root,
           .variant = std::move(variant),
           .protocol = parse_wanted(protocol),
+          .reduction = reduction_of(reduction),
           .lane = lane,
           .out = operands(out, self.local_ranks()),
           .in = operands(in, self.local_ranks())};
@@ -146,10 +155,11 @@ Request request_of(Communicator& self, const std::string& op, nb::handle out, nb
 std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::handle out,
                                nb::handle in, std::vector<uint64_t> counts, Rank root,
                                std::string variant, const std::string& protocol, uint32_t lane,
-                               std::vector<uintptr_t> streams, nb::object keep, double timeout_s) {
+                               nb::handle reduction, std::vector<uintptr_t> streams,
+                               nb::object keep, double timeout_s) {
   Released::drop();
-  Request request =
-      request_of(self, op, out, in, std::move(counts), root, std::move(variant), protocol, lane);
+  Request request = request_of(self, op, out, in, std::move(counts), root, std::move(variant),
+                               protocol, lane, reduction);
   request.streams = std::move(streams);
   request.keep = keep_alive(std::move(keep));
   LockReleased released;
@@ -293,6 +303,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("armed_ahead", &Result::armed_ahead)
       .def_ro("in_place", &Result::in_place)
       .def_ro("own_copy", &Result::own_copy)
+      .def_prop_ro("sms", [](const Result& self) { return self.report.sms; })
       .def_prop_ro("way", [](const Result& self) { return std::string(self.report.way); })
       .def_ro("total_bytes", &Result::total_bytes)
       .def_ro("counts", &Result::counts)
@@ -357,19 +368,21 @@ void bind_comm(nb::module_& module) {
       .def(
           "knows",
           [](Communicator& self, const std::string& op, nb::handle out, nb::handle in,
-             std::vector<uint64_t> counts, const std::string& variant) {
+             std::vector<uint64_t> counts, const std::string& variant, nb::handle reduction) {
             return self.knows(
-                request_of(self, op, out, in, std::move(counts), 0, variant, "auto", 0));
+                request_of(self, op, out, in, std::move(counts), 0, variant, "auto", 0, reduction));
           },
           nb::arg("op"), nb::arg("out"), nb::arg("inp").none(), nb::arg("counts"),
-          nb::arg("variant"), "Whether the operation's plan is kept already: no new planning.")
+          nb::arg("variant"), nb::arg("reduction") = nb::none(),
+          "Whether the operation's plan is kept already: no new planning.")
       .def_prop_ro("kept", &Communicator::kept, "How many plans and windows it keeps track of.")
       .def_prop_ro_static(
           "plans_max", [](nb::handle) { return PlanCache::kDroppableMax; },
           "Of the plans that can be made again, how many are kept.")
       .def("start", &start, nb::arg("op"), nb::arg("out").none(), nb::arg("inp").none(),
            nb::arg("counts"), nb::arg("root"), nb::arg("variant"), nb::arg("protocol"),
-           nb::arg("lane"), nb::arg("streams"), nb::arg("keep").none(), nb::arg("timeout_s"))
+           nb::arg("lane"), nb::arg("reduction").none(), nb::arg("streams"), nb::arg("keep").none(),
+           nb::arg("timeout_s"))
       .def(
           "next_input",
           [](Communicator& self, uint32_t lane, uint64_t bytes, double timeout_s) {

@@ -23,6 +23,7 @@ _READ_ONLY = " is read-only; the operation writes into it"
 BYTES_MAX = 1 << 62  # what a size or a count may be, so that their product fits the core
 NUMBER_MAX = (1 << 16) - 1  # what a rank or a lane may be
 SEED_MAX = (1 << 64) - 1
+SMS_MAX = 64  # of a reduction; more bring nothing
 
 
 class OperandError(Exception):
@@ -141,7 +142,9 @@ def places_of(
 
 
 def dtype_name(dtype: Any) -> str:
-    """A dtype's name, the same for numpy's and torch's."""
+    """A dtype's name, the same for numpy's and torch's, their classes, and names."""
+    if isinstance(dtype, type):
+        return dtype.__name__
     return str(dtype).removeprefix("torch.")
 
 

@@ -382,6 +382,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   if (options.own_copy != "engine" && options.own_copy != "sm") {
     fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine or sm");
   }
+  encode.sms = options.sms;
   encode.own_copy_on_sm = options.own_copy == "sm";
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
   std::vector<std::shared_ptr<cuda::LocalGpu>> devices;

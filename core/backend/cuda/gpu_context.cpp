@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "core/backend/cuda/copy_kernel.h"
+#include "core/backend/cuda/reduce_kernel.h"
 #include "core/base/clock.h"
 #include "core/base/fork.h"
 
@@ -177,6 +178,12 @@ const CopyKernel& GpuContext::copy_kernel() const {
   const std::scoped_lock lock(kept_mutex_);
   if (copy_kernel_ == nullptr) copy_kernel_ = std::make_unique<const CopyKernel>(context_);
   return *copy_kernel_;
+}
+
+const ReduceKernels& GpuContext::reduce_kernels() const {
+  const std::scoped_lock lock(kept_mutex_);
+  if (reduce_kernels_ == nullptr) reduce_kernels_ = std::make_unique<const ReduceKernels>(context_);
+  return *reduce_kernels_;
 }
 
 bool GpuContext::works() const {

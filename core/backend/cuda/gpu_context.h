@@ -112,6 +112,7 @@ class CudaEvent {
 };
 
 class CopyKernel;
+class ReduceKernels;
 
 class GpuContext final : public Port {
  public:
@@ -143,6 +144,9 @@ class GpuContext final : public Port {
   // by whoever asks first. Throws unsupported or driver.
   const CopyKernel& copy_kernel() const;
 
+  // The kernels that reduce on this GPU, made by whoever asks first.
+  const ReduceKernels& reduce_kernels() const;
+
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
   void reach(const GpuContext& peer) const;
@@ -155,9 +159,10 @@ class GpuContext final : public Port {
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<CudaStream> service_;
   mutable std::mutex mutex_;       // one user of the service stream at a time
-  mutable std::mutex kept_mutex_;  // of the two below
+  mutable std::mutex kept_mutex_;  // of the three below
   mutable std::vector<std::unique_ptr<CudaStream>> idle_;
   mutable std::unique_ptr<const CopyKernel> copy_kernel_;
+  mutable std::unique_ptr<const ReduceKernels> reduce_kernels_;
 };
 
 inline constexpr unsigned kMemOpsMax = 240;  // the driver takes fewer than 256 in a batch

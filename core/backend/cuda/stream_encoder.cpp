@@ -5,6 +5,7 @@
 
 #include "core/backend/cuda/dual_engine.h"
 #include "core/backend/cuda/engine_alias.h"
+#include "core/backend/cuda/reduce_kernel.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -92,9 +93,27 @@ void StreamEncoder::run(const Command& command) {
       return stats_.stamps.back().event.record(stream_);
     case Op::fence:
       return flush_copies();
+    case Op::reduce:
+      return reduce(command);
     case Op::swap:
       fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
   }
+}
+
+void StreamEncoder::reduce(const Command& command) {
+  flush();
+  const bool apart = command.own != kFlagBuffer;
+  const KernelReduction what{.dst = address(command.dst),
+                             .src = address(command.src),
+                             .step = static_cast<uint64_t>(command.src_step),
+                             .own = apart ? address(source_of(command, command.value)) : 0,
+                             .at = apart ? command.value : UINT32_MAX,
+                             .rows = command.rows,
+                             .bytes = command.bytes};
+  const uint32_t sms =
+      device_.gpu().reduce_kernels().launch(*program_.reduction, what, options_.sms, stream_);
+  stats_.sms = std::max(stats_.sms, sms);
+  stats_.submitted = true;
 }
 
 void StreamEncoder::flush() {

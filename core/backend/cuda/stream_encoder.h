@@ -12,6 +12,7 @@
 //              copy of that word to all of them. With a signal table: that copy alone. To several
 //              ranks beside copies that are not strided, and to any behind a batch: a write-value
 //              to each
+//   reduce     a kernel (reduce_kernel.h)
 //   fence      hands over what was collected: a stream is in order by itself
 //
 // A batch of copies cannot be captured: there its copies are plain ones. Where the driver refuses a
@@ -46,6 +47,7 @@ struct EncodeOptions {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
   uint32_t call_min = UINT32_MAX;  // as Batches has it
+  uint32_t sms = 12;               // that a reduction takes, at most
   bool armed = false;  // a stream of the GPU is, and copies that need not be stand still behind it
 };
 
@@ -69,12 +71,14 @@ struct SubmitStats {
   std::vector<TimestampEvent> stamps;
   OwnCopy own_copy = OwnCopy::engine;
   Calls calls;
+  uint32_t sms = 0;        // that reductions took
   bool native = true;      // false: the driver has refused a form, and another one was taken
   bool submitted = false;  // something is in a stream
 
   void add_to(Report& report) const {  // but the stamps
     report.own_copy = std::max(report.own_copy, own_copy);
     report.calls += calls;
+    report.sms = std::max(report.sms, sms);
     report.native = report.native && native;
   }
 };
@@ -113,6 +117,7 @@ class StreamEncoder {
   void poll(const Command& command);
   void signal(const Command& command);
   void linger();
+  void reduce(const Command& command);
   bool one_command(const Command& signal) const;
   void copy(const Command& command);
   bool goes_plain(const Command& command) const;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <set>
 
+#include "core/backend/cuda/reduce_kernel.h"
+
 namespace offcore::cuda {
 namespace {
 
@@ -65,6 +67,11 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
     fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
   }
   compiled->devices = devices;
+  if (compiled->reduces) {
+    for (const auto& device : devices) {
+      device->gpu().reduce_kernels().prepare(*compiled->program->reduction);
+    }
+  }
   for (const exec::RankQueues& own : compiled->locals) {
     LocalProgram& local = compiled->gpus.emplace_back(
         LocalProgram{own, static_cast<uint32_t>(compiled->gpus.size())});

@@ -40,6 +40,7 @@ CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank r
     const Command* copied = nullptr;  // the last one
     for (const Command& command : queue.commands) {
       swaps |= command.op == Op::swap;
+      reduces |= command.op == Op::reduce;
       if (command.op == Op::timestamp) timestamps = std::max(timestamps, command.value + 1u);
       if (copied != nullptr && same_bases(*copied, command)) continue;
       collect_bases(*program, command, bases);

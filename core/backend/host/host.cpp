@@ -33,7 +33,7 @@ void place_queues(HostProgram& compiled, uint32_t engines_rank) {
       const Queue& queue = compiled.program->queues[index];
       uint64_t bytes = 0;
       for (const Command& command : queue.commands) {
-        if (moves_data(command.op)) bytes += command.bytes * command.rows;
+        if (touches_data(command.op)) bytes += command.bytes * command.rows;
       }
       const uint32_t engine = queue.index == kCallerQueue ? 0 : queue.index % engines_rank;
       compiled.local_queues.push_back({.queue = index,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/backend/reduce.h"
 #include "core/backend/wakeup.h"
 #include "core/base/swap_bytes.h"
 
@@ -64,6 +65,26 @@ bool QueueState::move(const Command& command) {
   return true;
 }
 
+bool QueueState::reduce(const Command& command) {
+  const Launch& launch = submission_.launch;
+  sources_.resize(command.rows);
+  while (offset_ < command.bytes) {
+    if (run_bytes_ >= kPieceBytes) {
+      run_bytes_ = 0;
+      return false;
+    }
+    const uint64_t bytes = std::min(kPieceBytes, command.bytes - offset_);
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      sources_[row] = byte_at(launch, source_of(command, row)) + offset_;
+    }
+    offcore::reduce(*submission_.program->reduction, command,
+                    byte_at(launch, command.dst) + offset_, sources_, bytes);
+    offset_ += bytes;
+    run_bytes_ += bytes * command.rows;
+  }
+  return true;
+}
+
 void QueueState::signal(const Command& command) const {
   const Launch& launch = submission_.launch;
   const std::vector<exec::RankQueues>& locals = submission_.compiled.locals;
@@ -101,6 +122,9 @@ QueueState::Stop QueueState::run() {
       case Op::swap:
         if (!move(command)) return Stop::paused;
         break;
+      case Op::reduce:
+        if (!reduce(command)) return Stop::paused;
+        break;
       case Op::poll:
         if (!submission_.polled(command)) return Stop::blocked;
         break;
@@ -118,7 +142,7 @@ QueueState::Stop QueueState::run() {
                      .start_ns = start_ns_ - submission_.launch_ns,
                      .end_ns = now_ns() - submission_.launch_ns,
                      .phases = {}};
-    (moves_data(command.op) ? time.phases.copy_ns : time.phases.sync_ns) =
+    (touches_data(command.op) ? time.phases.copy_ns : time.phases.sync_ns) =
         static_cast<double>(time.end_ns - time.start_ns);
     times_.push_back(time);
     start_ns_ += time.end_ns - time.start_ns;  // the next one begins where this one ends

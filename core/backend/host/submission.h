@@ -46,6 +46,7 @@ class QueueState {
 
   bool poisoned() const;
   bool move(const Command& command);
+  bool reduce(const Command& command);
   void signal(const Command& command) const;
 
   HostSubmission& submission_;
@@ -53,10 +54,11 @@ class QueueState {
   LocalQueue local_;
   Rank rank_;
   std::atomic<uint32_t> command_{0};
-  uint32_t row_ = 0;        // of the copy under way
-  uint64_t offset_ = 0;     // in its row
-  uint64_t run_bytes_ = 0;  // moved since the last pause
-  int64_t start_ns_ = -1;   // of the command under way; -1: not begun
+  uint32_t row_ = 0;                       // of the copy under way
+  uint64_t offset_ = 0;                    // in its row
+  uint64_t run_bytes_ = 0;                 // moved since the last pause
+  int64_t start_ns_ = -1;                  // of the command under way; -1: not begun
+  std::vector<const std::byte*> sources_;  // of the reduction under way
   std::vector<CommandTime> times_;
   bool running_ = false;
 };

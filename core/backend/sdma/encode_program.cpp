@@ -104,6 +104,8 @@ class QueueEncoder {
         return take_own(Patch::PatchKind::timestamp, addresses_.timestamps);
       case Op::fence:
         return order(kFenceCommand);
+      case Op::reduce:  // no program with one is loaded
+        return;
     }
   }
 

@@ -274,6 +274,10 @@ class SdmaBackend final : public Backend {
     }
     auto compiled = std::make_shared<const exec::CompiledProgram>(
         std::move(program), static_cast<Rank>(local_ranks_.size()), local_ranks_);
+    if (compiled->reduces) {
+      fail(Code::unsupported, "the sdma backend has engines only, and ", compiled->program->op,
+           " reduces on cores: use backend host or cuda");
+    }
     const uint64_t largest = std::min(machine_.limits.copy_bytes_max, kCopyBytesMax);
     return std::make_unique<SdmaLoaded>(executor_, std::move(compiled), largest);
   }

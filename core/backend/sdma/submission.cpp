@@ -56,7 +56,8 @@ class HostTask final : public exec::QueueTask {
       case Op::timestamp:
         submission_.timestamps_ns[command.value] = now_ns() - submission_.launch_ns;
         break;
-      case Op::fence:  // a group has ended before the next command begins
+      case Op::reduce:  // no program with one is loaded
+      case Op::fence:   // a group has ended before the next command begins
         break;
     }
     ++at_;

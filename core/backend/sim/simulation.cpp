@@ -166,6 +166,7 @@ bool Simulation::begin_order(SimQueue& actor, const Command& command, const Mome
   }
   if (command.op == Op::signal) return begin_signal(actor, command, start);
   if (command.op == Op::poll) return begin_poll(actor, command, start);
+  if (command.op == Op::reduce) return begin_reduce(actor, command, start);
   CommandRun& run = command_run(actor, actor.next);
   run.start = start;
   run.began = true;
@@ -200,6 +201,16 @@ bool Simulation::begin_signal(SimQueue& actor, const Command& command, Moment st
   actor.busy = true;
   actor.ordered = end;
   push(end.at_ns, SimEventKind::order_ends, actor.index, actor.next);
+  return false;
+}
+
+bool Simulation::begin_reduce(SimQueue& actor, const Command& command, const Moment& start) {
+  CommandRun& run = command_run(actor, actor.next);
+  run.start = start;
+  run.began = true;
+  actor.busy = true;
+  actor.ordered = start.after(&Phases::copy_ns, reduce_ns(command, state_.machine));
+  push(actor.ordered.at_ns, SimEventKind::order_ends, actor.index, actor.next);
   return false;
 }
 
@@ -315,7 +326,10 @@ void Simulation::end_order(SimQueue& actor, uint32_t index) {
   time.start_ns = std::llround(run.start.at_ns);
   time.end_ns = std::llround(now_ns_);
   const double took_ns = now_ns_ - run.start.at_ns;
-  if ((command.op == Op::signal) == !actor.caller) {
+  if (command.op == Op::reduce) {
+    time.phases.copy_ns = took_ns;
+    reduce_bytes(command);
+  } else if ((command.op == Op::signal) == !actor.caller) {
     time.phases.sync_ns = took_ns;
   } else {
     time.phases.schedule_ns = took_ns;

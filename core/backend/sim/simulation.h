@@ -107,6 +107,7 @@ class Simulation {
   bool begin_data(SimQueue& actor, const Moment& ready);
   bool begin_order(SimQueue& actor, const Command& command, const Moment& ready);
   bool begin_signal(SimQueue& actor, const Command& command, Moment start);
+  bool begin_reduce(SimQueue& actor, const Command& command, const Moment& start);
   bool begin_poll(SimQueue& actor, const Command& command, const Moment& start);
   uint32_t unnoticed(const Command& command, Moment& seen) const;
   void notice(const Command& command, const Moment& at);
@@ -127,6 +128,7 @@ class Simulation {
   void store(const Command& command);
 
   void move_half(const Command& command, bool second);
+  void reduce_bytes(const Command& command);
   void flip_byte(const Command& command);
 
   void finish(SimOutcome& outcome);

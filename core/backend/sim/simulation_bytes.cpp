@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/backend/exec/submission.h"
+#include "core/backend/reduce.h"
 #include "core/backend/sim/simulation.h"
 #include "core/backend/wakeup.h"
 #include "core/base/error.h"
@@ -58,6 +59,20 @@ void Simulation::move_half(const Command& command, bool second) {
       std::memmove(to, what, bytes);
     }
   }
+}
+
+void Simulation::reduce_bytes(const Command& command) {
+  const auto place = [&](const Slice& slice) -> std::byte* {
+    std::byte* base = launch_.binding.base(slice.buffer, slice.rank);
+    return base == nullptr ? nullptr : base + slice.offset;
+  };
+  std::vector<const std::byte*> sources;
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    sources.push_back(place(source_of(command, row)));
+    if (sources.back() == nullptr) return;
+  }
+  std::byte* dst = place(command.dst);
+  if (dst != nullptr) reduce(*program_.reduction, command, dst, sources, command.bytes);
 }
 
 void Simulation::flip_byte(const Command& command) {

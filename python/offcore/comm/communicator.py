@@ -15,12 +15,14 @@ from offcore.comm import numa, nvtx, signal_forms
 from offcore.comm.arrays import dense
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
+from offcore.comm.reductions import Reduction, ReductionCalls, typed
 from offcore.comm.views import Spec, ViewCalls, specs_of
 from offcore.comm.window import Window
 from offcore.errors import error
 from offcore.operands import (
     NUMBER_MAX,
     SEED_MAX,
+    SMS_MAX,
     OperandError,
     Side,
     checked,
@@ -36,7 +38,7 @@ Counts1 = Sequence[int]
 Counts2 = Sequence[Sequence[int]]
 
 
-class Communicator(ViewCalls):
+class Communicator(ViewCalls, ReductionCalls):
     """Ranks that communicate by DMA engines.
 
     Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
@@ -52,6 +54,7 @@ class Communicator(ViewCalls):
     signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
         "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
         passed); whether copies within a GPU ask for an "engine" or take "sm"s (see docs/cuda.md).
+    sms: cuda only: SMs that a reduction takes at most, from 1 to 64; copies take none.
     near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
     seed, faults, packets: sim only: the order of simultaneous events; faults to inject (dicts with
@@ -85,6 +88,7 @@ class Communicator(ViewCalls):
         device: int | Sequence[int] | None = None,
         signals: str = "auto",
         own_copy: str = "engine",
+        sms: int = 12,
         near_gpu: bool = False,
         phantom: bool = False,
         seed: int = 0,
@@ -108,14 +112,16 @@ class Communicator(ViewCalls):
         if machine is None:
             machine = defaults.machine(wanted, ranks or 2)
         devices = [] if device is None else [device] if isinstance(device, int) else list(device)
-        cuda = signal_forms.cuda_options(wanted, devices, signals, own_copy)
+        cuda = signal_forms.cuda_options(
+            wanted, devices, signals, own_copy, checked("sms", sms, SMS_MAX)
+        )
         loaded = machines.load(machine)
         if ranks is None:
             ranks = loaded.ranks
         self.backend = wanted
         self.machine = loaded.name
         self._options: dict[str, Any] = {"backend": wanted, "machine": given, "device": device}
-        self._options |= {"signals": signals, "own_copy": own_copy}
+        self._options |= {"signals": signals, "own_copy": own_copy, "sms": sms}
         opened = _core.open_communicator(
             wanted,
             loaded,
@@ -369,6 +375,7 @@ class Communicator(ViewCalls):
         variant: str,
         protocol: str,
         lane: int,
+        reduction: Reduction | None = None,
     ) -> Handle:
         out_core, out_dtype, out_itemsize, out_held = self._side(out, op, writable=True)
         in_core, in_dtype, in_itemsize, in_held = self._side(inp, op, writable=False)
@@ -380,6 +387,8 @@ class Communicator(ViewCalls):
                 f"the input's {dtype_name(in_dtype)}",
             )
         itemsize = out_itemsize or in_itemsize or 1
+        if reduction is not None:
+            reduction = typed(op, reduction, out_dtype if out_dtype is not None else in_dtype)
         pending = self._core.start(
             op,
             out_core,
@@ -389,6 +398,7 @@ class Communicator(ViewCalls):
             variant,
             protocol,
             checked("lane", lane, NUMBER_MAX),
+            reduction,
             self._streams(),
             out_held if in_held is None else (out_held, in_held),
             self.timeout,
@@ -415,6 +425,7 @@ class Communicator(ViewCalls):
             variant,
             "view",
             checked("lane", lane, NUMBER_MAX),
+            None,
             self._streams(),
             kept,
             self.timeout,

@@ -40,6 +40,11 @@ class Result(Facts):
         return self._core.own_copy
 
     @property
+    def sms(self) -> int:
+        """cuda: SMs that a reduction took at most; 0 for what engines did alone."""
+        return self._core.sms
+
+    @property
     def variant(self) -> str:
         """The variant that ran."""
         return self._core.variant

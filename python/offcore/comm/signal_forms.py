@@ -113,14 +113,16 @@ def choose(facts: dict[str, Any], devices: Sequence[int] = ()) -> tuple[str, str
 
 
 def cuda_options(
-    backend: str, devices: list[int], signals: str, own_copy: str
+    backend: str, devices: list[int], signals: str, own_copy: str, sms: int
 ) -> _core.CudaOptions:
     """A communicator's, with what `auto` is on its GPUs."""
     proven = "fenced"
     if defaults.traits(backend).gpus and signals == "auto":
         with contextlib.suppress(_core.Error):  # opening the backend says what is missing
             proven, _ = choose(_core.cuda_facts(), devices)
-    return _core.CudaOptions(devices=devices, signals=signals, proven=proven, own_copy=own_copy)
+    return _core.CudaOptions(
+        devices=devices, signals=signals, proven=proven, own_copy=own_copy, sms=max(1, sms)
+    )
 
 
 def _judge(trials: Sequence[_core.StressOutcome], wanted: int, planted: int) -> str:

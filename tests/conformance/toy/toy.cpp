@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/backend/exec/task_executor.h"
+#include "core/backend/reduce.h"
 #include "core/backend/registry.h"
 #include "core/backend/wakeup.h"
 #include "core/base/swap_bytes.h"
@@ -47,6 +48,9 @@ class ToyTask final : public exec::QueueTask {
       case Op::swap:
         for (uint32_t row = 0; row < command.rows; ++row) move(command, row);
         return true;
+      case Op::reduce:
+        reduce_all(command);
+        return true;
       case Op::timestamp:
         submission_.timestamps_ns[command.value] = now_ns() - submission_.launch_ns;
         return true;
@@ -64,6 +68,14 @@ class ToyTask final : public exec::QueueTask {
     } else {
       std::memcpy(to, byte_at(from), command.bytes);
     }
+  }
+
+  void reduce_all(const Command& command) const {
+    std::vector<const std::byte*> sources;
+    for (uint32_t row = 0; row < command.rows; ++row) {
+      sources.push_back(byte_at(source_of(command, row)));
+    }
+    reduce(*submission_.program->reduction, command, byte_at(command.dst), sources, command.bytes);
   }
 
   Slice dst(const Command& command, uint32_t row) const {

@@ -1,9 +1,12 @@
 #include "tests/fakes/cuda/kernels.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <chrono>
 #include <cstring>
 
+#include "core/backend/reduce.h"
 #include "tests/fakes/cuda/memory.h"
 
 namespace fakecuda {
@@ -125,9 +128,42 @@ void gather(const std::vector<uint64_t>& a, Engine& engine) {
   }
 }
 
+// What core/backend/cuda/kernels/reduce.cu does.
+void reduce(const std::string& name, const std::vector<uint64_t>& a, Engine& engine) {
+  const bool copies = name == "offcore_copy";
+  offcore::Reduction reduction;
+  if (!copies) reduction.dtype = offcore::parse_dtype(name.substr(15));
+  const auto rows = static_cast<uint32_t>(a[6]);
+  const uint64_t apart = a[6] >> 32;
+  const uint64_t bytes = a[5] * (copies ? 1 : offcore::size_of(reduction.dtype));
+  if (bytes == 0) return;
+  using enum offcore::ReduceOp;
+  reduction.op = std::array{premul_sum, min, max}[a[7] & 3];
+  if (a[7] >> 32 > 1) reduction.op = avg;
+  reduction.scale = std::bit_cast<double>(a[4]);
+  const auto at = [&](uint64_t address, bool write) {
+    std::vector<Piece> found;
+    require(addresses().pieces(address, bytes, engine.context.physical, write, false, found),
+            kIllegalAddress);
+    require(found.size() == 1, kIllegalAddress);
+    return reinterpret_cast<std::byte*>(found.front().data);
+  };
+  std::vector<const std::byte*> sources;
+  for (uint32_t row = 0; row < rows; ++row) {
+    const uint64_t step = row > apart ? row - 1 : row;
+    sources.push_back(at(row == apart ? a[3] : a[1] + a[2] * step, false));
+  }
+  if (copies) {
+    std::memmove(at(a[0], true), sources[0], bytes);
+  } else {
+    offcore::reduce(reduction, at(a[0], true), sources, bytes);
+  }
+}
+
 void play(const std::string& name, const Launch& launch, Engine& engine) {
   const auto& a = launch.arguments;
   if (name == "gather") return gather(a, engine);
+  if (name.starts_with("offcore_")) return reduce(name, a, engine);
   if (name == "spinner") return spin(a, launch.blocks, engine);
   if (name == "toucher") return Memory(engine).store(a[0], static_cast<uint32_t>(a[1]));
   const auto word = [&](size_t i) { return static_cast<uint32_t>(a[i]); };
@@ -156,6 +192,16 @@ Room::~Room() {
 std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
       {"gather", {2048, 8, 8, 4, 4, 4}},
+      {"offcore_copy", {64}},
+      {"offcore_reduce_bfloat16", {64}},
+      {"offcore_reduce_float16", {64}},
+      {"offcore_reduce_float32", {64}},
+      {"offcore_reduce_float64", {64}},
+      {"offcore_reduce_int16", {64}},
+      {"offcore_reduce_int32", {64}},
+      {"offcore_reduce_int64", {64}},
+      {"offcore_reduce_int8", {64}},
+      {"offcore_reduce_uint8", {64}},
       {"reader", {8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4}},
       {"spinner", {8, 8, 8}},
       {"toucher", {8, 4}},

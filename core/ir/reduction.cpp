@@ -1,0 +1,39 @@
+#include "core/ir/reduction.h"
+
+#include <iterator>
+
+#include "core/base/error.h"
+
+namespace offcore {
+namespace {
+
+constexpr std::string_view kDTypes[] = {"int8",    "uint8",    "int16",   "int32",  "int64",
+                                        "float16", "bfloat16", "float32", "float64"};
+constexpr uint64_t kSizes[] = {1, 1, 2, 4, 8, 2, 2, 4, 8};
+constexpr std::string_view kOps[] = {"sum", "avg", "premul_sum", "min", "max"};
+
+}  // namespace
+
+std::string_view to_string(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
+
+DType parse_dtype(std::string_view text) {
+  for (size_t i = 0; i < std::size(kDTypes); ++i) {
+    if (kDTypes[i] == text) return static_cast<DType>(i);
+  }
+  std::string known;
+  for (const std::string_view name : kDTypes) known += cat(known.empty() ? "" : ", ", name);
+  fail(Code::invalid, "no reduction of dtype '", text, "': known are ", known);
+}
+
+uint64_t size_of(DType dtype) { return kSizes[static_cast<size_t>(dtype)]; }
+
+std::string_view to_string(ReduceOp op) { return kOps[static_cast<size_t>(op)]; }
+
+ReduceOp parse_reduce_op(std::string_view text) {
+  for (size_t i = 0; i < std::size(kOps); ++i) {
+    if (kOps[i] == text) return static_cast<ReduceOp>(i);
+  }
+  fail(Code::invalid, "unknown reduction '", text, "': known are sum, avg, premul_sum, min, max");
+}
+
+}  // namespace offcore

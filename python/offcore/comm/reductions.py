@@ -1,0 +1,153 @@
+"""Operations that reduce: engines carry the data, a few cores add them up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from offcore.comm.handle import Handle
+from offcore.errors import error
+from offcore.operands import dtype_name
+
+Reduction = tuple[str, str | None, float]  # the operation, the dtype if it is known, the scale
+
+
+def typed(op: str, reduction: Reduction, dtype: Any) -> Reduction:
+    """With the dtype that was named, or else the arrays'. Raises `Error`: invalid where they differ
+    and the arrays do not hold raw bits."""
+    name, named, scale = reduction
+    given = None if dtype is None else dtype_name(dtype)
+    if named is None and given is None:
+        raise error("invalid", f"{op}: windows have no dtype: pass dtype=")
+    if None not in (named, given) and named != given and not str(given).startswith("uint"):
+        raise error("invalid", f"{op}: dtype is {named}, the arrays' {given}")
+    return name, named or given, scale
+
+
+class ReductionCalls(ABC):
+    """What a Communicator can reduce."""
+
+    @abstractmethod
+    def _start(
+        self,
+        op: str,
+        out: Any,
+        inp: Any,
+        counts: Sequence[int] | None,
+        root: int,
+        variant: str,
+        protocol: str,
+        lane: int,
+        reduction: Reduction | None = None,
+    ) -> Handle:
+        """Starts an operation; a reduction's dtype is the arrays', or the one that is named."""
+
+    def reduce_scatter(
+        self,
+        out: Any,
+        inp: Any,
+        op: str = "sum",
+        *,
+        scale: float = 1.0,
+        dtype: Any = None,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """Rank r's output becomes the reduction of every rank's part r.
+
+        out: the bytes of a part. inp: ranks x as many; `out` may be the rank's own part of it.
+        op: "sum", "avg", "min", "max", or "premul_sum": of each input times `scale`.
+        dtype: of windows, which have none, and of arrays that hold raw bits (uint8 to uint64).
+
+        Sources are taken in rank order, floating-point numbers summed in fp32 (fp64 for float64)
+        and rounded once: the same bits on all ranks and in every run.
+
+        Engines carry the data, into slots; the caller's cores reduce them (on cuda a kernel of
+        `Communicator(sms=)` SMs in the caller's stream, as Result.sms says). Raises `Error`:
+        invalid (sizes, overlap, dtypes), unsupported (backend sdma has no cores), timeout and
+        mismatch (at the first call with these sizes).
+        """
+        return self._reduce(
+            "reduce_scatter", out, inp, None, op, scale, dtype, 0, variant, protocol, lane
+        )
+
+    def reduce_scatter_v(
+        self,
+        out: Any,
+        inp: Any,
+        counts: Sequence[int],
+        op: str = "sum",
+        *,
+        scale: float = 1.0,
+        dtype: Any = None,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """reduce_scatter of uneven parts: counts[r] elements (bytes for windows) to rank r."""
+        return self._reduce(
+            "reduce_scatter", out, inp, counts, op, scale, dtype, 0, variant, protocol, lane
+        )
+
+    def all_reduce(
+        self,
+        out: Any,
+        inp: Any = None,
+        op: str = "sum",
+        *,
+        scale: float = 1.0,
+        dtype: Any = None,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """Every rank's output becomes the reduction of all inputs; the rest as reduce_scatter has
+        it. inp: left out, or `out` itself: in place. Any number of elements.
+
+        variant: "pipelined", in chunks, each rank reducing its part and sending it on; "one_shot",
+        each rank reducing all of it, in one step; "auto", the cheaper one.
+        """
+        return self._reduce(
+            "all_reduce", out, inp, None, op, scale, dtype, 0, variant, protocol, lane
+        )
+
+    def reduce(
+        self,
+        out: Any,
+        inp: Any,
+        op: str = "sum",
+        *,
+        root: int = 0,
+        scale: float = 1.0,
+        dtype: Any = None,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """all_reduce whose result only the root has. out: others may pass None; the root's may be
+        its input."""
+        return self._reduce(
+            "reduce", out, inp, None, op, scale, dtype, root, variant, protocol, lane
+        )
+
+    def _reduce(
+        self,
+        name: str,
+        out: Any,
+        inp: Any,
+        counts: Sequence[int] | None,
+        op: str,
+        scale: float,
+        dtype: Any,
+        root: int,
+        variant: str,
+        protocol: str,
+        lane: int,
+    ) -> Handle:
+        if scale != 1.0 and op != "premul_sum":
+            raise error("invalid", f"{name}: scale is premul_sum's, and the operation is {op}")
+        kind = None if dtype is None else dtype_name(dtype)
+        reduction = (op, kind, float(scale))
+        return self._start(name, out, inp, counts, root, variant, protocol, lane, reduction)
