@@ -43,11 +43,11 @@ struct Slice {
 //   signal     stores value into row k of dst (a flag word), after all earlier data of its queue
 //   timestamp  records the time as the run's timestamp number `value`
 //   fence      orders its queue and writes nothing
-//   reduce     dst becomes what the program's reduction makes of `rows` sources of `bytes`: src and
-//              on by src_step. Where `own` names a buffer, one of them, number `value`, is apart from
-//              the others: at offset dst_step of that buffer. All are the queue's own rank's, and the
-//              queue is a caller's: cores do it. In order after all that its queue did before. One
-//              source, and none apart: its bytes are copied as they are
+//   reduce     dst becomes what the program's reduction makes of `rows` sources of `bytes`: src
+//              and on by src_step. Where `own` names a buffer, source number `value` is apart from
+//              the others, at offset dst_step of that buffer. All are in the memory of the queue's
+//              rank, and the queue is a caller's: cores do it. In order after all that its queue
+//              did before. One source, and none apart: its bytes are copied as they are
 struct Command {
   Slice dst;
   Slice src;

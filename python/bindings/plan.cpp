@@ -99,6 +99,26 @@ void bind_moves(nb::module_& module) {
   }
 }
 
+void bind_reductions(nb::module_& module) {
+  module.def("equal_parts", &equal_parts, nb::arg("nbytes"), nb::arg("ranks"),
+             "The parts in bytes of an array that all ranks reduce, one a rank.");
+  module.def(
+      "plan_reduction",
+      [](const std::string& op, std::vector<uint64_t> parts, const std::string& reduction,
+         const std::string& dtype, const std::string& variant, const Machine& machine,
+         const ProtocolForm& protocol, Rank root, bool in_place, double scale) {
+        const ReductionPlan plan{op,
+                                 std::move(parts),
+                                 root,
+                                 in_place,
+                                 {parse_reduce_op(reduction), parse_dtype(dtype), scale}};
+        return *plan_reduction(plan, variant, machine, protocol);
+      },
+      nb::arg("op"), nb::arg("parts"), nb::arg("reduction"), nb::arg("dtype"), nb::arg("variant"),
+      nb::arg("machine"), nb::arg("protocol"), nb::arg("root") = 0, nb::arg("in_place") = false,
+      nb::arg("scale") = 1.0, "lower, legalize and verify what reduces.");
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& module) {
@@ -146,23 +166,6 @@ void bind_plan(nb::module_& module) {
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
       "lower, legalize and verify.");
-  module.def("equal_parts", &equal_parts, nb::arg("nbytes"), nb::arg("ranks"),
-             "The parts in bytes of an array that all ranks reduce, one a rank.");
-  module.def(
-      "plan_reduction",
-      [](const std::string& op, std::vector<uint64_t> parts, const std::string& reduction,
-         const std::string& dtype, const std::string& variant, const Machine& machine,
-         const ProtocolForm& protocol, Rank root, bool in_place, double scale) {
-        const ReductionPlan plan{op,
-                                 std::move(parts),
-                                 root,
-                                 in_place,
-                                 {parse_reduce_op(reduction), parse_dtype(dtype), scale}};
-        return *plan_reduction(plan, variant, machine, protocol);
-      },
-      nb::arg("op"), nb::arg("parts"), nb::arg("reduction"), nb::arg("dtype"), nb::arg("variant"),
-      nb::arg("machine"), nb::arg("protocol"), nb::arg("root") = 0, nb::arg("in_place") = false,
-      nb::arg("scale") = 1.0, "lower, legalize and verify what reduces.");
   module.def(
       "choose",
       [](const Moves& moves, uint64_t total_bytes, const Machine& machine,
@@ -172,6 +175,7 @@ void bind_plan(nb::module_& module) {
       },
       nb::arg("moves"), nb::arg("total_bytes"), nb::arg("machine"), nb::arg("protocol"),
       "(variant, whether the tuned table said so).");
+  bind_reductions(module);
 }
 
 }  // namespace offcore

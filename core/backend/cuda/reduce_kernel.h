@@ -1,4 +1,5 @@
-// What computes reduce commands on a GPU: kernels on a stated number of its SMs (kernels/reduce.cu).
+// What executes reduce commands on a GPU: kernels on a stated number of its SMs
+// (kernels/reduce.cu).
 #pragma once
 #include <map>
 #include <memory>
