@@ -18,36 +18,36 @@ namespace {
 constexpr size_t kBlock = 1024;  // elements: accumulators that stay in the first cache
 
 // How an element is stored, and what it is accumulated in.
+template <typename Stored, typename Accumulated>
+struct ElementTypes {
+  using StoredValue = Stored;
+  using SumValue = Accumulated;
+};
+
 template <typename Stored, typename Accumulated = Stored>
-struct Plain {
-  using Store = Stored;
-  using Sum = Accumulated;
-  static OFFCORE_INLINE Sum load(Store value) { return static_cast<Sum>(value); }
-  static OFFCORE_INLINE Store store(Sum value) { return static_cast<Store>(value); }
+struct Plain : ElementTypes<Stored, Accumulated> {
+  static OFFCORE_INLINE Accumulated load(Stored value) { return static_cast<Accumulated>(value); }
+  static OFFCORE_INLINE Stored store(Accumulated sum) { return static_cast<Stored>(sum); }
 };
 
 // Sums of integers are kept modulo 2^64, and cut to their width.
 template <typename Stored>
 using Integer = Plain<Stored, int64_t>;
 
-struct Bf16 {
-  using Store = uint16_t;
-  using Sum = float;
-  static OFFCORE_INLINE Sum load(Store value) {
+struct Bf16 : ElementTypes<uint16_t, float> {
+  static OFFCORE_INLINE float load(uint16_t value) {
     return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
   }
-  static OFFCORE_INLINE Store store(Sum value) {
+  static OFFCORE_INLINE uint16_t store(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return static_cast<Store>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
+    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
   }
 };
 
-struct F16 {
-  using Store = uint16_t;
-  using Sum = float;
+struct F16 : ElementTypes<uint16_t, float> {
   // The exponent is moved by a product, which also makes subnormals right.
-  static OFFCORE_INLINE Sum load(Store value) {
+  static OFFCORE_INLINE float load(uint16_t value) {
     const uint32_t shifted = (static_cast<uint32_t>(value) & 0x7fffu) << 13;
     const float scaled = std::bit_cast<float>(shifted) * 0x1p112f;
     const uint32_t special = shifted >= 0x0f800000u ? 0x7f800000u | shifted : 0;
@@ -55,7 +55,7 @@ struct F16 {
                           (static_cast<uint32_t>(value) & 0x8000u) << 16;
     return std::bit_cast<float>(bits);
   }
-  static OFFCORE_INLINE Store store(Sum value) {
+  static OFFCORE_INLINE uint16_t store(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -66,7 +66,7 @@ struct F16 {
     uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
     half = magnitude >= 0x477ff000u ? 0x7c00u : half;
     half = magnitude > 0x7f800000u ? 0x7fffu : half;
-    return static_cast<Store>(sign | half);
+    return static_cast<uint16_t>(sign | half);
   }
 };
 
@@ -96,7 +96,7 @@ OFFCORE_INLINE Type combine(Type sum, Type value, Type scale) {
   return plus(sum, value);
 }
 
-struct Job {
+struct ReduceJob {
   std::byte* dst;
   std::span<const std::byte* const> sources;
   uint64_t count;
@@ -104,21 +104,19 @@ struct Job {
 };
 
 template <typename Element, ReduceOp op>
-OFFCORE_INLINE void run(const Job& job) {
+OFFCORE_INLINE void run(const ReduceJob& job) {
   using Store = typename Element::Store;
   using Sum = typename Element::Sum;
   const Sum scale =
       static_cast<Sum>(op == ReduceOp::avg ? static_cast<double>(job.sources.size()) : job.scale);
-  Sum sums[kBlock];
-  Store values[kBlock];
   for (uint64_t at = 0; at < job.count; at += kBlock) {
     const size_t count = static_cast<size_t>(std::min<uint64_t>(kBlock, job.count - at));
-    const size_t offset = at * sizeof(Store);
+    const size_t offset = at * sizeof(values[0]);
     for (size_t k = 0; k < job.sources.size(); ++k) {
-      std::memcpy(values, job.sources[k] + offset, count * sizeof(Store));
+      std::memcpy(values, job.sources[k] + offset, count * sizeof(values[0]));
       if (k == 0) {
         for (size_t i = 0; i < count; ++i) {
-          const Sum value = Element::load(values[i]);
+          const auto value = Element::load(values[i]);
           sums[i] = op == ReduceOp::premul_sum ? times(value, scale) : value;
         }
       } else {
@@ -131,12 +129,12 @@ OFFCORE_INLINE void run(const Job& job) {
       if constexpr (op == ReduceOp::avg) sums[i] = sums[i] / scale;
       values[i] = Element::store(sums[i]);
     }
-    std::memcpy(job.dst + offset, values, count * sizeof(Store));
+    std::memcpy(job.dst + offset, values, count * sizeof(values[0]));
   }
 }
 
 template <typename Element>
-OFFCORE_INLINE void run(ReduceOp op, const Job& job) {
+OFFCORE_INLINE void run(ReduceOp op, const ReduceJob& job) {
   switch (op) {
     case ReduceOp::sum:
       return run<Element, ReduceOp::sum>(job);
@@ -151,7 +149,7 @@ OFFCORE_INLINE void run(ReduceOp op, const Job& job) {
   }
 }
 
-OFFCORE_INLINE void run(const Reduction& reduction, const Job& job) {
+OFFCORE_INLINE void run(const Reduction& reduction, const ReduceJob& job) {
   switch (reduction.dtype) {
     case DType::i8:
       return run<Integer<int8_t>>(reduction.op, job);
@@ -175,18 +173,18 @@ OFFCORE_INLINE void run(const Reduction& reduction, const Job& job) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void run_wide(const Reduction& reduction, const Job& job) {
+__attribute__((target("avx2"))) void run_wide(const Reduction& reduction, const ReduceJob& job) {
   run(reduction, job);
 }
 #endif
 
-void run_anywhere(const Reduction& reduction, const Job& job) { run(reduction, job); }
+void run_anywhere(const Reduction& reduction, const ReduceJob& job) { run(reduction, job); }
 
 }  // namespace
 
 void reduce(const Reduction& reduction, std::byte* dst, std::span<const std::byte* const> sources,
             uint64_t bytes) {
-  const Job job{dst, sources, bytes / size_of(reduction.dtype), reduction.scale};
+  const ReduceJob job{dst, sources, bytes / size_of(reduction.dtype), reduction.scale};
 #if defined(__x86_64__)
   static const bool wide = __builtin_cpu_supports("avx2") != 0;
   if (wide) return run_wide(reduction, job);

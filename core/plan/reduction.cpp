@@ -13,7 +13,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kAlign = 256;                // of parts and chunks: whole elements, and vectors
+constexpr uint64_t kPartAlign = 256;            // of parts and chunks: whole elements, and vectors
 constexpr uint64_t kChunkBytesMin = 256 << 10;  // of what is worth a signal of its own
 constexpr uint64_t kChunkBytesMax = 4 << 20;    // kReduceDepth of them a peer are in a slot
 constexpr uint64_t kChunksMax = 1 << 14;        // their numbers are flag values
@@ -86,7 +86,7 @@ class ReductionLowering {
     if (plan_.in_place) in_ = out_;
     const uint64_t peers = ranks_ - 1u;
     ring_bytes_ = std::min<uint64_t>(chunks_, kReduceDepth) * peers * chunk_bytes_;
-    const uint64_t slot = one_shot ? peers * round_up(total_bytes_, kAlign)
+    const uint64_t slot = one_shot ? peers * round_up(total_bytes_, kPartAlign)
                                    : ring_bytes_ * (gathers_ && form_.staged ? 2 : 1);
     if (peers > 0) slot_ = declare("slot", Buffer::Home::window, slot);
   }
@@ -277,7 +277,7 @@ class ReductionLowering {
   }
 
   Slice whole(Rank owner, Rank peer) const {
-    return {row_of_peer(owner, peer) * round_up(total_bytes_, kAlign), owner, slot_};
+    return {row_of_peer(owner, peer) * round_up(total_bytes_, kPartAlign), owner, slot_};
   }
 
   std::vector<Command> reduce_all(Rank rank) const {
@@ -291,7 +291,7 @@ class ReductionLowering {
     const Slice own{0, rank, in_};
     const Slice others = ranks_ == 1 ? own : Slice{0, rank, slot_};
     commands.push_back(
-        reduction({0, rank, out_}, own, others, round_up(total_bytes_, kAlign), total_bytes_));
+        reduction({0, rank, out_}, own, others, round_up(total_bytes_, kPartAlign), total_bytes_));
     return commands;
   }
 
@@ -317,10 +317,10 @@ class ReductionLowering {
 std::vector<uint64_t> chunk_sizes(const ReductionPlan& plan, bool captured) {
   const uint64_t largest =
       std::max<uint64_t>(1, *std::max_element(plan.parts.begin(), plan.parts.end()));
-  const uint64_t most = std::max(kChunkBytesMax, round_up(largest / kChunksMax + 1, kAlign));
+  const uint64_t most = std::max(kChunkBytesMax, round_up(largest / kChunksMax + 1, kPartAlign));
   std::vector<uint64_t> sizes;
   for (uint64_t pieces = 1; pieces <= kReduceDepth; pieces *= 2) {
-    const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kAlign);
+    const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kPartAlign);
     if (pieces > 1 && bytes < kChunkBytesMin) break;
     if (captured || bytes <= most) sizes.push_back(bytes);
   }
@@ -331,7 +331,7 @@ std::vector<uint64_t> chunk_sizes(const ReductionPlan& plan, bool captured) {
 }  // namespace
 
 std::vector<uint64_t> equal_parts(uint64_t bytes, Rank ranks) {
-  const uint64_t share = round_up((bytes + ranks - 1) / ranks, kAlign);
+  const uint64_t share = round_up((bytes + ranks - 1) / ranks, kPartAlign);
   std::vector<uint64_t> parts(ranks);
   for (Rank rank = 0; rank < ranks; ++rank) {
     const uint64_t begin = std::min(bytes, rank * share);

@@ -18,10 +18,10 @@ constexpr struct {
 #include "core/backend/cuda/kernels/reduce_ptx.inc"
 };
 
-enum Operation : uint32_t { kSum, kMin, kMax };
+enum KernelOperation : uint32_t { kSum, kMin, kMax };
 
 // As kernels/reduce.cu has it.
-struct Arguments {
+struct KernelArguments {
   uint64_t dst;
   uint64_t src;
   uint64_t step;
@@ -33,7 +33,7 @@ struct Arguments {
   uint32_t operation;
   uint32_t divisor;
 };
-static_assert(sizeof(Arguments) == 64);
+static_assert(sizeof(KernelArguments) == 64);
 
 bool is_copy(const KernelReduction& what) { return what.rows == 1 && what.at >= what.rows; }
 
@@ -77,7 +77,7 @@ void ReduceKernels::prepare(const Reduction& reduction) const {
   const ContextGuard current(context_->handle());
   const CaptureGuard relaxed;
   const CudaStream stream(context_);
-  Arguments nothing{.rows = 1, .at = 1, .divisor = 1};
+  KernelArguments nothing{.rows = 1, .at = 1, .divisor = 1};
   void* arguments[] = {&nothing};
   for (const std::string& name : {name_of(reduction), std::string("offcore_copy")}) {
     {
@@ -95,18 +95,18 @@ uint32_t ReduceKernels::launch(const Reduction& reduction, const KernelReduction
   const bool copies = is_copy(what);
   const uint64_t size = copies ? 1 : size_of(reduction.dtype);
   const bool avg = reduction.op == ReduceOp::avg;
-  Arguments arguments{.dst = what.dst,
-                      .src = what.src,
-                      .step = what.step,
-                      .own = what.own,
-                      .scale = reduction.scale,
-                      .count = what.bytes / size,
-                      .rows = what.rows,
-                      .at = what.at,
-                      .operation = reduction.op == ReduceOp::min   ? kMin
-                                   : reduction.op == ReduceOp::max ? kMax
-                                                                   : kSum,
-                      .divisor = avg ? what.rows : 1};
+  KernelArguments arguments{.dst = what.dst,
+                            .src = what.src,
+                            .step = what.step,
+                            .own = what.own,
+                            .scale = reduction.scale,
+                            .count = what.bytes / size,
+                            .rows = what.rows,
+                            .at = what.at,
+                            .operation = reduction.op == ReduceOp::min   ? kMin
+                                         : reduction.op == ReduceOp::max ? kMax
+                                                                         : kSum,
+                            .divisor = avg ? what.rows : 1};
   void* pointers[] = {&arguments};
   const uint64_t blocks = (what.bytes / kUnit + kThreads) / kThreads;
   const auto grid = static_cast<uint32_t>(std::min<uint64_t>(sms, blocks));
