@@ -105,10 +105,10 @@ struct ReduceJob {
 
 template <typename Element, ReduceOp op>
 OFFCORE_INLINE void run(const ReduceJob& job) {
-  using Store = typename Element::Store;
-  using Sum = typename Element::Sum;
-  const Sum scale =
-      static_cast<Sum>(op == ReduceOp::avg ? static_cast<double>(job.sources.size()) : job.scale);
+  typename Element::SumValue sums[kBlock];
+  typename Element::StoredValue values[kBlock];
+  const auto scale = static_cast<typename Element::SumValue>(
+      op == ReduceOp::avg ? static_cast<double>(job.sources.size()) : job.scale);
   for (uint64_t at = 0; at < job.count; at += kBlock) {
     const size_t count = static_cast<size_t>(std::min<uint64_t>(kBlock, job.count - at));
     const size_t offset = at * sizeof(values[0]);

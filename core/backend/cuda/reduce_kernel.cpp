@@ -8,8 +8,8 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr uint32_t kThreads = 1024;
-constexpr uint64_t kUnit = 16;  // bytes that a thread takes at once
+constexpr uint32_t kReduceThreads = 1024;
+constexpr uint64_t kReduceUnit = 16;  // bytes that a thread takes at once
 
 constexpr struct {
   const char* name;
@@ -84,8 +84,8 @@ void ReduceKernels::prepare(const Reduction& reduction) const {
       const std::scoped_lock lock(mutex_);
       if (kernels_.contains(name)) continue;
     }
-    check(Driver::get().cuLaunchKernel(kernel(name), 1, 1, 1, kThreads, 1, 1, 0, stream.handle(),
-                                       arguments, nullptr),
+    check(Driver::get().cuLaunchKernel(kernel(name), 1, 1, 1, kReduceThreads, 1, 1, 0,
+                                       stream.handle(), arguments, nullptr),
           "cuLaunchKernel");
   }
 }
@@ -108,10 +108,10 @@ uint32_t ReduceKernels::launch(const Reduction& reduction, const KernelReduction
                                                                          : kSum,
                             .divisor = avg ? what.rows : 1};
   void* pointers[] = {&arguments};
-  const uint64_t blocks = (what.bytes / kUnit + kThreads) / kThreads;
+  const uint64_t blocks = (what.bytes / kReduceUnit + kReduceThreads) / kReduceThreads;
   const auto grid = static_cast<uint32_t>(std::min<uint64_t>(sms, blocks));
   check(Driver::get().cuLaunchKernel(kernel(copies ? "offcore_copy" : name_of(reduction)), grid, 1,
-                                     1, kThreads, 1, 1, 0, stream, pointers, nullptr),
+                                     1, kReduceThreads, 1, 1, 0, stream, pointers, nullptr),
         "cuLaunchKernel");
   return grid;
 }
