@@ -84,18 +84,21 @@ def filled(count: int, name: str, seed: int, device: torch.device) -> torch.Tens
     return torch.randint(low, high + 1, (count,), generator=generator, device=device).to(dtype)
 
 
-def at_offset(comm: Any, count: int, name: str, rng: random.Random, device: torch.device) -> Any:
-    """Plain memory or a window's, at an aligned or an odd element."""
+def at_offset(
+    pool: torch.Tensor, count: int, name: str, rng: random.Random, device: torch.device
+) -> torch.Tensor:
+    """Plain memory or the window's, at an aligned or an odd element."""
     shift = rng.choice([0, 0, 1, 3, 8])
     dtype = DTYPES[name]
     if rng.random() < 0.3:
-        whole = comm.empty((count + shift,), dtype)
-    else:
-        whole = torch.empty(count + shift, dtype=dtype, device=device)
-    return whole[shift:]
+        size = dtype.itemsize
+        return pool[shift * size : (shift + count) * size].view(dtype)
+    return torch.empty(count + shift, dtype=dtype, device=device)[shift:]
 
 
-def one_check(comm: Any, rng: random.Random, device: torch.device, captured: bool) -> None:
+def one_check(
+    comm: Any, pools: list[torch.Tensor], rng: random.Random, device: torch.device, captured: bool
+) -> None:
     ranks, rank = comm.ranks, dist.get_rank()
     op, name = rng.choice(OPS), rng.choice(list(DTYPES))
     call = rng.choice(["all_reduce", "reduce_scatter", "reduce_scatter_v", "reduce"])
@@ -110,13 +113,13 @@ def one_check(comm: Any, rng: random.Random, device: torch.device, captured: boo
     seed = rng.randrange(1 << 30)
     inputs = [filled(whole, name, seed + peer, device) for peer in range(ranks)]
     wanted = oracle(inputs, op, scale)
-    inp = at_offset(comm, whole, name, rng, device)
+    inp = at_offset(pools[0], whole, name, rng, device)
     inp.copy_(inputs[rank])
     in_place = call == "all_reduce" and rng.random() < 0.5
     out = (
         inp
         if in_place
-        else at_offset(comm, counts[rank] if call[-1] in "vr" else count, name, rng, device)
+        else at_offset(pools[1], counts[rank] if call[-1] in "vr" else count, name, rng, device)
     )
     root = rng.randrange(ranks)
     arguments: list[Any] = [out, None if in_place else inp]
@@ -154,11 +157,12 @@ def one_check(comm: Any, rng: random.Random, device: torch.device, captured: boo
         raise SystemExit(f"{call} {op} {name} {counts}: {wrong} wrong of {out.numel()} at {rank}")
 
 
-def check(comm: Any, number: int, device: torch.device) -> None:
+def check(comm: Any, number: int, device: torch.device, eager: bool) -> None:
     rng = random.Random(1)
+    pools = [comm.empty((300 << 20,), torch.uint8) for _ in range(2)]
     began = time.monotonic()
     for index in range(number):
-        one_check(comm, rng, device, captured=index % 10 == 9)
+        one_check(comm, pools, rng, device, captured=not eager and index % 10 == 9)
     if dist.get_rank() == 0:
         print(f"{number} reductions without a wrong bit in {time.monotonic() - began:.0f} s")
 
@@ -227,7 +231,8 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
 
                 row["ours"] = timed(calls, device, 12_000_000)
                 row["calls"] = timed(calls, device, 0)
-                row["graph"] = timed(graph_of(ours, stream), device, 2_000_000)
+                if not arguments.eager:
+                    row["graph"] = timed(graph_of(ours, stream), device, 2_000_000)
                 row["nccl"] = timed(graph_of(theirs, stream), device, 2_000_000)
             if dist.get_rank() == 0:
                 row = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
@@ -242,9 +247,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
     dist.init_process_group(
         "nccl", init_method=store, rank=rank, world_size=ranks, device_id=device
     )
-    with offcore.torch.Communicator(sms=arguments.sms) as comm:
+    with offcore.torch.Communicator(sms=arguments.sms, timeout=20) as comm:
         if arguments.check:
-            check(comm, arguments.check, device)
+            check(comm, arguments.check, device, arguments.eager)
         if arguments.measure:
             measure(comm, arguments, device)
     dist.destroy_process_group()
@@ -257,6 +262,7 @@ def main() -> int:
     parser.add_argument("--check", type=int, default=0, metavar="N", help="random reductions")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--op", default="all")
+    parser.add_argument("--eager", action="store_true", help="leave graphs out")
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M,64M,256M,1G")
     parser.add_argument("--sms", type=int, default=12)
     parser.add_argument("--ctas", type=int, default=0, help="NCCL's, at most; 0: its default")

@@ -207,7 +207,7 @@ def test_operations(reducing: Target, ranks: int, place: str) -> None:
     with reducing.communicator(ranks) as comm:
         for _ in range(25):
             run_one(comm, rng, place)
-        assert comm._core.kept >= 1
+        assert sum(comm._core.kept) >= 1
 
 
 def test_parts_of_the_input_as_outputs(reducing: Target) -> None:

@@ -183,8 +183,14 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
   StreamEncoder own = encoder(stream);
   own.expect(inside);
   own.lead(local.caller.first(local.leading));
+  // One after another: branches of a graph may share a channel, and these wait for each other.
+  for (const auto& [gpu, step] : submission.compiled.serial) {
+    if (&submission.compiled.gpus[gpu] != &local) continue;
+    const std::span<const Command> commands = program.queues[step.queue].commands;
+    own.run(commands.subspan(step.first, step.last - step.first));
+  }
   std::vector<CudaEvent> joins;
-  if (local.engines.size() > first) {
+  if (local.engines.size() > first && !submission.compiled.reduces) {
     const CudaEvent here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
@@ -197,7 +203,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
   own.run(inside.first(until_peers(inside)));
   for (const CudaEvent& join : joins) join.enqueue_wait(stream);
   own.run(inside.subspan(until_peers(inside)));
-  own.run(local.caller.subspan(local.leading));
+  if (!submission.compiled.reduces) own.run(local.caller.subspan(local.leading));
   auto done = std::make_shared<CudaEvent>(device.event());
   done->record(stream);
   place.last_stream = stream;

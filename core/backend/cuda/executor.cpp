@@ -171,9 +171,40 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
   if (inside == 1) turn.own->add(queues[local.engines[0]].commands);
 }
 
+// A program that reduces, in its order: each part into its queue's stream.
+void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission>& turns) {
+  const CudaProgram& compiled = submission.compiled;
+  std::map<uint32_t, std::unique_ptr<StreamEncoder>> encoders;  // by queue
+  for (const auto& [gpu, step] : compiled.serial) {
+    RankSubmission& turn = turns[gpu];
+    const ContextGuard current = turn.device->current();
+    const Queue& queue = submission.program->queues[step.queue];
+    StreamEncoder* encoder = turn.own.get();
+    if (queue.index != kCallerQueue && !compiled.one_stream) {
+      std::unique_ptr<StreamEncoder>& own = encoders[step.queue];
+      if (own == nullptr) {
+        const auto& engines = turn.local->engines;
+        const auto at = std::find(engines.begin(), engines.end(), step.queue) - engines.begin();
+        OrderedStream& line = engine(*turn.lane, turn.local->device, static_cast<size_t>(at));
+        own = std::make_unique<StreamEncoder>(
+            this->encoder(submission, turn, line.stream(), line.word()));
+      }
+      encoder = own.get();
+    }
+    const std::span<const Command> commands = queue.commands;
+    encoder->run(commands.subspan(step.first, step.last - step.first));
+  }
+  for (RankSubmission& turn : turns) {
+    if (compiled.one_stream) continue;
+    const ContextGuard current = turn.device->current();
+    for (size_t i = 0; i < turn.local->engines.size(); ++i) {
+      turn.joins.push_back(turn.device->event());
+      turn.joins.back().record(engine(*turn.lane, turn.local->device, i).stream());
+    }
+  }
+}
+
 void CudaExecutor::end(RankSubmission& turn) {
-  turn.own->add(turn.local->caller.subspan(turn.local->leading));
-  turn.own->flush();
   for (const CudaEvent& join : turn.joins) join.enqueue_wait(turn.stream);
   auto done = std::make_shared<CudaEvent>(turn.device->event());
   done->record(turn.stream);
@@ -192,7 +223,7 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
   for (const LocalProgram& local : submission.compiled.gpus) {
     const ContextGuard current = devices_[local.device]->current();
     RankSubmission& turn = turns.emplace_back(begin(submission, local));
-    if (!armed) fork(turn);
+    if (!armed && !submission.compiled.one_stream) fork(turn);
     turn.own = std::make_unique<StreamEncoder>(
         encoder(submission, turn, turn.stream, turn.lane->caller->word()));
     if (local.joined && !local.engines.empty()) {
@@ -200,7 +231,10 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
     }
     turn.own->lead(local.caller.first(local.leading));
   }
-  for (size_t i = 0; i < turns.size(); ++i) {
+  if (submission.compiled.reduces) {
+    serial(submission, turns);
+  }
+  for (size_t i = 0; i < turns.size() && !submission.compiled.reduces; ++i) {
     const ContextGuard current = turns[i].device->current();
     if (armed) {
       resume(submission, turns[i], i);
@@ -210,6 +244,10 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
   }
   for (RankSubmission& turn : turns) {
     const ContextGuard current = turn.device->current();
+    if (!submission.compiled.reduces) {
+      turn.own->add(turn.local->caller.subspan(turn.local->leading));
+      turn.own->flush();
+    }
     end(turn);
   }
 }

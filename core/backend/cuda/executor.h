@@ -126,6 +126,7 @@ class CudaExecutor final : public exec::Executor {
   RankSubmission begin(CudaSubmission& submission, const LocalProgram& local);
   void fork(RankSubmission& turn);
   void engines(CudaSubmission& submission, RankSubmission& turn);
+  void serial(CudaSubmission& submission, std::vector<RankSubmission>& turns);
   void resume(CudaSubmission& submission, RankSubmission& turn, size_t index);
   void end(RankSubmission& turn);
   StreamEncoder encoder(const CudaSubmission& submission, const RankSubmission& turn,

@@ -20,25 +20,42 @@ constexpr struct {
 
 enum KernelOperation : uint32_t { kSum, kMin, kMax };
 
-// As kernels/reduce.cu has it.
-struct KernelArguments {
-  uint64_t dst;
-  uint64_t src;
-  uint64_t step;
-  uint64_t own;
-  double scale;
-  uint64_t count;
-  uint32_t rows;
-  uint32_t at;
-  uint32_t operation;
-  uint32_t divisor;
+// Both as kernels/reduce.cu has them.
+struct JobArguments {
+  uint64_t dst, src, step, own, bytes;
+  uint64_t wait[ReduceKernelJob::kWordsMax];
+  uint64_t signal[ReduceKernelJob::kWordsMax];
+  uint32_t wait_value[ReduceKernelJob::kWordsMax];
+  uint32_t signal_value[ReduceKernelJob::kWordsMax];
+  uint32_t waits, signals, rows, at;
 };
-static_assert(sizeof(KernelArguments) == 64);
+struct KernelArguments {
+  double scale;
+  uint64_t counters;
+  uint32_t operation, averages, jobs, pad;
+  JobArguments job[ReduceKernels::kJobsMax];
+};
+static_assert(sizeof(JobArguments) == 248 && sizeof(KernelArguments) == 2016);
 
-bool is_copy(const KernelReduction& what) { return what.rows == 1 && what.at >= what.rows; }
-
-std::string name_of(const Reduction& reduction) {
-  return cat("offcore_reduce_", to_string(reduction.dtype));
+JobArguments arguments_of(const ReduceKernelJob& job) {
+  JobArguments arguments{.dst = job.dst,
+                         .src = job.src,
+                         .step = job.step,
+                         .own = job.own,
+                         .bytes = job.bytes,
+                         .waits = static_cast<uint32_t>(job.waits.size()),
+                         .signals = static_cast<uint32_t>(job.signals.size()),
+                         .rows = job.rows,
+                         .at = job.at};
+  for (size_t i = 0; i < job.waits.size(); ++i) {
+    arguments.wait[i] = job.waits[i].first;
+    arguments.wait_value[i] = job.waits[i].second;
+  }
+  for (size_t i = 0; i < job.signals.size(); ++i) {
+    arguments.signal[i] = job.signals[i].first;
+    arguments.signal_value[i] = job.signals[i].second;
+  }
+  return arguments;
 }
 
 }  // namespace
@@ -48,70 +65,58 @@ ReduceKernels::ReduceKernels(std::shared_ptr<const PrimaryContext> context)
 
 ReduceKernels::~ReduceKernels() {
   const ContextGuard current(context_->handle());
-  for (const auto& [name, kernel] : kernels_) Driver::get().cuModuleUnload(kernel.module);
+  for (const auto& [dtype, kernel] : kernels_) Driver::get().cuModuleUnload(kernel.module);
 }
 
-CUfunction ReduceKernels::kernel(const std::string& name) const {
+CUfunction ReduceKernels::kernel(DType dtype) const {
   const std::scoped_lock lock(mutex_);
-  if (const auto known = kernels_.find(name); known != kernels_.end())
+  if (const auto known = kernels_.find(dtype); known != kernels_.end()) {
     return known->second.function;
+  }
+  const std::string name = cat("offcore_reduce_", to_string(dtype));
   const auto found = std::find_if(std::begin(kPtx), std::end(kPtx),
                                   [&](const auto& one) { return one.name == name; });
   const Driver& driver = Driver::get();
   const CaptureGuard relaxed;
   const ContextGuard current(context_->handle());
   Kernel kernel;
-  check(
-      driver.cuModuleLoadData(&kernel.module, found->ptx),
-      "cuModuleLoadData (reductions need a GPU of compute capability 8.0 or more, and the driver's "
-      "own compiler of PTX, libnvidia-ptxjitcompiler)");
+  check(driver.cuModuleLoadData(&kernel.module, found->ptx),
+        "cuModuleLoadData (reductions need a GPU of compute capability 8.0 or more, and the "
+        "driver's own compiler of PTX, libnvidia-ptxjitcompiler)");
   const CUresult result = driver.cuModuleGetFunction(&kernel.function, kernel.module, name.c_str());
   if (result != kSuccess) driver.cuModuleUnload(kernel.module);
   check(result, "cuModuleGetFunction");
-  kernels_.emplace(name, kernel);
+  // Its first launch may be what loads it: one of no jobs, before anything waits.
+  const CudaStream stream(context_);
+  KernelArguments nothing{};
+  void* arguments[] = {&nothing};
+  check(driver.cuLaunchKernel(kernel.function, 1, 1, 1, kReduceThreads, 1, 1, 0, stream.handle(),
+                              arguments, nullptr),
+        "cuLaunchKernel");
+  kernels_.emplace(dtype, kernel);
   return kernel.function;
 }
 
-void ReduceKernels::prepare(const Reduction& reduction) const {
-  // A function may be loaded by its first launch only: one of no elements, while nothing waits.
-  const ContextGuard current(context_->handle());
-  const CaptureGuard relaxed;
-  const CudaStream stream(context_);
-  KernelArguments nothing{.rows = 1, .at = 1, .divisor = 1};
-  void* arguments[] = {&nothing};
-  for (const std::string& name : {name_of(reduction), std::string("offcore_copy")}) {
-    {
-      const std::scoped_lock lock(mutex_);
-      if (kernels_.contains(name)) continue;
-    }
-    check(Driver::get().cuLaunchKernel(kernel(name), 1, 1, 1, kReduceThreads, 1, 1, 0,
-                                       stream.handle(), arguments, nullptr),
-          "cuLaunchKernel");
-  }
-}
+void ReduceKernels::prepare(const Reduction& reduction) const { kernel(reduction.dtype); }
 
-uint32_t ReduceKernels::launch(const Reduction& reduction, const KernelReduction& what,
-                               uint32_t sms, CUstream stream) const {
-  const bool copies = is_copy(what);
-  const uint64_t size = copies ? 1 : size_of(reduction.dtype);
-  const bool avg = reduction.op == ReduceOp::avg;
-  KernelArguments arguments{.dst = what.dst,
-                            .src = what.src,
-                            .step = what.step,
-                            .own = what.own,
-                            .scale = reduction.scale,
-                            .count = what.bytes / size,
-                            .rows = what.rows,
-                            .at = what.at,
+uint32_t ReduceKernels::launch(const Reduction& reduction, std::span<const ReduceKernelJob> jobs,
+                               CUdeviceptr counters, uint32_t sms, CUstream stream) const {
+  KernelArguments arguments{.scale = reduction.scale,
+                            .counters = counters,
                             .operation = reduction.op == ReduceOp::min   ? kMin
                                          : reduction.op == ReduceOp::max ? kMax
                                                                          : kSum,
-                            .divisor = avg ? what.rows : 1};
+                            .averages = reduction.op == ReduceOp::avg,
+                            .jobs = static_cast<uint32_t>(jobs.size())};
+  uint64_t blocks = 1;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    arguments.job[i] = arguments_of(jobs[i]);
+    blocks = std::max(blocks, (jobs[i].bytes / kReduceUnit + kReduceThreads) / kReduceThreads);
+  }
   void* pointers[] = {&arguments};
-  const uint64_t blocks = (what.bytes / kReduceUnit + kReduceThreads) / kReduceThreads;
   const auto grid = static_cast<uint32_t>(std::min<uint64_t>(sms, blocks));
-  check(Driver::get().cuLaunchKernel(kernel(copies ? "offcore_copy" : name_of(reduction)), grid, 1,
-                                     1, kReduceThreads, 1, 1, 0, stream, pointers, nullptr),
+  check(Driver::get().cuLaunchKernel(kernel(reduction.dtype), grid, 1, 1, kReduceThreads, 1, 1, 0,
+                                     stream, pointers, nullptr),
         "cuLaunchKernel");
   return grid;
 }

@@ -5,7 +5,6 @@
 
 #include "core/backend/cuda/dual_engine.h"
 #include "core/backend/cuda/engine_alias.h"
-#include "core/backend/cuda/reduce_kernel.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -70,6 +69,10 @@ void StreamEncoder::whole(std::span<const Command> queue) {
 void StreamEncoder::add(std::span<const Command> commands) {
   bool in_group = false;
   for (size_t i = 0; i < commands.size(); ++i) {
+    if (const size_t taken = program_.reduction ? reduce(commands.subspan(i)) : 0; taken > 0) {
+      i += taken - 1;
+      continue;
+    }
     const bool data = moves_data(commands[i].op);
     if (data && !in_group) many_ = in_calls(commands.subspan(i), options_.call_min);
     in_group = data;
@@ -78,6 +81,7 @@ void StreamEncoder::add(std::span<const Command> commands) {
 }
 
 void StreamEncoder::run(const Command& command) {
+  flush_jobs();
   const bool signalled = std::exchange(signalled_, command.op == Op::signal);
   switch (command.op) {
     case Op::copy:
@@ -93,30 +97,15 @@ void StreamEncoder::run(const Command& command) {
       return stats_.stamps.back().event.record(stream_);
     case Op::fence:
       return flush_copies();
-    case Op::reduce:
-      return reduce(command);
+    case Op::reduce:  // add() has taken it
+      return;
     case Op::swap:
       fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
   }
 }
 
-void StreamEncoder::reduce(const Command& command) {
-  flush();
-  const bool apart = command.own != kFlagBuffer;
-  const KernelReduction what{.dst = address(command.dst),
-                             .src = address(command.src),
-                             .step = static_cast<uint64_t>(command.src_step),
-                             .own = apart ? address(source_of(command, command.value)) : 0,
-                             .at = apart ? command.value : UINT32_MAX,
-                             .rows = command.rows,
-                             .bytes = command.bytes};
-  const uint32_t sms =
-      device_.gpu().reduce_kernels().launch(*program_.reduction, what, options_.sms, stream_);
-  stats_.sms = std::max(stats_.sms, sms);
-  stats_.submitted = true;
-}
-
 void StreamEncoder::flush() {
+  flush_jobs();
   flush_copies();
   flush_ops();
 }
@@ -169,17 +158,20 @@ void StreamEncoder::add(uint32_t operation, CUdeviceptr address, uint32_t value,
   ops_.push_back({.operation = operation, .address = address, .value = value, .flags = flags});
 }
 
+// The word itself, never a double: whoever releases the poll writes there.
+CUdeviceptr StreamEncoder::polled_word(const Slice& word) const {
+  std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
+  const bool device = mappings_.find(base) != nullptr;
+  return (device ? reinterpret_cast<CUdeviceptr>(base) : device_pointer(base)) +
+         word.offset * kWordBytes;
+}
+
 void StreamEncoder::poll(const Command& command) {
   const bool captured = program_.mode == Mode::capture;
   std::vector<CUdeviceptr> consumed;
   for (uint32_t row = 0; row < command.rows; ++row) {
-    const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
-    std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
-    const bool device = mappings_.find(base) != nullptr;
-    // The word itself, never a double: whoever releases the poll writes there.
     const CUdeviceptr address =
-        (device ? reinterpret_cast<CUdeviceptr>(base) : device_pointer(base)) +
-        word.offset * kWordBytes;
+        polled_word(row_of(command.dst, command.dst_step, row, program_.ranks));
     add(kOpWait32, address, launch_.epoch + command.value, captured ? kWaitEq : kWaitGeq);
     if (captured) consumed.push_back(address);
   }

@@ -12,7 +12,8 @@
 //              copy of that word to all of them. With a signal table: that copy alone. To several
 //              ranks beside copies that are not strided, and to any behind a batch: a write-value
 //              to each
-//   reduce     a kernel (reduce_kernel.h)
+//   reduce     a kernel (reduce_kernel.h), several as one; the polls before one and the signals
+//              behind it are the kernel's own, but for captured programs
 //   fence      hands over what was collected: a stream is in order by itself
 //
 // A batch of copies cannot be captured: there its copies are plain ones. Where the driver refuses a
@@ -29,6 +30,7 @@
 #include <vector>
 
 #include "core/backend/cuda/copy_kernel.h"
+#include "core/backend/cuda/reduce_kernel.h"
 #include "core/backend/cuda/signal_words.h"
 #include "core/machine/copy_forms.h"
 
@@ -117,7 +119,10 @@ class StreamEncoder {
   void poll(const Command& command);
   void signal(const Command& command);
   void linger();
-  void reduce(const Command& command);
+  size_t reduce(std::span<const Command> commands);
+  bool clashes(const ReduceKernelJob& job) const;
+  CUdeviceptr polled_word(const Slice& word) const;
+  void flush_jobs();
   bool one_command(const Command& signal) const;
   void copy(const Command& command);
   bool goes_plain(const Command& command) const;
@@ -155,6 +160,7 @@ class StreamEncoder {
   bool leading_ = false;
   bool batched_ = false;    // several copies at once, which a copied flag might overtake
   bool signalled_ = false;  // by the last command
+  std::vector<ReduceKernelJob> jobs_;
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here
   std::vector<CUdeviceptr> dsts_;

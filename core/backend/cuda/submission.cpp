@@ -55,6 +55,32 @@ void place_caller(LocalProgram& local) {
                  std::all_of(first_poll, commands.end(), simple(Op::poll));
 }
 
+// How a program that reduces is enqueued.
+void serialize(CudaProgram& compiled) {
+  for (const auto& device : compiled.devices) {
+    device->gpu().reduce_kernels().prepare(*compiled.program->reduction);
+  }
+  size_t reductions = 0;
+  for (const exec::SerialStep& step : exec::serial_order(*compiled.program)) {
+    const Queue& queue = compiled.program->queues[step.queue];
+    for (LocalProgram& local : compiled.gpus) {
+      if (local.rank != queue.rank) continue;
+      const auto gpu = static_cast<uint32_t>(&local - compiled.gpus.data());
+      compiled.serial.push_back({.gpu = gpu, .step = step});
+    }
+  }
+  for (LocalProgram& local : compiled.gpus) {
+    local.leading = 0;
+    local.joined = false;
+    const auto reduces = [](const Command& command) {
+      return command.op == Op::reduce && !copies_source(command);
+    };
+    const auto own = std::count_if(local.caller.begin(), local.caller.end(), reduces);
+    reductions = std::max(reductions, static_cast<size_t>(own));
+  }
+  compiled.one_stream = reductions <= 1 || compiled.program->mode == Mode::capture;
+}
+
 }  // namespace
 
 std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program, Rank ranks,
@@ -67,11 +93,6 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
     fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");
   }
   compiled->devices = devices;
-  if (compiled->reduces) {
-    for (const auto& device : devices) {
-      device->gpu().reduce_kernels().prepare(*compiled->program->reduction);
-    }
-  }
   for (const exec::RankQueues& own : compiled->locals) {
     LocalProgram& local = compiled->gpus.emplace_back(
         LocalProgram{own, static_cast<uint32_t>(compiled->gpus.size())});
@@ -89,6 +110,7 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
       }
     }
   }
+  if (compiled->reduces) serialize(*compiled);
   return compiled;
 }
 

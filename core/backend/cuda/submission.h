@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/backend/cuda/stream_encoder.h"
+#include "core/backend/exec/serial_order.h"
 #include "core/backend/exec/submission.h"
 
 namespace offcore::cuda {
@@ -36,6 +37,13 @@ struct CudaProgram : exec::CompiledProgram {
   std::vector<LocalProgram> gpus;  // by device
   std::vector<std::shared_ptr<LocalGpu>> devices;
   uint64_t bytes = 0;  // that the local queues copy
+  // Of programs that reduce: how their local queues are enqueued. Their callers wait in between.
+  struct SerialPart {
+    uint32_t gpu = 0;  // index into `gpus`
+    exec::SerialStep step;
+  };
+  std::vector<SerialPart> serial;
+  bool one_stream = false;  // nothing of one rank would overlap: all goes into the caller's stream
 };
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.

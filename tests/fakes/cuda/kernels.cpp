@@ -128,35 +128,61 @@ void gather(const std::vector<uint64_t>& a, Engine& engine) {
   }
 }
 
-// What core/backend/cuda/kernels/reduce.cu does.
-void reduce(const std::string& name, const std::vector<uint64_t>& a, Engine& engine) {
-  const bool copies = name == "offcore_copy";
-  offcore::Reduction reduction;
-  if (!copies) reduction.dtype = offcore::parse_dtype(name.substr(15));
-  const auto rows = static_cast<uint32_t>(a[6]);
-  const uint64_t apart = a[6] >> 32;
-  const uint64_t bytes = a[5] * (copies ? 1 : offcore::size_of(reduction.dtype));
-  if (bytes == 0) return;
-  using enum offcore::ReduceOp;
-  reduction.op = std::array{premul_sum, min, max}[a[7] & 3];
-  if (a[7] >> 32 > 1) reduction.op = avg;
-  reduction.scale = std::bit_cast<double>(a[4]);
+// As core/backend/cuda/kernels/reduce.cu has them.
+struct ReduceJob {
+  uint64_t dst, src, step, own, bytes;
+  uint64_t wait[8], signal[8];
+  uint32_t wait_value[8], signal_value[8];
+  uint32_t waits, signals, rows, at;
+};
+struct ReduceArguments {
+  double scale;
+  uint64_t counters;
+  uint32_t operation, averages, jobs, pad;
+  ReduceJob job[8];
+};
+
+void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType dtype,
+                Engine& engine) {
+  if (job.bytes == 0) return;
   const auto at = [&](uint64_t address, bool write) {
     std::vector<Piece> found;
-    require(addresses().pieces(address, bytes, engine.context.physical, write, false, found),
+    require(addresses().pieces(address, job.bytes, engine.context.physical, write, false, found),
             kIllegalAddress);
     require(found.size() == 1, kIllegalAddress);
     return reinterpret_cast<std::byte*>(found.front().data);
   };
+  using enum offcore::ReduceOp;
+  offcore::Reduction reduction{
+      .op = std::array{premul_sum, min, max}[a.operation % 3], .dtype = dtype, .scale = a.scale};
+  if (a.averages != 0) reduction.op = avg;
   std::vector<const std::byte*> sources;
-  for (uint32_t row = 0; row < rows; ++row) {
-    const uint64_t step = row > apart ? row - 1 : row;
-    sources.push_back(at(row == apart ? a[3] : a[1] + a[2] * step, false));
+  for (uint32_t row = 0; row < job.rows; ++row) {
+    const uint64_t step = row > job.at ? row - 1 : row;
+    sources.push_back(at(row == job.at ? job.own : job.src + job.step * step, false));
   }
-  if (copies) {
-    std::memmove(at(a[0], true), sources[0], bytes);
+  if (job.rows == 1 && job.at >= job.rows) {
+    std::memmove(at(job.dst, true), sources[0], job.bytes);
   } else {
-    offcore::reduce(reduction, at(a[0], true), sources, bytes);
+    offcore::reduce(reduction, at(job.dst, true), sources, job.bytes);
+  }
+}
+
+// What that does.
+void reduce(const std::string& name, const std::vector<uint64_t>& words, Engine& engine) {
+  ReduceArguments a;
+  std::memcpy(&a, words.data(), sizeof a);
+  Memory memory(engine);
+  for (uint32_t i = 0; i < a.jobs; ++i) {
+    const ReduceJob& job = a.job[i];
+    for (uint32_t k = 0; k < job.waits; ++k) {
+      const auto there = [&](uint32_t seen) {
+        return static_cast<int32_t>(seen - job.wait_value[k]) >= 0;
+      };
+      if (!poll(engine, UINT64_MAX >> 1, job.wait[k], there)) return;
+    }
+    reduce_job(a, job, offcore::parse_dtype(name.substr(15)), engine);
+    for (uint32_t k = 0; k < job.signals; ++k) memory.store(job.signal[k], job.signal_value[k]);
   }
 }
 
@@ -192,16 +218,15 @@ Room::~Room() {
 std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
       {"gather", {2048, 8, 8, 4, 4, 4}},
-      {"offcore_copy", {64}},
-      {"offcore_reduce_bfloat16", {64}},
-      {"offcore_reduce_float16", {64}},
-      {"offcore_reduce_float32", {64}},
-      {"offcore_reduce_float64", {64}},
-      {"offcore_reduce_int16", {64}},
-      {"offcore_reduce_int32", {64}},
-      {"offcore_reduce_int64", {64}},
-      {"offcore_reduce_int8", {64}},
-      {"offcore_reduce_uint8", {64}},
+      {"offcore_reduce_bfloat16", {2016}},
+      {"offcore_reduce_float16", {2016}},
+      {"offcore_reduce_float32", {2016}},
+      {"offcore_reduce_float64", {2016}},
+      {"offcore_reduce_int16", {2016}},
+      {"offcore_reduce_int32", {2016}},
+      {"offcore_reduce_int64", {2016}},
+      {"offcore_reduce_int8", {2016}},
+      {"offcore_reduce_uint8", {2016}},
       {"reader", {8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4}},
       {"spinner", {8, 8, 8}},
       {"toucher", {8, 4}},

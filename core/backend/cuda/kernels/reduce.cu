@@ -1,5 +1,7 @@
 // The kernels behind reduce commands (core/ir/reduction.h says what they compute), a type each.
 //
+// A launch does a few jobs one after another: it waits for the words of one, by its own looks, and
+// signals once all blocks are through, so that a chunk costs no launch and no wait of a stream.
 // A thread takes 16 bytes of every source at a time, several of them in flight; where addresses are
 // not aligned alike it takes elements. Two sources, as on two GPUs, have a loop of their own: both
 // are loaded before either is looked at. Written out by compile.py, beside it, into
@@ -13,19 +15,87 @@ namespace {
 
 enum Operation : uint32_t { kSum, kMin, kMax };
 
-// As core/backend/cuda/reduce_kernel.cpp lays it out.
-struct Arguments {
+constexpr int kJobsMax = 8;
+constexpr int kWordsMax = 8;
+
+// One reduce command, the words that it waits for, and those that tell of it.
+struct Job {
   uint64_t dst;
   uint64_t src;
   uint64_t step;   // from source to source, in bytes
   uint64_t own;    // the one that lies apart
-  double scale;    // of each source
-  uint64_t count;  // of elements
+  uint64_t bytes;  // of each
+  uint64_t wait[kWordsMax];
+  uint64_t signal[kWordsMax];
+  uint32_t wait_value[kWordsMax];
+  uint32_t signal_value[kWordsMax];
+  uint32_t waits;
+  uint32_t signals;
   uint32_t rows;
-  uint32_t at;  // the number of the one apart; rows or more: there is none
-  uint32_t operation;
-  uint32_t divisor;  // of the sum
+  uint32_t at;  // the number of the source apart; rows or more: there is none
 };
+
+// As core/backend/cuda/reduce_kernel.cpp lays it out.
+struct Arguments {
+  double scale;       // of each source
+  uint64_t counters;  // a job's each: blocks that are through with it
+  uint32_t operation;
+  uint32_t averages;
+  uint32_t jobs;
+  uint32_t pad;
+  Job job[kJobsMax];
+};
+
+// Flag values are compared cyclically. A word that has come also tells of all that was written
+// before it, by whatever engine.
+__device__ void await(const Job& job) {
+  if (threadIdx.x < job.waits) {
+    const uint64_t address = job.wait[threadIdx.x];
+    for (;;) {
+      uint32_t seen;
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(address) : "memory");
+      if (static_cast<int32_t>(seen - job.wait_value[threadIdx.x]) >= 0) break;
+      __nanosleep(64);
+    }
+  }
+  __syncthreads();
+}
+
+// The last block that is through signals for all.
+__device__ void tell(const Job& job, uint32_t* counter) {
+  if (job.signals == 0) return;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicInc(counter, gridDim.x - 1) != gridDim.x - 1) return;
+  __threadfence_system();
+  for (uint32_t i = 0; i < job.signals; ++i) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;"
+                 :
+                 : "l"(job.signal[i]), "r"(job.signal_value[i])
+                 : "memory");
+  }
+}
+
+__device__ void copy(const Job& a) {
+  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
+  const uint64_t thread = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const uint64_t units = ((a.dst | a.src) & 15) == 0 ? a.bytes / 16 : 0;
+  const uint4* from = reinterpret_cast<const uint4*>(a.src);
+  uint4* to = reinterpret_cast<uint4*>(a.dst);
+  uint64_t unit = thread;
+  for (; unit + 3 * stride < units; unit += 4 * stride) {
+    uint4 held[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) held[k] = __ldcg(from + unit + k * stride);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) __stcs(to + unit + k * stride, held[k]);
+  }
+  for (; unit < units; unit += stride) __stcs(to + unit, __ldcg(from + unit));
+  for (uint64_t i = units * 16 + thread; i < a.bytes; i += stride) {
+    reinterpret_cast<uint8_t*>(a.dst)[i] = __ldcg(reinterpret_cast<const uint8_t*>(a.src) + i);
+  }
+}
 
 template <typename Stored, typename Accumulated>
 struct Plain {
@@ -71,7 +141,9 @@ struct Reducer {
   using Sum = typename Element::Sum;
   using Pack = Vector<Element>;
 
-  const Arguments& a;
+  const Job& a;
+  const uint32_t operation;
+  const uint32_t divisor;
   const Sum scale;
 
   __device__ uint64_t source(uint32_t row) const {
@@ -80,18 +152,18 @@ struct Reducer {
   }
   __device__ Sum first(Store value) const {
     const Sum loaded = Element::load(value);
-    return a.operation == kSum ? loaded * scale : loaded;
+    return operation == kSum ? loaded * scale : loaded;
   }
   __device__ Sum next(Sum sum, Store value) const {
-    return combine(a.operation, sum, Element::load(value), scale);
+    return combine(operation, sum, Element::load(value), scale);
   }
   __device__ Store last(Sum sum) const {
-    return Element::store(a.divisor == 1 ? sum : sum / static_cast<Sum>(a.divisor));
+    return Element::store(divisor == 1 ? sum : sum / static_cast<Sum>(divisor));
   }
 
   static __device__ Pack load(uint64_t address, uint64_t unit) {
     Pack pack;
-    pack.whole = __ldcs(reinterpret_cast<const uint4*>(address) + unit);
+    pack.whole = __ldcg(reinterpret_cast<const uint4*>(address) + unit);
     return pack;
   }
   __device__ void store(uint64_t unit, const Pack& pack) const {
@@ -142,9 +214,9 @@ struct Reducer {
   }
 
   __device__ void element(uint64_t index) const {
-    Sum sum = first(reinterpret_cast<const Store*>(source(0))[index]);
+    Sum sum = first(__ldcg(reinterpret_cast<const Store*>(source(0)) + index));
     for (uint32_t row = 1; row < a.rows; ++row) {
-      sum = next(sum, reinterpret_cast<const Store*>(source(row))[index]);
+      sum = next(sum, __ldcg(reinterpret_cast<const Store*>(source(row)) + index));
     }
     reinterpret_cast<Store*>(a.dst)[index] = last(sum);
   }
@@ -157,43 +229,33 @@ struct Reducer {
   __device__ void run() const {
     const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
     const uint64_t thread = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    const uint64_t units = aligned() ? a.count / Pack::kCount : 0;
+    const uint64_t count = a.bytes / sizeof(Store);
+    const uint64_t units = aligned() ? count / Pack::kCount : 0;
     uint64_t unit = thread;
     // Integers are rare, and code is what a program's first reduction waits for.
     if (Sum(0.5f) != Sum(0) && a.rows == 2) unit = two<4>(unit, stride, units);
     for (; unit < units; unit += stride) many(unit);
-    for (uint64_t i = units * Pack::kCount + thread; i < a.count; i += stride) element(i);
+    for (uint64_t i = units * Pack::kCount + thread; i < count; i += stride) element(i);
   }
 };
 
 template <typename Element>
 __device__ void reduce(const Arguments& arguments) {
   using Sum = typename Element::Sum;
-  Reducer<Element>{arguments, static_cast<Sum>(arguments.scale)}.run();
+  for (uint32_t i = 0; i < arguments.jobs; ++i) {
+    const Job& job = arguments.job[i];
+    await(job);
+    if (job.rows == 1 && job.at >= job.rows) {
+      copy(job);
+    } else {
+      const uint32_t divisor = arguments.averages != 0 ? job.rows : 1;
+      Reducer<Element>{job, arguments.operation, divisor, static_cast<Sum>(arguments.scale)}.run();
+    }
+    tell(job, reinterpret_cast<uint32_t*>(arguments.counters) + i);
+  }
 }
 
 }  // namespace
-
-// Bytes as they are, of one source.
-extern "C" __global__ void __launch_bounds__(1024) offcore_copy(const __grid_constant__ Arguments a) {
-  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
-  const uint64_t thread = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const uint64_t units = ((a.dst | a.src) & 15) == 0 ? a.count / 16 : 0;
-  const uint4* from = reinterpret_cast<const uint4*>(a.src);
-  uint4* to = reinterpret_cast<uint4*>(a.dst);
-  uint64_t unit = thread;
-  for (; unit + 7 * stride < units; unit += 8 * stride) {
-    uint4 held[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) held[k] = __ldcs(from + unit + k * stride);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) __stcs(to + unit + k * stride, held[k]);
-  }
-  for (; unit < units; unit += stride) __stcs(to + unit, __ldcs(from + unit));
-  for (uint64_t i = units * 16 + thread; i < a.count; i += stride) {
-    reinterpret_cast<uint8_t*>(a.dst)[i] = reinterpret_cast<const uint8_t*>(a.src)[i];
-  }
-}
 
 #define OFFCORE_KERNEL(name, ...)                                          \
   extern "C" __global__ void __launch_bounds__(1024)                       \

@@ -1,0 +1,23 @@
+// An order of all ranks' commands in which each could be done after the ones before it.
+//
+// Streams may share a channel of their device, and what waits at its front holds up the rest. Where
+// every rank enqueues its queues' commands in this order, all of them get through even if all of
+// its streams share one.
+#pragma once
+#include <vector>
+
+#include "core/ir/program.h"
+
+namespace offcore::exec {
+
+// Commands of one queue, which are next to each other in the order.
+struct SerialStep {
+  uint32_t queue = 0;
+  uint32_t first = 0;
+  uint32_t last = 0;  // one past the last
+};
+
+// Engine queues go as far as they get before callers do. The program has passed verify.
+std::vector<SerialStep> serial_order(const Program& program);
+
+}  // namespace offcore::exec
