@@ -21,7 +21,7 @@
 
 namespace offcore {
 
-inline constexpr uint32_t kReduceDepth = 8;
+inline constexpr uint32_t kReduceDepth = 4;
 
 class FlagWords {
  public:

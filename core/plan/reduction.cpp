@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kPartAlign = 256;            // of parts and chunks: whole elements, and vectors
 constexpr uint64_t kChunkBytesMin = 256 << 10;  // of what is worth a signal of its own
-constexpr uint64_t kChunkBytesMax = 4 << 20;    // kReduceDepth of them a peer are in a slot
+constexpr uint64_t kChunkBytesMax = 8 << 20;    // kReduceDepth of them a peer are in a slot
 constexpr uint64_t kChunksMax = 1 << 14;        // their numbers are flag values
 constexpr uint64_t kOneShotBytesMax = 4 << 20;  // of all arrays that a rank receives
 constexpr uint32_t kQueues = 2;  // a queue's signals are sent while the other one's data flows
@@ -37,10 +37,14 @@ class ReductionLowering {
     for (const uint64_t part : plan.parts) {
       offsets_.push_back(total_bytes_);
       total_bytes_ += part;
-      chunks_ = std::max(chunks_, static_cast<uint32_t>((part + chunk_bytes - 1) / chunk_bytes));
     }
     const bool one = form.captured || plan.op == "reduce";  // signals of one word are in order
+    count_chunks();
     queues_ = one ? 1 : std::min<uint32_t>({kQueues, machine.engines_peer, chunks_});
+    if (queues_ == 1 || chunks_ <= queues_) return;
+    // Queues that share a link would end their chunks together, and leave it idle while they signal.
+    shift_bytes_ = round_up(chunk_bytes / 2, kPartAlign);
+    count_chunks();
   }
 
   Program run() {
@@ -101,19 +105,30 @@ class ReductionLowering {
     program_.queues.push_back({.rank = rank, .index = index, .commands = std::move(commands)});
   }
 
+  void count_chunks() {
+    const uint64_t largest = *std::max_element(plan_.parts.begin(), plan_.parts.end());
+    const uint64_t chunks = (largest + shift_bytes_ + chunk_bytes_ - 1) / chunk_bytes_;
+    chunks_ = static_cast<uint32_t>(std::max<uint64_t>(1, chunks));
+  }
+
+  // Where a chunk begins in its part; the first one is shorter than the others.
+  uint64_t begin_of(uint32_t chunk) const {
+    return chunk == 0 ? 0 : chunk * chunk_bytes_ - shift_bytes_;
+  }
+
   // Bytes of a part's chunk; the last ones of short parts are empty.
   uint64_t bytes_of(Rank part, uint32_t chunk) const {
-    const uint64_t begin = chunk * chunk_bytes_;
-    return begin >= plan_.parts[part] ? 0 : std::min(chunk_bytes_, plan_.parts[part] - begin);
+    const uint64_t begin = std::min(begin_of(chunk), plan_.parts[part]);
+    return std::min(begin_of(chunk + 1), plan_.parts[part]) - begin;
   }
 
   Slice in_array(Rank rank, BufferId buffer, Rank part, uint32_t chunk) const {
-    return {offsets_[part] + chunk * chunk_bytes_, rank, buffer};
+    return {offsets_[part] + begin_of(chunk), rank, buffer};
   }
 
   // Where a rank reduces a chunk of its part to. One without an output has the slot's first row.
   Slice reduced(Rank rank, uint32_t chunk) const {
-    if (!gathers_) return {chunk * chunk_bytes_, rank, out_};
+    if (!gathers_) return {begin_of(chunk), rank, out_};
     return receives(rank) ? in_array(rank, out_, rank, chunk)
                           : landing(rank, rank == 0 ? 1 : 0, chunk, false);
   }
@@ -305,6 +320,7 @@ class ReductionLowering {
   std::vector<uint64_t> offsets_;
   uint64_t total_bytes_ = 0;
   uint64_t ring_bytes_ = 0;
+  uint64_t shift_bytes_ = 0;
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
   BufferId in_ = 0;

@@ -170,17 +170,24 @@ struct Reducer {
     __stcs(reinterpret_cast<uint4*>(a.dst) + unit, pack.whole);
   }
 
-  __device__ Pack both(const Pack& one, const Pack& other) const {
+  // Sums that are scaled once, if at all, by a power of two, which is exact: sum and avg, as a rule.
+  __device__ bool plain() const {
+    return operation == kSum && scale == Sum(1) && (divisor & (divisor - 1)) == 0;
+  }
+
+  static __device__ Pack both(const Pack& one, const Pack& other, Sum factor) {
     Pack result;
 #pragma unroll
     for (int i = 0; i < Pack::kCount; ++i) {
-      result.element[i] = last(next(first(one.element[i]), other.element[i]));
+      const Sum sum = Element::load(one.element[i]) + Element::load(other.element[i]);
+      result.element[i] = Element::store(sum * factor);
     }
     return result;
   }
 
   template <int unroll>
   __device__ uint64_t two(uint64_t unit, uint64_t stride, uint64_t units) const {
+    const Sum factor = Sum(1) / static_cast<Sum>(divisor);
     const uint64_t one = source(0);
     const uint64_t other = source(1);
     for (; unit + (unroll - 1) * stride < units; unit += unroll * stride) {
@@ -191,7 +198,7 @@ struct Reducer {
 #pragma unroll
       for (int k = 0; k < unroll; ++k) y[k] = load(other, unit + k * stride);
 #pragma unroll
-      for (int k = 0; k < unroll; ++k) store(unit + k * stride, both(x[k], y[k]));
+      for (int k = 0; k < unroll; ++k) store(unit + k * stride, both(x[k], y[k], factor));
     }
     return unit;
   }
@@ -233,7 +240,10 @@ struct Reducer {
     const uint64_t units = aligned() ? count / Pack::kCount : 0;
     uint64_t unit = thread;
     // Integers are rare, and code is what a program's first reduction waits for.
-    if (Sum(0.5f) != Sum(0) && a.rows == 2) unit = two<4>(unit, stride, units);
+    if constexpr (Sum(0.5f) != Sum(0)) {
+      if (a.rows == 2 && plain()) unit = two<4>(unit, stride, units);
+      if (a.rows == 2 && plain()) unit = two<1>(unit, stride, units);
+    }
     for (; unit < units; unit += stride) many(unit);
     for (uint64_t i = units * Pack::kCount + thread; i < count; i += stride) element(i);
   }
