@@ -15,7 +15,8 @@ namespace {
 
 constexpr uint64_t kPartAlign = 256;            // of parts and chunks: whole elements, and vectors
 constexpr uint64_t kChunkBytesMin = 256 << 10;  // of what is worth a signal of its own
-constexpr uint64_t kChunkBytesMax = 8 << 20;    // kReduceDepth of them a peer are in a slot
+constexpr uint64_t kChunkBytesMax = 16 << 20;   // of one peer, and shared by all of them
+constexpr uint64_t kChunkBytesFair = 4 << 20;   // but so much each; kReduceDepth a peer in a slot
 constexpr uint64_t kChunksMax = 1 << 14;        // their numbers are flag values
 constexpr uint64_t kOneShotBytesMax = 4 << 20;  // of all arrays that a rank receives
 constexpr uint32_t kQueues = 2;  // a queue's signals are sent while the other one's data flows
@@ -333,7 +334,9 @@ class ReductionLowering {
 std::vector<uint64_t> chunk_sizes(const ReductionPlan& plan, bool captured) {
   const uint64_t largest =
       std::max<uint64_t>(1, *std::max_element(plan.parts.begin(), plan.parts.end()));
-  const uint64_t most = std::max(kChunkBytesMax, round_up(largest / kChunksMax + 1, kPartAlign));
+  const uint64_t peers = std::max<uint64_t>(1, plan.parts.size() - 1);
+  const uint64_t fair = std::max(kChunkBytesMax / peers / kPartAlign * kPartAlign, kChunkBytesFair);
+  const uint64_t most = std::max(fair, round_up(largest / kChunksMax + 1, kPartAlign));
   std::vector<uint64_t> sizes;
   for (uint64_t pieces = 1; pieces <= kReduceDepth; pieces *= 2) {
     const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kPartAlign);
