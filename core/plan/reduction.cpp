@@ -43,7 +43,7 @@ class ReductionLowering {
     count_chunks();
     queues_ = one ? 1 : std::min<uint32_t>({kQueues, machine.engines_peer, chunks_});
     if (queues_ == 1 || chunks_ <= queues_) return;
-    // Queues that share a link would end their chunks together, and leave it idle while they signal.
+    // Queues that share a link would end chunks together, and leave it idle while they signal.
     shift_bytes_ = round_up(chunk_bytes / 2, kPartAlign);
     count_chunks();
   }
