@@ -20,16 +20,19 @@ class Case(NamedTuple):
     variant: str
     in_place: bool = False
     protocol: str = "promise"
+    reduced: tuple[str, str] | None = None  # reduction and dtype
 
     @property
     def path(self) -> Path:
         place = "in_place" if self.in_place else "out_of_place"
+        reduced = "".join(f"{name}." for name in self.reduced or ())
         return FOLDER / (
             f"{self.op}.{self.machine}.{self.ranks}x{self.nbytes}.{self.variant}.{place}."
-            f"{self.protocol}.dma"
+            f"{reduced}{self.protocol}.dma"
         )
 
     def program(self) -> offcore.Program:
+        reduction, dtype = self.reduced or (None, None)
         return offcore.show_program(
             self.op,
             machine=self.machine,
@@ -38,6 +41,8 @@ class Case(NamedTuple):
             variant=self.variant,
             in_place=self.in_place,
             protocol=self.protocol,
+            dtype=dtype,
+            reduction=reduction,
         )
 
 
@@ -66,6 +71,16 @@ CASES = [
     Case("all_gather", "host-2", 2, 4096, "pcpy", protocol="eager"),
     Case("broadcast", "host-2", 2, 4096, "pcpy", in_place=True, protocol="eager"),
     Case("all_gather", "host-4", 4, 4096, "prelaunch_pcpy", protocol="barrier"),
+    # What reduces: to a window (promise) or by way of slots (eager), in a chunk or several.
+    Case("reduce_scatter", "h200-2", 2, 4096, "pipelined", reduced=("sum", "float32")),
+    Case("reduce_scatter", "h200-4", 4, 1000, "pipelined", reduced=("avg", "int32")),
+    Case("all_reduce", "h200-2", 2, 16 << 20, "pipelined", reduced=("sum", "bfloat16")),
+    Case("all_reduce", "h200-2", 2, 4096, "pipelined", protocol="eager", reduced=("max", "int8")),
+    Case("all_reduce", "h200-4", 4, 4096, "pipelined", in_place=True, reduced=("sum", "float32")),
+    Case("all_reduce", "h200-2", 2, 4096, "one_shot", reduced=("premul_sum", "float16")),
+    Case("all_reduce", "h200-4", 4, 4096, "one_shot", in_place=True, reduced=("min", "float64")),
+    Case("reduce", "h200-4", 4, 4096, "pipelined", reduced=("sum", "float32")),
+    Case("reduce", "host-2", 2, 4096, "pipelined", protocol="eager", reduced=("sum", "int64")),
     # Nothing to move: the signals alone.
     Case("all_gather", "h200-2", 2, 0, "b2b", in_place=True),
 ]

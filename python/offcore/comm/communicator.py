@@ -317,9 +317,15 @@ class Communicator(ViewCalls, ReductionCalls):
         variant: str = "auto",
         in_place: bool = False,
         protocol: str = "auto",
+        dtype: Any = None,
+        reduction: str | None = None,
     ) -> _core.Program:
-        """The program that would run for S = `nbytes` on this communicator's machine."""
-        return program_of(self._core.machine, op, self.ranks, nbytes, variant, in_place, protocol)
+        """The program that would run for S = `nbytes` on this communicator's machine; dtype and
+        reduction (by default float32 and "sum") of operations that reduce."""
+        machine = self._core.machine
+        return program_of(
+            machine, op, self.ranks, nbytes, variant, in_place, protocol, dtype, reduction
+        )
 
     @property
     def now_ns(self) -> int:

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offcore import _core, machines
-from offcore.comm.programs import moves_of, protocol_of
-from offcore.errors import error
+from offcore.comm.programs import REDUCING, plans_of
 from offcore.sizes import format_bytes
 from offcore.tools.bench.breakdown import PHASES
 from offcore.tools.papers.latte.calibrated import caution
@@ -63,6 +62,8 @@ class Why:
     chosen: Case
     runner_up: Case | None  # of those that auto chooses from
     others: Sequence[Case]
+    dtype: str | None = None  # of what reduces
+    reduction: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         up = None if self.runner_up is None else self.runner_up.to_json()
@@ -78,18 +79,17 @@ def explain(
     nbytes: int,
     in_place: bool = False,
     protocol: str = "promise",
+    dtype: str | None = None,
+    reduction: str | None = None,
 ) -> Why:
     """Raises `Error`: invalid (unknown names, too many ranks), unsupported (no variant can)."""
     loaded = machines.load(machine)
-    if not 1 <= ranks <= loaded.ranks:
-        raise error("invalid", f"machine {machine} has {loaded.ranks} ranks, not {ranks}")
-    moves = moves_of(op, ranks, nbytes, in_place)
-    entering = protocol_of(moves, protocol)
-    name, tuned = _core.choose(moves, nbytes, loaded, entering)
+    plans = plans_of(loaded, op, ranks, nbytes, in_place, protocol, dtype, reduction)
+    name, tuned = plans.choose()
     session = _core.Session("sim", loaded, ranks, phantom=True)
     cases = {
-        variant: _case(session, _core.plan(moves, variant, loaded, entering), variant)
-        for variant in dict.fromkeys([name, *_core.variants_of(moves, entering)])
+        variant: _case(session, plans.plan(variant), variant)
+        for variant in dict.fromkeys([name, *plans.variants()])
     }
     chosen = cases.pop(name)
     ordered = sorted(cases.values(), key=lambda case: case.time_us)
@@ -105,6 +105,8 @@ def explain(
         chosen=chosen,
         runner_up=runner_up,
         others=[case for case in ordered if case is not runner_up],
+        dtype=dtype or "float32" if op in REDUCING else None,
+        reduction=reduction or "sum" if op in REDUCING else None,
     )
 
 
@@ -141,8 +143,9 @@ def _reason(phase: str, chosen: Case, other: Case) -> str:
 
 def show(why: Why, console: Console) -> None:
     place = "in place" if why.in_place else "out of place"
+    what = f" ({why.reduction} of {why.dtype})" if why.reduction else ""
     title = (
-        f"{why.op} of {format_bytes(why.bytes)}, {place}, {why.ranks} ranks of {why.machine} "
+        f"{why.op}{what} of {format_bytes(why.bytes)}, {place}, {why.ranks} ranks of {why.machine} "
         f"(simulated, {why.protocol}), us"
     )
     other = why.runner_up
