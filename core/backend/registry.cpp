@@ -18,7 +18,7 @@ void refuse_sim(const sim::SimOptions& options) {
 
 void refuse_cuda(const CudaOptions& options) {
   if (!(options == CudaOptions{})) {
-    fail(Code::unsupported, "devices, signal forms and own_copy are the cuda backend's");
+    fail(Code::unsupported, "devices, signal forms, own_copy and sms are the cuda backend's");
   }
 }
 

@@ -2,7 +2,7 @@
 
 Bandwidths are in 1e9 bytes a second. S, the size of an operation, is always the total array:
 what a rank holds after an all-gather, before and after an all-to-all, what the root holds in a
-broadcast, scatter or gather.
+broadcast, scatter or gather, each rank's input of what reduces.
 """
 
 from __future__ import annotations
@@ -74,4 +74,6 @@ def algbw_gbps(nbytes: int, time_us: float) -> float:
 
 def busbw_factor(op: str, ranks: int) -> float:
     """From algbw to busbw, as nccl-tests defines it: what the busiest link has to carry."""
-    return 1.0 if op == "broadcast" else (ranks - 1) / ranks
+    if op in ("broadcast", "reduce"):
+        return 1.0
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks

@@ -15,7 +15,7 @@ FIELDS = {
     "protocol", "mode", "time_us", "time_us_min", "time_us_max", "algbw_gbps", "busbw_gbps",
     "wrong", "commands", "engines", "syncs", "phases", "run", "versions", "commit", "date",
     "timing", "asked", "named", "signals", "own_copy", "staged", "tuned", "armed_ahead", "kernels",
-    "nvls",
+    "nvls", "dtype", "reduction", "sms",
 }  # fmt: skip
 SIM = ("--backend", "sim", "--machine", "mi300x-8")
 HOST = ("--backend", "host", "--ranks", "2", "--iters", "2", "--calls", "3", "--warmup", "1")
@@ -127,7 +127,7 @@ def test_failures_are_one_line_with_a_code(offcore_cli, words, code):
 @pytest.mark.parametrize(
     "words",
     [
-        ("all_reduce",),
+        ("all_turn",),
         ("all_gather", "--sizes", "4X"),
         ("all_gather", "--sizes", "2M:1M"),
         ("all_gather", "--iters", "0"),

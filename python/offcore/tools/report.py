@@ -65,6 +65,9 @@ class Row:
     armed_ahead: bool | None = None
     kernels: int | None = None  # how many ran; None: nothing was profiled
     nvls: str | None = None  # "off" for libraries that could use NVLink multicast
+    dtype: str | None = None  # of what reduces
+    reduction: str | None = None  # what it computes: sum, avg, ...
+    sms: int | None = None  # GPUs: that a reduction took, or could take at most (nccl-sms)
 
     @property
     def algbw_gbps(self) -> float:
@@ -334,10 +337,14 @@ def format_us(time_us: float) -> str:
 
 def title_of(rows: list[Row]) -> str:
     row = rows[0]
-    places = {row.in_place for row in rows}
+    own = [one for one in rows if one.impl == "offcore"] or rows
+    places = {one.in_place for one in own}
     place = ", in place" if places == {True} and row.op != "broadcast" else ""
     place += "; swap in place" if len(places) > 1 else ""
-    return f"{row.op} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
+    if sms := max((one.sms or 0 for one in own), default=0):
+        place += f", {sms} SMs"
+    what = f" ({row.reduction} of {row.dtype})" if row.reduction else ""
+    return f"{row.op}{what} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
 
 
 def _optional(value: object) -> str:
@@ -416,6 +423,9 @@ def footnotes(rows: list[Row], skips: list[Skip]) -> list[str]:
     proven = sorted({row.impl for row in rows if row.kernels == 0})
     if proven:
         notes.append(f"{', '.join(proven)}: profiled, no kernel ran")
+    there = {row.impl for row in rows if row.in_place} - {"offcore"}
+    if there and not any(row.in_place for row in offcore_rows):
+        notes.append(f"{', '.join(sorted(there))}: in place, the only form that torch has")
     unchecked = [row.bytes for row in offcore_rows if row.wrong is None]
     if len(unchecked) == len(offcore_rows):
         notes.append("bytes were not checked")

@@ -3,14 +3,15 @@
 `memcpy`: every rank copies, with one thread, as many bytes as the operation has to bring to it:
 the bandwidth that no exchange through shared memory on these cores can pass.
 `gloo`: torch.distributed on tensors in host memory.
-`nccl`, `nccl-ce`: NCCL's kernels and its copy-engine collectives, on GPUs (see nccl.py).
+`nccl`, `nccl-sms`, `nccl-ce`: NCCL's kernels, the same on as many SMs as offcore's reductions may
+take, and its copy-engine collectives, on GPUs (see nccl.py).
 torch is optional.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from offcore.tools.bench.subjects import (
     Subject,
     collective,
     facts_of,
+    in_torch,
     join_world,
     leave_world,
     one_after_the_other,
@@ -34,10 +36,17 @@ from offcore.tools.bench.subjects import (
 )
 
 # The backend that each is measured beside.
-BACKENDS = {"gloo": "host", "memcpy": "host", "nccl": "cuda", "nccl-ce": "cuda"}
+BACKENDS = {
+    "gloo": "host",
+    "memcpy": "host",
+    "nccl": "cuda",
+    "nccl-sms": "cuda",
+    "nccl-ce": "cuda",
+}
 BASELINES = tuple(BACKENDS)
 
 _SEED = 1 << 48  # far from the seeds of offcore's own calls
+_NCCL_ONLY = ("avg", "premul_sum")  # of torch.distributed's reductions
 
 
 def open_baseline(name: str, place: Place) -> Baseline:
@@ -91,6 +100,8 @@ class Memcpy:
         self._src: Bytes = np.ones(place.nbytes_max, np.uint8)
 
     def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
+        if layout.values is not None:
+            raise error("unsupported", f"memcpy is no ceiling of {layout.op}: it does not reduce")
         foreign = sum(p.nbytes for p in layout.pieces(self._rank) if p.source != self._rank)
         dst, src, done = self._dst[:foreign], self._src[:foreign], Done()
 
@@ -117,15 +128,25 @@ class Gloo:
 
     def subjects(self, layout: Layout, machine: str, calls: int, check: bool) -> Sequence[Subject]:
         refuse("gloo", layout)
+        layout = in_torch(layout)
+        if layout.values is not None and layout.values.reduction in _NCCL_ONLY:
+            raise error("unsupported", f"gloo has no {layout.values.reduction}")
         inp = self._out if layout.in_place else self._inp
         tensors = (self._torch.from_numpy(self._out), self._torch.from_numpy(inp))
         call = collective(self._torch, layout, self._rank, *tensors, async_op=True)
         wrong = None
         if check:  # a call of its own, on fresh inputs, checked as offcore's are
             layout.fill(self._rank, inp, _SEED + layout.nbytes)
-            call().wait()
+            self._first(call)
             wrong = layout.wrong(self._rank, self._out, _SEED + layout.nbytes)
         return [Subject(facts_of(layout, machine), one_after_the_other(call), wrong=wrong)]
+
+    def _first(self, call: Callable[[], Any]) -> None:
+        """Refused on all ranks alike, where the operation or its dtype is not gloo's."""
+        try:
+            call().wait()
+        except (RuntimeError, TypeError) as failure:
+            raise error("unsupported", f"gloo: {str(failure).splitlines()[0]}") from None
 
     def proven(self, layout: Layout, facts: dict[str, Any]) -> dict[str, Any] | str:
         return facts

@@ -12,6 +12,7 @@ import numpy as np
 
 from offcore.errors import error
 from offcore.tools.bench.layout import ROOT, Bytes, Layout
+from offcore.tools.bench.values import Values
 
 # One collective call: takes the variant, gives the handle to wait for.
 Launch = Callable[[str], Any]
@@ -31,6 +32,7 @@ class CollectiveRunner:
         phantom: bool,
         windows: tuple[Any, Any] | None = None,
         meet: Callable[[], None] = lambda: None,
+        values: Values | None = None,
     ) -> None:
         if in_place and op in ("scatter", "gather"):
             raise error("unsupported", f"{op} has no in-place form: leave --in-place out")
@@ -40,15 +42,26 @@ class CollectiveRunner:
         self.in_place = in_place or op == "broadcast"
         self.protocol = protocol
         self.phantom = phantom
-        largest = Layout(op, comm.ranks, nbytes_max, in_place)
+        self._values = values
+        largest = self.layout(nbytes_max)
         if windows is None:
             out = comm.window(max(1, largest.out_bytes))
             windows = out, None if self.in_place else comm.window(max(1, largest.in_bytes))
         self._out = windows[0]
         self._inp = None if self.in_place else windows[1]
+        # Phantom memory has no addresses by which to name a part of each rank's own.
+        apart = comm.phantom and op == "reduce_scatter" and in_place
+        self._apart = comm.window(max(1, *largest.counts)) if apart else None
 
     def layout(self, nbytes: int) -> Layout:
-        return Layout(self.op, self.comm.ranks, nbytes, self.in_place)
+        return Layout(self.op, self.comm.ranks, nbytes, self.in_place, self._values)
+
+    def facts_of(self, result: Any) -> dict[str, Any]:
+        """What a result of these calls tells, and of a reduction what is reduced, and how."""
+        if self._values is None:
+            return facts_of(result)
+        more = {"in_place": self.in_place, "sms": result.sms if result.backend == "cuda" else None}
+        return facts_of(result) | more | self._values.facts
 
     def launch_of(self, layout: Layout, released: bool = True) -> Launch:
         """The call that runs this layout; what varies between calls is bound once, here.
@@ -89,6 +102,8 @@ class CollectiveRunner:
         return [window.view(r, offset + r * part, part) for r in self.comm.local_ranks]
 
     def _call_of(self, layout: Layout) -> Launch:
+        if layout.values is not None:
+            return self._reduction_of(layout, layout.values)
         out = self._out.region(0, layout.out_bytes)
         inp = None if self._inp is None else self._inp.region(0, layout.in_bytes)
         name = layout.op if layout.even else layout.op + "_v"
@@ -103,6 +118,32 @@ class CollectiveRunner:
         if layout.op in ("scatter", "gather"):
             options["root"] = ROOT
         return lambda variant: function(*args, variant=variant, **options)
+
+    def _reduction_of(self, layout: Layout, values: Values) -> Launch:
+        name = layout.op if layout.even else layout.op + "_v"
+        function = getattr(self.comm, name)
+        out = self._out.region(0, layout.out_bytes)
+        inp = out if self._inp is None else self._inp.region(0, layout.in_bytes)
+        args: list[Any] = [out, inp]
+        if layout.op == "reduce_scatter" and self._inp is None:
+            args[0] = self._own_parts(layout)
+        elif layout.op == "all_reduce" and self._inp is None:
+            args[1] = None
+        if not layout.even:
+            args.append(layout.counts)
+        options = {"dtype": values.dtype, "scale": values.scale, "protocol": self.protocol}
+        if layout.op == "reduce":
+            options["root"] = ROOT
+        return lambda variant: function(*args, values.reduction, variant=variant, **options)
+
+    def _own_parts(self, layout: Layout) -> Any:
+        """Each local rank's own part of its input, as an output."""
+        if self._apart is not None:
+            return self._apart.region(0, max(layout.counts))
+        parts = {rank: layout.reduced_by(rank) for rank in self.comm.local_ranks}
+        if len(parts) == 1:
+            return self._out.region(*next(iter(parts.values())))
+        return [self._out.array(rank)[at : at + n] for rank, (at, n) in parts.items()]
 
     def fill(self, layout: Layout, seed: int) -> None:
         for rank in self.comm.local_ranks:

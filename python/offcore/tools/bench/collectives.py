@@ -21,11 +21,15 @@ from typing import Any
 
 import offcore
 from offcore import defaults
+from offcore.comm.programs import REDUCING
+from offcore.comm.programs import variants as variants_of
 from offcore.errors import error
 from offcore.tools.bench import nccl
 from offcore.tools.bench.baselines import absence, check_baseline
-from offcore.tools.bench.collective_runner import CollectiveRunner, facts_of
+from offcore.tools.bench.collective_runner import CollectiveRunner
+from offcore.tools.bench.layout import Layout
 from offcore.tools.bench.rank_processes import RankProcesses
+from offcore.tools.bench.values import Values
 from offcore.tools.report import Outcome, Row, Skip
 
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
@@ -39,6 +43,7 @@ PHANTOM_ABOVE_BYTES = 64 << 20
 BATCHES = 15
 CALLS = 20
 WARMUP_CALLS = 5
+SMS = 12
 
 _SIM_THREADS_MAX = 4
 _GPU_BATCH_BYTES = 4 << 30  # GPUs keep time by events: large sizes need no long batches
@@ -71,6 +76,16 @@ class Request:
     check: bool = True
     baselines: list[str] = field(default_factory=list)
     timeout_s: float = 30.0
+    dtype: str = "float32"  # of operations that reduce, as the next two
+    reduction: str = "sum"
+    sms: int = SMS  # cuda
+
+    @property
+    def values(self) -> Values | None:
+        return Values(self.dtype, self.reduction) if self.op in REDUCING else None
+
+    def layout(self, nbytes: int) -> Layout:
+        return Layout(self.op, self.ranks, nbytes, self.in_place, self.values)
 
     @property
     def forms(self) -> list[Form]:
@@ -117,6 +132,11 @@ def run(request: Request, progress: Progress = lambda steps: None) -> Iterator[O
     return run_processes([request], progress)
 
 
+def variants_known(op: str) -> list[str]:
+    """What `all` stands for."""
+    return variants_of(op, ranks=2) if op in REDUCING else [*VARIANTS]
+
+
 def check_baselines(request: Request) -> dict[str, str]:
     """The baselines that cannot be had here, and why. Raises for those that make no sense beside
     that backend: before anything has been started."""
@@ -153,7 +173,13 @@ class _SimRig:
             )
             nbytes_max = max(request.sizes) if phantom else self._real_max
             self._runners[phantom, protocol] = CollectiveRunner(
-                comm, request.op, request.in_place, nbytes_max, protocol, phantom
+                comm,
+                request.op,
+                request.in_place,
+                nbytes_max,
+                protocol,
+                phantom,
+                values=request.values,
             )
         return self._runners[phantom, protocol]
 
@@ -180,7 +206,7 @@ def _sim_size(
             outcomes.append(Skip(variant, nbytes, reason))
         else:
             facts = {"timing": "call", "asked": asked, "named": variant != "auto"}
-            facts |= facts_of(result)
+            facts |= runner.facts_of(result)
             outcomes.append(_row(request, "offcore", nbytes, [result.time_us], wrong, facts))
         progress(1)
     return outcomes
@@ -248,8 +274,9 @@ def _check_ranks(request: Request) -> None:
 def run_processes(
     requests: Sequence[Request], progress: Progress = lambda steps: None
 ) -> Iterator[Outcome]:
-    """Several requests in the same processes, one a rank. They share backend, machine, ranks and
-    timeout. Prelaunched variants of GPUs come last, what has to be proven first at the end."""
+    """Several requests in the same processes, one a rank. They share backend, machine, ranks,
+    SMs and timeout. Prelaunched variants of GPUs come last, what has to be proven first at the
+    end."""
     first = requests[0]
     _check_ranks(first)
     job = {"requests": [asdict(request) for request in requests]}

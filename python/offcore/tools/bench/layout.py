@@ -1,8 +1,9 @@
 """Which bytes of a collective lie where: what a benchmark fills in and what it has to find.
 
 Rank r sends from a stream of pseudo-random bytes of its own, so a byte that comes from a wrong
-rank, from a wrong offset or from an earlier call is seen. A size that the ranks do not divide runs
-exactly: through the _v form, with parts that differ by one byte at most.
+rank, from a wrong offset or from an earlier call is seen (values.py has what is reduced). A size
+that the ranks do not divide runs exactly: through the _v form, with parts that differ by one byte,
+or element, at most.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 import offcore
+from offcore.comm.programs import MOVING
 from offcore.sizes import split_evenly
+from offcore.tools.bench.values import Values
 
-OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
+OPS = MOVING
 ROOT = 0
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,16 +41,24 @@ class Layout:
     ranks: int
     nbytes: int  # S: the total array
     in_place: bool
+    values: Values | None = None  # of an operation that reduces
 
     @property
     def even(self) -> bool:
         """Whether the plain form can run it; the _v form otherwise."""
-        return self.op == "broadcast" or self.nbytes % self.ranks == 0
+        if self.op in ("broadcast", "all_reduce", "reduce"):
+            return True
+        return self.nbytes % (self.ranks * self._item_bytes) == 0
+
+    @property
+    def _item_bytes(self) -> int:
+        return 1 if self.values is None else self.values.stored.itemsize
 
     @property
     def counts(self) -> list[int]:
         """Rank r's part of S."""
-        return split_evenly(self.nbytes, self.ranks)
+        item = self._item_bytes
+        return [item * count for count in split_evenly(self.nbytes // item, self.ranks)]
 
     @property
     def matrix(self) -> list[list[int]]:
@@ -62,21 +73,24 @@ class Layout:
 
     @property
     def out_bytes(self) -> int:
-        """The largest output of any rank."""
-        return max(self.counts) if self.op == "scatter" else self.nbytes
+        """The largest output of any rank; in place, of what it lies in."""
+        part = self.op == "scatter" or (self.op == "reduce_scatter" and not self.in_place)
+        return max(self.counts) if part else self.nbytes
 
     def input_of(self, rank: int) -> tuple[int, int]:
         """Offset and bytes of rank's input in its input buffer, in place its only buffer."""
         if self.op in ("broadcast", "scatter"):
             return 0, self.nbytes if rank == ROOT else 0
-        if self.op == "all_to_all":
+        if self.op == "all_to_all" or self.values is not None:
             return 0, self.nbytes
         return sum(self.counts[:rank]) if self.in_place else 0, self.counts[rank]
 
     def fill(self, rank: int, array: Bytes, seed: int) -> None:
         """Writes rank's input into its input buffer."""
         offset, nbytes = self.input_of(rank)
-        if nbytes:
+        if self.values is not None:
+            self.values.fill(array[:nbytes], 0, rank, self.ranks, seed)
+        elif nbytes:
             offcore.fill(array[offset : offset + nbytes], seed + rank)
 
     def pieces(self, rank: int) -> Iterator[Piece]:
@@ -98,8 +112,19 @@ class Layout:
                 yield Piece(offset, nbytes, source, 0)
                 offset += nbytes
 
+    def reduced_by(self, rank: int) -> tuple[int, int]:
+        """Which bytes of the whole result rank's output is."""
+        if self.op == "reduce_scatter":
+            return sum(self.counts[:rank]), self.counts[rank]
+        return 0, self.nbytes if self.op == "all_reduce" or rank == ROOT else 0
+
     def wrong(self, rank: int, array: Bytes, seed: int) -> int:
         """The number of wrong bytes in rank's output."""
+        if self.values is not None:
+            begin, nbytes = self.reduced_by(rank)
+            at = begin if self.in_place else 0  # its place in the input
+            first = begin // self._item_bytes
+            return self.values.wrong(array[at : at + nbytes], first, self.ranks, seed)
         return sum(
             offcore.wrong_bytes(array, offset, nbytes, seed + source, source_offset)
             for offset, nbytes, source, source_offset in self.pieces(rank)

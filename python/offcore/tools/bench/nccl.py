@@ -1,5 +1,6 @@
-"""NCCL beside offcore, on the stream that is timed: its kernels (`nccl`), and its copy-engine
-collectives (`nccl-ce`); each called eagerly and replayed as a graph.
+"""NCCL beside offcore, on the stream that is timed: its kernels (`nccl`), the same on at most as
+many CTAs as a reduction of offcore's takes SMs (`nccl-sms`), and its copy-engine collectives
+(`nccl-ce`); each called eagerly and replayed as a graph.
 
 NVLink multicast is off: ENVIRONMENT stands in the workers' before torch is imported. NCCL's copy
 engines want both buffers in symmetric windows and a communicator that may use no CTA, and NCCL
@@ -26,6 +27,7 @@ from offcore.tools.bench.subjects import (
     Subject,
     collective,
     facts_of,
+    in_torch,
     join_world,
     leave_world,
     one_after_the_other,
@@ -84,6 +86,7 @@ class Nccl:
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.ExternalStream(place.stream, device=self._device)
         self._engines = name == "nccl-ce"
+        self._sms = place.sms if name == "nccl-sms" else None  # None: NCCL's own choice
         # Why this baseline cannot be had, agreed by all ranks; else empty.
         self._refusal = self._agreed(self._open)
         self._calls: dict[Layout, Callable[[], Any]] = {}
@@ -94,6 +97,8 @@ class Nccl:
         if self._engines:
             policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", _NO_CTA)
             options.config.cta_policy = policy
+        if self._sms:
+            options.config.max_ctas = self._sms
         self._group = dist.new_group(
             backend="nccl", timeout=_LIMIT, pg_options=options, device_id=self._device
         )
@@ -130,15 +135,25 @@ class Nccl:
         refuse(self._name, layout)
         if self._engines and layout.op not in _COPY_ENGINES:
             raise error("unsupported", f"NCCL has no {layout.op} by copy engines")
+        if self._sms and layout.values is None:
+            raise error(
+                "unsupported", f"{self._name} is measured beside what takes SMs: reductions"
+            )
         if self._refusal:
             raise error("unsupported", self._refusal)
+        layout = in_torch(layout)
         found: list[Subject] = []
         if reason := self._agreed(lambda: found.extend(self._prepared(layout, machine, calls))):
             raise error("unsupported", reason)
-        if not check or layout.nbytes > CHECKED_MAX:
+        if not check or layout.nbytes > CHECKED_MAX or not self._exact(layout):
             return found
         wrong = self._wrong(layout)
         return [Subject(s.facts, s.enqueue, s.alone, wrong) for s in found]
+
+    def _exact(self, layout: Layout) -> bool:
+        """Whether its result is known to the bit: averages it makes by a rounded 1 / ranks."""
+        ranks = layout.ranks
+        return layout.values is None or layout.values.reduction != "avg" or ranks & (ranks - 1) == 0
 
     def _prepared(self, layout: Layout, machine: str, calls: int) -> list[Subject]:
         torch, stream = self._torch, self._stream
@@ -164,7 +179,7 @@ class Nccl:
                 graph.replay()
             return [ended]
 
-        facts = {"nvls": "off"}
+        facts = {"nvls": "off", "sms": self._sms}
         return [
             Subject(facts_of(layout, machine, **facts), one_after_the_other(call)),
             Subject(facts_of(layout, machine, "graph", **facts), replay, alone=False),

@@ -20,8 +20,8 @@ from typing import Any, TextIO
 import offcore
 from offcore import _core
 from offcore.tools.bench.baselines import Absent, open_baseline
-from offcore.tools.bench.collective_runner import CollectiveRunner, facts_of
-from offcore.tools.bench.collectives import Form, Request, skip_or_raise
+from offcore.tools.bench.collective_runner import CollectiveRunner
+from offcore.tools.bench.collectives import SMS, Form, Request, skip_or_raise
 from offcore.tools.bench.layout import Layout
 from offcore.tools.bench.subjects import Baseline, Place, Subject
 from offcore.tools.bench.timers import HostTimer, StreamTimer, Timer
@@ -104,14 +104,11 @@ class Worker:
             timeout=first.timeout_s,
             signals=form[0] or "auto",
             own_copy=form[1],
+            sms=SMS if backend else first.sms,
         )
 
     def _window_pair(self, form: Form) -> tuple[Any, Any]:
-        layouts = [
-            Layout(r.op, r.ranks, max(r.sizes), r.in_place)
-            for r in self._requests
-            if form in r.forms
-        ]
+        layouts = [r.layout(max(r.sizes)) for r in self._requests if form in r.forms]
         comm = self._comms[form]
         inputs = [one.in_bytes for one in layouts if not one.in_place]
         out = comm.window(max(1, *(one.out_bytes for one in layouts)))
@@ -141,6 +138,7 @@ class Worker:
             nbytes_max=max(max(request.sizes) for request in self._requests),
             gpu=self._comm._gpus[0],
             stream=self._watch.stream if self._watch else 0,
+            sms=self._first.sms,
         )
         opened: dict[str, Baseline] = {}
         for name in names:
@@ -190,11 +188,19 @@ class Worker:
             yield from self._library(request, name, runner.layout(nbytes))
 
     def _runner(self, request: Request, form: Form, asked: str) -> CollectiveRunner:
-        key = (request.op, request.in_place, form, asked, request.check)
+        key = (request.op, request.in_place, form, asked, request.check, request.values)
         if key not in self._runners:
             comm, windows, phantom = self._comms[form], self._windows[form], not request.check
             self._runners[key] = CollectiveRunner(
-                comm, request.op, request.in_place, 0, asked, phantom, windows, self._meet
+                comm,
+                request.op,
+                request.in_place,
+                0,
+                asked,
+                phantom,
+                windows,
+                self._meet,
+                request.values,
             )
         return self._runners[key]
 
@@ -214,7 +220,7 @@ class Worker:
         def enqueue(calls: int) -> list[Any]:
             return [launch(variant) for _ in range(calls)]
 
-        facts = facts_of(result) | {"named": variant != "auto"}
+        facts = runner.facts_of(result) | {"named": variant != "auto"}
         subject = Subject(facts, enqueue, wrong=wrong)
         for timing in request.timings:
             entry = Entry("offcore", layout, timing, subject, runner.protocol)

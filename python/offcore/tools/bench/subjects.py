@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from offcore.errors import error
 from offcore.tools.bench.layout import ROOT, Layout
 from offcore.tools.bench.timers import Enqueue
+from offcore.tools.bench.values import Values
 
 NO_TORCH = "needs torch (pip install torch)"
 
@@ -24,6 +25,7 @@ class Place:
     nbytes_max: int
     gpu: int = -1
     stream: int = 0  # the driver's handle of the stream that is timed
+    sms: int = 0  # that a reduction of offcore's may take
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Baseline(Protocol):
 def facts_of(layout: Layout, machine: str, mode: str = "eager", **more: Any) -> dict[str, Any]:
     unknown = ("variant", "native", "protocol", "commands", "engines", "syncs", "phases")
     known = {"machine": machine, "in_place": layout.in_place, "mode": mode}
-    return known | dict.fromkeys(unknown) | more
+    reduced = {} if layout.values is None else layout.values.facts
+    return known | dict.fromkeys(unknown) | reduced | more
 
 
 def one_after_the_other(call: Callable[[], Any]) -> Enqueue:
@@ -92,10 +95,37 @@ def leave_world(torch: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+def in_torch(layout: Layout) -> Layout:
+    """The layout that torch.distributed has: all_reduce and reduce are in place only."""
+    return replace(layout, in_place=True) if layout.op in ("all_reduce", "reduce") else layout
+
+
+def _reduction(
+    torch: Any, layout: Layout, values: Values, rank: int, out: Any, inp: Any, **options: Any
+) -> Callable[[], Any]:
+    group = torch.distributed
+    kind = getattr(torch, values.dtype)
+    if values.reduction == "premul_sum":
+        options["op"] = group._make_nccl_premul_sum(values.scale)
+    else:
+        options["op"] = getattr(group.ReduceOp, values.reduction.upper())
+    whole = inp[: layout.nbytes].view(kind)
+    if layout.op == "all_reduce":
+        return lambda: group.all_reduce(whole, **options)
+    if layout.op == "reduce":
+        return lambda: group.reduce(whole, ROOT, **options)
+    begin, nbytes = layout.reduced_by(rank)
+    at = begin if layout.in_place else 0
+    part = out[at : at + nbytes].view(kind)
+    return lambda: group.reduce_scatter_tensor(part, whole, **options)
+
+
 def collective(
     torch: Any, layout: Layout, rank: int, out: Any, inp: Any, **options: Any
 ) -> Callable[[], Any]:
     """torch.distributed's call for this layout. out, inp: whole buffers; the same one in place."""
+    if layout.values is not None:
+        return _reduction(torch, layout, layout.values, rank, out, inp, **options)
     group, root = torch.distributed, rank == ROOT
     own = layout.counts[rank]
     at = sum(layout.counts[:rank]) if layout.in_place else 0

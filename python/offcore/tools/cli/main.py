@@ -27,8 +27,6 @@ from offcore.tools.cli import sdma as sdma_commands
 from offcore.tools.cli.model import COMMANDS
 from offcore.tools.cli.options import (
     COUNT_MAX,
-    REAL_SIZES,
-    SIM_SIZES,
     SIZES_METAVAR,
     VARIANT_HELP,
     BackendName,
@@ -36,6 +34,7 @@ from offcore.tools.cli.options import (
     BaselineOption,
     CallsOption,
     CheckOption,
+    DtypeOption,
     InPlaceOption,
     ItersOption,
     JsonOption,
@@ -48,9 +47,11 @@ from offcore.tools.cli.options import (
     ProtocolOption,
     ProtocolsOption,
     RanksOption,
+    ReductionOption,
     SignalsOption,
     SimMachineOption,
     SizesOption,
+    SmsOption,
     StressOption,
     TimeoutOption,
     TimingOption,
@@ -60,12 +61,10 @@ from offcore.tools.cli.options import (
     names_of,
     parsed,
 )
+from offcore.tools.cli.request import SIM_MACHINE, request_of
 from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Row, Skip, Stamp
-
-SIM_MACHINE = "mi300x-8"
-REAL_RANKS = 2
 
 app = typer.Typer(
     help="GPU communication off the cores, on copy (DMA) engines.",
@@ -77,57 +76,6 @@ app = typer.Typer(
 app.add_typer(sdma_commands.app, name="sdma")
 app.add_typer(kv_commands.app, name="kv")
 app.add_typer(mcast_commands.app, name="mcast")
-
-
-def _default_ranks(backend: str, machine: str | None) -> int:
-    if machine:
-        return offcore.machines.load(machine).ranks
-    return offcore._core.gpus() if backend == "cuda" else REAL_RANKS
-
-
-def _request(
-    op: str,
-    backend: str,
-    machine: str | None,
-    ranks: int | None,
-    sizes: str | None,
-    variants: str,
-    protocol: str,
-    signals: str | None,
-    timing: str,
-    own_copy: str,
-    **rest: Any,
-) -> collectives.Request:
-    """Fills in what depends on the backend: machine, ranks, sizes, protocols, forms."""
-    backend = collectives.resolve_backend(backend, machine)
-    protocols = known_names(protocol, "--protocol", [one.value for one in ProtocolName])
-    if backend == "sim":
-        machine = machine or SIM_MACHINE
-        # The paper's set-up: an operation may write at once, its buffers are known to be free.
-        protocols = ["promise" if one == "auto" else one for one in protocols]
-    ranks = ranks or _default_ranks(backend, machine)
-    forms = known_names(signals, "--signals", collectives.SIGNALS) if signals else None
-    own = known_names(own_copy, "--own-copy", collectives.OWN_COPIES)
-    if backend != "cuda" and (forms or "sm" in own):
-        option = "--signals" if forms else "--own-copy sm"
-        raise error("unsupported", f"{option} is for GPUs: {backend} has only one form")
-    named = variants not in ("all", "auto")
-    names = list(collectives.VARIANTS) if variants == "all" else names_of(variants, "--variants")
-    default_sizes = SIM_SIZES if backend == "sim" else REAL_SIZES
-    return collectives.Request(
-        op=op,
-        backend=backend,
-        machine=machine,
-        ranks=ranks,
-        sizes=parsed(parse_sizes, sizes or default_sizes, "--sizes"),
-        variants=names,
-        named=named,
-        protocols=list(dict.fromkeys(protocols)),
-        signals=[*forms] if forms else ["fenced"] if backend == "cuda" else [None],
-        own_copies=own,
-        timings=known_names(timing, "--timing", collectives.TIMINGS),
-        **rest,
-    )
 
 
 @app.command("bench")
@@ -142,6 +90,9 @@ def bench_command(
     protocol: ProtocolsOption = "auto",
     signals: SignalsOption = None,
     own_copy: OwnCopyOption = collectives.OWN_COPIES[0],
+    dtype: DtypeOption = None,
+    reduction: ReductionOption = None,
+    sms: SmsOption = None,
     timing: TimingOption = "chain",
     iters: ItersOption = collectives.BATCHES,
     calls: CallsOption = collectives.CALLS,
@@ -162,8 +113,9 @@ def bench_command(
     offcore bench all_to_all --machine mi300x-8 --in-place
     offcore bench all_gather --backend host --ranks 2 --baseline gloo,memcpy
     offcore bench all_gather --backend cuda --in-place --baseline nccl,nccl-ce
+    offcore bench all_reduce --backend cuda --dtype bfloat16 --sms 8 --baseline nccl,nccl-sms
     """
-    request = _request(
+    request = request_of(
         op.value,
         backend.value,
         machine,
@@ -174,6 +126,9 @@ def bench_command(
         signals,
         timing,
         own_copy,
+        dtype,
+        reduction,
+        sms,
         in_place=in_place,
         batches=iters,
         calls=calls,
@@ -182,11 +137,7 @@ def bench_command(
         baselines=names_of(baseline, "--baseline") if baseline else [],
         timeout_s=timeout,
     )
-    absent = collectives.check_baselines(request)
-    for name, why in absent.items():
-        typer.echo(f"baseline {name}: unavailable: {why}", err=True)
-    present = [name for name in request.baselines if name not in absent]
-    request = replace(request, baselines=present)
+    request = _with_present_baselines(request)
     if plot_to is not None:
         plot.check_plot(plot_to)
     rows = _measure(request, json)
@@ -195,6 +146,14 @@ def bench_command(
         typer.echo(f"plot: {plot_to}", err=json == "-")
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
+
+
+def _with_present_baselines(request: collectives.Request) -> collectives.Request:
+    absent = collectives.check_baselines(request)
+    for name, why in absent.items():
+        typer.echo(f"baseline {name}: unavailable: {why}", err=True)
+    present = [name for name in request.baselines if name not in absent]
+    return replace(request, baselines=present)
 
 
 def _measure(request: collectives.Request, json: str | None) -> list[Row]:
@@ -270,7 +229,7 @@ def tune_command(
             raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
         sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
         kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
-        template = _request(
+        template = request_of(
             names[0],
             resolved,
             machine,
@@ -340,6 +299,8 @@ def show(
     ] = "auto",
     in_place: InPlaceOption = False,
     protocol: ProtocolOption = ProtocolName.auto,
+    dtype: DtypeOption = None,
+    reduction: ReductionOption = None,
     json: JsonOption = None,
 ) -> None:
     """Print the program of DMA commands of a collective."""
@@ -351,6 +312,8 @@ def show(
         variant=variant,
         in_place=in_place,
         protocol=protocol.value,
+        dtype=dtype,
+        reduction=reduction and reduction.value,
     )
     with JsonLines(json) as lines:
         lines.write(_program_record(program) | {"text": str(program)})

@@ -21,6 +21,7 @@ from offcore.tools.cli.options import (
     SIZES_METAVAR,
     BackendName,
     BackendOption,
+    DtypeOption,
     InPlaceOption,
     JsonOption,
     MachineOption,
@@ -29,6 +30,7 @@ from offcore.tools.cli.options import (
     ProtocolName,
     ProtocolOption,
     RanksOption,
+    ReductionOption,
     SimMachineOption,
     parsed,
 )
@@ -101,6 +103,8 @@ def explain_command(
     ranks: RanksOption = None,
     in_place: InPlaceOption = False,
     protocol: ProtocolOption = ProtocolName.promise,
+    dtype: DtypeOption = None,
+    reduction: ReductionOption = None,
     json: JsonOption = None,
 ) -> None:
     """Explain the choice of a variant at a size, phase by phase, beside the runner-up (simulated).
@@ -115,6 +119,8 @@ def explain_command(
         nbytes=parsed(parse_bytes, nbytes, "--bytes"),
         in_place=in_place,
         protocol=protocol.value,
+        dtype=dtype,
+        reduction=reduction and reduction.value,
     )
     with JsonLines(json) as lines:
         lines.write(why.to_json())

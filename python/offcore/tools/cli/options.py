@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from offcore.operands import SMS_MAX
+
 SIM_SIZES = "1K:4G"
 REAL_SIZES = "1K:64M"
 # Of counts, and of what fills the core's 64 bits.
@@ -22,6 +24,9 @@ class Op(str, enum.Enum):
     broadcast = "broadcast"
     scatter = "scatter"
     gather = "gather"
+    reduce_scatter = "reduce_scatter"
+    all_reduce = "all_reduce"
+    reduce = "reduce"
 
 
 class BackendName(str, enum.Enum):
@@ -41,6 +46,14 @@ class ProtocolName(str, enum.Enum):
     view = "view"
 
 
+class Reduction(str, enum.Enum):
+    sum = "sum"
+    avg = "avg"
+    min = "min"
+    max = "max"
+    premul_sum = "premul_sum"
+
+
 class Metric(str, enum.Enum):
     time = "time"
     busbw = "busbw"
@@ -55,7 +68,7 @@ OpArgument = Annotated[
     Op, typer.Argument(metavar="OP", show_choices=False, help=", ".join(Op.__members__))
 ]
 MACHINE_HELP = "A machine's name (see: offcore doctor) or .json file."
-VARIANT_HELP = "pcpy, bcst, swap, b2b, fan, prelaunch_ of each"
+VARIANT_HELP = "pcpy, bcst, swap, b2b, fan, prelaunch_ of each; pipelined, one_shot (reductions)"
 SIZES_METAVAR = "FIRST:LAST[:FACTOR]|LIST"
 MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_HELP)]
 SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]
@@ -143,7 +156,29 @@ WarmupOption = Annotated[
 CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
 BaselineOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="Peers: gloo, memcpy (host); nccl, nccl-ce (cuda)."),
+    typer.Option(
+        metavar="NAME,...", help="Peers: gloo, memcpy (host); nccl, nccl-sms, nccl-ce (cuda)."
+    ),
+]
+# None: what a reduction takes by default; other operations have none of these.
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Of a reduction: float32 (the default), bfloat16, float16, int32, ..."
+    ),
+]
+ReductionOption = Annotated[
+    Reduction | None,
+    typer.Option(metavar="NAME", help="sum (the default), avg, min, max or premul_sum."),
+]
+SmsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=SMS_MAX,
+        metavar="N",
+        help="cuda: SMs that a reduction takes at most, and CTAs of nccl-sms. Default 12.",
+    ),
 ]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
