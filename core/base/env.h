@@ -10,7 +10,7 @@ namespace offcore {
 #define OFFCORE_ENV_TABLE(X)                                                                     \
   X(OFFCORE_BACKEND, "auto", "auto, sim, host, cuda, sdma",                                      \
     "backend of a Communicator that names none")                                                 \
-  X(OFFCORE_VARIANT, "auto", "", "variant of every operation that names none")                   \
+  X(OFFCORE_VARIANT, "auto", "", "variant of operations that name none; not reductions")         \
   X(OFFCORE_STORE, "", "host:port", "host:port of the rendezvous store; rank 0 listens there")   \
   X(OFFCORE_RANK, "", "count", "rank of this process at the rendezvous")                         \
   X(OFFCORE_WORLD_SIZE, "", "count", "number of ranks at the rendezvous")                        \

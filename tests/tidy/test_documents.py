@@ -21,6 +21,7 @@ KINDS = {
         "docs/mcast.md",
         "docs/model.md",
         "docs/quickstart.md",
+        "docs/reductions.md",
         "docs/sdma.md",
         "docs/security.md",
         "docs/verbs.md",
@@ -56,6 +57,7 @@ SHORT = sorted({"README.md", *KINDS["contract"], *KINDS["tuning"]})
 DEFINED = (
     *("pcpy", "bcst", "swap", "b2b", "fan", "prelaunch", "promise", "safe", "view", "copy order"),
     *("lane", "window", "staged", "credits", "epoch", "stand-in", "slot", "chain", "crossed"),
+    *("reduction", "pipelined", "one_shot"),
 )
 
 
