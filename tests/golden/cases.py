@@ -74,7 +74,7 @@ CASES = [
     # What reduces: to a window (promise) or by way of slots (eager), in a chunk or several.
     Case("reduce_scatter", "h200-2", 2, 4096, "pipelined", reduced=("sum", "float32")),
     Case("reduce_scatter", "h200-4", 4, 1000, "pipelined", reduced=("avg", "int32")),
-    Case("all_reduce", "h200-2", 2, 16 << 20, "pipelined", reduced=("sum", "bfloat16")),
+    Case("all_reduce", "h200-2", 2, 32 << 20, "pipelined", reduced=("sum", "bfloat16")),
     Case("all_reduce", "h200-2", 2, 4096, "pipelined", protocol="eager", reduced=("max", "int8")),
     Case("all_reduce", "h200-4", 4, 4096, "pipelined", in_place=True, reduced=("sum", "float32")),
     Case("all_reduce", "h200-2", 2, 4096, "one_shot", reduced=("premul_sum", "float16")),
