@@ -47,10 +47,11 @@ Variant parse_variant(std::string_view text) {
             variant.engines <= kEnginesMax;
   }
   if (!valid) {
-    fail(Code::invalid, "unknown variant '", text,
-         "': known are pcpy, bcst, swap, b2b, fan, each also as prelaunch_NAME, and NAME:E for at "
-         "most E engines a rank (1..",
-         kEnginesMax, ")");
+    std::string known;
+    for (std::string_view name : kKindNames) known += cat(name, ", ");
+    fail(Code::invalid, "unknown variant '", text, "': known are ", known,
+         "each also as prelaunch_NAME, and NAME:E for at most E engines a rank (1..", kEnginesMax,
+         ")");
   }
   variant.kind = static_cast<Variant::Shape>(index);
   return variant;

@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from offcore import _core, machines
+from offcore.tools.bench import collectives
+from offcore.tools.cli import options
 
 MACHINES = ("h200-2", "h200-4", "h200-8", "mi300x-8", "host-1", "host-3", "host-8")
 ENGINES = ("", ":1", ":2", ":3", ":256")
@@ -81,3 +83,14 @@ def test_a_tuned_variant_that_cannot_be_had_is_not_chosen() -> None:
     row.variant = "fan:1"
     machine.tuned = [row]
     assert _core.choose(moves, 1024, machine, STAGED) == ("fan:1", True)
+
+
+def test_one_list_has_the_variants() -> None:
+    """What the command line, benches and errors name are the core's, so a new one is in all."""
+    kinds = [name for name in _core.variants() if not name.startswith("prelaunch_")]
+    assert list(collectives.KINDS) == kinds
+    assert list(collectives.VARIANTS) == [*kinds, *(f"prelaunch_{kind}" for kind in kinds)]
+    assert options.VARIANT_HELP.startswith(", ".join(kinds))
+    moves = _core.moves_all_gather([1, 1], False)
+    with pytest.raises(_core.Error, match=f"known are {', '.join(kinds)}, each also"):
+        _core.plan(moves, "none", machines.load("h200-2"), _core.Protocol())

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offcore import _core
 from offcore.errors import error
 from offcore.sizes import format_bytes
 from offcore.tools.bench.baselines import BASELINES
@@ -46,7 +47,6 @@ _WAY_COLOURS = {
     "eager": "#E69F00",
     "credits": "#56B4E9",
 }
-_KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
 _DASHES = (":", "-.", "-")
 PHASE_COLOURS = {"control": "#E69F00", "schedule": "#56B4E9", "copy": "#0072B2", "sync": "#D55E00"}
 
@@ -87,7 +87,7 @@ def _style_of(label: str, way: int, expanded: bool) -> dict[str, Any]:
     kind = name.removeprefix("prelaunch_").split(":")[0]
     style: dict[str, Any] = {
         "color": COLOURS.get(kind, COLOURS["pcpy"]),
-        "linestyle": "--" if name == kind and kind in _KINDS else "-",
+        "linestyle": "--" if name == kind and kind in _core.variants() else "-",
         "marker": "s" if name in BASELINES else "^" if name == kind else "o",
         "markersize": 3.5,
         "linewidth": 1.4,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import offcore
-from offcore import defaults
+from offcore import _core, defaults
 from offcore.comm.programs import REDUCING
 from offcore.comm.programs import variants as variants_of
 from offcore.errors import error
@@ -32,8 +32,8 @@ from offcore.tools.bench.rank_processes import RankProcesses
 from offcore.tools.bench.values import Values
 from offcore.tools.report import Outcome, Row, Skip
 
-KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
-VARIANTS = (*KINDS, *(f"prelaunch_{kind}" for kind in KINDS))
+VARIANTS = tuple(_core.variants())
+KINDS = tuple(name for name in VARIANTS if not name.startswith("prelaunch_"))
 
 SIGNALS = ("fenced", "copy_order")
 OWN_COPIES = ("engine", "sm")
