@@ -135,6 +135,40 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken_links(page, text) == list(broken)
 
 
+def test_files_and_tests_that_pages_name_exist() -> None:
+    """What a page points to is renamed with the file."""
+    folders = "core|python|tests|studies|benchmarks|examples"
+    named = rf"\b(?:{folders})/[\w/.-]+\.(?:cpp|h|py|jsonl?|txt|md)\b"
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    files, functions = set(), set()
+    for page in pages():
+        if page.name == "CHANGELOG.md":
+            continue  # it tells of what is gone, too
+        text = page.read_text("utf-8")
+        files |= set(re.findall(named, text))
+        functions |= set(re.findall(r"\btest_\w+(?!\w*\.py)\b", text))
+    assert len(files) > 60
+    assert sorted(name for name in files if not (ROOT / name).exists()) == []
+    modules = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(functions) > 20
+    assert sorted(name for name in functions - modules if f"def {name}(" not in tests) == []
+
+
+def test_the_paths_of_calls_are_the_sources() -> None:
+    """Each function is in the file beside it; 14 files at most lead from Python to the driver."""
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text("utf-8")
+    paths = text.split("## The path of a call")[1].split("\n## ")[0]
+    lists = [one for one in paths.split("\n\n") if one.startswith("    ")]
+    assert len(lists) == 2
+    for one in lists:
+        lines = [re.split(r" {2,}", line.strip()) for line in one.splitlines()]
+        assert len(lines) <= 14
+        for file, functions, *_ in lines:
+            source = (ROOT / file).read_text("utf-8")
+            for name in functions.split(", "):
+                assert re.search(rf"\b{name}\(|&{name}\b", source), (file, name)
+
+
 @pytest.mark.parametrize("page", sorted(KINDS["measurement"]))
 def test_measurements_name_their_records(page: str) -> None:
     """The files that have the numbers, which exist."""
