@@ -106,9 +106,11 @@ class Checker {
     if (!facts_.reduction) fail(Code::invalid, name(), ": no reduction is given");
     const Reduction& reduction = *facts_.reduction;
     const bool whole = reduction.dtype <= DType::i64;
-    if (whole && reduction.scale != std::trunc(reduction.scale)) {
-      fail(Code::invalid, name(), ": a scale of ", reduction.scale, " is no ",
-           to_string(reduction.dtype));
+    constexpr double kScaleMax = INT32_MAX;  // kernels multiply in 32 bits where that is enough
+    if (whole &&
+        (reduction.scale != std::trunc(reduction.scale) || std::abs(reduction.scale) > kScaleMax)) {
+      fail(Code::invalid, name(), ": a scale of ", reduction.scale,
+           " is not a whole number of 32 bits, as ", to_string(reduction.dtype), " needs");
     }
     if (!std::isfinite(reduction.scale)) fail(Code::invalid, name(), ": the scale is not finite");
   }

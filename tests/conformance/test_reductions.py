@@ -245,6 +245,7 @@ def test_many_chunks(reducing: Target) -> None:
         ({"op": "median"}, "invalid", "known are sum, avg"),
         ({"op": "sum", "scale": 2.0}, "invalid", "scale is premul_sum's"),
         ({"op": "premul_sum", "scale": float("nan")}, "invalid", "not finite"),
+        ({"op": "premul_sum", "scale": 1.5, "dtype": "int32"}, "invalid", "arrays' float32"),
         ({"dtype": "float16"}, "invalid", "dtype is float16, the arrays' float32"),
         ({"protocol": "credits"}, "unsupported", "no protocol credits"),
         ({"variant": "bcst"}, "unsupported", "pipelined and one_shot"),

@@ -172,6 +172,12 @@ void StreamEncoder::poll(const Command& command) {
   for (uint32_t row = 0; row < command.rows; ++row) {
     const CUdeviceptr address =
         polled_word(row_of(command.dst, command.dst_step, row, program_.ranks));
+    // In what order a batch is executed the driver does not say: a word of this stream's own comes
+    // from an earlier one.
+    const auto writes = [&](const CUstreamMemOp& op) {
+      return op.operation == kOpWrite32 && op.address == address;
+    };
+    if (std::any_of(ops_.begin(), ops_.end(), writes)) flush_ops();
     add(kOpWait32, address, launch_.epoch + command.value, captured ? kWaitEq : kWaitGeq);
     if (captured) consumed.push_back(address);
   }

@@ -20,7 +20,7 @@ std::vector<Rank> sorted_ranks(std::vector<Rank> local_ranks, Rank ranks) {
 
 CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank ranks,
                                  std::span<const Rank> local_ranks)
-    : program(std::move(program_)) {
+    : program(std::move(program_)), reduces(program->reduction.has_value()) {
   if (program->ranks != ranks) {
     fail(Code::invalid, "a program of ", program->ranks, " ranks cannot run on a backend of ",
          ranks);
@@ -40,7 +40,6 @@ CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank r
     const Command* copied = nullptr;  // the last one
     for (const Command& command : queue.commands) {
       swaps |= command.op == Op::swap;
-      reduces |= command.op == Op::reduce;
       if (command.op == Op::timestamp) timestamps = std::max(timestamps, command.value + 1u);
       if (copied != nullptr && same_bases(*copied, command)) continue;
       collect_bases(*program, command, bases);

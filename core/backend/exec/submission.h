@@ -43,7 +43,7 @@ struct CompiledProgram {
   Bases bases;                     // what their queues address
   uint32_t timestamps = 0;
   bool swaps = false;
-  bool reduces = false;
+  bool reduces;  // it names a reduction, also where no local rank has anything to reduce
 };
 
 // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...", of the queues that are not beyond their last
