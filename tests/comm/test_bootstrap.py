@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_told_to_all() -> None:
     assert [failure.code for failure in told] == ["driver", "timeout"]
     assert f"rank 0 cannot listen at {store}" in str(told[0])
     assert "uses this port: choose a free one" in str(told[0])
-    assert "whoever listens there does not answer" in str(told[1])
+    assert "the server there does not answer" in str(told[1])
 
 
 def text(said: bytes) -> bytes:
