@@ -197,7 +197,8 @@ def graph_of(start: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[]
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(CALLS):
             start()
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> None:

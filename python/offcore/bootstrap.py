@@ -104,7 +104,7 @@ def part_of(
     """How this rank meets those of a communicator that gave the same color, ordered by key, then
     rank: by that communicator's exchanges. None for color None. Raises `Error` as
     Communicator.split does."""
-    wish = ()
+    wish: tuple[int, ...] = ()
     if color is not None:
         wish = checked("color", color, KEY_MAX), checked("key", key, KEY_MAX)
     wishes = core.exchange("split", " ".join(map(str, wish)).encode(), timeout)

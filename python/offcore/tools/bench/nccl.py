@@ -179,7 +179,7 @@ class Nccl:
                 graph.replay()
             return [ended]
 
-        facts = {"nvls": "off", "sms": self._sms}
+        facts: dict[str, Any] = {"nvls": "off", "sms": self._sms}
         return [
             Subject(facts_of(layout, machine, **facts), one_after_the_other(call)),
             Subject(facts_of(layout, machine, "graph", **facts), replay, alone=False),

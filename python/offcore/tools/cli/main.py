@@ -228,7 +228,6 @@ def tune_command(
         if resolved == "sim":
             raise error("unsupported", "times on sim are a model's: tune on --backend host or cuda")
         sizes = sizes or (tune.GPU_SIZES if resolved == "cuda" else tune.SIZES)
-        kept = {"batches": iters, "calls": calls, "timeout_s": timeout}
         template = request_of(
             names[0],
             resolved,
@@ -240,7 +239,9 @@ def tune_command(
             signals,
             "chain",
             "engine",
-            **kept,
+            batches=iters,
+            calls=calls,
+            timeout_s=timeout,
         )
         template = replace(template, variants=list(kinds))
         folders.prepare(out.parent if out else folders.machines() / "tuned")
