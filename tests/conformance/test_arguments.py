@@ -230,9 +230,9 @@ WRONG: dict[str, tuple[Call, str, tuple[str, ...]]] = {
         ("'hope'", "auto, barrier, credits, promise, eager"),
     ),
     "unknown operation": (
-        lambda s: s.comm.program("reduce", 4096),
+        lambda s: s.comm.program("rotate", 4096),
         "invalid",
-        ("reduce", "all_gather, all_to_all, broadcast, scatter, gather"),
+        ("rotate", "all_gather, all_to_all, broadcast, scatter, gather"),
     ),
     "root beyond the ranks": (
         lambda s: s.comm.broadcast(s.out, root=RANKS),
