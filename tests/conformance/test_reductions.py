@@ -227,7 +227,7 @@ def test_parts_of_the_input_as_outputs(reducing: Target) -> None:
 def test_many_chunks(reducing: Target) -> None:
     """More chunks than a slot has, and slots that take turns."""
     if reducing.backend == "cuda" or reducing.backend == "toy":
-        pytest.skip("the stand-in driver takes long over it; tests/cuda has it")
+        pytest.skip("takes too long on these stand-ins: only GPUs run it on cuda (gpu_reduce.py)")
     with reducing.communicator(2) as comm:
         inp = Operands(comm, "array", 20 << 20, "bfloat16")
         out = Operands(comm, "array", 20 << 20, "bfloat16")
