@@ -9,7 +9,8 @@ of 1 to 64, comes from host.json.
 
 Files are looked up in the user's folder (OFFCORE_MACHINES, else offcore/machines in
 XDG_CONFIG_HOME), then among those that come along. In the same folders, calibrated/NAME.json is
-what `offcore calibrate` found (docs/model.md), and tuned/NAME.json a list of measured choices,
+what `offcore calibrate` found (docs/model.md), overlap/NAME.json what `offcore.overlap` plans
+from, and tuned/NAME.json a list of measured choices,
 which `offcore tune` writes: for an operation of that many ranks and a size from `bytes_min` to
 `bytes_max`, `variant` was the fastest, and took `time_us` at `bytes`. `signals` is the signal form
 of GPUs that it was measured with, else null; `date` and `commit` say when and of what.
@@ -138,6 +139,11 @@ def path_of(name: str) -> Path:
 def calibration_of(name: str) -> Path | None:
     """What `offcore calibrate` found for that machine; None where nothing was fitted."""
     return _first(f"calibrated/{name}.json", _folders())
+
+
+def overlap_of(name: str) -> Path | None:
+    """The tables of that machine from which `offcore.overlap` plans; None where there are none."""
+    return _first(f"overlap/{name}.json", _folders())
 
 
 def _folders() -> list[Path]:

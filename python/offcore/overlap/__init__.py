@@ -1,0 +1,32 @@
+"""Compute beside communication: classes, ideals, and a plan from tables measured once a machine.
+
+    tables = overlap.load("mi300x-8")
+    gather = overlap.Collective("all_gather", 896 << 20, ranks=8)
+    plan = overlap.Plan([overlap.gemm(8192, 8192, 8192), gather], tables)
+    plan.strategy, plan.order, plan.cores
+
+A plan says what to run where and in which order; it runs nothing. The words are ConCCL's
+("Optimizing ML Concurrent Computation and Communication with GPU DMA Engines"); see
+docs/overlap.md.
+"""
+
+from offcore.overlap.classify import Ideal, ideal, is_latency_bound, kind_of, share_of_ideal
+from offcore.overlap.kernels import Collective, Compute, gemm
+from offcore.overlap.plan import STRATEGIES, Plan
+from offcore.overlap.tables import Cores, Tables, load
+
+__all__ = [
+    "STRATEGIES",
+    "Collective",
+    "Compute",
+    "Cores",
+    "Ideal",
+    "Plan",
+    "Tables",
+    "gemm",
+    "ideal",
+    "is_latency_bound",
+    "kind_of",
+    "load",
+    "share_of_ideal",
+]

@@ -1,0 +1,184 @@
+"""Which strategy, how many cores for whom, and in which order (sections V-C, VI-F, VII-B1)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offcore.errors import error
+from offcore.overlap.kernels import Collective, Compute, Kernel
+from offcore.overlap.tables import Tables
+
+# What can be done with kernels that could run at once, the simplest first.
+STRATEGIES = {
+    "serial": "one after the other",
+    "base": "at once, the kernel with the most workgroups first",
+    "sp": "at once, the kernel with the fewest workgroups first",
+    "rp": "at once, each on cores of its own, the kernel with the most workgroups first",
+    "sp_rp": "at once, each on cores of its own, the kernel with the fewest workgroups first",
+    "ConCCL": "at once, collectives on engines",
+    "ConCCL_rp": "the same, and memory-bound kernels on fewer cores",
+}
+_KERNELS_MOST = 5  # of which all splits are tried
+Names = tuple[str, ...]
+Cores = Mapping[str, int]  # by a kernel's name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One strategy as it would be done.
+
+    cores: of a kernel that has cores of its own (its partition), by name. engines: the collectives
+    that run on engines. time_us: estimated from the tables.
+    """
+
+    order: Names
+    cores: Cores
+    engines: Names
+    time_us: float
+
+
+class Plan:
+    """What to do with kernels that do not depend on each other.
+
+    `strategy` is that of the least estimated time, the simplest within 1 %; `order`, `cores`
+    and `engines` are how to do it. `choices` has each strategy that was weighed. base is not:
+    tables do not say how much a kernel starves that is launched after a large one.
+    """
+
+    def __init__(
+        self, kernels: Sequence[Kernel], tables: Tables, *, allowed: Sequence[str] | None = None
+    ) -> None:
+        """allowed: of STRATEGIES; default all. Raises `Error`: invalid (kernels of one name,
+        fewer than 2 or more than 5, an unknown strategy, none that can be had), unsupported
+        (kernels of a class that the tables do not have)."""
+        names = [one.name for one in kernels]
+        if not 2 <= len(set(names)) == len(names) <= _KERNELS_MOST:
+            raise error("invalid", f"a plan is of 2 to {_KERNELS_MOST} kernels of different names")
+        unknown = [one for one in allowed or () if one not in STRATEGIES]
+        if unknown:
+            raise error("invalid", f"unknown strategy {unknown[0]!r}: {', '.join(STRATEGIES)}")
+        self.tables = tables
+        self.kernels = tuple(sorted(kernels, key=tables.workgroups_of))  # low to high
+        weighed = {
+            name: choice
+            for name in STRATEGIES
+            if (allowed is None or name in allowed) and (choice := self._weigh(name)) is not None
+        }
+        if not weighed:
+            raise error("invalid", "no strategy of those allowed can be weighed for these kernels")
+        self.choices: Mapping[str, Choice] = weighed
+        least = min(one.time_us for one in weighed.values())
+        self.strategy = next(n for n, one in weighed.items() if one.time_us <= least * 1.01)
+
+    @property
+    def order(self) -> Names:
+        """In which to launch."""
+        return self.choices[self.strategy].order
+
+    @property
+    def cores(self) -> Cores:
+        """Of the kernels that have a partition."""
+        return self.choices[self.strategy].cores
+
+    @property
+    def engines(self) -> Names:
+        """The collectives that run on engines."""
+        return self.choices[self.strategy].engines
+
+    @property
+    def time_us(self) -> float:
+        """Estimated."""
+        return self.choices[self.strategy].time_us
+
+    def _weigh(self, strategy: str) -> Choice | None:
+        names = tuple(one.name for one in self.kernels)
+        if strategy == "serial":
+            return Choice(names, {}, (), sum(map(self.tables.time_us, self.kernels)))
+        if strategy == "sp":
+            return Choice(names, {}, (), self._time_us(self._in_order, ()))
+        if strategy in ("rp", "sp_rp"):
+            cores = self._split(self.kernels)
+            order = names if strategy == "sp_rp" else names[::-1]
+            return Choice(order, cores, (), self._time_us(lambda _: cores, ()))
+        moved = [one for one in self.kernels if self._can_move(one)]
+        if strategy == "base" or not moved:
+            return None
+        return self._on_engines(names, moved, fewer=strategy == "ConCCL_rp")
+
+    def _can_move(self, kernel: Kernel) -> bool:
+        return isinstance(kernel, Collective) and self.tables.has_engines(kernel)
+
+    def _in_order(self, running: Sequence[Kernel]) -> Cores:
+        """Each kernel gets the cores for its workgroups, in this order, while there are any."""
+        free, least, found = self.tables.cores.count, self.tables.cores.least, {}
+        for one in running:
+            if free >= least:
+                found[one.name] = max(min(self.tables.workgroups_of(one), free), least)
+                free -= found[one.name]
+        return found
+
+    def _time_us(self, cores_of: Callable[[Sequence[Kernel]], Cores], engines: Names) -> float:
+        """Until the last kernel ends. Rates hold until one does; one without cores waits."""
+        tables, now = self.tables, 0.0
+        left = {one.name: 1.0 for one in self.kernels}
+        while left:
+            running = [one for one in self.kernels if one.name in left]
+            cores = cores_of(running)
+            at_work = [one for one in running if one.name in cores or one.name in engines]
+            rates = {}
+            for one in at_work:
+                moved = one.name in engines
+                slowdown = 1.0 if moved else tables.slowdown(one, cores[one.name])
+                cost = 1 + sum(
+                    tables.beside(one, other, engines=moved or other.name in engines) - 1
+                    for other in at_work
+                    if other is not one
+                )
+                rates[one.name] = 1 / (tables.time_us(one, engines=moved) * slowdown * cost)
+            step = min(left[name] / rate for name, rate in rates.items())
+            now += step
+            left = {n: share - step * rates.get(n, 0.0) for n, share in left.items()}
+            left = {n: share for n, share in left.items() if share > 1e-9}
+        return now
+
+    def _split(self, kernels: Sequence[Kernel]) -> Cores:
+        """Of the least maximum of times, each slowed down as on its cores (section V-C). The
+        kernel of the most workgroups has what powers of two leave."""
+        found = ((self._longest_us(kernels, cores), cores) for cores in self._splits(len(kernels)))
+        names = (one.name for one in kernels)
+        return dict(zip(names, min(found, key=lambda one: one[0])[1], strict=True))
+
+    def _longest_us(self, kernels: Sequence[Kernel], cores: Sequence[int]) -> float:
+        return max(
+            self.tables.time_us(one) * self.tables.slowdown(one, count)
+            for one, count in zip(kernels, cores, strict=True)
+        )
+
+    def _splits(self, kernels: int) -> Iterator[tuple[int, ...]]:
+        cores = self.tables.cores
+        for powers in itertools.product(cores.splits(), repeat=kernels - 1):
+            if (left := cores.count - sum(powers)) >= cores.least:
+                yield (*powers, left)
+
+    def _on_engines(self, names: Names, moved: Sequence[Kernel], *, fewer: bool) -> Choice | None:
+        """What cannot move shares the cores as if it were alone; with `fewer`, a single
+        memory-bound kernel leaves some idle."""
+        left = [one for one in self.kernels if one not in moved]
+        every = self.tables.cores.count
+        own: Cores = {}
+        if fewer:
+            if len(left) != 1 or not self._is_memory_bound(left[0]):
+                return None
+            counts = (every, *(every - one for one in self.tables.cores.splits()))
+            best = min(counts, key=lambda count: self._longest_us(left, (count,)))
+            own = {left[0].name: best}
+        elif len(left) > 1:
+            own = self._split(left)
+        cores = own or {one.name: every for one in left}
+        gone = tuple(one.name for one in moved)
+        return Choice(names, own, gone, self._time_us(lambda _: cores, gone))
+
+    def _is_memory_bound(self, kernel: Kernel) -> bool:
+        return isinstance(kernel, Compute) and self.tables.cores.bound_of(kernel) == "mb"
