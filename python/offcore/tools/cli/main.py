@@ -23,6 +23,7 @@ from offcore.tools import demo, doctor, plot, report
 from offcore.tools.bench import collectives, tune
 from offcore.tools.cli import kv as kv_commands
 from offcore.tools.cli import mcast as mcast_commands
+from offcore.tools.cli import overlap as overlap_commands
 from offcore.tools.cli import sdma as sdma_commands
 from offcore.tools.cli.model import COMMANDS
 from offcore.tools.cli.options import (
@@ -76,6 +77,7 @@ app = typer.Typer(
 app.add_typer(sdma_commands.app, name="sdma")
 app.add_typer(kv_commands.app, name="kv")
 app.add_typer(mcast_commands.app, name="mcast")
+app.add_typer(overlap_commands.app, name="overlap")
 
 
 @app.command("bench")

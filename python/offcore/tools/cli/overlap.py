@@ -1,0 +1,172 @@
+"""`offcore overlap advise | run | characterise | calibrate | plot`: compute beside collectives."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offcore import folders, machines
+from offcore.errors import error
+from offcore.overlap import Plan, load
+from offcore.overlap.plan import STRATEGIES
+from offcore.tools import plot, report
+from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
+from offcore.tools.overlap import model as models
+from offcore.tools.overlap import plot as overlap_plot
+from offcore.tools.overlap import sweep, text
+from offcore.tools.papers.conccl import fit
+from offcore.tools.papers.latte.calibrated import caution
+from offcore.tools.records import read_records
+from offcore.tools.report import JsonLines, Stamp
+
+app = typer.Typer(help="Plan and simulate GEMMs beside collectives (ConCCL).", no_args_is_help=True)
+
+
+@app.command("advise")
+def advise_command(
+    kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help=f"{text.FORM}.")],
+    machine: SimMachineOption = models.NAME,
+    allowed: Annotated[
+        str, typer.Option(metavar="all|NAME,...", help=f"Of {', '.join(STRATEGIES)}.")
+    ] = "all",
+    json: JsonOption = None,
+) -> None:
+    """Choose how to run kernels that do not depend on each other: strategy, order, cores, engines.
+
+    From the machine's tables (overlap/MACHINE.json in a folder of machines), which were measured
+    once; nothing is run.
+
+    \b
+    offcore overlap advise 8192x8192x8192 all_gather:896M
+    offcore overlap advise 8192x57344x8192@63G all_to_all:4G --allowed serial,sp,rp
+    """
+    tables = load(machine)
+    ranks = int(machines.load(tables.machine).ranks)
+    wanted = [parsed(partial(text.kernel_of, ranks=ranks), one, "KERNEL") for one in kernels]
+    names = None if allowed == "all" else known_names(allowed, "--allowed", list(STRATEGIES))
+    plan = Plan(wanted, tables, allowed=names)
+    with JsonLines(json) as lines:
+        lines.write(text.plan_record(plan))
+    if json != "-":
+        console = report.console()
+        console.print(text.plan_table(plan))
+        console.print(f"tables: {tables.source}", highlight=False, soft_wrap=True)
+
+
+@app.command("run")
+def run_command(
+    combinations: Annotated[
+        str,
+        typer.Argument(
+            metavar="all|NAME,...",
+            help="GEMM_SIZE, such as cb1_896M; all: the 30 of ConCCL's table II.",
+        ),
+    ] = "all",
+    machine: SimMachineOption = models.NAME,
+    json: JsonOption = None,
+) -> None:
+    """Run GEMMs beside all-gathers and all-to-alls under every strategy, simulated.
+
+    \b
+    offcore overlap run --json rows.jsonl
+    offcore overlap run cb1_896M,mb1_4G
+    """
+    wanted = parsed(sweep.combinations, combinations, "all|NAME,...")
+    model, _ = models.load(machine)
+    stamp = asdict(Stamp())
+    found = [sweep.measure(model, one) for one in wanted]
+    with JsonLines(json) as lines:
+        for one in found:
+            for row in one.rows(model):
+                lines.write(row | stamp)
+    console = report.console(stderr=json == "-")
+    console.print(text.outcome_table(found, machine))
+    console.print(caution(machine), highlight=False, soft_wrap=True)
+
+
+@app.command("characterise")
+def characterise_command(
+    machine: SimMachineOption = models.NAME,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The tables; default: in your folder of machines."),
+    ] = None,
+) -> None:
+    """Write the tables from which advise plans, of the simulated machine: slowdowns by cores,
+    latencies, and what kernels cost each other.
+
+    \b
+    offcore overlap characterise --out machines/overlap/mi300x-8.json
+    """
+    model, _ = models.load(machine)
+    path = out or folders.machines() / "overlap" / f"{machine}.json"
+    folders.prepare(path.parent)
+    tables = sweep.characterise(model)
+    path.write_text(tables.to_json(), "utf-8")
+    typer.echo(f"tables: {path}, {len(tables.rows)} rows")
+
+
+@app.command("calibrate")
+def calibrate_command(
+    machine: SimMachineOption = models.NAME,
+    seed: Annotated[
+        int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Seed of the search.")
+    ] = fit.SEED,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of machines; default: yours.")
+    ] = None,
+) -> None:
+    """Fit the interference model to ConCCL's published numbers (under a minute; needs scipy)."""
+    folder = out or folders.machines()
+    folders.prepare(folder)
+    record = fit.calibrate(machine, seed, partial(typer.echo, err=True))
+    for one in record["parameters"]:
+        typer.echo(f"{one['name']} {one['value']:g} {one['unit']}")
+    typer.echo(f"written: {fit.write(record, folder)}")
+
+
+class FigureName(str, Enum):
+    """What plot draws."""
+
+    slowdowns = "5"
+    ideals = "7"
+    kernels = "8"
+    engines = "10"
+
+
+@app.command("plot")
+def plot_command(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Rows of run (--json); for figure 5: tables.")
+    ],
+    figure: Annotated[
+        FigureName, typer.Option(metavar="5|7|8|10", help="ConCCL's figure.")
+    ] = FigureName.engines,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
+        "overlap.png"
+    ),
+) -> None:
+    """Draw one of ConCCL's figures 5, 7, 8 and 10.
+
+    \b
+    offcore overlap plot rows.jsonl --figure 8 --out figure8.png
+    """
+    plot.check_plot(out)
+    drawn: Any
+    if figure is FigureName.slowdowns:
+        drawn = overlap_plot.draw_slowdowns(load(file))
+    else:
+        rows = read_records(file)
+        if not rows:
+            raise error("invalid", f"{file}: no rows")
+        if figure is FigureName.ideals:
+            drawn = overlap_plot.draw_ideals(rows)
+        else:
+            drawn = overlap_plot.draw_speedups(rows, int(figure.value))
+    drawn.savefig(out, dpi=140)
+    typer.echo(f"plot: {out}")

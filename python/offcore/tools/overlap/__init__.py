@@ -1,0 +1,1 @@
+"""Overlap measured on simulated cores: the interference model, strategies by combination, plots."""

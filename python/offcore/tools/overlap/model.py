@@ -1,0 +1,189 @@
+"""How kernels slow each other down on one simulated GPU (docs/overlap.md).
+
+Every kernel runs at the rate that its cores, or its engines, give it, as if it were alone, divided
+by one more than what the others' memory traffic costs it. Rates hold until a kernel ends. A
+collective on engines takes the time that its program takes in the simulator, the very program that
+other backends run; on cores it moves bytes at a rate that rises with its cores. A GEMM computes
+in waves of tiles, or waits for memory, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offcore import _core, machines
+from offcore.comm.programs import program_of
+from offcore.errors import error
+from offcore.overlap.kernels import TILE, Collective, Compute, Kernel
+from offcore.overlap.tables import EFFICIENCY, Cores
+
+NAME = "mi300x-8"
+RECORD = "{}-overlap"  # of machines/calibrated
+# Facts of the machine and of the paper's libraries.
+CORES = {NAME: Cores(count=304, least=8, tflops=1307.4, memory_gbps=5300, network_gbps=448)}
+DIES = 8  # each has an L2 of its own and so reads both operands itself
+ITEM_BYTES = 2
+WORKGROUPS = {"all_gather": 64, "all_to_all": 56}  # by default
+# Cores that a collective's kernel can make use of: a core a workgroup, or what links take.
+NEEDED = {"all_gather": 32, "all_to_all": 56}
+# Memory traffic of a byte that leaves a rank: read, and written where it arrives.
+TRAFFIC = {"all_gather": 2 * 0.86, "all_to_all": 2.0}
+THRASH_FREE = 8  # idle cores from which on a memory-bound GEMM's operands fit into the caches
+_LARGE = 4 << 30
+
+
+@dataclass(frozen=True)
+class Interference:
+    """What is fitted (python/offcore/tools/papers/conccl/fit.py)."""
+
+    core_tflops: float  # of one core within a GEMM
+    mb_op_byte: float  # that a memory-bound GEMM computes for a byte of memory
+    starved: float  # share of its workgroups that run while a GEMM that was first does
+    memory_contention: float  # slowdown by traffic of the whole memory bandwidth
+    l2_contention: float  # more of it between kernels that are both on cores
+    thrash: float  # share of a memory-bound GEMM's traffic that fewer cores save
+    kernel_latency_us: float  # of a collective on cores
+
+
+@dataclass(frozen=True)
+class Load:
+    """A kernel where it runs: on so many cores, or (None) on engines."""
+
+    kernel: Kernel
+    cores: int | None
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+# By the names of the kernels that still run: how many cores each has, None for engines.
+Allot = Callable[[frozenset[str]], Mapping[str, int | None]]
+
+
+class Model:
+    """Of one machine. Times in us."""
+
+    def __init__(self, name: str, values: Interference) -> None:
+        if name not in CORES:
+            known = ", ".join(CORES)
+            raise error("unsupported", f"the cores of {name} are not modelled: known are {known}")
+        self.name = name
+        self.cores = CORES[name]
+        self.values = values
+        self._machine = machines.load(name)
+        self._session = _core.Session("sim", self._machine, self._machine.ranks, phantom=True)
+        self._engines: dict[tuple[str, int], float] = {}
+
+    @property
+    def ranks(self) -> int:
+        return int(self._machine.ranks)
+
+    def with_values(self, values: Interference) -> Model:
+        """The same machine, which keeps what was simulated."""
+        other = Model.__new__(Model)
+        other.__dict__ = self.__dict__ | {"values": values}
+        return other
+
+    def gemm(self, m: int, n: int, k: int, name: str, *, memory_bound: bool) -> Compute:
+        """A GEMM of 16-bit elements, with the memory traffic that it has on all cores."""
+        flops = 2.0 * m * n * k
+        traffic = ITEM_BYTES * (DIES * (m * k + k * n) + m * n)
+        if memory_bound:
+            traffic = flops / self.values.mb_op_byte
+        return Compute(name, flops, traffic, math.ceil(m / TILE) * math.ceil(n / TILE))
+
+    def alone_us(self, load: Load) -> float:
+        kernel, cores = load.kernel, load.cores
+        if isinstance(kernel, Compute):
+            return self._compute_us(kernel, cores or self.cores.count)
+        if cores is None:
+            return self.engines_us(kernel.op, kernel.nbytes)
+        share = min(1.0, cores / NEEDED[kernel.op])
+        moved_us = kernel.wire_bytes / self.kernel_gbps(kernel.op) / 1e3
+        return self.values.kernel_latency_us + moved_us / share
+
+    def _compute_us(self, kernel: Compute, cores: int) -> float:
+        waves = math.ceil(kernel.workgroups / cores)
+        tile_us = kernel.flops / kernel.workgroups / self.values.core_tflops / 1e6
+        return max(waves * tile_us, self._memory_us(kernel, cores))
+
+    def _memory_us(self, kernel: Compute, cores: int) -> float:
+        gbps = EFFICIENCY * self.cores.memory_gbps
+        return self._memory_bytes(kernel, cores) / gbps / 1e3
+
+    def _memory_bytes(self, kernel: Compute, cores: int) -> float:
+        fits = cores <= self.cores.count - THRASH_FREE
+        thrashes = self.cores.bound_of(kernel) == "mb" and fits
+        return kernel.memory_bytes * (1 - self.values.thrash * thrashes)
+
+    def kernel_gbps(self, op: str) -> float:
+        """On cores large collectives are as fast as on engines (section VI-C)."""
+        wire = Collective(op, _LARGE, self.ranks).wire_bytes
+        return wire / self.engines_us(op, _LARGE) / 1e3
+
+    def engines_us(self, op: str, nbytes: int) -> float:
+        """One engine a peer: the program that the simulator and every backend runs."""
+        if (op, nbytes) not in self._engines:
+            inside = op == "all_gather"
+            program = program_of(self._machine, op, self.ranks, nbytes, "pcpy", inside, "promise")
+            self._engines[op, nbytes] = self._session.run(program).time_ns / 1e3
+        return self._engines[op, nbytes]
+
+    def traffic_share(self, load: Load) -> float:
+        """Of the memory's bandwidth, while the kernel runs as if alone."""
+        kernel = load.kernel
+        if isinstance(kernel, Compute):
+            moved = self._memory_bytes(kernel, load.cores or self.cores.count)
+        else:
+            moved = TRAFFIC[kernel.op] * kernel.wire_bytes
+        return moved / self.alone_us(load) / 1e3 / self.cores.memory_gbps
+
+    def slowdown(self, load: Load, others: Sequence[Load]) -> float:
+        """By the others' memory traffic."""
+        cost = 1.0
+        for other in others:
+            by = self.values.memory_contention
+            if load.cores is not None and other.cores is not None:
+                by += self.values.l2_contention
+            cost += by * self.traffic_share(other)
+        return cost
+
+    def play(self, kernels: Sequence[Kernel], allot: Allot) -> float:
+        """Until the last kernel ends."""
+        left = {one.name: 1.0 for one in kernels}
+        now = 0.0
+        while left:
+            cores = allot(frozenset(left))
+            loads = [Load(one, cores[one.name]) for one in kernels if one.name in left]
+            rates = {
+                one.name: 1
+                / self.alone_us(one)
+                / self.slowdown(one, [other for other in loads if other is not one])
+                for one in loads
+            }
+            step = min(left[name] / rate for name, rate in rates.items())
+            now += step
+            left = {n: share - step * rates[n] for n, share in left.items()}
+            left = {n: share for n, share in left.items() if share > 1e-9}
+        return now
+
+
+def load(name: str = NAME) -> tuple[Model, dict[str, Any]]:
+    """The calibrated model and its record. Raises `Error`: unsupported for a machine without one,
+    invalid for a record that is not one."""
+    path = machines.calibration_of(RECORD.format(name))
+    if path is None:
+        raise error(
+            "unsupported", f"overlap on {name} is not calibrated: offcore overlap calibrate"
+        )
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        values = {one["name"]: float(one["value"]) for one in record["parameters"]}
+        return Model(name, Interference(**values)), record
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise error("invalid", f"{path}: not a calibration ({cause!r})") from cause

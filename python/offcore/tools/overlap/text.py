@@ -1,0 +1,93 @@
+"""Tables of overlap for a terminal, and kernels as a user writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from offcore.overlap import Collective, Compute, Plan, gemm
+from offcore.overlap.kernels import Kernel
+from offcore.overlap.plan import STRATEGIES
+from offcore.sizes import parse_bytes
+from offcore.tools.overlap.sweep import Outcome, share
+
+FORM = "MxNxK, MxNxK@BYTES with the memory traffic that was measured, or OPERATION:SIZE"
+
+
+def kernel_of(text: str, ranks: int) -> Kernel:
+    """Raises ValueError for what is none of FORM, `Error` for a kernel that cannot be."""
+    shape = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})(?:@(.+))?", text)
+    if shape is not None:
+        traffic = parse_bytes(shape[4]) if shape[4] else None
+        m, n, k = (int(shape[i]) for i in (1, 2, 3))
+        return gemm(m, n, k, name=text.partition("@")[0], memory_bytes=traffic)
+    op, colon, size = text.partition(":")
+    if not colon:
+        raise ValueError(f"'{text}': write {FORM}")
+    return Collective(op, parse_bytes(size), ranks)
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """What `advise --json` writes."""
+    return {
+        "machine": plan.tables.machine,
+        "strategy": plan.strategy,
+        "order": list(plan.order),
+        "cores": dict(plan.cores),
+        "engines": list(plan.engines),
+        "time_us": round(plan.time_us, 3),
+        "kernels": [
+            {
+                "name": one.name,
+                "class": plan.tables.cores.bound_of(one) if isinstance(one, Compute) else "",
+                "workgroups": plan.tables.workgroups_of(one),
+                "alone_us": round(plan.tables.time_us(one), 3),
+            }
+            for one in plan.kernels
+        ],
+        "choices": {name: round(one.time_us, 3) for name, one in plan.choices.items()},
+    }
+
+
+def plan_table(plan: Plan) -> Table:
+    table = _table(
+        f"{plan.tables.machine}: {plan.strategy}, {STRATEGIES[plan.strategy]}",
+        ("strategy", "launch in this order", "cores", "on engines"),
+    )
+    table.add_column("us, estimated", justify="right")
+    for name, one in plan.choices.items():
+        cores = ", ".join(f"{kernel} {count}" for kernel, count in one.cores.items())
+        chosen = "[bold]" if name == plan.strategy else ""
+        table.add_row(
+            f"{chosen}{name}", ", ".join(one.order), cores, ", ".join(one.engines),
+            f"{one.time_us:,.1f}",
+        )  # fmt: skip
+    return table
+
+
+def outcome_table(found: Sequence[Outcome], machine: str) -> Table:
+    strategies = [name for name in found[0].times_us if name != "serial"]
+    table = _table(
+        f"{machine}, simulated: speed-up over one after the other",
+        ("op", "combination", "type", "class"),
+    )
+    for name in ("ideal", *strategies):
+        table.add_column(name, justify="right")
+    for one in found:
+        values = (f"{one.speedup(name):.2f}" for name in ("ideal", *strategies))
+        table.add_row(one.op, one.tag, one.kind, one.bound, *values)
+    table.add_section()
+    shares = (f"{share(found, name):.0%}" for name in strategies)
+    table.add_row("", "of the ideal, of means", "", "", "", *shares)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column)
+    return table
