@@ -14,6 +14,8 @@ from typing import Any
 
 from offcore.sizes import format_bytes
 from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure
+from offcore.tools.overlap import model as overlap_model
+from offcore.tools.papers.conccl import rows as conccl_rows
 from offcore.tools.papers.findings import Finding
 from offcore.tools.papers.latte import calibrated, figures, kv, power, rows
 from offcore.tools.papers.mcast import claims as mcast_claims
@@ -66,6 +68,11 @@ def latte() -> list[str]:
         *kv.findings(values.machine, found.fetches, values.kv),
     ]
     return claims(made, "ours (model)")
+
+
+def conccl() -> list[str]:
+    model, _ = overlap_model.load()
+    return claims(conccl_rows.findings(conccl_rows.results(model)), "ours (model)")
 
 
 def mcast() -> list[str]:
@@ -250,6 +257,7 @@ def many_hosts() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "latte": latte,
+    "conccl": conccl,
     "mcast": mcast,
     "residuals": residuals,
     "simgrid": simgrid_beside,

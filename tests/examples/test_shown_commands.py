@@ -29,12 +29,13 @@ FAILING = {
     "unfenced.json": "offcore: verify: ",
 }
 KV_ROWS = "kv.jsonl"
+OVERLAP_ROWS = "overlap.jsonl"
 PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "rows"}
 # Their words are read, and nothing is run: they want GPUs.
 ON_GPUS = ("--backend cuda", "--stress")
 ON_NAMESPACES = ("offcore mcast testbed", "offcore mcast bench")
 # So here: `calibrate` takes minutes and writes beside the machine's file; `reproduce` has tests.
-LONG = ("offcore calibrate", "offcore reproduce")
+LONG = ("offcore calibrate", "offcore overlap calibrate", "offcore reproduce")
 
 
 def commands_of(text: str) -> set[str]:
@@ -77,6 +78,8 @@ def only_read(command: str) -> str:
 def made_cheap(command: str) -> str:
     if "kv plot" in command:
         command = re.sub(r"\bFILE(\.jsonl)?\b", KV_ROWS, command)
+    if "overlap plot" in command:
+        command = command.replace("rows.jsonl", OVERLAP_ROWS)
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"\b{name}\b", value, command)
     if any(part in command for part in (*ON_GPUS, *LONG)):
@@ -104,7 +107,7 @@ def needed(command: str) -> tuple[str, ...]:
         return ()
     if command.startswith(ON_NAMESPACES):
         return ("namespaces", "tc", *(("torch",) if "gloo" in command else ()))
-    return ("matplotlib",) if re.search(r" --plot |^offcore (kv )?plot ", command) else ()
+    return ("matplotlib",) if re.search(r" --plot |^offcore (kv |overlap )?plot ", command) else ()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,8 @@ def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
     results = ROOT / "benchmarks" / "results"
     rows = results / "cuda-h200-2.jsonl"
     (tmp_path / KV_ROWS).write_bytes((results / "cuda-kv.jsonl").read_bytes())
+    overlap_rows = results / "sim-mi300x-8-overlap.jsonl"
+    (tmp_path / OVERLAP_ROWS).write_bytes(overlap_rows.read_bytes())
     (tmp_path / "rows.jsonl").write_bytes(rows.read_bytes())
     for named in set(re.findall(r"benchmarks/results/\S+\.jsonl", command)):
         (tmp_path / named).write_bytes((ROOT / named).read_bytes())

@@ -20,6 +20,7 @@ KINDS = {
         "docs/mcast-testbed.md",
         "docs/mcast.md",
         "docs/model.md",
+        "docs/overlap.md",
         "docs/quickstart.md",
         "docs/reductions.md",
         "docs/sdma.md",

@@ -72,7 +72,9 @@ def calibrate_command(
 
 
 def reproduce_command(
-    paper: Annotated[str | None, typer.Argument(metavar="[PAPER]", help="latte, mcast")] = None,
+    paper: Annotated[
+        str | None, typer.Argument(metavar="[PAPER]", help="latte, conccl, mcast")
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for the page and the figures.")
     ] = Path("reproduce-out"),
@@ -82,7 +84,7 @@ def reproduce_command(
 
     Each number is marked as predicted, fitted to the published one, or true by construction.
     Without a name, lists the papers. The exit status is 1 if a claim is not met, which is so for
-    mcast.
+    conccl and mcast.
     """
     if paper is None:
         for line in reproduce.known():

@@ -13,7 +13,10 @@ from rich.table import Table
 
 from offcore.errors import error
 from offcore.tools import plot
+from offcore.tools.overlap import model as overlap_model
 from offcore.tools.papers import calibrate
+from offcore.tools.papers.conccl import figures as conccl_figures
+from offcore.tools.papers.conccl import rows as conccl_rows
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.latte import calibrated, figures, kv, page, power, rows
 from offcore.tools.papers.mcast import claims as mcast_claims
@@ -69,6 +72,30 @@ def mcast(folder: Path, console: Console) -> list[Finding]:
     return findings
 
 
+def conccl(folder: Path, console: Console) -> list[Finding]:
+    """ConCCL's figures 5 to 10 and tables I and II, of the simulated 8 x MI300X"""
+    plot.pyplot()
+    model, record = overlap_model.load()
+    found = conccl_rows.results(model)
+    findings = conccl_rows.findings(found)
+    drawn = [
+        (one.title, one.caption, _save(one.draw(found), folder / one.name))
+        for one in conccl_figures.FIGURES
+    ]
+    html = folder / "conccl.html"
+    html.write_text(conccl_figures.page(findings, record, drawn), "utf-8")
+    fitted = Table(title="parameters", box=box.SIMPLE_HEAD, title_justify="left")
+    for name in conccl_figures.COLUMNS:
+        fitted.add_column(name)
+    for row in conccl_figures.parameters(record):
+        fitted.add_row(*row)
+    console.print(fitted)
+    console.print(table(findings))
+    console.print(f"{calibrated.ABSOLUTE}: compare ratios", highlight=False, soft_wrap=True)
+    console.print(f"page: {html}", highlight=False, soft_wrap=True)
+    return findings
+
+
 def _save(figure: Any, path: Path) -> bytes:
     """As PNG and SVG; the SVG's bytes, the same each time."""
     plt = plot.pyplot()
@@ -81,7 +108,7 @@ def _save(figure: Any, path: Path) -> bytes:
     return buffer.getvalue()
 
 
-PAPERS: dict[str, Reproduction] = {"latte": latte, "mcast": mcast}
+PAPERS: dict[str, Reproduction] = {"latte": latte, "conccl": conccl, "mcast": mcast}
 
 
 def known() -> list[str]:
