@@ -189,7 +189,8 @@ kernels slow each other down is a model's, whose parameters were fitted to
 <p>Claims met: <strong>{escape(tally(found))}</strong>. A share over all combinations may differ
 by {100 * rows.POINTS:.0f} points, an end of the shares over types by
 {100 * rows.GROUP_POINTS:.0f}, a speed-up by {rows.RATIO:.0%}. "Up to" is a ceiling: ours has to
-come to as much, and no more. "Fitted": a parameter was fitted to this very number.</p>
+come to as much, and no more. "Fitted": a parameter was fitted to this very number. "Predicted":
+none was, but the model's form was chosen with all of these numbers in sight.</p>
 <h2>Claims</h2>
 {claims(found)}
 <h2>Figures and tables</h2>
