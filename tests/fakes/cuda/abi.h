@@ -62,6 +62,10 @@ struct Uuid {
   unsigned char bytes[16];
 };
 
+struct IpcHandle {
+  char bytes[64];
+};
+
 enum : int { kLocationDevice = 1, kLocationNumaNode = 3 };
 enum : int { kHandleNone = 0, kHandleFd = 1 };
 enum : int { kAccessNone = 0, kAccessRead = 1, kAccessReadWrite = 3 };

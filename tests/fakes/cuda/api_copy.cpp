@@ -131,7 +131,8 @@ void check_rows(const Transfer& transfer) {
     return addresses().facts(dst.address + row * dst.pitch + slice * dst.slice_pitch);
   };
   const PointerFacts first = facts(0, 0), last = facts(transfer.rows - 1, transfer.slices - 1);
-  require((!first.plain && !last.plain) || first.allocation == last.allocation, kInvalidValue);
+  const bool mapped = first.origin == Origin::kMapped && last.origin == Origin::kMapped;
+  require(mapped || first.allocation == last.allocation, kInvalidValue);
 }
 
 void push_fill(StreamHandle handle, DevicePtr dst, size_t count, uint32_t value, unsigned bytes) {

@@ -1,7 +1,14 @@
 // Entry points for memory: virtual memory management, registered host memory, facts on pointers.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
 
 #include "tests/fakes/cuda/memory.h"
 #include "tests/fakes/cuda/settings.h"
@@ -10,9 +17,95 @@
 namespace fakecuda {
 namespace {
 
-Registry<Allocation, MemoryHandle>& allocations() {
-  static auto* const value = new Registry<Allocation, MemoryHandle>(4, kInvalidValue);
+// The handles of physical memory: each as often as it was given out or retained, and the same one
+// again for memory that is mapped but that nobody holds any more.
+class Handles {
+ public:
+  MemoryHandle add(std::shared_ptr<Allocation> allocation) {
+    const std::lock_guard lock(mutex_);
+    next_ += 16;
+    allocation->handle = next_;
+    held_.emplace(next_, Held{std::move(allocation), 1});
+    return next_;
+  }
+  MemoryHandle retain(std::shared_ptr<Allocation> allocation) {
+    const std::lock_guard lock(mutex_);
+    const MemoryHandle handle = allocation->handle;
+    ++held_.try_emplace(handle, Held{std::move(allocation), 0}).first->second.times;
+    return handle;
+  }
+  std::shared_ptr<Allocation> find(MemoryHandle handle) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = held_.find(handle);
+    require(found != held_.end(), kInvalidValue);
+    return found->second.allocation;
+  }
+  void release(MemoryHandle handle) {
+    std::shared_ptr<Allocation> last;  // goes without the mutex
+    const std::lock_guard lock(mutex_);
+    const auto found = held_.find(handle);
+    require(found != held_.end(), kInvalidValue);
+    if (--found->second.times > 0) return;
+    last = std::move(found->second.allocation);
+    held_.erase(found);
+  }
+
+ private:
+  struct Held {
+    std::shared_ptr<Allocation> allocation;
+    uint64_t times;
+  };
+  mutable std::mutex mutex_;
+  std::map<MemoryHandle, Held> held_;
+  MemoryHandle next_ = MemoryHandle{4} << 40;
+};
+
+Handles& allocations() {
+  static auto* const value = new Handles;
   return *value;
+}
+
+DevicePtr allocate(size_t bytes, Origin origin) {
+  const int device = current_context()->physical;
+  const uint64_t whole = (bytes + kGranularity - 1) / kGranularity * kGranularity;
+  return addresses().allocate(Allocation::create(device, whole, kHandleNone), origin, device);
+}
+
+// What a handle of IPC says; any process of the machine may open it.
+struct IpcName {
+  uint64_t magic;
+  int64_t process;
+  int64_t fd;
+  uint64_t serial;
+};
+static_assert(sizeof(IpcName) <= sizeof(IpcHandle));
+constexpr uint64_t kIpcMagic = 0x6675'6461'6970'6331;
+
+// What this process has opened, by memory and device.
+struct Opened {
+  std::mutex mutex;
+  std::map<std::pair<uint64_t, int>, std::pair<DevicePtr, uint64_t>> times;
+};
+Opened& opened() {
+  static auto* const value = new Opened;
+  return *value;
+}
+
+std::shared_ptr<Allocation> open_named(const IpcName& name) {
+  require(name.magic == kIpcMagic, kInvalidValue);
+  const std::string path =
+      "/proc/" + std::to_string(name.process) + "/fd/" + std::to_string(name.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  require(fd >= 0, kInvalidValue);  // its owner has freed it
+  try {
+    auto allocation = Allocation::import(fd);
+    close(fd);
+    require(allocation->serial() == name.serial, kInvalidValue);
+    return allocation;
+  } catch (const Failure&) {
+    close(fd);
+    throw;
+  }
 }
 
 // What memory can be made of: pinned memory of a visible device, private or shared by descriptor,
@@ -64,15 +157,97 @@ FAKE_API Result cuMemCreate(MemoryHandle* handle, size_t bytes, const Allocation
 }
 
 FAKE_API Result cuMemRelease(MemoryHandle handle) {
-  return enter("cuMemRelease", [&] { allocations().remove(handle); });
+  return enter("cuMemRelease", [&] { allocations().release(handle); });
 }
 
 FAKE_API Result cuMemAlloc_v2(DevicePtr* start, size_t bytes) {
   return enter("cuMemAlloc", [&] {
-    const int device = current_context()->physical;
     require(start != nullptr && bytes > 0, kInvalidValue);
-    const uint64_t whole = (bytes + kGranularity - 1) / kGranularity * kGranularity;
-    *start = addresses().allocate(Allocation::create(device, whole, kHandleNone));
+    *start = allocate(bytes, Origin::kAllocated);
+  });
+}
+
+FAKE_API Result cuMemAllocManaged(DevicePtr* start, size_t bytes, unsigned flags) {
+  return enter("cuMemAllocManaged", [&] {
+    require(start != nullptr && bytes > 0 && flags == 1, kInvalidValue);
+    *start = allocate(bytes, Origin::kManaged);
+  });
+}
+
+// Of the device's default pool, which is its own and no other process's.
+FAKE_API Result cuMemAllocAsync(DevicePtr* start, size_t bytes, StreamHandle) {
+  return enter("cuMemAllocAsync", [&] {
+    require(start != nullptr && bytes > 0, kInvalidValue);
+    *start = allocate(bytes, Origin::kPool);
+  });
+}
+
+FAKE_API Result cuMemGetAddressRange_v2(DevicePtr* start, size_t* bytes, DevicePtr address) {
+  return enter("cuMemGetAddressRange", [&] {
+    current_context();
+    const auto facts = addresses().facts(address);
+    require(facts.kind == Kind::kMapped, kNotFound);
+    if (start != nullptr) *start = facts.start;
+    if (bytes != nullptr) *bytes = facts.bytes;
+  });
+}
+
+FAKE_API Result cuMemRetainAllocationHandle(MemoryHandle* handle, void* address) {
+  return enter("cuMemRetainAllocationHandle", [&] {
+    const auto facts = addresses().facts(reinterpret_cast<DevicePtr>(address));
+    const bool mapped = facts.kind == Kind::kMapped && facts.origin == Origin::kMapped;
+    require(handle != nullptr && mapped, kInvalidValue);
+    *handle = allocations().retain(facts.allocation);
+  });
+}
+
+// Of the beginning of what cuMemAlloc gave, and of nothing else.
+FAKE_API Result cuIpcGetMemHandle(IpcHandle* handle, DevicePtr address) {
+  return enter("cuIpcGetMemHandle", [&] {
+    current_context();
+    const auto facts = addresses().facts(address);
+    require(handle != nullptr && facts.kind == Kind::kMapped, kInvalidValue);
+    require(facts.origin == Origin::kAllocated && facts.start == address, kInvalidValue);
+    const IpcName name{kIpcMagic, getpid(), facts.allocation->fd(), facts.allocation->serial()};
+    std::memcpy(handle->bytes, &name, sizeof name);
+  });
+}
+
+FAKE_API Result cuIpcOpenMemHandle_v2(DevicePtr* start, IpcHandle handle, unsigned flags) {
+  return enter("cuIpcOpenMemHandle", [&] {
+    const int device = current_context()->physical;
+    require(start != nullptr && flags == 1, kInvalidValue);
+    IpcName name{};
+    std::memcpy(&name, handle.bytes, sizeof name);
+    require(name.process != getpid(), kInvalidContext);  // only in another process
+    const std::lock_guard lock(opened().mutex);
+    auto [known, first] = opened().times.try_emplace({name.serial, device});
+    if (first) {
+      try {
+        auto allocation = open_named(name);
+        const int owner = allocation->device();
+        require(owner == device || settings().peers(owner, device), kPeerAccessUnsupported);
+        known->second = {addresses().allocate(std::move(allocation), Origin::kOpened, device), 0};
+      } catch (const Failure&) {
+        opened().times.erase(known);
+        throw;
+      }
+    }
+    ++known->second.second;
+    *start = known->second.first;
+  });
+}
+
+FAKE_API Result cuIpcCloseMemHandle(DevicePtr start) {
+  return enter("cuIpcCloseMemHandle", [&] {
+    const std::lock_guard lock(opened().mutex);
+    auto& times = opened().times;
+    const auto found = std::find_if(times.begin(), times.end(),
+                                    [&](const auto& entry) { return entry.second.first == start; });
+    require(found != times.end(), kInvalidValue);
+    if (--found->second.second > 0) return;
+    times.erase(found);
+    addresses().free_allocated(start, true);
   });
 }
 
@@ -203,14 +378,17 @@ FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr addr
         require(!device, kInvalidValue);
         *static_cast<DevicePtr*>(value) = address;
         return;
+      case 7:  // the buffer's number
+        *static_cast<uint64_t*>(value) = facts.buffer;
+        return;
       case 8:  // managed
-        *static_cast<unsigned*>(value) = 0;
+        *static_cast<unsigned*>(value) = device && facts.origin == Origin::kManaged;
         return;
       case 9:  // device ordinal
         *static_cast<int*>(value) = ordinal();
         return;
       case 10:  // as cuMemAlloc gives it
-        *static_cast<int*>(value) = facts.plain;
+        *static_cast<int*>(value) = device && facts.origin == Origin::kAllocated;
         return;
       case 11:  // start of the range
         *static_cast<DevicePtr*>(value) = facts.range_start;

@@ -145,12 +145,20 @@ struct ReduceArguments {
 void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType dtype,
                 Engine& engine) {
   if (job.bytes == 0) return;
+  // A row may go over allocations that are mapped side by side.
   const auto at = [&](uint64_t address, bool write) {
     std::vector<Piece> found;
     require(addresses().pieces(address, job.bytes, engine.context.physical, write, false, found),
             kIllegalAddress);
-    require(found.size() == 1, kIllegalAddress);
-    return reinterpret_cast<std::byte*>(found.front().data);
+    return found;
+  };
+  std::vector<std::vector<std::byte>> rows;
+  const auto load = [&](uint64_t address) {
+    std::vector<std::byte>& row = rows.emplace_back();
+    for (const Piece& piece : at(address, false)) {
+      row.insert(row.end(), piece.data, piece.data + piece.bytes);
+    }
+    return row.data();
   };
   using enum offcore::ReduceOp;
   offcore::Reduction reduction{
@@ -159,12 +167,16 @@ void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType d
   std::vector<const std::byte*> sources;
   for (uint32_t row = 0; row < job.rows; ++row) {
     const uint64_t step = row > job.at ? row - 1 : row;
-    sources.push_back(at(row == job.at ? job.own : job.src + job.step * step, false));
+    sources.push_back(load(row == job.at ? job.own : job.src + job.step * step));
   }
-  if (job.rows == 1 && job.at >= job.rows) {
-    std::memmove(at(job.dst, true), sources[0], job.bytes);
-  } else {
-    offcore::reduce(reduction, at(job.dst, true), sources, job.bytes);
+  std::vector<std::byte> result(rows[0]);
+  if (job.rows > 1 || job.at < job.rows) {
+    offcore::reduce(reduction, result.data(), sources, job.bytes);
+  }
+  const std::byte* from = result.data();
+  for (const Piece& piece : at(job.dst, true)) {
+    std::memcpy(piece.data, from, piece.bytes);
+    from += piece.bytes;
   }
 }
 

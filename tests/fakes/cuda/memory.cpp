@@ -102,6 +102,8 @@ std::shared_ptr<Allocation> Allocation::create(int device, uint64_t bytes, int h
   made->trailer_->bytes = bytes;
   made->trailer_->device = device;
   made->trailer_->handle_types = handle_types;
+  static std::atomic<uint32_t> number{0};
+  made->trailer_->serial = static_cast<uint64_t>(getpid()) << 32 | ++number;
   made->trailer_->magic = kMagic;
   return made;
 }
@@ -203,10 +205,11 @@ void AddressSpace::map(DevicePtr start, uint64_t bytes, std::shared_ptr<Allocati
   const auto next = mappings_.lower_bound(start);
   require(mapping_at(start) == mappings_.end(), kInvalidValue);
   require(next == mappings_.end() || next->first >= start + bytes, kInvalidValue);
-  mappings_.emplace(start, Mapping{bytes, std::move(allocation), {}, false});
+  mappings_.emplace(start, Mapping{bytes, std::move(allocation), {}, Origin::kMapped, ++buffers_});
 }
 
-DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation) {
+DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation, Origin origin,
+                                 int reader) {
   const uint64_t bytes = allocation->bytes();
   const std::lock_guard heap(heap_mutex_);
   if (end_ - behind_ < bytes) {
@@ -214,19 +217,26 @@ DevicePtr AddressSpace::allocate(std::shared_ptr<Allocation> allocation) {
     end_ = behind_ + std::max(bytes, kHeapBytes);
   }
   const std::unique_lock lock(mutex_);
-  const DevicePtr start = behind_;
-  behind_ += bytes;
-  const int device = allocation->device();
-  mappings_.emplace(start,
-                    Mapping{bytes, std::move(allocation), {{device, kAccessReadWrite}}, true});
+  const auto again = freed_.find(bytes);
+  const DevicePtr start = again == freed_.end() ? behind_ : again->second;
+  if (again == freed_.end()) {
+    behind_ += bytes;
+  } else {
+    freed_.erase(again);
+  }
+  mappings_.emplace(
+      start,
+      Mapping{bytes, std::move(allocation), {{reader, kAccessReadWrite}}, origin, ++buffers_});
   return start;
 }
 
-void AddressSpace::free_allocated(DevicePtr start) {
+void AddressSpace::free_allocated(DevicePtr start, bool opened) {
   Mappings::node_type freed;  // after the lock
   const std::unique_lock lock(mutex_);
   const auto found = mappings_.find(start);
-  require(found != mappings_.end() && found->second.plain, kInvalidValue);
+  require(found != mappings_.end() && found->second.origin != Origin::kMapped, kInvalidValue);
+  require((found->second.origin == Origin::kOpened) == opened, kInvalidValue);
+  freed_.emplace(found->second.bytes, start);
   freed = mappings_.extract(found);
 }
 
@@ -237,7 +247,7 @@ std::vector<AddressSpace::Mappings::iterator> AddressSpace::whole_mappings(Devic
   DevicePtr at = start;
   while (at < start + bytes) {
     const auto mapping = mappings_.find(at);
-    require(mapping != mappings_.end() && !mapping->second.plain, kInvalidValue);
+    require(mapping != mappings_.end() && mapping->second.origin == Origin::kMapped, kInvalidValue);
     found.push_back(mapping);
     at += mapping->second.bytes;
   }
@@ -277,7 +287,8 @@ void AddressSpace::open_to_peer(int device, int owner) {
 int AddressSpace::access_of(const Mapping& mapping, int device) const {
   const auto right = mapping.access.find(device);
   if (right != mapping.access.end()) return right->second;
-  const bool peer = mapping.plain && peers_.contains({device, mapping.allocation->device()});
+  const bool peer = mapping.origin == Origin::kAllocated &&
+                    peers_.contains({device, mapping.allocation->device()});
   return peer ? kAccessReadWrite : kAccessNone;
 }
 
@@ -303,15 +314,17 @@ PointerFacts AddressSpace::facts(DevicePtr address) const {
   const std::shared_lock lock(mutex_);
   if (const auto mapping = mapping_at(address); mapping != mappings_.end()) {
     const auto& [start, what] = *mapping;
-    PointerFacts facts{Kind::kMapped, start, what.bytes, what.allocation,
-                       what.plain,    start, what.bytes};
-    if (const auto range = range_at(reservations_, address); range && !what.plain) {
+    PointerFacts facts{Kind::kMapped, start,       what.bytes, what.allocation,
+                       what.origin,   what.buffer, start,      what.bytes};
+    const bool mapped = what.origin == Origin::kMapped;
+    if (const auto range = range_at(reservations_, address); range && mapped) {
       std::tie(facts.range_start, facts.range_bytes) = *range;
     }
     return facts;
   }
   const auto as_a_whole = [](Kind kind, const auto& range) {
-    return PointerFacts{kind, range.first, range.second, nullptr, false, range.first, range.second};
+    const auto& [start, bytes] = range;
+    return PointerFacts{kind, start, bytes, nullptr, Origin::kMapped, 0, start, bytes};
   };
   if (const auto range = range_at(reservations_, address)) {
     return as_a_whole(Kind::kReserved, *range);

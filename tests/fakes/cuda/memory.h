@@ -34,6 +34,7 @@ struct Trailer {
   int32_t handle_types;
   std::atomic<uint32_t> changes;   // counts writes, while there are sleepers
   std::atomic<uint32_t> sleepers;  // waits for a change
+  uint64_t serial;                 // no other memory's, in any process
 };
 
 class Allocation {
@@ -49,7 +50,10 @@ class Allocation {
   int device() const { return trailer_->device; }
   int handle_types() const { return trailer_->handle_types; }
   std::byte* data() const { return data_; }
-  void changed();  // wakes who waits for a change, in all processes
+  int fd() const { return fd_; }
+  uint64_t serial() const { return trailer_->serial; }
+  std::atomic<MemoryHandle> handle{0};  // as cuMemCreate gave it; 0: nobody was given any
+  void changed();                       // wakes who waits for a change, in all processes
   // Sleeps until something was written, unless `holds` already.
   template <typename Condition>
   void wait_for_change(Condition&& holds, int64_t timeout_ns) {
@@ -93,12 +97,17 @@ constexpr int64_t kChangeNs = 20'000'000;  // then whoever waits looks for an er
 
 enum class Kind { kUnknown, kReserved, kMapped, kRegistered };
 
+// Who made a mapping: its owner, by cuMemMap; or the driver, for memory of cuMemAlloc, of
+// cuMemAllocAsync, of cuMemAllocManaged, or of another process.
+enum class Origin { kMapped, kAllocated, kPool, kManaged, kOpened };
+
 struct PointerFacts {
   Kind kind = Kind::kUnknown;
   DevicePtr start = 0;
   uint64_t bytes = 0;
   std::shared_ptr<Allocation> allocation;
-  bool plain = false;  // as cuMemAlloc makes it, not mapped by the caller
+  Origin origin = Origin::kMapped;
+  uint64_t buffer = 0;  // its number: each mapping has another one
   // What the driver calls the range: all addresses that were reserved together, mapped or not; else
   // the allocation or registration.
   DevicePtr range_start = 0;
@@ -114,8 +123,8 @@ class AddressSpace {
   void unmap(DevicePtr start, uint64_t bytes);
   // As cuMemAlloc: an address for the device whose memory it is. They follow each other, so that
   // allocations of equal size are at equal steps, as they often are.
-  DevicePtr allocate(std::shared_ptr<Allocation> allocation);
-  void free_allocated(DevicePtr start);
+  DevicePtr allocate(std::shared_ptr<Allocation> allocation, Origin origin, int reader);
+  void free_allocated(DevicePtr start, bool opened = false);
   void set_access(DevicePtr start, uint64_t bytes, const AccessDesc* rights, size_t count);
   // What cuMemAlloc gave of the owner's memory is open to that device too.
   void open_to_peer(int device, int owner);
@@ -139,7 +148,8 @@ class AddressSpace {
     uint64_t bytes;
     std::shared_ptr<Allocation> allocation;
     std::map<int, int> access;  // by physical device
-    bool plain = false;
+    Origin origin = Origin::kMapped;
+    uint64_t buffer = 0;
   };
   using Mappings = std::map<DevicePtr, Mapping>;
   Mappings::const_iterator mapping_at(DevicePtr address) const;
@@ -150,12 +160,14 @@ class AddressSpace {
   int access_of(const Mapping& mapping, int device) const;
 
   std::set<std::pair<int, int>> peers_;  // who reaches whose
+  uint64_t buffers_ = 0;                 // so far
   mutable std::shared_mutex mutex_;
   std::map<DevicePtr, uint64_t> reservations_;
   std::map<DevicePtr, uint64_t> registrations_;
   Mappings mappings_;
-  std::mutex heap_mutex_;  // of the two below
-  DevicePtr behind_;       // where the next plain allocation would lie
+  std::multimap<uint64_t, DevicePtr> freed_;  // by size: other memory gets these addresses
+  std::mutex heap_mutex_;                     // of the two below
+  DevicePtr behind_;                          // where the next plain allocation would lie
   DevicePtr end_;
 };
 

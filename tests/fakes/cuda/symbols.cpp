@@ -35,6 +35,13 @@
   X(cuMemSetAccess, cuMemSetAccess, 10020)                                       \
   X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 10020)           \
   X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 10020)       \
+  X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle, 11000)             \
+  X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020)                         \
+  X(cuMemAllocManaged, cuMemAllocManaged, 6000)                                  \
+  X(cuMemAllocAsync, cuMemAllocAsync, 11020)                                     \
+  X(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010)                                  \
+  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000)                            \
+  X(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010)                              \
   X(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                         \
   X(cuPointerGetAttribute, cuPointerGetAttribute, 4000)                          \
   X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050)                \
