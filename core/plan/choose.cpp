@@ -53,6 +53,7 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
   }
   Choice best;
   double best_ns = std::numeric_limits<double>::infinity();
+  bool native = false;
   for (const Variant& variant : variants_of(moves, form)) {
     // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
     // the caller or by a measured table, never by the model.
@@ -63,8 +64,9 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
     }
     const Program program = legalize(lower(moves, variant, machine, form), machine);
     const double ns = estimate(program, machine).total_ns();
-    if (ns < best_ns) {
+    if (ns < best_ns || (ns == best_ns && program.native && !native)) {
       best_ns = ns;
+      native = program.native;
       best.variant = variant;
     }
   }
