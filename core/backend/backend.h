@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/base/clock.h"
+#include "core/base/descriptor.h"
 #include "core/base/error.h"
 #include "core/ir/program.h"
 #include "core/machine/cost.h"
@@ -28,6 +29,20 @@ class Port {
   virtual int device() const = 0;  // the GPU, as the driver counts
 };
 
+// A local rank's memory that others have allocated (ForeignMemory). Keeps it allocated.
+class HeldMemory {
+ public:
+  virtual ~HeldMemory() = default;
+  virtual std::byte* address() const = 0;  // where its owner has it
+  // Whether these bytes of the owner's addresses still lead to this memory.
+  virtual bool intact(uint64_t offset, uint64_t bytes) const = 0;
+  // What a peer needs to import it, besides a descriptor of each part.
+  virtual std::string layout() const = 0;
+  virtual uint32_t parts() const = 0;
+  // Throws unsupported where its owner has not provided for that.
+  virtual Descriptor export_part(uint32_t part) const = 0;
+};
+
 // One rank's memory that other ranks can map. Owns the descriptor; data is this process's mapping,
 // null for phantom memory (sizes without bytes, for simulating gigabytes).
 struct Share {
@@ -35,8 +50,9 @@ struct Share {
   uint64_t bytes = 0;
   int fd = -1;  // what another process imports; -1 where ranks share a process
   std::byte* data = nullptr;
-  std::shared_ptr<void> owner;                 // keeps fd and data alive
-  std::shared_ptr<const Port> port = nullptr;  // to a local rank's memory; null: in place
+  std::shared_ptr<void> owner;                       // keeps fd and data alive
+  std::shared_ptr<const Port> port = nullptr;        // to a local rank's memory; null: in place
+  std::shared_ptr<const HeldMemory> held = nullptr;  // what others allocated, of a local rank
 
   // Between this memory and the process's; done on return.
   void copy(void* dst, const void* src, uint64_t count) const {
@@ -217,8 +233,9 @@ class Memory {
   // Maps a peer's memory, given its descriptor (which the result owns).
   virtual Share import(Rank rank, uint64_t bytes, int fd) = 0;
   // Makes a window of all ranks' shares, in the order of ranks. May lay them out anew: their data
-  // is what it is after this call only.
-  virtual void map(std::span<Share>) {}
+  // is what it is after this call only. Whether they lie at a constant stride, so that one command
+  // can go over ranks: a function of what all ranks know.
+  virtual bool map(std::span<Share>) { return true; }
   // Whether this process's CPUs can read and write it in place.
   virtual bool host_visible() const { return true; }
 };
@@ -259,6 +276,17 @@ class GpuRanks {
   virtual bool reaches(Rank rank, const std::byte* first, const std::byte* last) = 0;
 };
 
+// Windows of memory that others have allocated, as it lies.
+class ForeignMemory {
+ public:
+  virtual ~ForeignMemory() = default;
+  // A local rank's share; `keep` is what keeps it allocated. Throws unsupported or invalid.
+  virtual Share hold(Rank rank, std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) = 0;
+  // A peer's, by its layout; then its parts, in their order.
+  virtual Share import_held(Rank rank, uint64_t bytes, std::string_view layout) = 0;
+  virtual void import_part(Share& share, Descriptor part) = 0;
+};
+
 // Copies between the host and a rank by the engine of the other direction (Launch::crossed).
 class CrossedCopies {
  public:
@@ -284,6 +312,7 @@ struct Capabilities {
   Graphs* graphs = nullptr;
   GpuRanks* gpus = nullptr;
   CrossedCopies* crossed_copies = nullptr;
+  ForeignMemory* foreign_memory = nullptr;
   SignalChoice* signal_choice = nullptr;
   // How a signal stays behind the data before it: "fenced", or "copy_order"
   // (cuda/stream_encoder.h).

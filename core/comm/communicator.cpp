@@ -1,5 +1,6 @@
 #include "core/comm/communicator.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -103,11 +104,69 @@ std::shared_ptr<Window> Communicator::window(uint64_t bytes, const Deadline& dea
     return Window::create(*backend_, turn.ranks_together(), ranks_, bytes, deadline);
   });
   check_alive();
-  std::erase_if(windows_, [](const Numbered& made) { return made.window.expired(); });
-  windows_.push_back({.number = windows_made_, .window = window});
-  log_.info("window ", windows_made_, ": ", bytes, " bytes a rank");
-  ++windows_made_;
+  add_window(window);
   return window;
+}
+
+uint32_t Communicator::add_window(const std::shared_ptr<Window>& window, uint32_t registrations) {
+  std::erase_if(windows_, [](const Numbered& made) { return made.window.expired(); });
+  windows_.push_back({.number = windows_made_,
+                      .window = window,
+                      .registered = registrations > 0 ? window : nullptr,
+                      .registrations = registrations});
+  log_.info("window ", windows_made_, ": ", window->bytes(), " bytes a rank",
+            registrations > 0 ? ", registered" : "", window->strided() ? "" : ", not strided");
+  return windows_made_++;
+}
+
+Target Communicator::registered_place(const std::vector<GivenMemory>& given) const {
+  for (const Numbered& made : windows_) {
+    const auto offset_of = [&](size_t i) {
+      return made.registered->contains(local_ranks_[i], given[i].data, given[i].bytes);
+    };
+    const auto first = made.registered ? offset_of(0) : std::nullopt;
+    bool same = first.has_value();
+    for (size_t i = 1; i < given.size() && same; ++i) same = offset_of(i) == first;
+    if (same) return {.window = made.number, .offset = *first};
+  }
+  return {.window = Target::kOutside};
+}
+
+uint32_t Communicator::register_memory(const std::vector<GivenMemory>& given,
+                                       const std::shared_ptr<void>& keep,
+                                       const Deadline& deadline) {
+  LaneLock turn(lane_locks_, rendezvous_.get(), kWindowsTurn, deadline);
+  check_alive();
+  return together(cat("registration of ", given[0].bytes, " bytes"), [&] {
+    const Target place = registered_place(given);
+    const std::string mine = cat(to_string(place), ", ", given[0].bytes, " bytes");
+    const std::vector<std::string> places =
+        alone() ? std::vector{mine} : turn.all_gather_bytes("registered", mine, deadline);
+    const bool alike = std::count(places.begin(), places.end(), mine) == std::ssize(places);
+    if (alike && place.window != Target::kOutside) {
+      ++registered(place.window)->registrations;
+      return place.window;
+    }
+    const auto window =
+        Window::hold(*backend_, turn.ranks_together(), ranks_, given, keep, deadline);
+    check_alive();
+    return add_window(window, 1);
+  });
+}
+
+void Communicator::deregister(uint32_t number) {
+  std::shared_ptr<Window> last;  // goes without the mutex
+  const std::scoped_lock lock(lane_locks_.mutex);
+  const auto found = registered(number);
+  if (found == windows_.end() || --found->registrations > 0) return;
+  last = std::move(found->registered);
+  windows_.erase(found);
+}
+
+std::vector<Communicator::Numbered>::iterator Communicator::registered(uint32_t number) {
+  return std::find_if(windows_.begin(), windows_.end(), [&](const Numbered& made) {
+    return made.number == number && made.registered != nullptr;
+  });
 }
 
 std::vector<std::string> Communicator::exchange(const std::string& tag, const std::string& text,
@@ -126,7 +185,7 @@ std::vector<std::string> Communicator::exchange(const std::string& tag, const st
 void Communicator::locate(Operand& operand, Rank rank) const {
   if (operand.window || operand.data == nullptr || operand.bytes == 0) return;
   for (const Numbered& made : windows_) {
-    const auto window = made.window.lock();
+    const auto window = made.registered ? made.registered : made.window.lock();
     if (!window) continue;
     if (const auto offset = window->contains(rank, operand.data, operand.bytes)) {
       operand.window = window;
@@ -255,6 +314,7 @@ void Communicator::close() {
   if (closed_) return;
   closed_ = true;
   plans_.clear();  // engines let go of what was armed
+  std::erase_if(windows_, [](const Numbered& made) { return made.registered != nullptr; });
   if (rendezvous_) {
     rendezvous_->on_peer_loss(nullptr);
     rendezvous_->close();

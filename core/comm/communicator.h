@@ -49,6 +49,7 @@ struct Result {
   Mode mode = Mode::eager;
   bool native = true;
   bool staged = false;       // through slots: outputs in no window, or faster so
+  bool registered = false;   // peers wrote memory that others have allocated
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
@@ -104,6 +105,14 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
 
   // Collective: `bytes` of window memory on every rank. Windows come in one order on all ranks.
   std::shared_ptr<Window> window(uint64_t bytes, const Deadline& deadline);
+  // Collective: makes the ranks' memory a window as it lies, and gives its number. `keep` keeps it
+  // allocated. What lies in a window that was made so, on all ranks at the same place, counts as
+  // registered once more. Throws as Window::hold, on all ranks alike.
+  uint32_t register_memory(const std::vector<GivenMemory>& given, const std::shared_ptr<void>& keep,
+                           const Deadline& deadline);
+  // Undoes one registration: waits for nobody. After the last one no call finds the window; what
+  // is under way, and graphs, keep it. Nothing happens to one that is gone.
+  void deregister(uint32_t number);
   // Starts an operation; every rank of the group calls with the same facts. The deadline bounds the
   // first meeting of a key only; a call that fails by it has not happened and may be repeated.
   std::unique_ptr<Pending> start(Request request, const Deadline& deadline);
@@ -163,6 +172,8 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   bool alone() const { return rendezvous_ == nullptr; }  // all ranks are local
   void check_alive() const;
   Lane& lane(uint32_t index, LaneLock& turn);
+  // Where all the given memory lies in a registered window, or outside.
+  Target registered_place(const std::vector<GivenMemory>& given) const;
   // The window and offset that hold this local rank's memory, if one does.
   void locate(Operand& operand, Rank rank) const;
   Lookup look_up(Request& request);
@@ -249,7 +260,12 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   struct Numbered {
     uint32_t number;  // by creation: the same on every rank
     std::weak_ptr<Window> window;
+    std::shared_ptr<Window> registered = nullptr;  // the same, where it holds others' memory
+    uint32_t registrations = 0;
   };
+  uint32_t add_window(const std::shared_ptr<Window>& window, uint32_t registrations = 0);
+  std::vector<Numbered>::iterator registered(uint32_t number);  // windows_.end(): not (any more)
+
   std::vector<Numbered> windows_;  // those that somebody holds, and a few that are gone
   uint32_t windows_made_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;

@@ -65,6 +65,24 @@ std::string text_of(const Request& request, const Facts& facts, const Machine& m
              machine.tuned_version.empty() ? "" : " tuned=", machine.tuned_version);
 }
 
+// The machine where peers' memory lies at no constant stride: no command goes to several ranks.
+Machine without_rows(Machine machine) {
+  machine.native.strided = false;
+  machine.native.bcst_rows = 1;
+  std::erase_if(machine.tuned, [](const TunedRow& row) {
+    const Variant::Shape shape = parse_variant(row.variant).kind;
+    return shape == Variant::Shape::fan || shape == Variant::Shape::bcst;
+  });
+  return machine;
+}
+
+// Whether ranks write into each other's outputs.
+bool written(const Program& program) {
+  return std::any_of(program.buffers.begin(), program.buffers.end(), [](const Buffer& buffer) {
+    return buffer.role == Role::output && buffer.kind == Buffer::Home::window;
+  });
+}
+
 Choice variant_of(const Request& request, const Facts& facts, const Machine& machine,
                   const ProtocolForm& form, const Deadline& deadline) {
   const bool chosen = request.variant == "auto";
@@ -230,7 +248,12 @@ Communicator::Settled Communicator::agree(Lane& lane, const Entry& mine, const F
 std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, const Facts& facts,
                                                     const ProtocolForm& form,
                                                     const Deadline& deadline) {
-  const Machine& machine = backend_->machine();
+  const std::shared_ptr<Window>& landing = request.out[0].window;
+  std::optional<Machine> by_rank;
+  if (landing != nullptr && !form.staged && !landing->strided()) {
+    by_rank = without_rows(backend_->machine());
+  }
+  const Machine& machine = by_rank ? *by_rank : backend_->machine();
   auto plan = std::make_shared<CachedPlan>();
   Choice choice;
   in_time([&] {
@@ -265,6 +288,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
                 .mode = whole->mode,
                 .native = whole->native && plan->loaded->native(),
                 .staged = form.staged,
+                .registered = landing != nullptr && landing->registered() && written(*whole),
                 .tuned = choice.tuned,
                 .in_place = facts.in_place,
                 .own_copy = own ? "engine" : "none",

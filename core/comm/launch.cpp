@@ -18,6 +18,13 @@ const std::vector<Operand>* own_side(const Buffer& buffer, const Request& reques
 
 using Windows = std::vector<std::shared_ptr<Window>>;
 
+// Where this process's engines find an operand: in a window that holds others' memory, not at their
+// address.
+std::byte* address_of(const Operand& operand, Rank rank) {
+  std::byte* base = operand.window == nullptr ? nullptr : operand.window->base(rank);
+  return base == nullptr ? operand.data : base + operand.offset;
+}
+
 // Those that a request names. The ranks of a process name the same one, as a rule.
 Windows windows_of(const Request& request) {
   Windows windows;
@@ -174,8 +181,9 @@ bool Communicator::bind_own(const Program& program, const Request& request, Laun
     const std::vector<Operand>* side = own_side(program.buffers[id], request);
     for (size_t i = 0; side != nullptr && i < side->size(); ++i) {
       std::byte*& base = launch.binding.base(static_cast<BufferId>(id), local_ranks_[i]);
-      moved |= base != (*side)[i].data;
-      base = (*side)[i].data;
+      std::byte* const own = address_of((*side)[i], local_ranks_[i]);
+      moved |= base != own;
+      base = own;
     }
   }
   return moved;

@@ -11,14 +11,15 @@ namespace offcore {
 namespace {
 
 struct OperandRange {
-  const void* space;  // the window, or null for plain addresses
+  const void* space;  // the window of phantom memory, or null for addresses
   uint64_t begin;
   uint64_t end;
 };
 
 OperandRange range_of(const Operand& operand) {
-  const uint64_t begin = operand.window ? operand.offset : reinterpret_cast<uint64_t>(operand.data);
-  return {operand.window.get(), begin, begin + operand.bytes};
+  const bool phantom = operand.data == nullptr;
+  const uint64_t begin = phantom ? operand.offset : reinterpret_cast<uint64_t>(operand.data);
+  return {phantom ? operand.window.get() : nullptr, begin, begin + operand.bytes};
 }
 
 bool overlap(const Operand& a, const Operand& b) {

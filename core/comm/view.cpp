@@ -24,11 +24,10 @@ void Communicator::lay_view(Request& request) const {
     if (i < local_ranks_.size() && lane != lanes_.end() && lane->second &&
         lane->second->track.views.bytes() >= out.bytes) {
       const Slots::SlotPlace slot = lane->second->track.views.upcoming();
+      out.data = slot.base(local_ranks_[i]);
       if (request.in[i].window != nullptr && request.in[i].window == slot.window) {
         out.window = slot.window;
         out.offset = slot.offset;
-      } else {
-        out.data = slot.base(local_ranks_[i]);
       }
     }
     request.out.push_back(std::move(out));

@@ -166,6 +166,21 @@ std::unique_ptr<Pending> start(Communicator& self, const std::string& op, nb::ha
   return self.start(std::move(request), released.within(timeout_s));
 }
 
+// `places`: each local rank's (address, bytes); none, where the Python layer refuses them.
+uint32_t register_memory(Communicator& self,
+                         const std::vector<std::pair<uintptr_t, uint64_t>>& places,
+                         const std::string& refusal, nb::object keep, double timeout_s) {
+  Released::drop();
+  std::vector<GivenMemory> given;
+  for (const auto& [address, bytes] : places) {
+    given.push_back({.data = reinterpret_cast<std::byte*>(address), .bytes = bytes});
+  }
+  if (!refusal.empty()) given.assign(self.local_ranks().size(), {.refusal = refusal});
+  const std::shared_ptr<void> kept = keep_alive(std::move(keep));
+  LockReleased released;
+  return self.register_memory(given, kept, released.within(timeout_s));
+}
+
 nb::object host_array(Communicator& self, uint64_t bytes) {
   Share share = self.backend().allocate_host(bytes);
   auto* data = reinterpret_cast<uint8_t*>(share.data);
@@ -299,6 +314,7 @@ void bind_outcome(nb::module_& module) {
       .def_prop_ro("mode", [](const Result& self) { return std::string(to_string(self.mode)); })
       .def_ro("native", &Result::native)
       .def_ro("staged", &Result::staged)
+      .def_ro("registered", &Result::registered)
       .def_ro("tuned", &Result::tuned)
       .def_ro("armed_ahead", &Result::armed_ahead)
       .def_ro("in_place", &Result::in_place)
@@ -365,6 +381,16 @@ void bind_comm(nb::module_& module) {
             return self.window(bytes, released.within(timeout_s));
           },
           nb::arg("nbytes"), nb::arg("timeout_s"))
+      .def("register_memory", &register_memory, nb::arg("places"), nb::arg("refusal"),
+           nb::arg("keep").none(), nb::arg("timeout_s"), "The number of the registered window.")
+      .def(
+          "deregister",
+          [](nb::handle_t<Communicator> self, uint32_t number) {
+            Communicator* const here = if_here(self);
+            LockReleased released;
+            if (here != nullptr) here->deregister(number);
+          },
+          nb::arg("number"))
       .def(
           "knows",
           [](Communicator& self, const std::string& op, nb::handle out, nb::handle in,

@@ -8,7 +8,16 @@ virtual time). See docs/quickstart.md.
 from offcore import kv, machines, mcast
 from offcore._core import Counts, Machine, Program, fill, probe_backends, verify, wrong_bytes
 from offcore.batch import BatchHandle, BatchPolicy, BatchResult, batch_copy, batch_program
-from offcore.comm import Communicator, Handle, Result, View, Window, show_program, variants
+from offcore.comm import (
+    Communicator,
+    Handle,
+    Registration,
+    Result,
+    View,
+    Window,
+    show_program,
+    variants,
+)
 from offcore.errors import Error
 from offcore.facts import Phases
 
@@ -25,6 +34,7 @@ __all__ = [
     "Machine",
     "Phases",
     "Program",
+    "Registration",
     "Result",
     "View",
     "Window",

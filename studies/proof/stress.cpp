@@ -27,10 +27,10 @@ Stress::Stress(const std::vector<int>& ordinals) : OfProcess("the stress") {
   }
   const auto ranks = static_cast<Rank>(devices_.size());
   words_ = std::make_shared<SignalWords>(ranks, devices_);
-  std::vector<std::shared_ptr<const Allocation>> parts;
+  std::vector<RankMemory> parts;
   const uint64_t bytes = banks_at() + (kBanks + ranks) * kChunkBytesMax + 2 * kNoiseBytes;
   for (const auto& device : devices_)
-    parts.push_back(Allocation::create(device->gpu(), bytes, false));
+    parts.push_back({{Allocation::create(device->gpu(), bytes, false)}});
   mapping_ = std::make_shared<PeerMapping>(std::move(parts), devices_);
   mapping_->set_strided(mapping_->try_strided(devices_));
   mappings_.add(*mapping_);

@@ -93,3 +93,13 @@ def test_full_pool_gives_nothing_and_doors_come_back():
         assert caught.value.code == "unsupported"
         for each in doors:
             _core.close_pool(each)
+
+
+@pytest.mark.parametrize("backend", ["host", "sim"])
+def test_only_cuda_registers_memory_of_others(backend: str):
+    with offcore.Communicator(backend=backend, ranks=2) as comm:
+        own = [np.zeros(64, np.uint8) for _ in range(2)]
+        with pytest.raises(offcore.Error, match=r"cuda.*empty\(\)") as caught:
+            comm.register(own)
+        assert caught.value.code == "unsupported"
+        assert not comm.all_gather(comm.empty(64)).wait().registered

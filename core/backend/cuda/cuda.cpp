@@ -3,22 +3,16 @@
 #include <algorithm>
 
 #include "core/backend/cuda/executor.h"
+#include "core/backend/cuda/foreign_memory.h"
 #include "core/backend/cuda/pointer_info.h"
 
 namespace offcore {
 namespace cuda {
 namespace {
 
-// What owns a share that is not in a window: its memory, and a local rank's mapping of it.
-struct SingleMapping {
-  std::shared_ptr<const Allocation> part;
-  std::unique_ptr<AddressRange> range;
-};
-
 // What owns the shares of a window.
 struct MappedWindow {
-  MappedWindow(std::vector<std::shared_ptr<const Allocation>> parts,
-               std::span<const std::shared_ptr<LocalGpu>> devices,
+  MappedWindow(std::vector<RankMemory> parts, std::span<const std::shared_ptr<LocalGpu>> devices,
                std::shared_ptr<MappingTable> mappings)
       : mapping(std::move(parts), devices), registry(std::move(mappings)) {
     registry->add(mapping);
@@ -140,6 +134,7 @@ class CudaBackend final : public Backend,
                           private Graphs,
                           private GpuRanks,
                           private CrossedCopies,
+                          private ForeignMemory,
                           private SignalChoice {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
@@ -161,20 +156,18 @@ class CudaBackend final : public Backend,
   bool host_visible() const override { return false; }
 
   Share allocate(Rank rank, uint64_t bytes) override {
-    const std::shared_ptr<const GpuContext>& gpu = local(rank)->shared();
-    const bool exported = executor_->devices().size() < executor_->ranks();
-    auto single = std::make_shared<SingleMapping>();
-    single->part = Allocation::create(*gpu, bytes, exported);
-    single->range = std::make_unique<AddressRange>(gpu->context(), single->part->bytes());
-    single->range->map(0, single->part);
-    const int ordinal = gpu->device();
-    single->range->open({&ordinal, 1});
-    gpu->zero(single->range->base(), single->part->bytes());
+    const std::shared_ptr<LocalGpu> device = local(rank);
+    const std::shared_ptr<const GpuContext>& gpu = device->shared();
+    auto owner = std::make_shared<ShareMemory>();
+    const std::shared_ptr<const Allocation> part = Allocation::create(*gpu, bytes, exported());
+    owner->memory.allocations = {part};
+    const CUdeviceptr base = owner->map({&device, 1});
+    gpu->zero(base, part->bytes());
     return {.rank = rank,
             .bytes = bytes,
-            .fd = single->part->fd(),
-            .data = reinterpret_cast<std::byte*>(single->range->base()),
-            .owner = single,
+            .fd = part->fd(),
+            .data = reinterpret_cast<std::byte*>(base),
+            .owner = owner,
             .port = gpu};
   }
 
@@ -183,31 +176,43 @@ class CudaBackend final : public Backend,
             .graphs = this,
             .gpus = this,
             .crossed_copies = this,
+            .foreign_memory = this,
             .signal_choice = this,
             .signals = to_string(executor_->options().signals)};
   }
 
   Share import(Rank rank, uint64_t bytes, int fd) override {
-    auto single = std::make_shared<SingleMapping>();
-    single->part = Allocation::import(first_gpu().context(), bytes, fd);
-    return {.rank = rank, .bytes = bytes, .owner = single};
+    auto owner = std::make_shared<ShareMemory>();
+    owner->memory.allocations = {Allocation::import(first_gpu().context(), bytes, fd)};
+    return {.rank = rank, .bytes = bytes, .owner = owner};
   }
 
-  void map(std::span<Share> shares) override {
-    std::vector<std::shared_ptr<const Allocation>> parts;
-    for (Share& share : shares) {
-      const auto single = std::static_pointer_cast<SingleMapping>(share.owner);
-      parts.push_back(single->part);
-      single->range.reset();
+  bool map(std::span<Share> shares) override {
+    const bool held = std::any_of(shares.begin(), shares.end(),
+                                  [](const Share& share) { return share.held != nullptr; });
+    const auto owner = [](const Share& share) {
+      return std::static_pointer_cast<ShareMemory>(share.owner);
+    };
+    if (held && !strided(shares)) {
+      for (Share& share : shares) {
+        share.data = reinterpret_cast<std::byte*>(owner(share)->map(executor_->devices()));
+      }
+      return false;
+    }
+    std::vector<RankMemory> parts;
+    for (const Share& share : shares) {
+      owner(share)->range.reset();
+      parts.push_back(owner(share)->memory);
     }
     const auto mapped = std::make_shared<MappedWindow>(std::move(parts), executor_->devices(),
                                                        executor_->mappings());
-    executor_->try_strided(mapped->mapping);
-    executor_->alias_copies(mapped->mapping);
+    executor_->try_strided(mapped->mapping, !held);
+    if (!held) executor_->alias_copies(mapped->mapping);
     for (Share& share : shares) {
       share.data = reinterpret_cast<std::byte*>(mapped->mapping.part(share.rank));
       share.owner = mapped;
     }
+    return true;
   }
 
   Share allocate_host(uint64_t bytes) override {
@@ -226,6 +231,18 @@ class CudaBackend final : public Backend,
   int64_t now_ns() const override { return offcore::now_ns(); }
 
  private:
+  bool exported() const { return executor_->devices().size() < executor_->ranks(); }
+
+  Share hold(Rank rank, std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) override {
+    return hold_foreign(rank, local(rank)->shared(), data, bytes, std::move(keep), exported());
+  }
+  Share import_held(Rank rank, uint64_t bytes, std::string_view layout) override {
+    return import_foreign(rank, first_gpu(), bytes, layout);
+  }
+  void import_part(Share& share, Descriptor part) override {
+    import_foreign_part(share, first_gpu(), std::move(part));
+  }
+
   int device(Rank rank) override { return local(rank)->ordinal(); }
 
   uint64_t capture_of(std::span<const uintptr_t> streams) override {

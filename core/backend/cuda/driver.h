@@ -28,6 +28,9 @@ using CUgraph = struct GraphTag*;
 using CUgraphNode = struct GraphNodeTag*;
 using CUuserObject = struct UserObjectTag*;
 using CUhostFn = void (*)(void*);
+struct CUipcMemHandle {
+  char bytes[64];
+};
 
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kInvalidValue = 1;
@@ -60,6 +63,7 @@ inline constexpr int kCaptureActive = 1;
 inline constexpr int kCaptureRelaxed = 2;
 
 inline constexpr unsigned kNoDestructorSync = 1;  // CUuserObject_flags
+inline constexpr unsigned kIpcPeerAccess = 1;     // CUipcMem_flags: to whatever device it is on
 
 enum class Attribute : int {
   max_pitch = 11,
@@ -80,8 +84,11 @@ inline constexpr int kHostMemoryType = 1;  // CUmemorytype
 inline constexpr int kDeviceMemory = 2;
 inline constexpr int kUnifiedMemory = 4;
 inline constexpr int kPointerMemoryType = 2;  // CUpointer_attribute
+inline constexpr int kPointerBufferId = 7;    // of an allocation: none in the process has it again
+inline constexpr int kPointerManaged = 8;
 inline constexpr int kPointerOrdinal = 9;
-inline constexpr int kPointerPeers = 10;  // whether contexts with peer access reach it
+// Whether contexts with peer access reach it, and other processes can open it by IPC.
+inline constexpr int kPointerPeers = 10;
 inline constexpr int kPointerRangeStart = 11;
 inline constexpr int kPointerRangeBytes = 12;
 inline constexpr int kPointerAccess = 16;  // of the current context's device: as CUmemAccess_flags
@@ -206,6 +213,11 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuMemSetAccess, 10020, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t))                \
   X(cuMemExportToShareableHandle, 10020, (void*, CUmemHandle, int, unsigned long long))          \
   X(cuMemImportFromShareableHandle, 10020, (CUmemHandle*, void*, int))                           \
+  X(cuMemRetainAllocationHandle, 11000, (CUmemHandle*, void*))                                   \
+  X(cuMemGetAddressRange, 3020, (CUdeviceptr*, size_t*, CUdeviceptr))                            \
+  X(cuIpcGetMemHandle, 4010, (CUipcMemHandle*, CUdeviceptr))                                     \
+  X(cuIpcOpenMemHandle, 11000, (CUdeviceptr*, CUipcMemHandle, unsigned))                         \
+  X(cuIpcCloseMemHandle, 4010, (CUdeviceptr))                                                    \
   X(cuMemGetInfo, 3020, (size_t*, size_t*))                                                      \
   X(cuPointerGetAttribute, 4000, (void*, int, CUdeviceptr))                                      \
   X(cuStreamCreateWithPriority, 5050, (CUstream*, unsigned, int))                                \

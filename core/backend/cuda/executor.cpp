@@ -41,12 +41,12 @@ CudaExecutor::CudaExecutor(Rank ranks, std::vector<std::shared_ptr<LocalGpu>> de
       words_(std::make_shared<SignalWords>(ranks, devices_)),
       captures_(devices_, options_, mappings_, words_) {}
 
-void CudaExecutor::try_strided(PeerMapping& mapping) {
+void CudaExecutor::try_strided(PeerMapping& mapping, bool zero) {
   const std::scoped_lock lock(mutex_);
   std::optional<bool>& tried = tried_[mapping.stride() <= kPitchMax];
-  if (!tried) tried = mapping.try_strided(devices_);
-  mapping.set_strided(*tried);
-  if (!*tried) strided_works_ = false;
+  if (!tried && zero) tried = mapping.try_strided(devices_);
+  mapping.set_strided(tried.value_or(false));
+  if (!mapping.strided()) strided_works_ = false;
 }
 
 void CudaExecutor::alias_copies(const PeerMapping& mapping) {

@@ -63,8 +63,8 @@ class CudaExecutor final : public exec::Executor {
   void set_signals(SignalForm signals) { options_.signals = signals; }  // before the first launch
 
   // Tries one strided copy to all ranks in a new mapping, the first of its kind, and tells the
-  // mapping.
-  void try_strided(PeerMapping& mapping);
+  // mapping. Not where the memory is not zero: what was found out before counts there.
+  void try_strided(PeerMapping& mapping, bool zero);
   // Lets copy engines copy within the local GPUs, if the mapping has memory of another one.
   void alias_copies(const PeerMapping& mapping);
   // False once that has failed: such commands are done row by row.

@@ -88,6 +88,12 @@ std::shared_ptr<CudaSubmission> CudaExecutor::park(
   for (const LocalProgram& local : compiled->gpus) {
     if (local.aheads.size() != local.engines.size()) return nullptr;
   }
+  // What is written elsewhere than in mappings cannot be withdrawn.
+  for (const auto& [buffer, rank] : compiled->bases) {
+    const std::byte* base = launch.binding.base(buffer, rank);
+    const bool window = compiled->program->buffers[buffer].kind == Buffer::Home::window;
+    if (window && base != nullptr && mappings_->find(base) == nullptr) return nullptr;
+  }
   const ExecutorLock lock(mutex_);
   check_open();
   if (armed_streams.queues.empty() && !make_bays(*compiled, armed_streams)) return nullptr;

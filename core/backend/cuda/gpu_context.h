@@ -12,6 +12,7 @@
 
 namespace offcore::cuda {
 
+inline constexpr uint64_t kGranule = uint64_t{2} << 20;  // what memory is mapped in, at least
 inline constexpr uint64_t kPitchMax = (uint64_t{1} << 31) - 1;
 inline constexpr uint64_t kSlice = uint64_t{1} << 30;  // what wider strides are whole numbers of
 

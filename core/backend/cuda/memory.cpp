@@ -9,6 +9,7 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -33,12 +34,6 @@ uint64_t granule(const CUmemAllocationProp& wanted) {
   check(Driver::get().cuMemGetAllocationGranularity(&bytes, &wanted, 0),
         "cuMemGetAllocationGranularity");
   return bytes;
-}
-
-uint64_t stride_of(const std::vector<std::shared_ptr<const Allocation>>& parts) {
-  uint64_t bytes = 0;
-  for (const auto& part : parts) bytes = std::max(bytes, part->bytes());
-  return bytes <= kPitchMax ? bytes : rounded(bytes, kSlice);
 }
 
 // Pinned memory that nobody has. The driver takes it back only when the whole device is idle, and
@@ -154,11 +149,7 @@ std::shared_ptr<Allocation> Allocation::create(const GpuContext& gpu, uint64_t b
          free, " of ", total, " bytes are free; use smaller windows or free other memory");
   }
   check(result, "cuMemCreate");
-  if (!exported) return part;
-  int fd = -1;
-  check(driver.cuMemExportToShareableHandle(&fd, part->handle_, kPosixDescriptor, 0),
-        "cuMemExportToShareableHandle");
-  part->fd_ = Descriptor(fd);
+  if (exported) part->fd_ = part->shared();
   return part;
 }
 
@@ -184,6 +175,48 @@ std::shared_ptr<Allocation> Allocation::import(std::shared_ptr<const PrimaryCont
             &part->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), kPosixDescriptor),
         "cuMemImportFromShareableHandle");
   return part;
+}
+
+std::shared_ptr<Allocation> Allocation::find(const GpuContext& gpu, CUdeviceptr address,
+                                             CUdeviceptr& begin) {
+  const Driver& driver = Driver::get();
+  const ContextGuard current = gpu.current();
+  CUmemHandle handle = 0;
+  const CUresult result =
+      driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address));
+  if (result != kSuccess) return nullptr;
+  std::shared_ptr<Allocation> found(new Allocation(gpu.context(), 0));
+  found->handle_ = handle;
+  size_t bytes = 0;
+  check(driver.cuMemGetAddressRange(&begin, &bytes, address), "cuMemGetAddressRange");
+  found->bytes_ = bytes;
+  return found;
+}
+
+// As long as this one holds its handle no other memory has that.
+bool Allocation::lies_at(CUdeviceptr address) const {
+  const Driver& driver = Driver::get();
+  const ContextGuard current(context_->handle());
+  CUmemHandle handle = 0;
+  if (driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)) != kSuccess) {
+    return false;
+  }
+  check(driver.cuMemRelease(handle), "cuMemRelease");
+  return handle == handle_;
+}
+
+Descriptor Allocation::shared() const {
+  const ContextGuard current(context_->handle());
+  int fd = -1;
+  const CUresult result =
+      Driver::get().cuMemExportToShareableHandle(&fd, handle_, kPosixDescriptor, 0);
+  if (refused(result)) {
+    fail(Code::unsupported,
+         "the memory was created without a POSIX file descriptor "
+         "(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), so that other processes cannot map it");
+  }
+  check(result, "cuMemExportToShareableHandle");
+  return Descriptor(fd);
 }
 
 Allocation::~Allocation() {
@@ -212,6 +245,19 @@ void AddressRange::map(uint64_t offset, std::shared_ptr<const Allocation> part) 
   mapped_.emplace(offset, std::move(part));
 }
 
+void AddressRange::map(uint64_t offset, const RankMemory& memory) {
+  for (const auto& allocation : memory.allocations) {
+    map(offset, allocation);
+    offset += allocation->bytes();
+  }
+}
+
+void AddressRange::open(std::span<const std::shared_ptr<LocalGpu>> devices) {
+  std::set<int> ordinals;
+  for (const auto& device : devices) ordinals.insert(device->ordinal());
+  open(std::vector(ordinals.begin(), ordinals.end()));
+}
+
 void AddressRange::open(std::span<const int> ordinals) {
   std::vector<CUmemAccessDesc> access;
   for (int ordinal : ordinals) {
@@ -233,10 +279,29 @@ void AddressRange::unmap() {
   mapped_.clear();
 }
 
-PeerMapping::PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
+uint64_t RankMemory::bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& allocation : allocations) bytes += allocation->bytes();
+  return bytes;
+}
+
+StrideLayout StrideLayout::of(std::span<const RankMemory> parts) {
+  StrideLayout layout;
+  for (const RankMemory& part : parts) {
+    layout.lead = std::max(layout.lead, part.head);
+    layout.possible = layout.possible && part.head % kGranule == parts[0].head % kGranule;
+  }
+  for (const RankMemory& part : parts) {
+    layout.extent = std::max(layout.extent, layout.lead - part.head + part.bytes());
+  }
+  return layout;
+}
+
+PeerMapping::PeerMapping(std::vector<RankMemory> parts,
                          std::span<const std::shared_ptr<LocalGpu>> local)
     : parts_(std::move(parts)),
-      stride_(stride_of(parts_)),
+      layout_(StrideLayout::of(parts_)),
+      stride_(layout_.extent <= kPitchMax ? layout_.extent : rounded(layout_.extent, kSlice)),
       laps_(local.front()->gpu().context(), 2 * parts_.size() * stride_) {
   for (const auto& device : local) {
     repeated_[device->rank()] =
@@ -246,19 +311,19 @@ PeerMapping::PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
 }
 
 void PeerMapping::map(std::span<const std::shared_ptr<LocalGpu>> local) {
-  std::vector<int> ordinals;
-  for (const auto& device : local) {
-    if (std::find(ordinals.begin(), ordinals.end(), device->ordinal()) == ordinals.end()) {
-      ordinals.push_back(device->ordinal());
-    }
+  const auto place = [&](uint32_t k, const RankMemory& part) {
+    return k * stride_ + layout_.lead - part.head;
+  };
+  for (uint32_t k = 0; k < 2u * ranks(); ++k) {
+    const RankMemory& part = parts_[k % ranks()];
+    laps_.map(place(k, part), part);
   }
-  for (uint32_t k = 0; k < 2u * ranks(); ++k) laps_.map(k * stride_, parts_[k % ranks()]);
-  laps_.open(ordinals);
+  laps_.open(local);
   for (const auto& device : local) {
     AddressRange& range = *repeated_[device->rank()];
-    for (Rank k = 0; k < ranks(); ++k) range.map(k * stride_, parts_[device->rank()]);
-    const int ordinal = device->ordinal();
-    range.open({&ordinal, 1});
+    const RankMemory& own = parts_[device->rank()];
+    for (Rank k = 0; k < ranks(); ++k) range.map(place(k, own), own);
+    range.open({&device, 1});
   }
   const ContextGuard current = local.front()->current();
   ordinals_.assign(ranks(), -1);
@@ -269,21 +334,21 @@ void PeerMapping::map(std::span<const std::shared_ptr<LocalGpu>> local) {
 
 std::shared_ptr<const Allocation> PeerMapping::part_elsewhere(int ordinal) const {
   for (Rank rank = 0; rank < ranks(); ++rank) {
-    if (ordinals_[rank] >= 0 && ordinals_[rank] != ordinal) return parts_[rank];
+    if (ordinals_[rank] >= 0 && ordinals_[rank] != ordinal) return parts_[rank].allocations[0];
   }
   return nullptr;
 }
 
 CUdeviceptr PeerMapping::repeated(Rank rank) const {
   const auto found = repeated_.find(rank);
-  return found == repeated_.end() ? 0 : found->second->base();
+  return found == repeated_.end() ? 0 : found->second->base() + layout_.lead;
 }
 
 bool PeerMapping::try_strided(std::span<const std::shared_ptr<LocalGpu>> local) const {
   const uint32_t peers = ranks() - 1u;
   if (peers < 2) return true;  // no copy has more than one row
   const uint64_t chunk = (kTrialBytes - kTrialSource) / ranks() / 4 * 4;
-  if (ranks() * kTrialBytes > parts_[0]->bytes() || chunk == 0) return false;
+  if (ranks() * kTrialBytes > layout_.extent || chunk == 0) return false;
   bool works = true;
   for (const auto& device : local) {
     const Rank own = device->rank();
@@ -324,10 +389,10 @@ bool PeerMapping::try_strided(std::span<const std::shared_ptr<LocalGpu>> local) 
 void PeerMapping::blank(std::span<const std::shared_ptr<LocalGpu>> local) {
   // One allocation stands in for all parts.
   const std::shared_ptr<const Allocation> blank =
-      Allocation::create(local.front()->gpu(), parts_[0]->bytes(), false);
+      Allocation::create(local.front()->gpu(), layout_.extent, false);
   laps_.unmap();
   for (auto& [rank, range] : repeated_) range->unmap();
-  std::fill(parts_.begin(), parts_.end(), blank);
+  std::fill(parts_.begin(), parts_.end(), RankMemory{{blank}, layout_.lead});
   map(local);
 }
 

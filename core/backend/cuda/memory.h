@@ -1,4 +1,6 @@
-// Window memory: physical allocations of VMM, mapped by every rank at a constant stride.
+// Window memory: physical allocations of VMM, mapped by every rank at a constant stride. Of what
+// windows allocate a rank's part is one allocation; memory that others have allocated may have
+// many.
 //
 // A mapping is one range of addresses in which the ranks' parts lie at a constant stride, twice in
 // a row: from every rank the following ranks are an arithmetic progression, so that one strided
@@ -34,7 +36,14 @@ class Allocation {
   // Owns fd from here on, also when it throws.
   static std::shared_ptr<Allocation> import(std::shared_ptr<const PrimaryContext> context,
                                             uint64_t bytes, int fd);
+  // What is mapped at the address, and where that mapping begins. Null: no VMM memory is.
+  static std::shared_ptr<Allocation> find(const GpuContext& gpu, CUdeviceptr address,
+                                          CUdeviceptr& begin);
   ~Allocation();
+  // Whether it is mapped at the address.
+  bool lies_at(CUdeviceptr address) const;
+  // A descriptor of its own. Throws unsupported for memory that was made without.
+  Descriptor shared() const;
 
   CUmemHandle handle() const { return handle_; }
   uint64_t bytes() const { return bytes_; }  // whole granules
@@ -50,6 +59,15 @@ class Allocation {
   Descriptor fd_;
 };
 
+// One rank's memory of a window: allocations side by side, and where in them it begins.
+struct RankMemory {
+  std::vector<std::shared_ptr<const Allocation>> allocations;
+  uint64_t head = 0;
+
+  uint64_t bytes() const;  // of all allocations
+  friend bool operator==(const RankMemory&, const RankMemory&) = default;
+};
+
 // A reserved range of addresses and what is mapped in it.
 class AddressRange {
  public:
@@ -60,8 +78,10 @@ class AddressRange {
 
   CUdeviceptr base() const { return base_; }
   void map(uint64_t offset, std::shared_ptr<const Allocation> part);
+  void map(uint64_t offset, const RankMemory& memory);  // one after the other
   // All that is mapped may be read and written by these devices.
   void open(std::span<const int> ordinals);
+  void open(std::span<const std::shared_ptr<LocalGpu>> devices);
   void unmap();
 
  private:
@@ -71,20 +91,31 @@ class AddressRange {
   std::map<uint64_t, std::shared_ptr<const Allocation>> mapped_;  // by offset
 };
 
+// How ranks' memory is laid out at a constant stride. Allocations lie at whole granules, so where
+// the ranks' memory begins at different places within one there is no such stride.
+struct StrideLayout {
+  uint64_t lead = 0;    // from each rank's place to its memory
+  uint64_t extent = 0;  // of a rank's place
+  bool possible = true;
+
+  static StrideLayout of(std::span<const RankMemory> parts);
+};
+
 class PeerMapping {
  public:
-  // `parts`: one a rank. `local`: the devices of this process's ranks.
-  PeerMapping(std::vector<std::shared_ptr<const Allocation>> parts,
-              std::span<const std::shared_ptr<LocalGpu>> local);
+  // `parts`: one a rank, of a possible layout. `local`: the devices of this process's ranks.
+  PeerMapping(std::vector<RankMemory> parts, std::span<const std::shared_ptr<LocalGpu>> local);
 
   Rank ranks() const { return static_cast<Rank>(parts_.size()); }
   uint64_t stride() const { return stride_; }
   uint64_t bytes() const { return 2 * ranks() * stride_; }
   CUdeviceptr base() const { return laps_.base(); }
-  CUdeviceptr part(uint32_t rank) const { return laps_.base() + rank * stride_; }  // of two laps
+  CUdeviceptr part(uint32_t rank) const {  // of two laps
+    return laps_.base() + rank * stride_ + layout_.lead;
+  }
   // The first of the repeated mappings of a local rank's part; 0 for other ranks.
   CUdeviceptr repeated(Rank rank) const;
-  const std::vector<std::shared_ptr<const Allocation>>& parts() const { return parts_; }
+  const std::vector<RankMemory>& parts() const { return parts_; }
   // A part that lies on another GPU; null: there is none, or the driver does not tell.
   std::shared_ptr<const Allocation> part_elsewhere(int ordinal) const;
   // Whether one strided copy may go to all ranks: no document says that it works across the
@@ -100,7 +131,8 @@ class PeerMapping {
  private:
   void map(std::span<const std::shared_ptr<LocalGpu>> local);
 
-  std::vector<std::shared_ptr<const Allocation>> parts_;
+  std::vector<RankMemory> parts_;
+  StrideLayout layout_;
   uint64_t stride_;
   AddressRange laps_;
   std::map<Rank, std::unique_ptr<AddressRange>> repeated_;

@@ -6,8 +6,6 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr uint64_t kGranule = uint64_t{2} << 20;  // what memory is mapped in, at least
-
 template <typename Value>
 std::optional<Value> attribute_of(uint64_t address, int which) {
   Value value{};

@@ -8,11 +8,12 @@ namespace {
 constexpr uint64_t kValueBytes = sizeof(uint32_t);
 
 PeerMapping own_words(Rank ranks, std::span<const std::shared_ptr<LocalGpu>> devices) {
-  std::vector<std::shared_ptr<const Allocation>> parts(ranks);
-  for (const auto& device : devices)
-    parts[device->rank()] = Allocation::create(device->gpu(), 1, false);
-  const std::shared_ptr<const Allocation> first = parts[devices.front()->rank()];
-  for (auto& part : parts) part = part == nullptr ? first : part;
+  std::vector<RankMemory> parts(ranks);
+  for (const auto& device : devices) {
+    parts[device->rank()].allocations = {Allocation::create(device->gpu(), 1, false)};
+  }
+  const RankMemory first = parts[devices.front()->rank()];
+  for (RankMemory& part : parts) part = part.allocations.empty() ? first : part;
   return PeerMapping(std::move(parts), devices);
 }
 

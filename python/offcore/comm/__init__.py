@@ -3,7 +3,17 @@
 from offcore.comm.communicator import Communicator
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import show_program, variants
+from offcore.comm.registration import Registration
 from offcore.comm.result import Result
 from offcore.comm.window import Window
 
-__all__ = ["Communicator", "Handle", "Result", "View", "Window", "show_program", "variants"]
+__all__ = [
+    "Communicator",
+    "Handle",
+    "Registration",
+    "Result",
+    "View",
+    "Window",
+    "show_program",
+    "variants",
+]

@@ -16,9 +16,10 @@ from offcore.comm.arrays import dense
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
 from offcore.comm.reductions import Reduction, ReductionCalls, typed
+from offcore.comm.registration import Registration
 from offcore.comm.views import Spec, ViewCalls, specs_of
 from offcore.comm.window import Window
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.operands import (
     NUMBER_MAX,
     SEED_MAX,
@@ -158,6 +159,29 @@ class Communicator(ViewCalls, ReductionCalls):
         window = self.window(max(1, nbytes))._core
         arrays = [self._array(window, rank, 0, shape, kind) for rank in self.local_ranks]
         return arrays[0] if len(arrays) == 1 else arrays
+
+    def register(self, tensor: Any) -> Registration:
+        """Makes memory that others allocated a window as it lies, so that peers write tensors in
+        it directly. Collective: every rank passes a tensor of its own, of as many bytes.
+
+        tensor: a contiguous tensor on the rank's GPU; a list where several ranks are local. Until
+        the registration is closed it stays allocated, and counts as window memory, and so does
+        every part of it at the same offset on all ranks. Registering it again, or a part of it,
+        maps nothing anew. Only cuda has this (see docs/cuda.md, Registered tensors). Raises
+        `Error`, on all ranks alike: mismatch (sizes), invalid, unsupported (the backend, or memory
+        that no other rank can map, with what to do instead).
+        """
+        places: list[tuple[int, int]] = []
+        refusal = held = None
+        try:
+            given, _, _, held = self._side(tensor, "register", writable=True)
+            if isinstance(given, _core.Region) or None in given:
+                raise error("invalid", "register: pass a tensor for each local rank")
+            places = list(given)
+        except Error as refused:  # told to the other ranks, which wait for this one
+            refusal = str(refused)
+        number = self._core.register_memory(places, refusal or "", held, self.timeout)
+        return Registration(self._core, number)
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host

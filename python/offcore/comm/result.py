@@ -77,6 +77,11 @@ class Result(Facts):
         return self._core.staged
 
     @property
+    def registered(self) -> bool:
+        """Whether peers wrote straight into tensors that were registered."""
+        return self._core.registered
+
+    @property
     def mode(self) -> str:
         """eager; armed for a prelaunched program; capture: recorded into a graph, and not run."""
         return self._core.mode
