@@ -5,7 +5,7 @@
 
 Builds the package in build/gpu. Random collectives run with all ranks in one process and with one
 process a GPU, then what users of torch do, plain tensors of 1 byte to 2 GiB from each of torch's
-allocators, and operations in graphs; every byte is checked.
+allocators, registered ones, and operations in graphs; every byte is checked.
 gpu_proof.py proves what the backend rests on, gpu_bench.py measures all-gather and all-to-all next
 to NCCL; NVLink multicast is off. Every step has a time limit. Rows go to $OUT where it is set.
 """
