@@ -142,6 +142,7 @@ def test_groups_of_torch() -> None:
     import types
     import torch, torch.distributed as dist
     import offcore.torch
+    from foreign import Exchange, plain
     store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"tcp://{store}", rank=rank, world_size=ranks)
     gpus = Gpus([rank])
@@ -164,6 +165,10 @@ def test_groups_of_torch() -> None:
         calls_of(comm, group, turns=1)
         group.given = streams
         replays_of(group, gpus)
+        tensor = plain(rank, 50_000)
+        with group.register(tensor):
+            if group.ranks > 1:
+                Exchange(group, [tensor], 3000).everything(5)
         group.close()
     assert set(asked) == {rank}
     comm.close()
