@@ -8,6 +8,7 @@
 #include "core/base/env.h"
 #include "core/base/error.h"
 #include "core/base/host_memory.h"
+#include "core/base/place.h"
 #include "module.h"
 
 namespace offcore {
@@ -68,6 +69,8 @@ void bind_base(nb::module_& module) {
       },
       nb::arg("root") = "",
       "(bytes that this process may use, available): core/base/host_memory.h.");
+  module.def("place_here", &place_here,
+             "Of the host and network namespace that this thread is in: equal at others there.");
   module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
 }
 

@@ -14,7 +14,6 @@ tensors on GPUs want a group of theirs, dist.new_group(backend="nccl").
 from __future__ import annotations
 
 import datetime
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,95 +22,21 @@ import torch.distributed as dist
 
 from offcore import mcast
 from offcore.errors import error
+from offcore.torch_calls import Arguments, HostWork, all_on, option, packed, seconds
 
 __all__ = ["McastGroup", "McastOptions", "configure"]
 
 _configured: dict[str, Any] = {}
 
 
-class McastOptions:
+class McastOptions(Arguments):
     """What is passed as `pg_options`: arguments of offcore.mcast.Communicator."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
 
 
 def configure(**arguments: Any) -> None:
     """Sets arguments of offcore.mcast.Communicator for groups that this process makes from now
     on; `McastOptions` go before them. All ranks configure alike, but for their interface."""
     _configured.update(arguments)
-
-
-class _Work(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
-    """A call under way. Its outputs are where they belong once it is completed."""
-
-    def __init__(
-        self,
-        handle: mcast.Handle,
-        outputs: Any,
-        copies: Sequence[tuple[Any, Any]],
-        timeout: datetime.timedelta | None,
-    ) -> None:
-        super().__init__()
-        self._handle = handle
-        self._outputs = outputs
-        self._copies = copies
-        self._timeout = timeout
-        self._lock = threading.Lock()  # of what follows
-        self._settled = False
-        self._failure: Exception | None = None
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, and its outputs are written if it has ended well."""
-        if not self._handle.done():
-            return False
-        self._settle()
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self._failure is None
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Raises `offcore.Error`. No timeout: the call's, or else the group's."""
-        given = (_seconds(timeout), _seconds(self._timeout))
-        self._handle.wait(next((one for one in given if one is not None), None))
-        self._settle()
-        if self._failure is not None:
-            raise self._failure
-        return True
-
-    def _settle(self) -> None:
-        """Once the network has done: copies, or remembers the error for `wait`."""
-        with self._lock:
-            if self._settled:
-                return
-            try:
-                self._handle.wait(0.0)
-                with torch.no_grad():
-                    for to, what in self._copies:
-                        to.copy_(what)
-            except Exception as failure:
-                self._failure = failure
-            self._settled = True
-
-    def result(self) -> Any:
-        """The outputs."""
-        self.wait()
-        return self._outputs
-
-    def get_future(self) -> Any:
-        """A future that a thread completes, with the outputs or the error."""
-        future: Any = torch.futures.Future()
-
-        def complete() -> None:
-            try:
-                future.set_result(self.result())
-            except Exception as failure:
-                future.set_exception(failure)
-
-        threading.Thread(target=complete, daemon=True).start()
-        return future
 
 
 class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there for mypy
@@ -141,17 +66,17 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.broadcast."""
-        if not _all_on_cpu(tensors) or len(tensors) != 1:
+        if not all_on("cpu", tensors) or len(tensors) != 1:
             return super().broadcast(tensors, *args, **kwargs)
         (tensor,) = tensors
-        opts = _options(args, kwargs)
-        flat, back = _flat(tensor, opts.rootRank == self.rank())
+        opts = option(args, kwargs)
+        flat, back = packed(tensor, opts.rootRank == self.rank())
         handle = self.communicator.broadcast(flat, opts.rootRank)
-        return _Work(handle, tensors, back, opts.timeout)
+        return HostWork(handle, tensors, back, seconds(opts.timeout))
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather: also of tensors of different sizes, as the outputs say."""
-        if not _all_on_cpu(inputs) or len(inputs) != 1:
+        if not all_on("cpu", inputs) or len(inputs) != 1:
             return super().allgather(outputs, inputs, *args, **kwargs)
         (parts,) = outputs
         if len(parts) != self.size() or any(part.dtype != inputs[0].dtype for part in parts):
@@ -165,15 +90,15 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
             (part, piece.view(part.shape))
             for part, piece in zip(parts, whole.split(counts), strict=True)
         ]
-        return _Work(handle, outputs, pieces, _timeout(args, kwargs))
+        return HostWork(handle, outputs, pieces, _timeout(args, kwargs))
 
     def _allgather_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather_into_tensor."""
-        if not _all_on_cpu([output, inp]):
+        if not all_on("cpu", [output, inp]):
             return super()._allgather_base(output, inp, *args, **kwargs)
-        flat, back = _flat(output, False)
+        flat, back = packed(output, False)
         handle = self.communicator.all_gather(flat, inp.contiguous())
-        return _Work(handle, output, back, _timeout(args, kwargs))
+        return HostWork(handle, output, back, _timeout(args, kwargs))
 
     def all_gather_single(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """What newer versions of torch call `_allgather_base`."""
@@ -181,7 +106,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """dist.barrier."""
-        return _Work(self.communicator.barrier(), None, (), _timeout(args, kwargs))
+        return HostWork(self.communicator.barrier(), None, (), _timeout(args, kwargs))
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """For torch's messages."""
@@ -230,33 +155,8 @@ for _name, _to in _HANDED.items():
         setattr(McastGroup, _name, _hand(_name, _to))
 
 
-def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of a call: torch passes them by place or by name, or leaves them out."""
-    return args[0] if args else kwargs.get("opts")
-
-
-def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> datetime.timedelta | None:
-    return getattr(_options(args, kwargs), "timeout", None)
-
-
-def _seconds(timeout: datetime.timedelta | None) -> float | None:
-    """None where there is none: torch says -1 ms for that."""
-    return None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-
-
-def _all_on_cpu(tensors: Any) -> bool:
-    return all(
-        isinstance(tensor, torch.Tensor) and tensor.is_cpu and not tensor.is_sparse
-        for tensor in tensors
-    )
-
-
-def _flat(tensor: Any, only_read: bool) -> tuple[Any, Sequence[tuple[Any, Any]]]:
-    """The tensor, or a contiguous copy of it and what must be copied back."""
-    if tensor.is_contiguous():
-        return tensor, ()
-    copy = tensor.contiguous()
-    return copy, () if only_read else ((tensor, copy),)
+def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    return seconds(getattr(option(args, kwargs), "timeout", None))
 
 
 def _create(options: Any, given: Any) -> McastGroup:

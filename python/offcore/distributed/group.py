@@ -1,0 +1,285 @@
+"""The two kinds of back end that torch.distributed has: process groups up to torch 2.13, and from
+2.14 on `Backend`s, which share their group with those of other devices."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offcore.distributed.collectives import Collectives
+from offcore.distributed.sides import log
+from offcore.errors import error
+from offcore.torch_calls import Arguments, option
+
+NAME = "offcore"
+_TorchBackend: Any = torch._C._distributed_c10d.Backend
+# Whether a Backend may be a class in Python.
+BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+
+_configured = Arguments()
+
+
+def configure(**arguments: Any) -> None:
+    """Sets arguments of offcore.Communicator for groups that this process makes from now on;
+    `Options` go before them. All ranks configure alike."""
+    _configured.arguments.update(arguments)
+
+
+class Options(Arguments):
+    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8."""
+
+
+class Together(dist.Work):  # type: ignore[misc]
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Waits for each."""
+        return all([work.wait(timeout) for work in self._works])
+
+    def get_future(self) -> Any:
+        """Complete when all are."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+# The calls by torch's names, of both generations: which of `Collectives` it is; the options' class;
+# what inner groups call it; how its arguments stand for the core's.
+def _one(tensors: Any) -> tuple[Any]:
+    return ([tensors] if isinstance(tensors, torch.Tensor) else tensors,)
+
+
+def _both(outputs: Any, inputs: Any) -> tuple[Any, Any]:
+    if isinstance(inputs, torch.Tensor):
+        return [outputs], [inputs]
+    return outputs, inputs
+
+
+def _turned(lists: Any, inputs: Any) -> tuple[Any, Any]:
+    return [list(parts) for parts in zip(*lists, strict=True)], inputs
+
+
+def _same(*tensors: Any) -> tuple[Any, ...]:
+    return tensors
+
+
+_Row = tuple[str, str, str, Callable[..., tuple[Any, ...]]]
+_CALLS: dict[str, _Row] = {
+    "broadcast": ("broadcast", "Broadcast", "broadcast", _one),
+    "allreduce": ("allreduce", "Allreduce", "allreduce", _one),
+    "allreduce_coalesced": ("allreduce", "AllreduceCoalesced", "allreduce_coalesced", _one),
+    "reduce": ("reduce", "Reduce", "reduce", _one),
+    "allgather": ("allgather", "Allgather", "allgather", _both),
+    "allgather_coalesced": ("allgather", "Allgather", "allgather_coalesced", _turned),
+    "gather": ("gather", "Gather", "gather", _both),
+    "scatter": ("scatter", "Scatter", "scatter", _both),
+    "reduce_scatter": ("reduce_scatter", "ReduceScatter", "reduce_scatter", _both),
+    "alltoall": ("alltoall", "AllToAll", "alltoall", _same),
+    "barrier": ("barrier", "Barrier", "barrier", _same),
+}
+for _name in ("alltoall_base", "all_to_all_single"):
+    _CALLS[_name] = ("all_to_all_single", "AllToAll", "alltoall_base", _same)
+for _name in ("_allgather_base", "all_gather_single"):
+    _CALLS[_name] = ("all_gather_single", "Allgather", "_allgather_base", _both)
+for _name in ("_reduce_scatter_base", "reduce_scatter_single"):
+    _CALLS[_name] = ("reduce_scatter_single", "ReduceScatter", "_reduce_scatter_base", _both)
+for _name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
+    _CALLS[_name] = ("all_gather_single", "Allgather", "_allgather_base", _same)
+for _name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
+    _CALLS[_name] = ("reduce_scatter_single", "ReduceScatter", "_reduce_scatter_base", _same)
+# What inner groups do, by torch's name for it in both.
+_HANDED = ("send", "recv", "recv_anysource", "monitored_barrier")
+_TENSORS = {"alltoall_base": 4, "all_to_all_single": 4, "broadcast": 1, "reduce": 1, "barrier": 0}
+_TENSORS |= {"allreduce": 1, "allreduce_coalesced": 1}
+
+
+class Calls:
+    """What both kinds share: which call goes where. `inner` is gloo, and NCCL where there are GPUs;
+    they carry what offcore does not."""
+
+    collectives: Collectives
+    inner: dict[str, Any]
+    handed: dict[str, int]
+
+    def _open(self, options: Any, given: Any) -> None:
+        if given is not None and not isinstance(given, Options):
+            raise error("invalid", f"pg_options is a {type(given).__name__}: pass Options(...)")
+        store, rank, ranks = options.store, options.group_rank, options.group_size
+        self.handed = {}
+        self.inner = {
+            "cpu": dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo/", store), rank, ranks, timeout=options.timeout
+            )
+        }
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = options.timeout
+            nccl.global_ranks_in_group = options.global_ranks_in_group
+            nccl.group_name = f"{options.group_id}/{NAME}"
+            self.inner["cuda"] = dist.ProcessGroupNCCL(
+                dist.PrefixStore("nccl/", store), rank, ranks, nccl
+            )
+        self.collectives = Collectives(
+            dist.PrefixStore("offcore/", store),
+            rank,
+            ranks,
+            options.timeout.total_seconds(),
+            str(options.group_id),
+            Arguments(**{**_configured.arguments, **(given.arguments if given else {})}),
+        )
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core, kind, inner, arranged = _CALLS[name]
+        count = _TENSORS.get(name, 2)
+        if len(args) < count:
+            raise error("invalid", f"{name}: pass tensors by place")
+        opts = _options(kind, args[count:], kwargs)
+        tensors = arranged(*args[:count])
+        work = getattr(self.collectives, core)(*tensors, opts)
+        if work is not None:
+            return work
+        own = self._inner_of(args)
+        self._log(name)
+        if name.endswith("_coalesced") and not hasattr(own, name):
+            return Together(
+                [getattr(own, inner)(*pair, opts) for pair in zip(*tensors, strict=True)]
+            )
+        return getattr(own, inner)(*(tensors if core != "allgather" else args[:count]), opts)
+
+    def _hand(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._log(name)
+        return getattr(self._inner_of(args), name)(*args, **kwargs)
+
+    def _inner_of(self, args: Any) -> Any:
+        found = _first_tensor(args)
+        return self.inner["cpu" if found is None else found.device.type]
+
+    def _log(self, name: str) -> None:
+        self.handed[name] = self.handed.get(name, 0) + 1
+        if self.handed[name] == 1:
+            log.info("group %s: %s goes by torch's own backend", self.collectives.name, name)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """For torch's messages."""
+        return NAME
+
+    def shutdown(self) -> None:
+        """What dist.destroy_process_group calls, once for a group."""
+        self.collectives.close()
+        for group in self.inner.values():
+            group.shutdown()
+
+    def abort(self) -> None:
+        """Every rank's waits and later calls fail."""
+        self.collectives.abort()
+        for group in self.inner.values():
+            group.abort()
+
+
+def _options(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = option(args, kwargs)
+    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        kwargs, given = {"op": given, **kwargs}, None
+    elif isinstance(given, int):
+        kwargs, given = {"root": given, **kwargs}, None
+    if given is not None:
+        return given
+    opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
+    for name, field in (("op", "reduceOp"), ("root", "rootRank"), ("timeout", "timeout")):
+        if kwargs.get(name) is not None:
+            setattr(opts, field, kwargs[name])
+    return opts
+
+
+def _first_tensor(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given
+    if isinstance(given, (list, tuple)):
+        return next((found for one in given if (found := _first_tensor(one)) is not None), None)
+    return None
+
+
+def _method(name: str, do: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, do)(name, args, kwargs)
+
+    method.__name__ = name
+    method.__doc__ = "By offcore, or the inner group." if do == "_call" else "By the inner group."
+    return method
+
+
+for _name in _CALLS:
+    setattr(Calls, _name, _method(_name, "_call"))
+for _name in _HANDED:
+    setattr(Calls, _name, _method(_name, "_hand"))
+
+
+class Group(Calls, dist.ProcessGroup):  # type: ignore[misc]
+    """Up to torch 2.13: a process group of its own, for tensors on CPUs and GPUs."""
+
+    def __init__(self, options: Any, given: Any) -> None:
+        dist.ProcessGroup.__init__(self, options.group_rank, options.group_size)
+        self._open(options, given)
+        # What the C++ base does, which Python cannot override, it does by these.
+        kinds = dist.ProcessGroup.BackendType
+        self._register_backend(torch.device("cpu"), kinds.GLOO, self.inner["cpu"])
+        self._set_default_backend(kinds.GLOO)
+        if "cuda" in self.inner:
+            self._register_backend(torch.device("cuda"), kinds.NCCL, self.inner["cuda"])
+            self._set_default_backend(kinds.NCCL)
+
+
+class Backend(Calls, _TorchBackend):  # type: ignore[misc]
+    """From torch 2.14 on: `cpu:gloo,cuda:offcore` has one beside torch's own."""
+
+    def __init__(self, options: Any, given: Any) -> None:
+        _TorchBackend.__init__(self, options.group_rank, options.group_size)
+        self._open(options, given)
+        self._timeout = options.timeout
+
+    @property
+    def options(self) -> Any:
+        """torch's options of a backend."""
+        return _TorchBackend.Options(NAME, self._timeout)
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Of sends and receives, which the inner group coalesces."""
+        return "cuda" in self.inner
+
+    def start_coalescing(self) -> None:
+        """Of sends and receives."""
+        if self.supports_coalescing:
+            self.inner["cuda"]._start_coalescing()
+
+    def end_coalescing(self) -> Any:
+        """Of sends and receives."""
+        return self.inner["cuda"]._end_coalescing() if self.supports_coalescing else None
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Counted from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(self.collectives.carried.values()) + sum(self.handed.values())
+
+
+def create(options: Any, given: Any) -> Any:
+    """What torch calls for a group."""
+    return Backend(options, given) if BACKENDS else Group(options, given)
+
+
+def register() -> None:
+    """Makes torch.distributed know the backend "offcore". From 2.14 on, torch finds and calls this
+    by itself, as an entry point of torch.distributed.backends."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

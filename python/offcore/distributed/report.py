@@ -1,0 +1,38 @@
+"""What carried the calls of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from offcore.distributed.group import BACKENDS, Calls
+from offcore.errors import error
+
+
+def report(group: Any = None) -> dict[str, Any]:
+    """Calls since the group was made: `carried` by offcore and `handed` to torch's own backends,
+    by name; `obstacles`, why no call of a type of device can be carried, by its name. group: None
+    is the default one. Raises `Error`: invalid for a group of another backend.
+    """
+    found = calls_of(group)
+    if found is None:
+        raise error("invalid", "this group's backend is not offcore")
+    core = found.collectives
+    return {
+        "carried": dict(core.carried),
+        "handed": dict(found.handed),
+        "obstacles": dict(core.obstacles),
+    }
+
+
+def calls_of(group: Any) -> Calls | None:
+    """A group's back end; None: it is another's."""
+    given = dist.group.WORLD if group is None else group
+    if isinstance(given, Calls) or not BACKENDS:
+        return given if isinstance(given, Calls) else None
+    for device in given._device_types:
+        backend = given._get_backend(device)
+        if isinstance(backend, Calls):
+            return backend
+    return None

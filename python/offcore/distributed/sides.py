@@ -1,0 +1,338 @@
+"""How a group's calls run: on the host by a thread that keeps their order, on a GPU in streams.
+
+A call is a *body*: a function that starts operations of a communicator and returns their handles,
+and what is to be copied when they have ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import offcore
+from offcore.bootstrap import bootstrap_of
+from offcore.comm import Communicator, Handle
+from offcore.errors import error
+from offcore.torch_calls import Copies, HostWork, copy_all, seconds
+
+Body = Callable[[Communicator], tuple[Sequence[Handle], Copies]]
+_FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
+_LOOK_S = 1.0  # between two looks at what is late on a GPU
+log = logging.getLogger("offcore.distributed")
+
+
+class Side(contextlib.AbstractContextManager["Side"]):
+    """A communicator of a group, and how its calls run."""
+
+    def __init__(self, comm: Communicator, name: str, rank: int, timeout: float) -> None:
+        self.comm = comm
+        self._name = name
+        self._rank = rank
+        self._timeout = timeout
+        self._calls = 0
+        self._failure: Exception | None = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
+        """Starts a call; its work."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Once what is under way has ended."""
+        self.comm.close()
+
+    def abort(self) -> None:
+        """Every rank's waits and later calls fail."""
+        if self._failure is None:
+            self._failure = error("cancelled", f"rank {self._rank} aborted group {self._name}")
+        self.comm.abort()
+
+    def _limit(self, opts: Any) -> float:
+        return seconds(getattr(opts, "timeout", None)) or self._timeout
+
+    def _label(self, op: str) -> str:
+        self._calls += 1
+        return f"{op} (call {self._calls} of rank {self._rank}, group {self._name})"
+
+    def _failed(self, label: str, failure: Exception) -> Exception:
+        """That failure with the call's name; where ranks may no longer agree, also for later calls,
+        and told to the peers: they must not wait for this rank."""
+        code = getattr(failure, "code", None)
+        if code is None:
+            return failure
+        named = error(code, f"{label}: {failure}")
+        if code in _FATAL and self._failure is None:
+            self._failure = named
+            with contextlib.suppress(offcore.Error):
+                self.comm.abort()
+        return named
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise error(
+                getattr(self._failure, "code", "cancelled"),
+                f"group {self._name} is dead since {self._failure}",
+            )
+
+
+class _Job:
+    """A call that the thread makes."""
+
+    def __init__(self, label: str, body: Body, limit: float) -> None:
+        self.label = label
+        self.body: Body | None = body
+        self.limit = limit
+        self._ended = threading.Event()
+        self._failure: Exception | None = None
+
+    def end(self, failure: Exception | None) -> None:
+        self._failure = failure
+        self.body = None  # it holds the tensors
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None) -> None:
+        if not self._ended.wait(timeout):
+            raise error("timeout", f"{self.label}: has not ended within {timeout:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+
+class HostSide(Side):
+    """Tensors in host memory. One call at a time, in the order in which they were made: at once
+    where nothing waits, else by a thread, so that no call blocks whoever makes it."""
+
+    def __init__(self, comm: Communicator, name: str, rank: int, timeout: float) -> None:
+        super().__init__(comm, name, rank, timeout)
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of what follows
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+        self._running = threading.Lock()
+
+    def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
+        self._check()
+        with self._lock:
+            job = _Job(self._label(op), body, self._limit(opts))
+            alone = self._waiting == 0 and not getattr(opts, "asyncOp", True)
+            self._waiting += 1
+            if alone:
+                self._running.acquire()
+            else:
+                self._queue.put(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, daemon=True)
+                    self._thread.start()
+        if alone:
+            try:
+                self._do(job)
+            finally:
+                self._running.release()
+        return HostWork(job, outputs, (), None)
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._running:
+                self._do(job)
+            del job  # and what it holds, until the next comes
+
+    def _do(self, job: _Job) -> None:
+        failure = None
+        try:
+            self._check()
+            end = time.monotonic() + job.limit
+            self.comm.timeout = job.limit  # of meetings
+            assert job.body is not None
+            with torch.no_grad():
+                handles, copies = job.body(self.comm)
+            for handle in handles:
+                handle.wait(max(0.0, end - time.monotonic()))
+            copy_all(copies)
+        except BaseException as caught:
+            known = isinstance(caught, Exception)
+            failure = self._failed(job.label, caught) if known else caught
+            if not known:  # Ctrl-C, in the caller's thread
+                raise
+        finally:
+            with self._lock:
+                self._waiting -= 1
+            job.end(failure)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+        super().close()
+
+
+class GpuWork(dist.Work):  # type: ignore[misc]
+    """A call on a GPU. `wait` orders the current stream behind it; the host goes on."""
+
+    def __init__(self, side: GpuSide, label: str, handles: Sequence[Handle], outputs: Any) -> None:
+        super().__init__()
+        self._side = side
+        self._label = label
+        self._handles = handles
+        self._outputs = outputs
+        self._event = torch.cuda.Event()
+        self._event.record()  # in the call's stream
+        self._future: Any = torch.futures.Future(devices=[side.device])
+        self._future.set_result(outputs)
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has come to its end."""
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Whether it has ended, and nothing has failed."""
+        return self.is_completed() and self._side.failure is None
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """With a timeout the host waits too. Raises `offcore.Error` where the group is dead."""
+        self._side.check()
+        limit = seconds(timeout)
+        if limit is not None:
+            self._side.wait_for(self._label, self._handles, limit)
+        self._event.wait(torch.cuda.current_stream(self._side.device))
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> Any:
+        """The outputs, for the current stream."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """A future that is complete; who takes its value waits in a stream for the call."""
+        return self._future
+
+
+class GpuSide(Side):
+    """Tensors on one GPU: a call is enqueued on the current stream, one with async_op on a stream
+    of the group's own, behind what the current stream has."""
+
+    def __init__(
+        self, comm: Communicator, name: str, rank: int, timeout: float, device: Any
+    ) -> None:
+        super().__init__(comm, name, rank, timeout)
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._lock = threading.Lock()  # of what follows
+        self._late: collections.deque[tuple[float, str, Sequence[Handle], Body | None]] = (
+            collections.deque()
+        )
+        self._watch: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure
+
+    def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
+        self.check()
+        label, limit = self._label(op), self._limit(opts)
+        self._collect()
+        current = torch.cuda.current_stream(self.device)
+        stream = self._stream if getattr(opts, "asyncOp", True) else current
+        if stream is not current:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream), torch.no_grad():
+            self.comm.timeout = limit
+            try:
+                handles, copies = body(self.comm)
+            except offcore.Error as failure:
+                raise self._failed(label, failure) from None
+            copy_all(copies)
+            work = GpuWork(self, label, handles, outputs)
+        if not torch.cuda.is_current_stream_capturing():
+            with self._lock:
+                # On a stream of its own a call's tensors are to live until it has ended.
+                kept = None if stream is current else body
+                self._late.append((time.monotonic() + limit, label, handles, kept))
+                if self._watch is None:
+                    self._watch = threading.Thread(target=self._look, daemon=True)
+                    self._watch.start()
+        return work
+
+    def check(self) -> None:
+        """Raises where the group is dead, also of a rank that has died since."""
+        self._check()
+        try:
+            self.comm.check()
+        except offcore.Error as failure:
+            raise self._failed("a call under way", failure) from None
+
+    def wait_for(self, label: str, handles: Sequence[Handle], limit: float) -> None:
+        """Makes the host wait."""
+        end = time.monotonic() + limit
+        for handle in handles:
+            try:
+                handle.wait(max(0.0, end - time.monotonic()))
+            except offcore.Error as failure:
+                if failure.code == "timeout":  # of the caller's own patience: it may wait again
+                    raise error("timeout", f"{label}: {failure}") from None
+                raise self._failed(label, failure) from None
+
+    def _collect(self) -> None:
+        """Lets go of what has ended: until then operands stay alive."""
+        with self._lock:
+            while self._late and all(handle.done() for handle in self._late[0][2]):
+                _, label, handles, _ = self._late.popleft()
+                try:
+                    for handle in handles:
+                        handle.wait(0.0)
+                except offcore.Error as failure:
+                    log.error("%s", self._failed(label, failure))
+
+    def _look(self) -> None:
+        """A thread: the driver tells nobody that a stream waits in vain."""
+        while not self._closed.wait(_LOOK_S):
+            self._collect()
+            with self._lock:
+                first = self._late[0] if self._late else None
+            if first is not None and self._failure is None and time.monotonic() > first[0]:
+                late = error("timeout", "has not ended in time; the group is aborted")
+                log.error("%s", self._failed(first[1], late))
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            late = [*self._late]
+        for _, label, handles, _ in late:
+            try:
+                self.wait_for(label, handles, self._timeout)
+            except offcore.Error as failure:
+                log.error("%s", failure)
+        super().close()
+
+
+def open_side(
+    store: Any, rank: int, ranks: int, name: str, timeout: float, device: Any, arguments: Any
+) -> Side:
+    """Of a group that meets at a store. Collective."""
+    given = {"timeout": timeout, **arguments}
+    if device.type == "cuda":
+        from offcore.torch import Communicator as OnStreams
+
+        meeting = bootstrap_of(store, rank, ranks)
+        comm = OnStreams(meeting, device=device.index, **given)
+        return GpuSide(comm, name, rank, timeout, device)
+    comm = Communicator(backend="host", store=store, rank=rank, world_size=ranks, **given)
+    return HostSide(comm, name, rank, timeout)

@@ -1,0 +1,138 @@
+"""Calls of torch.distributed's groups, as whatever carries them sees them: tensors and options."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
+
+
+class Arguments:
+    """A backend's `pg_options`: keyword arguments of the communicator of a group."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def option(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The options of a call: torch passes them by place or by name, or leaves them out."""
+    return args[0] if args else kwargs.get("opts")
+
+
+def seconds(timeout: datetime.timedelta | None) -> float | None:
+    """None where there is none: torch says -1 ms or 0 for that."""
+    return None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
+
+
+def all_on(device: str, tensors: Iterable[Any]) -> bool:
+    """Whether all are dense tensors on that type of device."""
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == device
+        and tensor.layout == torch.strided
+        for tensor in tensors
+    )
+
+
+def packed(tensor: Any, only_read: bool) -> tuple[Any, Copies]:
+    """The tensor, or a contiguous copy of it and what must be copied back."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor, ()
+    copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return copy, () if only_read else ((tensor, copy),)
+
+
+class UnderWay(Protocol):
+    """A call that goes on by itself."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float | None) -> Any: ...
+
+
+class HostWork(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
+    """A call on host memory. Its outputs are where they belong once it is completed.
+
+    timeout: seconds of a wait that names none; None: what the call itself has.
+    """
+
+    def __init__(
+        self, handle: UnderWay, outputs: Any, copies: Copies, timeout: float | None
+    ) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outputs = outputs
+        self._copies = copies
+        self._timeout = timeout
+        self._lock = threading.Lock()  # of what follows
+        self._settled = False
+        self._failure: Exception | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, and its outputs are written if it has ended well."""
+        if not self._handle.done():
+            return False
+        self._settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self._failure is None
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Raises `offcore.Error`. No timeout: the call's, or else the group's."""
+        given = seconds(timeout)
+        self._handle.wait(self._timeout if given is None else given)
+        self._settle()
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def synchronize(self) -> None:
+        """What wait does: there is no stream to order."""
+        self.wait()
+
+    def _settle(self) -> None:
+        """Once the call itself has ended: copies, or remembers the error for `wait`."""
+        with self._lock:
+            if self._settled:
+                return
+            try:
+                self._handle.wait(0.0)
+                copy_all(self._copies)
+            except Exception as failure:
+                self._failure = failure
+            self._settled = True
+
+    def result(self) -> Any:
+        """The outputs."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """A future that a thread completes, with the outputs or the error."""
+        future: Any = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                future.set_result(self.result())
+            except Exception as failure:
+                future.set_exception(failure)
+
+        if self._handle.done():
+            complete()
+        else:
+            threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+def copy_all(copies: Copies) -> None:
+    with torch.no_grad():
+        for to, what in copies:
+            to.copy_(what)
