@@ -17,6 +17,7 @@ import collections
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,7 @@ class Outcomes(unittest.TestResult):
         name = test.id().rpartition(".")[2]
         self.found[name] = (outcome, reason)
         took = time.monotonic() - self._began
-        print(json.dumps([name, outcome, reason[-1500:], round(took, 1)]), flush=True)
+        print(json.dumps([name, outcome, reason[:300], round(took, 1)]), flush=True)
 
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
         self._note(test, "passed", "")
@@ -82,7 +83,9 @@ class Outcomes(unittest.TestResult):
         self._note(test, "skipped", reason)
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        self._note(test, "failed", self._exc_info_to_string(err, test))
+        told = self._exc_info_to_string(err, test)
+        errors = re.findall(r"^\w*(?:Error|Exception): .*", told, re.M)
+        self._note(test, "failed", errors[-1] if errors else told[-300:])
 
     addFailure = addError  # noqa: N815
 
@@ -143,7 +146,7 @@ def main() -> None:
             print(f"  {name}: {dict(zip(found, outcomes, strict=True))}")
             for backend, tests in found.items():
                 if tests[name]["outcome"] == "failed":
-                    print(f"    {backend}: {tests[name]['reason'].strip().splitlines()[-1]}")
+                    print(f"    {backend}: {tests[name]['reason']}")
     if args.json:
         write(args.json, args.ranks, found)
 
@@ -159,9 +162,6 @@ def write(path: Path, ranks: int, found: dict[str, dict[str, dict[str, Any]]]) -
         for backend, tests in found.items()
         for name, one in tests.items()
     ]
-    for row in rows:
-        lines = row["reason"].strip().splitlines()
-        row["reason"] = lines[-1] if lines else ""
     path.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows), "utf-8")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what optimizers import, once for all ranks
 import torch.distributed as dist
 
 LIMIT_S = 60

@@ -277,10 +277,13 @@ def dead_peer(rank: int, ranks: int) -> None:
 
 
 def aborted(rank: int, ranks: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == 0:
+        store.wait(["through the barrier"])
         dist.distributed_c10d._abort_process_group()
         return
+    store.set("through the barrier", "")
     with pytest.raises(offcore.Error) as caught:
         dist.all_reduce(torch.ones(3))
     assert caught.value.code == "peer"

@@ -28,6 +28,11 @@ _REDUCIBLE = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
 _REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
+def reducible(dtype: Any) -> bool:
+    """Whether offcore reduces that dtype."""
+    return dtype in _REDUCIBLE
+
+
 def reduction_of(op: Any) -> tuple[str, float] | None:
     """The reduction of that name and its scale; None: offcore has none."""
     if isinstance(op, dist.ReduceOp.RedOpType):
@@ -246,7 +251,7 @@ class Collectives:
         if not used or not (all_on("cpu", used) or all_on("cuda", used)):
             return None
         if reduction is not None and (
-            not reduction or any(tensor.dtype not in _REDUCIBLE for tensor in used)
+            not reduction or not all(reducible(tensor.dtype) for tensor in used)
         ):
             return None
         side = self._side(used[0].device)

@@ -21,21 +21,29 @@ import torch.distributed as dist
 
 import offcore
 from offcore.bootstrap import bootstrap_of
-from offcore.comm import Communicator, Handle
+from offcore.comm import Communicator, Handle, Result
 from offcore.errors import error
 from offcore.torch_calls import Copies, HostWork, copy_all, seconds
 
+Told = Callable[[Result], None]
 Body = Callable[[Communicator], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
 log = logging.getLogger("offcore.distributed")
 
 
-class Side(contextlib.AbstractContextManager["Side"]):
-    """A communicator of a group, and how its calls run."""
+def _nobody(_: Result) -> None:
+    """Hears nothing."""
 
-    def __init__(self, comm: Communicator, name: str, rank: int, timeout: float) -> None:
+
+class Side(contextlib.AbstractContextManager["Side"]):
+    """A communicator of a group, and how its calls run. `told` hears of each operation's result."""
+
+    def __init__(
+        self, comm: Communicator, name: str, rank: int, timeout: float, told: Told = _nobody
+    ) -> None:
         self.comm = comm
+        self._told = told
         self._name = name
         self._rank = rank
         self._timeout = timeout
@@ -47,6 +55,10 @@ class Side(contextlib.AbstractContextManager["Side"]):
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
         """Starts a call; its work."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -66,13 +78,14 @@ class Side(contextlib.AbstractContextManager["Side"]):
         self._calls += 1
         return f"{op} (call {self._calls} of rank {self._rank}, group {self._name})"
 
-    def _failed(self, label: str, failure: Exception) -> Exception:
+    def _failed(self, label: str, failure: Exception, limit: float = 0) -> Exception:
         """That failure with the call's name; where ranks may no longer agree, also for later calls,
         and told to the peers: they must not wait for this rank."""
         code = getattr(failure, "code", None)
         if code is None:
             return failure
-        named = error(code, f"{label}: {failure}")
+        late = f"timeout of {limit:g} s: " if code == "timeout" and limit else ""
+        named = error(code, f"{label}: {late}{failure}")
         if code in _FATAL and self._failure is None:
             self._failure = named
             with contextlib.suppress(offcore.Error):
@@ -116,8 +129,10 @@ class HostSide(Side):
     """Tensors in host memory. One call at a time, in the order in which they were made: at once
     where nothing waits, else by a thread, so that no call blocks whoever makes it."""
 
-    def __init__(self, comm: Communicator, name: str, rank: int, timeout: float) -> None:
-        super().__init__(comm, name, rank, timeout)
+    def __init__(
+        self, comm: Communicator, name: str, rank: int, timeout: float, told: Told = _nobody
+    ) -> None:
+        super().__init__(comm, name, rank, timeout, told)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
         self._waiting = 0
@@ -160,17 +175,20 @@ class HostSide(Side):
             with torch.no_grad():
                 handles, copies = job.body(self.comm)
             for handle in handles:
-                handle.wait(max(0.0, end - time.monotonic()))
+                self._told(handle.wait(max(0.0, end - time.monotonic())))
             copy_all(copies)
         except BaseException as caught:
             known = isinstance(caught, Exception)
-            failure = self._failed(job.label, caught) if known else caught
+            failure = self._failed(job.label, caught, job.limit) if known else caught
             if not known:  # Ctrl-C, in the caller's thread
                 raise
         finally:
             with self._lock:
                 self._waiting -= 1
             job.end(failure)
+
+    def settle(self) -> None:
+        self.run("nothing", lambda _: ((), ()), None, None).wait()
 
     def close(self) -> None:
         self._queue.put(None)
@@ -229,9 +247,15 @@ class GpuSide(Side):
     of the group's own, behind what the current stream has."""
 
     def __init__(
-        self, comm: Communicator, name: str, rank: int, timeout: float, device: Any
+        self,
+        comm: Communicator,
+        name: str,
+        rank: int,
+        timeout: float,
+        device: Any,
+        told: Told = _nobody,
     ) -> None:
-        super().__init__(comm, name, rank, timeout)
+        super().__init__(comm, name, rank, timeout, told)
         self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._lock = threading.Lock()  # of what follows
@@ -258,7 +282,7 @@ class GpuSide(Side):
             try:
                 handles, copies = body(self.comm)
             except offcore.Error as failure:
-                raise self._failed(label, failure) from None
+                raise self._failed(label, failure, limit) from None
             copy_all(copies)
             work = GpuWork(self, label, handles, outputs)
         if not torch.cuda.is_current_stream_capturing():
@@ -297,7 +321,7 @@ class GpuSide(Side):
                 _, label, handles, _ = self._late.popleft()
                 try:
                     for handle in handles:
-                        handle.wait(0.0)
+                        self._told(handle.wait(0.0))
                 except offcore.Error as failure:
                     log.error("%s", self._failed(label, failure))
 
@@ -323,16 +347,31 @@ class GpuSide(Side):
         super().close()
 
 
+def open_communicator(
+    meeting: Any, rank: int, ranks: int, timeout: float, device: Any, arguments: dict[str, Any]
+) -> Communicator:
+    """For tensors on that device, of ranks that meet at a store or a group. Collective."""
+    given = {"timeout": timeout, **arguments}
+    place = bootstrap_of(meeting, rank, ranks)
+    if device.type == "cuda":
+        from offcore.torch import Communicator as OnStreams
+
+        return OnStreams(place, device=device.index, **given)
+    return Communicator(backend="host", store=place, **given)
+
+
 def open_side(
     store: Any, rank: int, ranks: int, name: str, timeout: float, device: Any, arguments: Any
 ) -> Side:
     """Of a group that meets at a store. Collective."""
-    given = {"timeout": timeout, **arguments}
-    if device.type == "cuda":
-        from offcore.torch import Communicator as OnStreams
+    comm = open_communicator(store, rank, ranks, timeout, device, arguments)
+    return side_of(comm, name, rank, timeout, device)
 
-        meeting = bootstrap_of(store, rank, ranks)
-        comm = OnStreams(meeting, device=device.index, **given)
-        return GpuSide(comm, name, rank, timeout, device)
-    comm = Communicator(backend="host", store=store, rank=rank, world_size=ranks, **given)
-    return HostSide(comm, name, rank, timeout)
+
+def side_of(
+    comm: Communicator, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
+) -> Side:
+    """How calls of that communicator run."""
+    if device.type == "cuda":
+        return GpuSide(comm, name, rank, timeout, device, told)
+    return HostSide(comm, name, rank, timeout, told)

@@ -1,0 +1,213 @@
+"""Where FSDP2's modules get their communication from."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from offcore import defaults
+from offcore.distributed import reach
+from offcore.distributed.group import NAME, Calls
+from offcore.distributed.report import calls_of
+from offcore.distributed.report import report as report_of_group
+from offcore.distributed.sides import log
+from offcore.errors import error
+from offcore.fsdp.shards import AllGather, ReduceScatter, Shards
+
+_ROUND = 1 << 21
+
+
+@dataclasses.dataclass
+class _Enabled:
+    """What `enable` made of a model, and what was there before."""
+
+    shards: dict[Any, Shards]
+    replicas: dict[Any, Any]  # groups of HSDP's all-reduces, by the groups that they stand for
+    obstacles: dict[str, str]  # why a group stays with its own backend, by its ranks
+    before: list[tuple[Any, str, Any]] = dataclasses.field(default_factory=list)
+
+    def put(self, holder: Any, name: str, value: Any) -> None:
+        self.before.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
+
+
+_enabled: weakref.WeakKeyDictionary[Any, _Enabled] = weakref.WeakKeyDictionary()
+
+
+def enable(
+    model: Any,
+    *,
+    all_gather: bool = True,
+    reduce_scatter: bool = True,
+    all_reduce: bool = True,
+    memory: int | None = None,
+    timeout: float | None = None,
+    **arguments: Any,
+) -> None:
+    """Makes all FSDPModules of a model communicate by offcore. Collective: all ranks of the
+    model's mesh call it alike, after `fully_shard` and before the first step.
+
+    all_gather, reduce_scatter, all_reduce: what to take; the last is HSDP's.
+    memory: bytes of window memory for outputs of all-gathers, for each group of ranks that share
+        parameters; by default what the three largest modules need, and the largest once more.
+        Outputs for which it has no room are torch's own memory and go by way of slots (`staged`).
+    timeout: seconds after which a call that has not ended fails and the group is dead.
+    arguments: of offcore.Communicator, such as sms=8.
+
+    Raises `Error`: invalid for a model without FSDPModules, or one that is enabled already; what
+    offcore.Communicator raises.
+    """
+    param_groups = [*_param_groups(model)]
+    if not param_groups:
+        raise error("invalid", "the model has no FSDPModule: call fully_shard first")
+    if model in _enabled:
+        raise error("invalid", "the model is enabled already: call disable first")
+    made = _Enabled({}, {}, {})
+    limit = defaults.seconds(timeout)
+    for group, device, nbytes in _groups_of(param_groups):
+        if not (all_gather or reduce_scatter) or _stays(group, device, made):
+            continue
+        size = nbytes if memory is None else memory
+        made.shards[group] = Shards(group, device, limit, size if all_gather else 0, arguments)
+    for param_group in param_groups:
+        info = param_group.mesh_info
+        shards = made.shards.get(getattr(info, "shard_process_group", None))
+        if shards is not None and all_gather:
+            made.put(param_group, "_all_gather_comm", AllGather(shards, made.shards))
+        if shards is not None and reduce_scatter:
+            made.put(param_group, "_reduce_scatter_comm", ReduceScatter(shards))
+        replicas = getattr(info, "replicate_process_group", None)
+        if all_reduce and replicas is not None:
+            own = _replicas_of(replicas, param_group.device, made)
+            if own is not None:
+                made.put(info, "replicate_process_group", own)
+    _enabled[model] = made
+
+
+def disable(model: Any) -> None:
+    """Gives the model its own communication back. Collective, between steps. Raises `Error`:
+    invalid where it is not enabled."""
+    made = _enabled.pop(model, None)
+    if made is None:
+        raise error("invalid", "the model is not enabled")
+    for holder, name, value in reversed(made.before):
+        setattr(holder, name, value)
+    for shards in made.shards.values():
+        shards.close()
+    for group, own in made.replicas.items():
+        if own is not group:
+            dist.destroy_process_group(own)
+
+
+def report(model: Any) -> dict[str, Any]:
+    """What ran since `enable`, at this rank; waits for what is under way.
+
+    For "all_gather" and "reduce_scatter": calls, bytes (S, the whole arrays), variants (calls by
+    name), staged (calls that went by way of slots, since an output lay outside of window memory),
+    sms (the most that a call took) and handed (calls that the group's own backend made). For
+    "all_reduce", HSDP's: calls carried and handed. "memory": bytes of window memory, "refused":
+    outputs that it had no room for. "obstacles": why groups stay with their own backends, by their
+    ranks. Raises `Error`: invalid where the model is not enabled.
+    """
+    made = _enabled.get(model)
+    if made is None:
+        raise error("invalid", "the model is not enabled")
+    facts: dict[str, Any] = {}
+    for shards in made.shards.values():
+        shards.settle()
+    for op in ("all_gather", "reduce_scatter"):
+        facts[op] = _sum([shards.ran[op].facts() for shards in made.shards.values()])
+    told = [report_of_group(own) for own in made.replicas.values()]
+    facts["all_reduce"] = {
+        kind: sum(sum(one[kind].values()) for one in told) for kind in ("carried", "handed")
+    }
+    facts["memory"] = sum(shards.ring.nbytes for shards in made.shards.values())
+    facts["refused"] = sum(shards.ring.refused for shards in made.shards.values())
+    facts["obstacles"] = dict(made.obstacles)
+    return facts
+
+
+def _sum(all_facts: list[dict[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {"variants": {}}
+    for facts in all_facts:
+        for name, value in facts.items():
+            if name == "variants":
+                for variant, calls in value.items():
+                    total[name][variant] = total[name].get(variant, 0) + calls
+            elif name == "sms":
+                total[name] = max(total.get(name, 0), value)
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _param_groups(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
+            if found is None:
+                found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            yield from found
+
+
+def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, int]]:
+    """Each group of ranks that share parameters, its device, and what its ring is to hold."""
+    needs: dict[Any, list[int]] = {}
+    devices = {}
+    for param_group in param_groups:
+        for info in (param_group.mesh_info, param_group.post_forward_mesh_info):
+            group = getattr(info, "shard_process_group", None)
+            if group is None:
+                continue
+            sizes = needs.setdefault(group, [])
+            devices[group] = param_group.device
+            if info is param_group.mesh_info:
+                sizes.append(_gathered_bytes(param_group) * dist.get_world_size(group))
+    for group, sizes in needs.items():
+        largest = sorted(sizes, reverse=True)[:3]
+        total = min(sum(largest) + max(largest, default=0), sum(sizes) + max(largest, default=0))
+        yield group, devices[group], -(-total // _ROUND) * _ROUND
+
+
+def _gathered_bytes(param_group: Any) -> int:
+    """Of a rank's part of an all-gather."""
+    total = 0
+    for one in param_group.fsdp_params:
+        data = one._sharded_param_data
+        total += data.numel() * (one.mp_policy.param_dtype or data.dtype).itemsize
+    return total
+
+
+def _stays(group: Any, device: Any, made: _Enabled) -> bool:
+    """Whether a group stays with its own backend, which all its ranks agree on."""
+    if dist.get_world_size(group) == 1:
+        return True
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, reach.facts_of(torch.device(device)), group=group)
+    why = reach.obstacle(told)
+    if why:
+        ranks = str(dist.get_process_group_ranks(group))
+        made.obstacles[ranks] = why
+        log.warning("fsdp: ranks %s stay with backend %s: %s", ranks, dist.get_backend(group), why)
+    return bool(why)
+
+
+def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
+    """The group of the backend "offcore" that stands for one of HSDP; None: it stays."""
+    if group not in made.replicas:
+        if isinstance(calls_of(group), Calls):
+            made.replicas[group] = group
+        elif not _stays(group, device, made):
+            ranks = dist.get_process_group_ranks(group)
+            made.replicas[group] = dist.new_group(
+                ranks, backend=NAME, use_local_synchronization=True, group_desc="offcore.fsdp"
+            )
+    own = made.replicas.get(group)
+    return None if own is group else own

@@ -1,0 +1,152 @@
+"""FSDP2's all-gather and reduce-scatter of one group of ranks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+from offcore.comm import Communicator, Result
+from offcore.distributed.collectives import reducible, reduction_of
+from offcore.distributed.sides import open_communicator, side_of
+from offcore.fsdp.memory import Ring
+
+_AllGather: Any = _fsdp_api.AllGather
+_ReduceScatter: Any = _fsdp_api.ReduceScatter
+GATHERS, REDUCES = 0, 1  # lanes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What a side asks of a call's options, by torch's names."""
+
+    asyncOp: bool  # noqa: N815
+    timeout: datetime.timedelta | None = None
+
+
+class Ran:
+    """What one direction did."""
+
+    def __init__(self) -> None:
+        self.handed = 0  # calls that the group's own backend made
+        self._lock = threading.Lock()  # of what follows
+        self._calls = 0
+        self._bytes = 0
+        self._staged = 0
+        self._sms = 0
+        self._variants: collections.Counter[str] = collections.Counter()
+
+    def add(self, result: Result) -> None:
+        with self._lock:
+            self._calls += 1
+            self._bytes += result.bytes
+            self._staged += result.staged
+            self._sms = max(self._sms, result.sms)
+            self._variants[result.variant] += 1
+
+    def facts(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "calls": self._calls,
+                "bytes": self._bytes,
+                "variants": dict(self._variants),
+                "staged": self._staged,
+                "sms": self._sms,
+                "handed": self.handed,
+            }
+
+
+class Shards:
+    """The ranks of one group, each with a shard, their communicator and its two lanes. Collective:
+    `memory` bytes of window memory on each."""
+
+    def __init__(
+        self, group: Any, device: Any, timeout: float, memory: int, arguments: dict[str, Any]
+    ) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.comm: Communicator = open_communicator(group, rank, ranks, timeout, device, arguments)
+        self.ring = Ring(self.comm, memory)
+        self.ran = {"all_gather": Ran(), "reduce_scatter": Ran()}
+        name = str(dist.get_process_group_ranks(group))
+        self._sides = {
+            op: side_of(self.comm, f"fsdp {name}", rank, timeout, device, ran.add)
+            for op, ran in self.ran.items()
+        }
+
+    def all_gather(self, out: Any, inp: Any, late: bool) -> Any:
+        def body(comm: Communicator) -> Any:
+            return [comm.all_gather(out, inp, lane=GATHERS)], ()
+
+        return self._sides["all_gather"].run("all_gather", body, out, _Options(late))
+
+    def reduce_scatter(self, out: Any, inp: Any, op: str, scale: float, late: bool) -> Any:
+        def body(comm: Communicator) -> Any:
+            return [comm.reduce_scatter(out, inp, op, scale=scale, lane=REDUCES)], ()
+
+        return self._sides["reduce_scatter"].run("reduce_scatter", body, out, _Options(late))
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        for side in self._sides.values():
+            side.settle()
+
+    def close(self) -> None:
+        """Once what is under way has ended."""
+        for side in self._sides.values():
+            side.close()
+
+
+class AllGather(_AllGather):  # type: ignore[misc]
+    """Of the parameters of modules whose shards lie in one group; `others` by group are those of
+    modules that are resharded to fewer ranks after forward."""
+
+    def __init__(self, shards: Shards, others: dict[Any, Shards]) -> None:
+        self._shards = shards
+        self._by_group = {**others, shards.group: shards}
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
+        nbytes = math.prod(int(one) for one in size) * dtype.itemsize
+        taken = self._shards.ring.take(nbytes)
+        if taken is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        return taken.view(dtype).view(*size)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        shards = self._by_group.get(group)
+        if shards is None:
+            self._shards.ran["all_gather"].handed += 1
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        work = shards.all_gather(output_tensor, input_tensor, async_op)
+        return work if async_op else None
+
+
+class ReduceScatter(_ReduceScatter):  # type: ignore[misc]
+    """Of gradients. The output becomes param.grad and lives until it is set to None, so memory is
+    torch's own; no peer writes there, data comes by way of slots."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        reduction = reduction_of(op)
+        if reduction is None or not reducible(output_tensor.dtype):
+            self._shards.ran["reduce_scatter"].handed += 1
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        work = self._shards.reduce_scatter(output_tensor, input_tensor, *reduction, async_op)
+        return work if async_op else None

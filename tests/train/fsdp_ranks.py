@@ -1,0 +1,199 @@
+"""The ranks of test_fsdp.py: FSDP2 on CPUs over gloo, with and without offcore."""
+
+import sys
+from typing import Any
+
+import crew
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import offcore
+import offcore.fsdp
+from offcore.fsdp.memory import Ring
+
+WIDTH, LAYERS, STEPS = 32, 3, 4
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = torch.nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        return given + self.down(torch.nn.functional.silu(self.up(self.norm(given))))
+
+
+def trained(prepare: Any = None, mesh: Any = None, steps: int = STEPS, **sharding: Any) -> Any:
+    """A model after some steps, its weights, and the report before it was disabled."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(Block() for _ in range(LAYERS)), torch.nn.Linear(WIDTH, 7))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **sharding)
+    fully_shard(model, mesh=mesh, **sharding)
+    told = prepare(model) if prepare else None
+    step = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(10 + dist.get_rank())
+    for turn in range(steps):
+        for layer in model.modules():
+            if isinstance(layer, FSDPModule):  # gradients are added up every second step
+                layer.set_requires_gradient_sync(turn % 2 == 1)
+        model(torch.randn(16, WIDTH)).float().square().mean().backward()
+        if turn % 2 == 1:
+            step.step()
+            step.zero_grad()
+    if callable(told):
+        told = told()
+    return [one.full_tensor().detach() for one in model.parameters()], told
+
+
+def with_offcore(**options: Any) -> Any:
+    def prepare(model: Any) -> Any:
+        offcore.fsdp.enable(model, **options)
+
+        def end() -> dict[str, Any]:
+            told = offcore.fsdp.report(model)
+            offcore.fsdp.disable(model)
+            return told
+
+        return end
+
+    return prepare
+
+
+def same(one: Any, other: Any, exactly: bool) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        if exactly:
+            assert torch.equal(mine, theirs)
+        else:
+            assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def both_directions(rank: int, ranks: int) -> None:
+    plain, _ = trained()
+    gathered, told = trained(with_offcore(reduce_scatter=False))
+    same(plain, gathered, exactly=True)
+    assert told["reduce_scatter"]["calls"] == 0
+    assert told["obstacles"] == {}
+    reduced, told = trained(with_offcore())
+    same(plain, reduced, exactly=ranks == 2)
+    gathers, reduces = told["all_gather"], told["reduce_scatter"]
+    assert (gathers["staged"], gathers["handed"], told["refused"]) == (0, 0, 0)
+    assert told["memory"] > 0
+    assert reduces["calls"] == (LAYERS + 1) * STEPS // 2
+    assert sum(gathers["variants"].values()) == gathers["calls"] >= reduces["calls"]
+    numbers = sum(one.numel() for one in plain)
+    assert reduces["bytes"] >= 4 * numbers * STEPS // 2
+    staged, told = trained(with_offcore(memory=0))
+    same(plain, staged, exactly=ranks == 2)
+    assert told["all_gather"]["staged"] == told["refused"] == told["all_gather"]["calls"] > 0
+
+
+def forms(rank: int, ranks: int) -> None:
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    same(trained(mp_policy=mixed)[0], trained(with_offcore(), mp_policy=mixed)[0], ranks == 2)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients too
+    plain = trained(mp_policy=half)[0]
+    for one, other in zip(plain, trained(with_offcore(), mp_policy=half)[0], strict=True):
+        assert torch.allclose(one, other, rtol=1e-2, atol=1e-2)
+
+    def scaled(enable: Any) -> Any:
+        def prepare(model: Any) -> Any:
+            for layer in model.modules():
+                if isinstance(layer, FSDPModule):
+                    layer.set_gradient_divide_factor(5.0)
+                    layer.set_force_sum_reduction_for_comms(enable is None)
+            return enable(model) if enable else None
+
+        return prepare
+
+    ours, told = trained(scaled(with_offcore()))
+    same(trained(scaled(None))[0], ours, exactly=False)
+    assert told["reduce_scatter"]["calls"] > 0
+
+
+def ahead(rank: int, ranks: int) -> None:
+    """All layers are gathered at once: more than the ring holds goes by way of slots."""
+    plain, _ = trained(reshard_after_forward=False)
+
+    def prepare(model: Any) -> Any:
+        end = with_offcore(memory=1 << 14)(model)
+        for layer in model:
+            layer.unshard(async_op=True)
+        return end
+
+    early, told = trained(prepare, reshard_after_forward=False)
+    same(plain, early, exactly=True)
+    assert told["all_gather"]["staged"] == told["refused"] > 0
+    assert told["all_gather"]["staged"] < told["all_gather"]["calls"]
+
+
+def replicas(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, _ = trained(mesh=mesh)
+    ours, told = trained(with_offcore(), mesh=mesh)
+    same(plain, ours, exactly=False)
+    assert told["all_reduce"] == {"carried": told["reduce_scatter"]["calls"], "handed": 0}
+    alone, told = trained(with_offcore(all_reduce=False, reduce_scatter=False), mesh=mesh)
+    same(plain, alone, exactly=True)
+    assert told["all_reduce"] == {"carried": 0, "handed": 0}
+    fewer, told = trained(with_offcore(), reshard_after_forward=2)
+    same(trained(reshard_after_forward=2)[0], fewer, exactly=False)
+    assert told["all_gather"]["handed"] == 0
+
+
+def refusals(rank: int, ranks: int) -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(offcore.Error, match="no FSDPModule"):
+        offcore.fsdp.enable(model)
+    with pytest.raises(offcore.Error, match="not enabled"):
+        offcore.fsdp.report(fully_shard(model))
+    offcore.fsdp.enable(model)
+    with pytest.raises(offcore.Error, match="already"):
+        offcore.fsdp.enable(model)
+    offcore.fsdp.disable(model)
+
+
+def ring(rank: int, ranks: int) -> None:
+    with offcore.Communicator(backend="host", store=dist.group.WORLD) as comm:
+        memory = Ring(comm, 4096)
+        places = []
+        held: list[Any] = []
+        for turn in range(40):  # two are held at a time, in whatever form
+            given = memory.take(1000)
+            places.append(given.data_ptr())
+            given.fill_(turn)
+            held.append(given[10:20].view(torch.int16) if turn % 2 else given)
+            del given
+            assert all(
+                (one.view(torch.uint8) == turn - k).all() for k, one in enumerate(held[::-1])
+            )
+            del held[:-2]
+        assert len(set(places)) == 4
+        assert memory.take(3072) is memory.take(8192) is None
+        del held[0]
+        assert memory.take(3072) is not None
+        assert memory.refused == 2
+
+
+def pair(rank: int, ranks: int) -> None:
+    both_directions(rank, ranks)
+    forms(rank, ranks)
+    ahead(rank, ranks)
+    refusals(rank, ranks)
+    ring(rank, ranks)
+
+
+def four(rank: int, ranks: int) -> None:
+    replicas(rank, ranks)
+
+
+if __name__ == "__main__":
+    crew.run(2, pair, "gloo")
+    crew.run(4, four, "gloo")
+    print("done")
+    sys.exit()
