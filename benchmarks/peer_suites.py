@@ -1,6 +1,6 @@
 """torch's own tests of torch.distributed, with the backend "offcore" and with gloo.
 
-    python benchmarks/peer_suites.py [--tests WORDS] [--json FILE]
+    python benchmarks/peer_suites.py [--tests WORDS] [--ranks N] [--record FILE]
 
 Runs the tests of torch/testing/_internal/distributed/distributed_test.py, which lie in torch's
 wheel, on CPU tensors, one backend after the other, and prints for each what passed, failed and was
@@ -16,13 +16,13 @@ import argparse
 import collections
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,40 +129,52 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=[], help="only those with one of these words")
     parser.add_argument("--backends", nargs="*", default=BACKENDS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where rows are written, one for each test")
+    parser.add_argument("--record", type=Path, help="where the outcome is written, as text")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
         run_here(args.tests)
         return
     found = {backend: run_backend(backend, args.ranks, args.tests) for backend in args.backends}
+    lines = [*summary(found)]
+    print("\n".join(lines))
+    if args.record:
+        args.record.write_text("\n".join([*header(args.ranks), *lines, *passed(found)]) + "\n")
+
+
+def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     for backend, tests in found.items():
         counts = collections.Counter(one["outcome"] for one in tests.values())
-        print(backend, ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    print("tests that differ:")
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        yield f"{backend}: {len(tests)} tests, {told}"
+    for backend, tests in found.items():
+        reasons = collections.Counter(
+            one["reason"] for one in tests.values() if one["outcome"] == "skipped"
+        )
+        yield f"skipped with {backend}, by reason:"
+        yield from (f"  {count:3} {reason}" for reason, count in reasons.most_common())
+    yield "tests that differ:"
     for name in sorted({name for tests in found.values() for name in tests}):
-        outcomes = [tests[name]["outcome"] for tests in found.values() if name in tests]
-        if len(set(outcomes)) > 1:
-            print(f"  {name}: {dict(zip(found, outcomes, strict=True))}")
-            for backend, tests in found.items():
-                if tests[name]["outcome"] == "failed":
-                    print(f"    {backend}: {tests[name]['reason']}")
-    if args.json:
-        write(args.json, args.ranks, found)
+        outcomes = {backend: tests[name] for backend, tests in found.items() if name in tests}
+        if len({one["outcome"] for one in outcomes.values()}) > 1:
+            yield f"  {name}"
+            for backend, one in outcomes.items():
+                yield f"    {backend}: {one['outcome']} {one['reason']}".rstrip()
 
 
-def write(path: Path, ranks: int, found: dict[str, dict[str, dict[str, Any]]]) -> None:
-    import torch
-
+def header(ranks: int) -> Iterator[str]:
     from offcore.tools.report import Stamp
 
-    stamp = vars(Stamp()) | {"torch": torch.__version__, "python": platform.python_version()}
-    rows = [
-        {"suite": "distributed_test", "ranks": ranks, "backend": backend, "test": name, **one}
-        for backend, tests in found.items()
-        for name, one in tests.items()
-    ]
-    path.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows), "utf-8")
+    yield f"torch's distributed_test.py with {ranks} ranks on CPU tensors, over gloo and offcore"
+    yield f"command: python benchmarks/peer_suites.py --ranks {ranks} --record FILE"
+    yield from (f"{name}: {value}" for name, value in vars(Stamp()).items())
+    yield ""
+
+
+def passed(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    names = [name for name, one in found[BACKENDS[-1]].items() if one["outcome"] == "passed"]
+    yield f"passed with {BACKENDS[-1]}:"
+    yield from (f"  {name}" for name in sorted(names))
 
 
 if __name__ == "__main__":

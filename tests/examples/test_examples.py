@@ -76,6 +76,32 @@ def test_multicast_between_processes():
     assert all("3 MiB by multicast" in line for line in lines)
 
 
+def check_training(lines):
+    first, last = re.match(r"losses agree: ([\d.]+) to ([\d.]+) in 6 steps", lines[0]).groups()
+    assert float(last) < float(first)
+    assert re.match(r"median step: [\d.]+ ms with gloo, [\d.]+ ms with offcore", lines[1])
+
+
+@pytest.mark.needs("torch")
+def test_models_are_trained():
+    """Both examples, their ranks forked from one process: most of their time is torch's import."""
+    ddp, fsdp2 = run(Path(__file__).with_name("training_ranks.py")).split("---\n")
+    check_training(ddp.splitlines())
+    assert "'handed': {}" in ddp
+    check_training(fsdp2.splitlines())
+    gathers, reduces = fsdp2.splitlines()[2:]
+    assert re.match(r"all_gather: \d+ calls, \d+ KiB, by {.*}, 0 staged, at most 0 SMs", gathers)
+    assert reduces.startswith("reduce_scatter: 30 calls")
+
+
+@pytest.mark.long
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_training_starts_itself(name):
+    env = {key: value for key, value in os.environ.items() if key != "RANK"}
+    check_training(run(EXAMPLES / f"{name}.py", env=env).splitlines())
+
+
 def run_two_ranks(text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -25,6 +25,7 @@ KINDS = {
         "docs/reductions.md",
         "docs/sdma.md",
         "docs/security.md",
+        "docs/training.md",
         "docs/verbs.md",
     },
     "tuning": {"docs/tuning.md"},

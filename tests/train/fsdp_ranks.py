@@ -134,15 +134,15 @@ def ahead(rank: int, ranks: int) -> None:
 
 def replicas(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, _ = trained(mesh=mesh)
-    ours, told = trained(with_offcore(), mesh=mesh)
+    plain, _ = trained(mesh=mesh, steps=2)
+    ours, told = trained(with_offcore(), mesh=mesh, steps=2)
     same(plain, ours, exactly=False)
     assert told["all_reduce"] == {"carried": told["reduce_scatter"]["calls"], "handed": 0}
-    alone, told = trained(with_offcore(all_reduce=False, reduce_scatter=False), mesh=mesh)
+    alone, told = trained(with_offcore(all_reduce=False, reduce_scatter=False), mesh=mesh, steps=2)
     same(plain, alone, exactly=True)
     assert told["all_reduce"] == {"carried": 0, "handed": 0}
-    fewer, told = trained(with_offcore(), reshard_after_forward=2)
-    same(trained(reshard_after_forward=2)[0], fewer, exactly=False)
+    fewer, told = trained(with_offcore(), reshard_after_forward=2, steps=2)
+    same(trained(reshard_after_forward=2, steps=2)[0], fewer, exactly=False)
     assert told["all_gather"]["handed"] == 0
 
 

@@ -148,7 +148,7 @@ class Calls:
         work = getattr(self.collectives, core)(*tensors, opts)
         if work is not None:
             return work
-        own = self._inner_of(args)
+        own = self._inner_of(args[:count])
         self._log(name)
         if name.endswith("_coalesced") and not hasattr(own, name):
             return Together(
@@ -162,7 +162,10 @@ class Calls:
 
     def _inner_of(self, args: Any) -> Any:
         found = _first_tensor(args)
-        return self.inner["cpu" if found is None else found.device.type]
+        if found is not None:
+            return self.inner[found.device.type]
+        # A barrier of a process that uses a GPU is one of its current stream, too.
+        return self.inner["cuda" if "cuda" in self.inner and torch.cuda.is_initialized() else "cpu"]
 
     def _log(self, name: str) -> None:
         self.handed[name] = self.handed.get(name, 0) + 1

@@ -335,15 +335,21 @@ class GpuSide(Side):
                 late = error("timeout", "has not ended in time; the group is aborted")
                 log.error("%s", self._failed(first[1], late))
 
-    def close(self) -> None:
-        self._closed.set()
+    def settle(self) -> None:
         with self._lock:
             late = [*self._late]
         for _, label, handles, _ in late:
-            try:
-                self.wait_for(label, handles, self._timeout)
-            except offcore.Error as failure:
-                log.error("%s", failure)
+            self.wait_for(label, handles, self._timeout)
+        self._collect()
+
+    def close(self) -> None:
+        self._closed.set()
+        try:
+            self.settle()
+        except offcore.Error as failure:
+            log.error("%s", failure)
+            with contextlib.suppress(offcore.Error):
+                self.comm.abort()
         super().close()
 
 

@@ -1,0 +1,198 @@
+"""How a group's calls run on a GPU: streams, events, what is late. torch's streams are stand-ins,
+and so is the communicator, whose operations end when the test says so."""
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import needs
+import offcore
+from offcore.errors import error
+
+needs.require("torch")
+import torch  # noqa: E402
+
+from offcore.distributed import sides  # noqa: E402
+
+
+class Stream:
+    """One that notes what is ordered in it."""
+
+    here: "Stream"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.did: list[Any] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.did.append(("after", other))
+
+
+class Event:
+    def record(self) -> None:
+        self.stream = Stream.here
+        self.stream.did.append(self)
+
+    def wait(self, stream: Stream) -> None:
+        stream.did.append(("after", self))
+
+    def query(self) -> bool:
+        return False
+
+
+class Future:
+    def __init__(self, devices: Any) -> None:
+        self.stream: Any = None
+
+    def set_result(self, value: Any) -> None:
+        self.stream, self.value = Stream.here, value
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.stream = Stream.here
+        self.ended = threading.Event()
+        self.waits = 0
+        self.failure: Exception | None = None
+
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: float) -> Any:
+        self.waits += 1
+        if not self.ended.wait(timeout):
+            raise error("timeout", "not yet")
+        if self.failure is not None:
+            raise self.failure
+        return "result"
+
+
+class Comm:
+    timeout = 0.0
+    dead: Exception | None = None
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def check(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Call:
+    timeout = datetime.timedelta(0)
+
+    def __init__(self, late: bool) -> None:
+        self.asyncOp = late
+
+
+@pytest.fixture(name="current")
+def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    @contextlib.contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        before, Stream.here = Stream.here, stream
+        yield
+        Stream.here = before
+
+    Stream.here = Stream()
+    monkeypatch.setattr(sides, "_LOOK_S", 0.01)
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    for name, value in (
+        ("Stream", Stream),
+        ("Event", Event),
+        ("stream", within),
+        ("current_stream", lambda _: Stream.here),
+        ("is_current_stream_capturing", lambda: False),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    return Stream.here
+
+
+def side_of(told: list[Any], timeout: float = 20.0) -> tuple[Any, Any]:
+    comm: Any = Comm()
+    return sides.GpuSide(comm, "g", 3, timeout, torch.device("cuda", 0), told.append), comm
+
+
+def body(handles: list[Handle], copies: Any = ()) -> Any:
+    def start(_: Any) -> Any:
+        handles.append(Handle())
+        return handles[-1:], copies
+
+    return start
+
+
+def test_calls_are_ordered_in_streams(current: Stream) -> None:
+    told: list[Any] = []
+    handles: list[Handle] = []
+    side, comm = side_of(told)
+    work = side.run("all_gather", body(handles), ["out"], Call(False))
+    assert handles[0].stream is current  # and nothing waited for it
+    assert comm.timeout == 20
+    out = torch.zeros(3)
+    late = side.run("all_reduce", body(handles, [(out, torch.ones(3))]), [out], Call(True))
+    own = handles[1].stream
+    assert own is not current
+    assert own.did[0] == ("after", current)
+    assert late.get_future().stream is own
+    assert (out == 1).all()  # copied in the stream
+    assert late.wait()
+    (event,) = [one for one in own.did if isinstance(one, Event)]
+    assert current.did[-1] == ("after", event)
+    assert [handle.waits for handle in handles] == [0, 0]
+    with pytest.raises(offcore.Error, match=r"all_reduce \(call 2 of rank 3, group g\): not yet"):
+        late.wait(datetime.timedelta(seconds=0.01))
+    handles[0].ended.set()
+    handles[1].ended.set()
+    side.run("all_gather", body(handles), ["out"], Call(False))
+    assert told == ["result"] * 2
+    handles[2].ended.set()
+    side.settle()
+    side.close()
+    assert told == ["result"] * 3
+    assert comm.closed
+    assert not work.is_completed()  # says the event, a stand-in
+
+
+def test_what_is_late_is_aborted(current: Stream) -> None:
+    handles: list[Handle] = []
+    side, comm = side_of([], timeout=0.05)
+    work = side.run("broadcast", body(handles), [], Call(True))
+    assert comm.aborted.wait(10)
+    for call in (work.wait, lambda: side.run("all_gather", body(handles), [], Call(False))):
+        with pytest.raises(offcore.Error, match=r"broadcast \(call 1 of rank 3.*in time") as late:
+            call()
+        assert late.value.code == "timeout"
+    assert not work.is_success()
+
+
+def test_a_dead_peer_is_told_to_whoever_waits(current: Stream) -> None:
+    handles: list[Handle] = []
+    side, comm = side_of([])
+    work = side.run("all_gather", body(handles), [], Call(True))
+    comm.dead = error("peer", "rank 1 died")
+    for call in (work.wait, lambda: side.run("all_gather", body(handles), [], Call(False))):
+        with pytest.raises(offcore.Error, match="rank 1 died") as lost:
+            call()
+        assert lost.value.code == "peer"
+    assert comm.aborted.is_set()
+
+
+def test_captured_calls_are_not_watched(current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    handles: list[Handle] = []
+    side, comm = side_of([], timeout=0.02)
+    side.run("all_gather", body(handles), [], Call(False))
+    time.sleep(0.1)
+    side.settle()
+    assert handles[0].waits == 0
+    assert not comm.aborted.is_set()
