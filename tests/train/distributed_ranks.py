@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import json
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import offcore
 import offcore.distributed
+from offcore.distributed import reach
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8]
 BYTES = [torch.bool, torch.complex64, torch.float8_e4m3fn]  # that only move
@@ -233,12 +235,42 @@ def data_parallel(rank: int, ranks: int) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def apart(rank: int, ranks: int) -> None:
+    """Where ranks are on different hosts, as they say, gloo does everything."""
+    told = reach.facts_of
+    reach.facts_of = lambda device: told(device).replace('"place": "', f'"place": "{rank}')
+    group = dist.new_group()
+    reach.facts_of = told
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=group)
+    assert (ones == ranks).all()
+    whole = torch.zeros(ranks)
+    dist.all_gather_into_tensor(whole, torch.full((1,), float(rank)), group=group)
+    assert torch.equal(whole, torch.arange(ranks) + 0.0)
+    lists = [torch.zeros(1) for _ in range(ranks)]
+    dist.all_gather(lists, torch.full((1,), float(rank)), group=group)
+    with _coalescing_manager(group):
+        dist.all_gather_into_tensor(whole, torch.full((1,), float(-rank)), group=group)
+    assert torch.equal(whole, 0.0 - torch.arange(ranks))
+    dist.barrier(group=group)
+    found = offcore.distributed.report(group)
+    assert found["carried"] == {}
+    assert "different hosts" in found["obstacles"]["cpu"]
+    facts = [{"place": "1", "missing": "", "gpu": str(gpu), "not_peers": []} for gpu in range(2)]
+    assert reach.obstacle([json.dumps(one) for one in facts]) == ""
+    facts[1]["not_peers"] = ["0"]
+    assert "GPU of rank 1 has no peer access" in reach.obstacle([json.dumps(one) for one in facts])
+    facts[0]["missing"] = "no driver"
+    assert reach.obstacle([json.dumps(one) for one in facts]) == "rank 0: no driver"
+
+
 def world(rank: int, ranks: int) -> None:
     random_calls(rank, ranks)
     reductions(rank, ranks)
     other_forms(rank, ranks)
     groups(rank, ranks)
     data_parallel(rank, ranks)
+    apart(rank, ranks)
     dist.destroy_process_group()
 
 

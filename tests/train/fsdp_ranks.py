@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import offcore
 import offcore.fsdp
+from offcore.distributed import reach
 from offcore.fsdp.memory import Ring
 
 WIDTH, LAYERS, STEPS = 32, 3, 4
@@ -158,6 +159,17 @@ def refusals(rank: int, ranks: int) -> None:
     offcore.fsdp.disable(model)
 
 
+def apart(rank: int, ranks: int) -> None:
+    """A group that spans hosts, as its ranks say, stays with its own backend."""
+    told = reach.facts_of
+    reach.facts_of = lambda device: told(device).replace('"place": "', f'"place": "{rank}')
+    ours, report = trained(with_offcore(), steps=2)
+    reach.facts_of = told
+    same(trained(steps=2)[0], ours, exactly=True)
+    assert report["memory"] == 0
+    assert "different hosts" in report["obstacles"]["[0, 1]"]
+
+
 def ring(rank: int, ranks: int) -> None:
     with offcore.Communicator(backend="host", store=dist.group.WORLD) as comm:
         memory = Ring(comm, 4096)
@@ -185,6 +197,7 @@ def pair(rank: int, ranks: int) -> None:
     forms(rank, ranks)
     ahead(rank, ranks)
     refusals(rank, ranks)
+    apart(rank, ranks)
     ring(rank, ranks)
 
 

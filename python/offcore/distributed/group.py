@@ -150,11 +150,11 @@ class Calls:
             return work
         own = self._inner_of(args[:count])
         self._log(name)
-        if name.endswith("_coalesced") and not hasattr(own, name):
-            return Together(
-                [getattr(own, inner)(*pair, opts) for pair in zip(*tensors, strict=True)]
-            )
-        return getattr(own, inner)(*(tensors if core != "allgather" else args[:count]), opts)
+        if inner.endswith("_base") and name.endswith("_coalesced"):
+            pairs = zip(*tensors, strict=True)
+            return Together([getattr(own, inner)(*pair, opts) for pair in pairs])
+        lists = arranged in (_one, _both) and not inner.endswith("_base")
+        return getattr(own, inner)(*(tensors if lists else args[:count]), opts)
 
     def _hand(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._log(name)

@@ -47,7 +47,7 @@ def enable(
     reduce_scatter: bool = True,
     all_reduce: bool = True,
     memory: int | None = None,
-    timeout: float | None = None,
+    timeout: float = 600.0,
     **arguments: Any,
 ) -> None:
     """Makes all FSDPModules of a model communicate by offcore. Collective: all ranks of the
@@ -57,7 +57,8 @@ def enable(
     memory: bytes of window memory for outputs of all-gathers, for each group of ranks that share
         parameters; by default what the three largest modules need, and the largest once more.
         Outputs for which it has no room are torch's own memory and go by way of slots (`staged`).
-    timeout: seconds after which a call that has not ended fails and the group is dead.
+    timeout: seconds after which a call that has not ended fails and the group is dead; a rank may
+        be late by as much, as it is when it writes a checkpoint alone.
     arguments: of offcore.Communicator, such as sms=8.
 
     Raises `Error`: invalid for a model without FSDPModules, or one that is enabled already; what
