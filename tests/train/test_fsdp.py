@@ -8,9 +8,10 @@ import pytest
 
 
 @pytest.mark.needs("torch")
-def test_models_train_to_the_same_weights() -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("long",), marks=pytest.mark.long)])
+def test_models_train_to_the_same_weights(more: tuple[str, ...]) -> None:
     script = str(Path(__file__).with_name("fsdp_ranks.py"))
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, script, *more], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
