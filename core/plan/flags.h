@@ -1,13 +1,13 @@
 // Which flag word stands for what: words of a reader (or of the host, where the machine keeps flags
-// there), with N ranks, Q engines a rank on the machine and D = kReduceDepth:
+// there), with N ranks, Q engines a rank on the machine and D = kRingDepth:
 //
 //   r                  entry: rank r has entered and its buffers may be written
 //   N + r              start of rank r's prelaunched queues
 //   2N + p*Q + k       exit: queue k of rank p has delivered
-//   from R = 2N + N*Q on, of programs that reduce:
+//   from R = 2N + N*Q on, of programs that go in chunks:
 //   R + p*D + c        rank p has delivered its share of a chunk whose number is c, modulo D
 //   R + N*D + p*D + c  rank p has delivered a reduced chunk
-//   R + 2N*D + r*D + c the reader itself, rank r, has reduced a chunk
+//   R + 2N*D + r*D + c the reader itself, rank r, has reduced a chunk, or sent it
 //   R + 3N*D + t*N + q rank q has emptied so many chunks of its slots: t = 0 exchanged, 1 gathered
 //
 // A word has the same writing rank in every program of a machine. Launches of different programs
@@ -15,13 +15,13 @@
 // memory, words from R on are one a reader.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "core/ir/program.h"
 #include "core/machine/machine.h"
+#include "core/plan/chunks.h"
 
 namespace offcore {
-
-inline constexpr uint32_t kReduceDepth = 4;
 
 class FlagWords {
  public:
@@ -36,27 +36,38 @@ class FlagWords {
   }
   uint64_t exchanged(Rank rank, uint32_t chunk) const { return of_chunk(0, rank, chunk); }
   uint64_t gathered(Rank rank, uint32_t chunk) const { return of_chunk(1, rank, chunk); }
-  uint64_t reduced(Rank rank, uint32_t chunk) const { return of_chunk(2, rank, chunk); }
+  uint64_t passed(Rank rank, uint32_t chunk) const { return of_chunk(2, rank, chunk); }
   uint64_t free(Rank rank, uint32_t ring) const {
     return of_chunk(3, 0, 0) + uint64_t{ring} * ranks_ + rank;
   }
 
-  // Words of programs that do not reduce, and of all.
-  uint32_t moving() const { return 2u * ranks_ + uint32_t{ranks_} * engines_; }
+  // The value of a chunk's words.
+  static uint16_t value_of(uint32_t chunk) { return static_cast<uint16_t>(chunk / kRingDepth + 1); }
+
+  // Words of programs that do not go in chunks, and of all.
+  uint32_t whole() const { return 2u * ranks_ + uint32_t{ranks_} * engines_; }
   uint32_t count() const {
-    const auto reducing = static_cast<uint32_t>(of_chunk(3, 0, 0) + 2u * ranks_) - moving();
-    return moving() + reducing * (host_ ? ranks_ : 1u);
+    const auto chunked = static_cast<uint32_t>(of_chunk(3, 0, 0) + 2u * ranks_) - whole();
+    return whole() + chunked * (host_ ? ranks_ : 1u);
   }
 
   Slice at(Rank reader, uint64_t word) const {
     if (!host_) return {word, reader, kFlagBuffer};
-    const uint64_t first = moving();
+    const uint64_t first = whole();
     return {word < first ? word : first + (word - first) * ranks_ + reader, kHostRank, kFlagBuffer};
   }
 
+  // Tells every reader by its word: one command a run of neighbouring ranks, or one in all where
+  // they share a word in host memory.
+  void signal(std::vector<Command>& commands, const std::vector<Rank>& readers, uint64_t word,
+              uint16_t value) const;
+  // Waits until all of these words of a reader have the value: one command a run of equal steps.
+  void poll(std::vector<Command>& commands, Rank reader, const std::vector<uint64_t>& words,
+            uint16_t value) const;
+
  private:
   uint64_t of_chunk(uint64_t kind, Rank rank, uint32_t chunk) const {
-    return moving() + (kind * ranks_ + rank) * kReduceDepth + chunk % kReduceDepth;
+    return whole() + (kind * ranks_ + rank) * kRingDepth + chunk % kRingDepth;
   }
 
   Rank ranks_;

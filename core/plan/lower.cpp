@@ -71,7 +71,7 @@ class Lowering {
                     .ranks = moves_.ranks,
                     .buffers = moves_.buffers};
     for (Rank rank = 0; rank < moves_.ranks; ++rank) emit(rank, program);
-    program.flag_words = words_.moving();
+    program.flag_words = words_.whole();
     program.flag_span = kDone;
     return program;
   }
@@ -280,51 +280,13 @@ class Lowering {
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   }
 
-  // Tells every reader by its word `index`: one command a run of neighbouring ranks, or one in all
-  // where the word lies in host memory.
-  void signal(std::vector<Command>& commands, const std::vector<Rank>& readers, uint64_t index) {
-    if (readers.empty()) return;
-    if (words_.on_host()) {
-      commands.push_back({.dst = words_.at(0, index), .value = kDone, .op = Op::signal});
-      return;
-    }
-    for (size_t i = 0; i < readers.size();) {
-      const auto rows = static_cast<uint32_t>(run_of(readers.size() - i, [&](size_t row) {
-        const bool follows = (readers[i + row] + 1) % moves_.ranks == readers[i + row + 1];
-        return follows ? std::optional(kRankStep) : std::nullopt;
-      }));
-      commands.push_back({.dst = words_.at(readers[i], index),
-                          .dst_step = rows > 1 ? kRankStep : 0,
-                          .rows = rows,
-                          .value = kDone,
-                          .op = Op::signal});
-      i += rows;
-    }
-  }
-
-  void poll(std::vector<Command>& commands, Rank reader, std::vector<int64_t> words) {
-    std::sort(words.begin(), words.end());
-    for (size_t i = 0; i < words.size();) {
-      const auto step_of = [&](size_t row) {
-        return std::optional(words[i + row + 1] - words[i + row]);
-      };
-      const size_t rows = run_of(words.size() - i, step_of);
-      commands.push_back({.dst = words_.at(reader, static_cast<uint64_t>(words[i])),
-                          .dst_step = rows > 1 ? *step_of(0) : 0,
-                          .rows = static_cast<uint32_t>(rows),
-                          .value = kDone,
-                          .op = Op::poll});
-      i += rows;
-    }
-  }
-
-  std::vector<int64_t> exit_words(Rank reader) const {
-    std::vector<int64_t> words;
+  std::vector<uint64_t> exit_words(Rank reader) const {
+    std::vector<uint64_t> words;
     for (Rank peer = 0; peer < moves_.ranks; ++peer) {
       for (size_t queue = 0; queue < drafts_[peer].size(); ++queue) {
         const auto& notified = drafts_[peer][queue].notified;
         if (std::find(notified.begin(), notified.end(), reader) != notified.end()) {
-          words.push_back(static_cast<int64_t>(words_.exit(peer, queue)));
+          words.push_back(words_.exit(peer, queue));
         }
       }
     }
@@ -347,16 +309,16 @@ class Lowering {
   std::vector<Command> engine_commands(Rank rank, size_t index) {
     const Draft& draft = drafts_[rank][index];
     std::vector<Command> commands;
-    if (variant_.prelaunch) poll(commands, rank, {static_cast<int64_t>(words_.start(rank))});
+    if (variant_.prelaunch) words_.poll(commands, rank, {words_.start(rank)}, kDone);
     if (form_.entry) {
       const std::vector<Rank>& awaited = awaited_by(draft);
-      poll(commands, rank, {awaited.begin(), awaited.end()});
+      words_.poll(commands, rank, {awaited.begin(), awaited.end()}, kDone);
     }
     commands.insert(commands.end(), draft.data.begin(), draft.data.end());
-    signal(commands, draft.notified, words_.exit(rank, index));
+    words_.signal(commands, draft.notified, words_.exit(rank, index), kDone);
     commands.insert(commands.end(), draft.own.begin(), draft.own.end());
     if (draft.drains.empty()) return commands;
-    poll(commands, rank, exit_words(rank));
+    words_.poll(commands, rank, exit_words(rank), kDone);
     for (const Move& move : draft.drains) {
       commands.push_back({.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy});
     }
@@ -365,12 +327,12 @@ class Lowering {
 
   std::vector<Command> caller_commands(Rank rank) {
     std::vector<Command> commands;
-    if (form_.entry) signal(commands, ranks_awaiting(rank), words_.entry(rank));
+    if (form_.entry) words_.signal(commands, ranks_awaiting(rank), words_.entry(rank), kDone);
     if (variant_.prelaunch && !drafts_[rank].empty()) {
-      signal(commands, {rank}, words_.start(rank));
+      words_.signal(commands, {rank}, words_.start(rank), kDone);
     }
     const bool drains = !drafts_[rank].empty() && !drafts_[rank][0].drains.empty();
-    if (!drains) poll(commands, rank, exit_words(rank));
+    if (!drains) words_.poll(commands, rank, exit_words(rank), kDone);
     return commands;
   }
 

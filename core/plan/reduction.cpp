@@ -8,21 +8,14 @@
 #include "core/base/error.h"
 #include "core/ir/verify.h"
 #include "core/machine/cost.h"
+#include "core/plan/chunks.h"
 #include "core/plan/flags.h"
 
 namespace offcore {
 namespace {
 
-constexpr uint64_t kPartAlign = 256;            // of parts and chunks: whole elements, and vectors
-constexpr uint64_t kChunkBytesMin = 256 << 10;  // of what is worth a signal of its own
-constexpr uint64_t kChunkBytesMax = 16 << 20;   // of one peer, and shared by all of them
-constexpr uint64_t kChunkBytesFair = 4 << 20;   // but so much each; kReduceDepth a peer in a slot
-constexpr uint64_t kChunksMax = 1 << 14;        // their numbers are flag values
 constexpr uint64_t kOneShotBytesMax = 4 << 20;  // of all arrays that a rank receives
-constexpr uint32_t kQueues = 2;  // a queue's signals are sent while the other one's data flows
-constexpr uint32_t kLag = 2;     // chunks of a queue between the exchange and the gather of one
-
-uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+constexpr uint32_t kLag = 2;  // chunks of a queue between the exchange and the gather of one
 
 class ReductionLowering {
  public:
@@ -34,18 +27,16 @@ class ReductionLowering {
         words_(machine, static_cast<Rank>(plan.parts.size())),
         ranks_(static_cast<Rank>(plan.parts.size())),
         gathers_(plan.op != "reduce_scatter"),
-        chunk_bytes_(chunk_bytes) {
+        largest_(*std::max_element(plan.parts.begin(), plan.parts.end())) {
     for (const uint64_t part : plan.parts) {
       offsets_.push_back(total_bytes_);
       total_bytes_ += part;
     }
     const bool one = form.captured || plan.op == "reduce";  // signals of one word are in order
-    count_chunks();
-    queues_ = one ? 1 : std::min<uint32_t>({kQueues, machine.engines_peer, chunks_});
-    if (queues_ == 1 || chunks_ <= queues_) return;
-    // Queues that share a link would end chunks together, and leave it idle while they signal.
-    shift_bytes_ = round_up(chunk_bytes / 2, kPartAlign);
-    count_chunks();
+    const uint32_t most = one ? 1 : std::min<uint32_t>(kChunkQueues, machine.engines_peer);
+    chunking_ = Chunks(chunk_bytes, largest_, most);
+    chunks_ = std::max(chunking_.count(largest_), 1u);
+    queues_ = std::min(most, chunks_);
   }
 
   Program run() {
@@ -85,13 +76,12 @@ class ReductionLowering {
     if (!plan_.in_place) {
       in_ = declare("in", Buffer::Home::local, total_bytes_);
     }
-    const uint64_t largest = *std::max_element(plan_.parts.begin(), plan_.parts.end());
     out_ = declare("out", direct ? Buffer::Home::window : Buffer::Home::local,
-                   gathers_ ? total_bytes_ : largest);
+                   gathers_ ? total_bytes_ : largest_);
     if (plan_.in_place) in_ = out_;
     const uint64_t peers = ranks_ - 1u;
-    ring_bytes_ = std::min<uint64_t>(chunks_, kReduceDepth) * peers * chunk_bytes_;
-    const uint64_t slot = one_shot ? peers * round_up(total_bytes_, kPartAlign)
+    ring_bytes_ = std::min<uint64_t>(chunks_, kRingDepth) * peers * chunking_.bytes();
+    const uint64_t slot = one_shot ? peers * round_up(total_bytes_, kChunkAlign)
                                    : ring_bytes_ * (gathers_ && form_.staged ? 2 : 1);
     if (peers > 0) slot_ = declare("slot", Buffer::Home::window, slot);
   }
@@ -106,30 +96,17 @@ class ReductionLowering {
     program_.queues.push_back({.rank = rank, .index = index, .commands = std::move(commands)});
   }
 
-  void count_chunks() {
-    const uint64_t largest = *std::max_element(plan_.parts.begin(), plan_.parts.end());
-    const uint64_t chunks = (largest + shift_bytes_ + chunk_bytes_ - 1) / chunk_bytes_;
-    chunks_ = static_cast<uint32_t>(std::max<uint64_t>(1, chunks));
-  }
-
-  // Where a chunk begins in its part; the first one is shorter than the others.
-  uint64_t begin_of(uint32_t chunk) const {
-    return chunk == 0 ? 0 : chunk * chunk_bytes_ - shift_bytes_;
-  }
-
-  // Bytes of a part's chunk; the last ones of short parts are empty.
   uint64_t bytes_of(Rank part, uint32_t chunk) const {
-    const uint64_t begin = std::min(begin_of(chunk), plan_.parts[part]);
-    return std::min(begin_of(chunk + 1), plan_.parts[part]) - begin;
+    return chunking_.bytes_of(plan_.parts[part], chunk);
   }
 
   Slice in_array(Rank rank, BufferId buffer, Rank part, uint32_t chunk) const {
-    return {offsets_[part] + begin_of(chunk), rank, buffer};
+    return {offsets_[part] + chunking_.begin(chunk), rank, buffer};
   }
 
   // Where a rank reduces a chunk of its part to. One without an output has the slot's first row.
   Slice reduced(Rank rank, uint32_t chunk) const {
-    if (!gathers_) return {begin_of(chunk), rank, out_};
+    if (!gathers_) return {chunking_.begin(chunk), rank, out_};
     return receives(rank) ? in_array(rank, out_, rank, chunk)
                           : landing(rank, rank == 0 ? 1 : 0, chunk, false);
   }
@@ -138,13 +115,11 @@ class ReductionLowering {
 
   // The slot of what `peer` sends of a chunk: exchanged, or gathered.
   Slice landing(Rank owner, Rank peer, uint32_t chunk, bool gathered) const {
-    const uint64_t place = chunk % kReduceDepth * (ranks_ - 1u) + row_of_peer(owner, peer);
-    return {(gathered ? ring_bytes_ : 0) + place * chunk_bytes_, owner, slot_};
+    const uint64_t place = chunk % kRingDepth * (ranks_ - 1u) + row_of_peer(owner, peer);
+    return {(gathered ? ring_bytes_ : 0) + place * chunking_.bytes(), owner, slot_};
   }
 
-  static uint16_t value_of(uint32_t chunk) {
-    return static_cast<uint16_t>(chunk / kReduceDepth + 1);
-  }
+  static uint16_t value_of(uint32_t chunk) { return FlagWords::value_of(chunk); }
 
   bool receives(Rank rank) const { return plan_.op == "all_reduce" || rank == plan_.root; }
 
@@ -189,8 +164,8 @@ class ReductionLowering {
 
   void exchange(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
     for (const Rank peer : peers_of(rank)) {
-      if (chunk >= kReduceDepth) {
-        poll(commands, rank, words_.free(peer, 0), static_cast<uint16_t>(chunk - kReduceDepth + 1));
+      if (chunk >= kRingDepth) {
+        poll(commands, rank, words_.free(peer, 0), static_cast<uint16_t>(chunk - kRingDepth + 1));
       }
       copy(commands, landing(peer, rank, chunk, false), in_array(rank, in_, peer, chunk),
            bytes_of(peer, chunk));
@@ -199,11 +174,11 @@ class ReductionLowering {
   }
 
   void gather(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
-    poll(commands, rank, words_.reduced(rank, chunk), value_of(chunk));
+    poll(commands, rank, words_.passed(rank, chunk), value_of(chunk));
     for (const Rank peer : peers_of(rank)) {
       if (!receives(peer)) continue;
-      if (form_.staged && chunk >= kReduceDepth) {
-        poll(commands, rank, words_.free(peer, 1), static_cast<uint16_t>(chunk - kReduceDepth + 1));
+      if (form_.staged && chunk >= kRingDepth) {
+        poll(commands, rank, words_.free(peer, 1), static_cast<uint16_t>(chunk - kRingDepth + 1));
       }
       const Slice dst =
           form_.staged ? landing(peer, rank, chunk, true) : in_array(peer, out_, rank, chunk);
@@ -233,10 +208,10 @@ class ReductionLowering {
     if (const uint64_t bytes = bytes_of(rank, chunk); bytes > 0) {
       const Slice own = in_array(rank, in_, rank, chunk);
       const Slice others = ranks_ == 1 ? own : landing(rank, rank == 0 ? 1 : 0, chunk, false);
-      commands.push_back(reduction(reduced(rank, chunk), own, others, chunk_bytes_, bytes));
+      commands.push_back(reduction(reduced(rank, chunk), own, others, chunking_.bytes(), bytes));
     }
     if (gathers_ && ranks_ > 1) {
-      signal(commands, rank, words_.reduced(rank, chunk), value_of(chunk));
+      signal(commands, rank, words_.passed(rank, chunk), value_of(chunk));
     }
     if (!gathers_ || receives(rank)) free(commands, rank, chunk, 0);
   }
@@ -260,7 +235,7 @@ class ReductionLowering {
   }
 
   void free(std::vector<Command>& commands, Rank rank, uint32_t chunk, uint32_t ring) const {
-    if (chunk + kReduceDepth >= chunks_) return;
+    if (chunk + kRingDepth >= chunks_) return;
     for (const Rank peer : peers_of(rank)) {
       signal(commands, peer, words_.free(rank, ring), static_cast<uint16_t>(chunk + 1));
     }
@@ -288,12 +263,12 @@ class ReductionLowering {
       signal(commands, peer, words_.exchanged(rank, 0), 1);
     }
     // The reduction overwrites what was sent.
-    if (plan_.in_place && ranks_ > 1) signal(commands, rank, words_.reduced(rank, 0), 1);
+    if (plan_.in_place && ranks_ > 1) signal(commands, rank, words_.passed(rank, 0), 1);
     return commands;
   }
 
   Slice whole(Rank owner, Rank peer) const {
-    return {row_of_peer(owner, peer) * round_up(total_bytes_, kPartAlign), owner, slot_};
+    return {row_of_peer(owner, peer) * round_up(total_bytes_, kChunkAlign), owner, slot_};
   }
 
   std::vector<Command> reduce_all(Rank rank) const {
@@ -302,12 +277,12 @@ class ReductionLowering {
       for (const Rank peer : peers_of(rank)) signal(commands, peer, words_.entry(rank), 1);
     }
     for (const Rank peer : peers_of(rank)) poll(commands, rank, words_.exchanged(peer, 0), 1);
-    if (plan_.in_place && ranks_ > 1) poll(commands, rank, words_.reduced(rank, 0), 1);
+    if (plan_.in_place && ranks_ > 1) poll(commands, rank, words_.passed(rank, 0), 1);
     if (total_bytes_ == 0) return commands;
     const Slice own{0, rank, in_};
     const Slice others = ranks_ == 1 ? own : Slice{0, rank, slot_};
     commands.push_back(
-        reduction({0, rank, out_}, own, others, round_up(total_bytes_, kPartAlign), total_bytes_));
+        reduction({0, rank, out_}, own, others, round_up(total_bytes_, kChunkAlign), total_bytes_));
     return commands;
   }
 
@@ -317,11 +292,11 @@ class ReductionLowering {
   const FlagWords words_;
   const Rank ranks_;
   const bool gathers_;
-  const uint64_t chunk_bytes_;
+  const uint64_t largest_;  // part
+  Chunks chunking_;
   std::vector<uint64_t> offsets_;
   uint64_t total_bytes_ = 0;
   uint64_t ring_bytes_ = 0;
-  uint64_t shift_bytes_ = 0;
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
   BufferId in_ = 0;
@@ -330,27 +305,10 @@ class ReductionLowering {
   Program program_;
 };
 
-// Sizes of a chunk that are worth a look, the largest first.
-std::vector<uint64_t> chunk_sizes(const ReductionPlan& plan, bool captured) {
-  const uint64_t largest =
-      std::max<uint64_t>(1, *std::max_element(plan.parts.begin(), plan.parts.end()));
-  const uint64_t peers = std::max<uint64_t>(1, plan.parts.size() - 1);
-  const uint64_t fair = std::max(kChunkBytesMax / peers / kPartAlign * kPartAlign, kChunkBytesFair);
-  const uint64_t most = std::max(fair, round_up(largest / kChunksMax + 1, kPartAlign));
-  std::vector<uint64_t> sizes;
-  for (uint64_t pieces = 1; pieces <= kReduceDepth; pieces *= 2) {
-    const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kPartAlign);
-    if (pieces > 1 && bytes < kChunkBytesMin) break;
-    if (captured || bytes <= most) sizes.push_back(bytes);
-  }
-  if (sizes.empty()) sizes.push_back(most);
-  return sizes;
-}
-
 }  // namespace
 
 std::vector<uint64_t> equal_parts(uint64_t bytes, Rank ranks) {
-  const uint64_t share = round_up((bytes + ranks - 1) / ranks, kPartAlign);
+  const uint64_t share = round_up((bytes + ranks - 1) / ranks, kChunkAlign);
   std::vector<uint64_t> parts(ranks);
   for (Rank rank = 0; rank < ranks; ++rank) {
     const uint64_t begin = std::min(bytes, rank * share);
@@ -378,7 +336,9 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
     best_ns = total_ns;
   };
   if (variant != "one_shot") {
-    for (const uint64_t bytes : chunk_sizes(plan, form.captured)) {
+    const uint64_t largest = *std::max_element(plan.parts.begin(), plan.parts.end());
+    for (const uint64_t bytes :
+         chunk_sizes(largest, plan.parts.size() - 1, kRingDepth, form.captured)) {
       consider(ReductionLowering(plan, machine, form, bytes).run());
     }
   }
