@@ -96,14 +96,15 @@ def equal_case(op: str, ranks: int, part: int, in_place: bool = False, root: int
     return Case(op, ranks, (part,) * number, in_place, root)
 
 
-def kinds_of(case: Case, staged: bool) -> set[str]:
+def kinds_of(case: Case, staged: bool, captured: bool = False) -> set[str]:
     """The variants, without prelaunch_, that an operation can have which moves bytes."""
+    chunks = {"pipelined"} if staged and not captured else set()
     exchange_in_place = case.op == "all_to_all" and case.in_place and case.ranks > 1
     if exchange_in_place:
-        return {"b2b", "fan"} if staged else {"swap"}
+        return {"b2b", "fan"} | chunks if staged else {"swap"}
     if case.ranks == 1 and case.in_place:  # nothing moves: even a swap would do
-        return {"pcpy", "b2b", "fan"} | (set() if staged else {"swap"})
-    kinds = {"pcpy", "b2b", "fan"}
+        return {"pcpy", "b2b", "fan"} | (chunks if staged else {"swap"})
+    kinds = {"pcpy", "b2b", "fan"} | chunks
     shared_source = case.op == "broadcast" or (case.op == "all_gather" and max(case.counts) > 0)
     if shared_source and case.ranks > 2:
         kinds.add("bcst")

@@ -55,7 +55,8 @@ struct Result {
   bool in_place = false;
   std::string own_copy = "none";  // what copies within a local rank's memory: engine, hint, sm
   uint64_t total_bytes = 0;
-  Counts counts;  // of all ranks
+  uint64_t slot_bytes = 0;  // of a rank's slot; a lane has three as large as its largest call needs
+  Counts counts;            // of all ranks
   Report report;
 };
 

@@ -99,6 +99,13 @@ Choice variant_of(const Request& request, const Facts& facts, const Machine& mac
   return choice;
 }
 
+uint64_t slot_bytes_of(const Program& program) {
+  for (const Buffer& buffer : program.buffers) {
+    if (buffer.role == Role::slot) return buffer.bytes;
+  }
+  return 0;
+}
+
 }  // namespace
 
 // Ranks that plan for other costs or limits would plan other programs.
@@ -293,6 +300,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
                 .in_place = facts.in_place,
                 .own_copy = own ? "engine" : "none",
                 .total_bytes = facts.total_bytes,
+                .slot_bytes = slot_bytes_of(*whole),
                 .counts = count(*whole)};
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;

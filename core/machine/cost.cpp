@@ -20,16 +20,15 @@ class Estimate {
         resources_(machine, program.ranks),
         users_(resources_.capacities_gbps().size(), 0),
         group_bytes_(users_.size(), 0),
+        submissions_(program, machine),
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
         words_(word_count(program)) {}
 
   Phases run() {
     count_users();
-    const std::vector<Moment> submitted = submissions(program_, machine_);
     for (uint32_t i = 0; i < actors_.size(); ++i) {
-      actors_[i].submitted = submitted[i];
-      push(i, submitted[i]);
+      if (!program_.queues[i].commands.empty()) push(i, submissions_.at(i, 0));
     }
     while (!heap_.empty()) {
       const NextQueue turn = heap_.top();
@@ -50,7 +49,6 @@ class Estimate {
 
  private:
   struct QueueClock {
-    Moment submitted;
     Moment now;  // the end of the last command
     uint32_t next = 0;
   };
@@ -93,10 +91,11 @@ class Estimate {
   }
 
   // When the queue's first `count` commands have been fetched.
-  Moment fetched(const QueueClock& actor, bool caller, uint32_t count) const {
-    if (caller || program_.mode == Mode::armed) return actor.submitted;
-    return actor.submitted.after(&Phases::schedule_ns,
-                                 machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
+  Moment fetched(uint32_t i, bool caller, uint32_t count) const {
+    const Moment& submitted = submissions_.at(i, count - 1);
+    if (caller || program_.mode == Mode::armed) return submitted;
+    return submitted.after(&Phases::schedule_ns,
+                           machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
   }
 
   void step(uint32_t i) {
@@ -105,11 +104,11 @@ class Estimate {
     if (actor.next == queue.commands.size()) return;
     const bool caller = queue.index == kCallerQueue;
     const Command& command = queue.commands[actor.next];
-    const Moment start = latest(actor.now, fetched(actor, caller, actor.next + 1));
+    const Moment start = latest(actor.now, fetched(i, caller, actor.next + 1));
     if (moves_data(command.op)) {
       const CopyGroup group = take_group(queue, actor);
       actor.now = latest(start.after(&Phases::copy_ns, group.whole_ns),
-                         fetched(actor, caller, actor.next).after(&Phases::copy_ns, group.last_ns));
+                         fetched(i, caller, actor.next).after(&Phases::copy_ns, group.last_ns));
     } else if (command.op == Op::signal) {
       signal(queue, actor, command, start);
     } else if (command.op == Op::poll) {
@@ -255,6 +254,7 @@ class Estimate {
   std::vector<uint32_t> users_;
   std::vector<double> group_bytes_;  // by resource; zero outside take_group
   std::vector<uint32_t> touched_;
+  const Submissions submissions_;
   std::vector<Moment> hosts_;
   std::vector<QueueClock> actors_;
   std::vector<WordHistory> words_;

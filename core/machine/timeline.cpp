@@ -1,6 +1,7 @@
 #include "core/machine/timeline.h"
 
 #include "core/base/error.h"
+#include "core/ir/serial_order.h"
 
 namespace offcore {
 namespace {
@@ -49,12 +50,20 @@ void check_places(const Program& program) {
   }
 }
 
-std::vector<Moment> submissions(const Program& program, const Machine& machine) {
+Submissions::Submissions(const Program& program, const Machine& machine)
+    : queues_(program.queues.size()) {
+  if (program.mode == Mode::armed) return;
+  if (program.mode == Mode::eager && interleaved(program)) {
+    step_by_step(program, machine);
+  } else {
+    queue_by_queue(program, machine);
+  }
+}
+
+void Submissions::queue_by_queue(const Program& program, const Machine& machine) {
   const Cost& cost = machine.cost;
   std::vector<Moment> hosts(host_threads(machine, program.ranks));
   std::vector<double> doorbells(hosts.size(), 0);
-  std::vector<Moment> result(program.queues.size());
-  if (program.mode == Mode::armed) return result;
 
   // One round per queue of a rank: turn[rank] lists the rank's engine queues.
   std::vector<std::vector<uint32_t>> turns;
@@ -78,14 +87,29 @@ std::vector<Moment> submissions(const Program& program, const Machine& machine) 
       const double doorbell_ns =
           cost.doorbell_ns * (1 + doorbells[thread]++ * cost.doorbell_growth);
       host = host.after(&Phases::schedule_ns, doorbell_ns);
-      result[i] = host;
+      queues_[i] = host;
     }
   }
   for (uint32_t i = 0; i < program.queues.size(); ++i) {
     const Queue& queue = program.queues[i];
-    if (queue.index == kCallerQueue) result[i] = hosts[host_thread_of(machine, queue.rank)];
+    if (queue.index == kCallerQueue) queues_[i] = hosts[host_thread_of(machine, queue.rank)];
   }
-  return result;
+}
+
+// A caller's commands are enqueued as the others are: they cost what theirs do.
+void Submissions::step_by_step(const Program& program, const Machine& machine) {
+  std::vector<Moment> hosts(host_threads(machine, program.ranks));
+  for (const Queue& queue : program.queues) commands_.emplace_back(queue.commands.size());
+  for (const SerialStep& step : serial_order(program)) {
+    Moment& host = hosts[host_thread_of(machine, program.queues[step.queue].rank)];
+    for (uint32_t command = step.first; command < step.last; ++command) {
+      host = host.after(&Phases::control_ns, machine.cost.control_ns);
+    }
+    host = host.after(&Phases::schedule_ns, machine.cost.doorbell_ns);
+    for (uint32_t command = step.first; command < step.last; ++command) {
+      commands_[step.queue][command] = host;
+    }
+  }
 }
 
 double engine_gbps(const Command& command, const Machine& machine) {

@@ -34,10 +34,26 @@ inline uint32_t host_thread_of(const Machine& machine, Rank rank) {
   return machine.flags == FlagHome::host ? 0 : rank;
 }
 
-// When the host is done with each queue (index as in program.queues): for an engine queue its
-// doorbell has been rung, for a caller queue its first command may run. A host thread goes queue by
-// queue, round robin over its ranks. Armed queues were submitted before the launch.
-std::vector<Moment> submissions(const Program& program, const Machine& machine);
+// When the host is done with a queue's commands: for an engine queue its doorbell has been rung,
+// for a caller queue the first one may run. A host thread goes queue by queue, round robin over its
+// ranks; an interleaved program goes in its serial order, each rank's steps one after another.
+// Armed queues were submitted before the launch.
+class Submissions {
+ public:
+  Submissions(const Program& program, const Machine& machine);
+
+  // Indices into program.queues and the queue's commands.
+  const Moment& at(uint32_t queue, uint32_t command) const {
+    return commands_.empty() ? queues_[queue] : commands_[queue][command];
+  }
+
+ private:
+  void queue_by_queue(const Program& program, const Machine& machine);
+  void step_by_step(const Program& program, const Machine& machine);
+
+  std::vector<Moment> queues_;
+  std::vector<std::vector<Moment>> commands_;  // of interleaved programs
+};
 
 inline bool is_bcst(const Command& command) {
   return command.op == Op::copy && command.rows > 1 && command.src_step == 0;

@@ -12,8 +12,10 @@ namespace offcore {
 
 namespace {
 
-constexpr double kSlotsGain = 0.97;            // less is not worth the memory
-constexpr uint64_t kSlotsBytesMax = 64 << 20;  // a lane has three slots of its largest call
+constexpr double kSlotsGain = 0.97;  // less is not worth the memory
+// A lane has three slots of its largest call. One in a single piece is as large as the output.
+constexpr uint64_t kSlotsBytesMax = 64 << 20;
+constexpr uint64_t kChunkedBytesMin = 1 << 20;  // below that a queue that only drains costs more
 
 bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
   return row.op == moves.op && row.ranks == moves.ranks && row.in_place == moves.in_place &&
@@ -44,10 +46,23 @@ std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Mac
   return best;
 }
 
+// Of the buffers that a staged program has slots for.
+uint64_t window_bytes(const Moves& moves) {
+  uint64_t bytes = 0;
+  for (size_t id = kFlagBuffer + 1; id < moves.buffers.size(); ++id) {
+    if (moves.buffers[id].kind == Buffer::Home::window) bytes += moves.buffers[id].bytes;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
               const ProtocolForm& form, const Deadline& deadline) {
+  if (const Variant chunks{.kind = Variant::Shape::pipelined};
+      window_bytes(moves) > kSlotsBytesMax && why_not(moves, chunks, form).empty()) {
+    return {.variant = chunks};
+  }
   if (const auto variant = tuned(moves, total_bytes, machine, form)) {
     return {.variant = *variant, .tuned = true};
   }
@@ -58,6 +73,9 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
     // Prelaunch pays only where a caller repeats the operation on the same buffers: it is chosen by
     // the caller or by a measured table, never by the model.
     if (variant.prelaunch) continue;
+    if (variant.kind == Variant::Shape::pipelined && window_bytes(moves) < kChunkedBytesMin) {
+      continue;
+    }
     if (deadline.passed()) {
       fail(Code::timeout, "choosing a variant for ", moves.op, " takes more than ",
            shown_s(deadline.wait_ns()), " s: pass a longer timeout, or name a variant");

@@ -134,6 +134,13 @@ Rank executor_of(const Slice& dst, const Slice& src) {
   return dst.rank != kHostRank ? dst.rank : 0;
 }
 
+std::vector<Rank> in_ring_order(std::vector<Rank> peers, Rank from, Rank ranks) {
+  const auto distance = [&](Rank rank) { return (rank + ranks - from) % ranks; };
+  std::sort(peers.begin(), peers.end(), [&](Rank a, Rank b) { return distance(a) < distance(b); });
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  return peers;
+}
+
 std::vector<std::vector<PlannedCopy>> group(const Moves& moves, Variant::Shape kind,
                                             const Machine& machine) {
   std::vector<std::vector<PlannedCopy>> pieces(moves.ranks);
@@ -164,6 +171,10 @@ std::string why_not(const Moves& moves, const Variant& variant, const ProtocolFo
   const Variant::Shape kind = variant.kind;
   const bool none = moves.moves.empty();
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
+  if (kind == Variant::Shape::pipelined) {
+    if (form.captured) return "a graph would run its chunks one after another";
+    return form.staged ? "" : "chunks go by way of slots; use protocol eager";
+  }
   if (variant.prelaunch && form.captured) {
     return "a graph holds its commands itself, so nothing can be armed ahead of it; use the variant"
            " without prelaunch_";

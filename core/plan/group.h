@@ -13,6 +13,9 @@ namespace offcore {
 // from host memory runs on the device it goes to.
 Rank executor_of(const Slice& dst, const Slice& src);
 
+// Sorted so that every rank serves the one behind it first; each once.
+std::vector<Rank> in_ring_order(std::vector<Rank> peers, Rank from, Rank ranks);
+
 // A data command and the remote ranks whose memory it touches.
 struct PlannedCopy {
   Command command;

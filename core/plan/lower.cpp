@@ -11,6 +11,7 @@
 #include "core/ir/verify.h"
 #include "core/plan/flags.h"
 #include "core/plan/group.h"
+#include "core/plan/pipeline.h"
 #include "core/plan/plan.h"
 #include "core/plan/progression.h"
 
@@ -21,6 +22,12 @@ constexpr uint16_t kDone = 1;                 // every word is used once a launc
 constexpr uint64_t kShareBytesMin = 1 << 20;  // of a copy that engines divide, each
 constexpr uint64_t kAlign = 64;
 constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a second queue costs more
+
+void check_possible(const Moves& moves, const Variant& variant, const ProtocolForm& form) {
+  if (const auto reason = why_not(moves, variant, form); !reason.empty()) {
+    fail(Code::unsupported, "variant ", to_string(variant), ": ", reason);
+  }
+}
 
 class Lowering {
  public:
@@ -35,9 +42,7 @@ class Lowering {
   }
 
   Program run() {
-    if (const auto reason = why_not(moves_, variant_, form_); !reason.empty()) {
-      fail(Code::unsupported, "variant ", to_string(variant_), ": ", reason);
-    }
+    check_possible(moves_, variant_, form_);
     stage();
     assign();
     return program();
@@ -202,7 +207,7 @@ class Lowering {
       for (Rank peer = 0; peer < moves_.ranks; ++peer) {
         if (peer != rank) peers.push_back(peer);
       }
-      in_ring_order(peers, rank);
+      peers = in_ring_order(std::move(peers), rank, moves_.ranks);
       for (std::vector<Command>& commands : queues[rank]) {
         Draft& draft = drafts_[rank].emplace_back();
         draft.data = std::move(commands);
@@ -258,7 +263,7 @@ class Lowering {
     auto& drafts = drafts_[rank];
     std::vector<bool> heard(moves_.ranks, false);
     for (Draft& draft : drafts) {
-      in_ring_order(draft.touched, rank);
+      draft.touched = in_ring_order(std::move(draft.touched), rank, moves_.ranks);
       draft.notified = draft.touched;
       for (Rank peer : draft.notified) heard[peer] = true;
     }
@@ -270,14 +275,7 @@ class Lowering {
     if (silent.empty()) return;
     if (drafts.empty()) drafts.emplace_back();
     drafts[0].notified.insert(drafts[0].notified.end(), silent.begin(), silent.end());
-    in_ring_order(drafts[0].notified, rank);
-  }
-
-  void in_ring_order(std::vector<Rank>& ranks, Rank from) const {
-    const auto distance = [&](Rank rank) { return (rank + moves_.ranks - from) % moves_.ranks; };
-    std::sort(ranks.begin(), ranks.end(),
-              [&](Rank a, Rank b) { return distance(a) < distance(b); });
-    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    drafts[0].notified = in_ring_order(std::move(drafts[0].notified), rank, moves_.ranks);
   }
 
   std::vector<uint64_t> exit_words(Rank reader) const {
@@ -352,8 +350,7 @@ class Lowering {
         }
       }
     }
-    in_ring_order(waiting, rank);
-    return waiting;
+    return in_ring_order(std::move(waiting), rank, moves_.ranks);
   }
 
   Moves moves_;
@@ -374,6 +371,10 @@ Protocol protocol_of(const ProtocolForm& form) {
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
               const ProtocolForm& form) {
+  if (variant.kind == Variant::Shape::pipelined) {
+    check_possible(moves, variant, form);
+    return lower_pipelined(moves, variant.chunk_bytes, machine, form);
+  }
   return Lowering(moves, variant, machine, form).run();
 }
 

@@ -17,7 +17,12 @@ RANKS = (1, 2, 3, 4, 8)
 SIZES = (1, 1000, 4096)
 LARGE = (1 << 20) + 3  # of the whole array
 KINDS = ("pcpy", "bcst", "swap", "b2b", "fan")
-WAYS = ("auto", *(start + kind for start in ("", "prelaunch_") for kind in KINDS))
+WAYS = (
+    "auto",
+    *(start + kind for start in ("", "prelaunch_") for kind in KINDS),
+    "pipelined",
+    "pipelined:256",
+)
 
 
 def uneven_cases(op: str, ranks: int) -> Iterator[Case]:
@@ -60,24 +65,29 @@ def test_every_way_of_running_it(
                 check_variants(ground, case, place, protocol)
 
 
+def kind_of(variant: str) -> str:
+    return variant.removeprefix("prelaunch_").partition(":")[0]
+
+
 def check_variants(ground: Ground, case: Case, place: str, protocol: str) -> None:
     """Every variant that the case can have is right, and every other one is refused."""
     # Peers write into an array only by way of a slot.
     staged = protocol == "eager" or (place == "array" and protocol != "promise")
     can = kinds_of(case, staged) if place == "window" or protocol != "promise" else set()
-    cannot = set(KINDS) - can if can else {"auto", *KINDS}
+    cannot = {*KINDS, "pipelined"} - can | (set() if can else {"auto"})
     refused = ground.prepare(case, place)
     for variant in WAYS:
-        if variant.removeprefix("prelaunch_") in cannot:
+        if kind_of(variant) in cannot:
             with pytest.raises(offcore.Error) as refusal:
                 refused.start(variant, protocol)
             assert refusal.value.code == "unsupported", (case, place, variant, protocol)
     refused.assert_untouched()
     for variant in WAYS:
-        if variant.removeprefix("prelaunch_") in cannot:
+        if kind_of(variant) in cannot:
             continue
         result = ground.run(case, place, variant, protocol)
-        assert variant in ("auto", result.variant)
+        if variant != "auto":
+            assert result.variant.startswith(variant)
         # Where all is left to it the measured table may have slots ahead.
         assert result.staged == staged or variant == protocol == "auto"
         assert result.mode == ("armed" if variant.startswith("prelaunch") else "eager")
@@ -104,7 +114,8 @@ def test_large(target: Target, op: str, ranks: int) -> None:
         ground = Ground(comm, LARGE)
         for in_place, place in product((False, True) if op in IN_PLACE else (False,), PLACES):
             case = equal_case(op, ranks, size, in_place, root=ranks - 1)
-            for kind in sorted(kinds_of(case, staged=place == "array")):
+            kinds = sorted(kinds_of(case, staged=place == "array"))
+            for kind in [*kinds, *(["pipelined:16K"] if "pipelined" in kinds else [])]:
                 assert ground.run(case, place, kind).bytes == sum(case.counts) // (
                     ranks if op == "all_to_all" else 1
                 )

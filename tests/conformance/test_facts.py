@@ -77,6 +77,7 @@ def test_results(target: Target) -> None:
         arrays = [comm.host_array(4000) for _ in range(ranks)]
         outside = comm.all_gather(arrays, inp).wait()
         assert (outside.protocol, outside.staged) == ("eager", True)
+        assert outside.slot_bytes > 0
 
 
 def test_the_choice_is_one_that_can_be_had(target: Target) -> None:

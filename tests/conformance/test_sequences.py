@@ -62,7 +62,7 @@ class Walk:
         if protocol == "credits":
             protocol = protocol if self.room > 0 else "barrier"
             self.room -= 1
-        elif variant != "auto" and self.random.random() < 0.25 and self.room > 0:
+        elif variant not in ("auto", "pipelined") and self.random.random() < 0.25 and self.room > 0:
             self.room -= 1
             variant = "prelaunch_" + variant
         if protocol == "promise":

@@ -36,7 +36,7 @@ def test_every_replay_is_right(op: str, place: str) -> None:
                 case = equal_case(op, 3, part, in_place, root=2 if op[0] != "a" else 0)
                 staged = place == "array" and part > 0
                 captured = Captured(comm, case, place)
-                kinds = kinds_of(case, staged) - (set() if part else {"bcst"})
+                kinds = kinds_of(case, staged, True) - (set() if part else {"bcst"})
                 for variant in ["auto", *sorted(kinds)]:
                     with gpus.graph(comm.given) as graph:
                         handle = captured.start(variant=variant)
@@ -200,7 +200,7 @@ def test_branches_that_run_one_after_the_other() -> None:
         ]
         parts = [Captured(comm, case, place) for case, place in cases]
         for part in parts:
-            for variant in sorted(kinds_of(part.case, part.place == "array")):
+            for variant in sorted(kinds_of(part.case, part.place == "array", True)):
                 with gpus.graph(comm.given) as graph:
                     part.start(variant=variant)
                     part.start(variant=variant)

@@ -50,7 +50,12 @@ class Stream:
         protocol = rng.choice(["auto", "barrier", "eager"])
         staged = protocol == "eager" or not in_window
         variant = rng.choice(["auto", *sorted(kinds_of(case, staged))])
-        if variant != "auto" and in_window and rng.random() < 0.3 and self.armed < 30:
+        if (
+            variant not in ("auto", "pipelined")
+            and in_window
+            and rng.random() < 0.3
+            and self.armed < 30
+        ):
             self.armed += 1
             variant = "prelaunch_" + variant
         call = (case, variant, protocol, in_window)

@@ -24,10 +24,11 @@ class Case(NamedTuple):
 
     @property
     def path(self) -> Path:
+        variant = self.variant.replace(":", "_")
         place = "in_place" if self.in_place else "out_of_place"
         reduced = "".join(f"{name}." for name in self.reduced or ())
         return FOLDER / (
-            f"{self.op}.{self.machine}.{self.ranks}x{self.nbytes}.{self.variant}.{place}."
+            f"{self.op}.{self.machine}.{self.ranks}x{self.nbytes}.{variant}.{place}."
             f"{reduced}{self.protocol}.dma"
         )
 
@@ -71,6 +72,9 @@ CASES = [
     Case("all_gather", "host-2", 2, 4096, "pcpy", protocol="eager"),
     Case("broadcast", "host-2", 2, 4096, "pcpy", in_place=True, protocol="eager"),
     Case("all_gather", "host-4", 4, 4096, "prelaunch_pcpy", protocol="barrier"),
+    # In chunks, by way of slots: a ring that goes round, and ranges that are exchanged in place.
+    Case("all_gather", "h200-2", 2, 12288, "pipelined:1K", protocol="eager"),
+    Case("all_to_all", "h200-4", 4, 8192, "pipelined:512", in_place=True, protocol="eager"),
     # What reduces: to a window (promise) or by way of slots (eager), in a chunk or several.
     Case("reduce_scatter", "h200-2", 2, 4096, "pipelined", reduced=("sum", "float32")),
     Case("reduce_scatter", "h200-4", 4, 1000, "pipelined", reduced=("avg", "int32")),

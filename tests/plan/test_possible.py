@@ -12,7 +12,12 @@ from offcore.tools.cli import options
 
 MACHINES = ("h200-2", "h200-4", "h200-8", "mi300x-8", "host-1", "host-3", "host-8")
 ENGINES = ("", ":1", ":2", ":3", ":256")
-VARIANTS = [name + engines for name in _core.variants() for engines in ENGINES]
+CHUNKS = ("", ":256", ":1K")
+VARIANTS = [
+    name + suffix
+    for name in _core.variants()
+    for suffix in (CHUNKS if name == "pipelined" else ENGINES)
+]
 PROTOCOLS = [_core.Protocol(*flags) for flags in product((True, False), repeat=3)]
 STAGED = _core.Protocol(entry=False, staged=True)
 
@@ -89,8 +94,9 @@ def test_one_list_has_the_variants() -> None:
     """What the command line, benches and errors name are the core's, so a new one is in all."""
     kinds = [name for name in _core.variants() if not name.startswith("prelaunch_")]
     assert list(collectives.KINDS) == kinds
-    assert list(collectives.VARIANTS) == [*kinds, *(f"prelaunch_{kind}" for kind in kinds)]
+    prelaunched = [f"prelaunch_{kind}" for kind in kinds if kind != "pipelined"]
+    assert list(collectives.VARIANTS) == [*kinds, *prelaunched]
     assert options.VARIANT_HELP.startswith(", ".join(kinds))
     moves = _core.moves_all_gather([1, 1], False)
-    with pytest.raises(_core.Error, match=f"known are {', '.join(kinds)}, each also"):
+    with pytest.raises(_core.Error, match=f"known are {', '.join(kinds[:-1])}, each also"):
         _core.plan(moves, "none", machines.load("h200-2"), _core.Protocol())

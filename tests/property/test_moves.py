@@ -12,6 +12,8 @@ from worlds import PROTOCOLS, VARIANTS, Batch, batches, collectives, machines, m
 from offcore import _core
 from oracles import Case, Memory, after_moves, kinds_of, noise
 
+CHUNKS = st.sampled_from(["", ":256", ":512"])
+
 
 def check_program(
     moves: _core.Moves, variant: str, machine: _core.Machine, protocol: _core.Protocol
@@ -112,7 +114,8 @@ def test_collectives(protocol: str, data: st.DataObject, machine: _core.Machine,
         assert kinds >= wanted
         assert kinds <= wanted | {"bcst", "swap"}
     engines = data.draw(st.sampled_from(["", ":1", ":2", ":3"]))
-    for variant in (name + engines for name in VARIANTS):
+    for name in VARIANTS:
+        variant = name + (data.draw(CHUNKS) if name == "pipelined" else engines)
         if _core.why_not(moves, variant, entering):
             continue
         program = check_program(moves, variant, machine, entering)

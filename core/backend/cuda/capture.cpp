@@ -190,7 +190,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
     own.run(commands.subspan(step.first, step.last - step.first));
   }
   std::vector<CudaEvent> joins;
-  if (local.engines.size() > first && !submission.compiled.reduces) {
+  if (local.engines.size() > first && !submission.compiled.interleaved) {
     const CudaEvent here = device.event();
     here.record(stream);
     for (size_t i = first; i < local.engines.size(); ++i) {
@@ -203,7 +203,7 @@ void Captures::record(CudaSubmission& submission, const LocalProgram& local, Dev
   own.run(inside.first(until_peers(inside)));
   for (const CudaEvent& join : joins) join.enqueue_wait(stream);
   own.run(inside.subspan(until_peers(inside)));
-  if (!submission.compiled.reduces) own.run(local.caller.subspan(local.leading));
+  if (!submission.compiled.interleaved) own.run(local.caller.subspan(local.leading));
   auto done = std::make_shared<CudaEvent>(device.event());
   done->record(stream);
   place.last_stream = stream;

@@ -171,7 +171,7 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
   if (inside == 1) turn.own->add(queues[local.engines[0]].commands);
 }
 
-// A program that reduces, in its order: each part into its queue's stream.
+// A program in its serial order: each part into its queue's stream.
 void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission>& turns) {
   const CudaProgram& compiled = submission.compiled;
   std::map<uint32_t, std::unique_ptr<StreamEncoder>> encoders;  // by queue
@@ -231,10 +231,10 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
     }
     turn.own->lead(local.caller.first(local.leading));
   }
-  if (submission.compiled.reduces) {
+  if (submission.compiled.interleaved) {
     serial(submission, turns);
   }
-  for (size_t i = 0; i < turns.size() && !submission.compiled.reduces; ++i) {
+  for (size_t i = 0; i < turns.size() && !submission.compiled.interleaved; ++i) {
     const ContextGuard current = turns[i].device->current();
     if (armed) {
       resume(submission, turns[i], i);
@@ -244,7 +244,7 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
   }
   for (RankSubmission& turn : turns) {
     const ContextGuard current = turn.device->current();
-    if (!submission.compiled.reduces) {
+    if (!submission.compiled.interleaved) {
       turn.own->add(turn.local->caller.subspan(turn.local->leading));
       turn.own->flush();
     }

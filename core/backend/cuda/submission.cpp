@@ -55,13 +55,10 @@ void place_caller(LocalProgram& local) {
                  std::all_of(first_poll, commands.end(), simple(Op::poll));
 }
 
-// How a program that reduces is enqueued.
+// How a program whose queues wait for each other is enqueued.
 void serialize(CudaProgram& compiled) {
-  for (const auto& device : compiled.devices) {
-    device->gpu().reduce_kernels().prepare(*compiled.program->reduction);
-  }
   size_t reductions = 0;
-  for (const exec::SerialStep& step : exec::serial_order(*compiled.program)) {
+  for (const SerialStep& step : serial_order(*compiled.program)) {
     const Queue& queue = compiled.program->queues[step.queue];
     for (LocalProgram& local : compiled.gpus) {
       if (local.rank != queue.rank) continue;
@@ -78,7 +75,8 @@ void serialize(CudaProgram& compiled) {
     const auto own = std::count_if(local.caller.begin(), local.caller.end(), reduces);
     reductions = std::max(reductions, static_cast<size_t>(own));
   }
-  compiled.one_stream = reductions <= 1 || compiled.program->mode == Mode::capture;
+  compiled.one_stream =
+      compiled.program->mode == Mode::capture || (compiled.reduces && reductions <= 1);
 }
 
 }  // namespace
@@ -110,7 +108,10 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
       }
     }
   }
-  if (compiled->reduces) serialize(*compiled);
+  if (compiled->interleaved) serialize(*compiled);
+  for (size_t i = 0; compiled->reduces && i < devices.size(); ++i) {
+    devices[i]->gpu().reduce_kernels().prepare(*compiled->program->reduction);
+  }
   return compiled;
 }
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/backend/cuda/stream_encoder.h"
-#include "core/backend/exec/serial_order.h"
 #include "core/backend/exec/submission.h"
+#include "core/ir/serial_order.h"
 
 namespace offcore::cuda {
 
@@ -40,7 +40,7 @@ struct CudaProgram : exec::CompiledProgram {
   // Of programs that reduce: how their local queues are enqueued. Their callers wait in between.
   struct SerialPart {
     uint32_t gpu = 0;  // index into `gpus`
-    exec::SerialStep step;
+    SerialStep step;
   };
   std::vector<SerialPart> serial;
   bool one_stream = false;  // nothing of one rank would overlap: all goes into the caller's stream

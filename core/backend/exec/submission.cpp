@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/backend/wakeup.h"
+#include "core/ir/serial_order.h"
 #include "core/ir/text.h"
 
 namespace offcore::exec {
@@ -20,7 +21,9 @@ std::vector<Rank> sorted_ranks(std::vector<Rank> local_ranks, Rank ranks) {
 
 CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank ranks,
                                  std::span<const Rank> local_ranks)
-    : program(std::move(program_)), reduces(program->reduction.has_value()) {
+    : program(std::move(program_)),
+      reduces(program->reduction.has_value()),
+      interleaved(offcore::interleaved(*program)) {
   if (program->ranks != ranks) {
     fail(Code::invalid, "a program of ", program->ranks, " ranks cannot run on a backend of ",
          ranks);

@@ -43,7 +43,8 @@ struct CompiledProgram {
   Bases bases;                     // what their queues address
   uint32_t timestamps = 0;
   bool swaps = false;
-  bool reduces;  // it names a reduction, also where no local rank has anything to reduce
+  bool reduces;      // it names a reduction, also where no local rank has anything to reduce
+  bool interleaved;  // its queues' commands are enqueued in their serial order
 };
 
 // "queue 0.1 at command 2 (poll flag[0]:3 >= 1); ...", of the queues that are not beyond their last

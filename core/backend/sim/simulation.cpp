@@ -14,6 +14,7 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       cost_(state.machine.cost),
       flows_(state.machine, state.ranks, static_cast<uint32_t>(program.queues.size())),
       actors_(program.queues.size()),
+      submissions_(program, state.machine),
       hosts_(host_threads(state.machine, state.ranks)),
       changed_(word_count(program)),
       parked_(word_count(program)),
@@ -39,7 +40,6 @@ SimOutcome Simulation::run() {
 }
 
 void Simulation::prepare() {
-  const std::vector<Moment> submitted = submissions(program_, state_.machine);
   for (uint32_t i = 0; i < actors_.size(); ++i) {
     const Queue& queue = program_.queues[i];
     SimQueue& actor = actors_[i];
@@ -47,7 +47,6 @@ void Simulation::prepare() {
     actor.index = i;
     actor.engine = i;
     actor.caller = queue.index == kCallerQueue;
-    actor.submitted = submitted[i];
     first_command_.push_back(static_cast<uint32_t>(runs_.size()));
     runs_.resize(runs_.size() + queue.commands.size());
     for (const Fault& fault : state_.options.faults) {
@@ -57,8 +56,10 @@ void Simulation::prepare() {
     }
     flows_.set_engine_speed(i, 1 / actor.slowdown);
     Moment& host = hosts_[host_thread_of(state_.machine, queue.rank)];
-    host = latest(host, actor.submitted);
-    push(fetched(actor).at_ns, SimEventKind::step, i);
+    if (!queue.commands.empty()) {
+      host = latest(host, submissions_.at(i, 0));
+      push(fetched(actor).at_ns, SimEventKind::step, i);
+    }
     report_.commands.reserve(runs_.size());
     for (uint32_t k = 0; k < queue.commands.size(); ++k) {
       CommandTime time{.queue = i, .command = k, .start_ns = -1, .end_ns = -1, .phases = {}};
@@ -122,9 +123,10 @@ void Simulation::settle_flows() {
 
 // Armed queues have been fetched before the launch.
 Moment Simulation::fetched(const SimQueue& actor) const {
-  if (actor.caller || program_.mode == Mode::armed) return actor.submitted;
+  const Moment& submitted = submissions_.at(actor.index, actor.next);
+  if (actor.caller || program_.mode == Mode::armed) return submitted;
   const double fetch_ns = cost_.fetch_ns * (actor.next + 1);
-  return actor.submitted.after(&Phases::schedule_ns, (cost_.wake_ns + fetch_ns) * actor.slowdown);
+  return submitted.after(&Phases::schedule_ns, (cost_.wake_ns + fetch_ns) * actor.slowdown);
 }
 
 // Begins every command that can begin now. Where one can begin later, another step is pushed.

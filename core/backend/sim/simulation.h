@@ -74,7 +74,6 @@ class Simulation {
     uint32_t next = 0;     // the next command to begin
     uint32_t running = 0;  // data commands begun and not ended
     double slowdown = 1;
-    Moment submitted;
     Moment ordered;     // the end of the last ordering command
     Moment moved;       // the end of the last data command
     Moment issue_from;  // the next copy of the group may begin
@@ -146,6 +145,7 @@ class Simulation {
   std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
+  const Submissions submissions_;
   std::vector<Moment> hosts_;                  // when each host thread is free
   std::vector<Moment> changed_;                // by word: its last change
   std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it

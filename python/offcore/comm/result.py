@@ -82,6 +82,12 @@ class Result(Facts):
         return self._core.registered
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a rank's slot that this operation used; 0 where it used none. A lane has three
+        slots (a graph one), as large as its largest operation needs."""
+        return self._core.slot_bytes
+
+    @property
     def mode(self) -> str:
         """eager; armed for a prelaunched program; capture: recorded into a graph, and not run."""
         return self._core.mode

@@ -69,8 +69,8 @@ OpArgument = Annotated[
     Op, typer.Argument(metavar="OP", show_choices=False, help=", ".join(Op.__members__))
 ]
 MACHINE_HELP = "A machine's name (see: offcore doctor) or .json file."
-_KINDS = (name for name in _core.variants() if not name.startswith("prelaunch_"))
-VARIANT_HELP = f"{', '.join(_KINDS)}, prelaunch_ of each; pipelined, one_shot (reductions)"
+_KINDS = [name for name in _core.variants() if not name.startswith("prelaunch_")]
+VARIANT_HELP = f"{', '.join(_KINDS)}, prelaunch_ of all but pipelined; one_shot (reductions)"
 SIZES_METAVAR = "FIRST:LAST[:FACTOR]|LIST"
 MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_HELP)]
 SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]

@@ -8,7 +8,7 @@
 
 #include "core/ir/program.h"
 
-namespace offcore::exec {
+namespace offcore {
 
 // Commands of one queue, which are next to each other in the order.
 struct SerialStep {
@@ -20,4 +20,8 @@ struct SerialStep {
 // Engine queues go as far as they get before callers do. The program has passed verify.
 std::vector<SerialStep> serial_order(const Program& program);
 
-}  // namespace offcore::exec
+// Whether a rank's queues wait amid their commands while others of the rank have signals to send,
+// so that it has to enqueue them in the serial order. Armed programs have their own.
+bool interleaved(const Program& program);
+
+}  // namespace offcore

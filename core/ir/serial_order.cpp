@@ -1,8 +1,9 @@
-#include "core/backend/exec/serial_order.h"
+#include "core/ir/serial_order.h"
 
+#include <algorithm>
 #include <map>
 
-namespace offcore::exec {
+namespace offcore {
 namespace {
 
 class SerialOrder {
@@ -64,8 +65,34 @@ class SerialOrder {
   std::vector<SerialStep> steps_;
 };
 
+// Whether an engine queue polls behind its first data.
+bool waits_amid(const Queue& queue) {
+  if (queue.index == kCallerQueue) return false;
+  const auto moves = [](const Command& command) { return moves_data(command.op); };
+  const auto polls = [](const Command& command) { return command.op == Op::poll; };
+  const auto first = std::find_if(queue.commands.begin(), queue.commands.end(), moves);
+  return std::any_of(first, queue.commands.end(), polls);
+}
+
+bool signals(const Queue& queue) {
+  return queue.index != kCallerQueue &&
+         std::any_of(queue.commands.begin(), queue.commands.end(),
+                     [](const Command& command) { return command.op == Op::signal; });
+}
+
 }  // namespace
 
 std::vector<SerialStep> serial_order(const Program& program) { return SerialOrder(program).run(); }
 
-}  // namespace offcore::exec
+bool interleaved(const Program& program) {
+  if (program.mode == Mode::armed) return false;
+  if (program.reduction.has_value()) return true;
+  return std::any_of(program.queues.begin(), program.queues.end(), [&](const Queue& queue) {
+    return waits_amid(queue) &&
+           std::any_of(program.queues.begin(), program.queues.end(), [&](const Queue& other) {
+             return &other != &queue && other.rank == queue.rank && signals(other);
+           });
+  });
+}
+
+}  // namespace offcore
