@@ -20,7 +20,7 @@ class Estimate {
         resources_(machine, program.ranks),
         users_(resources_.capacities_gbps().size(), 0),
         group_bytes_(users_.size(), 0),
-        submissions_(program, machine),
+        submit_times_(program, machine),
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
         words_(word_count(program)) {}
@@ -28,7 +28,7 @@ class Estimate {
   Phases run() {
     count_users();
     for (uint32_t i = 0; i < actors_.size(); ++i) {
-      if (!program_.queues[i].commands.empty()) push(i, submissions_.at(i, 0));
+      if (!program_.queues[i].commands.empty()) push(i, submit_times_.at(i, 0));
     }
     while (!heap_.empty()) {
       const NextQueue turn = heap_.top();
@@ -92,7 +92,7 @@ class Estimate {
 
   // When the queue's first `count` commands have been fetched.
   Moment fetched(uint32_t i, bool caller, uint32_t count) const {
-    const Moment& submitted = submissions_.at(i, count - 1);
+    const Moment& submitted = submit_times_.at(i, count - 1);
     if (caller || program_.mode == Mode::armed) return submitted;
     return submitted.after(&Phases::schedule_ns,
                            machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
@@ -254,7 +254,7 @@ class Estimate {
   std::vector<uint32_t> users_;
   std::vector<double> group_bytes_;  // by resource; zero outside take_group
   std::vector<uint32_t> touched_;
-  const Submissions submissions_;
+  const SubmitTimes submit_times_;
   std::vector<Moment> hosts_;
   std::vector<QueueClock> actors_;
   std::vector<WordHistory> words_;

@@ -50,7 +50,7 @@ void check_places(const Program& program) {
   }
 }
 
-Submissions::Submissions(const Program& program, const Machine& machine)
+SubmitTimes::SubmitTimes(const Program& program, const Machine& machine)
     : queues_(program.queues.size()) {
   if (program.mode == Mode::armed) return;
   if (program.mode == Mode::eager && interleaved(program)) {
@@ -60,7 +60,7 @@ Submissions::Submissions(const Program& program, const Machine& machine)
   }
 }
 
-void Submissions::queue_by_queue(const Program& program, const Machine& machine) {
+void SubmitTimes::queue_by_queue(const Program& program, const Machine& machine) {
   const Cost& cost = machine.cost;
   std::vector<Moment> hosts(host_threads(machine, program.ranks));
   std::vector<double> doorbells(hosts.size(), 0);
@@ -97,7 +97,7 @@ void Submissions::queue_by_queue(const Program& program, const Machine& machine)
 }
 
 // A caller's commands are enqueued as the others are: they cost what theirs do.
-void Submissions::step_by_step(const Program& program, const Machine& machine) {
+void SubmitTimes::step_by_step(const Program& program, const Machine& machine) {
   std::vector<Moment> hosts(host_threads(machine, program.ranks));
   for (const Queue& queue : program.queues) commands_.emplace_back(queue.commands.size());
   for (const SerialStep& step : serial_order(program)) {

@@ -38,9 +38,9 @@ inline uint32_t host_thread_of(const Machine& machine, Rank rank) {
 // for a caller queue the first one may run. A host thread goes queue by queue, round robin over its
 // ranks; an interleaved program goes in its serial order, each rank's steps one after another.
 // Armed queues were submitted before the launch.
-class Submissions {
+class SubmitTimes {
  public:
-  Submissions(const Program& program, const Machine& machine);
+  SubmitTimes(const Program& program, const Machine& machine);
 
   // Indices into program.queues and the queue's commands.
   const Moment& at(uint32_t queue, uint32_t command) const {

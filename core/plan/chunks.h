@@ -23,7 +23,7 @@ class Chunks {
   Chunks() = default;
   // Of parts of at most `largest` bytes.
   Chunks(uint64_t bytes, uint64_t largest, uint32_t queues) : bytes_(bytes) {
-    if (queues > 1 && count(largest) > queues) shift_ = round_up(bytes / 2, kChunkAlign);
+    if (queues > 1 && count(largest) > queues) shift_ = bytes / 2 / kChunkAlign * kChunkAlign;
   }
 
   uint64_t bytes() const { return bytes_; }  // of the longest

@@ -14,7 +14,7 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       cost_(state.machine.cost),
       flows_(state.machine, state.ranks, static_cast<uint32_t>(program.queues.size())),
       actors_(program.queues.size()),
-      submissions_(program, state.machine),
+      submit_times_(program, state.machine),
       hosts_(host_threads(state.machine, state.ranks)),
       changed_(word_count(program)),
       parked_(word_count(program)),
@@ -57,7 +57,7 @@ void Simulation::prepare() {
     flows_.set_engine_speed(i, 1 / actor.slowdown);
     Moment& host = hosts_[host_thread_of(state_.machine, queue.rank)];
     if (!queue.commands.empty()) {
-      host = latest(host, submissions_.at(i, 0));
+      host = latest(host, submit_times_.at(i, 0));
       push(fetched(actor).at_ns, SimEventKind::step, i);
     }
     report_.commands.reserve(runs_.size());
@@ -123,7 +123,7 @@ void Simulation::settle_flows() {
 
 // Armed queues have been fetched before the launch.
 Moment Simulation::fetched(const SimQueue& actor) const {
-  const Moment& submitted = submissions_.at(actor.index, actor.next);
+  const Moment& submitted = submit_times_.at(actor.index, actor.next);
   if (actor.caller || program_.mode == Mode::armed) return submitted;
   const double fetch_ns = cost_.fetch_ns * (actor.next + 1);
   return submitted.after(&Phases::schedule_ns, (cost_.wake_ns + fetch_ns) * actor.slowdown);
@@ -223,7 +223,10 @@ bool Simulation::begin_poll(SimQueue& actor, const Command& command, const Momen
   const Moment* change = nullptr;
   if (!reached(command, &change)) {
     for (uint32_t row = 0; row < command.rows; ++row) {
-      parked_[index_of(command, row)].push_back(actor.index);
+      std::vector<uint32_t>& parked = parked_[index_of(command, row)];
+      if (std::find(parked.begin(), parked.end(), actor.index) == parked.end()) {
+        parked.push_back(actor.index);
+      }
     }
     return false;
   }

@@ -145,7 +145,7 @@ class Simulation {
   std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
-  const Submissions submissions_;
+  const SubmitTimes submit_times_;
   std::vector<Moment> hosts_;                  // when each host thread is free
   std::vector<Moment> changed_;                // by word: its last change
   std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it
