@@ -15,7 +15,8 @@ namespace {
 
 constexpr uint32_t kPiecesMax = 512;               // that the cost model looks at
 constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a queue more costs more
-constexpr uint32_t kLag = 2;  // chunks between sending and draining one where a queue does both
+constexpr uint32_t kDrainLag =
+    2;  // chunks between sending and draining one where a queue does both
 
 // What one rank sends to another: the bytes of its moves, one after another.
 struct Stream {
@@ -179,9 +180,9 @@ class PipelineLowering {
     const uint32_t sent = chunks_of(sends_[rank]);
     const uint32_t drained = chunks_of(receives_[rank]);
     if (sent > 0) enter(commands, rank);
-    for (uint32_t step = 0; step < std::max(sent, drained + kLag); ++step) {
+    for (uint32_t step = 0; step < std::max(sent, drained + kDrainLag); ++step) {
       if (step < sent) send(commands, rank, step);
-      if (step >= kLag && step - kLag < drained) drain(commands, rank, step - kLag);
+      if (step >= kDrainLag && step - kDrainLag < drained) drain(commands, rank, step - kDrainLag);
     }
     return commands;
   }

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "core/backend/cuda/pointer_info.h"
+
 namespace offcore::cuda {
 namespace {
 
@@ -30,13 +32,6 @@ uint64_t this_process() {
   return value;
 }
 
-template <typename Value>
-Value attribute_of(CUdeviceptr address, int which) {
-  Value value{};
-  if (Driver::get().cuPointerGetAttribute(&value, which, address) != kSuccess) return {};
-  return value;
-}
-
 [[noreturn]] void refuse(std::string_view what) {
   fail(Code::unsupported, "cannot register ", what, kRemedy);
 }
@@ -48,7 +43,7 @@ class ForeignShare final : public HeldMemory {
       : gpu_(std::move(gpu)), data_(data), keep_(std::move(keep)) {
     const ContextGuard current = gpu_->current();
     check_memory(bytes);
-    if (attribute_of<int>(data_, kPointerPeers) != 0) {
+    if (attribute_of<int>(data_, kPointerPeers).value_or(0) != 0) {
       take_plain(bytes, exported);
     } else {
       take_allocations(bytes);
@@ -60,7 +55,7 @@ class ForeignShare final : public HeldMemory {
   bool intact(uint64_t offset, uint64_t bytes) const override {
     const ContextGuard current = gpu_->current();
     if (memory_.allocations.empty()) {
-      return attribute_of<uint64_t>(data_ + offset, kPointerBufferId) == buffer_;
+      return attribute_of<uint64_t>(data_ + offset, kPointerBufferId).value_or(0) == buffer_;
     }
     CUdeviceptr at = data_ - memory_.head;
     for (const auto& allocation : memory_.allocations) {
@@ -97,16 +92,16 @@ class ForeignShare final : public HeldMemory {
  private:
   void check_memory(uint64_t bytes) const {
     if (bytes == 0) fail(Code::invalid, "cannot register a tensor of no bytes");
-    const int type = attribute_of<int>(data_, kPointerMemoryType);
+    const int type = attribute_of<int>(data_, kPointerMemoryType).value_or(0);
     if (type == 0 || type == kHostMemoryType) {
       refuse(type == 0 ? "ordinary host memory"
                        : "pinned host memory, which needs no registration "
                          "as an input");
     }
-    if (attribute_of<unsigned>(data_, kPointerManaged) != 0) {
+    if (attribute_of<unsigned>(data_, kPointerManaged).value_or(0) != 0) {
       refuse("managed memory, which may lie on any GPU or on the host");
     }
-    const int ordinal = attribute_of<int>(data_, kPointerOrdinal);
+    const int ordinal = attribute_of<int>(data_, kPointerOrdinal).value_or(0);
     if (ordinal == gpu_->device()) return;
     fail(Code::invalid, "the tensor lies on GPU ", ordinal, ", its rank on GPU ", gpu_->device());
   }

@@ -1,19 +1,9 @@
 #include "core/backend/cuda/pointer_info.h"
 
 #include <algorithm>
-#include <optional>
 
 namespace offcore::cuda {
 namespace {
-
-template <typename Value>
-std::optional<Value> attribute_of(uint64_t address, int which) {
-  Value value{};
-  const CUresult result = Driver::get().cuPointerGetAttribute(&value, which, address);
-  if (result == kInvalidValue) return std::nullopt;  // memory that the driver does not know
-  check(result, "cuPointerGetAttribute");
-  return value;
-}
 
 std::shared_ptr<const GpuContext> opened(int ordinal) {
   Driver::open();

@@ -1,11 +1,22 @@
 // What the driver tells of addresses.
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "core/backend/cuda/gpu_context.h"
 #include "core/backend/pointers.h"
 
 namespace offcore::cuda {
+
+// What the driver says of an address; nothing for memory that it does not know.
+template <typename Value>
+std::optional<Value> attribute_of(uint64_t address, int which) {
+  Value value{};
+  const CUresult result = Driver::get().cuPointerGetAttribute(&value, which, address);
+  if (result == kInvalidValue) return std::nullopt;
+  check(result, "cuPointerGetAttribute");
+  return value;
+}
 
 // The allocation that these bytes lie in, by where it begins; else a number that is no other
 // range's. Rows in several were refused as a destination of one strided copy (H200, driver 580).
