@@ -1,22 +1,13 @@
-// Reductions by this process's CPUs: what the host backend runs, and what the simulator computes.
+// What a reduce command does to bytes that the host can reach.
 #pragma once
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
-#include <span>
 
+#include "core/base/reduce.h"
 #include "core/ir/command.h"
-#include "core/ir/reduction.h"
 
 namespace offcore {
 
-// dst[i] = reduction of all sources' element i, for `bytes` of elements. `dst` may be a source;
-// otherwise it overlaps none. Places need not be aligned. On every machine the same bits, but for
-// the bits of a NaN.
-void reduce(const Reduction& reduction, std::byte* dst, std::span<const std::byte* const> sources,
-            uint64_t bytes);
-
-// What a reduce command does to `bytes` of its destination and sources.
+// To `bytes` of its destination and sources.
 inline void reduce(const Reduction& reduction, const Command& command, std::byte* dst,
                    std::span<const std::byte* const> sources, uint64_t bytes) {
   if (copies_source(command)) {

@@ -1,7 +1,6 @@
 #include "core/comm/request.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 #include "core/base/error.h"
@@ -105,15 +104,7 @@ class Checker {
            ": it enters through slots, which is always safe");
     }
     if (!facts_.reduction) fail(Code::invalid, name(), ": no reduction is given");
-    const Reduction& reduction = *facts_.reduction;
-    const bool whole = reduction.dtype <= DType::i64;
-    constexpr double kScaleMax = INT32_MAX;  // kernels multiply in 32 bits where that is enough
-    if (whole &&
-        (reduction.scale != std::trunc(reduction.scale) || std::abs(reduction.scale) > kScaleMax)) {
-      fail(Code::invalid, name(), ": a scale of ", reduction.scale,
-           " is not a whole number of 32 bits, as ", to_string(reduction.dtype), " needs");
-    }
-    if (!std::isfinite(reduction.scale)) fail(Code::invalid, name(), ": the scale is not finite");
+    check(*facts_.reduction, name());
   }
 
   void need_elements(std::string_view what, Rank rank, uint64_t bytes) const {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/ir/command.h"
-#include "core/ir/reduction.h"
+#include "core/base/reduction.h"
 
 namespace offcore {
 

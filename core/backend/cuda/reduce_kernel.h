@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/backend/cuda/driver.h"
-#include "core/ir/reduction.h"
+#include "core/base/reduction.h"
 
 namespace offcore::cuda {
 

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "core/backend/reduce.h"
+#include "core/base/reduce.h"
 #include "tests/fakes/cuda/memory.h"
 
 namespace fakecuda {

@@ -1,4 +1,4 @@
-// The kernels behind reduce commands (core/ir/reduction.h says what they compute), a type each.
+// The kernels behind reduce commands (core/base/reduction.h says what they compute), a type each.
 //
 // A launch does a few jobs one after another: it waits for the words of one, by its own looks, and
 // signals once all blocks are through, so that a chunk costs no launch and no wait of a stream.

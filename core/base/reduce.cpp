@@ -1,6 +1,6 @@
 // Compiled with -O3 -ffp-contract=off (CMakeLists.txt): loops are vectorised, and a product and a
 // sum are rounded one after the other on every machine.
-#include "core/backend/reduce.h"
+#include "core/base/reduce.h"
 
 #include <algorithm>
 #include <bit>

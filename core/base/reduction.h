@@ -1,4 +1,4 @@
-// What a program's reduce commands compute.
+// How elements are combined: by reduce commands of programs, and by reduce-scatters across hosts.
 //
 // Sources are taken in their order. Floating-point elements are accumulated in fp32 (fp64 for fp64)
 // and rounded once, to nearest even; integers exactly, modulo their width. So every rank that
@@ -34,5 +34,8 @@ struct Reduction {
 
   friend bool operator==(const Reduction&, const Reduction&) = default;
 };
+
+// Throws invalid, and names `call`, where the scale is not finite, or not whole for integers.
+void check(const Reduction& reduction, std::string_view call);
 
 }  // namespace offcore

@@ -1,5 +1,6 @@
-#include "core/ir/reduction.h"
+#include "core/base/reduction.h"
 
+#include <cmath>
 #include <iterator>
 
 #include "core/base/error.h"
@@ -34,6 +35,17 @@ ReduceOp parse_reduce_op(std::string_view text) {
     if (kOps[i] == text) return static_cast<ReduceOp>(i);
   }
   fail(Code::invalid, "unknown reduction '", text, "': known are sum, avg, premul_sum, min, max");
+}
+
+void check(const Reduction& reduction, std::string_view call) {
+  const double scale = reduction.scale;
+  const bool whole = reduction.dtype <= DType::i64;
+  constexpr double kScaleMax = INT32_MAX;  // kernels multiply in 32 bits where that is enough
+  if (whole && (scale != std::trunc(scale) || std::abs(scale) > kScaleMax)) {
+    fail(Code::invalid, call, ": a scale of ", scale, " is not a whole number of 32 bits, as ",
+         to_string(reduction.dtype), " needs");
+  }
+  if (!std::isfinite(scale)) fail(Code::invalid, call, ": the scale is not finite");
 }
 
 }  // namespace offcore
