@@ -99,7 +99,7 @@ class SimNetwork {
     ~NetworkHost() override { endpoint.reset(); }  // it says goodbye by way of the rest
     void send(GroupRank to, const Message& message) override;
     void send(GroupRank to, const Message& reply, std::span<const std::byte> data) override;
-    bool holds_data(GroupRank) const override { return false; }  // it is copied
+    bool holds_data(GroupRank, Sequence) const override { return false; }  // it is copied
     void multicast(const BlockPart& part) override;
     void wake() override;
     void stop() override;

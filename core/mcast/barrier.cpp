@@ -4,6 +4,21 @@
 
 namespace offcore::mcast {
 
+Message announcement(const AnnouncedCall& call, uint32_t round) {
+  return {.kind = MessageKind::barrier,
+          .detail = round,
+          .source = call.kind,
+          .psn = static_cast<uint32_t>(call.bytes >> 32),
+          .chunks = static_cast<uint32_t>(call.bytes),
+          .value = call.digest};
+}
+
+AnnouncedCall announced(const Message& barrier) {
+  return {.digest = barrier.value,
+          .kind = barrier.source,
+          .bytes = uint64_t{barrier.psn} << 32 | barrier.chunks};
+}
+
 Barrier::Barrier(GroupRank rank, GroupRank ranks) {
   const GroupRank core = std::bit_floor(ranks);  // these do the doubling
   const auto rounds = static_cast<uint32_t>(std::countr_zero(core));
@@ -25,13 +40,13 @@ Barrier::Barrier(GroupRank rank, GroupRank ranks) {
   for (auto& heard : heard_) heard.resize(steps_.size());
 }
 
-bool Barrier::hear(uint64_t op, GroupRank from, uint32_t round, uint64_t digest) {
+bool Barrier::hear(GroupRank from, const Message& barrier) {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step& step = steps_[i];
-    if (!step.waits || step.partner != from || step.round != round) continue;
-    std::optional<uint64_t>& heard = heard_[op % 2][i];
+    if (!step.waits || step.partner != from || step.round != barrier.detail) continue;
+    std::optional<AnnouncedCall>& heard = heard_[barrier.op % 2][i];
     if (heard) return false;
-    heard = digest;
+    heard = announced(barrier);
     return true;
   }
   return false;

@@ -9,8 +9,20 @@
 #include <vector>
 
 #include "core/mcast/group.h"
+#include "core/mcast/wire.h"
 
 namespace offcore::mcast {
+
+// What a rank is about to do, as its barrier messages say it.
+struct AnnouncedCall {
+  uint64_t digest = 0;  // of all that ranks must agree on
+  uint32_t kind = 0;    // an OperationKind; of a reduction also its operation and dtype
+  uint64_t bytes = 0;   // of the whole array
+
+  bool operator==(const AnnouncedCall&) const = default;
+};
+Message announcement(const AnnouncedCall& call, uint32_t round);
+AnnouncedCall announced(const Message& barrier);
 
 class Barrier {
  public:
@@ -26,14 +38,16 @@ class Barrier {
 
   // A partner's message for operation `op`, which is the running one or the next. False: it is not
   // awaited, or came before.
-  bool hear(uint64_t op, GroupRank from, uint32_t round, uint64_t digest);
+  bool hear(GroupRank from, const Message& barrier);
   // What was heard at a step for `op`; empty: nothing yet.
-  std::optional<uint64_t> heard(uint64_t op, size_t step) const { return heard_[op % 2][step]; }
+  const std::optional<AnnouncedCall>& heard(uint64_t op, size_t step) const {
+    return heard_[op % 2][step];
+  }
   void forget(uint64_t op);  // it is over: its place is the one's after the next
 
  private:
   std::vector<Step> steps_;
-  std::array<std::vector<std::optional<uint64_t>>, 2> heard_;  // by parity of the operation
+  std::array<std::vector<std::optional<AnnouncedCall>>, 2> heard_;  // by parity of the operation
 };
 
 }  // namespace offcore::mcast

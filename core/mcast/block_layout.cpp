@@ -27,8 +27,9 @@ BlockLayout::BlockLayout(const Group& group, OperationKind kind, GroupRank root,
   Digest digest;
   digest.add(kind);
   digest.add(root);
-  for (const uint32_t agreed : {group.ranks, group.chunk_bytes, group.subgroups, group.chains,
-                                uint32_t{group.multicast}, uint32_t{group.sealed}}) {
+  for (const uint32_t agreed :
+       {group.ranks, group.chunk_bytes, group.subgroups, group.chains, uint32_t{group.multicast},
+        uint32_t{group.sealed}, group.share_bytes}) {
     digest.add(agreed);
   }
   for (GroupRank rank = 0; rank < counts.size(); ++rank) {

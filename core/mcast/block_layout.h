@@ -9,9 +9,9 @@
 
 namespace offcore::mcast {
 
-enum class OperationKind : uint8_t { broadcast, all_gather };
+enum class OperationKind : uint8_t { broadcast, all_gather, reduce_scatter };
 
-// The root's bytes in the operation's buffer.
+// The root's bytes in the operation's buffer; of a reduce-scatter, a rank's part of the input.
 struct Block {
   uint64_t offset = 0;
   uint64_t bytes = 0;

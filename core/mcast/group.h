@@ -25,12 +25,13 @@ struct Group {
   GroupKey key;
   GroupRank rank = 0;
   GroupRank ranks = 1;
-  uint32_t chunk_bytes = 1440;  // payload of a datagram
-  uint32_t subgroups = 1;       // multicast groups that a block is split over
-  uint32_t chains = 1;          // roots of an all-gather that send at once (the paper's M)
-  bool multicast = true;        // false: everything goes through the fetch ring
-  bool sealed = false;          // every datagram carries a MAC
-  uint64_t first_op = 1;        // number of the first operation
+  uint32_t chunk_bytes = 1440;      // payload of a datagram
+  uint32_t subgroups = 1;           // multicast groups that a block is split over
+  uint32_t chains = 1;              // roots of an all-gather that send at once (the paper's M)
+  bool multicast = true;            // false: everything goes through the fetch ring
+  bool sealed = false;              // every datagram carries a MAC
+  uint64_t first_op = 1;            // number of the first operation
+  uint32_t share_bytes = 16 << 20;  // of a reduce-scatter, under way to a rank, about
 
   // Times, and other matters of this rank alone.
   double link_bytes_s = 1.25e9;         // B_link of the cutoff timer

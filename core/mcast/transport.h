@@ -18,13 +18,14 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Reliable, and in order between two ranks. A connection that fails, or cannot be made in time,
-  // is reported by Endpoint::on_peer_lost; messages to that rank are then dropped.
+  // Reliable, and in order between two ranks, but for data. A connection that fails, or cannot be
+  // made in time, is reported by Endpoint::on_peer_lost; messages to that rank are then dropped.
   virtual void send(GroupRank to, const Message& message) = 0;
-  // A reply with its data, which stays where it is until the receiver has said `final`, or stop().
+  // A reply or share with its data, which stays where it is until the receiver has said that it has
+  // it (`final`, `taken`), or stop(). Messages without data may overtake it.
   virtual void send(GroupRank to, const Message& reply, std::span<const std::byte> data) = 0;
-  // Whether data of replies to that rank is still to be read.
-  virtual bool holds_data(GroupRank to) const = 0;
+  // Whether data to that rank, of a sequence's operations, is still to be read.
+  virtual bool holds_data(GroupRank to, Sequence sequence) const = 0;
 
   // Begins to send a part's chunks over its subgroup, in order. Once the network has taken the last
   // one, Endpoint::on_sent is called on the control thread. The data stays until then, or stop().

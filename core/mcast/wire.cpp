@@ -58,14 +58,16 @@ void encode(const Message& message, std::byte* out) {
   store_big(out + 16, message.source);
   store_big(out + 20, message.psn);
   store_big(out + 24, message.chunks);
+  out[28] = static_cast<std::byte>(message.sequence);
   store_big(out + 32, message.value);
   store_big(out + 40, message.payload_bytes);
 }
 
 std::optional<Message> decode(const std::byte* bytes) {
   const auto kind = static_cast<uint8_t>(bytes[3]);
+  const auto sequence = static_cast<uint8_t>(bytes[28]);
   if (load_big<uint16_t>(bytes) != kMagic || bytes[2] != std::byte{kVersion} ||
-      kind >= kMessageKinds) {
+      kind >= kMessageKinds || sequence >= kSequences) {
     return {};
   }
   const Message message{.kind = static_cast<MessageKind>(kind),
@@ -75,8 +77,9 @@ std::optional<Message> decode(const std::byte* bytes) {
                         .psn = load_big<uint32_t>(bytes + 20),
                         .chunks = load_big<uint32_t>(bytes + 24),
                         .value = load_big<uint64_t>(bytes + 32),
+                        .sequence = static_cast<Sequence>(sequence),
                         .payload_bytes = load_big<uint64_t>(bytes + 40)};
-  const bool carries = message.kind == MessageKind::reply;
+  const bool carries = message.kind == MessageKind::reply || message.kind == MessageKind::share;
   if (message.payload_bytes > (carries ? kReplyBytesMax : 0)) return {};
   return message;
 }

@@ -12,7 +12,7 @@
 // A chunk lies in its block at PSN * chunk_bytes, counted in 64 bits: 32 bits of PSN reach 6 TB of
 // one block at 1440 bytes a chunk.
 //
-// A message has 48 bytes; a `reply` is followed by payload_bytes of data.
+// A message has 48 bytes; a `reply` or `share` is followed by payload_bytes of data.
 #pragma once
 #include <bit>
 #include <cstring>
@@ -110,9 +110,14 @@ void write_head(const Group& group, const BlockPart& part, uint32_t index, std::
 // The MAC of a datagram: of its 32 header bytes and its chunk.
 uint64_t mac_of(const GroupKey& key, const std::byte* header, std::span<const std::byte> chunk);
 
+// A communicator has two sequences of operations, which run beside each other; operations of one
+// run one after the other, and each sequence counts its own.
+enum class Sequence : uint8_t { gathers, reductions };
+inline constexpr uint8_t kSequences = 2;
+
 enum class MessageKind : uint8_t {
   hello,     // the first on a connection, by who opened it: see hello_to
-  barrier,   // detail: round; value: digest of what the sender is about to do
+  barrier,   // detail: round; the rest: what the sender is about to do, see barrier.h
   activate,  // the chain's turn is yours
   fetch,     // of the left neighbour: [psn, psn + chunks) of source's block
   reply,     // the same chunks; their bytes follow
@@ -121,8 +126,10 @@ enum class MessageKind : uint8_t {
   alive,     // yes
   abort,     // the operation has failed: detail is the error's code, source who is to blame
   goodbye,   // this rank closes its communicator; nothing follows
+  share,     // piece `psn` of what the sender gives to the receiver's part; its bytes follow
+  taken,     // this rank has reduced its pieces [0, psn): there is room for more
 };
-inline constexpr uint8_t kMessageKinds = 10;
+inline constexpr uint8_t kMessageKinds = 12;
 
 struct Message {
   MessageKind kind = MessageKind::probe;
@@ -132,7 +139,8 @@ struct Message {
   uint32_t psn = 0;
   uint32_t chunks = 0;
   uint64_t value = 0;
-  uint64_t payload_bytes = 0;  // of a reply: what follows the message
+  Sequence sequence = Sequence::gathers;  // whose operation it is about
+  uint64_t payload_bytes = 0;             // of a reply or share: what follows the message
 
   bool operator==(const Message&) const = default;
 };

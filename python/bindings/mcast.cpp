@@ -1,9 +1,11 @@
 // The multicast protocol: groups, nodes that run it, and the network in memory.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bytes.h"
@@ -52,7 +54,8 @@ std::span<const std::byte> span_of(const nb::bytes& bytes) {
 OperationKind kind_of(const std::string& name) {
   if (name == "broadcast") return OperationKind::broadcast;
   if (name == "all_gather") return OperationKind::all_gather;
-  fail(Code::invalid, "no operation ", name, ": broadcast or all_gather");
+  if (name == "reduce_scatter") return OperationKind::reduce_scatter;
+  fail(Code::invalid, "no operation ", name, ": broadcast, all_gather or reduce_scatter");
 }
 
 nb::dict dict_of(const OperationReport& report) {
@@ -62,11 +65,13 @@ nb::dict dict_of(const OperationReport& report) {
   dict["lost_chunks"] = report.lost_chunks;
   dict["fetched_chunks"] = report.fetched_chunks;
   dict["fetches"] = report.fetches;
+  dict["shares"] = report.shares;
   dict["cutoffs"] = report.cutoffs;
   dict["barrier_ns"] = report.barrier_ns;
   dict["multicast_ns"] = report.multicast_ns;
   dict["recovery_ns"] = report.recovery_ns;
   dict["handshake_ns"] = report.handshake_ns;
+  dict["exchange_ns"] = report.exchange_ns;
   return dict;
 }
 
@@ -90,16 +95,25 @@ nb::dict dict_of(const EndpointCounters& counters) {
   return dict;
 }
 
+// (operation, dtype, scale), of a reduce-scatter.
+using ReductionWords = std::tuple<std::string, std::string, double>;
+
 std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, GroupRank root,
                                   uintptr_t out, std::vector<uint64_t> counts, nb::object keep,
-                                  uintptr_t in = 0) {
+                                  uintptr_t in, const std::optional<ReductionWords>& words) {
   Released::drop();
+  std::optional<Reduction> reduction;
+  if (words) {
+    const auto& [op, dtype, scale] = *words;
+    reduction = {.op = parse_reduce_op(op), .dtype = parse_dtype(dtype), .scale = scale};
+  }
   mcast::OperationRequest request{.kind = kind_of(kind),
                                   .root = root,
                                   .out = reinterpret_cast<std::byte*>(out),
                                   .in = reinterpret_cast<const std::byte*>(in),
                                   .counts = std::move(counts),
-                                  .keep = keep_alive(std::move(keep))};
+                                  .keep = keep_alive(std::move(keep)),
+                                  .reduction = reduction};
   LockReleased released;
   return endpoint.submit(std::move(request));
 }
@@ -129,6 +143,7 @@ void bind_group(nb::module_& module) {
       .def_rw("multicast", &Group::multicast)
       .def_rw("sealed", &Group::sealed)
       .def_rw("first_op", &Group::first_op)
+      .def_rw("share_bytes", &Group::share_bytes)
       .def_rw("link_bytes_s", &Group::link_bytes_s)
       .def_rw("alpha_ns", &Group::alpha_ns)
       .def_rw("settle_ns", &Group::settle_ns)
@@ -183,11 +198,13 @@ void bind_node(nb::module_& module) {
       .def(
           "submit",
           [](UdpNode& self, const std::string& kind, GroupRank root, uintptr_t out,
-             std::vector<uint64_t> counts, nb::object keep, uintptr_t in) {
-            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in);
+             std::vector<uint64_t> counts, nb::object keep, uintptr_t in,
+             const std::optional<ReductionWords>& reduction) {
+            return submit(self.endpoint(), kind, root, out, std::move(counts), std::move(keep), in,
+                          reduction);
           },
           nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
-          nb::arg("keep").none(), nb::arg("inp") = 0)
+          nb::arg("keep").none(), nb::arg("inp") = 0, nb::arg("reduction") = nb::none())
       .def("close",
            [](nb::handle_t<UdpNode> self) {
              UdpNode* const here = if_here(self);
@@ -231,12 +248,14 @@ void bind_sim_network(nb::module_& module) {
       .def(
           "submit",
           [](SimNetwork& self, GroupRank rank, const std::string& kind, GroupRank root,
-             uintptr_t out, std::vector<uint64_t> counts, nb::object keep, size_t communicator) {
+             uintptr_t out, std::vector<uint64_t> counts, nb::object keep, size_t communicator,
+             uintptr_t in, const std::optional<ReductionWords>& reduction) {
             return submit(self.endpoint(rank, communicator), kind, root, out, std::move(counts),
-                          std::move(keep));
+                          std::move(keep), in, reduction);
           },
           nb::arg("rank"), nb::arg("kind"), nb::arg("root"), nb::arg("out"), nb::arg("counts"),
-          nb::arg("keep").none(), nb::arg("communicator") = 0)
+          nb::arg("keep").none(), nb::arg("communicator") = 0, nb::arg("inp") = 0,
+          nb::arg("reduction") = nb::none())
       .def("run_until", &SimNetwork::run_until, nb::arg("until_ns"))
       .def("close", [](SimNetwork& self, GroupRank rank) { self.endpoint(rank, 0).close(); })
       .def(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offcore import _core
+from reductions import numbers, reduced, stored
 
 Bytes = NDArray[np.uint8]
 SECOND = 1_000_000_000
@@ -24,16 +25,36 @@ class Call:
     counts: list[int]
     root: int = 0
     seed: int = 0
+    reduction: tuple[str, str, float] | None = None  # of a reduce-scatter: operation, dtype, scale
 
-    def expected(self) -> Bytes:
-        """The bytes that every rank must have."""
+    def expected(self, rank: int = 0) -> Bytes:
+        """The bytes that a rank must have; all the same, but of a reduce-scatter."""
+        if self.reduction is not None:
+            start = sum(self.counts[:rank])
+            sources = [
+                self.input(source)[start : start + self.counts[rank]]
+                for source in range(len(self.counts))
+            ]
+            op, dtype, scale = self.reduction
+            values = [source.view(stored(dtype)) for source in sources]
+            return reduced(values, op, dtype, scale).view(np.uint8)
         return np.random.default_rng(self.seed).integers(0, 256, sum(self.counts), np.uint8)
+
+    def input(self, rank: int) -> Bytes:
+        """What a rank gives to a reduce-scatter; to others nothing."""
+        if self.reduction is None:
+            return np.zeros(0, np.uint8)
+        dtype = self.reduction[1]
+        count = sum(self.counts) // stored(dtype).itemsize
+        return numbers(count, dtype, self.seed * 1000 + rank).view(np.uint8)
 
     def buffer(self, rank: int) -> Bytes:
         """A rank's buffer before: its own block in it, and nothing right elsewhere."""
-        whole = self.expected()
+        whole = self.expected(rank)
         mine = np.empty_like(whole)
         mine[:] = ~whole  # every byte is wrong
+        if self.reduction is not None:
+            return mine
         start = sum(self.counts[:rank])
         mine[start : start + self.counts[rank]] = whole[start : start + self.counts[rank]]
         return mine
@@ -45,6 +66,15 @@ def broadcast(ranks: int, nbytes: int, root: int = 0, seed: int = 0) -> Call:
 
 def all_gather(counts: list[int], seed: int = 0) -> Call:
     return Call("all_gather", counts, 0, seed)
+
+
+def reduce_scatter(
+    counts: list[int], op: str = "sum", dtype: str = "float32", seed: int = 0
+) -> Call:
+    """Counts of elements."""
+    size = stored(dtype).itemsize
+    parts = [count * size for count in counts]
+    return Call("reduce_scatter", parts, 0, seed, (op, dtype, 3.0 if op == "premul_sum" else 1.0))
 
 
 @dataclass
@@ -95,12 +125,20 @@ class Started:
     def __init__(self, fabric: _core.McastSimNetwork, call: Call, ranks: int) -> None:
         self.call = call
         self.buffers = [call.buffer(rank) for rank in range(ranks)]
+        self.inputs = [call.input(rank) for rank in range(ranks)]
         self.operations: list[_core.McastOperation | str] = []
         for rank, buffer in enumerate(self.buffers):
             try:
                 self.operations.append(
                     fabric.submit(
-                        rank, call.kind, call.root, buffer.ctypes.data, call.counts, buffer
+                        rank,
+                        call.kind,
+                        call.root,
+                        buffer.ctypes.data,
+                        call.counts,
+                        buffer,
+                        inp=0 if call.reduction is None else self.inputs[rank].ctypes.data,
+                        reduction=call.reduction,
                     )
                 )
             except _core.Error as refusal:  # what ended the communicator before
@@ -112,8 +150,7 @@ class Started:
 
     def outcome(self) -> Outcome:
         result = Outcome()
-        expected = self.call.expected()
-        for buffer, operation in zip(self.buffers, self.operations, strict=True):
+        for rank, (buffer, operation) in enumerate(zip(self.buffers, self.operations, strict=True)):
             report = error = None
             if isinstance(operation, str):
                 error = operation
@@ -124,7 +161,7 @@ class Started:
                     error = caught.code
             result.reports.append(report)
             result.errors.append(error)
-            result.right.append(bool((buffer == expected).all()))
+            result.right.append(bool((buffer == self.call.expected(rank)).all()))
         return result
 
 

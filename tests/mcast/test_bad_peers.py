@@ -11,7 +11,8 @@ from offcore import _core
 
 SECRET = bytes(range(16))
 TAG = 99
-HELLO, BARRIER, FETCH, REPLY, FINAL = 0, 1, 3, 4, 5
+HELLO, BARRIER, FETCH, REPLY, FINAL, SHARE, TAKEN = 0, 1, 3, 4, 5, 10, 11
+PIECE = 256 << 10
 CHUNK = 1000
 
 
@@ -19,8 +20,8 @@ def message(kind: int, op: int = 1, **fields: int) -> bytes:
     names = ("source", "psn", "chunks")
     value, payload = fields.get("value", 0), fields.get("payload_bytes", 0)
     return struct.pack(
-        ">HBBIQIII4xQQ", 0x4F43, 1, kind, 0, op, *(fields.get(name, 0) for name in names),
-        value, payload,
+        ">HBBIQIIIB3xQQ", 0x4F43, 1, kind, 0, op, *(fields.get(name, 0) for name in names),
+        fields.get("sequence", 0), value, payload,
     )  # fmt: skip
 
 
@@ -52,6 +53,13 @@ class BadPeer:
     def gather(self, out: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> _core.McastOperation:
         counts = [out.size // 2] * 2
         return self.node.submit("all_gather", 0, out.ctypes.data, counts, out)
+
+    def reduce(self, inp: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> _core.McastOperation:
+        """In place: this rank's part is the first half."""
+        counts, at = [inp.size // 2] * 2, inp.ctypes.data
+        return self.node.submit(
+            "reduce_scatter", 0, at, counts, inp, inp=at, reduction=("max", "uint8", 1.0)
+        )
 
 
 def said_until(peer: socket.socket, kind: int) -> bytes:
@@ -106,4 +114,29 @@ def test_final_before_the_replies_were_read_is_refused() -> None:
     with pytest.raises(offcore.Error) as caught:
         operation.wait(10.0)
     assert caught.value.code == "timeout"
+    bad.node.close()
+
+
+def test_shares_that_nobody_awaits_are_refused_and_so_is_taken_before_they_were_read() -> None:
+    bad = BadPeer(1.0)
+    inp = np.zeros(2 * 4 * PIECE, np.uint8)
+    speaks = bad.link()  # before the node opens one itself
+    operation = bad.reduce(inp)
+    barrier = said_until(speaks, BARRIER)
+    assert barrier[28] == 1  # of the reductions
+    speaks.sendall(barrier)
+
+    def share(psn: int, nbytes: int, value: bytes = b"\1") -> bytes:
+        head = message(SHARE, psn=psn, sequence=1, payload_bytes=nbytes)
+        return head + value * nbytes
+
+    speaks.sendall(message(TAKEN, psn=5, sequence=1))  # more than there is
+    speaks.sendall(share(1, PIECE, b"\7") + share(0, PIECE - 1, b"\7") + share(0, PIECE))
+    speaks.sendall(share(0, PIECE, b"\7") + share(1, PIECE) + share(2, PIECE) + share(3, PIECE))
+    speaks.sendall(message(TAKEN, psn=4, sequence=1))  # while it has read no share
+    with pytest.raises(offcore.Error, match="waiting for rank 1, 4 shares have come") as caught:
+        operation.wait(10.0)
+    assert caught.value.code == "timeout"
+    assert (inp[: 4 * PIECE] == 1).all()  # this rank's part is right nevertheless
+    assert bad.node.counters["refused_messages"] == 5
     bad.node.close()

@@ -13,6 +13,7 @@ from fabrics import (
     broadcast,
     faults_of,
     group_of,
+    reduce_scatter,
     run,
 )
 from hypothesis import given
@@ -35,8 +36,9 @@ def make(ranks: int, faults: dict[str, Any] | None = None, **group: Any) -> _cor
         (broadcast(5, 950, root=2), {}),
         (all_gather([350] * 5), {"chains": 2, "subgroups": 2}),
         (all_gather([350] * 5), {"multicast": False}),
+        (reduce_scatter([60] * 5, dtype="bfloat16"), {"share_bytes": 1024}),
     ],
-    ids=["broadcast", "all-gather", "ring"],
+    ids=["broadcast", "all-gather", "ring", "reduce-scatter"],
 )
 def test_a_rank_killed_at_every_step(call: Call, group: dict[str, Any], told_ns: int) -> None:
     ranks, lossy = 5, {"loss": 0.2, "seed": 3}

@@ -11,6 +11,7 @@ from fabrics import (
     broadcast,
     faults_of,
     group_of,
+    reduce_scatter,
     run,
     run_once,
 )
@@ -48,6 +49,7 @@ GROUPS = st.fixed_dictionaries(
         "alpha_ns": st.sampled_from([0, 10_000, 1_000_000]),
         "fetch_bytes": st.sampled_from([1, 150, 4096]),
         "fetches_in_flight": st.integers(1, 4),
+        "share_bytes": st.sampled_from([64, 2_000, 16 << 20]),
     }
 )
 
@@ -55,12 +57,15 @@ GROUPS = st.fixed_dictionaries(
 @st.composite
 def calls(draw: st.DrawFn, ranks: int) -> Call:
     seed = draw(st.integers(0, 1000))
-    kind = draw(st.sampled_from(["broadcast", "all_gather", "all_gather_v"]))
+    kind = draw(st.sampled_from(["broadcast", "all_gather", "all_gather_v", "reduce_scatter"]))
     if kind == "broadcast":
         return broadcast(ranks, draw(st.sampled_from(SIZES)), draw(st.integers(0, ranks - 1)), seed)
     if kind == "all_gather":
         return all_gather([draw(st.sampled_from(SIZES))] * ranks, seed)
     sizes = st.lists(st.sampled_from(SIZES), min_size=ranks, max_size=ranks)
+    if kind == "reduce_scatter":
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int8"]))
+        return reduce_scatter(draw(sizes), draw(st.sampled_from(["sum", "max"])), dtype, seed)
     return all_gather(draw(sizes), seed)
 
 

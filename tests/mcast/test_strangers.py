@@ -240,12 +240,13 @@ def test_a_reply_that_is_not_what_was_asked_for_is_dropped() -> None:
     [
         struct.pack(">HBB", 0x4F44, 1, 1),
         struct.pack(">HBB", 0x4F43, 2, 1),
-        struct.pack(">HBB", 0x4F43, 1, 10),
+        struct.pack(">HBB", 0x4F43, 1, 12),
         struct.pack(">HBB", 0x4F43, 1, 255),
+        struct.pack(">HBB24xB", 0x4F43, 1, 1, 2),
         struct.pack(">HBB36xQ", 0x4F43, 1, 1, 1),  # data after what brings none
         struct.pack(">HBB36xQ", 0x4F43, 1, 4, (64 << 20) + 1),  # more than anybody asks for
     ],
-    ids=["magic", "version", "kind", "kind 255", "data", "too much data"],
+    ids=["magic", "version", "kind", "kind 255", "sequence", "data", "too much data"],
 )
 def test_what_is_no_message_is_told_apart(wrong: bytes) -> None:
     fabric = _core.McastSimNetwork([group_of(2)], faults_of())

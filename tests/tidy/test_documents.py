@@ -51,6 +51,7 @@ KINDS = {
         "docs/decisions/0006-multicast-udp.md",
         "docs/decisions/0007-the-house.md",
         "docs/decisions/0008-kv-programs.md",
+        "docs/decisions/0009-mcast-reduce-scatter.md",
     },
     "glossary": {"docs/glossary.md"},
     "ledger": {"docs/papers.md"},

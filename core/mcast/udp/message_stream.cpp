@@ -20,6 +20,7 @@ namespace offcore::mcast {
 namespace {
 
 constexpr int kResendUs = 10'000;
+constexpr int kUnsentBytes = 256 << 10;  // in the kernel, where nothing overtakes them
 
 constexpr size_t kInputBytes = 8 << 10;  // payloads go past it
 constexpr size_t kPartsMax = 64;
@@ -35,12 +36,20 @@ MessageStream::MessageStream(Descriptor socket) : socket_(std::move(socket)), in
   setsockopt(fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   // A lone lost segment is sent again after 200 ms otherwise, as it still is by older kernels.
   setsockopt(fd(), IPPROTO_TCP, TCP_RTO_MIN_US, &kResendUs, sizeof(kResendUs));
+  setsockopt(fd(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof(kUnsentBytes));
 }
 
 void MessageStream::push(const Message& message, std::span<const std::byte> data) {
-  Queued& queued = queue_.emplace_back();
+  Queued queued;
   encode(message, queued.message.data());
   queued.data = data;
+  queued.sequence = message.sequence;
+  auto place = queue_.end();
+  if (data.empty()) {
+    const auto first = queue_.begin() + (sent_ > 0 ? 1 : 0);  // what is under way ends first
+    place = std::find_if(first, queue_.end(), [](const Queued& one) { return !one.data.empty(); });
+  }
+  queue_.insert(place, std::move(queued));
 }
 
 MessageStream::StreamState MessageStream::broken(std::string reason) {
@@ -79,9 +88,10 @@ MessageStream::StreamState MessageStream::flush() {
   return StreamState::open;
 }
 
-bool MessageStream::holds_data() const {
-  return std::ranges::any_of(
-      queue_, [](const Queued& one) { return !one.data.empty() && one.copy.empty(); });
+bool MessageStream::holds_data(Sequence sequence) const {
+  return std::ranges::any_of(queue_, [&](const Queued& one) {
+    return one.sequence == sequence && !one.data.empty() && one.copy.empty();
+  });
 }
 
 void MessageStream::let_go() {

@@ -19,9 +19,9 @@ namespace offcore::mcast {
 class MessageReader {
  public:
   virtual ~MessageReader() = default;
-  // Where the payload of a reply goes; empty: it is read and dropped.
+  // Where the payload of a reply or share goes; empty: it is read and dropped.
   virtual std::span<std::byte> place_of(const Message& reply) = 0;
-  // Of a reply whose payload was dropped, payload_bytes is 0. False: no more of this stream.
+  // Of one whose payload was dropped, payload_bytes is 0. False: no more of this stream.
   virtual bool read(const Message& message) = 0;
 };
 
@@ -32,10 +32,11 @@ class MessageStream {
   explicit MessageStream(Descriptor socket);  // connected, or about to be
 
   int fd() const { return socket_.get(); }
-  // Queues. The data stays where it is until it has been sent, or let_go().
+  // Queues. The data stays where it is until it has been sent, or let_go(). A message without data
+  // goes ahead of data that waits: what ranks agree on does not wait for what they move.
   void push(const Message& message, std::span<const std::byte> data = {});
   bool pending() const { return !queue_.empty(); }
-  bool holds_data() const;  // of somebody else's, that is queued
+  bool holds_data(Sequence sequence) const;  // of a sequence's operations, queued
   // Sends what the kernel takes now.
   StreamState flush();
   // Touches nobody's data any more: replies that wait are forgotten, of one that is under way the
@@ -53,6 +54,7 @@ class MessageStream {
     std::array<std::byte, kMessageBytes> message;
     std::span<const std::byte> data;
     std::vector<std::byte> copy;  // `data`, since let_go()
+    Sequence sequence = Sequence::gathers;
     size_t bytes() const { return message.size() + data.size(); }
   };
   StreamState broken(std::string reason);

@@ -42,7 +42,7 @@ Loops Loops::start(uint32_t receive_workers, uint32_t send_workers, int64_t spin
 }
 
 std::string PeerAddress::text() const {
-  return cat("udp1 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
+  return cat("udp2 ", place, " ", datagram_bytes, " ", buffer_bytes, " ", port, " ", credit_port,
              " ", host);
 }
 
@@ -52,7 +52,7 @@ PeerAddress PeerAddress::parse(const std::string& text) {
   PeerAddress card;
   stream >> version >> card.place >> card.datagram_bytes >> card.buffer_bytes >> card.port >>
       card.credit_port >> card.host;
-  if (!stream || version != "udp1" || card.datagram_bytes <= kHeadBytesMax) {
+  if (!stream || version != "udp2" || card.datagram_bytes <= kHeadBytesMax) {
     fail(Code::mismatch, "'", text, "' is not the address of a multicast rank: the ranks run ",
          "different versions of offcore, or different transports");
   }

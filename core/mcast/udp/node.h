@@ -79,7 +79,9 @@ class UdpNode final : public OfProcess, Transport, PeerListener {
   void send(GroupRank to, const Message& reply, std::span<const std::byte> data) override {
     peers_->send(to, reply, data);
   }
-  bool holds_data(GroupRank to) const override { return peers_->holds_data(to); }
+  bool holds_data(GroupRank to, Sequence sequence) const override {
+    return peers_->holds_data(to, sequence);
+  }
   void multicast(const BlockPart& part) override { casters_[part.subgroup]->push(part); }
   void wake() override;
   void stop() override;

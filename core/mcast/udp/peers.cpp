@@ -219,8 +219,8 @@ void Peers::lose(GroupRank rank, const std::string& reason) {
   events_.on_lost(rank, reason);
 }
 
-bool Peers::holds_data(GroupRank to) const {
-  return outgoing_[to] != nullptr && outgoing_[to]->stream.holds_data();
+bool Peers::holds_data(GroupRank to, Sequence sequence) const {
+  return outgoing_[to] != nullptr && outgoing_[to]->stream.holds_data(sequence);
 }
 
 // Peers are still accepted: they may be about to say that they stop too.

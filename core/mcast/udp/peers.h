@@ -44,7 +44,8 @@ class Peers {
   // On the loop, all of them.
   void start(const Group& group, std::vector<Address> addresses);
   void send(GroupRank to, const Message& message, std::span<const std::byte> data = {});
-  bool holds_data(GroupRank to) const;  // of a send(), which the kernel has not taken yet
+  bool holds_data(GroupRank to,
+                  Sequence sequence) const;  // of a send(), which the kernel has not taken yet
   // Touches nobody's data any more; messages that are queued still go out, for 1.5 s at most.
   void stop();
 

@@ -13,16 +13,23 @@ from offcore.operands import dtype_name
 Reduction = tuple[str, str | None, float]  # the operation, the dtype if it is known, the scale
 
 
+def named(call: str, op: str, dtype: Any, scale: float) -> Reduction:
+    """What a call's arguments say. Raises `Error`: invalid for a scale that nothing uses."""
+    if scale != 1.0 and op != "premul_sum":
+        raise error("invalid", f"{call}: scale is premul_sum's, and the operation is {op}")
+    return op, None if dtype is None else dtype_name(dtype), float(scale)
+
+
 def typed(op: str, reduction: Reduction, dtype: Any) -> Reduction:
     """With the dtype that was named, or else the arrays'. Raises `Error`: invalid where they differ
     and the arrays do not hold raw bits."""
-    name, named, scale = reduction
+    name, wanted, scale = reduction
     given = None if dtype is None else dtype_name(dtype)
-    if named is None and given is None:
+    if wanted is None and given is None:
         raise error("invalid", f"{op}: windows have no dtype: pass dtype=")
-    if None not in (named, given) and named != given and not str(given).startswith("uint"):
-        raise error("invalid", f"{op}: dtype is {named}, the arrays' {given}")
-    return name, named or given, scale
+    if None not in (wanted, given) and wanted != given and not str(given).startswith("uint"):
+        raise error("invalid", f"{op}: dtype is {wanted}, the arrays' {given}")
+    return name, wanted or given, scale
 
 
 class ReductionCalls(ABC):
@@ -146,8 +153,5 @@ class ReductionCalls(ABC):
         protocol: str,
         lane: int,
     ) -> Handle:
-        if scale != 1.0 and op != "premul_sum":
-            raise error("invalid", f"{name}: scale is premul_sum's, and the operation is {op}")
-        kind = None if dtype is None else dtype_name(dtype)
-        reduction = (op, kind, float(scale))
+        reduction = named(name, op, dtype, scale)
         return self._start(name, out, inp, counts, root, variant, protocol, lane, reduction)

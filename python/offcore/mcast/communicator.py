@@ -11,9 +11,17 @@ from typing import Any
 
 from offcore import _core, defaults
 from offcore.bootstrap import bootstrap_of
+from offcore.comm.reductions import Reduction, named, typed
 from offcore.errors import error
 from offcore.mcast.metrics import prometheus
-from offcore.operands import OperandError, checked, keep_alive, memory_of, same_dtype
+from offcore.operands import (
+    OperandError,
+    checked,
+    counts_in_bytes,
+    keep_alive,
+    memory_of,
+    same_dtype,
+)
 
 __all__ = ["Communicator", "Handle", "Result"]
 
@@ -28,16 +36,18 @@ class Result:
     op: str
     ranks: int
     bytes: int  # S, the whole array
-    path: str  # what brought this rank its bytes: "multicast", "ring", "multicast+ring" or "none"
+    path: str  # how bytes came: "multicast", "ring", "multicast+ring", "shares" or "none"
     datagrams: int
     lost_chunks: int  # missing when the multicast phase was cut off
     fetched_chunks: int
     fetches: int
+    shares: int  # pieces of other ranks' inputs, of a reduce-scatter
     cutoffs: int  # how often the cutoff timer fired
     barrier_us: float
     multicast_us: float
     recovery_us: float
     handshake_us: float
+    exchange_us: float
 
 
 class Handle:
@@ -74,6 +84,7 @@ class Handle:
             for name, count in (
                 ("multicast", report["datagrams"]),
                 ("ring", report["fetched_chunks"]),
+                ("shares", report["shares"]),
             )
             if count > 0
         ]
@@ -86,11 +97,13 @@ class Handle:
             lost_chunks=report["lost_chunks"],
             fetched_chunks=report["fetched_chunks"],
             fetches=report["fetches"],
+            shares=report["shares"],
             cutoffs=report["cutoffs"],
             barrier_us=report["barrier_ns"] / 1e3,
             multicast_us=report["multicast_ns"] / 1e3,
             recovery_us=report["recovery_ns"] / 1e3,
             handshake_us=report["handshake_ns"] / 1e3,
+            exchange_us=report["exchange_ns"] / 1e3,
         )
 
 
@@ -109,7 +122,8 @@ class Communicator:
     says nothing is taken for dead. link_gbitps (Gbit/s), alpha_us: of the cutoff timer N/B + alpha.
     The rest: the UDP transport's, see docs/mcast.md.
 
-    Calls are enqueued and run one after the other; all ranks make the same ones in the same order.
+    Calls are enqueued and run in their order, which is the same at all ranks: broadcasts,
+    all-gathers and barriers one after the other, and beside them reduce-scatters likewise.
     Raises `Error`: invalid, timeout (ranks that did not come), mismatch, driver.
     """
 
@@ -258,6 +272,42 @@ class Communicator:
             )
         return self._gather("all_gather_v", place, dtype, in_bytes, out, inp)
 
+    def reduce_scatter(
+        self, out: Any, inp: Any, op: str = "sum", *, scale: float = 1.0, dtype: Any = None
+    ) -> Handle:
+        """Rank r's `out` becomes the reduction of every rank's part r of `inp`.
+
+        out: a part. inp: as many bytes as `ranks` parts; `out` may be this rank's own part of it.
+        op: "sum", "avg", "min", "max", or "premul_sum": of each input times `scale`.
+        dtype: of arrays that hold raw bits (uint8 to uint64), as bfloat16 does in numpy.
+
+        Sources are taken in rank order, floating-point numbers summed in fp32 (fp64 for float64)
+        and rounded once: the same bits in every run, and as offcore.Communicator's reduce_scatter.
+        Runs beside broadcasts and all-gathers of this communicator. Raises `Error`: invalid
+        (sizes, dtypes, overlap); the handle: mismatch where ranks name different sizes, operations
+        or dtypes.
+        """
+        asked = named("reduce_scatter", op, dtype, scale)
+        return self._reduce("reduce_scatter", out, inp, None, asked)
+
+    def reduce_scatter_v(
+        self,
+        out: Any,
+        inp: Any,
+        counts: Sequence[int],
+        op: str = "sum",
+        *,
+        scale: float = 1.0,
+        dtype: Any = None,
+    ) -> Handle:
+        """As reduce_scatter, but rank r's part has `counts[r]` elements."""
+        if len(counts) != self._ranks:
+            raise error(
+                "invalid", f"reduce_scatter_v: {len(counts)} counts, but {self._ranks} ranks"
+            )
+        asked = named("reduce_scatter_v", op, dtype, scale)
+        return self._reduce("reduce_scatter_v", out, inp, counts, asked)
+
     def barrier(self) -> Handle:
         """Ends once all ranks have called it."""
         return self._submit("barrier", 0, 0, [0] * self._ranks, None)
@@ -285,6 +335,28 @@ class Communicator:
             start = source[0]
         return self._submit(op, 0, place[0], counts, (out, inp), start)
 
+    def _reduce(
+        self, op: str, out: Any, inp: Any, counts: Sequence[int] | None, asked: Reduction
+    ) -> Handle:
+        (start, size), kind = self._place(op, out, "out", True)
+        (source, source_size), source_kind = self._place(op, inp, "inp", False)
+        if not same_dtype(kind, source_kind):
+            raise error("invalid", f"{op}: out has dtype {kind}, inp {source_kind}")
+        parts = [size] * self._ranks
+        if counts is not None:
+            parts = counts_in_bytes("reduce_scatter", counts, memory_of(out, True)[2])
+        if size != parts[self._rank] or source_size != sum(parts):
+            raise error(
+                "invalid",
+                f"{op}: inp has {source_size} bytes and out {size}, but the {self._ranks} parts "
+                f"have {sum(parts)} and this rank's {parts[self._rank]}",
+            )
+        own = source + sum(parts[: self._rank])
+        if start != own and start < source + source_size and source < start + size:
+            raise error("invalid", f"{op}: out overlaps inp, and is not this rank's part of it")
+        reduction = typed(op, asked, kind)
+        return self._submit(op, 0, start, parts, (out, inp), source, reduction)
+
     def _place(self, op: str, array: Any, name: str, writable: bool) -> tuple[tuple[int, int], Any]:
         try:
             place, dtype, _ = memory_of(array, writable)
@@ -293,12 +365,20 @@ class Communicator:
         return place, dtype
 
     def _submit(
-        self, op: str, root: int, address: int, counts: list[int], keep: Any, inp: int = 0
+        self,
+        op: str,
+        root: int,
+        address: int,
+        counts: list[int],
+        keep: Any,
+        inp: int = 0,
+        reduction: Reduction | None = None,
     ) -> Handle:
-        kind = "broadcast" if op in ("broadcast", "barrier") else "all_gather"
+        kind = "broadcast" if op == "barrier" else op.removesuffix("_v")
         if self._node is None:
             raise error("cancelled", "the communicator was closed")
-        operation = self._node.submit(kind, root, address, counts, keep_alive(keep), inp)
+        kept = keep_alive(keep)
+        operation = self._node.submit(kind, root, address, counts, kept, inp, reduction)
         return Handle(op, self._ranks, operation, self._timeout + 1.0)
 
     @property

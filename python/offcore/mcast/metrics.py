@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _PREFIX = "offcore_mcast"
-_PHASES = ("barrier", "multicast", "recovery", "handshake")
+_PHASES = ("barrier", "multicast", "recovery", "handshake", "exchange")
 
 # Of the counters, those that may go down, or that are no sums.
 _GAUGES = {"state_bytes", "udp_gso_sockets", "udp_gro_sockets", "udp_receive_buffer_bytes"}
@@ -28,6 +28,7 @@ _HELP = {
     "refused_messages": "Control messages that made no sense",
     "sent_bytes": "Bytes of chunks sent by multicast, once however many receive them",
     "sent_datagrams": "Datagrams sent by multicast",
+    "shares": "Pieces of other ranks' inputs, of reduce-scatters",
     "served_chunks": "Chunks given to the right neighbour",
     "stale": "Datagrams of an operation that was not running",
     "state_bytes": "Bytes of bitmaps and tables, at most",
