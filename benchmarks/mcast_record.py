@@ -22,6 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GATHERS = ("all_gather", "--sizes", "64K:16M:4", "--per-rank", "--impls", "offcore,ring,gloo")
 CASTS = ("broadcast", "--sizes", "1M:64M:4", "--impls", "offcore,ring,gloo")
 MANY = ("all_gather", "--per-rank", "--impls", "offcore,ring")
+BESIDE = ("all_gather", "--per-rank", "--beside-reduce-scatter", "--batches", "10")
 JUMBO = ("--mtu", "9000")
 LOSSY = ("--loss", "0.01")
 ALL_AT_ONCE = ("--chains", "4")  # without offloads a sender's core is what bounds it
@@ -37,6 +38,23 @@ COMMANDS = {
     "broadcast-8-jumbo": (*CASTS, "--hosts", "8", *JUMBO),
     "all_gather-4-lossy": (*GATHERS, "--hosts", "4", *LOSSY),
     "broadcast-4-lossy": (*CASTS, "--hosts", "4", *LOSSY),
+    "reduce_scatter-4": (
+        *("reduce_scatter", "--sizes", "64K:4M:4", "--per-rank", "--impls", "offcore,gloo"),
+        *("--hosts", "4"),
+    ),
+    # Appendix B, where sending is what bounds a host, where its link does in both directions, and
+    # where the cores do.
+    "beside-4-send": (*BESIDE, "--hosts", "4", "--sizes", "1M", "--send-mbit", "400", *ALL_AT_ONCE),
+    "beside-8-send": (
+        *(*BESIDE, "--hosts", "8", "--sizes", "1M", "--send-mbit", "200", "--chains", "8"),
+    ),
+    "beside-4-links": (
+        *(*BESIDE, "--hosts", "4", "--sizes", "1M", "--send-mbit", "400", "--receive-mbit", "400"),
+        *ALL_AT_ONCE,
+    ),
+    "beside-4": (
+        *(*BESIDE, "--hosts", "4", "--sizes", "64K:4M:4", "--impls", "offcore,ring,gloo"),
+    ),
     "all_gather-4-lossy-plain": (*GATHERS, "--hosts", "4", *LOSSY, *ALL_AT_ONCE, "--no-offloads"),
 }
 
@@ -74,11 +92,17 @@ def tell(path: Path) -> None:
         ours = rows.pop("offcore")
         others = (
             f"{name} {row['time_us'] / ours['time_us']:.2f}x the time, "
-            f"{row['switch_bytes'] / ours['switch_bytes']:.2f}x the bytes"
+            f"{row['switch_bytes'] / ours['switch_bytes']:.2f}x the bytes, "
+            f"{_sent(row) / _sent(ours):.2f}x sent"
             for name, row in rows.items()
         )
         wrong = f"{ours['wrong']} wrong, {ours['fetched_chunks']} fetched"
         print(f"  {format_bytes(nbytes):>7} {ours['time_us']:12,.0f} us", *others, wrong, sep="; ")
+
+
+def _sent(row: dict[str, float]) -> float:
+    """By a host; rows of many hosts do not say."""
+    return row.get("host_sent_bytes") or 1.0
 
 
 if __name__ == "__main__":

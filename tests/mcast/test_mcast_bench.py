@@ -48,6 +48,31 @@ def test_rows_of_processes() -> None:
     assert multicast["switch_bytes"] < 0.9 * ring["switch_bytes"]
 
 
+@on_namespaces
+def test_an_all_gather_beside_a_reduce_scatter() -> None:
+    """By multicast a host sends 2 - 2/P times fewer bytes (appendix B), and receives as many."""
+    rows = rows_of("bench", "all_gather", "--hosts", "3", "--sizes", "200K", "--per-rank",
+                   "--batches", "1", "--beside-reduce-scatter")  # fmt: skip
+    assert [row["impl"] for row in rows] == ["offcore", "ring"]
+    for row in rows:
+        assert (row["beside"], row["wrong"]) == ("reduce_scatter", 0)
+        assert row["goodput_gbps"] == pytest.approx(800 * 1024 / row["time_us"] / 1e3, rel=0.01)
+        assert row["host_received_bytes"] == pytest.approx(800 * 1024, rel=0.1)
+    multicast, ring = rows
+    factor = ring["host_sent_bytes"] / multicast["host_sent_bytes"]
+    assert factor == pytest.approx(2 - 2 / 3, rel=0.05)
+
+
+@on_namespaces
+def test_a_reduce_scatter_beside_an_all_gather_where_packets_are_lost() -> None:
+    [row] = rows_of("bench", "all_gather", "--hosts", "3", "--sizes", "64K", "--per-rank",
+                    "--impls", "offcore", "--batches", "1", "--beside-reduce-scatter",
+                    "--no-offloads", "--loss", "0.02", "--send-mbit", "500")  # fmt: skip
+    assert row["wrong"] == 0
+    assert row["fetched_chunks"] > 0
+    assert row["faults"] == {"send_mbit": 500}
+
+
 @pytest.mark.parametrize(
     ("times", "median", "p90"),
     [([3.0], 3, 3), ([5.0, 1.0, 9.0, 2.0, 4.0], 4, 9), ([*map(float, range(50))], 24.5, 44)],
@@ -121,6 +146,13 @@ def test_gloo_beside() -> None:
         (
             ["bench", "broadcast", "--hosts", "4", "--meeting", "127.0.0.1:9", "--rank", "4"],
             "ranks 0 to 3",
+        ),
+        (["bench", "broadcast", "--beside-reduce-scatter"], "needs an all_gather"),
+        (["bench", "reduce_scatter", "--impls", "ring"], "leave ring out"),
+        (["bench", "reduce_scatter", "--hosts", "4", "--sizes", "24"], "do not divide 24 bytes of"),
+        (
+            ["bench", "reduce_scatter", "--hosts", "17", "--impls", "offcore"],
+            "it is measured on 16 hosts",
         ),
         (["simulate", "gather"], "no operation 'gather' is simulated"),
         (["simulate", "all_gather", "--tree", "star"], "is not a tree"),

@@ -31,7 +31,7 @@ from offcore.tools.testbed import launcher
 from offcore.tools.testbed.faults import Faults
 
 app = typer.Typer(
-    help="Multicast broadcast and all-gather between hosts: simulated, on a testbed, measured.",
+    help="Collectives between hosts, over multicast: simulated, on a testbed, measured.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -69,6 +69,29 @@ DuplicatesOption = Annotated[
 ]
 ReorderingOption = Annotated[
     float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams delivered out of order.")
+]
+ImplsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="offcore, ring (offcore with multicast off), gloo. Default: offcore,ring; offcore for "
+        "reduce_scatter.",
+    ),
+]
+TimeoutOption = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
+]
+PerRankOption = Annotated[
+    bool, typer.Option("--per-rank", metavar="", help="Sizes are those of one rank's part.")
+]
+BesideOption = Annotated[
+    bool, typer.Option("--beside-reduce-scatter", metavar="", help="Beside a reduce-scatter.")
+]
+SendMbitOption = Annotated[
+    int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host sends; 0: no limit.")
+]
+ReceiveMbitOption = Annotated[
+    int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host gets; 0: no limit.")
 ]
 TreeOption = Annotated[
     str,
@@ -110,10 +133,7 @@ def simulate(
     ] = 1,
     loss: LossOption = 0.0,
     gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
-    beside: Annotated[
-        bool,
-        typer.Option("--beside-reduce-scatter", metavar="", help="Beside a reduce-scatter."),
-    ] = False,
+    beside: BesideOption = False,
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
@@ -194,6 +214,8 @@ def place_of(
     bursts: str | None,
     duplicates: float,
     reordering: float,
+    send_mbit: int = 0,
+    receive_mbit: int = 0,
 ) -> launcher.Place:
     """The testbed that options ask for."""
 
@@ -210,6 +232,8 @@ def place_of(
         burst_every=every,
         duplicates=duplicates,
         reordering=reordering,
+        rate_mbit=receive_mbit,
+        send_mbit=send_mbit,
     )
     faults.check()
     return launcher.Place(hosts, per_leaf, mtu, offloads, faults=faults)
@@ -295,13 +319,8 @@ def bench_command(
     sizes: Annotated[
         str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes (K = 1024).")
     ] = "256K:16M:4",
-    per_rank: Annotated[
-        bool, typer.Option("--per-rank", metavar="", help="Sizes are those of one rank's part.")
-    ] = False,
-    impls: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="offcore, ring (offcore with multicast off), gloo."),
-    ] = "offcore,ring",
+    per_rank: PerRankOption = False,
+    impls: ImplsOption = None,
     per_leaf: PerLeafOption = 16,
     mtu: MtuOption = 1500,
     offloads: OffloadsOption = True,
@@ -313,10 +332,11 @@ def bench_command(
         str, typer.Option(metavar="SIZE", help="Receive buffer of a rank, at most.")
     ] = "4M",
     chains: ChainsOption = CHAINS,
+    beside: BesideOption = False,
+    send_mbit: SendMbitOption = 0,
+    receive_mbit: ReceiveMbitOption = 0,
     batches: BatchesOption = 5,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
-    ] = 60.0,
+    timeout: TimeoutOption = 60.0,
     meeting: MeetingOption = None,
     rank: RankOption = 0,
     interface: Annotated[
@@ -324,8 +344,9 @@ def bench_command(
     ] = "",
     json: JsonOption = None,
 ) -> None:
-    """Time broadcast or all-gather between hosts, check every byte, count bytes at switches.
+    """Time collectives between hosts, check every byte, count bytes at switches.
 
+    One operation at a time, or an all-gather beside a reduce-scatter. Reduce-scatters sum float32.
     Runs on a temporary testbed, or with --meeting on real hosts: run the same command on each,
     with its --rank.
 
@@ -333,8 +354,12 @@ def bench_command(
     offcore mcast bench all_gather --hosts 4 --sizes 64K:1M:4 --per-rank --impls offcore,ring,gloo
     offcore mcast bench all_gather --hosts 188 --sizes 64K --per-rank
     offcore mcast bench broadcast --hosts 4 --loss 0.01 --no-offloads
+    offcore mcast bench all_gather --hosts 8 --sizes 1M --per-rank --beside-reduce-scatter
     """
-    factor = hosts if per_rank and op == "all_gather" else 1
+    if impls is None:
+        impls = "offcore" if op == mcast_bench.PARTNER else "offcore,ring"
+    limits = [limit for limit in (send_mbit, receive_mbit) if limit]
+    factor = hosts if per_rank and op != "broadcast" else 1
     request = mcast_bench.Request(
         op=op,
         sizes=[size * factor for size in parsed(parse_sizes, sizes, "--sizes")],
@@ -343,9 +368,13 @@ def bench_command(
         timeout_s=timeout,
         buffer_bytes=parsed(parse_bytes, buffer, "--buffer"),
         chains=chains,
+        beside=beside,
+        # Where links are limited ranks are told: their cutoff timer goes by it.
+        options={"link_gbitps": min(limits) / 1000} if limits else {},
     )
     if meeting is None:
-        place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
+        drawn = (loss, bursts, duplicates, reordering)
+        place = place_of(hosts, per_leaf, mtu, offloads, *drawn, send_mbit, receive_mbit)
         found = mcast_bench.on_testbed(request, place)
     else:
         found = mcast_bench.on_real_hosts(request, hosts, rank, meeting, interface)
@@ -370,11 +399,12 @@ def _record(found: Iterable[dict[str, Any]], json: str | None) -> None:
 
 def _measured(rows: list[dict[str, Any]]) -> Table:
     first = rows[0]
-    title = f"{first['op']} between {first['hosts']} hosts, ranks as {first['ranks_as']}"
+    beside = f" beside {first['beside']}" if first["beside"] else ""
+    title = f"{first['op']}{beside} between {first['hosts']} hosts, ranks as {first['ranks_as']}"
     names = ("impl", "size", "time us", "GB/s a leaf", "#wrong", "fetched", "duplicates")
-    table = _table(title, (*names, "switch ports MB"), 1)
+    counted = ("switch_bytes", "host_sent_bytes", "host_received_bytes")
+    table = _table(title, (*names, "switch ports MB", "host sent", "received"), 1)
     for row in rows:
-        carried = row["switch_bytes"]
         table.add_row(
             row["impl"],
             format_bytes(row["bytes"]),
@@ -385,7 +415,7 @@ def _measured(rows: list[dict[str, Any]]) -> Table:
                 "-" if row[name] is None else str(row[name])
                 for name in ("fetched_chunks", "duplicates")
             ),
-            "-" if carried is None else f"{carried / 1e6:,.2f}",
+            *("-" if row.get(name) is None else f"{row[name] / 1e6:,.2f}" for name in counted),
             style="bold red" if row["wrong"] else None,
         )
     return table

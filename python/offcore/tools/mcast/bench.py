@@ -1,4 +1,4 @@
-"""`offcore mcast bench`: broadcast and all-gather between hosts, beside gloo and a ring of ours.
+"""`offcore mcast bench`: collectives between hosts, beside gloo and a ring of ours.
 
 On a testbed of up to PROCESSES_MAX hosts every rank is a process that runs all implementations in
 turn; beyond, offcore's ranks share few processes (see nodes.py). On real hosts each rank is
@@ -26,8 +26,10 @@ from offcore.tools.testbed import launcher
 from offcore.tools.testbed.fabric import DEVICE, Testbed
 from offcore.tools.testbed.launcher import Place
 
-OPS = ("broadcast", "all_gather")
+OPS = ("broadcast", "all_gather", "reduce_scatter")
 IMPLS = ("offcore", "ring", "gloo")  # ring: offcore's fetch ring alone, multicast off
+PARTNER = "reduce_scatter"  # what runs beside an all-gather
+_ITEM_BYTES = 4  # reduce-scatters are of float32
 PROCESSES_MAX = 16
 _MEETING_PORT = 29_400
 _BUFFER_BYTES = 4 << 20
@@ -42,16 +44,26 @@ class Request:
     timeout_s: float = 60.0
     buffer_bytes: int = _BUFFER_BYTES  # of a rank's receiving socket
     chains: int = CHAINS  # roots that send at once
+    beside: bool = False  # a reduce-scatter of as many bytes runs at the same time
     options: dict[str, Any] = field(default_factory=dict)  # of the communicator
 
     def check(self, hosts: int) -> None:
         """Raises invalid, unsupported, unavailable: before anything has been started."""
         if self.op not in OPS:
             raise error("invalid", f"no operation '{self.op}': {', '.join(OPS)}")
-        if self.op == "all_gather" and (odd := [n for n in self.sizes if n % hosts or n < hosts]):
+        if self.beside and self.op != "all_gather":
+            raise error("invalid", "a concurrent reduce-scatter needs an all_gather")
+        reduces = PARTNER in self.ops
+        if reduces and "ring" in self.impls and not self.beside:
+            raise error(
+                "invalid", "a reduce-scatter is the same with multicast off: leave ring out"
+            )
+        unit = hosts * (_ITEM_BYTES if reduces else 1)
+        if self.op != "broadcast" and (odd := [n for n in self.sizes if n % unit or n < unit]):
             raise error(
                 "invalid",
-                f"{hosts} hosts do not divide {odd[0]} bytes: give sizes of one rank (--per-rank)",
+                f"{hosts} hosts do not divide {odd[0]} bytes{' of float32' if reduces else ''}: "
+                "give sizes of one rank (--per-rank)",
             )
         if self.chains > max(hosts, CHAINS):  # the default suits any number
             raise error("invalid", f"{self.chains} chains need as many hosts: there are {hosts}")
@@ -60,13 +72,23 @@ class Request:
         if "gloo" in self.impls:
             check_baseline("gloo", "host")
 
+    @property
+    def ops(self) -> list[str]:
+        """What runs at the same time."""
+        return [self.op, PARTNER] if self.beside else [self.op]
+
+
+def got_bytes(op: str, nbytes: int, hosts: int) -> float:
+    """What a leaf receives; ranks that reduce themselves receive all other ranks' shares."""
+    return received_bytes("all_gather" if op == PARTNER else op, nbytes, hosts)
+
 
 def row_of(record: dict[str, Any], request: Request, hosts: int, **facts: Any) -> dict[str, Any]:
     """A row, in the order that people read."""
-    received = received_bytes(request.op, record["bytes"], hosts)
+    received = sum(got_bytes(op, record["bytes"], hosts) for op in request.ops)
     place = {"impl": record["impl"], "op": request.op, "hosts": hosts, "bytes": record["bytes"]}
     rest = {name: value for name, value in record.items() if name not in place}
-    facts = {"chains": request.chains} | facts
+    facts = {"chains": request.chains, "beside": PARTNER if request.beside else None} | facts
     rate = {"goodput_gbps": round(received / record["time_us"] / 1e3, 6)}
     return place | facts | {"time_us": rest.pop("time_us")} | rate | rest
 
@@ -78,6 +100,11 @@ def on_testbed(request: Request, place: Place) -> Iterator[dict[str, Any]]:
         raise error(
             "unsupported",
             f"gloo is measured on up to {PROCESSES_MAX} hosts, a process each: leave it out",
+        )
+    if together and PARTNER in request.ops:
+        raise error(
+            "unsupported",
+            f"a reduce-scatter connects every two ranks: it is measured on {PROCESSES_MAX} hosts",
         )
     request.check(place.hosts)
     task = "offcore.tools.mcast.bench:" + ("in_few_processes" if together else "in_processes")
@@ -133,7 +160,7 @@ def orders(
 ) -> Iterator[dict[str, Any]]:
     """What each rank is told."""
     shared = {
-        "op": request.op,
+        "ops": request.ops,
         "sizes": request.sizes,
         "impls": request.impls,
         "hosts": hosts,
@@ -157,6 +184,17 @@ def command(order: dict[str, Any], interface: str) -> list[str]:
     return ["env", f"GLOO_SOCKET_IFNAME={interface}", *words]
 
 
+def counted(testbed: Testbed) -> list[int]:
+    """Bytes so far: through all switch ports, out of all hosts, into all hosts."""
+    ports = testbed.ports()
+    towards = [ports[testbed.port(host)] for host in range(testbed.hosts)]
+    return [
+        sum(port.bytes for port in ports.values()),
+        sum(port.rx_bytes for port in towards),
+        sum(port.tx_bytes for port in towards),
+    ]
+
+
 def in_processes(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs on the testbed: a process on each host; rank 0 tells, and asks for the counters."""
     meeting = f"{testbed.address(0)}:{_MEETING_PORT}"
@@ -172,7 +210,7 @@ def in_processes(testbed: Testbed, request: dict[str, Any]) -> Iterator[dict[str
         for line in first.stdout:
             record = json.loads(line)
             if "ask" in record:
-                first.stdin.write(f"{testbed.switch_bytes()}\n")
+                first.stdin.write(f"{json.dumps(counted(testbed))}\n")
                 first.stdin.flush()
             elif "raised" in record:
                 raise error(*record["raised"])

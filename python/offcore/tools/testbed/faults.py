@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offcore.errors import error
-from offcore.tools.testbed.fabric import Testbed, run_tool
+from offcore.tools.testbed import namespaces
+from offcore.tools.testbed.fabric import DEVICE, Testbed, run_tool
 
 _PARTS = 1_000_000
 _TABLES = ("bridge offcore", "netdev offcore")
@@ -33,6 +34,7 @@ class Faults:
     duplicates: float = 0.0  # share of multicast datagrams that come twice
     reordering: float = 0.0  # share of multicast datagrams that others overtake
     rate_mbit: int = 0  # what a leaf sends to a host at most
+    send_mbit: int = 0  # what a host sends at most
 
     def check(self) -> None:
         """Raises invalid."""
@@ -64,6 +66,11 @@ def apply(testbed: Testbed, faults: Faults) -> None:
         script.append("}")
     run_tool(["nft", "-f", "-"], "\n".join(script) + "\n", "nftables")
     run_tool(["tc", "-force", "-batch", "-"], "".join(_queues(testbed, faults)), "iproute2")
+    for host in range(testbed.hosts) if faults.send_mbit else ():
+        # The sockets' buffers fill before this queue does: a host waits, and loses nothing.
+        queue = f"qdisc replace dev {DEVICE} root tbf rate {faults.send_mbit}mbit"
+        with namespaces.within(testbed.namespace(host)):
+            run_tool(["tc", "-batch", "-"], f"{queue} burst 256k limit 64m\n", "iproute2")
 
 
 def _share(share: float) -> str:
