@@ -255,6 +255,31 @@ def many_hosts() -> list[str]:
     return table(head, iter(made))
 
 
+def beside() -> list[str]:
+    """An all-gather and a reduce-scatter at the same time: multicast and a ring beside shares."""
+    head = ("hosts", "Mbit/s out, in", "bytes of a rank", "chains", "2 - 2/P", "bytes sent")
+    made = []
+    for name in ("beside-4-send", "beside-8-send", "beside-4-links", "beside-4"):
+        found: dict[int, dict[str, Record]] = {}
+        for row in read_records(RESULTS / f"mcast-{name}.jsonl"):
+            found.setdefault(row["bytes"], {})[row["impl"]] = row
+        for nbytes, impls in found.items():
+            own, ring = impls["offcore"], impls["ring"]
+            hosts, limits = own["hosts"], own["faults"]
+            sent, carried, time = (
+                f"{ring[key] / own[key]:.2f}x"
+                for key in ("host_sent_bytes", "switch_bytes", "time_us")
+            )
+            rates = (str(limits.get(key, "-")) for key in ("send_mbit", "rate_mbit"))
+            gloo = impls.get("gloo")
+            made.append(
+                (str(hosts), ", ".join(rates), format_bytes(nbytes // hosts), str(own["chains"]),
+                 f"{2 - 2 / hosts:.2f}", sent, carried, time,
+                 f"{gloo['time_us'] / own['time_us']:.2f}x" if gloo else "-")
+            )  # fmt: skip
+    return table((*head, "through ports", "time", "gloo's time"), iter(made))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "latte": latte,
     "conccl": conccl,
@@ -268,6 +293,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "multicast": multicast,
     "loopback": loopback,
     "many-hosts": many_hosts,
+    "beside": beside,
 }
 _ANNOUNCED = re.compile(r"(<!-- table (\S+) -->\n\n)(?:\|.*\n)*\n?")
 

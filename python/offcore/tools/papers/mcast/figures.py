@@ -42,17 +42,25 @@ class Figure:
     caption: str
     draw: Callable[[Results, Sequence[Mapping[str, Any]]], Any]
     recorded: str = ""  # said besides where rows of the testbed are drawn
+    draws: Callable[[Mapping[str, Any]], bool] = lambda row: False  # such rows
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The caption, given the rows that there are."""
         return (
-            f"{self.caption} {self.recorded}".strip() if any(map(_port_row, rows)) else self.caption
+            f"{self.caption} {self.recorded}".strip()
+            if any(map(self.draws, rows))
+            else self.caption
         )
 
 
 def _port_row(row: Mapping[str, Any]) -> bool:
     """Whether figure 12 has a place for it."""
     return row.get("hosts") == 188 and row.get("bytes") == 188 * 64 * KIB
+
+
+def _beside_row(row: Mapping[str, Any]) -> bool:
+    """Whether it is of appendix B, between hosts that are limited in what they send alone."""
+    return row.get("beside") == "reduce_scatter" and set(row.get("faults", ())) == {"send_mbit"}
 
 
 def draw_traffic(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -198,6 +206,12 @@ def draw_speedup(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
     for (chains, values), colour in zip(found.speedup.items(), ("#D55E00", "#0072B2"), strict=True):
         name = f"simulated, {chains} chain{'s' if chains > 1 else ''}"
         axes.plot(SPEEDUP_HOSTS, values, marker="o", color=colour, label=name)
+    times_us: dict[int, dict[str, float]] = {}
+    for row in filter(_beside_row, rows):
+        times_us.setdefault(row["hosts"], {})[row["impl"]] = row["time_us"]
+    if times_us:
+        values = [one["ring"] / one["offcore"] for one in times_us.values()]
+        axes.plot(list(times_us), values, "kD", label="namespaces, measured")
     axes.set_xscale("log", base=2)
     axes.set_xticks(SPEEDUP_HOSTS, [str(hosts) for hosts in SPEEDUP_HOSTS])
     axes.set_ylim(0, 2.1)
@@ -243,6 +257,7 @@ FIGURES = (
         draw_ports,
         "Diamonds: this project's all-gather on a tree of namespaces with one spine, with packet "
         "headers.",
+        _port_row,
     ),
     Figure(
         "figure13",
@@ -257,6 +272,9 @@ FIGURES = (
         "All-gather and reduce-scatter at once, 256 KiB a rank: multicast and in-network reduction "
         "over two rings. One chain shares its root's link with the reduction.",
         draw_speedup,
+        "Diamonds: between namespaces that are limited in what they send, 1 MiB a rank; there "
+        "hosts reduce, and receive as many bytes as with rings.",
+        _beside_row,
     ),
 )
 
@@ -295,5 +313,8 @@ rows are counted.</p>
 def recorded(folder: Path) -> list[Mapping[str, Any]]:
     """Rows of `offcore mcast bench` in a folder of results; none where it is not there."""
     return [
-        row for path in sorted(folder.glob("mcast-testbed-*.jsonl")) for row in read_records(path)
+        row
+        for kind in ("testbed", "beside")
+        for path in sorted(folder.glob(f"mcast-{kind}-*.jsonl"))
+        for row in read_records(path)
     ]
