@@ -9,6 +9,9 @@
 
 namespace offcore {
 
+// Of what a rank keeps: below that a queue of its own costs more than it gains.
+inline constexpr uint64_t kOwnQueueBytesMin = 128 << 10;
+
 // The rank whose engines execute a move: pushes are far cheaper than pulls, so its source; a move
 // from host memory runs on the device it goes to.
 Rank executor_of(const Slice& dst, const Slice& src);

@@ -21,7 +21,6 @@ namespace {
 constexpr uint16_t kDone = 1;                 // every word is used once a launch
 constexpr uint64_t kShareBytesMin = 1 << 20;  // of a copy that engines divide, each
 constexpr uint64_t kAlign = 64;
-constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a second queue costs more
 
 void check_possible(const Moves& moves, const Variant& variant, const ProtocolForm& form) {
   if (const auto reason = why_not(moves, variant, form); !reason.empty()) {

@@ -13,10 +13,8 @@
 namespace offcore {
 namespace {
 
-constexpr uint32_t kPiecesMax = 512;               // that the cost model looks at
-constexpr uint64_t kOwnQueueBytesMin = 128 << 10;  // below that a queue more costs more
-constexpr uint32_t kDrainLag =
-    2;  // chunks between sending and draining one where a queue does both
+constexpr uint32_t kPiecesMax = 512;  // that the cost model looks at
+constexpr uint32_t kDrainLag = 2;     // chunks, where one queue sends and drains
 
 // What one rank sends to another: the bytes of its moves, one after another.
 struct Stream {
