@@ -7,8 +7,8 @@ import pytest
 
 MODULES = imports.modules_in(Path(__file__).parents[2] / "python" / "offcore")
 GRAPH = imports.graph_of(MODULES)
-# Parts that stand beside the library, which needs none of them, and the lines of each at most: plans
-# for overlap, and the adapters for torch.distributed.
+# Parts that stand beside the library, which needs none of them, and the lines of each at most:
+# plans for overlap, and the adapters for torch.distributed.
 BESIDE = {
     "offcore.overlap": 650,
     "offcore.distributed": 1200,
