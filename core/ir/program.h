@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/ir/command.h"
 #include "core/base/reduction.h"
+#include "core/ir/command.h"
 
 namespace offcore {
 
