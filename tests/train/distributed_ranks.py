@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -264,6 +265,24 @@ def apart(rank: int, ranks: int) -> None:
     assert reach.obstacle([json.dumps(one) for one in facts]) == "rank 0: no driver"
 
 
+def forked(rank: int, ranks: int) -> None:
+    """A child of a rank is refused, rather than waiting for threads that it does not have."""
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        refused = 0
+        for late in (False, True):
+            try:
+                work = dist.all_reduce(torch.ones(3), async_op=late)
+                work.wait()
+            except offcore.Error as failure:
+                refused += failure.code == "invalid"
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    dist.all_reduce(torch.ones(3))
+
+
 def world(rank: int, ranks: int) -> None:
     random_calls(rank, ranks)
     reductions(rank, ranks)
@@ -271,6 +290,7 @@ def world(rank: int, ranks: int) -> None:
     groups(rank, ranks)
     data_parallel(rank, ranks)
     apart(rank, ranks)
+    forked(rank, ranks)
     dist.destroy_process_group()
 
 

@@ -3,8 +3,10 @@ and so is the communicator, whose operations end when the test says so."""
 
 import contextlib
 import datetime
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +187,26 @@ def test_a_dead_peer_is_told_to_whoever_waits(current: Stream) -> None:
             call()
         assert lost.value.code == "peer"
     assert comm.aborted.is_set()
+
+
+def test_who_keeps_what(current: Stream) -> None:
+    """Neither the communicator keeps tensors, nor the thread that looks a side."""
+    comm: Any = object.__new__(sides.OnStreams)
+    comm.__dict__.update(_device=0, local_ranks=[0], _gpus=[-1])
+    tensor = torch.ones(3)
+    places, dtype, itemsize, kept = comm._side(tensor, "all_gather", writable=True)
+    assert ([*places], dtype, itemsize) == ([(tensor.data_ptr(), 12)], torch.float32, 4)
+    assert kept is None
+    side, _ = side_of([])
+    side.run("all_gather", body([]), [], Call(False))
+    seen = weakref.ref(side)
+    del side
+    for _ in range(100):
+        gc.collect()
+        if seen() is None:
+            break
+        time.sleep(0.01)
+    assert seen() is None
 
 
 def test_captured_calls_are_not_watched(current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 import offcore
+import offcore.torch
+from offcore import operands
 from offcore.bootstrap import bootstrap_of
 from offcore.comm import Communicator, Handle, Result
 from offcore.errors import error
@@ -61,9 +64,23 @@ class Side(contextlib.AbstractContextManager["Side"]):
         """Waits for what is under way."""
         raise NotImplementedError
 
+    def stop(self) -> None:
+        """Once what is under way has ended; logs where that has failed."""
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Once what is under way has ended."""
+        """Stops, and closes the communicator."""
+        self.stop()
         self.comm.close()
+
+    def check(self, label: str = "a call under way") -> None:
+        """Raises where the group is dead, also of a rank that has died since; where it is closed;
+        and in a child of this process."""
+        self._check()
+        try:
+            self.comm.check()
+        except offcore.Error as failure:
+            raise self._failed(label, failure) from None
 
     def abort(self) -> None:
         """Every rank's waits and later calls fail."""
@@ -140,16 +157,21 @@ class HostSide(Side):
         self._running = threading.Lock()
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
-        self._check()
+        label = self._label(op)
+        self.check(label)
+        job = _Job(label, body, self._limit(opts))
+        self._begin(job, waits=not getattr(opts, "asyncOp", True))
+        return HostWork(job, outputs, (), None)
+
+    def _begin(self, job: _Job, waits: bool) -> None:
         with self._lock:
-            job = _Job(self._label(op), body, self._limit(opts))
-            alone = self._waiting == 0 and not getattr(opts, "asyncOp", True)
+            alone = waits and self._waiting == 0
             self._waiting += 1
             if alone:
                 self._running.acquire()
             else:
                 self._queue.put(job)
-                if self._thread is None:
+                if self._thread is None or not self._thread.is_alive():  # as after a fork
                     self._thread = threading.Thread(target=self._serve, daemon=True)
                     self._thread.start()
         if alone:
@@ -157,7 +179,6 @@ class HostSide(Side):
                 self._do(job)
             finally:
                 self._running.release()
-        return HostWork(job, outputs, (), None)
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -188,13 +209,14 @@ class HostSide(Side):
             job.end(failure)
 
     def settle(self) -> None:
-        self.run("nothing", lambda _: ((), ()), None, None).wait()
+        job = _Job("settle", lambda _: ((), ()), self._timeout)
+        self._begin(job, waits=False)
+        job.wait(None)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(self._timeout)
-        super().close()
 
 
 class GpuWork(dist.Work):  # type: ignore[misc]
@@ -270,8 +292,8 @@ class GpuSide(Side):
         return self._failure
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
-        self.check()
         label, limit = self._label(op), self._limit(opts)
+        self.check(label)
         self._collect()
         current = torch.cuda.current_stream(self.device)
         stream = self._stream if getattr(opts, "asyncOp", True) else current
@@ -291,17 +313,11 @@ class GpuSide(Side):
                 kept = None if stream is current else body
                 self._late.append((time.monotonic() + limit, label, handles, kept))
                 if self._watch is None:
-                    self._watch = threading.Thread(target=self._look, daemon=True)
+                    self._watch = threading.Thread(
+                        target=_watch, args=(weakref.ref(self), self._closed), daemon=True
+                    )
                     self._watch.start()
         return work
-
-    def check(self) -> None:
-        """Raises where the group is dead, also of a rank that has died since."""
-        self._check()
-        try:
-            self.comm.check()
-        except offcore.Error as failure:
-            raise self._failed("a call under way", failure) from None
 
     def wait_for(self, label: str, handles: Sequence[Handle], limit: float) -> None:
         """Makes the host wait."""
@@ -325,15 +341,14 @@ class GpuSide(Side):
                 except offcore.Error as failure:
                     log.error("%s", self._failed(label, failure))
 
-    def _look(self) -> None:
-        """A thread: the driver tells nobody that a stream waits in vain."""
-        while not self._closed.wait(_LOOK_S):
-            self._collect()
-            with self._lock:
-                first = self._late[0] if self._late else None
-            if first is not None and self._failure is None and time.monotonic() > first[0]:
-                late = error("timeout", "has not ended in time; the group is aborted")
-                log.error("%s", self._failed(first[1], late))
+    def look(self) -> None:
+        """Lets go of what has ended, and aborts where something is late."""
+        self._collect()
+        with self._lock:
+            first = self._late[0] if self._late else None
+        if first is not None and self._failure is None and time.monotonic() > first[0]:
+            late = error("timeout", "has not ended in time; the group is aborted")
+            log.error("%s", self._failed(first[1], late))
 
     def settle(self) -> None:
         with self._lock:
@@ -342,7 +357,7 @@ class GpuSide(Side):
             self.wait_for(label, handles, self._timeout)
         self._collect()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closed.set()
         try:
             self.settle()
@@ -350,7 +365,26 @@ class GpuSide(Side):
             log.error("%s", failure)
             with contextlib.suppress(offcore.Error):
                 self.comm.abort()
-        super().close()
+
+
+def _watch(side_ref: weakref.ref[GpuSide], closed: threading.Event) -> None:
+    """A thread: the driver tells nobody that a stream waits in vain. It keeps no side alive."""
+    while not closed.wait(_LOOK_S):
+        side = side_ref()
+        if side is None:
+            return
+        side.look()
+        del side
+
+
+class OnStreams(offcore.torch.Communicator):
+    """Keeps no tensor: like a kernel's they last by the order of streams, those of late calls by
+    GpuSide. A communicator lets go some calls later, which would pin the gradients of as many
+    layers as the host is ahead by."""
+
+    def _side(self, given: Any, op: str, writable: bool) -> operands.Side:
+        place, dtype, itemsize, _ = super()._side(given, op, writable)
+        return place, dtype, itemsize, None
 
 
 def open_communicator(
@@ -360,8 +394,6 @@ def open_communicator(
     given = {"timeout": timeout, **arguments}
     place = bootstrap_of(meeting, rank, ranks)
     if device.type == "cuda":
-        from offcore.torch import Communicator as OnStreams
-
         return OnStreams(place, device=device.index, **given)
     return Communicator(backend="host", store=place, **given)
 
