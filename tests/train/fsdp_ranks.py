@@ -1,6 +1,10 @@
 """The ranks of test_fsdp.py: FSDP2 on CPUs over gloo, with and without offcore."""
 
+import gc
+import os
 import sys
+import time
+import weakref
 from typing import Any
 
 import crew
@@ -14,6 +18,7 @@ import offcore
 import offcore.fsdp
 from offcore.distributed import reach
 from offcore.fsdp.memory import Ring
+from offcore.fsdp.shards import Shards
 
 WIDTH, LAYERS, STEPS = 32, 3, 4
 
@@ -149,7 +154,11 @@ def fewer_ranks(rank: int, ranks: int) -> None:
     assert told["all_reduce"] == {"carried": 0, "handed": 0}
     fewer, told = trained(with_offcore(), reshard_after_forward=2, steps=2)
     same(trained(reshard_after_forward=2, steps=2)[0], fewer, exactly=False)
-    assert told["all_gather"]["handed"] == 0
+    assert (told["all_gather"]["handed"], told["all_gather"]["staged"], told["refused"]) == (
+        0,
+        0,
+        0,
+    )
 
 
 def refusals(rank: int, ranks: int) -> None:
@@ -197,6 +206,49 @@ def ring(rank: int, ranks: int) -> None:
         assert memory.refused == 2
 
 
+def places_follow_from_sizes(rank: int, ranks: int) -> None:
+    """What an operation still holds, as one that is prelaunched does, does not keep a piece."""
+    os.environ["OFFCORE_VARIANT"] = "prelaunch_pcpy"
+    shards = Shards(dist.group.WORLD, torch.device("cpu"), 20.0, 2048, {})
+    for turn in range(6):
+        out = shards.ring.take(512 * ranks)
+        assert out is not None
+        out.view(ranks, -1)[rank].fill_(turn + rank)
+        shards.all_gather(out, out.view(ranks, -1)[rank], turn % 2 == 1).wait()
+        assert all((out.view(ranks, -1)[peer] == turn + peer).all() for peer in range(ranks))
+    del os.environ["OFFCORE_VARIANT"]
+    assert shards.ran["all_gather"].facts()["variants"] == {"prelaunch_pcpy": 6}
+    shards.close()
+
+
+def behind_a_late_call(rank: int, ranks: int) -> None:
+    """A call that waits is over when it returns, also behind one that does not."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+    expected = model[1].weight.detach().clone()
+    for layer in model:
+        fully_shard(layer)
+    offcore.fsdp.enable(fully_shard(model))
+    if rank == 1:
+        time.sleep(0.3)
+    late = model[0].unshard(async_op=True)
+    model[1].unshard()
+    assert torch.equal(model[1].weight, expected)
+    late.wait()
+    offcore.fsdp.disable(model)
+
+
+def forgotten(rank: int, ranks: int) -> None:
+    """A model that nobody disables goes with its last reference."""
+    model = fully_shard(torch.nn.Linear(8, 8))
+    offcore.fsdp.enable(model)
+    model(torch.ones(2, 8)).sum().backward()
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
 def pair(rank: int, ranks: int) -> None:
     both_directions(rank, ranks)
     forms(rank, ranks)
@@ -204,6 +256,9 @@ def pair(rank: int, ranks: int) -> None:
     refusals(rank, ranks)
     apart(rank, ranks)
     ring(rank, ranks)
+    places_follow_from_sizes(rank, ranks)
+    behind_a_late_call(rank, ranks)
+    forgotten(rank, ranks)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,22 @@ class _Enabled:
     shards: dict[Any, Shards]
     replicas: dict[Any, Any]  # groups of HSDP's all-reduces, by the groups that they stand for
     obstacles: dict[str, str]  # why a group stays with its own backend, by its ranks
+    # By weak references: nothing here may keep the model, which keeps all this.
     before: list[tuple[Any, str, Any]] = dataclasses.field(default_factory=list)
 
     def put(self, holder: Any, name: str, value: Any) -> None:
-        self.before.append((holder, name, getattr(holder, name)))
+        self.before.append((weakref.ref(holder), name, getattr(holder, name)))
         setattr(holder, name, value)
+
+    def undo(self) -> None:
+        for holder, name, value in reversed(self.before):
+            if holder() is not None:
+                setattr(holder(), name, value)
+        for shards in self.shards.values():
+            shards.close()
+        for group, own in self.replicas.items():
+            if own is not group:
+                dist.destroy_process_group(own)
 
 
 _enabled: weakref.WeakKeyDictionary[Any, _Enabled] = weakref.WeakKeyDictionary()
@@ -71,23 +82,19 @@ def enable(
         raise error("invalid", "the model is enabled already: call disable first")
     made = _Enabled({}, {}, {})
     limit = defaults.seconds(timeout)
-    for group, device, nbytes in _groups_of(param_groups):
-        if not (all_gather or reduce_scatter) or _stays(group, device, made):
-            continue
-        size = nbytes if memory is None else memory
-        made.shards[group] = Shards(group, device, limit, size if all_gather else 0, arguments)
-    for param_group in param_groups:
-        info = param_group.mesh_info
-        shards = made.shards.get(getattr(info, "shard_process_group", None))
-        if shards is not None and all_gather:
-            made.put(param_group, "_all_gather_comm", AllGather(shards, made.shards))
-        if shards is not None and reduce_scatter:
-            made.put(param_group, "_reduce_scatter_comm", ReduceScatter(shards))
-        replicas = getattr(info, "replicate_process_group", None)
-        if all_reduce and replicas is not None:
-            own = _replicas_of(replicas, param_group.device, made)
-            if own is not None:
-                made.put(info, "replicate_process_group", own)
+    try:
+        for group, device, nbytes in _groups_of(param_groups):
+            if not (all_gather or reduce_scatter) or _stays(group, device, made):
+                continue
+            size = nbytes if memory is None else memory
+            made.shards[group] = Shards(group, device, limit, size if all_gather else 0, arguments)
+        for param_group in param_groups:
+            _put_shards(made, param_group, all_gather, reduce_scatter)
+            if all_reduce:
+                _put_replicas(made, param_group)
+    except BaseException:
+        made.undo()
+        raise
     _enabled[model] = made
 
 
@@ -97,13 +104,23 @@ def disable(model: Any) -> None:
     made = _enabled.pop(model, None)
     if made is None:
         raise error("invalid", "the model is not enabled")
-    for holder, name, value in reversed(made.before):
-        setattr(holder, name, value)
-    for shards in made.shards.values():
-        shards.close()
-    for group, own in made.replicas.items():
-        if own is not group:
-            dist.destroy_process_group(own)
+    made.undo()
+
+
+def _put_shards(made: _Enabled, param_group: Any, gathers: bool, reduces: bool) -> None:
+    shards = made.shards.get(getattr(param_group.mesh_info, "shard_process_group", None))
+    if shards is not None and gathers:
+        made.put(param_group, "_all_gather_comm", AllGather(param_group, made.shards))
+    if shards is not None and reduces:
+        made.put(param_group, "_reduce_scatter_comm", ReduceScatter(shards))
+
+
+def _put_replicas(made: _Enabled, param_group: Any) -> None:
+    info = param_group.mesh_info
+    replicas = getattr(info, "replicate_process_group", None)
+    own = None if replicas is None else _replicas_of(replicas, param_group.device, made)
+    if own is not None:
+        made.put(info, "replicate_process_group", own)
 
 
 def report(model: Any) -> dict[str, Any]:
@@ -124,7 +141,7 @@ def report(model: Any) -> dict[str, Any]:
         shards.settle()
     for op in ("all_gather", "reduce_scatter"):
         facts[op] = _sum([shards.ran[op].facts() for shards in made.shards.values()])
-    told = [report_of_group(own) for own in made.replicas.values()]
+    told = [report_of_group(own) for own in {*made.replicas.values()}]
     facts["all_reduce"] = {
         kind: sum(sum(one[kind].values()) for one in told) for kind in ("carried", "handed")
     }
@@ -167,10 +184,9 @@ def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, int]]:
             group = getattr(info, "shard_process_group", None)
             if group is None:
                 continue
-            sizes = needs.setdefault(group, [])
+            whole = _gathered_bytes(param_group) * param_group.mesh_info.shard_mesh_size
+            needs.setdefault(group, []).append(whole)
             devices[group] = param_group.device
-            if info is param_group.mesh_info:
-                sizes.append(_gathered_bytes(param_group) * dist.get_world_size(group))
     for group, sizes in needs.items():
         largest = sorted(sizes, reverse=True)[:3]
         total = min(sum(largest) + max(largest, default=0), sum(sizes) + max(largest, default=0))

@@ -27,10 +27,12 @@ class _Piece:
 class Ring:
     """`nbytes` of window memory on every rank. Collective.
 
-    Where a piece lies follows from the sizes that were taken before, so ranks that allocate alike
-    get the same places, and peers can write there directly. A piece is free once no tensor of its
-    memory is left. Whoever writes into it next is ordered behind its last readers by the stream in
-    which FSDP allocates, as for torch's own allocator.
+    Where a piece lies follows from the sizes that were taken before, and from the tensors that the
+    caller still has, never from how far an engine has come: so ranks that allocate alike get the
+    same places, and peers can write there directly. That is why operations get a piece by its
+    `region`: they would keep a tensor until they have ended, and longer. Whoever writes into a
+    piece next is ordered behind its last readers by the stream in which FSDP allocates, as for
+    torch's own allocator.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -39,6 +41,7 @@ class Ring:
         self._window = comm.window(max(nbytes, _ALIGN))
         self._rank = comm.local_ranks[0]
         self._make = tensors_of(torch.uint8)
+        self._first = self._window.address()
         self._at = 0
         self._pieces: collections.deque[_Piece] = collections.deque()  # by age
 
@@ -59,3 +62,9 @@ class Ring:
         self._pieces.append(piece)
         weakref.finalize(taken.untyped_storage(), piece.release).atexit = False
         return taken
+
+    def region(self, tensor: Any) -> Any:
+        """Where a tensor lies, for an operation; None: outside of the ring."""
+        offset = tensor.data_ptr() - self._first
+        inside = 0 <= offset <= self.nbytes - tensor.nbytes
+        return self._window.region(offset, tensor.nbytes) if inside else None

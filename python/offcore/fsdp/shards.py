@@ -83,8 +83,12 @@ class Shards:
         }
 
     def all_gather(self, out: Any, inp: Any, late: bool) -> Any:
+        place = self.ring.region(out)
+        own = out.data_ptr() + self.comm.local_ranks[0] * inp.nbytes == inp.data_ptr()
+        target, given = (out if place is None else place), (None if own else inp)
+
         def body(comm: Communicator) -> Any:
-            return [comm.all_gather(out, inp, lane=GATHERS)], ()
+            return [comm.all_gather(target, given, lane=GATHERS)], ()
 
         return self._sides["all_gather"].run("all_gather", body, out, _Options(late))
 
@@ -100,22 +104,25 @@ class Shards:
             side.settle()
 
     def close(self) -> None:
-        """Once what is under way has ended."""
+        """Once what is under way has ended, in both lanes."""
         for side in self._sides.values():
-            side.close()
+            side.stop()
+        self.comm.close()
 
 
 class AllGather(_AllGather):  # type: ignore[misc]
-    """Of the parameters of modules whose shards lie in one group; `others` by group are those of
-    modules that are resharded to fewer ranks after forward."""
+    """Of the parameters of one module. Its group is another one while it is resharded to fewer
+    ranks after forward; `shards` are those of all groups."""
 
-    def __init__(self, shards: Shards, others: dict[Any, Shards]) -> None:
-        self._shards = shards
-        self._by_group = {**others, shards.group: shards}
+    def __init__(self, param_group: Any, shards: dict[Any, Shards]) -> None:
+        self._param_group = param_group
+        self._ran = shards[param_group.mesh_info.shard_process_group].ran["all_gather"]
+        self._by_group = shards
 
     def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
         nbytes = math.prod(int(one) for one in size) * dtype.itemsize
-        taken = self._shards.ring.take(nbytes)
+        shards = self._by_group.get(self._param_group._all_gather_process_group)
+        taken = None if shards is None else shards.ring.take(nbytes)
         if taken is None:
             return torch.empty(*size, dtype=dtype, device=device)
         return taken.view(dtype).view(*size)
@@ -125,10 +132,9 @@ class AllGather(_AllGather):  # type: ignore[misc]
     ) -> Any:
         shards = self._by_group.get(group)
         if shards is None:
-            self._shards.ran["all_gather"].handed += 1
+            self._ran.handed += 1
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        work = shards.all_gather(output_tensor, input_tensor, async_op)
-        return work if async_op else None
+        return _waited(shards.all_gather(output_tensor, input_tensor, async_op), async_op)
 
 
 class ReduceScatter(_ReduceScatter):  # type: ignore[misc]
@@ -149,4 +155,12 @@ class ReduceScatter(_ReduceScatter):  # type: ignore[misc]
             self._shards.ran["reduce_scatter"].handed += 1
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         work = self._shards.reduce_scatter(output_tensor, input_tensor, *reduction, async_op)
-        return work if async_op else None
+        return _waited(work, async_op)
+
+
+def _waited(work: Any, async_op: bool) -> Any:
+    """What torch.distributed's calls give back: no work of one that is waited for."""
+    if async_op:
+        return work
+    work.wait()
+    return None
