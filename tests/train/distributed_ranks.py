@@ -208,7 +208,7 @@ def groups(rank: int, ranks: int) -> None:
         work.wait()
     assert all((sums[pair] == sum(pair)).all() for pair in mine)
     alone = dist.new_group(
-        [rank], pg_options=offcore.distributed.Options(), use_local_synchronization=True
+        [rank], pg_options=offcore.distributed.Options(sms=8), use_local_synchronization=True
     )
     one = torch.ones(3)
     dist.all_reduce(one, group=alone)

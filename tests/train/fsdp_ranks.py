@@ -81,7 +81,7 @@ def same(one: Any, other: Any, exactly: bool) -> None:
 
 def both_directions(rank: int, ranks: int) -> None:
     plain, _ = trained()
-    gathered, told = trained(with_offcore(reduce_scatter=False))
+    gathered, told = trained(with_offcore(reduce_scatter=False, sms=8))
     same(plain, gathered, exactly=True)
     assert told["reduce_scatter"]["calls"] == 0
     assert told["obstacles"] == {}

@@ -31,6 +31,7 @@ from offcore.torch_calls import Copies, HostWork, copy_all, seconds
 Told = Callable[[Result], None]
 Body = Callable[[Communicator], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
+_OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
 log = logging.getLogger("offcore.distributed")
 
@@ -390,11 +391,14 @@ class OnStreams(offcore.torch.Communicator):
 def open_communicator(
     meeting: Any, rank: int, ranks: int, timeout: float, device: Any, arguments: dict[str, Any]
 ) -> Communicator:
-    """For tensors on that device, of ranks that meet at a store or a group. Collective."""
+    """For tensors on that device, of ranks that meet at a store or a group. Collective. Groups have
+    one set of arguments for tensors of both kinds."""
     given = {"timeout": timeout, **arguments}
     place = bootstrap_of(meeting, rank, ranks)
     if device.type == "cuda":
         return OnStreams(place, device=device.index, **given)
+    for name in _OF_GPUS & given.keys():
+        del given[name]
     return Communicator(backend="host", store=place, **given)
 
 
