@@ -155,6 +155,11 @@ def reductions(rank: int, ranks: int) -> None:
     assert torch.equal(turned.resolve_conj(), torch.arange(6) * -1j)
     with pytest.raises(offcore.Error, match="dtypes differ"):
         dist.group.WORLD.allgather([[torch.ones(2)] * ranks], [torch.ones(2).double()]).wait()
+    for splits in ([ranks + 1] * ranks, [1] * (ranks - 1)):
+        with pytest.raises(offcore.Error, match="all_to_all: splits"):
+            dist.all_to_all_single(torch.ones(ranks), torch.ones(ranks), splits, [1] * ranks)
+    with pytest.raises(offcore.Error, match="all_to_all: needs"):
+        dist.all_to_all([torch.ones(1)], [torch.ones(1)])
     if rank == 0:
         dist.send(torch.ones(3), 1)
     elif rank == 1:

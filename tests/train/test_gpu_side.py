@@ -109,6 +109,9 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     Stream.here = Stream()
     monkeypatch.setattr(sides, "_LOOK_S", 0.01)
     monkeypatch.setattr(torch.futures, "Future", Future)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: stream.did.append(("uses", tensor))
+    )
     for name, value in (
         ("Stream", Stream),
         ("Event", Event),
@@ -147,6 +150,8 @@ def test_calls_are_ordered_in_streams(current: Stream) -> None:
     assert own.did[0] == ("after", current)
     assert late.get_future().stream is own
     assert (out == 1).all()  # copied in the stream
+    assert own.did[1][0] == "uses"
+    assert own.did[1][1] is out
     assert late.wait()
     (event,) = [one for one in own.did if isinstance(one, Event)]
     assert current.did[-1] == ("after", event)

@@ -185,6 +185,8 @@ class Collectives:
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
             _alike([*outputs, *inputs])
+            if len(outputs) != self.ranks or len(inputs) != self.ranks:
+                raise error("invalid", f"all_to_all: needs {self.ranks} outputs and inputs")
             sent, taken = ([one.numel() for one in side] for side in (inputs, outputs))
             counts = self._counts(comm, sent, taken, opts)
             inp = _joined(inputs)
@@ -288,10 +290,14 @@ class Collectives:
 
     def _rows(self, tensor: Any, splits: Sequence[int]) -> list[int]:
         """Elements to or from each rank; without splits equal parts."""
-        row = math.prod(tensor.shape[1:])
-        if splits:
-            return [rows * row for rows in splits]
-        return [tensor.numel() // self.ranks] * self.ranks
+        rows, row = tensor.shape[0], math.prod(tensor.shape[1:])
+        if not splits and rows % self.ranks == 0:
+            splits = [rows // self.ranks] * self.ranks
+        if len(splits) != self.ranks or sum(splits) != rows:
+            raise error(
+                "invalid", f"all_to_all: splits {[*splits]} of {rows} rows for {self.ranks} ranks"
+            )
+        return [part * row for part in splits]
 
     def _counts(
         self, comm: Communicator, sent: Sequence[int], taken: Sequence[int], opts: Any

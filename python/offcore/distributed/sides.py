@@ -307,6 +307,9 @@ class GpuSide(Side):
             except offcore.Error as failure:
                 raise self._failed(label, failure, limit) from None
             copy_all(copies)
+            if stream is not current:  # handles do not tell of the copies' end
+                for to, _ in copies:
+                    to.record_stream(stream)
             work = GpuWork(self, label, handles, outputs)
         if not torch.cuda.is_current_stream_capturing():
             with self._lock:
