@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import offcore
 import offcore.fsdp
 from offcore.distributed import reach
+from offcore.distributed.report import calls_of
+from offcore.fsdp.enable import _param_groups
 from offcore.fsdp.memory import Ring
 from offcore.fsdp.shards import Shards
 
@@ -141,7 +143,15 @@ def ahead(rank: int, ranks: int) -> None:
 def replicas(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain, _ = trained(mesh=mesh, steps=2)
-    ours, told = trained(with_offcore(), mesh=mesh, steps=2)
+
+    def prepare(model: Any) -> Any:
+        end = with_offcore(sms=8, timeout=50.0)(model)
+        mesh_info = next(_param_groups(model)).mesh_info
+        core = calls_of(mesh_info.replicate_process_group).collectives
+        assert (core.timeout, core._arguments) == (50, {"sms": 8})
+        return end
+
+    ours, told = trained(prepare, mesh=mesh, steps=2)
     same(plain, ours, exactly=False)
     assert told["all_reduce"] == {"carried": told["reduce_scatter"]["calls"], "handed": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from offcore import defaults
 from offcore.distributed import reach
-from offcore.distributed.group import NAME, Calls
+from offcore.distributed.group import NAME, Calls, Options
 from offcore.distributed.report import calls_of
 from offcore.distributed.report import report as report_of_group
 from offcore.distributed.sides import log
@@ -27,9 +28,13 @@ _ROUND = 1 << 21
 class _Enabled:
     """What `enable` made of a model, and what was there before."""
 
-    shards: dict[Any, Shards]
-    replicas: dict[Any, Any]  # groups of HSDP's all-reduces, by the groups that they stand for
-    obstacles: dict[str, str]  # why a group stays with its own backend, by its ranks
+    timeout: float
+    arguments: dict[str, Any]  # of communicators
+    shards: dict[Any, Shards] = dataclasses.field(default_factory=dict)
+    # Groups of HSDP's all-reduces, by the groups that they stand for.
+    replicas: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # Why a group stays with its own backend, by its ranks.
+    obstacles: dict[str, str] = dataclasses.field(default_factory=dict)
     # By weak references: nothing here may keep the model, which keeps all this.
     before: list[tuple[Any, str, Any]] = dataclasses.field(default_factory=list)
 
@@ -80,14 +85,14 @@ def enable(
         raise error("invalid", "the model has no FSDPModule: call fully_shard first")
     if model in _enabled:
         raise error("invalid", "the model is enabled already: call disable first")
-    made = _Enabled({}, {}, {})
-    limit = defaults.seconds(timeout)
+    made = _Enabled(defaults.seconds(timeout), arguments)
     try:
         for group, device, nbytes in _groups_of(param_groups):
             if not (all_gather or reduce_scatter) or _stays(group, device, made):
                 continue
             size = nbytes if memory is None else memory
-            made.shards[group] = Shards(group, device, limit, size if all_gather else 0, arguments)
+            ring = size if all_gather else 0
+            made.shards[group] = Shards(group, device, made.timeout, ring, arguments)
         for param_group in param_groups:
             _put_shards(made, param_group, all_gather, reduce_scatter)
             if all_reduce:
@@ -224,7 +229,12 @@ def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
         elif not _stays(group, device, made):
             ranks = dist.get_process_group_ranks(group)
             made.replicas[group] = dist.new_group(
-                ranks, backend=NAME, use_local_synchronization=True, group_desc="offcore.fsdp"
+                ranks,
+                timeout=datetime.timedelta(seconds=made.timeout),
+                backend=NAME,
+                pg_options=Options(**made.arguments),
+                use_local_synchronization=True,
+                group_desc="offcore.fsdp",
             )
     own = made.replicas.get(group)
     return None if own is group else own
