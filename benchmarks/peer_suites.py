@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,9 @@ def load() -> type[unittest.TestCase]:
 
     dist.init_process_group = begin_with
 
-    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    bases: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
+
+    class Suite(*bases):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -83,7 +86,7 @@ class Outcomes(unittest.TestResult):
         self._note(test, "skipped", reason)
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        told = self._exc_info_to_string(err, test)
+        told = "".join(traceback.format_exception(*err))
         errors = re.findall(r"^\w*(?:Error|Exception): .*", told, re.M)
         self._note(test, "failed", errors[-1] if errors else told[-300:])
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ GPU = torch.cuda.is_available()
 WIDTH = 1024 if GPU else 64
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
@@ -36,7 +37,9 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
 
-def train(device: torch.device, with_offcore: bool) -> tuple[list[float], float, dict | None]:
+def train(
+    device: torch.device, with_offcore: bool
+) -> tuple[list[float], float, dict[str, Any] | None]:
     """The losses, the median step in ms, and what offcore says that ran."""
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]

@@ -11,6 +11,7 @@ from offcore.errors import error
 from offcore.operands import dtype_name
 
 Reduction = tuple[str, str | None, float]  # the operation, the dtype if it is known, the scale
+Typed = tuple[str, str, float]
 
 
 def named(call: str, op: str, dtype: Any, scale: float) -> Reduction:
@@ -20,7 +21,7 @@ def named(call: str, op: str, dtype: Any, scale: float) -> Reduction:
     return op, None if dtype is None else dtype_name(dtype), float(scale)
 
 
-def typed(op: str, reduction: Reduction, dtype: Any) -> Reduction:
+def typed(op: str, reduction: Reduction, dtype: Any) -> Typed:
     """With the dtype that was named, or else the arrays'. Raises `Error`: invalid where they differ
     and the arrays do not hold raw bits."""
     name, wanted, scale = reduction
@@ -29,7 +30,7 @@ def typed(op: str, reduction: Reduction, dtype: Any) -> Reduction:
         raise error("invalid", f"{op}: windows have no dtype: pass dtype=")
     if None not in (wanted, given) and wanted != given and not str(given).startswith("uint"):
         raise error("invalid", f"{op}: dtype is {wanted}, the arrays' {given}")
-    return name, wanted or given, scale
+    return name, wanted or str(given), scale
 
 
 class ReductionCalls(ABC):

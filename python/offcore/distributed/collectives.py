@@ -70,7 +70,8 @@ class Collectives:
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles, copies = [], []
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
             for tensor in tensors:
                 whole, back = packed(tensor, self.rank == opts.rootRank)
                 handles.append(comm.broadcast(whole, root=opts.rootRank))
@@ -81,7 +82,8 @@ class Collectives:
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles, copies = [], []
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
             for tensor in tensors:
                 whole, back = packed(tensor, False)
                 handles.append(comm.all_reduce(whole, op=op, scale=scale))
@@ -104,7 +106,8 @@ class Collectives:
         """outputs[i][r]: where input i of rank r goes; sizes may differ, as the outputs say."""
 
         def body(comm: Communicator) -> Any:
-            handles, copies = [], []
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
             for parts, given in zip(outputs, inputs, strict=True):
                 _alike([*parts, given])
                 counts = [part.numel() for part in parts]
@@ -124,7 +127,8 @@ class Collectives:
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles, copies = [], []
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
             for out, inp in zip(outputs, inputs, strict=True):
                 whole, back = packed(out, False)
                 handles.append(comm.all_gather(whole, packed(inp, True)[0]))
@@ -152,7 +156,8 @@ class Collectives:
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles, copies = [], []
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
             for out, inp in zip(outputs, inputs, strict=True):
                 whole, back = packed(out, False)
                 given = packed(inp, True)[0]

@@ -188,7 +188,7 @@ class HostSide(Side):
             del job  # and what it holds, until the next comes
 
     def _do(self, job: _Job) -> None:
-        failure = None
+        failure: Exception | None = None
         try:
             self._check()
             end = time.monotonic() + job.limit
@@ -199,11 +199,11 @@ class HostSide(Side):
             for handle in handles:
                 self._told(handle.wait(max(0.0, end - time.monotonic())))
             copy_all(copies)
-        except BaseException as caught:
-            known = isinstance(caught, Exception)
-            failure = self._failed(job.label, caught, job.limit) if known else caught
-            if not known:  # Ctrl-C, in the caller's thread
-                raise
+        except Exception as caught:
+            failure = self._failed(job.label, caught, job.limit)
+        except BaseException as caught:  # Ctrl-C, in the caller's thread
+            failure = error("cancelled", f"{job.label}: interrupted by {caught!r}")
+            raise
         finally:
             with self._lock:
                 self._waiting -= 1

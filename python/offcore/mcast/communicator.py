@@ -11,7 +11,7 @@ from typing import Any
 
 from offcore import _core, defaults
 from offcore.bootstrap import bootstrap_of
-from offcore.comm.reductions import Reduction, named, typed
+from offcore.comm.reductions import Reduction, Typed, named, typed
 from offcore.errors import error
 from offcore.mcast.metrics import prometheus
 from offcore.operands import (
@@ -372,7 +372,7 @@ class Communicator:
         counts: list[int],
         keep: Any,
         inp: int = 0,
-        reduction: Reduction | None = None,
+        reduction: Typed | None = None,
     ) -> Handle:
         kind = "broadcast" if op == "barrier" else op.removesuffix("_v")
         if self._node is None:

@@ -133,7 +133,8 @@ class Rank:
             whole = [self._numbers(rank, nbytes // 4) for rank in range(self.hosts)]
             part[:] = whole[self.rank].view(np.uint8)
             own = slice(self.rank * len(out) // 4, (self.rank + 1) * len(out) // 4)
-            return sum(one[own] for one in whole).view(np.uint8)
+            total: Bytes = sum(one[own] for one in whole).view(np.uint8)
+            return total
         expected: Bytes = np.frombuffer(np.random.default_rng(nbytes).bytes(nbytes), np.uint8)
         if op == "broadcast":
             out[:] = expected if self.root else 0

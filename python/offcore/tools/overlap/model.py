@@ -92,7 +92,7 @@ class Model:
     def gemm(self, m: int, n: int, k: int, name: str, *, memory_bound: bool) -> Compute:
         """A GEMM of 16-bit elements, with the memory traffic that it has on all cores."""
         flops = 2.0 * m * n * k
-        traffic = ITEM_BYTES * (DIES * (m * k + k * n) + m * n)
+        traffic: float = ITEM_BYTES * (DIES * (m * k + k * n) + m * n)
         if memory_bound:
             traffic = flops / self.values.mb_op_byte
         return Compute(name, flops, traffic, math.ceil(m / TILE) * math.ceil(n / TILE))

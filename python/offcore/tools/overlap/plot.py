@@ -83,9 +83,9 @@ def draw_speedups(rows: Sequence[Row], figure: int) -> Any:
     drawn, axes = pyplot().subplots(figsize=(9.6, 4.2), layout="constrained")
     width = 0.8 / len(shown)
     for i, name in enumerate(shown):
-        at = np.arange(len(groups)) + (i - (len(shown) - 1) / 2) * width
+        places = np.arange(len(groups)) + (i - (len(shown) - 1) / 2) * width
         heights = [_mean(found, kind_of, group, name) for group in groups]
-        bars = axes.bar(at, heights, width * 0.94, color=COLOURS[name], label=name)
+        bars = axes.bar(places, heights, width * 0.94, color=COLOURS[name], label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     for at, group in enumerate(groups):
         ideal = _mean(found, kind_of, group, "ideal")

@@ -239,9 +239,10 @@ def _collective_rows(model: Model, op: str) -> Iterable[dict[str, Any]]:
             slowdown = _slowdown(model, kernel, cores, WORKGROUPS[op])
             yield place | {"cores": cores, "slowdown": slowdown}
     small = Collective(op, SIZES["latency"], model.ranks)
-    for cores in (WORKGROUPS[op], None):
-        place = {"row": "latency", "kernel": op, "engines": cores is None, "bytes": small.nbytes}
-        yield place | {"time_us": round(model.alone_us(Load(small, cores)), 3)}
+    for workgroups in (WORKGROUPS[op], None):
+        engines = workgroups is None
+        place = {"row": "latency", "kernel": op, "engines": engines, "bytes": small.nbytes}
+        yield place | {"time_us": round(model.alone_us(Load(small, workgroups)), 3)}
 
 
 def _beside_rows(model: Model, op: str, gemms: Sequence[Compute]) -> Iterable[dict[str, Any]]:
