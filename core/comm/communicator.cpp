@@ -125,7 +125,7 @@ Target Communicator::registered_place(const std::vector<GivenMemory>& given) con
       return made.registered->contains(local_ranks_[i], given[i].data, given[i].bytes);
     };
     const auto first = made.registered ? offset_of(0) : std::nullopt;
-    bool same = first.has_value();
+    bool same = first.has_value() && given[0].bytes > 0;  // what has none is refused
     for (size_t i = 1; i < given.size() && same; ++i) same = offset_of(i) == first;
     if (same) return {.window = made.number, .offset = *first};
   }

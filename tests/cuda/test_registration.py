@@ -233,6 +233,8 @@ def test_registrations_are_counted() -> None:
     before = live()
     windows = comm._core.kept[1]
     again = comm.register(own)
+    found, told = code_of(lambda: comm.register([tensor.part(9, 0) for tensor in own]))
+    assert found == "invalid" and "no bytes" in told, told
     part = comm.register([tensor.part(5, MIB) for tensor in own])  # lies in it
     assert (live(), comm._core.kept[1]) == (before, windows)
     apart = comm.register([tensor.part(5 + rank, MIB) for rank, tensor in enumerate(own)])
