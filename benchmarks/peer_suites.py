@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import json
 import os
 import re
@@ -138,6 +139,8 @@ def main() -> None:
     if args.here:
         run_here(args.tests)
         return
+    if importlib.util.find_spec("expecttest") is None:
+        raise SystemExit("torch's tests need expecttest: pip install expecttest")
     found = {backend: run_backend(backend, args.ranks, args.tests) for backend in args.backends}
     lines = [*summary(found)]
     print("\n".join(lines))
