@@ -39,6 +39,12 @@ def bare(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
+def _source(rows: Sequence[Row]) -> str:
+    """Where the rows come from: "mi300x-8, simulated"."""
+    names = {f"{row.get('machine', '')}, {row.get('backend', '')}" for row in rows}
+    return "; ".join(sorted(names)).replace(", sim", ", simulated").strip(", ")
+
+
 def cases(rows: Sequence[Row]) -> dict[_Case, dict[str, float]]:
     """Speed-ups by strategy of each combination, `best` and `ideal` among them. Raises invalid."""
     found: dict[_Case, dict[str, float]] = {}
@@ -67,6 +73,7 @@ def draw_ideals(rows: Sequence[Row]) -> Any:
     axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize=8)
     axes.set_ylim(1, 2.05)
     axes.set_ylabel("ideal speed-up")
+    axes.set_title(_source(rows), fontsize=9, loc="right")
     axes.legend(frameon=False, fontsize=9)
     bare(axes)
     return figure
@@ -94,6 +101,7 @@ def draw_speedups(rows: Sequence[Row], figure: int) -> Any:
     axes.set_xticks(range(len(groups)), [f"{op}\n{kind}" for op, kind in groups], fontsize=8)
     axes.set_ylim(1, 2.1)
     axes.set_ylabel("speed-up over one after the other")
+    axes.set_title(_source(rows), fontsize=9, loc="right")
     axes.legend(frameon=False, fontsize=9, ncols=len(shown) + 1, loc="upper left")
     bare(axes)
     return drawn
@@ -121,8 +129,10 @@ def draw_slowdowns(tables: Tables) -> Any:
     ):
         _line(tables, row_of, axes, name, at)
     panels[0].set_xlabel("cores that a GEMM lacks")
-    panels[1].set_xlabel("cores that a collective has (log)")
+    panels[1].set_xlabel("cores that a collective has")
     panels[1].set_xscale("log", base=2)
+    powers = [2**power for power in range(3, every.bit_length())]
+    panels[1].set_xticks(powers, [str(power) for power in powers])
     for axes in panels:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel("times as long")

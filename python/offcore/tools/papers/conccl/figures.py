@@ -112,27 +112,37 @@ FIGURES = (
     Figure(
         "figure-5",
         "Figure 5",
-        "What cores are worth: GEMMs (one of each class) and collectives of 1 GiB, alone.",
+        "What cores are worth: GEMMs (one of each class) and collectives of 1 GiB, alone. "
+        "Published: compute-bound GEMMs lose up to 17 % on 32 CUs fewer, 27 % on 64; an all-gather "
+        "needs 32.",
         lambda found: plot.draw_slowdowns(found.tables),
     ),
     Figure("figure-6", "Figure 6", "Memory traffic of kernels that run alone.", _draw_traffic),
     Figure(
         "figure-7",
         "Figure 7",
-        "Ideal speed-ups: both kernels alone, over the longer one.",
+        "Ideal speed-ups: both kernels alone, over the longer one. Published: 1.1 to 2, mean 1.6.",
         lambda found: plot.draw_ideals(_rows(found)),
     ),
     Figure(
         "figure-8",
         "Figure 8",
-        "Collectives on cores: means by collective and type. best: of base, sp and rp.",
+        "Collectives on cores: means by collective and type. best: of base, sp and rp. "
+        "Published, of the ideal: base 21 %, sp 42 %, rp 41 %, best 48 %.",
         lambda found: plot.draw_speedups(_rows(found), 8),
     ),
-    Figure("figure-9", "Figure 9", "Collectives on engines, alone, by size.", _draw_engines),
+    Figure(
+        "figure-9",
+        "Figure 9",
+        "Collectives on engines, alone, by size. Published: up to 4x slower below 32 MB, then at "
+        "par.",
+        _draw_engines,
+    ),
     Figure(
         "figure-10",
         "Figure 10",
-        "Collectives on engines beside the best on cores.",
+        "Collectives on engines beside the best on cores. Published, of the ideal: ConCCL 66 %, "
+        "ConCCL_rp 72 %; at most 1.67x.",
         lambda found: plot.draw_speedups(_rows(found), 10),
     ),
     Figure("table-1", "Table I", "GEMMs and their classes.", _draw_table_1),
