@@ -370,7 +370,7 @@ Protocol protocol_of(const ProtocolForm& form) {
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
               const ProtocolForm& form) {
-  if (variant.kind == Variant::Shape::pipelined) {
+  if (variant.kind == Variant::Shape::pipelined && form.staged) {
     check_possible(moves, variant, form);
     return lower_pipelined(moves, variant.chunk_bytes, machine, form);
   }

@@ -12,6 +12,15 @@ import torch.distributed as dist
 
 Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
 
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+}
+_REDUCIBLE = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
+_REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 
 class Arguments:
     """A backend's `pg_options`: keyword arguments of the communicator of a group."""
@@ -46,6 +55,28 @@ def packed(tensor: Any, only_read: bool) -> tuple[Any, Copies]:
         return tensor, ()
     copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return copy, () if only_read else ((tensor, copy),)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The elements of all of them, as one tensor."""
+    return torch.cat([packed(part, True)[0].detach().reshape(-1) for part in parts])
+
+
+def reducible(dtype: Any) -> bool:
+    """Whether offcore reduces that dtype."""
+    return dtype in _REDUCIBLE
+
+
+def reduction_of(op: Any) -> tuple[str, float] | None:
+    """The reduction of that name and its scale; None: offcore has none."""
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        kind, factor = op, None
+    else:
+        kind, factor = op.__getstate__()
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return ("premul_sum", float(factor)) if isinstance(factor, (int, float)) else None
+    name = _REDUCTIONS.get(kind)
+    return None if name is None else (name, 1.0)
 
 
 class UnderWay(Protocol):

@@ -35,7 +35,7 @@ PLACEHOLDERS = {"OP": "all_gather", "V": "b2b", "FILE": "program.dma", "ROWS": "
 ON_GPUS = ("--backend cuda", "--stress")
 ON_NAMESPACES = ("offcore mcast testbed", "offcore mcast bench")
 # So here: `calibrate` takes minutes and writes beside the machine's file; `reproduce` has tests.
-LONG = ("offcore calibrate", "offcore overlap calibrate", "offcore reproduce")
+LONG = ("offcore calibrate", "offcore overlap calibrate", "offcore reproduce", "--send-mbit 200")
 
 
 def commands_of(text: str) -> set[str]:

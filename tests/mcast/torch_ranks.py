@@ -46,8 +46,21 @@ def own_collectives(rank: int, ranks: int) -> None:
     future = dist.all_gather(uneven, torch.full((rank,), float(rank)), async_op=True).get_future()
     future.wait()
     assert all((part == index).all() for index, part in enumerate(uneven))
+    share = torch.zeros(2)
+    dist.reduce_scatter_tensor(share, torch.arange(2.0 * ranks))
+    assert (share == ranks * torch.arange(2.0 * rank, 2.0 * rank + 2)).all()
+    halves = torch.zeros(5, dtype=torch.bfloat16)
+    given = torch.full((5 * ranks,), 1.0 + rank, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(halves, given, dist.ReduceOp.MAX, async_op=True).wait()
+    assert (halves == ranks).all()
+    turned = torch.zeros(3, 2).t()
+    dist.reduce_scatter(turned, [torch.full((2, 3), float(part)) for part in range(ranks)])
+    assert (turned == ranks * rank).all()
+    own = torch.zeros(rank)
+    dist.reduce_scatter(own, [torch.full((part,), 2.0) for part in range(ranks)])
+    assert (own == 2 * ranks).all()
     dist.barrier()
-    assert operations() - before == 6
+    assert operations() - before == 10
 
 
 def works(rank: int, ranks: int) -> None:
@@ -100,9 +113,11 @@ def handed_to_gloo(rank: int, ranks: int) -> None:
     assert (taken == rank).all()
     dist.reduce(taken, 0)
     assert rank != 0 or (taken == sum(range(ranks))).all()
-    share = torch.zeros(2)
-    dist.reduce_scatter_tensor(share, torch.arange(2.0 * ranks))
-    assert (share == ranks * torch.arange(2.0 * rank, 2.0 * rank + 2)).all()
+    share = torch.zeros(1, dtype=torch.int64)
+    dist.reduce_scatter_tensor(
+        share, torch.full((ranks,), 1 << rank, dtype=torch.int64), dist.ReduceOp.BOR
+    )
+    assert (share == (1 << ranks) - 1).all()
     out = torch.zeros(ranks)
     dist.all_to_all_single(out, torch.full((ranks,), float(rank)))
     assert (out == torch.arange(ranks)).all()

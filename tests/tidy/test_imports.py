@@ -13,8 +13,8 @@ BESIDE = {
     "offcore.overlap": 650,
     "offcore.distributed": 1200,
     "offcore.fsdp": 600,
-    "offcore.mcast.torch": 180,
-    "offcore.torch_calls": 140,
+    "offcore.mcast.torch": 230,
+    "offcore.torch_calls": 185,
 }
 
 

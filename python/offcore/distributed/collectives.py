@@ -16,33 +16,7 @@ from offcore.comm import Communicator
 from offcore.distributed import reach
 from offcore.distributed.sides import Body, Side, log, open_side
 from offcore.errors import error
-from offcore.torch_calls import Arguments, all_on, packed
-
-REDUCTIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-}
-_REDUCIBLE = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
-_REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
-
-def reducible(dtype: Any) -> bool:
-    """Whether offcore reduces that dtype."""
-    return dtype in _REDUCIBLE
-
-
-def reduction_of(op: Any) -> tuple[str, float] | None:
-    """The reduction of that name and its scale; None: offcore has none."""
-    if isinstance(op, dist.ReduceOp.RedOpType):
-        kind, factor = op, None
-    else:
-        kind, factor = op.__getstate__()
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return ("premul_sum", float(factor)) if isinstance(factor, (int, float)) else None
-    name = REDUCTIONS.get(kind)
-    return None if name is None else (name, 1.0)
+from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
 
 
 class Collectives:
@@ -145,7 +119,7 @@ class Collectives:
             _alike([out, *parts])
             whole, back = packed(out, False)
             counts = [part.numel() for part in parts]
-            inp = _joined(parts)
+            inp = joined(parts)
             if min(counts) == max(counts):
                 return [comm.reduce_scatter(whole, inp, op, scale=scale)], back
             return [comm.reduce_scatter_v(whole, inp, counts, op, scale=scale)], back
@@ -194,7 +168,7 @@ class Collectives:
                 raise error("invalid", f"all_to_all: needs {self.ranks} outputs and inputs")
             sent, taken = ([one.numel() for one in side] for side in (inputs, outputs))
             counts = self._counts(comm, sent, taken, opts)
-            inp = _joined(inputs)
+            inp = joined(inputs)
             whole = inp.new_empty(sum(taken))
             handle = comm.all_to_all_v(whole, inp, counts)
             return [handle], _pieces(outputs, whole, taken)
@@ -205,7 +179,7 @@ class Collectives:
         def body(comm: Communicator) -> Any:
             _alike([outputs[0], *(part for parts in inputs for part in parts)])
             whole, back = packed(outputs[0], False)
-            parts = _joined(inputs[0]) if self.rank == opts.rootRank else None
+            parts = joined(inputs[0]) if self.rank == opts.rootRank else None
             return [comm.scatter(whole, parts, root=opts.rootRank)], back
 
         used = [*outputs, *(part for parts in inputs for part in parts)]
@@ -325,10 +299,6 @@ def _alike(tensors: Sequence[Any]) -> None:
     if len({tensor.dtype for tensor in tensors}) > 1:
         names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise error("invalid", f"the tensors' dtypes differ: {names}")
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat([packed(part, True)[0].detach().reshape(-1) for part in parts])
 
 
 def _pieces(parts: Sequence[Any], whole: Any, counts: Sequence[int]) -> list[tuple[Any, Any]]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from offcore.comm import Communicator, Result
-from offcore.distributed.collectives import reducible, reduction_of
 from offcore.distributed.sides import open_communicator, side_of
 from offcore.fsdp.memory import Ring
+from offcore.torch_calls import reducible, reduction_of
 
 _AllGather: Any = _fsdp_api.AllGather
 _ReduceScatter: Any = _fsdp_api.ReduceScatter

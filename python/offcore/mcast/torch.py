@@ -3,9 +3,10 @@
     import offcore.mcast.torch                      # registers it
     dist.init_process_group("cpu:offcore_mcast")
 
-broadcast, all_gather, all_gather_into_tensor and barrier are offcore's own; everything else is
-handed to gloo. Group options: `McastOptions(chains=4, ...)` as `pg_options`, with the arguments of
-offcore.mcast.Communicator; `configure` sets them for every group of this process.
+broadcast, all_gather, all_gather_into_tensor, reduce_scatter, reduce_scatter_tensor and barrier are
+offcore's own; everything else is handed to gloo. Group options: `McastOptions(chains=4, ...)` as
+`pg_options`, with the arguments of offcore.mcast.Communicator; `configure` sets them for every
+group of this process.
 
 A group of this backend is a process group of its own, so torch makes no other backend beside it:
 tensors on GPUs want a group of theirs, dist.new_group(backend="nccl").
@@ -22,7 +23,17 @@ import torch.distributed as dist
 
 from offcore import mcast
 from offcore.errors import error
-from offcore.torch_calls import Arguments, HostWork, all_on, option, packed, seconds
+from offcore.torch_calls import (
+    Arguments,
+    HostWork,
+    all_on,
+    joined,
+    option,
+    packed,
+    reducible,
+    reduction_of,
+    seconds,
+)
 
 __all__ = ["McastGroup", "McastOptions", "configure"]
 
@@ -104,6 +115,34 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         """What newer versions of torch call `_allgather_base`."""
         return self._allgather_base(output, inp, *args, **kwargs)
 
+    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """dist.reduce_scatter: also into tensors of different sizes, as the inputs say."""
+        opts = option(args, kwargs)
+        reduction = reduction_of(opts.reduceOp) if len(outputs) == 1 else None
+        if reduction is None or not _reduces([*outputs, *inputs[0]]):
+            return self._gloo.reduce_scatter(outputs, inputs, *args, **kwargs)
+        flat, back = packed(outputs[0], False)
+        counts = [part.numel() for part in inputs[0]]
+        op, scale = reduction
+        handle = self.communicator.reduce_scatter_v(
+            flat, joined(inputs[0]), counts, op, scale=scale
+        )
+        return HostWork(handle, outputs, back, _timeout(args, kwargs))
+
+    def _reduce_scatter_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
+        """dist.reduce_scatter_tensor."""
+        reduction = reduction_of(option(args, kwargs).reduceOp)
+        if reduction is None or not _reduces([output, inp]):
+            return self._gloo._reduce_scatter_base(output, inp, *args, **kwargs)
+        flat, back = packed(output, False)
+        op, scale = reduction
+        handle = self.communicator.reduce_scatter(flat, packed(inp, True)[0], op, scale=scale)
+        return HostWork(handle, output, back, _timeout(args, kwargs))
+
+    def reduce_scatter_single(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
+        """What newer versions of torch call `_reduce_scatter_base`."""
+        return self._reduce_scatter_base(output, inp, *args, **kwargs)
+
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """dist.barrier."""
         return HostWork(self.communicator.barrier(), None, (), _timeout(args, kwargs))
@@ -133,12 +172,10 @@ _HANDED = {
         "recv",
         "recv_anysource",
         "reduce",
-        "reduce_scatter",
-        "_reduce_scatter_base",
         "scatter",
         "send",
     )
-} | {"all_to_all_single": "alltoall_base", "reduce_scatter_single": "_reduce_scatter_base"}
+} | {"all_to_all_single": "alltoall_base"}
 
 
 def _hand(name: str, to: str) -> Callable[..., Any]:
@@ -153,6 +190,12 @@ def _hand(name: str, to: str) -> Callable[..., Any]:
 for _name, _to in _HANDED.items():
     if hasattr(dist.ProcessGroup, _name) and hasattr(dist.ProcessGroupGloo, _to):
         setattr(McastGroup, _name, _hand(_name, _to))
+
+
+def _reduces(tensors: Sequence[Any]) -> bool:
+    """Whether offcore reduces these: numbers of one dtype, on CPUs."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return len(dtypes) == 1 and all(map(reducible, dtypes)) and all_on("cpu", tensors)
 
 
 def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
