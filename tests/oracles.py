@@ -102,8 +102,9 @@ def kinds_of(case: Case, staged: bool, captured: bool = False) -> set[str]:
     exchange_in_place = case.op == "all_to_all" and case.in_place and case.ranks > 1
     if exchange_in_place:
         return {"b2b", "fan"} | chunks if staged else {"swap"}
-    if case.ranks == 1 and case.in_place:  # nothing moves: even a swap would do
-        return {"pcpy", "b2b", "fan"} | (chunks if staged else {"swap"})
+    if case.ranks == 1 and case.in_place:  # nothing moves: even a swap or chunks would do
+        chunks = set() if captured else {"pipelined"}
+        return {"pcpy", "b2b", "fan"} | chunks | (set() if staged else {"swap"})
     kinds = {"pcpy", "b2b", "fan"} | chunks
     shared_source = case.op == "broadcast" or (case.op == "all_gather" and max(case.counts) > 0)
     if shared_source and case.ranks > 2:
