@@ -85,7 +85,7 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
     if (ns < best_ns || (ns == best_ns && program.native && !native)) {
       best_ns = ns;
       native = program.native;
-      best.variant = variant;
+      best.variant = parse_variant(program.variant);  // with the chunks that it has
     }
   }
   if (best_ns == std::numeric_limits<double>::infinity()) {

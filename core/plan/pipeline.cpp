@@ -83,12 +83,9 @@ class PipelineLowering {
   // In the order of a ring, each rank beginning behind itself: no two begin with the same peer.
   void find_streams() {
     const Rank ranks = moves_.ranks;
-    std::vector<std::optional<size_t>> index(size_t{ranks} * ranks);
     for (Rank from = 0; from < ranks; ++from) {
       for (Rank step = 1; step < ranks; ++step) {
-        const auto to = static_cast<Rank>((from + step) % ranks);
-        index[size_t{from} * ranks + to] = streams_.size();
-        streams_.push_back({.from = from, .to = to});
+        streams_.push_back({.from = from, .to = static_cast<Rank>((from + step) % ranks)});
       }
     }
     for (const Move& move : moves_.moves) {
@@ -98,7 +95,8 @@ class PipelineLowering {
         kept_[from].push_back(move);
         continue;
       }
-      Stream& stream = streams_[*index[size_t{from} * ranks + to]];
+      const uint32_t steps = (to + ranks - from) % ranks;
+      Stream& stream = streams_[size_t{from} * (ranks - 1u) + steps - 1];
       stream.moves.push_back(move);
       stream.bytes += move.bytes;
     }

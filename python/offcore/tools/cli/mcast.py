@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from offcore.errors import error
@@ -27,6 +26,7 @@ from offcore.tools.mcast import fat_tree
 from offcore.tools.mcast import plot as mcast_plot
 from offcore.tools.mcast.fat_tree import ALGORITHMS, MULTICAST, Load, Row, Wire
 from offcore.tools.report import JsonLines, Stamp
+from offcore.tools.tables import titled
 from offcore.tools.testbed import launcher
 from offcore.tools.testbed.faults import Faults
 
@@ -179,18 +179,11 @@ def simulate(
         typer.echo(f"plot: {plot_to}", err=json == "-")
 
 
-def _table(title: str, columns: tuple[str, ...], words: int) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < words else "right")
-    return table
-
-
 def _simulated(rows: list[Row]) -> Table:
     first = rows[0]
     title = f"{first.op} on {first.hosts} hosts of {first.tree} (simulated)"
     names = ("op", "algorithm", "size", "time us", "GB/s a leaf", "switch ports MB", "fetched")
-    table = _table(title, (*names, "longest queue"), 2)
+    table = titled(title, names[:2], (*names[2:], "longest queue"))
     for row in rows:
         table.add_row(
             row.op,
@@ -297,7 +290,7 @@ def _checked(found: dict[str, Any]) -> Table:
         f"{found['hosts']} hosts on {found['leaves']} leaves, built in {found['built_s']:.2f} s; "
         f"each gives {found['bytes'] // found['hosts']} bytes to all"
     )
-    table = _table(title, ("exchange", "time ms", "wrong bytes", "switch ports MB", "share"), 1)
+    table = titled(title, ("exchange",), ("time ms", "wrong bytes", "switch ports MB", "share"))
     ring = found["ring"]["switch_bytes"]
     for name in ("multicast", "ring"):
         one = found[name]
@@ -403,7 +396,7 @@ def _measured(rows: list[dict[str, Any]]) -> Table:
     title = f"{first['op']}{beside} between {first['hosts']} hosts, ranks as {first['ranks_as']}"
     names = ("impl", "size", "time us", "GB/s a leaf", "#wrong", "fetched", "duplicates")
     counted = ("switch_bytes", "host_sent_bytes", "host_received_bytes")
-    table = _table(title, (*names, "switch ports MB", "host sent", "received"), 1)
+    table = titled(title, names[:1], (*names[1:], "switch ports MB", "host sent", "received"))
     for row in rows:
         table.add_row(
             row["impl"],

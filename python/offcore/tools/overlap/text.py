@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from offcore.overlap import Collective, Compute, Plan, gemm
@@ -14,6 +13,7 @@ from offcore.overlap.kernels import Kernel
 from offcore.overlap.plan import STRATEGIES
 from offcore.sizes import parse_bytes
 from offcore.tools.overlap.sweep import Outcome, share
+from offcore.tools.tables import titled
 
 FORM = "MxNxK, MxNxK@BYTES with the memory traffic that was measured, or OPERATION:SIZE"
 
@@ -54,11 +54,11 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def plan_table(plan: Plan) -> Table:
-    table = _table(
+    table = titled(
         f"{plan.tables.machine}: {plan.strategy}, {STRATEGIES[plan.strategy]}",
         ("strategy", "launch in this order", "cores", "on engines"),
+        ("us, estimated",),
     )
-    table.add_column("us, estimated", justify="right")
     for name, one in plan.choices.items():
         cores = ", ".join(f"{kernel} {count}" for kernel, count in one.cores.items())
         chosen = "[bold]" if name == plan.strategy else ""
@@ -71,23 +71,15 @@ def plan_table(plan: Plan) -> Table:
 
 def outcome_table(found: Sequence[Outcome], machine: str) -> Table:
     strategies = [name for name in found[0].times_us if name != "serial"]
-    table = _table(
+    table = titled(
         f"{machine}, simulated: speed-up over one after the other",
         ("op", "combination", "type", "class"),
+        ("ideal", *strategies),
     )
-    for name in ("ideal", *strategies):
-        table.add_column(name, justify="right")
     for one in found:
         values = (f"{one.speedup(name):.2f}" for name in ("ideal", *strategies))
         table.add_row(one.op, one.tag, one.kind, one.bound, *values)
     table.add_section()
     shares = (f"{share(found, name):.0%}" for name in strategies)
     table.add_row("", "of the ideal, of means", "", "", "", *shares)
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column)
     return table

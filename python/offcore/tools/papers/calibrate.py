@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +33,7 @@ from offcore.tools.papers.latte.fit import (
     set_costs,
     solve,
 )
+from offcore.tools.tables import titled
 
 SEED = 1
 STARTS = 12
@@ -263,22 +263,19 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         ("power", "power"),
         ("kv", "KV fetches"),
     ):
-        table = _table(f"parameters: {title}", ("parameter", "unit", "meaning"))
         spread = "least" in record[part]["parameters"][0]
-        for column in ("value", "low", "high", *(("least", "most") if spread else ())):
-            table.add_column(column, justify="right")
+        numbers = ["value", "low", "high"] + (["least", "most"] if spread else [])
+        table = titled(f"parameters: {title}", ("parameter", "unit", "meaning"), numbers)
         for one in record[part]["parameters"]:
-            numbers = ["value", "low", "high"] + (["least", "most"] if spread else [])
             table.add_row(
                 one["name"], one["unit"], one["meaning"], *(f"{one[n]:g}" for n in numbers)
             )
         made.append(table)
-    table = _table(
+    table = titled(
         "residuals, and those of fits without the row (all parts of L4 at once, and so on)",
         ("row", "operation", "claim"),
+        ("published", "model", "residual", "left out"),
     )
-    for column in ("published", "model", "residual", "left out"):
-        table.add_column(column, justify="right")
     for row in record["engines"]["rows"]:
         table.add_row(
             row["key"],
@@ -291,25 +288,17 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         )
     made.append(table)
     equally = record["engines"]["equally_good"]
-    table = _table(
+    table = titled(
         f"us by the fit, and among {equally['fits']} of {record['starts']} that are as good: "
         + calibrated.ABSOLUTE,
         ("operation", "variant", "size"),
+        ("fitted", "least", "most"),
     )
-    for column in ("fitted", "least", "most"):
-        table.add_column(column, justify="right")
     for one in equally["times_us"]:
         told = (f"{one[n]:,.1f}" for n in ("fitted", "least", "most"))
         table.add_row(one["op"], one["variant"], format_bytes(one["bytes"]), *told)
     made.append(table)
     return made
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column)
-    return table
 
 
 def show(record: Mapping[str, Any], console: Console) -> None:

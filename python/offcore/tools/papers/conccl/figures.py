@@ -18,7 +18,7 @@ from offcore.tools.papers.conccl.rows import Results, engines_speedup
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.latte.calibrated import ABSOLUTE
 from offcore.tools.papers.latte.page import STYLE, at_limits, claims
-from offcore.tools.plot import pyplot, size_axis
+from offcore.tools.plot import draw_table, pyplot, size_axis
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,7 @@ def _draw_engines(found: Results) -> Any:
 
 def _table(columns: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[float]) -> Any:
     figure, axes = pyplot().subplots(figsize=(9, 0.5 + 0.27 * len(cells)), layout="constrained")
-    axes.axis("off")
-    drawn = axes.table(
-        cellText=cells, colLabels=columns, colWidths=widths, cellLoc="left", loc="center"
-    )
-    drawn.auto_set_font_size(False)
-    drawn.set_fontsize(9)
-    drawn.scale(1, 1.25)
-    for (row, _), cell in drawn.get_celld().items():
-        cell.set_linewidth(0.4)
-        if row == 0:
-            cell.set_text_props(weight="bold")
+    draw_table(axes, columns, cells, widths, font=9, height=1.25)
     return figure
 
 

@@ -24,7 +24,7 @@ from offcore.tools.papers.latte.sweep import (
     simulated,
     variants_of,
 )
-from offcore.tools.plot import COLOURS, phases_figure, pyplot, size_axis
+from offcore.tools.plot import COLOURS, draw_table, phases_figure, pyplot, size_axis
 
 _RCCL = "#000000"
 _XCD, _REST = "#D55E00", "#56B4E9"
@@ -254,23 +254,11 @@ def table_rows(found: Results, op: str) -> list[tuple[str, str, str]]:
 def _table(op: str) -> Callable[[Results], Any]:
     def draw(found: Results) -> Any:
         figure, axes = pyplot().subplots(figsize=(8.2, 2.1), layout="constrained")
-        axes.axis("off")
         cells = table_rows(found, op)
-        drawn = axes.table(
-            cellText=cells,
-            colLabels=["total size", "best variant (model)", "the paper's order"],
-            colWidths=[0.2, 0.25, 0.5],
-            cellLoc="left",
-            loc="center",
-        )
-        drawn.auto_set_font_size(False)
-        drawn.set_fontsize(10)
-        drawn.scale(1, 1.5)
+        columns = ["total size", "best variant (model)", "the paper's order"]
+        drawn = draw_table(axes, columns, cells, [0.2, 0.25, 0.5], font=10, height=1.5)
         for (row, column), cell in drawn.get_celld().items():
-            cell.set_linewidth(0.4)
-            if row == 0:
-                cell.set_text_props(weight="bold")
-            elif column == 1:
+            if row > 0 and column == 1:
                 kind = cells[row - 1][1].removeprefix("prelaunch_")
                 cell.set_facecolor((COLOURS[kind], 0.25))
         axes.set_title(f"{op}: which features matter where, 8 x MI300X (model)", fontsize=10)
