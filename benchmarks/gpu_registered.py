@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import offcore
-
 MIB = 1 << 20
 PARTS = (1, 4099, 65_536, MIB + 3, 20 * MIB, 64 * MIB)
 OFFSETS = (0, 1, 12_345, 2 * MIB - 7)
@@ -60,6 +58,8 @@ class Registered:
             print(f"rank {self.rank}: {what}", flush=True)
 
     def refuses(self, tensor: Any, what: str) -> None:
+        import offcore
+
         try:
             self.comm.register(tensor).close()
             self.expect(False, f"{what} was registered")
