@@ -35,7 +35,7 @@ struct KernelArguments {
   uint32_t operation, averages, jobs, pad;
   JobArguments job[ReduceKernels::kJobsMax];
 };
-static_assert(sizeof(JobArguments) == 248 && sizeof(KernelArguments) == 2016);
+static_assert(sizeof(JobArguments) == 248 && sizeof(KernelArguments) == 3752);
 
 JobArguments arguments_of(const ReduceKernelJob& job) {
   JobArguments arguments{.dst = job.dst,

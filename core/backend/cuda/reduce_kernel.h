@@ -35,7 +35,7 @@ struct ReduceKernelJob {
 // The kernels of one GPU, each loaded by whoever asks first.
 class ReduceKernels {
  public:
-  static constexpr size_t kJobsMax = 8;  // of a launch
+  static constexpr size_t kJobsMax = 15;  // of a launch
 
   explicit ReduceKernels(std::shared_ptr<const PrimaryContext> context);
   ~ReduceKernels();

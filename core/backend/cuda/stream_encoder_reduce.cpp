@@ -63,7 +63,7 @@ bool StreamEncoder::clashes(const ReduceKernelJob& job) const {
 
 void StreamEncoder::flush_jobs() {
   if (jobs_.empty()) return;
-  constexpr uint64_t kCounters = 32;  // behind the word that signals are copied from
+  constexpr uint64_t kCounters = 4;  // behind the word that signals are copied from, 64 in all
   const uint32_t sms = device_.gpu().reduce_kernels().launch(
       *program_.reduction, jobs_, source_.word + kCounters, options_.sms, stream_);
   stats_.sms = std::max(stats_.sms, sms);

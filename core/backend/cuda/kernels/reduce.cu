@@ -1,7 +1,8 @@
 // The kernels behind reduce commands (core/base/reduction.h says what they compute), a type each.
 //
-// A launch does a few jobs one after another: it waits for the words of one, by its own looks, and
-// signals once all blocks are through, so that a chunk costs no launch and no wait of a stream.
+// A launch does a few jobs one after another: every warp waits for the words of one, by its own
+// looks, and goes on to the next as soon as its own part is written; the last warp that is through
+// signals. So a chunk costs no launch, no wait of a stream, and no barrier that lets memory idle.
 // A thread takes 16 bytes of every source at a time, several of them in flight; where addresses are
 // not aligned alike it takes elements. Two sources, as on two GPUs, have a loop of their own: both
 // are loaded before either is looked at. Written out by compile.py, beside it, into
@@ -15,7 +16,7 @@ namespace {
 
 enum Operation : uint32_t { kSum, kMin, kMax };
 
-constexpr int kJobsMax = 8;
+constexpr int kJobsMax = 15;
 constexpr int kWordsMax = 8;
 
 // One reduce command, the words that it waits for, and those that tell of it.
@@ -46,28 +47,34 @@ struct Arguments {
   Job job[kJobsMax];
 };
 
+constexpr uint32_t kWarp = 32;
+
 // Flag values are compared cyclically. A word that has come also tells of all that was written
 // before it, by whatever engine.
 __device__ void await(const Job& job) {
-  if (threadIdx.x < job.waits) {
-    const uint64_t address = job.wait[threadIdx.x];
+  const uint32_t lane = threadIdx.x % kWarp;
+  if (lane < job.waits) {
     for (;;) {
       uint32_t seen;
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(address) : "memory");
-      if (static_cast<int32_t>(seen - job.wait_value[threadIdx.x]) >= 0) break;
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+                   : "=r"(seen)
+                   : "l"(job.wait[lane])
+                   : "memory");
+      if (static_cast<int32_t>(seen - job.wait_value[lane]) >= 0) break;
       __nanosleep(64);
     }
   }
-  __syncthreads();
+  __syncwarp();
 }
 
-// The last block that is through signals for all.
+// The last warp that is through signals for all.
 __device__ void tell(const Job& job, uint32_t* counter) {
   if (job.signals == 0) return;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
+  __syncwarp();
+  if (threadIdx.x % kWarp != 0) return;
+  const uint32_t warps = gridDim.x * (blockDim.x / kWarp);
   __threadfence_system();
-  if (atomicInc(counter, gridDim.x - 1) != gridDim.x - 1) return;
+  if (atomicInc(counter, warps - 1) != warps - 1) return;
   __threadfence_system();
   for (uint32_t i = 0; i < job.signals; ++i) {
     asm volatile("st.release.sys.global.u32 [%0], %1;"
@@ -108,6 +115,12 @@ struct Plain {
 struct Half {
   using Store = uint16_t;
   using Sum = float;
+  static __device__ uint32_t pair(uint32_t one, uint32_t other, float factor) {
+    const float2 x = __half22float2(reinterpret_cast<const __half2&>(one));
+    const float2 y = __half22float2(reinterpret_cast<const __half2&>(other));
+    const __half2 sums = __floats2half2_rn((x.x + y.x) * factor, (x.y + y.y) * factor);
+    return reinterpret_cast<const uint32_t&>(sums);
+  }
   static __device__ Sum load(Store value) { return __half2float(__ushort_as_half(value)); }
   static __device__ Store store(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
@@ -115,6 +128,12 @@ struct Half {
 struct Bfloat {
   using Store = uint16_t;
   using Sum = float;
+  static __device__ uint32_t pair(uint32_t one, uint32_t other, float factor) {
+    const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(one));
+    const float2 y = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(other));
+    const __nv_bfloat162 sums = __floats2bfloat162_rn((x.x + y.x) * factor, (x.y + y.y) * factor);
+    return reinterpret_cast<const uint32_t&>(sums);
+  }
   static __device__ Sum load(Store value) { return __uint_as_float(uint32_t{value} << 16); }
   static __device__ Store store(Sum value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
@@ -163,7 +182,7 @@ struct Reducer {
 
   static __device__ Pack load(uint64_t address, uint64_t unit) {
     Pack pack;
-    pack.whole = __ldcg(reinterpret_cast<const uint4*>(address) + unit);
+    pack.whole = __ldcs(reinterpret_cast<const uint4*>(address) + unit);
     return pack;
   }
   __device__ void store(uint64_t unit, const Pack& pack) const {
@@ -175,30 +194,37 @@ struct Reducer {
     return operation == kSum && scale == Sum(1) && (divisor & (divisor - 1)) == 0;
   }
 
-  static __device__ Pack both(const Pack& one, const Pack& other, Sum factor) {
-    Pack result;
+  static __device__ uint4 both(uint4 one, uint4 other, Sum factor) {
+    if constexpr (sizeof(Store) == 2) {
+      return {Element::pair(one.x, other.x, factor), Element::pair(one.y, other.y, factor),
+              Element::pair(one.z, other.z, factor), Element::pair(one.w, other.w, factor)};
+    } else {
+      const Pack x{one};
+      const Pack y{other};
+      Pack result;
 #pragma unroll
-    for (int i = 0; i < Pack::kCount; ++i) {
-      const Sum sum = Element::load(one.element[i]) + Element::load(other.element[i]);
-      result.element[i] = Element::store(sum * factor);
+      for (int i = 0; i < Pack::kCount; ++i) {
+        result.element[i] = (x.element[i] + y.element[i]) * factor;
+      }
+      return result.whole;
     }
-    return result;
   }
 
   template <int unroll>
   __device__ uint64_t two(uint64_t unit, uint64_t stride, uint64_t units) const {
     const Sum factor = Sum(1) / static_cast<Sum>(divisor);
-    const uint64_t one = source(0);
-    const uint64_t other = source(1);
+    const uint4* one = reinterpret_cast<const uint4*>(source(0));
+    const uint4* other = reinterpret_cast<const uint4*>(source(1));
+    uint4* to = reinterpret_cast<uint4*>(a.dst);
     for (; unit + (unroll - 1) * stride < units; unit += unroll * stride) {
-      Pack x[unroll];
-      Pack y[unroll];
+      uint4 x[unroll];
+      uint4 y[unroll];
 #pragma unroll
-      for (int k = 0; k < unroll; ++k) x[k] = load(one, unit + k * stride);
+      for (int k = 0; k < unroll; ++k) x[k] = __ldcs(one + unit + k * stride);
 #pragma unroll
-      for (int k = 0; k < unroll; ++k) y[k] = load(other, unit + k * stride);
+      for (int k = 0; k < unroll; ++k) y[k] = __ldcs(other + unit + k * stride);
 #pragma unroll
-      for (int k = 0; k < unroll; ++k) store(unit + k * stride, both(x[k], y[k], factor));
+      for (int k = 0; k < unroll; ++k) __stcs(to + unit + k * stride, both(x[k], y[k], factor));
     }
     return unit;
   }
