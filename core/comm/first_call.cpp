@@ -126,8 +126,8 @@ void Communicator::settle_with_peers(std::string_view asked, const Deadline& dea
     if (const std::string_view theirs = unpacker.text(); theirs != loaded) {
       fail(Code::mismatch, "rank ", own, " loaded machine ", loaded, "; rank ", peer,
            " loaded machine ", theirs,
-           ". All ranks need the same machine file and tuned table: name one by its path, or let "
-           "OFFCORE_MACHINES name one folder on all of them");
+           ". All ranks need the same sms=, machine file and tuned table: name one by its path, or "
+           "let OFFCORE_MACHINES name one folder on all of them");
     }
     if (peer == 0 && able.signal_choice != nullptr) able.signal_choice->settle(unpacker.text());
   }

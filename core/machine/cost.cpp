@@ -7,6 +7,7 @@
 #include <queue>
 
 #include "core/base/error.h"
+#include "core/ir/serial_order.h"
 #include "core/machine/timeline.h"
 
 namespace offcore {
@@ -23,7 +24,9 @@ class Estimate {
         submit_times_(program, machine),
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
-        words_(word_count(program)) {}
+        words_(word_count(program)),
+        asides_(machine.native.signals_aside && program.mode == Mode::eager &&
+                interleaved(program)) {}
 
   Phases run() {
     count_users();
@@ -173,19 +176,26 @@ class Estimate {
     const Cost& cost = machine_.cost;
     if (queue.index == kCallerQueue) {
       Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
-      host =
-          latest(start, host).after(&Phases::schedule_ns, cost.trigger_ns * command_steps(command));
+      const double trigger_ns = behind_reduce(queue, actor.next) ? 0 : cost.trigger_ns;
+      host = latest(start, host).after(&Phases::schedule_ns, trigger_ns * command_steps(command));
       actor.now = host;
     } else {
       actor.now = start.after(&Phases::sync_ns, cost.sync_ns * command_steps(command));
     }
+    const Moment seen = actor.now;
+    if (queue.index != kCallerQueue && asides_ && more_data(queue, actor.next)) actor.now = start;
     ++actor.next;
     for (uint32_t row = 0; row < command.rows; ++row) {
       WordHistory& word = words_[index_of(command, row)];
-      word.changes.push_back({command.value, actor.now});
-      for (const uint32_t waiting : word.waiting) push(waiting, actor.now);
+      word.changes.push_back({command.value, seen});
+      for (const uint32_t waiting : word.waiting) push(waiting, seen);
       word.waiting.clear();
     }
+  }
+
+  static bool more_data(const Queue& queue, uint32_t from) {
+    return std::any_of(queue.commands.begin() + from, queue.commands.end(),
+                       [](const Command& command) { return moves_data(command.op); });
   }
 
   bool poll(uint32_t i, const Command& command, const Moment& start) {
@@ -212,6 +222,9 @@ class Estimate {
     ++actor.next;
     if (queue.index != kCallerQueue) {
       actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
+      if (asides_) {  // a wait takes as long where nothing is waited for
+        actor.now = latest(start, changed).after(&Phases::schedule_ns, machine_.cost.poll_ns);
+      }
       return true;
     }
     actor.now = notice(queue, command, latest(start, changed));
@@ -258,6 +271,7 @@ class Estimate {
   std::vector<Moment> hosts_;
   std::vector<QueueClock> actors_;
   std::vector<WordHistory> words_;
+  const bool asides_;  // signals amid data
   std::priority_queue<NextQueue> heap_;
   double now_ns_ = 0;
 };

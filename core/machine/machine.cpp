@@ -41,8 +41,8 @@ uint64_t digest(const Machine& machine) {
                links, cost, batches, pages, tuned, signals, tuned_version] = machine;
   add(std::string_view(vendor), ranks, engines_peer, engines_host, topology, flags,
       std::string_view(signals), std::string_view(tuned_version));
-  const auto& [strided, bcst_rows, swap, strided_flags] = native;
-  add(strided, bcst_rows, swap, strided_flags);
+  const auto& [strided, bcst_rows, swap, strided_flags, signals_aside] = native;
+  add(strided, bcst_rows, swap, strided_flags, signals_aside);
   const auto& [copy_max, pitch_max, rows_max, swap_align, bcst_align, swap_scratch] = limits;
   add(copy_max, pitch_max, rows_max, swap_align, bcst_align, swap_scratch);
   const auto& [link, egress, ingress, host, local, engine, strided_rate, bcst, swap_rate] = links;

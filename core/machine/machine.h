@@ -27,6 +27,7 @@ struct Native {
   uint32_t bcst_rows = 1;  // destinations that one broadcast command reaches; 1: none
   bool swap = false;
   bool strided_flags = false;  // signals and polls of several rows
+  bool signals_aside = false;  // amid a queue's data, they do not hold it up
 };
 
 struct Limits {

@@ -68,6 +68,12 @@ inline double reduce_ns(const Command& command, const Machine& machine) {
   return machine.cost.trigger_ns + bytes / machine.cost.reduce_gbps;
 }
 
+// Whether a caller's signal follows its reduction directly: who reduces also signals, at no cost.
+inline bool behind_reduce(const Queue& queue, size_t at) {
+  while (at > 0 && queue.commands[at].op == Op::signal) --at;
+  return queue.commands[at].op == Op::reduce;
+}
+
 // Calls flow(dst rank, src rank, bytes) for what a data command moves: rows between the same two
 // ranks are one flow, and a swap flows both ways.
 template <typename Flow>

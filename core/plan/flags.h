@@ -1,5 +1,5 @@
 // Which flag word stands for what: words of a reader (or of the host, where the machine keeps flags
-// there), with N ranks, Q engines a rank on the machine and D = kRingDepth:
+// there), with N ranks, Q engines a rank on the machine and D = kChunkWords:
 //
 //   r                  entry: rank r has entered and its buffers may be written
 //   N + r              start of rank r's prelaunched queues
@@ -42,7 +42,9 @@ class FlagWords {
   }
 
   // The value of a chunk's words.
-  static uint16_t value_of(uint32_t chunk) { return static_cast<uint16_t>(chunk / kRingDepth + 1); }
+  static uint16_t value_of(uint32_t chunk) {
+    return static_cast<uint16_t>(chunk / kChunkWords + 1);
+  }
 
   // Words of programs that do not go in chunks, and of all.
   uint32_t whole() const { return 2u * ranks_ + uint32_t{ranks_} * engines_; }
@@ -67,7 +69,7 @@ class FlagWords {
 
  private:
   uint64_t of_chunk(uint64_t kind, Rank rank, uint32_t chunk) const {
-    return whole() + (kind * ranks_ + rank) * kRingDepth + chunk % kRingDepth;
+    return whole() + (kind * ranks_ + rank) * kChunkWords + chunk % kChunkWords;
   }
 
   Rank ranks_;

@@ -38,15 +38,18 @@ class PipelineLowering {
         receives_(moves.ranks),
         kept_(moves.ranks) {
     find_streams();
-    const uint32_t most = std::clamp<uint32_t>(machine.engines_peer - 1u, 1, kChunkQueues);
-    chunking_ =
-        Chunks(chunk_bytes != 0 ? chunk_bytes : std::max<uint64_t>(largest_, 1), largest_, most);
+    chunking_ = Chunks(chunk_bytes != 0 ? chunk_bytes : std::max<uint64_t>(largest_, 1), largest_);
     for (Stream& stream : streams_) {
       const uint32_t least = moves_.full_exchange ? 1 : 0;
       stream.chunks = stream.bytes == 0 ? least : chunking_.count(stream.bytes);
       chunks_ = std::max(chunks_, stream.chunks);
     }
-    queues_ = std::min(most, std::max(chunks_, 1u));
+    // Engines take turns between queues only where one of them waits: where one port reaches all
+    // peers, one queue sends chunks in their order.
+    const uint32_t most = std::max(machine.engines_peer - 1u, 1u);
+    const auto peers = static_cast<uint32_t>(std::max<uint64_t>(rows_, 1));
+    const bool one = machine.topology == Topology::switched || sent_before_drained();
+    queues_ = one ? 1 : std::min(most, peers);
   }
 
   uint64_t largest() const { return largest_; }
@@ -148,19 +151,23 @@ class PipelineLowering {
     return chunks;
   }
 
-  void enter(std::vector<Command>& commands, Rank rank) const {
+  void enter(std::vector<Command>& commands, Rank rank, const std::vector<size_t>& streams) const {
     if (!form_.entry) return;
     std::vector<uint64_t> words;
-    for (const size_t i : sends_[rank]) words.push_back(words_.entry(streams_[i].to));
+    for (const size_t i : streams) words.push_back(words_.entry(streams_[i].to));
     words_.poll(commands, rank, words, 1);
   }
 
-  // A queue takes every queues_-th chunk.
+  // A queue takes every queues_-th peer.
   std::vector<Command> sending(Rank rank, uint32_t queue) const {
     std::vector<Command> commands;
-    const uint32_t chunks = chunks_of(sends_[rank]);
-    if (queue < chunks) enter(commands, rank);
-    for (uint32_t chunk = queue; chunk < chunks; chunk += queues_) send(commands, rank, chunk);
+    std::vector<size_t> streams;
+    for (size_t i = queue; i < sends_[rank].size(); i += queues_) {
+      streams.push_back(sends_[rank][i]);
+    }
+    const uint32_t chunks = chunks_of(streams);
+    if (chunks > 0) enter(commands, rank, streams);
+    for (uint32_t chunk = 0; chunk < chunks; ++chunk) send(commands, rank, streams, chunk);
     return commands;
   }
 
@@ -175,25 +182,26 @@ class PipelineLowering {
   std::vector<Command> both(Rank rank, std::vector<Command> commands) const {
     const uint32_t sent = chunks_of(sends_[rank]);
     const uint32_t drained = chunks_of(receives_[rank]);
-    if (sent > 0) enter(commands, rank);
+    if (sent > 0) enter(commands, rank, sends_[rank]);
     for (uint32_t step = 0; step < std::max(sent, drained + kDrainLag); ++step) {
-      if (step < sent) send(commands, rank, step);
+      if (step < sent) send(commands, rank, sends_[rank], step);
       if (step >= kDrainLag && step - kDrainLag < drained) drain(commands, rank, step - kDrainLag);
     }
     return commands;
   }
 
-  void send(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
+  void send(std::vector<Command>& commands, Rank rank, const std::vector<size_t>& streams,
+            uint32_t chunk) const {
     std::vector<uint64_t> freed;
     std::vector<Rank> readers;
-    for (const size_t i : sends_[rank]) {
+    for (const size_t i : streams) {
       const Stream& stream = streams_[i];
       if (chunk >= stream.chunks) continue;
       readers.push_back(stream.to);
       if (chunk >= kRingDepth) freed.push_back(words_.free(stream.to, 0));
     }
     words_.poll(commands, rank, freed, static_cast<uint16_t>(chunk - kRingDepth + 1));
-    for (const size_t i : sends_[rank]) {
+    for (const size_t i : streams) {
       each_piece(streams_[i], chunk, [&](const Slice& slot, const Move& move) {
         copy(commands, slot, move.src, move.bytes);
       });
@@ -281,7 +289,7 @@ Program lower_pipelined(const Moves& moves, uint64_t chunk_bytes, const Machine&
   if (chunk_bytes != 0) return given.run();
   std::optional<Program> best;
   double best_ns = 0;
-  for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax, false)) {
+  for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax)) {
     Program program = PipelineLowering(moves, bytes, machine, form).run();
     const double total_ns = estimate(program, machine).total_ns();
     if (best && total_ns >= best_ns) continue;

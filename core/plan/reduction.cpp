@@ -14,33 +14,41 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kOneShotBytesMax = 4 << 20;  // of all arrays that a rank receives
-constexpr uint32_t kLag = 2;  // chunks of a queue between the exchange and the gather of one
+constexpr uint64_t kOneShotBytesMax = 32 << 20;  // of all arrays that a rank receives
+constexpr double kClearly = 0.98;                // closer estimates say nothing: fewer chunks then
+constexpr uint32_t kLag = 2;   // chunks between the exchange and the gather of one
+constexpr uint32_t kTurn = 2;  // chunks that a queue waits for places for at once
 
 class ReductionLowering {
  public:
+  // In one shot, every rank reduces the whole array: all of it is everyone's part.
   ReductionLowering(const ReductionPlan& plan, const Machine& machine, const ProtocolForm& form,
-                    uint64_t chunk_bytes)
+                    Chunks chunking, bool one_shot)
       : plan_(plan),
         machine_(machine),
         form_(form),
         words_(machine, static_cast<Rank>(plan.parts.size())),
         ranks_(static_cast<Rank>(plan.parts.size())),
-        gathers_(plan.op != "reduce_scatter"),
-        largest_(*std::max_element(plan.parts.begin(), plan.parts.end())) {
+        gathers_(plan.op != "reduce_scatter" && !one_shot),
+        overwrites_(one_shot && plan.in_place && ranks_ > 1),
+        parts_(plan.parts),
+        chunking_(std::move(chunking)) {
     for (const uint64_t part : plan.parts) {
-      offsets_.push_back(total_bytes_);
+      offsets_.push_back(one_shot ? 0 : total_bytes_);
       total_bytes_ += part;
     }
-    const bool one = form.captured || plan.op == "reduce";  // signals of one word are in order
-    const uint32_t most = one ? 1 : std::min<uint32_t>(kChunkQueues, machine.engines_peer);
-    chunking_ = Chunks(chunk_bytes, largest_, most);
-    chunks_ = std::max(chunking_.count(largest_), 1u);
-    queues_ = std::min(most, chunks_);
+    if (one_shot) parts_.assign(ranks_, total_bytes_);
+    chunks_ = std::max(chunking_.count(largest_part()), 1u);
+    // Where all peers are reached by one port, one queue sends chunks in their order: engines take
+    // turns between queues only where one of them waits.
+    const bool port = machine.topology == Topology::switched;
+    const bool one = port || overwrites_ || form.captured;  // captured words release one poll
+    queues_ = one ? 1 : std::clamp<uint32_t>(ranks_ - 1u, 1, machine.engines_peer);
+    depth_ = form.captured ? chunks_ : std::min(chunks_, kRingDepth);
+    declare(one_shot);
   }
 
   Program run() {
-    declare("pipelined");
     for (Rank rank = 0; rank < ranks_; ++rank) {
       for (uint32_t queue = 0; queue < queues_; ++queue) {
         add(rank, static_cast<uint16_t>(queue), engine(rank, queue));
@@ -50,22 +58,13 @@ class ReductionLowering {
     return std::move(program_);
   }
 
-  Program run_one_shot() {
-    declare("one_shot");
-    for (Rank rank = 0; rank < ranks_; ++rank) {
-      add(rank, 0, whole_to_all(rank));
-      add(rank, kCallerQueue, reduce_all(rank));
-    }
-    return std::move(program_);
-  }
-
  private:
-  void declare(std::string_view variant) {
-    const bool one_shot = variant == "one_shot";
-    const bool direct = gathers_ && !one_shot && !form_.staged;
+  uint64_t largest_part() const { return *std::max_element(parts_.begin(), parts_.end()); }
+
+  void declare(bool one_shot) {
     program_ = {.op = plan_.op,
                 .machine = machine_.name,
-                .variant = std::string(variant),
+                .variant = one_shot ? "one_shot" : "pipelined",
                 .protocol = form_.captured ? Protocol::barrier : Protocol::eager,
                 .mode = form_.captured ? Mode::capture : Mode::eager,
                 .ranks = ranks_,
@@ -76,14 +75,14 @@ class ReductionLowering {
     if (!plan_.in_place) {
       in_ = declare("in", Buffer::Home::local, total_bytes_);
     }
+    const bool direct = gathers_ && !form_.staged;
     out_ = declare("out", direct ? Buffer::Home::window : Buffer::Home::local,
-                   gathers_ ? total_bytes_ : largest_);
+                   gathers_ ? total_bytes_ : largest_part());
     if (plan_.in_place) in_ = out_;
     const uint64_t peers = ranks_ - 1u;
-    ring_bytes_ = std::min<uint64_t>(chunks_, kRingDepth) * peers * chunking_.bytes();
-    const uint64_t slot = one_shot ? peers * round_up(total_bytes_, kChunkAlign)
-                                   : ring_bytes_ * (gathers_ && form_.staged ? 2 : 1);
-    if (peers > 0) slot_ = declare("slot", Buffer::Home::window, slot);
+    ring_bytes_ = depth_ * peers * chunking_.bytes();
+    const uint64_t rings = gathers_ && form_.staged ? 2 : 1;
+    if (peers > 0) slot_ = declare("slot", Buffer::Home::window, ring_bytes_ * rings);
   }
 
   BufferId declare(std::string_view name, Buffer::Home kind, uint64_t bytes) {
@@ -97,7 +96,7 @@ class ReductionLowering {
   }
 
   uint64_t bytes_of(Rank part, uint32_t chunk) const {
-    return chunking_.bytes_of(plan_.parts[part], chunk);
+    return chunking_.bytes_of(parts_[part], chunk);
   }
 
   Slice in_array(Rank rank, BufferId buffer, Rank part, uint32_t chunk) const {
@@ -115,7 +114,7 @@ class ReductionLowering {
 
   // The slot of what `peer` sends of a chunk: exchanged, or gathered.
   Slice landing(Rank owner, Rank peer, uint32_t chunk, bool gathered) const {
-    const uint64_t place = chunk % kRingDepth * (ranks_ - 1u) + row_of_peer(owner, peer);
+    const uint64_t place = uint64_t{chunk % depth_} * (ranks_ - 1u) + row_of_peer(owner, peer);
     return {(gathered ? ring_bytes_ : 0) + place * chunking_.bytes(), owner, slot_};
   }
 
@@ -144,48 +143,73 @@ class ReductionLowering {
     commands.push_back({.dst = dst, .src = src, .bytes = bytes, .op = Op::copy});
   }
 
-  void enter(std::vector<Command>& commands, Rank rank) const {
+  void enter(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers) const {
     if (!form_.captured) return;
-    for (const Rank peer : peers_of(rank)) poll(commands, rank, words_.entry(peer), 1);
+    for (const Rank peer : peers) poll(commands, rank, words_.entry(peer), 1);
   }
 
-  // A queue takes every queues_-th chunk: it exchanges one, and gathers an earlier one.
+  // A queue takes every queues_-th peer: it exchanges a chunk with each, and gathers an earlier
+  // one. Waits, copies and signals go together: each costs a command, and copies in a row follow
+  // each other without a gap.
   std::vector<Command> engine(Rank rank, uint32_t queue) const {
     std::vector<Command> commands;
-    if (ranks_ == 1) return commands;
-    enter(commands, rank);
-    const uint32_t steps = (chunks_ - queue + queues_ - 1) / queues_;
-    for (uint32_t step = 0; step < steps + (gathers_ ? kLag : 0); ++step) {
-      if (step < steps) exchange(commands, rank, queue + step * queues_);
-      if (gathers_ && step >= kLag) gather(commands, rank, queue + (step - kLag) * queues_);
+    std::vector<Rank> peers;
+    std::vector<Rank> receivers;
+    const std::vector<Rank> all = peers_of(rank);
+    for (size_t i = queue; i < all.size(); i += queues_) {
+      peers.push_back(all[i]);
+      if (gathers_ && receives(all[i])) receivers.push_back(all[i]);
+    }
+    if (peers.empty()) return commands;
+    enter(commands, rank, peers);
+    for (uint32_t step = 0; step < chunks_ + (receivers.empty() ? 0 : kLag); ++step) {
+      const bool exchanges = step < chunks_;
+      const bool gathers = !receivers.empty() && step >= kLag;
+      const uint32_t earlier = step - kLag;
+      if (exchanges) await_free(commands, rank, peers, step, 0);
+      if (gathers) {
+        poll(commands, rank, words_.passed(rank, earlier), value_of(earlier));
+        if (form_.staged) await_free(commands, rank, receivers, earlier, 1);
+      }
+      if (exchanges) exchange(commands, rank, peers, step);
+      if (gathers) gather(commands, rank, receivers, earlier);
+      if (exchanges) words_.signal(commands, peers, words_.exchanged(rank, step), value_of(step));
+      if (exchanges && overwrites_) {
+        signal(commands, rank, words_.passed(rank, step), value_of(step));
+      }
+      if (!gathers) continue;
+      words_.signal(commands, receivers, words_.gathered(rank, earlier), value_of(earlier));
+      if (!receives(rank)) free(commands, rank, earlier, 0);
     }
     return commands;
   }
 
-  void exchange(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
-    for (const Rank peer : peers_of(rank)) {
-      if (chunk >= kRingDepth) {
-        poll(commands, rank, words_.free(peer, 0), static_cast<uint16_t>(chunk - kRingDepth + 1));
-      }
+  // Until a chunk has a place, and the next one, too: a wait takes a while even where nothing is
+  // waited for.
+  void await_free(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
+                  uint32_t chunk, uint32_t ring) const {
+    if (chunk < depth_ || (chunk - depth_) % kTurn != 0) return;
+    const uint32_t last = std::min(chunk + kTurn, chunks_) - 1;
+    std::vector<uint64_t> words;
+    for (const Rank peer : peers) words.push_back(words_.free(peer, ring));
+    words_.poll(commands, rank, words, static_cast<uint16_t>(last - depth_ + 1));
+  }
+
+  void exchange(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
+                uint32_t chunk) const {
+    for (const Rank peer : peers) {
       copy(commands, landing(peer, rank, chunk, false), in_array(rank, in_, peer, chunk),
            bytes_of(peer, chunk));
-      signal(commands, peer, words_.exchanged(rank, chunk), value_of(chunk));
     }
   }
 
-  void gather(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
-    poll(commands, rank, words_.passed(rank, chunk), value_of(chunk));
-    for (const Rank peer : peers_of(rank)) {
-      if (!receives(peer)) continue;
-      if (form_.staged && chunk >= kRingDepth) {
-        poll(commands, rank, words_.free(peer, 1), static_cast<uint16_t>(chunk - kRingDepth + 1));
-      }
+  void gather(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& receivers,
+              uint32_t chunk) const {
+    for (const Rank peer : receivers) {
       const Slice dst =
           form_.staged ? landing(peer, rank, chunk, true) : in_array(peer, out_, rank, chunk);
       copy(commands, dst, reduced(rank, chunk), bytes_of(rank, chunk));
-      signal(commands, peer, words_.gathered(rank, chunk), value_of(chunk));
     }
-    if (!receives(rank)) free(commands, rank, chunk, 0);
   }
 
   std::vector<Command> caller(Rank rank) const {
@@ -193,7 +217,7 @@ class ReductionLowering {
     if (form_.captured) {
       for (const Rank peer : peers_of(rank)) signal(commands, peer, words_.entry(rank), 1);
     }
-    const uint32_t lag = gathers_ ? kLag * queues_ : 0;
+    const uint32_t lag = gathers_ ? kLag : 0;
     for (uint32_t step = 0; step < chunks_ + lag; ++step) {
       if (step < chunks_) reduce_chunk(commands, rank, step);
       if (gathers_ && step >= lag) take_chunk(commands, rank, step - lag);
@@ -205,12 +229,15 @@ class ReductionLowering {
     for (const Rank peer : peers_of(rank)) {
       poll(commands, rank, words_.exchanged(peer, chunk), value_of(chunk));
     }
+    if (overwrites_) poll(commands, rank, words_.passed(rank, chunk), value_of(chunk));
     if (const uint64_t bytes = bytes_of(rank, chunk); bytes > 0) {
       const Slice own = in_array(rank, in_, rank, chunk);
       const Slice others = ranks_ == 1 ? own : landing(rank, rank == 0 ? 1 : 0, chunk, false);
       commands.push_back(reduction(reduced(rank, chunk), own, others, chunking_.bytes(), bytes));
     }
-    if (gathers_ && ranks_ > 1) {
+    const std::vector<Rank> peers = peers_of(rank);
+    if (gathers_ &&
+        std::any_of(peers.begin(), peers.end(), [&](Rank one) { return receives(one); })) {
       signal(commands, rank, words_.passed(rank, chunk), value_of(chunk));
     }
     if (!gathers_ || receives(rank)) free(commands, rank, chunk, 0);
@@ -235,7 +262,7 @@ class ReductionLowering {
   }
 
   void free(std::vector<Command>& commands, Rank rank, uint32_t chunk, uint32_t ring) const {
-    if (chunk + kRingDepth >= chunks_) return;
+    if (chunk + depth_ >= chunks_) return;
     for (const Rank peer : peers_of(rank)) {
       signal(commands, peer, words_.free(rank, ring), static_cast<uint16_t>(chunk + 1));
     }
@@ -255,50 +282,21 @@ class ReductionLowering {
             .own = own.buffer};
   }
 
-  std::vector<Command> whole_to_all(Rank rank) const {
-    std::vector<Command> commands;
-    enter(commands, rank);
-    for (const Rank peer : peers_of(rank)) {
-      copy(commands, whole(peer, rank), {0, rank, in_}, total_bytes_);
-      signal(commands, peer, words_.exchanged(rank, 0), 1);
-    }
-    // The reduction overwrites what was sent.
-    if (plan_.in_place && ranks_ > 1) signal(commands, rank, words_.passed(rank, 0), 1);
-    return commands;
-  }
-
-  Slice whole(Rank owner, Rank peer) const {
-    return {row_of_peer(owner, peer) * round_up(total_bytes_, kChunkAlign), owner, slot_};
-  }
-
-  std::vector<Command> reduce_all(Rank rank) const {
-    std::vector<Command> commands;
-    if (form_.captured) {
-      for (const Rank peer : peers_of(rank)) signal(commands, peer, words_.entry(rank), 1);
-    }
-    for (const Rank peer : peers_of(rank)) poll(commands, rank, words_.exchanged(peer, 0), 1);
-    if (plan_.in_place && ranks_ > 1) poll(commands, rank, words_.passed(rank, 0), 1);
-    if (total_bytes_ == 0) return commands;
-    const Slice own{0, rank, in_};
-    const Slice others = ranks_ == 1 ? own : Slice{0, rank, slot_};
-    commands.push_back(
-        reduction({0, rank, out_}, own, others, round_up(total_bytes_, kChunkAlign), total_bytes_));
-    return commands;
-  }
-
   const ReductionPlan& plan_;
   const Machine& machine_;
   const ProtocolForm form_;
   const FlagWords words_;
   const Rank ranks_;
   const bool gathers_;
-  const uint64_t largest_;  // part
+  const bool overwrites_;        // what it has sent, where it reduces
+  std::vector<uint64_t> parts_;  // bytes that each rank reduces
   Chunks chunking_;
   std::vector<uint64_t> offsets_;
   uint64_t total_bytes_ = 0;
   uint64_t ring_bytes_ = 0;
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
+  uint32_t depth_ = 1;  // chunks of a peer in a slot
   BufferId in_ = 0;
   BufferId out_ = 0;
   BufferId slot_ = 0;
@@ -331,22 +329,21 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   const auto consider = [&](Program program) {
     program = legalize(std::move(program), machine);
     const double total_ns = estimate(program, machine).total_ns();
-    if (best && total_ns >= best_ns) return;
+    if (best && total_ns >= kClearly * best_ns) return;
     best = std::move(program);
     best_ns = total_ns;
   };
-  if (variant != "one_shot") {
-    const uint64_t largest = *std::max_element(plan.parts.begin(), plan.parts.end());
-    for (const uint64_t bytes :
-         chunk_sizes(largest, plan.parts.size() - 1, kRingDepth, form.captured)) {
-      consider(ReductionLowering(plan, machine, form, bytes).run());
+  const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
+    for (Chunks& chunks : chunkings(largest, plan.parts.size() - 1, form.captured)) {
+      consider(ReductionLowering(plan, machine, form, std::move(chunks), one_shot).run());
     }
-  }
+  };
   const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
-  const bool fits = total * plan.parts.size() <= kOneShotBytesMax;
-  if (variant == "one_shot" || (variant == "auto" && plan.op == "all_reduce" && fits)) {
-    consider(ReductionLowering(plan, machine, form, std::max<uint64_t>(total, 1)).run_one_shot());
+  const bool fits = plan.op == "all_reduce" && total * (plan.parts.size() - 1) <= kOneShotBytesMax;
+  if (variant != "one_shot") {
+    consider_cuts(*std::max_element(plan.parts.begin(), plan.parts.end()), false);
   }
+  if (variant == "one_shot" || (variant == "auto" && fits)) consider_cuts(total, true);
   auto program = std::make_shared<Program>(std::move(*best));
   verify(*program, deadline);
   return program;

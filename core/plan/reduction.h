@@ -5,10 +5,10 @@
 //              ranks' shares of it have come. all_reduce and reduce then push reduced chunks on:
 //              into the peers' outputs where these lie in a window (whoever has everyone's data
 //              knows that all have entered, and read what is overwritten), else into slots, out of
-//              which the callers copy. A slot is a ring of kReduceDepth chunks a peer; callers
-//              signal when one is free again.
-//   one_shot   Every rank pushes its whole array to all others, and reduces all of them itself:
-//              one step instead of two, for small arrays (all_reduce only).
+//              which the callers copy. A slot is a ring of kRingDepth chunks a peer; callers signal
+//              when one is free again.
+//   one_shot   Every rank pushes its whole array to all others, in chunks, too, and reduces all of
+//              them itself: one step instead of two, for small arrays (all_reduce only).
 //
 // Engines work a chunk ahead of the cores, so that a reduction takes about as long as its data are
 // on the wire. Programs enter as protocol eager; captured ones, whose words have to be 0 again

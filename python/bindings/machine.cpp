@@ -21,7 +21,8 @@ void bind_parts(nb::module_& module) {
       .def_rw("strided", &Native::strided)
       .def_rw("bcst_rows", &Native::bcst_rows)
       .def_rw("swap", &Native::swap)
-      .def_rw("strided_flags", &Native::strided_flags);
+      .def_rw("strided_flags", &Native::strided_flags)
+      .def_rw("signals_aside", &Native::signals_aside);
   nb::class_<Limits>(module, "Limits")
       .def_rw("copy_bytes_max", &Limits::copy_bytes_max)
       .def_rw("pitch_bytes_max", &Limits::pitch_bytes_max)

@@ -36,4 +36,4 @@ def test_slots_are_bounded(name: str, ranks: int, op: str, staged: bool) -> None
         program = _core.plan_reduction(op, parts, "sum", "float32", "auto", machine, form)
         slot = {kind: size for kind, _, size in program.buffers}["slot"]
         rings = 2 if staged and op != "reduce_scatter" else 1
-        assert slot <= rings * max(4 * 16 << 20, (ranks - 1) * 4 * 4 << 20) + (1 << 20)
+        assert slot <= rings * max(4 * 24 << 20, (ranks - 1) * 4 * 4 << 20) + (1 << 20)

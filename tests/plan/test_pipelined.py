@@ -40,8 +40,8 @@ def test_a_slot_that_the_cost_model_sizes_is_bounded():
 def test_signals_and_polls_of_neighbours_are_one_command():
     program = pipelined("all_gather", 8, 8 * 8 * MIB, ":1M", in_place=True)
     lines = [line.split()[0] for line in str(program).splitlines() if line.startswith("  ")]
-    chunks = 8 * (8 + 1)  # of all ranks: the first one is half as long
-    free = 8 * (8 + 1 - DEPTH)
+    chunks = 8 * 8  # of all ranks
+    free = 8 * (8 - DEPTH)
     assert lines.count("signal") == chunks + free
     assert lines.count("copy") == 2 * 7 * chunks
 

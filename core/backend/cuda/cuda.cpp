@@ -142,6 +142,7 @@ class CudaBackend final : public Backend,
       : machine_(machine),
         executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
     machine_.signals = to_string(options.signals);
+    machine_.cost.reduce_gbps *= static_cast<double>(options.sms) / EncodeOptions().sms;
   }
   ~CudaBackend() override {
     try {

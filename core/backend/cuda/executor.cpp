@@ -175,6 +175,7 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
 void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission>& turns) {
   const CudaProgram& compiled = submission.compiled;
   std::map<uint32_t, std::unique_ptr<StreamEncoder>> encoders;  // by queue
+  std::vector<std::pair<RankSubmission*, CUstream>> asides;     // with signals
   for (const auto& [gpu, step] : compiled.serial) {
     RankSubmission& turn = turns[gpu];
     const ContextGuard current = turn.device->current();
@@ -188,6 +189,12 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
         OrderedStream& line = engine(*turn.lane, turn.local->device, static_cast<size_t>(at));
         own = std::make_unique<StreamEncoder>(
             this->encoder(submission, turn, line.stream(), line.word()));
+        if (const size_t end = signals_aside(queue.commands); end > 0) {
+          const size_t beside = engines.size() + static_cast<size_t>(at);
+          const CUstream signals = engine(*turn.lane, turn.local->device, beside).stream();
+          own->send_aside(signals, queue.commands.data() + end);
+          asides.emplace_back(&turn, signals);
+        }
       }
       encoder = own.get();
     }
@@ -201,6 +208,11 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
       turn.joins.push_back(turn.device->event());
       turn.joins.back().record(engine(*turn.lane, turn.local->device, i).stream());
     }
+  }
+  for (const auto& [turn, stream] : asides) {
+    const ContextGuard current = turn->device->current();
+    turn->joins.push_back(turn->device->event());
+    turn->joins.back().record(stream);
   }
 }
 

@@ -82,7 +82,8 @@ void StreamEncoder::add(std::span<const Command> commands) {
 
 void StreamEncoder::run(const Command& command) {
   flush_jobs();
-  const bool signalled = std::exchange(signalled_, command.op == Op::signal);
+  if (command.op != Op::signal) flush_aside();
+  const bool signalled = std::exchange(signalled_, command.op == Op::signal && aside_ == nullptr);
   switch (command.op) {
     case Op::copy:
       return copy(command);
@@ -108,6 +109,7 @@ void StreamEncoder::flush() {
   flush_jobs();
   flush_copies();
   flush_ops();
+  flush_aside();
 }
 
 StreamEncoder::MappedAddress StreamEncoder::place(const Slice& slice) const {
@@ -210,6 +212,7 @@ bool StreamEncoder::one_command(const Command& signal) const {
 }
 
 void StreamEncoder::signal(const Command& command) {
+  if (&command < aside_end_) return signal_aside(command);
   const uint32_t value = launch_.epoch + command.value;
   flush_copies();
   const bool copied = source_.signal_table != nullptr &&

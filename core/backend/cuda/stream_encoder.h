@@ -85,6 +85,10 @@ struct SubmitStats {
   }
 };
 
+// How many commands of a queue come before the end of those whose signals are worth a stream of
+// their own: all before its last data, and no word twice in two streams. 0: none.
+size_t signals_aside(std::span<const Command> queue);
+
 class StreamEncoder {
  public:
   // `twins` may be null.
@@ -98,6 +102,9 @@ class StreamEncoder {
   // What comes before the first wait of a launch: no data goes before it, so its signals may be
   // copies in either form. And flushes.
   void lead(std::span<const Command> commands);
+  // Signals of commands before `end` go into this stream, each behind the data before it: a copy
+  // that follows starts 2.5 us sooner than behind a signal (2 x H200).
+  void send_aside(CUstream stream, const Command* end);
   void run(std::span<const Command> commands);  // and flushes
   void whole(std::span<const Command> queue);   // nothing else comes: expects it, and runs it
   void add(std::span<const Command> commands);  // the last ones may wait for a flush
@@ -118,6 +125,8 @@ class StreamEncoder {
   void add(uint32_t operation, CUdeviceptr address, uint32_t value, unsigned flags = 0);
   void poll(const Command& command);
   void signal(const Command& command);
+  void signal_aside(const Command& command);
+  void flush_aside();
   void linger();
   size_t reduce(std::span<const Command> commands);
   bool clashes(const ReduceKernelJob& job) const;
@@ -158,8 +167,12 @@ class StreamEncoder {
   std::optional<KernelCopies> kernel_copies_;  // where a kernel copies between the host and the GPU
   bool strided_signals_ = true;
   bool leading_ = false;
-  bool batched_ = false;    // several copies at once, which a copied flag might overtake
-  bool signalled_ = false;  // by the last command
+  bool batched_ = false;      // several copies at once, which a copied flag might overtake
+  bool signalled_ = false;    // by the last command
+  CUstream aside_ = nullptr;  // where signals before aside_end_ go, behind `passed_`
+  const Command* aside_end_ = nullptr;
+  std::optional<CudaEvent> passed_;
+  std::vector<CUstreamMemOp> aside_ops_;
   std::vector<ReduceKernelJob> jobs_;
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;  // of the copies collected here

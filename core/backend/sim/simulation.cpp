@@ -188,7 +188,8 @@ bool Simulation::begin_signal(SimQueue& actor, const Command& command, Moment st
       push(start.at_ns, SimEventKind::step, actor.index);
       return false;
     }
-    host = end = start.after(&Phases::schedule_ns, cost_.trigger_ns * steps(command));
+    const double trigger_ns = behind_reduce(*actor.queue, actor.next) ? 0 : cost_.trigger_ns;
+    host = end = start.after(&Phases::schedule_ns, trigger_ns * steps(command));
   } else {
     end = start.after(&Phases::sync_ns, cost_.sync_ns * steps(command) * actor.slowdown);
   }
