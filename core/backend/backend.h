@@ -306,6 +306,40 @@ class SignalChoice {
   virtual void settle(std::string_view form) = 0;
 };
 
+// A copy from a local rank's memory into another rank's, and a 64-bit word of any rank's memory.
+struct RequestCopy {
+  std::byte* dst;
+  const std::byte* src;
+  uint64_t bytes;
+};
+struct RequestWord {
+  std::byte* word;
+  uint64_t value;
+};
+
+// Copies of one local rank that are submitted one after the other, without a program: what running
+// kernels ask for (core/proxy). One thread calls it, and no call waits for a copy.
+class RequestEngine {
+ public:
+  virtual ~RequestEngine() = default;
+  // Whether the peer's queue takes another submission now. Throws driver once an engine has failed.
+  virtual bool room(Rank peer) = 0;
+  // Enqueues the copies, in no order, behind all that was submitted for the peer; then the words,
+  // each of which is written after the copies.
+  virtual void submit(Rank peer, std::span<const RequestCopy> copies,
+                      std::span<const RequestWord> words) = 0;
+  // Writes words, in their order, beside what is under way.
+  virtual void store(std::span<const RequestWord> words) = 0;
+  virtual bool idle() = 0;  // nothing is under way; throws driver
+};
+
+// Where such engines come from.
+class RequestEngines {
+ public:
+  virtual ~RequestEngines() = default;
+  virtual std::unique_ptr<RequestEngine> open_requests(Rank rank) = 0;
+};
+
 // What not every backend has: null where this one has not. Owned by the backend.
 struct Capabilities {
   Streams* streams = nullptr;
@@ -314,6 +348,7 @@ struct Capabilities {
   CrossedCopies* crossed_copies = nullptr;
   ForeignMemory* foreign_memory = nullptr;
   SignalChoice* signal_choice = nullptr;
+  RequestEngines* request_engines = nullptr;
   // How a signal stays behind the data before it: "fenced", or "copy_order"
   // (cuda/stream_encoder.h).
   std::string_view signals = "fenced";

@@ -195,6 +195,13 @@ void Communicator::locate(Operand& operand, Rank rank) const {
   }
 }
 
+Slots::SlotPlace Communicator::place_of(Rank rank, std::byte* data, uint64_t bytes) const {
+  const std::scoped_lock lock(lane_locks_.mutex);
+  Operand operand{.data = data, .bytes = bytes, .given = true};
+  locate(operand, rank);
+  return {operand.window, operand.offset};
+}
+
 // What every call begins with.
 Communicator::Lookup Communicator::look_up(Request& request) {
   if (request.view()) lay_view(request);

@@ -132,6 +132,10 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
                                     const Deadline& deadline);
   // Throws what every call of a dead communicator throws: peer, cancelled, invalid.
   void check() const;
+  // The rank that died or aborted, and 1; 0: none has. Takes no lock.
+  uint32_t poisoned() const { return wakeup(local_ranks_[0]).poison.load(); }
+  // Which window memory of the local rank that is; null: none.
+  Slots::SlotPlace place_of(Rank rank, std::byte* data, uint64_t bytes) const;
 
   // All ranks have called.
   void barrier(const Deadline& deadline);

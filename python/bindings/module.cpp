@@ -12,6 +12,7 @@ NB_MODULE(_core, module) {
   offcore::bind_window(module);
   offcore::bind_comm(module);
   offcore::bind_proof(module);
+  offcore::bind_requests(module);
   offcore::bind_pool(module);
   offcore::bind_kv(module);
   offcore::bind_sdma(module);

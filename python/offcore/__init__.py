@@ -5,13 +5,15 @@ Collectives become programs of DMA commands, which a backend runs: `cuda` (NVIDI
 virtual time). See docs/quickstart.md.
 """
 
-from offcore import kv, machines, mcast
+from offcore import device, kv, machines, mcast
 from offcore._core import Counts, Machine, Program, fill, probe_backends, verify, wrong_bytes
 from offcore.batch import BatchHandle, BatchPolicy, BatchResult, batch_copy, batch_program
 from offcore.comm import (
     Communicator,
     Handle,
     Registration,
+    Requests,
+    RequestStats,
     Result,
     View,
     Window,
@@ -35,11 +37,14 @@ __all__ = [
     "Phases",
     "Program",
     "Registration",
+    "RequestStats",
+    "Requests",
     "Result",
     "View",
     "Window",
     "batch_copy",
     "batch_program",
+    "device",
     "fill",
     "kv",
     "machines",

@@ -25,6 +25,7 @@ LAYERS = {
     "backend": {"base", "ir", "machine"},
     "window": {"base", "ir", "machine", "plan", "backend"},
     "comm": {"base", "ir", "machine", "plan", "backend", "window"},
+    "proxy": {"base", "ir", "machine", "plan", "backend", "window"},
     "kv": {"base", "ir", "machine", "plan", "backend", "window"},
 }
 

@@ -110,7 +110,9 @@ def test_every_environment_reader_exists() -> None:
     assert [path for path in rules.ENVIRONMENT_READERS if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["offcore", "offcore.kv", "offcore.mcast", "offcore.overlap"])
+@pytest.mark.parametrize(
+    "name", ["offcore", "offcore.device", "offcore.kv", "offcore.mcast", "offcore.overlap"]
+)
 def test_everything_public_is_documented(name: str) -> None:
     module = importlib.import_module(name)
     assert len(module.__all__) > 0

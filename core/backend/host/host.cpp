@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/backend/host/request_engine.h"
 #include "core/backend/host/scheduler.h"
 #include "core/backend/host/submission.h"
 #include "core/backend/shared_memory.h"
@@ -45,7 +46,7 @@ void place_queues(HostProgram& compiled, uint32_t engines_rank) {
   }
 }
 
-class HostBackend final : public Backend {
+class HostBackend final : public Backend, private RequestEngines {
  public:
   HostBackend(const Machine& machine, Rank ranks, std::vector<Rank> local_ranks)
       : machine_(machine),
@@ -66,8 +67,13 @@ class HostBackend final : public Backend {
     return std::make_unique<HostLoaded>(scheduler_, std::move(compiled));
   }
   int64_t now_ns() const override { return offcore::now_ns(); }
+  Capabilities capabilities() override { return {.request_engines = this}; }
 
  private:
+  std::unique_ptr<RequestEngine> open_requests(Rank) override {
+    return std::make_unique<HostRequestEngine>();
+  }
+
   Machine machine_;
   Rank ranks_;
   std::shared_ptr<Scheduler> scheduler_;

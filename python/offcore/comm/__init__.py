@@ -4,6 +4,7 @@ from offcore.comm.communicator import Communicator
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import show_program, variants
 from offcore.comm.registration import Registration
+from offcore.comm.requests import Requests, RequestStats
 from offcore.comm.result import Result
 from offcore.comm.window import Window
 
@@ -11,6 +12,8 @@ __all__ = [
     "Communicator",
     "Handle",
     "Registration",
+    "RequestStats",
+    "Requests",
     "Result",
     "View",
     "Window",

@@ -17,6 +17,7 @@ from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
 from offcore.comm.reductions import Reduction, ReductionCalls, typed
 from offcore.comm.registration import Registration
+from offcore.comm.requests import Requests
 from offcore.comm.views import Spec, ViewCalls, specs_of
 from offcore.comm.window import Window
 from offcore.errors import Error, error
@@ -182,6 +183,27 @@ class Communicator(ViewCalls, ReductionCalls):
             refusal = str(refused)
         number = self._core.register_memory(places, refusal or "", held, self.timeout)
         return Registration(self._core, number)
+
+    def requests(
+        self,
+        buffers: Sequence[Any],
+        *,
+        chunk: int | None = None,
+        slots: int = 4096,
+        limit: float = 10.0,
+        spin: float | None = None,
+    ) -> Requests:
+        """Lets running kernels move data between these buffers by themselves: docs/gpu-driven.md.
+        Collective.
+
+        buffers: Windows, regions or window memory (`empty`), 64 at most, of one size and place on
+            all ranks; a request names them by number. chunk: bytes, a power of two, of which every
+            buffer is a multiple; by default the smallest that requests of one word allow. slots:
+            of the ring. limit: seconds of a kernel's wait that names none. spin: seconds that the
+            engine's thread spins before it naps. Raises `Error`: invalid (past a limit of the
+            request's fields), mismatch, unsupported (a backend other than host and cuda).
+        """
+        return Requests(self, buffers, chunk, slots, limit, spin)
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host

@@ -1,0 +1,27 @@
+// Requests of other threads, done by the thread that takes them: its stores are the engine.
+#pragma once
+#include <atomic>
+#include <cstring>
+
+#include "core/backend/backend.h"
+
+namespace offcore::host {
+
+class HostRequestEngine final : public RequestEngine {
+ public:
+  bool room(Rank) override { return true; }
+  void submit(Rank, std::span<const RequestCopy> copies,
+              std::span<const RequestWord> words) override {
+    for (const RequestCopy& copy : copies) std::memcpy(copy.dst, copy.src, copy.bytes);
+    store(words);
+  }
+  void store(std::span<const RequestWord> words) override {
+    for (const RequestWord& word : words) {
+      std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word.word))
+          .store(word.value, std::memory_order_release);
+    }
+  }
+  bool idle() override { return true; }
+};
+
+}  // namespace offcore::host

@@ -1,0 +1,31 @@
+// Requests by threads of this host: they reach all memory of the port by ordinary loads and stores.
+#pragma once
+#include <sched.h>
+
+#include "core/base/clock.h"
+#include "core/proxy/ring.h"
+
+namespace offcore::proxy {
+
+struct HostWords {
+  static Word load(const Word* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+  static unsigned load(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+  static void store(Word* at, Word value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+  static void store(unsigned* at, unsigned value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+  static void append(Word* at, Word value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+  static Word reserve(Word* at, unsigned count) {
+    return __atomic_fetch_add(at, Word{count}, __ATOMIC_RELAXED);
+  }
+  static Word now_ns() { return static_cast<Word>(offcore::now_ns()); }
+  static void pause(unsigned looks) {
+    if (looks % 64 == 0) {
+      sched_yield();
+    } else {
+      pause_briefly();
+    }
+  }
+};
+
+using HostCalls = RequestCalls<HostWords>;
+
+}  // namespace offcore::proxy

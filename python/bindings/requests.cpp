@@ -1,0 +1,251 @@
+// Requests of running kernels: engines that answer them, and the calls of host threads.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <utility>
+
+#include "bytes.h"
+#include "core/comm/communicator.h"
+#include "core/proxy/host_calls.h"
+#include "core/proxy/proxy.h"
+#include "module.h"
+#include "process.h"
+#include "released.h"
+#include "studies/requests/trial.h"
+
+namespace offcore {
+namespace {
+
+using proxy::HostCalls;
+using proxy::PutTicket;
+using proxy::RequestPort;
+using proxy::RequestProxy;
+using proxy::Word;
+
+// A port that threads of this process reach as it stands.
+struct HostPort {
+  RequestPort port;
+};
+
+Word limit_ns(double limit_s) { return static_cast<Word>(limit_s * 1e9); }
+
+// What ranks compare before any of them answers requests.
+std::string facts_of(const proxy::ProxyOptions& options,
+                     const std::vector<proxy::BufferPlace>& buffers) {
+  std::string text = cat("chunks of ", options.chunk_bytes, " bytes, buffers");
+  for (const proxy::BufferPlace& buffer : buffers)
+    text += cat(" ", buffer.offset, "+", buffer.bytes);
+  return text;
+}
+
+void compare(Communicator& self, const std::string& own, const Deadline& deadline) {
+  if (self.local_ranks().size() == self.ranks()) return;
+  const std::vector<std::string> all = self.exchange("requests", own, deadline);
+  for (Rank rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] == own) continue;
+    fail(Code::mismatch, "requests: rank ", self.local_ranks()[0], " registers ", own, "; rank ",
+         rank, " ", all[rank]);
+  }
+}
+
+// The engines of the local ranks. Collective.
+std::vector<std::shared_ptr<RequestProxy>> open_requests(
+    Communicator& self, const std::vector<std::tuple<const Window*, uint64_t, uint64_t>>& places,
+    uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, double timeout_s) {
+  LockReleased released;
+  const Deadline deadline = released.within(timeout_s);
+  if (self.backend().capabilities().request_engines == nullptr) {
+    fail(Code::unsupported, "requests: this backend has no engine for them; host and cuda have");
+  }
+  std::vector<proxy::BufferPlace> buffers;
+  for (const auto& [window, offset, bytes] : places) {
+    buffers.push_back({const_cast<Window*>(window)->shared_from_this(), offset, bytes});
+  }
+  proxy::ProxyOptions options{
+      .chunk_bytes = chunk_bytes, .slots = slots, .limit_s = limit_s, .spin_s = spin_s};
+  options = proxy::settled(options, buffers, self.ranks());
+  compare(self, facts_of(options, buffers), deadline);
+  const auto control = self.window(proxy::control_bytes(self.ranks()), deadline);
+  const auto communicator = self.shared_from_this();
+  std::vector<std::shared_ptr<RequestProxy>> proxies;
+  for (const Rank rank : self.local_ranks()) {
+    proxies.push_back(owned_by_process(std::make_unique<RequestProxy>(
+        self.backend(), rank, control, buffers, options,
+        [communicator] { return communicator->poisoned(); }, communicator)));
+  }
+  return proxies;
+}
+
+nb::class_<HostPort> bind_pushes(nb::module_& module) {
+  nb::class_<PutTicket>(module, "PutTicket", "A request under way.")
+      .def_ro("position", &PutTicket::position)
+      .def_ro("peer", &PutTicket::peer)
+      .def_ro("fault", &PutTicket::fault);
+  nb::class_<HostPort> port(module, "HostPort", "What device.cuh does, by a thread of this host.");
+  port.def(
+          "put",
+          [](const HostPort& self, unsigned peer, unsigned dst, unsigned src, Word chunk,
+             Word chunks) { return HostCalls::put(self.port, peer, dst, src, chunk, chunks); },
+          nb::arg("peer"), nb::arg("dst"), nb::arg("src"), nb::arg("chunk"), nb::arg("chunks"),
+          Unlocked())
+      .def(
+          "put_signal",
+          [](const HostPort& self, unsigned peer, unsigned dst, unsigned src, Word chunk,
+             Word chunks) {
+            return HostCalls::put_signal(self.port, peer, dst, src, chunk, chunks);
+          },
+          nb::arg("peer"), nb::arg("dst"), nb::arg("src"), nb::arg("chunk"), nb::arg("chunks"),
+          Unlocked())
+      .def(
+          "signal",
+          [](const HostPort& self, unsigned peer, unsigned dst) {
+            return HostCalls::signal(self.port, peer, dst);
+          },
+          nb::arg("peer"), nb::arg("dst"), Unlocked())
+      .def(
+          "put_bytes",
+          [](const HostPort& self, unsigned peer, unsigned dst, Word dst_offset, unsigned src,
+             Word src_offset, Word bytes, bool signalled) {
+            return HostCalls::put_bytes(self.port, peer, dst, dst_offset, src, src_offset, bytes,
+                                        signalled);
+          },
+          nb::arg("peer"), nb::arg("dst"), nb::arg("dst_offset"), nb::arg("src"),
+          nb::arg("src_offset"), nb::arg("nbytes"), nb::arg("signalled") = false, Unlocked());
+  return port;
+}
+
+void bind_waits(nb::class_<HostPort>& port) {
+  port.def(
+          "test",
+          [](const HostPort& self, const PutTicket& ticket) {
+            return HostCalls::test(self.port, ticket);
+          },
+          nb::arg("ticket"))
+      .def(
+          "wait_sent",
+          [](const HostPort& self, const PutTicket& ticket, double limit_s) {
+            return HostCalls::wait_sent(self.port, ticket, limit_ns(limit_s));
+          },
+          nb::arg("ticket"), nb::arg("limit_s") = 0.0, Unlocked())
+      .def(
+          "flush",
+          [](const HostPort& self, unsigned peer, double limit_s) {
+            return HostCalls::flush(self.port, peer, limit_ns(limit_s));
+          },
+          nb::arg("peer"), nb::arg("limit_s") = 0.0, Unlocked())
+      .def(
+          "received",
+          [](const HostPort& self, unsigned peer, unsigned buffer) {
+            return HostCalls::received(self.port, peer, buffer);
+          },
+          nb::arg("peer"), nb::arg("buffer"))
+      .def(
+          "wait",
+          [](const HostPort& self, unsigned peer, unsigned buffer, Word count, double limit_s) {
+            return HostCalls::wait(self.port, peer, buffer, count, limit_ns(limit_s));
+          },
+          nb::arg("peer"), nb::arg("buffer"), nb::arg("count"), nb::arg("limit_s") = 0.0,
+          Unlocked());
+}
+
+void bind_host_port(nb::module_& module) {
+  nb::class_<HostPort> port = bind_pushes(module);
+  bind_waits(port);
+  module.def(
+      "host_port",
+      [](const nb::bytes& bytes) {
+        HostPort made;
+        if (bytes.size() != sizeof made.port) fail(Code::invalid, "these bytes are no port");
+        std::memcpy(&made.port, bytes.data(), sizeof made.port);
+        return made;
+      },
+      nb::arg("port"), "A port as RequestProxy.port has it, of memory that this host reaches.");
+}
+
+void bind_trials(nb::module_& module) {
+  module.def(
+      "trial_ring",
+      [](uint32_t producers, uint64_t requests, uint32_t slots) {
+        LockReleased released;
+        const RingTrial done = trial_ring(producers, requests, slots);
+        return std::pair(done.wrong, done.time_ns);
+      },
+      nb::arg("producers"), nb::arg("requests"), nb::arg("slots"),
+      "Racing threads and one reader of a ring: requests lost, doubled, reordered or torn, and "
+      "ns.");
+  module.def(
+      "trial_exchange",
+      [](const std::vector<HostPort*>& ports, const std::vector<uintptr_t>& sends,
+         const std::vector<uintptr_t>& receives, uint32_t producers, uint64_t rounds,
+         uint64_t chunk_bytes) {
+        std::vector<ExchangeEnd> ends;
+        for (size_t i = 0; i < ports.size(); ++i) {
+          ends.push_back({&ports[i]->port, reinterpret_cast<std::byte*>(sends[i]),
+                          reinterpret_cast<const std::byte*>(receives[i])});
+        }
+        LockReleased released;
+        return trial_exchange(ends, producers, rounds, chunk_bytes);
+      },
+      nb::arg("ports"), nb::arg("sends"), nb::arg("receives"), nb::arg("producers"),
+      nb::arg("rounds"), nb::arg("chunk_bytes"),
+      "Threads of these ranks send stamped chunks to every other rank: how many were wrong.");
+}
+
+}  // namespace
+
+void bind_requests(nb::module_& module) {
+  bind_host_port(module);
+  bind_trials(module);
+  nb::class_<RequestProxy>(module, "RequestProxy", "The engine of one local rank's requests.")
+      .def_prop_ro("rank", &RequestProxy::rank)
+      .def_prop_ro(
+          "address",
+          [](const RequestProxy& self) { return reinterpret_cast<uintptr_t>(self.port_address()); })
+      .def_prop_ro("port",
+                   [](const RequestProxy& self) {
+                     return nb::bytes(reinterpret_cast<const char*>(&self.port()),
+                                      sizeof(RequestPort));
+                   })
+      .def("check", &RequestProxy::check, Unlocked())
+      .def_prop_ro("stats",
+                   [](const RequestProxy& self) {
+                     const proxy::ProxyStats stats = self.stats();
+                     return std::tuple(stats.requests, stats.signals, stats.copies, stats.batches,
+                                       stats.bytes);
+                   })
+      .def(
+          "drain",
+          [](RequestProxy& self, double timeout_s) {
+            LockReleased released;
+            self.drain(released.within(timeout_s));
+          },
+          nb::arg("timeout_s"))
+      .def(
+          "stop",
+          [](nb::handle_t<RequestProxy> self, double timeout_s) {
+            RequestProxy* const here = if_here(self);
+            LockReleased released;
+            if (here != nullptr) here->stop(released.within(timeout_s));
+          },
+          nb::arg("timeout_s"));
+  module.def("open_requests", &open_requests, nb::arg("comm"), nb::arg("buffers"),
+             nb::arg("chunk_bytes"), nb::arg("slots"), nb::arg("limit_s"), nb::arg("spin_s"),
+             nb::arg("timeout_s"),
+             nb::sig("def open_requests(comm: Communicator, buffers: collections.abc.Sequence["
+                     "tuple[Window, int, int]], chunk_bytes: int, slots: int, limit_s: float, "
+                     "spin_s: float, timeout_s: float) -> list[RequestProxy]"));
+  module.def(
+      "place_of",
+      [](Communicator& self, Rank rank, uintptr_t address, uint64_t bytes) {
+        const auto place = self.place_of(rank, reinterpret_cast<std::byte*>(address), bytes);
+        return std::pair(place.window, place.offset);
+      },
+      nb::arg("comm"), nb::arg("rank"), nb::arg("address"), nb::arg("nbytes"),
+      "Which window memory of the local rank that is; (None, 0): none.");
+}
+
+}  // namespace offcore

@@ -1,0 +1,136 @@
+"""Requests: copies that running kernels ask for (docs/gpu-driven.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from offcore import _core
+from offcore.comm.window import Window
+from offcore.errors import error
+from offcore.operands import OperandError, checked, places_of
+
+SLOTS_MAX = 1 << 20
+
+
+class Owner(Protocol):
+    """What requests ask the communicator that made them."""
+
+    timeout: float
+    local_ranks: list[int]
+    _core: _core.Communicator
+    _gpus: list[int]
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What an engine has done for one rank."""
+
+    requests: int
+    signals: int
+    copies: int
+    """Those that were submitted: fewer than requests where some were merged."""
+    batches: int
+    nbytes: int
+
+
+class Requests:
+    """What `Communicator.requests` gives: buffers that kernels name, and the engines that answer.
+
+    As a context manager it stops at the end.
+    """
+
+    def __init__(
+        self,
+        comm: Owner,
+        buffers: Sequence[Any],
+        chunk: int | None,
+        slots: int,
+        limit: float,
+        spin: float | None,
+    ) -> None:
+        self.timeout = comm.timeout
+        self.local_ranks = comm.local_ranks
+        self._host_visible = comm._core.host_visible
+        self._proxies = _core.open_requests(
+            comm._core,
+            [_place(comm, number, buffer) for number, buffer in enumerate(buffers)],
+            0 if chunk is None else checked("chunk", chunk),
+            checked("slots", slots, SLOTS_MAX),
+            limit,
+            -1.0 if spin is None else spin,
+            comm.timeout,
+        )
+
+    def port(self, rank: int | None = None) -> int:
+        """The address of a local rank's `offcore::RequestPort`, for its kernels. rank: may be left
+        out where one rank is local."""
+        return self._proxy(rank).address
+
+    def host_port(self, rank: int | None = None) -> _core.HostPort:
+        """The calls of `device.cuh` for threads of this process, on backend host. Raises `Error`:
+        unsupported where the buffers are a GPU's."""
+        if not self._host_visible:
+            raise error("unsupported", "threads of the host cannot push requests of a GPU")
+        return _core.host_port(self._proxy(rank).port)
+
+    def check(self) -> None:
+        """Raises `Error` with what ended an engine: invalid (a request of no registered buffer or
+        range; stopped), timeout (the ring was full), peer (a rank died), driver. Also timeout,
+        once, after a kernel's wait ran past its limit; the engine goes on then."""
+        for proxy in self._proxies:
+            proxy.check()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until all that the local ranks have pushed so far has ended. timeout: seconds.
+        Raises `Error` as check does, and timeout."""
+        for proxy in self._proxies:
+            proxy.drain(self.timeout if timeout is None else timeout)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Answers what was pushed, ends the local ranks' engines, then wakes all who wait for
+        them with `kStopped`. A second call does nothing. timeout: seconds. Raises `Error`:
+        timeout."""
+        for proxy in self._proxies:
+            proxy.stop(self.timeout if timeout is None else timeout)
+
+    def stats(self, rank: int | None = None) -> RequestStats:
+        """What the local rank's engine has done so far."""
+        return RequestStats(*self._proxy(rank).stats)
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _proxy(self, rank: int | None) -> _core.RequestProxy:
+        if rank is None and len(self._proxies) == 1:
+            return self._proxies[0]
+        if rank is None or rank not in self.local_ranks:
+            raise error("invalid", f"rank {rank} is not local; local ranks: {self.local_ranks}")
+        return self._proxies[self.local_ranks.index(rank)]
+
+
+def _place(comm: Owner, number: int, buffer: Any) -> tuple[_core.Window, int, int]:
+    """The window, offset and bytes of what is registered: the same on all local ranks."""
+    if isinstance(buffer, Window):
+        buffer = buffer.whole
+    if type(buffer) is _core.Region:
+        return buffer.window, buffer.offset, buffer.nbytes
+    try:
+        sides, _, _ = places_of(buffer, comm.local_ranks, comm._gpus, writable=True)
+    except OperandError as refusal:
+        raise error("invalid", f"requests: buffer {number}{refusal}") from None
+    found = set()
+    for rank, side in zip(comm.local_ranks, sides, strict=True):
+        if side is None:
+            raise error("invalid", f"requests: buffer {number} is None")
+        window, offset = _core.place_of(comm._core, rank, *side)
+        if window is None:
+            raise error("invalid", f"requests: buffer {number} lies in no window; use empty()")
+        found.add((window, offset, side[1]))
+    if len(found) != 1:
+        raise error("invalid", f"requests: buffer {number} lies elsewhere on each rank")
+    return found.pop()

@@ -1,0 +1,154 @@
+#include "studies/requests/trial.h"
+
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <cstring>
+#include <thread>
+
+#include "core/base/clock.h"
+#include "core/base/threads.h"
+#include "core/proxy/host_calls.h"
+
+namespace offcore {
+namespace {
+
+using proxy::HostCalls;
+using proxy::HostWords;
+using proxy::RequestPort;
+using proxy::Word;
+
+constexpr uint64_t kWide = 3;  // every third request has two words
+
+std::byte stamp(uint64_t round, uint64_t chunk, uint64_t at) {
+  return static_cast<std::byte>((round * 131 + chunk * 31 + at * 7) % 251);
+}
+
+// A producer's number is the buffer that it names; its request's number is what it would copy.
+void push_all(const RequestPort& port, uint32_t producer, uint64_t count,
+              std::atomic<uint64_t>& wrong) {
+  for (uint64_t number = 0; number < count; ++number) {
+    const proxy::PutTicket ticket =
+        number % kWide == 0
+            ? HostCalls::put_bytes(port, 1, producer, number, 0, ~number & proxy::kOffsetMax, 1)
+            : HostCalls::put(port, 1, producer, 0, number & proxy::kChunksMax, 1);
+    if (ticket.fault != proxy::kNone) ++wrong;
+  }
+}
+
+bool is_next(const Word (&words)[2], uint64_t number) {
+  const unsigned op = proxy::op_of(words[0]);
+  if (number % kWide != 0) {
+    const Word chunk = words[0] >> proxy::kChunkBits & proxy::kChunksMax;
+    return op == proxy::kPut && chunk == (number & proxy::kChunksMax);
+  }
+  const Word src = words[0] >> 4 & proxy::kOffsetMax;
+  return op == proxy::kPutBytes && words[1] >> proxy::kLowBytesBits == number &&
+         src == (~number & proxy::kOffsetMax);
+}
+
+}  // namespace
+
+RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots) {
+  struct alignas(64) Line {
+    Word word = 0;
+  };
+  std::vector<Word> ring(slots);
+  std::vector<Word> none(proxy::kRanksMax);
+  Line tail, head, taken, fault_here;
+  unsigned complaint = 0;
+  const unsigned log2 = static_cast<unsigned>(std::countr_zero(slots));
+  RequestPort port{};
+  port.slots = ring.data();
+  port.tail = &tail.word;
+  port.head = &head.word;
+  port.taken = &taken.word;
+  port.fault = none.data();
+  port.fault_here = &fault_here.word;
+  port.complaint = &complaint;
+  port.limit_ns = Word{60} * 1'000'000'000;
+  port.slots_log2 = log2;
+  port.ranks = 2;
+  port.buffers = proxy::kBuffersMax;
+  RingTrial trial;
+  std::atomic<uint64_t> wrong{0};
+  const int64_t began_ns = now_ns();
+  std::vector<std::thread> threads;
+  const uint64_t each = requests / producers;
+  for (uint32_t producer = 0; producer < producers; ++producer) {
+    threads.emplace_back([&, producer] { push_all(port, producer, each, wrong); });
+  }
+  proxy::RequestReader<HostWords> reader(ring.data(), log2);
+  std::vector<uint64_t> next(producers);
+  Word words[2] = {};
+  Word refreshed = 0;
+  for (uint64_t got = 0; got < each * producers;) {
+    uint32_t empty = 0;
+    while (reader.take(words) == 0 && ++empty < 10'000'000) HostWords::pause(empty);
+    if (empty == 10'000'000) break;
+    const uint64_t producer = words[0] >> 48 & 63;
+    if (producer >= producers || !is_next(words, next[producer]++)) ++wrong;
+    ++got;
+    HostWords::store(&taken.word, reader.position());
+    if (reader.position() - refreshed >= slots / 4) {
+      refreshed = reader.position();
+      HostWords::store(&head.word, refreshed);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  trial.time_ns = now_ns() - began_ns;
+  for (const uint64_t got : next) wrong += got != each;
+  wrong += reader.take(words) != 0;
+  trial.wrong = wrong;
+  return trial;
+}
+
+uint64_t trial_exchange(const std::vector<ExchangeEnd>& ends, uint32_t producers, uint64_t rounds,
+                        uint64_t chunk_bytes) {
+  const auto ranks = static_cast<uint32_t>(ends.size());
+  const uint64_t port_chunks = 1;
+  std::atomic<uint64_t> wrong{0};
+  std::barrier<> round_over(static_cast<std::ptrdiff_t>(ranks) * producers);
+  const auto check = [&](const ExchangeEnd& end, uint64_t chunk, uint64_t round) {
+    const std::byte* at = end.receive + chunk * chunk_bytes;
+    for (uint64_t i = 0; i < chunk_bytes; ++i) {
+      if (at[i] != stamp(round, chunk, i)) return ++wrong, void();
+    }
+  };
+  const auto produce = [&](uint32_t rank, uint32_t producer) {
+    const ExchangeEnd& end = ends[rank];
+    const uint64_t own = rank * uint64_t{producers} + producer;
+    for (uint64_t round = 1; round <= rounds; ++round) {
+      for (uint64_t i = 0; i < chunk_bytes; ++i) {
+        end.send[own * chunk_bytes + i] = stamp(round, own, i);
+      }
+      std::vector<proxy::PutTicket> tickets;
+      for (uint32_t peer = 0; peer < ranks; ++peer) {
+        if (peer == rank) continue;
+        tickets.push_back((round + producer) % 2 == 0
+                              ? HostCalls::put_signal(*end.port, peer, 1, 0, own, port_chunks)
+                              : HostCalls::put_bytes(*end.port, peer, 1, own * chunk_bytes, 0,
+                                                     own * chunk_bytes, chunk_bytes, true));
+      }
+      for (uint32_t peer = 0; peer < ranks; ++peer) {
+        if (peer == rank) continue;
+        wrong += HostCalls::wait(*end.port, peer, 1, round * producers) != proxy::kNone;
+        check(end, peer * uint64_t{producers} + producer, round);
+      }
+      for (const proxy::PutTicket& ticket : tickets) {
+        wrong += HostCalls::wait_sent(*end.port, ticket) != proxy::kNone;
+      }
+      round_over.arrive_and_wait();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    for (uint32_t producer = 0; producer < producers; ++producer) {
+      threads.emplace_back(produce, rank, producer);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  return wrong;
+}
+
+}  // namespace offcore
