@@ -318,7 +318,7 @@ struct RequestWord {
 };
 
 // Copies of one local rank that are submitted one after the other, without a program: what running
-// kernels ask for (core/proxy). One thread calls it, and no call waits for a copy.
+// kernels ask for (core/proxy). One thread calls it, and no call but recall() waits for a copy.
 class RequestEngine {
  public:
   virtual ~RequestEngine() = default;
@@ -331,6 +331,16 @@ class RequestEngine {
   // Writes words, in their order, beside what is under way.
   virtual void store(std::span<const RequestWord> words) = 0;
   virtual bool idle() = 0;  // nothing is under way; throws driver
+
+  // Parked submissions wait for a 32-bit word of this rank's memory to reach a value, cyclically.
+  // First, once, the memory that they write, by any address of each window. Throws unsupported.
+  virtual void prepare_parking(std::span<std::byte* const> windows) = 0;
+  virtual void park(Rank peer, std::byte* gate, uint32_t value, std::span<const RequestCopy> copies,
+                    std::span<const RequestWord> words) = 0;
+  // How many of the peer's submissions have ended, at least.
+  virtual uint64_t ended(Rank peer) = 0;
+  // Ends what is parked without effect, and waits for that.
+  virtual void recall() = 0;
 };
 
 // Where such engines come from.

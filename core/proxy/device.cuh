@@ -78,8 +78,9 @@ __device__ __forceinline__ PutTicket put(const RequestPort& port, unsigned peer,
                                       unsigned src, Word chunk, Word chunks) {
   return proxy::Gpu::put(port, peer, dst, src, chunk, chunks);
 }
-__device__ __forceinline__ PutTicket put_signal(const RequestPort& port, unsigned peer, unsigned dst,
-                                             unsigned src, Word chunk, Word chunks) {
+__device__ __forceinline__ PutTicket put_signal(const RequestPort& port, unsigned peer,
+                                                unsigned dst, unsigned src, Word chunk,
+                                                Word chunks) {
   return proxy::Gpu::put_signal(port, peer, dst, src, chunk, chunks);
 }
 __device__ __forceinline__ PutTicket signal(const RequestPort& port, unsigned peer, unsigned dst) {

@@ -311,6 +311,7 @@ void RequestProxy::look_around() {
     end(kPeerLost, Error(Code::peer, cat("rank ", lost - 1, " died or aborted")));
     return;
   }
+  engine_->idle();  // a device that has failed says so
   auto* word = reinterpret_cast<unsigned*>(host_.data + kComplaint);
   const unsigned complaint = HostWords::load(word);
   if (complaint == kTimeout) {

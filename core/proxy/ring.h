@@ -1,6 +1,6 @@
 // Requests of running kernels, and the ring that carries them to an engine. One header for GPU code
-// (nvcc, NVRTC; device.cuh), for host threads and for tests: it includes nothing, and reaches memory
-// only by `Memory`, a class of static functions:
+// (nvcc, NVRTC; device.cuh), for host threads and for tests: it includes nothing, and reaches
+// memory only by `Memory`, a class of static functions:
 //
 //   Word load(const Word*)                  acquires, from other processors too
 //   void store(Word*, Word)                 releases all that the caller has seen

@@ -5,6 +5,7 @@
 #include "core/backend/cuda/executor.h"
 #include "core/backend/cuda/foreign_memory.h"
 #include "core/backend/cuda/pointer_info.h"
+#include "core/backend/cuda/request_engine.h"
 
 namespace offcore {
 namespace cuda {
@@ -135,7 +136,8 @@ class CudaBackend final : public Backend,
                           private GpuRanks,
                           private CrossedCopies,
                           private ForeignMemory,
-                          private SignalChoice {
+                          private SignalChoice,
+                          private RequestEngines {
  public:
   CudaBackend(const Machine& machine, Rank ranks, std::vector<std::shared_ptr<LocalGpu>> devices,
               EncodeOptions options)
@@ -179,6 +181,7 @@ class CudaBackend final : public Backend,
             .crossed_copies = this,
             .foreign_memory = this,
             .signal_choice = this,
+            .request_engines = this,
             .signals = to_string(executor_->options().signals)};
   }
 
@@ -242,6 +245,10 @@ class CudaBackend final : public Backend,
   }
   void import_part(Share& share, Descriptor part) override {
     import_foreign_part(share, first_gpu(), std::move(part));
+  }
+
+  std::unique_ptr<RequestEngine> open_requests(Rank rank) override {
+    return std::make_unique<CudaRequestEngine>(executor_, local(rank));
   }
 
   int device(Rank rank) override { return local(rank)->ordinal(); }

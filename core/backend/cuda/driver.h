@@ -73,6 +73,7 @@ enum class Attribute : int {
   can_use_host_pointer = 91,
   virtual_memory = 102,
   posix_descriptors = 103,
+  wide_stream_words = 122,  // of 64 bits
 };
 
 inline constexpr int kMemoryPinned = 1;     // CUmemAllocationType
@@ -96,6 +97,7 @@ inline constexpr int kSrcOrderStream = 1;  // CUmemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
 inline constexpr uint32_t kOpWrite32 = 2;
+inline constexpr uint32_t kOpWrite64 = 5;
 
 struct CUmemLocation {
   int type = 0;

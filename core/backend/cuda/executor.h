@@ -93,6 +93,10 @@ class CudaExecutor final : public exec::Executor {
   // As dismiss, while the communicator lives on: waits for launches of the program before.
   void recall(const CudaProgram& compiled, const ArmedSubmissions& armed,
               ArmedStreams& armed_streams);
+  // Streams of a device that hold parked commands besides programs'. Throws unsupported where there
+  // is no room for so many more, or too few channels.
+  void take_armed(size_t streams);
+  void give_armed(size_t streams);
   // Makes a stream wait for the launch's end.
   void enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const;
   // Ends what is under way; nothing can be launched afterwards.

@@ -81,6 +81,27 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
   return true;
 }
 
+void CudaExecutor::take_armed(size_t streams) {
+  const ExecutorLock lock(mutex_);
+  check_open();
+  if (channels_ != kChannels) {
+    fail(Code::unsupported, "parked commands could block other streams: set ",
+         "CUDA_DEVICE_MAX_CONNECTIONS=", kChannels, " before the process starts");
+  }
+  if (armed_lines_ + streams > kArmedStreamsMax) {
+    fail(Code::unsupported, "parked commands: ", armed_lines_, " streams of a GPU have some, and ",
+         streams, " more would be past ", kArmedStreamsMax);
+  }
+  armed_lines_ += streams;
+  if (streams > 0) keep_pinned(true);
+}
+
+void CudaExecutor::give_armed(size_t streams) {
+  const ExecutorLock lock(mutex_);
+  armed_lines_ -= streams;
+  if (streams > 0) keep_pinned(false);
+}
+
 std::shared_ptr<CudaSubmission> CudaExecutor::park(
     const std::shared_ptr<const CudaProgram>& compiled, const Launch& launch,
     ArmedStreams& armed_streams) {

@@ -22,6 +22,13 @@ class HostRequestEngine final : public RequestEngine {
     }
   }
   bool idle() override { return true; }
+  void prepare_parking(std::span<std::byte* const>) override {
+    fail(Code::unsupported, "a schedule: this backend's engine parks nothing; cuda's does");
+  }
+  void park(Rank, std::byte*, uint32_t, std::span<const RequestCopy>,
+            std::span<const RequestWord>) override {}
+  uint64_t ended(Rank) override { return 0; }
+  void recall() override {}
 };
 
 }  // namespace offcore::host

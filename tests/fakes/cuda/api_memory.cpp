@@ -433,6 +433,12 @@ FAKE_API int fakecuda_store32(DevicePtr address, uint32_t value) {
   return 0;
 }
 
+// Where the CPU finds what a running kernel would reach there: device memory of one allocation.
+// Whoever stores by that wakes no stream that waits for it.
+FAKE_API void* fakecuda_memory(DevicePtr address, uint64_t bytes) {
+  return seen_by_kernel(address, bytes);
+}
+
 FAKE_API int fakecuda_load32(DevicePtr address, uint32_t* value) {
   std::byte* const word = seen_by_kernel(address, 4);
   if (!word) return -1;

@@ -11,8 +11,9 @@ namespace {
 
 void check_mem_op(const MemOp& op, const Stream& stream) {
   if (op.operation == kOpBarrier) return require(op.address <= 1, kInvalidValue);  // its flags
-  require(op.operation == kOpWait32 || op.operation == kOpWrite32, kNotSupported);
-  const bool write = op.operation == kOpWrite32;
+  const bool write = op.operation == kOpWrite32 || op.operation == kOpWrite64;
+  require(op.operation == kOpWait32 || write, kNotSupported);
+  const unsigned bytes = op.operation == kOpWrite64 ? 8 : 4;
   if (write) {
     require(op.flags != kWriteNoBarrier, kNotSupported);
     require(op.flags == kWriteDefault, kInvalidValue);
@@ -20,9 +21,9 @@ void check_mem_op(const MemOp& op, const Stream& stream) {
     require(!(op.flags & kWaitFlush), kNotSupported);
     require(op.flags <= kWaitNor, kInvalidValue);
   }
-  require(op.address % 4 == 0, kInvalidValue);
+  require(op.address % bytes == 0, kInvalidValue);
   const int device = stream.context()->physical;
-  require(addresses().reachable(op.address, 4, device, write), kInvalidValue);
+  require(addresses().reachable(op.address, bytes, device, write), kInvalidValue);
 }
 
 void push_mem_ops(StreamHandle handle, std::vector<MemOp> ops) {

@@ -131,12 +131,18 @@ Result wait_for_word(const MemOp& op, Engine& engine) {
 
 Result write_word(const MemOp& op, Engine& engine) {
   std::vector<Piece> found;
-  if (!addresses().pieces(op.address, 4, engine.context.physical, true, false, found)) {
+  const bool wide = op.operation == kOpWrite64;
+  if (!addresses().pieces(op.address, wide ? 8 : 4, engine.context.physical, true, false, found)) {
     return kIllegalAddress;
   }
+  std::byte* const word = found.front().data;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  __atomic_store_n(reinterpret_cast<uint32_t*>(found.front().data), static_cast<uint32_t>(op.value),
-                   __ATOMIC_RELEASE);
+  if (wide) {
+    __atomic_store_n(reinterpret_cast<uint64_t*>(word), op.value, __ATOMIC_RELEASE);
+  } else {
+    __atomic_store_n(reinterpret_cast<uint32_t*>(word), static_cast<uint32_t>(op.value),
+                     __ATOMIC_RELEASE);
+  }
   tell_changed(found);
   return kSuccess;
 }
@@ -276,7 +282,7 @@ Work mem_op_work(std::vector<MemOp> ops) {
       if (op.operation == kOpWait32) {
         ++tally().waits;
         code = wait_for_word(op, engine);
-      } else if (op.operation == kOpWrite32) {
+      } else if (op.operation == kOpWrite32 || op.operation == kOpWrite64) {
         ++tally().writes;
         code = write_word(op, engine);
       }

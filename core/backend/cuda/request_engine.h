@@ -1,0 +1,65 @@
+// Requests on NVIDIA's copy engines: a non-blocking stream for each peer, and one for words that are
+// written beside them. Copies of a submission are one call, the words behind them another: a
+// write-value, which is documented to fence all that came before it in its stream.
+//
+// Nothing here allocates, records events or touches a stream of the caller's while requests are
+// answered: a kernel may be waiting. How far a stream has come is a word in host memory that it
+// writes itself. Parked submissions go through twins of the windows that they write (as armed
+// programs do), so that they can be let run out without effect.
+#pragma once
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/backend/cuda/executor.h"
+
+namespace offcore::cuda {
+
+class CudaRequestEngine final : public RequestEngine {
+ public:
+  // Throws unsupported or driver.
+  CudaRequestEngine(std::shared_ptr<CudaExecutor> executor, std::shared_ptr<LocalGpu> device);
+  ~CudaRequestEngine() override;
+
+  bool room(Rank peer) override;
+  void submit(Rank peer, std::span<const RequestCopy> copies,
+              std::span<const RequestWord> words) override;
+  void store(std::span<const RequestWord> words) override;
+  bool idle() override;
+  void prepare_parking(std::span<std::byte* const> windows) override;
+  void park(Rank peer, std::byte* gate, uint32_t value, std::span<const RequestCopy> copies,
+            std::span<const RequestWord> words) override;
+  uint64_t ended(Rank peer) override;
+  void recall() override;
+
+ private:
+  struct PeerStream {
+    std::unique_ptr<CudaStream> stream;
+    uint64_t submitted = 0;
+    std::byte* gate = nullptr;  // of what is parked
+    uint32_t parked = 0;        // the last value that it waits for
+  };
+
+  void enter();
+  PeerStream& stream_of(Rank peer);
+  CUdeviceptr target(const std::byte* address) const;
+  void copy(CUstream stream, std::span<const RequestCopy> copies);
+  void write(CUstream stream, std::span<const RequestWord> words, const RequestWord* told);
+  void operate(CUstream stream);
+
+  const std::shared_ptr<CudaExecutor> executor_;
+  const std::shared_ptr<LocalGpu> device_;
+  const std::shared_ptr<void> told_;  // how far each peer's stream has come
+  std::vector<PeerStream> streams_;   // by peer
+  std::unique_ptr<CudaStream> words_;
+  MappingTwins twins_;
+  size_t armed_ = 0;  // streams that are counted as armed
+  bool entered_ = false;
+  std::vector<CUstreamMemOp> ops_;
+  std::vector<CUdeviceptr> dsts_;
+  std::vector<CUdeviceptr> srcs_;
+  std::vector<size_t> sizes_;
+};
+
+}  // namespace offcore::cuda
