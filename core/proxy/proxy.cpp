@@ -5,25 +5,11 @@
 #include <utility>
 
 #include "core/base/threads.h"
+#include "core/proxy/control.h"
 #include "core/proxy/host_calls.h"
 
 namespace offcore::proxy {
 namespace {
-
-// A rank's part of the control window, and host memory: where its words lie.
-constexpr uint64_t kTail = 0;
-constexpr uint64_t kHead = 64;
-constexpr uint64_t kPushed = 128;
-constexpr uint64_t kStart = kPushed + 8 * kRanksMax;
-constexpr uint64_t kSent = kStart + 4 * kRanksMax;
-constexpr uint64_t kFault = kSent + 8 * kRanksMax;
-constexpr uint64_t kPort = kFault + 8 * kRanksMax;
-constexpr uint64_t kReceived = 4096;
-constexpr uint64_t kTaken = 0;
-constexpr uint64_t kFaultHere = 64;
-constexpr uint64_t kComplaint = 128;
-constexpr uint64_t kSlots = 4096;
-static_assert(kPort + sizeof(RequestPort) <= kReceived);
 
 constexpr uint64_t kChunkMin = 16;
 constexpr uint32_t kSlotsMin = 16;
@@ -33,8 +19,6 @@ constexpr int64_t kLookNs = 2'000'000;
 constexpr int64_t kSeenNs = 1'000'000'000;
 constexpr double kDrainS = 10;  // that requests in flight get once the proxy is to end
 
-uint64_t fields_of(Rank rank) { return kReceived + uint64_t{rank} * kSignalStride * 8; }
-
 // The thread shares two cores with those that it serves, or has one of many.
 int64_t spin_ns_of(double spin_s) {
   if (spin_s >= 0) return static_cast<int64_t>(spin_s * 1e9);
@@ -42,8 +26,6 @@ int64_t spin_ns_of(double spin_s) {
 }
 
 }  // namespace
-
-uint64_t control_bytes(Rank ranks) { return fields_of(ranks); }
 
 ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffers, Rank ranks) {
   if (ranks > kRanksMax) {
@@ -88,6 +70,7 @@ ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffe
     fail(Code::invalid, "requests: every buffer must be whole chunks of ", options.chunk_bytes,
          " bytes");
   }
+  check_schedule(options, buffers, ranks);
   return options;
 }
 
@@ -111,6 +94,7 @@ RequestProxy::RequestProxy(Backend& backend, Rank rank, std::shared_ptr<Window> 
   }
   engine_ = engines->open_requests(rank);
   lay_port();
+  lay_schedule();
   const SignalsBlocked blocked;
   thread_ = std::thread([this] { run(); });
 }
@@ -153,7 +137,6 @@ void RequestProxy::lay_port() {
            .rank = rank_,
            .ranks = control_->ranks(),
            .buffers = static_cast<unsigned>(buffers_.size())};
-  control_->write(rank_, kPort, &port_, sizeof port_);
 }
 
 void RequestProxy::run() {
@@ -174,7 +157,7 @@ void RequestProxy::run() {
       }
       if (!busy && !ended_) rest(now - idle_since_ns, spin_ns);
     } catch (const Error& error) {
-      end(kBroken, error);
+      end(error.code() == Code::invalid ? kInvalid : kBroken, error);
     }
   }
   over_.store(true, std::memory_order_release);
@@ -200,10 +183,11 @@ void RequestProxy::rest(int64_t idle_ns, int64_t spin_ns) {
 
 // Takes what has come and submits it. Whether there was anything.
 bool RequestProxy::turn() {
+  if (port_.start != nullptr) return park();
   Word words[2] = {};
   const Word before = reader_.position();
   while (waiting_ < options_.slots && reader_.take(words) != 0) {
-    if (!accept(words)) return false;
+    accept(words);
   }
   const Word position = reader_.position();
   if (position != before) {
@@ -223,8 +207,8 @@ bool RequestProxy::turn() {
   return submitted || position != before;
 }
 
-// False: it was none, and the proxy has ended.
-bool RequestProxy::accept(const Word (&words)[2]) {
+// Throws invalid for what is no request between registered buffers.
+RequestProxy::Decoded RequestProxy::decode(const Word (&words)[2]) const {
   const unsigned op = op_of(words[0]);
   const auto field = [&](unsigned shift, unsigned bits) {
     return words[0] >> shift & ((Word{1} << bits) - 1);
@@ -246,28 +230,30 @@ bool RequestProxy::accept(const Word (&words)[2]) {
   };
   if (op < kPut || op > kPutBytesSignal || peer >= queues_.size() || peer == rank_ ||
       !within(dst, to) || !within(src, from)) {
-    end(kInvalid, Error(Code::invalid,
-                        cat("rank ", rank_, ": a request for rank ", peer, ", from ", from, "+",
-                            bytes, " of buffer ", src, " to ", to, "+", bytes, " of buffer ", dst,
-                            ", is none of these ", buffers_.size(), " buffers'")));
-    return false;
+    fail(Code::invalid, "rank ", rank_, ": a request for rank ", peer, ", from ", from, "+", bytes,
+         " of buffer ", src, " to ", to, "+", bytes, " of buffer ", dst, ", is none of these ",
+         buffers_.size(), " buffers'");
   }
-  PeerQueue& queue = queues_[peer];
+  return {.op = op,
+          .peer = peer,
+          .dst = dst,
+          .copy = {buffers_[dst].window->base(peer) + buffers_[dst].offset + to,
+                   buffers_[src].window->base(rank_) + buffers_[src].offset + from, bytes}};
+}
+
+void RequestProxy::accept(const Word (&words)[2]) {
+  const Decoded request = decode(words);
+  PeerQueue& queue = queues_[request.peer];
   ++queue.waiting;
   queue.position = reader_.position();
   ++waiting_;
   counts_[0].fetch_add(1, std::memory_order_relaxed);
-  if (bytes > 0) {
-    add_copy(queue, peer,
-             {buffers_[dst].window->base(peer) + buffers_[dst].offset + to,
-              buffers_[src].window->base(rank_) + buffers_[src].offset + from, bytes});
-  }
-  if (op == kPutSignal || op == kSignal || op == kPutBytesSignal) {
-    ++queue.signals[dst];
-    queue.signalled |= uint64_t{1} << dst;
+  if (request.copy.bytes > 0) add_copy(queue, request.peer, request.copy);
+  if (request.signals()) {
+    ++queue.signals[request.dst];
+    queue.signalled |= uint64_t{1} << request.dst;
     counts_[1].fetch_add(1, std::memory_order_relaxed);
   }
-  return true;
 }
 
 void RequestProxy::add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy) {
@@ -293,7 +279,7 @@ void RequestProxy::submit(Rank peer, PeerQueue& queue) {
   size_t count = 0;
   for (uint64_t left = queue.signalled; left != 0; left &= left - 1) {
     const auto buffer = static_cast<unsigned>(std::countr_zero(left));
-    words[count++] = {control(peer, fields_of(rank_) + 8 * uint64_t{buffer}),
+    words[count++] = {control(peer, received_from(rank_) + 8 * uint64_t{buffer}),
                       queue.signals[buffer]};
   }
   words[count++] = {control(rank_, kSent + 8 * uint64_t{peer}), queue.position};
@@ -331,7 +317,10 @@ void RequestProxy::look_around() {
   }
 }
 
-bool RequestProxy::all_done() { return waiting_ == 0 && engine_->idle(); }
+bool RequestProxy::all_done() {
+  if (port_.start != nullptr) return all_started_ended();
+  return waiting_ == 0 && engine_->idle();
+}
 
 void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   ended_ = true;
@@ -348,6 +337,7 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   words.push_back({control(rank_, kHead), kClosed});
   try {
     engine_->store(words);
+    if (port_.start != nullptr) engine_->recall();  // kernels that wait have been told
   } catch (const Error& failure) {  // of a device that has failed: whoever waits there looks here
     const std::scoped_lock lock(mutex_);
     if (!error_) error_ = failure;
@@ -357,8 +347,9 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
 void RequestProxy::drain(const Deadline& deadline) {
   Word tail = 0;
   control_->read(&tail, rank_, kTail, sizeof tail);
-  asked_ = true;
-  while (settled_ < tail) {
+  const bool armed = port_.start != nullptr;
+  asked_ = !armed;
+  while (armed ? !all_started_ended() : settled_ < tail) {
     check();
     if (deadline.passed()) {
       fail(Code::timeout, "rank ", rank_, ": requests had not ended within ",
@@ -396,6 +387,7 @@ void RequestProxy::check() {
 }
 
 ProxyStats RequestProxy::stats() const {
+  if (port_.start != nullptr) return parked_stats();
   return {.requests = counts_[0],
           .signals = counts_[1],
           .copies = counts_[2],

@@ -6,6 +6,10 @@
 // It allocates nothing in a driver, takes no lock of others' and calls nothing that waits for a
 // device: a kernel may be waiting for it, and everything else for that kernel.
 //
+// With a schedule (armed) it submits what will be asked for: each of a peer's requests is parked in
+// the peer's queue behind a count in the rank's own memory, which the kernel raises. So no host is
+// between the kernel and the copy, and the thread parks what comes rounds later.
+//
 // However it ends, producers and waiting kernels of this rank and of its peers are told: `fault` of
 // this rank becomes other than kNone everywhere, and the ring takes nothing more.
 #pragma once
@@ -33,18 +37,30 @@ struct BufferPlace {
   uint64_t bytes = 0;
 };
 
+// A request that a kernel will push. Requests for one peer come in this order, again and again.
+struct PlannedRequest {
+  RequestOp op = kPutSignal;  // no kPutBytes
+  Rank peer = 0;
+  uint32_t dst = 0;
+  uint32_t src = 0;
+  uint64_t chunk = 0;
+  uint64_t chunks = 0;
+};
+using Schedule = std::vector<std::vector<PlannedRequest>>;  // by rank
+
 struct ProxyOptions {
   uint64_t chunk_bytes = 0;  // a power of two, from 16; 0: the smallest that all buffers allow
   uint32_t slots = 4096;     // of the ring: a power of two
   double limit_s = 10;       // of a kernel's wait that names none
   double spin_s = -1;        // that the thread spins without requests; below 0: by the cores
+  Schedule schedule = {};    // empty: requests come as they like
 };
 
 // What all ranks have to agree about. Throws invalid past the limits of a request's fields.
 ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffers, Rank ranks);
 
 // Of memory that each rank has in a window: what engines write, and the port itself.
-uint64_t control_bytes(Rank ranks);
+uint64_t control_bytes(Rank ranks, const Schedule& schedule);
 
 struct ProxyStats {
   uint64_t requests = 0;
@@ -81,25 +97,40 @@ class RequestProxy : public OfProcess {
   ProxyStats stats() const;
 
  private:
+  // What one or two words ask for.
+  struct Decoded {
+    unsigned op;
+    Rank peer;
+    unsigned dst;
+    RequestCopy copy;
+    bool signals() const { return op == kPutSignal || op == kSignal || op == kPutBytesSignal; }
+  };
   struct PeerQueue {
     std::vector<RequestCopy> copies;
     std::array<uint64_t, kBuffersMax> signals{};  // so far, by buffer
     uint64_t signalled = 0;                       // buffers whose count has grown, a bit each
     Word position = 0;                            // behind the last request for the peer
     uint64_t waiting = 0;                         // requests that are not submitted
+    std::vector<Decoded> planned;                 // armed: a round
+    uint64_t parked = 0;                          // armed: requests so far
   };
 
   std::byte* control(Rank rank, uint64_t offset) const;
   void lay_port();
+  void lay_schedule();
   void run();
   void rest(int64_t idle_ns, int64_t spin_ns);
   bool turn();
-  bool accept(const Word (&words)[2]);
+  Decoded decode(const Word (&words)[2]) const;
+  void accept(const Word (&words)[2]);
+  bool park();
+  bool all_started_ended() const;
   void add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy);
   void submit(Rank peer, PeerQueue& queue);
   void look_around();
   void end(PortFault fault, std::optional<Error> error);
   bool all_done();
+  ProxyStats parked_stats() const;
 
   const Rank rank_;
   const ProxyOptions options_;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bytes.h"
+#include "core/base/digest.h"
 #include "core/comm/communicator.h"
 #include "core/proxy/host_calls.h"
 #include "core/proxy/proxy.h"
@@ -36,7 +37,16 @@ Word limit_ns(double limit_s) { return static_cast<Word>(limit_s * 1e9); }
 // What ranks compare before any of them answers requests.
 std::string facts_of(const proxy::ProxyOptions& options,
                      const std::vector<proxy::BufferPlace>& buffers) {
-  std::string text = cat("chunks of ", options.chunk_bytes, " bytes, buffers");
+  std::string text = cat("chunks of ", options.chunk_bytes, " bytes, ");
+  std::string planned;
+  for (const auto& rank : options.schedule) {
+    planned += '/';
+    for (const proxy::PlannedRequest& one : rank) {
+      planned += cat(one.op, ',', one.peer, ',', one.dst, ',', one.src, ',', one.chunk, ',',
+                     one.chunks, ';');
+    }
+  }
+  text += planned.empty() ? "no schedule, buffers" : cat("schedule ", digest(planned), ", buffers");
   for (const proxy::BufferPlace& buffer : buffers)
     text += cat(" ", buffer.offset, "+", buffer.bytes);
   return text;
@@ -55,6 +65,8 @@ void compare(Communicator& self, const std::string& own, const Deadline& deadlin
 // The engines of the local ranks. Collective.
 std::vector<std::shared_ptr<RequestProxy>> open_requests(
     Communicator& self, const std::vector<std::tuple<const Window*, uint64_t, uint64_t>>& places,
+    const std::vector<
+        std::vector<std::tuple<uint32_t, Rank, uint32_t, uint32_t, uint64_t, uint64_t>>>& schedule,
     uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
@@ -67,9 +79,15 @@ std::vector<std::shared_ptr<RequestProxy>> open_requests(
   }
   proxy::ProxyOptions options{
       .chunk_bytes = chunk_bytes, .slots = slots, .limit_s = limit_s, .spin_s = spin_s};
+  for (const auto& rank : schedule) {
+    auto& planned = options.schedule.emplace_back();
+    for (const auto& [op, peer, dst, src, chunk, chunks] : rank) {
+      planned.push_back({static_cast<proxy::RequestOp>(op), peer, dst, src, chunk, chunks});
+    }
+  }
   options = proxy::settled(options, buffers, self.ranks());
   compare(self, facts_of(options, buffers), deadline);
-  const auto control = self.window(proxy::control_bytes(self.ranks()), deadline);
+  const auto control = self.window(proxy::control_bytes(self.ranks(), options.schedule), deadline);
   const auto communicator = self.shared_from_this();
   std::vector<std::shared_ptr<RequestProxy>> proxies;
   for (const Rank rank : self.local_ranks()) {
@@ -233,10 +251,12 @@ void bind_requests(nb::module_& module) {
           },
           nb::arg("timeout_s"));
   module.def("open_requests", &open_requests, nb::arg("comm"), nb::arg("buffers"),
-             nb::arg("chunk_bytes"), nb::arg("slots"), nb::arg("limit_s"), nb::arg("spin_s"),
-             nb::arg("timeout_s"),
+             nb::arg("schedule"), nb::arg("chunk_bytes"), nb::arg("slots"), nb::arg("limit_s"),
+             nb::arg("spin_s"), nb::arg("timeout_s"),
              nb::sig("def open_requests(comm: Communicator, buffers: collections.abc.Sequence["
-                     "tuple[Window, int, int]], chunk_bytes: int, slots: int, limit_s: float, "
+                     "tuple[Window, int, int]], schedule: collections.abc.Sequence[collections.abc."
+                     "Sequence[tuple[int, int, int, int, int, int]]], chunk_bytes: int, slots: "
+                     "int, limit_s: float, "
                      "spin_s: float, timeout_s: float) -> list[RequestProxy]"));
   module.def(
       "place_of",

@@ -11,6 +11,7 @@ from offcore.batch import BatchHandle, BatchPolicy, BatchResult, batch_copy, bat
 from offcore.comm import (
     Communicator,
     Handle,
+    Put,
     Registration,
     Requests,
     RequestStats,
@@ -36,6 +37,7 @@ __all__ = [
     "Machine",
     "Phases",
     "Program",
+    "Put",
     "Registration",
     "RequestStats",
     "Requests",

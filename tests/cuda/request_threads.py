@@ -38,3 +38,11 @@ def gpu_port(requests: offcore.Requests, rank: int) -> _core.HostPort:
         if address and name not in ON_HOST:
             struct.pack_into("<Q", port, 8 * number, seen(address))
     return _core.host_port(bytes(port))
+
+
+def wake(requests: offcore.Requests, rank: int, peer: int) -> None:
+    """Lets the stand-in's streams see what threads stored for that peer's queue of the rank."""
+    address = fields(requests._proxy(rank).port)["start"] + 4 * peer
+    value = ctypes.c_uint32()
+    _library.fakecuda_load32(ctypes.c_uint64(address), ctypes.byref(value))
+    _library.fakecuda_store32(ctypes.c_uint64(address), value)

@@ -13,8 +13,8 @@ NONE, TIMEOUT, FULL, INVALID, STOPPED, PEER, BROKEN = range(7)
 """
 
 
-def alone(text: str, *args: str, **env: str) -> str:
-    return run(BEGIN + textwrap.dedent(text), *args, **env)
+def alone(*texts: str, **env: str) -> str:
+    return run(BEGIN + "".join(textwrap.dedent(text) for text in texts), **env)
 
 
 def test_every_rank_to_every_other() -> None:
@@ -107,3 +107,91 @@ def test_ranks_on_one_gpu_are_refused() -> None:
     code, text = code_of(lambda: comm.requests([comm.window(4096)]))
     assert code == "unsupported" and "one GPU" in text, (code, text)
     """)
+
+
+ARMED = """
+ranks, chunk, rounds = 3, 512, 150
+comm = opened(ranks)
+windows = [comm.window(ranks * chunk) for _ in range(2)]
+Put = offcore.Put
+peers = [[peer for peer in range(ranks) if peer != rank] for rank in range(ranks)]
+plan = [[one for peer in peers[rank] for one in (Put(peer, 1, 0, rank, 1, signal=False),
+        Put(peer, 1))] for rank in range(ranks)]
+"""
+
+
+def test_armed_requests_start_without_the_host() -> None:
+    """More rounds than are parked at once; what is parked at the end changes nothing."""
+    alone(
+        ARMED,
+        """
+    requests = comm.requests(windows, schedule=plan, chunk=chunk, limit=20.0)
+    ports = [gpu_port(requests, rank) for rank in range(ranks)]
+    for turn in range(1, rounds + 1):
+        for rank, port in enumerate(ports):
+            windows[0].write(np.full(chunk, (turn + rank) % 251, np.uint8), rank * chunk, rank=rank)
+            for peer in peers[rank]:
+                assert port.put(peer, 1, 0, rank, 1).fault == NONE
+                ticket = port.signal(peer, 1)
+                assert ticket.fault == NONE and ticket.position == 2 * turn
+        for rank, port in enumerate(ports):
+            for peer in peers[rank]:
+                wake(requests, peer, rank)
+                assert port.wait(peer, 1, turn) == NONE
+                got = look(windows[1], rank)[peer * chunk:][:chunk]
+                assert (got == (turn + peer) % 251).all(), (turn, rank, peer, got)
+                assert port.flush(peer) == NONE
+    requests.drain()
+    requests.check()
+    stats = requests.stats(0)
+    assert stats.requests == 4 * rounds and stats.signals == 2 * rounds, stats
+    assert stats.nbytes == 2 * rounds * chunk, stats
+    before = [look(windows[1], rank).copy() for rank in range(ranks)]
+    windows[0].write(np.full(chunk, 255, np.uint8), 0, rank=0)
+    requests.stop()
+    assert ports[1].wait(0, 1, rounds + 1) == STOPPED
+    for rank in range(ranks):
+        assert (look(windows[1], rank) == before[rank]).all()
+        assert ports[rank].received((rank + 1) % ranks, 1) == rounds
+    del requests
+    again = comm.requests(windows, schedule=plan, chunk=chunk)  # its streams are free again
+    again.stop()
+    """,
+        CUDA_DEVICE_MAX_CONNECTIONS="32",
+    )
+
+
+def test_what_the_schedule_does_not_have() -> None:
+    alone(
+        ARMED,
+        """
+    bad = [[Put(1, 1, 0, 0, 1)], [Put(1, 1, 0, 0, 1)], []]
+    code, text = code_of(lambda: comm.requests(windows, schedule=bad, chunk=chunk))
+    assert code == "invalid" and "rank 1 sends chunks 0+1" in text, (code, text)
+    code, text = code_of(lambda: comm.requests(windows, schedule=plan[:2], chunk=chunk))
+    assert code == "invalid" and "2 lists of requests for 3 ranks" in text, (code, text)
+    requests = comm.requests(windows, schedule=plan, chunk=chunk)
+    port, other = gpu_port(requests, 0), gpu_port(requests, 1)
+    assert port.put_bytes(1, 1, 0, 0, 0, 5).fault == INVALID
+    assert other.wait(0, 1, 1) == INVALID
+    assert code_of(requests.check)[0] == "invalid"
+    requests.stop()
+    requests = comm.requests(windows, schedule=plan, chunk=chunk)
+    assert gpu_port(requests, 0).signal(1, 1).fault == INVALID  # a put comes first
+    assert code_of(requests.check)[0] == "invalid"
+    """,
+        CUDA_DEVICE_MAX_CONNECTIONS="32",
+    )
+
+
+def test_a_schedule_needs_channels() -> None:
+    alone(
+        ARMED,
+        """
+    code, text = code_of(lambda: comm.requests(windows, schedule=plan, chunk=chunk))
+    assert code == "unsupported" and "CUDA_DEVICE_MAX_CONNECTIONS=32" in text, (code, text)
+    with comm.requests(windows, chunk=chunk) as requests:
+        requests.check()
+    """,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )

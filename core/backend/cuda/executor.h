@@ -95,8 +95,8 @@ class CudaExecutor final : public exec::Executor {
               ArmedStreams& armed_streams);
   // Streams of a device that hold parked commands besides programs'. Throws unsupported where there
   // is no room for so many more, or too few channels.
-  void take_armed(size_t streams);
-  void give_armed(size_t streams);
+  void take_armed(const LocalGpu& device, size_t streams);
+  void give_armed(const LocalGpu& device, size_t streams);
   // Makes a stream wait for the launch's end.
   void enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const;
   // Ends what is under way; nothing can be launched afterwards.
@@ -173,6 +173,7 @@ class CudaExecutor final : public exec::Executor {
   std::map<std::pair<uint32_t, uint32_t>, LaneStreams> streams_;  // by lane, device
   std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
   size_t armed_lines_ = 0;
+  std::map<int, size_t> armed_besides_;  // by device
   uint64_t launches_ = 0;
   std::atomic<bool> strided_works_{true};
   static constexpr size_t kKnown = 64;

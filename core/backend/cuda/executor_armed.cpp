@@ -59,7 +59,9 @@ void CudaExecutor::make_twins(const CudaProgram& compiled, const Launch& launch,
 bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_streams) {
   size_t most = 0;
   for (const LocalProgram& local : compiled.gpus) most = std::max(most, local.engines.size());
-  if (armed_lines_ + most > kArmedStreamsMax) return false;
+  size_t besides = 0;
+  for (const auto& [device, streams] : armed_besides_) besides = std::max(besides, streams);
+  if (armed_lines_ + besides + most > kArmedStreamsMax) return false;
   if (channels_ != kChannels) return false;
   std::vector<std::vector<ArmedStreams::ArmedStream>> made;
   for (const LocalProgram& local : compiled.gpus) {
@@ -81,24 +83,25 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
   return true;
 }
 
-void CudaExecutor::take_armed(size_t streams) {
+void CudaExecutor::take_armed(const LocalGpu& device, size_t streams) {
   const ExecutorLock lock(mutex_);
   check_open();
   if (channels_ != kChannels) {
     fail(Code::unsupported, "parked commands could block other streams: set ",
          "CUDA_DEVICE_MAX_CONNECTIONS=", kChannels, " before the process starts");
   }
-  if (armed_lines_ + streams > kArmedStreamsMax) {
-    fail(Code::unsupported, "parked commands: ", armed_lines_, " streams of a GPU have some, and ",
+  size_t& besides = armed_besides_[device.ordinal()];
+  if (armed_lines_ + besides + streams > kArmedStreamsMax) {
+    fail(Code::unsupported, "parked commands: ", armed_lines_ + besides, " streams of a GPU have some, and ",
          streams, " more would be past ", kArmedStreamsMax);
   }
-  armed_lines_ += streams;
+  besides += streams;
   if (streams > 0) keep_pinned(true);
 }
 
-void CudaExecutor::give_armed(size_t streams) {
+void CudaExecutor::give_armed(const LocalGpu& device, size_t streams) {
   const ExecutorLock lock(mutex_);
-  armed_lines_ -= streams;
+  armed_besides_[device.ordinal()] -= streams;
   if (streams > 0) keep_pinned(false);
 }
 

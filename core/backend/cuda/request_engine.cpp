@@ -54,7 +54,7 @@ CudaRequestEngine::~CudaRequestEngine() {
   } catch (const Error&) {
     ended = false;
   }
-  if (armed_ > 0) executor_->give_armed(armed_);
+  if (armed_ > 0) executor_->give_armed(*device_, armed_);
   if (ended) return;
   // A GPU still holds them: kept for good.
   new auto(std::move(streams_));
@@ -178,7 +178,7 @@ bool CudaRequestEngine::idle() {
 
 void CudaRequestEngine::prepare_parking(std::span<std::byte* const> windows) {
   const size_t streams = executor_->ranks() - size_t{1};
-  executor_->take_armed(streams);
+  executor_->take_armed(*device_, streams);
   armed_ = streams;
   const ContextGuard current = device_->current();
   for (std::byte* const address : windows) {

@@ -17,7 +17,7 @@ from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
 from offcore.comm.reductions import Reduction, ReductionCalls, typed
 from offcore.comm.registration import Registration
-from offcore.comm.requests import Requests
+from offcore.comm.requests import Put, Requests
 from offcore.comm.views import Spec, ViewCalls, specs_of
 from offcore.comm.window import Window
 from offcore.errors import Error, error
@@ -188,6 +188,7 @@ class Communicator(ViewCalls, ReductionCalls):
         self,
         buffers: Sequence[Any],
         *,
+        schedule: Sequence[Sequence[Put]] = (),
         chunk: int | None = None,
         slots: int = 4096,
         limit: float = 10.0,
@@ -198,12 +199,13 @@ class Communicator(ViewCalls, ReductionCalls):
 
         buffers: Windows, regions or window memory (`empty`), 64 at most, of one size and place on
             all ranks; a request names them by number. chunk: bytes, a power of two, of which every
-            buffer is a multiple; by default the smallest that requests of one word allow. slots:
-            of the ring. limit: seconds of a kernel's wait that names none. spin: seconds that the
+            buffer is a multiple; by default the smallest that requests of one word allow. schedule:
+            cuda only: each rank's puts, which its kernels repeat in this order; the engines have
+            them ahead then (armed). slots: of the ring. limit: seconds of a kernel's wait that names none. spin: seconds that the
             engine's thread spins before it naps. Raises `Error`: invalid (past a limit of the
             request's fields), mismatch, unsupported (a backend other than host and cuda).
         """
-        return Requests(self, buffers, chunk, slots, limit, spin)
+        return Requests(self, buffers, schedule, chunk, slots, limit, spin)
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host

@@ -24,6 +24,19 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True)
+class Put:
+    """A put of a schedule: chunks [chunk, chunk + chunks) of buffer `src` go to the same place of
+    the peer's buffer `dst`. signal: by `put_signal`, else by `put`; a signal alone has no chunks."""
+
+    peer: int
+    dst: int
+    src: int = 0
+    chunk: int = 0
+    chunks: int = 0
+    signal: bool = True
+
+
+@dataclass(frozen=True)
 class RequestStats:
     """What an engine has done for one rank."""
 
@@ -45,6 +58,7 @@ class Requests:
         self,
         comm: Owner,
         buffers: Sequence[Any],
+        schedule: Sequence[Sequence[Put]],
         chunk: int | None,
         slots: int,
         limit: float,
@@ -56,6 +70,7 @@ class Requests:
         self._proxies = _core.open_requests(
             comm._core,
             [_place(comm, number, buffer) for number, buffer in enumerate(buffers)],
+            [[_planned(put) for put in puts] for puts in schedule],
             0 if chunk is None else checked("chunk", chunk),
             checked("slots", slots, SLOTS_MAX),
             limit,
@@ -111,6 +126,16 @@ class Requests:
         if rank is None or rank not in self.local_ranks:
             raise error("invalid", f"rank {rank} is not local; local ranks: {self.local_ranks}")
         return self._proxies[self.local_ranks.index(rank)]
+
+
+def _planned(put: Put) -> tuple[int, int, int, int, int, int]:
+    """As device.cuh pushes it: put, put_signal, signal are 1, 2, 3."""
+    op = 1 if not put.signal else 2 if put.chunks else 3
+    numbers = (put.peer, put.dst, put.src, put.chunk, put.chunks)
+    peer, dst, src, chunk, chunks = (
+        checked("schedule", number, SLOTS_MAX * 2) for number in numbers
+    )
+    return (op, peer, dst, 0, 0, 0) if op == 3 else (op, peer, dst, src, chunk, chunks)
 
 
 def _place(comm: Owner, number: int, buffer: Any) -> tuple[_core.Window, int, int]:

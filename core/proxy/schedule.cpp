@@ -1,0 +1,121 @@
+// Requests that are parked ahead, by a schedule.
+#include "core/proxy/control.h"
+
+#include <algorithm>
+
+namespace offcore::proxy {
+namespace {
+
+constexpr size_t kPlannedMax = 1 << 16;  // requests of a rank's schedule
+
+}  // namespace
+
+uint64_t control_bytes(Rank ranks, const Schedule& schedule) {
+  size_t most = 0;
+  for (const auto& planned : schedule) most = std::max(most, planned.size());
+  return received_from(ranks) + 8 * most;
+}
+
+void check_schedule(const ProxyOptions& options, const std::vector<BufferPlace>& buffers,
+                    Rank ranks) {
+  if (options.schedule.empty()) return;
+  if (options.schedule.size() != ranks) {
+    fail(Code::invalid, "schedule: ", options.schedule.size(), " lists of requests for ", ranks,
+         " ranks");
+  }
+  for (Rank rank = 0; rank < ranks; ++rank) {
+    if (options.schedule[rank].size() > kPlannedMax) {
+      fail(Code::invalid, "schedule: rank ", rank, " has ", options.schedule[rank].size(),
+           " requests, ", kPlannedMax, " are the limit");
+    }
+    for (const PlannedRequest& one : options.schedule[rank]) {
+      const bool here = one.peer < ranks && one.peer != rank && one.dst < buffers.size() &&
+                        one.src < buffers.size() && one.chunk <= kChunksMax &&
+                        one.chunks <= kChunksMax;
+      const uint64_t end = (one.chunk + one.chunks) * options.chunk_bytes;
+      if (here && end <= buffers[one.dst].bytes && end <= buffers[one.src].bytes) continue;
+      fail(Code::invalid, "schedule: rank ", rank, " sends chunks ", one.chunk, "+", one.chunks,
+           " of buffer ", one.src, " to rank ", one.peer, "'s buffer ", one.dst,
+           ": one of them is not registered");
+    }
+  }
+}
+
+void RequestProxy::lay_schedule() {
+  std::vector<Word> table;
+  if (!options_.schedule.empty()) {
+    const std::vector<PlannedRequest>& planned = options_.schedule[rank_];
+    for (Rank peer = 0; peer < queues_.size(); ++peer) {
+      port_.first[peer] = static_cast<unsigned>(table.size());
+      for (const PlannedRequest& one : planned) {
+        if (one.peer != peer) continue;
+        const Word words[2] = {chunks_word(one.op, peer, one.dst, one.src, one.chunk, one.chunks)};
+        queues_[peer].planned.push_back(decode(words));
+        table.push_back(words[0]);
+      }
+      port_.period[peer] = static_cast<unsigned>(table.size()) - port_.first[peer];
+    }
+    port_.pushed = reinterpret_cast<Word*>(control(rank_, kPushed));
+    port_.start = reinterpret_cast<unsigned*>(control(rank_, kStart));
+    const uint64_t place = received_from(control_->ranks());
+    port_.schedule = reinterpret_cast<Word*>(control(rank_, place));
+    control_->write(rank_, place, table.data(), 8 * table.size());
+    std::vector<std::byte*> windows{control(rank_, 0)};
+    for (const BufferPlace& buffer : buffers_) windows.push_back(buffer.window->base(rank_));
+    engine_->prepare_parking(windows);
+  }
+  control_->write(rank_, kPort, &port_, sizeof port_);
+}
+
+// Parks what kernels will ask for. Whether there was room for anything.
+bool RequestProxy::park() {
+  bool parked = false;
+  for (Rank peer = 0; peer < queues_.size(); ++peer) {
+    PeerQueue& queue = queues_[peer];
+    while (!queue.planned.empty() && engine_->room(peer)) {
+      const Decoded& request = queue.planned[queue.parked % queue.planned.size()];
+      std::array<RequestWord, 2> words;
+      size_t count = 0;
+      if (request.signals()) {
+        words[count++] = {control(peer, received_from(rank_) + 8 * uint64_t{request.dst}),
+                          ++queue.signals[request.dst]};
+      }
+      words[count++] = {control(rank_, kSent + 8 * uint64_t{peer}), ++queue.parked};
+      engine_->park(
+          peer, control(rank_, kStart + 4 * uint64_t{peer}), static_cast<uint32_t>(queue.parked),
+          {&request.copy, request.copy.bytes > 0 ? size_t{1} : size_t{0}}, {words.data(), count});
+      parked = true;
+    }
+  }
+  return parked;
+}
+
+// Armed: what kernels have started has ended.
+bool RequestProxy::all_started_ended() const {
+  std::vector<Word> pushed(queues_.size());
+  control_->read(pushed.data(), rank_, kPushed, 8 * pushed.size());
+  for (Rank peer = 0; peer < queues_.size(); ++peer) {
+    if (engine_->ended(peer) < pushed[peer]) return false;
+  }
+  return true;
+}
+
+// Of what has ended: all of it was parked one by one.
+ProxyStats RequestProxy::parked_stats() const {
+  ProxyStats stats;
+  for (Rank peer = 0; peer < queues_.size(); ++peer) {
+    const std::vector<Decoded>& planned = queues_[peer].planned;
+    const uint64_t ended = planned.empty() ? 0 : engine_->ended(peer);
+    for (size_t i = 0; i < planned.size(); ++i) {
+      const uint64_t times = (ended + planned.size() - 1 - i) / planned.size();
+      stats.requests += times;
+      stats.batches += times;
+      stats.signals += planned[i].signals() ? times : 0;
+      stats.copies += planned[i].copy.bytes > 0 ? times : 0;
+      stats.bytes += planned[i].copy.bytes * times;
+    }
+  }
+  return stats;
+}
+
+}  // namespace offcore::proxy
