@@ -13,13 +13,13 @@ NONE, TIMEOUT, FULL, INVALID, STOPPED, PEER, BROKEN = range(7)
 """
 
 
-def alone(*texts: str, **env: str) -> str:
-    return run(BEGIN + "".join(textwrap.dedent(text) for text in texts), **env)
+def check_alone(*texts: str, **env: str) -> None:
+    assert run(BEGIN + "".join(textwrap.dedent(text) for text in texts), **env) == ""
 
 
 def test_every_rank_to_every_other() -> None:
     """Nothing is allocated, destroyed or put in a caller's stream while requests are answered."""
-    alone("""
+    check_alone("""
     ranks, producers, chunk = 3, 2, 1024
     comm = opened(ranks)
     windows = [comm.window(ranks * producers * chunk) for _ in range(2)]
@@ -43,7 +43,7 @@ def test_every_rank_to_every_other() -> None:
 
 
 def test_neighbours_go_as_one_copy_and_others_as_a_batch() -> None:
-    alone("""
+    check_alone("""
     comm = opened(2)
     window = comm.window(1 << 20)
     window.write(np.arange(1 << 20, dtype=np.uint32).astype(np.uint8), rank=0)
@@ -65,7 +65,7 @@ def test_neighbours_go_as_one_copy_and_others_as_a_batch() -> None:
 
 
 def test_a_driver_without_batches() -> None:
-    alone(
+    check_alone(
         """
         comm = opened(2)
         windows = [comm.window(1 << 16) for _ in range(2)]
@@ -84,7 +84,7 @@ def test_a_driver_without_batches() -> None:
 
 def test_a_copy_that_fails() -> None:
     """The GPU is gone: its own threads look at host memory, the caller is told."""
-    alone(
+    check_alone(
         """
         comm = opened(2)
         windows = [comm.window(1 << 16) for _ in range(2)]
@@ -102,7 +102,7 @@ def test_a_copy_that_fails() -> None:
 
 
 def test_ranks_on_one_gpu_are_refused() -> None:
-    alone("""
+    check_alone("""
     comm = opened(2, device=[0, 0])
     code, text = code_of(lambda: comm.requests([comm.window(4096)]))
     assert code == "unsupported" and "one GPU" in text, (code, text)
@@ -122,7 +122,7 @@ plan = [[one for peer in peers[rank] for one in (Put(peer, 1, 0, rank, 1, signal
 
 def test_armed_requests_start_without_the_host() -> None:
     """More rounds than are parked at once; what is parked at the end changes nothing."""
-    alone(
+    check_alone(
         ARMED,
         """
     requests = comm.requests(windows, schedule=plan, chunk=chunk, limit=20.0)
@@ -162,7 +162,7 @@ def test_armed_requests_start_without_the_host() -> None:
 
 
 def test_what_the_schedule_does_not_have() -> None:
-    alone(
+    check_alone(
         ARMED,
         """
     bad = [[Put(1, 1, 0, 0, 1)], [Put(1, 1, 0, 0, 1)], []]
@@ -185,7 +185,7 @@ def test_what_the_schedule_does_not_have() -> None:
 
 
 def test_a_schedule_needs_channels() -> None:
-    alone(
+    check_alone(
         ARMED,
         """
     code, text = code_of(lambda: comm.requests(windows, schedule=plan, chunk=chunk))

@@ -16,6 +16,7 @@ KINDS = {
         "docs/batch.md",
         "docs/cuda.md",
         "docs/errors.md",
+        "docs/gpu-driven.md",
         "docs/kv.md",
         "docs/mcast-testbed.md",
         "docs/mcast.md",

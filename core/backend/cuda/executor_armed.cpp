@@ -92,8 +92,8 @@ void CudaExecutor::take_armed(const LocalGpu& device, size_t streams) {
   }
   size_t& besides = armed_besides_[device.ordinal()];
   if (armed_lines_ + besides + streams > kArmedStreamsMax) {
-    fail(Code::unsupported, "parked commands: ", armed_lines_ + besides, " streams of a GPU have some, and ",
-         streams, " more would be past ", kArmedStreamsMax);
+    fail(Code::unsupported, "parked commands: ", armed_lines_ + besides,
+         " streams of a GPU have some, and ", streams, " more would be past ", kArmedStreamsMax);
   }
   besides += streams;
   if (streams > 0) keep_pinned(true);

@@ -1,5 +1,5 @@
-// Requests on NVIDIA's copy engines: a non-blocking stream for each peer, and one for words that are
-// written beside them. Copies of a submission are one call, the words behind them another: a
+// Requests on NVIDIA's copy engines: a non-blocking stream for each peer, and one for words that
+// are written beside them. Copies of a submission are one call, the words behind them another: a
 // write-value, which is documented to fence all that came before it in its stream.
 //
 // Nothing here allocates, records events or touches a stream of the caller's while requests are

@@ -26,7 +26,7 @@ class Owner(Protocol):
 @dataclass(frozen=True)
 class Put:
     """A put of a schedule: chunks [chunk, chunk + chunks) of buffer `src` go to the same place of
-    the peer's buffer `dst`. signal: by `put_signal`, else by `put`; a signal alone has no chunks."""
+    the peer's buffer `dst`. signal: by `put_signal`, else `put`; a signal alone has no chunks."""
 
     peer: int
     dst: int

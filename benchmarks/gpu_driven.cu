@@ -1,0 +1,138 @@
+// Kernels of gpu_driven.py, compiled by NVRTC; device.cuh comes from the installed package.
+#include <offcore/device.cuh>
+
+using offcore::RequestPort;
+using offcore::Word;
+
+namespace {
+
+constexpr unsigned kDst = 1;
+constexpr unsigned kSrc = 0;
+
+__device__ Word now_ns() { return offcore::proxy::GpuMemory::now_ns(); }
+
+__device__ unsigned stamp(Word round, unsigned rank, unsigned at) {
+  return unsigned(round) * 2654435761u + rank * 40503u + at;
+}
+
+}  // namespace
+
+// One thread on either side: round trips, by the clock of the side that begins.
+extern "C" __global__ void ping(const RequestPort* where, unsigned peer, Word chunks, Word base,
+                                unsigned rounds, unsigned begins, Word* times, unsigned* fault) {
+  const RequestPort& port = *where;
+  for (unsigned k = 1; k <= rounds; ++k) {
+    const Word began = now_ns();
+    unsigned code = 0;
+    if (begins) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
+    if (code == 0) code = offcore::wait(port, peer, kDst, base + k);
+    if (code == 0 && !begins) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
+    if (code != 0) {
+      *fault = code;
+      return;
+    }
+    times[k - 1] = now_ns() - began;
+  }
+}
+
+// The same by a block that fills what it sends anew each round, and looks at all that has come.
+extern "C" __global__ void ping_checked(const RequestPort* where, unsigned peer, unsigned* send,
+                                        unsigned* receive, unsigned words, Word chunks, Word base,
+                                        unsigned rounds, unsigned begins, Word* wrong,
+                                        unsigned* fault) {
+  const RequestPort& port = *where;
+  __shared__ unsigned code;
+  const auto wait_and_look = [&](Word k) {
+    if (threadIdx.x == 0) code = offcore::wait(port, peer, kDst, base + k);
+    __syncthreads();
+    if (code != 0) return;
+    Word bad = 0;
+    for (unsigned i = threadIdx.x; i < words; i += blockDim.x) {
+      bad += receive[i] != stamp(base + k, peer, i);
+    }
+    if (bad > 0) atomicAdd(wrong, bad);
+    __syncthreads();
+  };
+  for (unsigned k = 1; k <= rounds; ++k) {
+    if (!begins) wait_and_look(k);
+    if (!begins && code != 0) break;
+    for (unsigned i = threadIdx.x; i < words; i += blockDim.x) {
+      send[i] = stamp(base + k, port.rank, i);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
+    __syncthreads();
+    if (code != 0) break;
+    if (begins) wait_and_look(k);
+    if (code != 0) break;
+  }
+  if (threadIdx.x == 0 && code != 0) *fault = code;
+}
+
+// What a push costs its thread, and when the engine has taken it as this thread sees it: a store
+// to host memory and a load from there.
+extern "C" __global__ void push_cost(const RequestPort* where, unsigned peer, unsigned rounds,
+                                     Word* pushed, Word* taken, unsigned* fault) {
+  const RequestPort& port = *where;
+  for (unsigned k = 0; k < rounds; ++k) {
+    const Word began = now_ns();
+    const long long first = clock64();
+    const offcore::PutTicket ticket = offcore::put(port, peer, kDst, kSrc, 0, 0);
+    pushed[k] = Word(clock64() - first);
+    if (ticket.fault != 0) {
+      *fault = ticket.fault;
+      return;
+    }
+    while (offcore::proxy::GpuMemory::load(port.taken) < ticket.position) {
+      if (now_ns() - began > 1000000000ull) {
+        *fault = 1;
+        return;
+      }
+    }
+    taken[k] = now_ns() - began;
+    if (const unsigned code = offcore::wait_sent(port, ticket)) *fault = code;
+  }
+}
+
+// Every thread pushes `each` requests of one chunk and waits for its last one.
+extern "C" __global__ void push_many(const RequestPort* where, unsigned peer, unsigned each,
+                                     Word chunks_of_buffer, unsigned* fault) {
+  const RequestPort& port = *where;
+  const Word id = Word(blockIdx.x) * blockDim.x + threadIdx.x;
+  offcore::PutTicket ticket{};
+  for (unsigned i = 0; i < each; ++i) {
+    const Word chunk = (id + Word(i) * gridDim.x * blockDim.x) % chunks_of_buffer;
+    ticket = offcore::put(port, peer, kDst, kSrc, chunk, 1);
+    if (ticket.fault != 0) break;
+  }
+  const unsigned code = offcore::wait_sent(port, ticket);
+  if (code != 0) *fault = code;
+}
+
+// Messages in flight: one warp pushes them all, `stride` chunks apart, round the buffer.
+extern "C" __global__ void messages(const RequestPort* where, unsigned peer, unsigned count,
+                                    Word chunks, Word stride, Word chunks_of_buffer,
+                                    unsigned* fault) {
+  const RequestPort& port = *where;
+  const Word places = chunks_of_buffer / stride;
+  offcore::PutTicket ticket{};
+  for (unsigned m = threadIdx.x; m < count; m += blockDim.x) {
+    ticket = offcore::put(port, peer, kDst, kSrc, (m % places) * stride, chunks);
+    if (ticket.fault != 0) break;
+  }
+  unsigned code = ticket.fault;
+  if (threadIdx.x < count && code == 0) code = offcore::wait_sent(port, ticket);
+  if (code != 0) *fault = code;
+}
+
+extern "C" __global__ void stamp_time(Word* at) { *at = now_ns(); }
+
+// Fills SMs until released, or for 10 s.
+extern "C" __global__ void hold(unsigned* started, const unsigned* release) {
+  if (threadIdx.x == 0) atomicAdd(started, 1u);
+  const Word began = now_ns();
+  while (offcore::proxy::GpuMemory::load(release) == 0 && now_ns() - began < 10000000000ull) {
+    __nanosleep(1000);
+  }
+}
