@@ -15,7 +15,7 @@ inline constexpr uint64_t kPort = kFault + 8 * kRanksMax;
 inline constexpr uint64_t kReceived = 4096;
 inline constexpr uint64_t kTaken = 0;
 inline constexpr uint64_t kFaultHere = 64;
-inline constexpr uint64_t kComplaint = 128;
+inline constexpr uint64_t kComplaints = 128;  // a 32-bit word a fault
 inline constexpr uint64_t kSlots = 4096;
 static_assert(kPort + sizeof(RequestPort) <= kReceived);
 

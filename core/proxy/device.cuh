@@ -69,13 +69,13 @@ using Gpu = RequestCalls<GpuMemory>;
 
 }  // namespace proxy
 
-using proxy::RequestPort;
-using proxy::PutTicket;
-using proxy::Word;
 using proxy::kNone;
+using proxy::PutTicket;
+using proxy::RequestPort;
+using proxy::Word;
 
 __device__ __forceinline__ PutTicket put(const RequestPort& port, unsigned peer, unsigned dst,
-                                      unsigned src, Word chunk, Word chunks) {
+                                         unsigned src, Word chunk, Word chunks) {
   return proxy::Gpu::put(port, peer, dst, src, chunk, chunks);
 }
 __device__ __forceinline__ PutTicket put_signal(const RequestPort& port, unsigned peer,
@@ -87,8 +87,8 @@ __device__ __forceinline__ PutTicket signal(const RequestPort& port, unsigned pe
   return proxy::Gpu::signal(port, peer, dst);
 }
 __device__ __forceinline__ PutTicket put_bytes(const RequestPort& port, unsigned peer, unsigned dst,
-                                            Word dst_offset, unsigned src, Word src_offset,
-                                            Word bytes, bool signalled = false) {
+                                               Word dst_offset, unsigned src, Word src_offset,
+                                               Word bytes, bool signalled = false) {
   return proxy::Gpu::put_bytes(port, peer, dst, dst_offset, src, src_offset, bytes, signalled);
 }
 __device__ __forceinline__ bool test(const RequestPort& port, const PutTicket& ticket) {

@@ -40,6 +40,9 @@ ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffe
     fail(Code::invalid, "requests: a ring of ", options.slots, " slots; it must be a power of two ",
          "from ", kSlotsMin, " to ", kSlotsMax);
   }
+  if (!(options.spin_s <= 1e6)) {
+    fail(Code::invalid, "requests: spin ", options.spin_s, " s; 1e6 s is the most");
+  }
   if (!(options.limit_s > 0 && options.limit_s <= 1e6)) {
     fail(Code::invalid, "requests: a limit of ", options.limit_s, " s; it must be above 0 s");
   }
@@ -126,7 +129,7 @@ void RequestProxy::lay_port() {
            .received = words(kReceived),
            .fault = words(kFault),
            .fault_here = shared(kFaultHere),
-           .complaint = reinterpret_cast<unsigned*>(shared(kComplaint)),
+           .complaints = reinterpret_cast<unsigned*>(shared(kComplaints)),
            .pushed = nullptr,
            .start = nullptr,
            .schedule = nullptr,
@@ -143,6 +146,7 @@ void RequestProxy::run() {
   const int64_t spin_ns = spin_ns_of(options_.spin_s);
   int64_t idle_since_ns = now_ns();
   int64_t looked_ns = idle_since_ns;
+  int64_t stop_ns = idle_since_ns;  // when it was to go on for the last time
   uint32_t turns = 0;
   while (!ended_) {
     try {
@@ -154,7 +158,9 @@ void RequestProxy::run() {
       if (now - looked_ns > kLookNs) {
         look_around();
         looked_ns = now;
+        if (!stopping_.load(std::memory_order_acquire)) stop_ns = now;
       }
+      if (!ended_ && now - stop_ns > static_cast<int64_t>(kDrainS * 1e9)) give_up_stop();
       if (!busy && !ended_) rest(now - idle_since_ns, spin_ns);
     } catch (const Error& error) {
       end(error.code() == Code::invalid ? kInvalid : kBroken, error);
@@ -169,16 +175,17 @@ void RequestProxy::rest(int64_t idle_ns, int64_t spin_ns) {
     const bool done = all_done();
     if (done) settled_ = reader_.position();
     if (stopping && done) return end(kStopped, std::nullopt);
-    if (stopping && idle_ns > static_cast<int64_t>(kDrainS * 1e9)) {
-      return end(kBroken, Error(Code::driver, cat("rank ", rank_, ": requests in flight did not ",
-                                                  "end within ", kDrainS, " s")));
-    }
   }
   if (idle_ns < spin_ns) {
     pause_briefly();
   } else {
     nap(idle_ns - spin_ns);
   }
+}
+
+void RequestProxy::give_up_stop() {
+  end(kBroken, Error(Code::driver, cat("rank ", rank_, ": requests did not end within ", kDrainS,
+                                       " s after stop")));
 }
 
 // Takes what has come and submits it. Whether there was anything.
@@ -298,23 +305,24 @@ void RequestProxy::look_around() {
     return;
   }
   engine_->idle();  // a device that has failed says so
-  auto* word = reinterpret_cast<unsigned*>(host_.data + kComplaint);
-  const unsigned complaint = HostWords::load(word);
-  if (complaint == kTimeout) {
+  if (complained(kInvalid)) {
+    end(kInvalid,
+        Error(Code::invalid, cat("rank ", rank_, ": a kernel named a rank, a buffer or a ",
+                                 "range that is not registered")));
+  } else if (complained(kFull)) {
+    end(kFull, Error(Code::timeout, cat("rank ", rank_, ": a kernel found no room in the ring for ",
+                                        options_.limit_s, " s")));
+  } else if (complained(kTimeout)) {
     {
       const std::scoped_lock lock(mutex_);
       late_ = true;
     }
-    unsigned seen = complaint;  // what came meanwhile is looked at next time
-    __atomic_compare_exchange_n(word, &seen, 0u, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
-  } else if (complaint == kInvalid) {
-    end(kInvalid,
-        Error(Code::invalid, cat("rank ", rank_, ": a kernel named a rank, a buffer or a ",
-                                 "range that is not registered")));
-  } else if (complaint == kFull) {
-    end(kFull, Error(Code::timeout, cat("rank ", rank_, ": a kernel found no room in the ring for ",
-                                        options_.limit_s, " s")));
+    HostWords::store(&port_.complaints[kTimeout], 0u);
   }
+}
+
+bool RequestProxy::complained(PortFault fault) const {
+  return HostWords::load(&port_.complaints[fault]) != 0;
 }
 
 bool RequestProxy::all_done() {
@@ -337,7 +345,13 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   words.push_back({control(rank_, kHead), kClosed});
   try {
     engine_->store(words);
-    if (port_.start != nullptr) engine_->recall();  // kernels that wait have been told
+    if (port_.start != nullptr) {
+      for (Rank peer = 0; peer < queues_.size(); ++peer) {
+        counted_[peer] = queues_[peer].planned.empty() ? 0 : engine_->ended(peer);
+      }
+      recalled_.store(true, std::memory_order_release);
+      engine_->recall();  // kernels that wait have been told
+    }
   } catch (const Error& failure) {  // of a device that has failed: whoever waits there looks here
     const std::scoped_lock lock(mutex_);
     if (!error_) error_ = failure;
@@ -348,9 +362,9 @@ void RequestProxy::drain(const Deadline& deadline) {
   Word tail = 0;
   control_->read(&tail, rank_, kTail, sizeof tail);
   const bool armed = port_.start != nullptr;
-  asked_ = !armed;
   while (armed ? !all_started_ended() : settled_ < tail) {
     check();
+    asked_ = !armed;  // also where another drain has just ended
     if (deadline.passed()) {
       fail(Code::timeout, "rank ", rank_, ": requests had not ended within ",
            shown_s(deadline.wait_ns()), " s");
@@ -359,6 +373,7 @@ void RequestProxy::drain(const Deadline& deadline) {
     nap(0);
   }
   asked_ = false;
+  check_engine();
 }
 
 void RequestProxy::stop(const Deadline& deadline) {
@@ -375,15 +390,22 @@ void RequestProxy::stop(const Deadline& deadline) {
 
 void RequestProxy::check() {
   // A kernel's complaint becomes an error once the thread has seen it.
-  const auto* complaint = reinterpret_cast<const unsigned*>(host_.data + kComplaint);
   const Deadline seen = Deadline::after_ns(kSeenNs);
-  while (HostWords::load(complaint) != kNone && !over_ && !seen.passed()) nap(0);
+  const auto unseen = [&] {
+    return complained(kInvalid) || complained(kFull) || complained(kTimeout);
+  };
+  while (unseen() && !over_ && !seen.passed()) nap(0);
+  check_engine();
   const std::scoped_lock lock(mutex_);
-  if (error_) throw Error(*error_);
   if (std::exchange(late_, false)) {
     fail(Code::timeout, "rank ", rank_, ": a kernel's wait ran past its limit");
   }
   if (over_) fail(Code::invalid, "the engine for requests was stopped");
+}
+
+void RequestProxy::check_engine() {
+  const std::scoped_lock lock(mutex_);
+  if (error_) throw Error(*error_);
 }
 
 ProxyStats RequestProxy::stats() const {

@@ -124,10 +124,14 @@ class RequestProxy : public OfProcess {
   Decoded decode(const Word (&words)[2]) const;
   void accept(const Word (&words)[2]);
   bool park();
+  uint64_t ended(Rank peer) const;
   bool all_started_ended() const;
   void add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy);
   void submit(Rank peer, PeerQueue& queue);
   void look_around();
+  bool complained(PortFault fault) const;
+  void check_engine();
+  void give_up_stop();
   void end(PortFault fault, std::optional<Error> error);
   bool all_done();
   ProxyStats parked_stats() const;
@@ -142,10 +146,12 @@ class RequestProxy : public OfProcess {
   RequestPort port_{};
   std::unique_ptr<RequestEngine> engine_;
   RequestReader<struct HostWords> reader_;
-  std::vector<PeerQueue> queues_;  // by peer
-  uint64_t waiting_ = 0;           // requests accepted and not submitted
-  Word refreshed_ = 0;             // the replica of the head
-  bool ended_ = false;             // the thread's own
+  std::vector<PeerQueue> queues_;              // by peer
+  uint64_t waiting_ = 0;                       // requests accepted and not submitted
+  std::array<uint64_t, kRanksMax> counted_{};  // armed: requests ended, once all are recalled
+  std::atomic<bool> recalled_{false};
+  Word refreshed_ = 0;  // the replica of the head
+  bool ended_ = false;  // the thread's own
   std::atomic<bool> stopping_{false};
   std::atomic<bool> asked_{false};     // somebody waits for `settled_`
   std::atomic<Word> settled_{0};       // all before it has ended

@@ -83,7 +83,7 @@ struct RequestPort {
   const Word* received;        // by peer and buffer (kSignalStride)
   const Word* fault;           // by rank: why its engine has ended (PortFault)
   const Word* fault_here;      // host memory: the same of this rank's
-  unsigned* complaint;         // host memory: what a producer has found wrong
+  unsigned* complaints;        // host memory: what producers have found wrong, by PortFault
   Word* pushed;                // armed: requests so far, by peer
   unsigned* start;             // armed: what the peer's queue waits for
   const Word* schedule;        // armed: the requests of all peers
@@ -146,8 +146,9 @@ struct RequestCalls {
   OFFCORE_INLINE static PutTicket put_bytes(const RequestPort& port, unsigned peer, unsigned dst,
                                             Word dst_offset, unsigned src, Word src_offset,
                                             Word bytes, bool signalled = false) {
-    if (dst_offset > kOffsetMax || src_offset > kOffsetMax || bytes > kOffsetMax + 1 ||
-        !named(port, peer, dst, src)) {
+    const Word end = kOffsetMax + 1;
+    if (dst_offset >= end || bytes > end - dst_offset || src_offset >= end ||
+        bytes > end - src_offset || !named(port, peer, dst, src)) {
       return refuse(port, peer);
     }
     for (;;) {
@@ -202,8 +203,19 @@ struct RequestCalls {
   }
 
   OFFCORE_INLINE static PutTicket refuse(const RequestPort& port, unsigned peer) {
-    Memory::store(port.complaint, unsigned{kInvalid});
+    complain(port, kInvalid);
     return {0, peer, kInvalid};
+  }
+
+  OFFCORE_INLINE static void complain(const RequestPort& port, unsigned fault) {
+    Memory::store(&port.complaints[fault], 1u);
+  }
+
+  // A place that stays empty, or a turn that nobody takes: nothing behind it ever starts.
+  OFFCORE_INLINE static PutTicket give_up(const RequestPort& port, unsigned peer, unsigned fault) {
+    if (fault == kTimeout) fault = kFull;
+    if (fault == kFull) complain(port, kFull);
+    return {0, peer, fault};
   }
 
   OFFCORE_INLINE static PutTicket push_chunks(const RequestPort& port, unsigned op, unsigned peer,
@@ -226,9 +238,7 @@ struct RequestCalls {
       const unsigned fault = spin(port, port.rank, 0, [&] {
         return fits(Memory::load(port.head)) || fits(Memory::load(port.taken));
       });
-      // The words stay empty, so nothing behind them is ever taken.
-      if (fault == kTimeout) Memory::store(port.complaint, unsigned{kFull});
-      if (fault != kNone) return {0, peer, fault == kTimeout ? unsigned{kFull} : fault};
+      if (fault != kNone) return give_up(port, peer, fault);
     }
     for (unsigned i = 0; i < count; ++i) {
       Word* slot = &port.slots[(position + i) & (slots - 1)];
@@ -249,7 +259,7 @@ struct RequestCalls {
     const Word before = Memory::reserve(&port.pushed[peer], 1);
     if (port.schedule[port.first[peer] + before % period] != word) return refuse(port, peer);
     const auto turn = [&] { return Memory::load(&port.start[peer]) == unsigned(before); };
-    if (const unsigned fault = spin(port, port.rank, 0, turn)) return {0, peer, fault};
+    if (const unsigned fault = spin(port, port.rank, 0, turn)) return give_up(port, peer, fault);
     Memory::store(&port.start[peer], unsigned(before + 1));
     return {before + 1, peer, kNone};
   }
@@ -270,7 +280,7 @@ struct RequestCalls {
         const Word now_ns = Memory::now_ns();
         if (began_ns == 0) began_ns = now_ns;
         if (now_ns - began_ns > limit_ns) {
-          Memory::store(port.complaint, unsigned{kTimeout});
+          complain(port, kTimeout);
           return kTimeout;
         }
       }
@@ -278,6 +288,8 @@ struct RequestCalls {
     }
   }
 };
+
+#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 
 // The engine's side of a ring: one thread takes the words in the order of their positions.
 template <typename Memory>
@@ -308,5 +320,7 @@ class RequestReader {
   unsigned log2_;
   Word position_ = 0;
 };
+
+#endif
 
 }  // namespace offcore::proxy

@@ -90,12 +90,19 @@ bool RequestProxy::park() {
   return parked;
 }
 
-// Armed: what kernels have started has ended.
+// Armed: the peer's requests that have ended, of those that kernels started.
+uint64_t RequestProxy::ended(Rank peer) const {
+  if (recalled_.load(std::memory_order_acquire)) return counted_[peer];
+  const uint64_t ended = engine_->ended(peer);
+  return recalled_.load(std::memory_order_acquire) ? counted_[peer] : ended;
+}
+
+// What kernels have started has ended.
 bool RequestProxy::all_started_ended() const {
   std::vector<Word> pushed(queues_.size());
   control_->read(pushed.data(), rank_, kPushed, 8 * pushed.size());
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
-    if (engine_->ended(peer) < pushed[peer]) return false;
+    if (!queues_[peer].planned.empty() && ended(peer) < pushed[peer]) return false;
   }
   return true;
 }
@@ -105,7 +112,7 @@ ProxyStats RequestProxy::parked_stats() const {
   ProxyStats stats;
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
     const std::vector<Decoded>& planned = queues_[peer].planned;
-    const uint64_t ended = planned.empty() ? 0 : engine_->ended(peer);
+    const uint64_t ended = planned.empty() ? 0 : this->ended(peer);
     for (size_t i = 0; i < planned.size(); ++i) {
       const uint64_t times = (ended + planned.size() - 1 - i) / planned.size();
       stats.requests += times;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -32,7 +33,10 @@ struct HostPort {
   RequestPort port;
 };
 
-Word limit_ns(double limit_s) { return static_cast<Word>(limit_s * 1e9); }
+// 0: the port's own.
+Word limit_ns(double limit_s) {
+  return limit_s > 0 ? static_cast<Word>(std::min(limit_s, 1e6) * 1e9) : 0;
+}
 
 // What ranks compare before any of them answers requests.
 std::string facts_of(const proxy::ProxyOptions& options,

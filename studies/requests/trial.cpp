@@ -56,7 +56,7 @@ RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots) {
   std::vector<Word> ring(slots);
   std::vector<Word> none(proxy::kRanksMax);
   Line tail, head, taken, fault_here;
-  unsigned complaint = 0;
+  unsigned complaints[8] = {};
   const unsigned log2 = static_cast<unsigned>(std::countr_zero(slots));
   RequestPort port{};
   port.slots = ring.data();
@@ -65,7 +65,7 @@ RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots) {
   port.taken = &taken.word;
   port.fault = none.data();
   port.fault_here = &fault_here.word;
-  port.complaint = &complaint;
+  port.complaints = complaints;
   port.limit_ns = Word{60} * 1'000'000'000;
   port.slots_log2 = log2;
   port.ranks = 2;

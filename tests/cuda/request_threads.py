@@ -12,8 +12,8 @@ import offcore
 from offcore import _core
 
 POINTERS = ("slots", "tail", "head", "taken", "sent", "received", "fault", "fault_here")
-POINTERS += ("complaint", "pushed", "start", "schedule")
-ON_HOST = {"slots", "taken", "fault_here", "complaint"}
+POINTERS += ("complaints", "pushed", "start", "schedule")
+ON_HOST = {"slots", "taken", "fault_here", "complaints"}
 
 _library = ctypes.CDLL(os.environ["OFFCORE_LIBCUDA"])
 _library.fakecuda_memory.restype = ctypes.c_void_p

@@ -149,6 +149,8 @@ def test_armed_requests_start_without_the_host() -> None:
     before = [look(windows[1], rank).copy() for rank in range(ranks)]
     windows[0].write(np.full(chunk, 255, np.uint8), 0, rank=0)
     requests.stop()
+    assert requests.stats(0) == stats
+    requests.drain()
     assert ports[1].wait(0, 1, rounds + 1) == STOPPED
     for rank in range(ranks):
         assert (look(windows[1], rank) == before[rank]).all()
@@ -175,6 +177,7 @@ def test_what_the_schedule_does_not_have() -> None:
     assert port.put_bytes(1, 1, 0, 0, 0, 5).fault == INVALID
     assert other.wait(0, 1, 1) == INVALID
     assert code_of(requests.check)[0] == "invalid"
+    assert code_of(requests.drain)[0] == "invalid"
     requests.stop()
     requests = comm.requests(windows, schedule=plan, chunk=chunk)
     assert gpu_port(requests, 0).signal(1, 1).fault == INVALID  # a put comes first

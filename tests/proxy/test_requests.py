@@ -166,6 +166,8 @@ def test_a_range_that_is_not_registered(pair: Any) -> None:
         lambda port: port.signal(1, 2),
         lambda port: port.put(1, 0, 0, 1 << 21, 1),
         lambda port: port.put_bytes(1, 0, 0, 0, 1 << 38, 1),
+        lambda port: port.put_bytes(1, 0, 1, 0, 0, 1 << 38),
+        lambda port: (port.wait(1, 0, 1, limit_s=0.001), port.signal(1, 2))[1],
     ],
 )
 def test_a_bad_number_is_refused_by_its_producer(pair: Any, call: Any) -> None:
@@ -234,6 +236,15 @@ def start(rank: int, store: str, what: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def test_drains_at_once(pair: Any) -> None:
+    requests, _, (port, _) = pair
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(50):
+            port.put_signal(1, 1, 0, 0, 1)
+            list(pool.map(lambda _: requests.drain(5.0), range(4)))
+    assert requests.stats(0).signals == 50
 
 
 def test_ranks_of_other_processes() -> None:

@@ -15,6 +15,7 @@ constexpr uint64_t kInFlightMax = 64;
 constexpr uint64_t kTellEvery = 8;  // submissions; parked ones tell each time
 constexpr size_t kCopiesMax = 128;  // of a call
 constexpr uint64_t kLine = 64;
+constexpr int64_t kOpenNs = 50'000'000;
 
 }  // namespace
 
@@ -50,12 +51,14 @@ CudaRequestEngine::~CudaRequestEngine() {
   bool ended = true;
   try {
     const Deadline deadline = Deadline::after_s(kGraceS);
-    while (!(ended = idle()) && !deadline.passed()) nap(0);
+    while (!(ended = quiet()) && !deadline.passed()) nap(0);
   } catch (const Error&) {
     ended = false;
   }
-  if (armed_ > 0) executor_->give_armed(*device_, armed_);
-  if (ended) return;
+  if (ended) {
+    if (armed_ > 0) executor_->give_armed(*device_, armed_);
+    return;
+  }
   // A GPU still holds them: kept for good.
   new auto(std::move(streams_));
   new auto(std::move(words_));
@@ -164,6 +167,11 @@ void CudaRequestEngine::store(std::span<const RequestWord> words) {
 }
 
 bool CudaRequestEngine::idle() {
+  enter();
+  return quiet();
+}
+
+bool CudaRequestEngine::quiet() {
   const auto done = [](const std::unique_ptr<CudaStream>& stream) {
     if (stream == nullptr) return true;
     const CUresult result = Driver::get().cuStreamQuery(stream->handle());
@@ -215,18 +223,19 @@ void CudaRequestEngine::park(Rank peer, std::byte* gate, uint32_t value,
 void CudaRequestEngine::recall() {
   const ContextGuard current = device_->current();
   for (auto& [mapping, twin] : twins_) twin->blank(executor_->devices());
-  for (const PeerStream& to : streams_) {
-    if (to.gate == nullptr) continue;
-    ops_.push_back({.operation = kOpWrite32,
-                    .address = reinterpret_cast<CUdeviceptr>(to.gate),
-                    .value = to.parked});
-  }
-  operate(words_->handle());
   const Deadline deadline = Deadline::after_s(kRunOutS);
-  while (!idle()) {
+  do {  // again, as a kernel's start that was under way may come behind
     if (deadline.passed()) fail(Code::driver, "parked requests on a GPU did not end");
-    nap(0);
-  }
+    for (const PeerStream& to : streams_) {
+      if (to.gate == nullptr) continue;
+      ops_.push_back({.operation = kOpWrite32,
+                      .address = reinterpret_cast<CUdeviceptr>(to.gate),
+                      .value = to.parked});
+    }
+    operate(words_->handle());
+    const Deadline again = Deadline::after_ns(kOpenNs);
+    while (!idle() && !again.passed()) nap(0);
+  } while (!idle());
 }
 
 }  // namespace offcore::cuda

@@ -42,7 +42,7 @@ class CudaRequestEngine final : public RequestEngine {
   };
 
   void enter();
-  PeerStream& stream_of(Rank peer);
+  bool quiet();
   CUdeviceptr target(const std::byte* address) const;
   void copy(CUstream stream, std::span<const RequestCopy> copies);
   void write(CUstream stream, std::span<const RequestWord> words, const RequestWord* told);
