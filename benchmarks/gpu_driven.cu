@@ -91,7 +91,10 @@ extern "C" __global__ void push_cost(const RequestPort* where, unsigned peer, un
       }
     }
     taken[k] = now_ns() - began;
-    if (const unsigned code = offcore::wait_sent(port, ticket)) *fault = code;
+    if (const unsigned code = offcore::wait_sent(port, ticket)) {
+      *fault = code;
+      return;
+    }
   }
 }
 

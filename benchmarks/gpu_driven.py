@@ -14,14 +14,18 @@ push        What a push costs its thread; until the engine has taken it, seen fr
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
             beside a loop of cuMemcpyAsync of the same.
 
-The exit status is 0 where no byte was wrong and no call failed.
+Each section (--only) is a process of its own with a limit (--section-s), and its rows are written
+as they come, so that one which fails or hangs loses no other's. The exit status is 0 where no byte
+was wrong and no call failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -46,11 +50,11 @@ LIMIT_S = 5.0
 class Bench:
     """Two ranks, their kernels and streams."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, file: Path) -> None:
         self.rounds = rounds
+        self.file = file
         self.comm = offcore.Communicator(backend="cuda", ranks=2, timeout=20)
         self.windows = [self.comm.window(BUFFER) for _ in range(2)]
-        self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.kernels: list[dict[str, Any]] = []
         self.streams: list[Any] = []
@@ -91,9 +95,9 @@ class Bench:
                 self.failures.append(f"{what}: rank {rank}: fault {fault}, {wrong} wrong words")
 
     def add(self, what: str, engine: str, nbytes: int, value: float, unit: str) -> None:
-        self.rows.append(
-            {"what": what, "engine": engine, "bytes": nbytes, "value": value, "unit": unit}
-        )
+        row = {"what": what, "engine": engine, "bytes": nbytes, "value": value, "unit": unit}
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
         print(f"{what:<12} {engine:<12} {nbytes:>9} {value:>12.2f} {unit}", flush=True)
 
     def both(
@@ -371,39 +375,69 @@ def throughput(bench: Bench) -> None:
         requests.check()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--only", default="proxy,armed,host,push,throughput")
-    given = parser.parse_args()
-    only = given.only.split(",")
-    bench = Bench(given.rounds)
-    steps: dict[str, Callable[[], None]] = {
-        "proxy": lambda: ping_pongs(bench, "proxy"),
-        "armed": lambda: ping_pongs(bench, "armed"),
-        "host": lambda: by_the_host(bench),
-        "push": lambda: pushes(bench),
-        "throughput": lambda: throughput(bench),
-    }
-    for name, step in steps.items():
-        if name not in only:
-            continue
-        try:
-            step()
-        except offcore.Error as error:
-            bench.failures.append(f"{name}: {error}")
-    if given.json:
-        with given.json.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in bench.rows)
-    print("\n" + "\n".join(bench.failures or ["no failure, every byte right"]))
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "proxy": lambda bench: ping_pongs(bench, "proxy"),
+    "armed": lambda bench: ping_pongs(bench, "armed"),
+    "host": by_the_host,
+    "push": pushes,
+    "throughput": throughput,
+}
+
+
+def measure(section: str, rounds: int, rows: Path) -> int:
+    """One section, in this process."""
+    bench = None
+    try:
+        bench = Bench(rounds, rows)
+        SECTIONS[section](bench)
+    except Exception as error:  # a driver's too: told like the others
+        print(f"{section}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # nothing of a failed context is taken down
+    for failure in bench.failures:
+        print(f"{section}: {failure}", file=sys.stderr, flush=True)
+    return len(bench.failures) > 0
+
+
+def run_section(section: str, rounds: int, rows: Path, limit_s: float) -> str:
+    """Why it failed; empty: it did not."""
+    command = [sys.executable, str(Path(__file__)), "--section", section]
+    command += ["--rounds", str(rounds), "--json", str(rows)]
+    try:
+        done = subprocess.run(command, timeout=limit_s, stderr=subprocess.PIPE, text=True)
+    except subprocess.TimeoutExpired:
+        return f"{section}: did not end within {limit_s:g} s"
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else "\n".join(lines[-8:]) or f"{section}: it crashed"
+
+
+def table(rows: list[dict[str, Any]]) -> None:
     print("what         engine           bytes        value unit")
-    for row in bench.rows:
+    for row in rows:
         print(
             f"{row['what']:<12} {row['engine']:<12} {row['bytes']:>9} "
             f"{row['value']:>12.2f} {row['unit']}"
         )
-    return len(bench.failures) > 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", type=Path, default=Path("gpu-driven.jsonl"))
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--section-s", type=float, default=55, help="seconds that each may take")
+    parser.add_argument("--section", choices=SECTIONS, help="just this one, in this process")
+    given = parser.parse_args()
+    if given.section:
+        return measure(given.section, given.rounds, given.json)
+    given.json.write_text("", "utf-8")
+    failures = [
+        failure
+        for section in given.only.split(",")
+        if (failure := run_section(section, given.rounds, given.json, given.section_s))
+    ]
+    print("\n" + "\n".join(failures or ["no failure, every byte right"]))
+    table([json.loads(line) for line in given.json.read_text("utf-8").splitlines()])
+    return len(failures) > 0
 
 
 if __name__ == "__main__":
