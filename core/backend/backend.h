@@ -149,6 +149,7 @@ struct Calls {
   uint32_t strided = 0;
   uint32_t crossed = 0;  // of these, by the engine of the other direction
   uint32_t kernels = 0;  // that copied instead of engines, where a caller has asked for that
+  uint32_t packs = 0;    // kernels that copied paged buffers
 
   Calls& operator+=(const Calls& other) {
     batches += other.batches;
@@ -157,6 +158,7 @@ struct Calls {
     strided += other.strided;
     crossed += other.crossed;
     kernels += other.kernels;
+    packs += other.packs;
     return *this;
   }
 };
@@ -168,7 +170,7 @@ struct Report {
   std::vector<int64_t> timestamps_ns;  // by the timestamp command's value; -1: never reached
   OwnCopy own_copy = OwnCopy::engine;  // the worst of all
   Calls calls;                         // none where no driver is told
-  uint32_t sms = 0;                    // GPUs: that reductions took; engines take none
+  uint32_t sms = 0;                    // GPUs: that kernels of its own took
   bool native = true;                  // false: other commands did what this launch's cannot
   std::string_view way;  // sdma: what took the copies (sdma/submit_path.h); else empty
 };
@@ -359,6 +361,7 @@ struct Capabilities {
   ForeignMemory* foreign_memory = nullptr;
   SignalChoice* signal_choice = nullptr;
   RequestEngines* request_engines = nullptr;
+  bool packs = false;  // cores copy paged buffers (page_table.h)
   // How a signal stays behind the data before it: "fenced", or "copy_order"
   // (cuda/stream_encoder.h).
   std::string_view signals = "fenced";

@@ -30,7 +30,7 @@ Role role_of(std::string_view name) {
 }
 
 std::string_view to_string(Buffer::Home kind) {
-  constexpr std::string_view kNames[] = {"window", "local", "host"};
+  constexpr std::string_view kNames[] = {"window", "local", "host", "paged"};
   return kNames[static_cast<size_t>(kind)];
 }
 

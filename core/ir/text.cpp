@@ -241,7 +241,8 @@ class Parser {
       line.fail_at(start, "expected at most 255 buffers");
     }
     line.expect_blank("the kind");
-    buffer.kind = choice(line, "the kind", {HomeName::window, HomeName::local, HomeName::host});
+    buffer.kind = choice(line, "the kind",
+                         {HomeName::window, HomeName::local, HomeName::host, HomeName::paged});
     line.expect_blank("the size");
     buffer.bytes = line.number("the size in bytes", UINT64_MAX);
     program_.buffers.push_back(std::move(buffer));

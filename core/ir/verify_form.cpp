@@ -94,9 +94,18 @@ class SliceCheck {
              buffer.kind == Buffer::Home::host ? "[host], where " : "a rank, as ", buffer.name,
              " is a ", to_string(buffer.kind), " buffer");
     }
-    if (buffer.kind == Buffer::Home::local && slice.rank != program_.queues[place_.queue].rank) {
+    const bool own = buffer.kind == Buffer::Home::local || buffer.kind == Buffer::Home::paged;
+    if (own && slice.rank != program_.queues[place_.queue].rank) {
       reject("shape", program_, place_, side, " is local to rank ", slice.rank);
     }
+    if (buffer.kind != Buffer::Home::paged) return;
+    const Slice& other = &slice == &command_.dst ? command_.src : command_.dst;
+    if (command_.op == Op::copy && command_.rows == 1 &&
+        program_.buffers[other.buffer].kind == Buffer::Home::local) {
+      return;
+    }
+    reject("shape", program_, place_, side,
+           " lies in pages, which only a copy of one row reaches, ", "to or from a local buffer");
   }
 
   void check_ring(const Slice& slice, std::string_view side) const {

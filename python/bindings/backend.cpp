@@ -128,6 +128,9 @@ class Session : public OfProcess {
   void bind_buffer(Memory& memory, std::vector<Copy>& copies, Launch& launch,
                    const Program& program, BufferId id, const Arrays& arrays) {
     const Buffer& buffer = program.buffers[id];
+    if (buffer.kind == Buffer::Home::paged) {
+      fail(Code::unsupported, "buffer ", buffer.name, " lies in pages, which have no array");
+    }
     const bool host = buffer.kind == Buffer::Home::host;
     const Rank places = host ? Rank{1} : program.ranks;
     const auto found = arrays.find(buffer.name);

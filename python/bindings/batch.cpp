@@ -106,7 +106,8 @@ void bind_run(nb::module_& module) {
       .def_ro("plain", &Calls::plain)
       .def_ro("strided", &Calls::strided)
       .def_ro("crossed", &Calls::crossed)
-      .def_ro("kernels", &Calls::kernels);
+      .def_ro("kernels", &Calls::kernels)
+      .def_ro("packs", &Calls::packs);
   nb::class_<Report>(module, "Report")
       .def_ro("time_ns", &Report::time_ns)
       .def_ro("phases", &Report::phases)

@@ -1,4 +1,4 @@
-"""The reduction kernels that are committed, and how programs that reduce are enqueued."""
+"""The kernels that are committed, and how programs that reduce are enqueued."""
 
 import shutil
 import subprocess
@@ -12,16 +12,17 @@ from offcore import _core, machines
 KERNELS = Path(__file__).parents[2] / "core/backend/cuda/kernels"
 
 
-def test_the_committed_ptx_is_what_the_source_compiles_to() -> None:
+@pytest.mark.parametrize("kernels", ["reduce", "pack"])
+def test_the_committed_ptx_is_what_the_source_compiles_to(kernels: str) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     if "release 13.0" not in version.stdout:
         pytest.skip("another version of nvcc writes other PTX")
-    command = [sys.executable, str(KERNELS / "compile.py"), "--print"]
+    command = [sys.executable, str(KERNELS / "compile.py"), "--print", kernels]
     compiled = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert compiled.stdout == (KERNELS / "reduce_ptx.inc").read_text()
+    assert compiled.stdout == (KERNELS / f"{kernels}_ptx.inc").read_text()
 
 
 @pytest.mark.parametrize("staged", [False, True])

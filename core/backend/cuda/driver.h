@@ -45,6 +45,7 @@ constexpr bool refused(CUresult result) {
 }
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr int kMostUrgent = -1000;  // the driver takes the most that there is
 inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kWaitGeq = 0;  // cyclic: (int32_t)(*word - value) >= 0

@@ -26,7 +26,7 @@ class OrderedStream {
  public:
   OrderedStream(const std::shared_ptr<const LocalGpu>& device,
                 const std::shared_ptr<SignalWords>& words)
-      : word_(device, words), stream_(device->gpu().stream()) {}
+      : word_(device, words), stream_(device->stream()) {}
   CUstream stream() const { return stream_->handle(); }
   CUdeviceptr word() const { return word_.address(); }
 

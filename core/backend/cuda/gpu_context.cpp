@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "core/backend/cuda/copy_kernel.h"
+#include "core/backend/cuda/pack_kernel.h"
 #include "core/backend/cuda/reduce_kernel.h"
 #include "core/base/clock.h"
 #include "core/base/fork.h"
@@ -82,10 +83,11 @@ PrimaryContext::~PrimaryContext() {
   Driver::get().cuDevicePrimaryCtxRelease(device_);
 }
 
-CudaStream::CudaStream(std::shared_ptr<const PrimaryContext> context)
+CudaStream::CudaStream(std::shared_ptr<const PrimaryContext> context, bool urgent)
     : context_(std::move(context)) {
   const ContextGuard current(context_->handle());
-  check(Driver::get().cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, 0),
+  check(Driver::get().cuStreamCreateWithPriority(&handle_, kStreamNonBlocking,
+                                                 urgent ? kMostUrgent : 0),
         "cuStreamCreateWithPriority");
 }
 
@@ -178,6 +180,12 @@ const CopyKernel& GpuContext::copy_kernel() const {
   const std::scoped_lock lock(kept_mutex_);
   if (copy_kernel_ == nullptr) copy_kernel_ = std::make_unique<const CopyKernel>(context_);
   return *copy_kernel_;
+}
+
+const PackKernel& GpuContext::pack_kernel() const {
+  const std::scoped_lock lock(kept_mutex_);
+  if (pack_kernel_ == nullptr) pack_kernel_ = std::make_unique<const PackKernel>(context_);
+  return *pack_kernel_;
 }
 
 const ReduceKernels& GpuContext::reduce_kernels() const {

@@ -1,6 +1,6 @@
 // One GPU of this process: communicators, batches, KV transfers and proofs all use the same one,
 // the local ranks of a group by local_gpu.h. It owns the primary context, a service stream for what
-// is no part of a program, idle streams, a pool of events and the copy kernel, and lives as long as
+// is no part of a program, idle streams, a pool of events and its kernels, and lives as long as
 // anybody holds it.
 #pragma once
 #include <memory>
@@ -58,7 +58,8 @@ class PrimaryContext {
 // A non-blocking stream.
 class CudaStream {
  public:
-  explicit CudaStream(std::shared_ptr<const PrimaryContext> context);
+  // `urgent`: its kernels begin before those of others that wait for an SM too.
+  explicit CudaStream(std::shared_ptr<const PrimaryContext> context, bool urgent = false);
   ~CudaStream();
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
@@ -113,6 +114,7 @@ class CudaEvent {
 };
 
 class CopyKernel;
+class PackKernel;
 class ReduceKernels;
 
 class GpuContext final : public Port {
@@ -127,7 +129,9 @@ class GpuContext final : public Port {
   const std::shared_ptr<const PrimaryContext>& context() const { return context_; }
   ContextGuard current() const { return ContextGuard(context_->handle()); }
   CudaEvent event(bool timed = false) const { return CudaEvent(events_, timed); }
-  std::unique_ptr<CudaStream> stream() const { return std::make_unique<CudaStream>(context_); }
+  std::unique_ptr<CudaStream> stream(bool urgent = false) const {
+    return std::make_unique<CudaStream>(context_, urgent);
+  }
   // One with nothing in it, and giving it back when that is so again.
   std::unique_ptr<CudaStream> take_idle_stream() const;
   void give_idle_stream(std::unique_ptr<CudaStream> stream) const;
@@ -145,6 +149,10 @@ class GpuContext final : public Port {
   // by whoever asks first. Throws unsupported or driver.
   const CopyKernel& copy_kernel() const;
 
+  // The kernel that packs pages on this GPU (pack_kernel.h), loaded by whoever asks first. Throws
+  // driver.
+  const PackKernel& pack_kernel() const;
+
   // The kernels that reduce on this GPU, made by whoever asks first.
   const ReduceKernels& reduce_kernels() const;
 
@@ -160,9 +168,10 @@ class GpuContext final : public Port {
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<CudaStream> service_;
   mutable std::mutex mutex_;       // one user of the service stream at a time
-  mutable std::mutex kept_mutex_;  // of the three below
+  mutable std::mutex kept_mutex_;  // of the four below
   mutable std::vector<std::unique_ptr<CudaStream>> idle_;
   mutable std::unique_ptr<const CopyKernel> copy_kernel_;
+  mutable std::unique_ptr<const PackKernel> pack_kernel_;
   mutable std::unique_ptr<const ReduceKernels> reduce_kernels_;
 };
 

@@ -5,10 +5,11 @@
 
 namespace offcore::cuda {
 
-LocalGpu::LocalGpu(Rank rank, int ordinal, bool copy_kernel)
+LocalGpu::LocalGpu(Rank rank, int ordinal, bool copy_kernel, bool urgent)
     : rank_(rank),
       gpu_(GpuContext::of(ordinal)),
-      copy_kernel_(copy_kernel ? &gpu_->copy_kernel() : nullptr) {}
+      copy_kernel_(copy_kernel ? &gpu_->copy_kernel() : nullptr),
+      urgent_(urgent) {}
 
 LocalGpu::~LocalGpu() = default;
 

@@ -13,8 +13,9 @@ class EngineAlias;
 
 class LocalGpu {
  public:
-  // `copy_kernel`: a kernel copies between the host and this GPU (copy_kernel.h). Throws driver.
-  LocalGpu(Rank rank, int ordinal, bool copy_kernel = false);
+  // `copy_kernel`: a kernel copies between the host and this GPU (copy_kernel.h). `urgent`: its
+  // streams' kernels begin before others'. Throws driver.
+  LocalGpu(Rank rank, int ordinal, bool copy_kernel = false, bool urgent = false);
   ~LocalGpu();
   LocalGpu(const LocalGpu&) = delete;
   LocalGpu& operator=(const LocalGpu&) = delete;
@@ -24,6 +25,7 @@ class LocalGpu {
   const GpuContext& gpu() const { return *gpu_; }
   int ordinal() const { return gpu_->device(); }
   ContextGuard current() const { return gpu_->current(); }
+  std::unique_ptr<CudaStream> stream() const { return gpu_->stream(urgent_); }
   CudaEvent event(bool timed = false) const { return gpu_->event(timed); }
 
   const CopyKernel* copy_kernel() const { return copy_kernel_; }  // null: engines copy
@@ -45,6 +47,7 @@ class LocalGpu {
   Rank rank_;
   std::shared_ptr<const GpuContext> gpu_;
   const CopyKernel* copy_kernel_;
+  bool urgent_;
   std::shared_ptr<const DualEngine> crossing_;
   std::unique_ptr<const EngineAlias> engine_alias_;
 };

@@ -12,6 +12,7 @@
 //              copy of that word to all of them. With a signal table: that copy alone. To several
 //              ranks beside copies that are not strided, and to any behind a batch: a write-value
 //              to each
+//              pages: a kernel (pack_kernel.h)
 //   reduce     a kernel (reduce_kernel.h), several as one; the polls before one and the signals
 //              behind it are the kernel's own, but for captured programs
 //   fence      hands over what was collected: a stream is in order by itself
@@ -49,7 +50,7 @@ struct EncodeOptions {
   SignalForm signals = SignalForm::fenced;
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
   uint32_t call_min = UINT32_MAX;  // as Batches has it
-  uint32_t sms = 12;               // that a reduction takes, at most
+  uint32_t sms = 12;               // that a reduction, or a copy of pages, takes at most
   bool armed = false;  // a stream of the GPU is, and copies that need not be stand still behind it
 };
 
@@ -73,7 +74,7 @@ struct SubmitStats {
   std::vector<TimestampEvent> stamps;
   OwnCopy own_copy = OwnCopy::engine;
   Calls calls;
-  uint32_t sms = 0;        // that reductions took
+  uint32_t sms = 0;        // that reductions and copies of pages took
   bool native = true;      // false: the driver has refused a form, and another one was taken
   bool submitted = false;  // something is in a stream
 
@@ -138,6 +139,7 @@ class StreamEncoder {
   bool within(const Command& command) const;
   bool pitches(const Command& command, MappedAddress& dst, MappedAddress& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
+  bool pack(const Command& command);
   bool gather(const StridedCopy& rows);
   bool strided(StridedCopy rows);
   bool takes_batches() const;

@@ -33,7 +33,8 @@ struct LocalProgram : exec::RankQueues {
 };
 
 struct CudaProgram : exec::CompiledProgram {
-  using exec::CompiledProgram::CompiledProgram;
+  CudaProgram(std::shared_ptr<const Program> of, Rank ranks, std::span<const Rank> local)
+      : CompiledProgram(std::move(of), ranks, local, true) {}
   std::vector<LocalProgram> gpus;  // by device
   std::vector<std::shared_ptr<LocalGpu>> devices;
   uint64_t bytes = 0;  // that the local queues copy

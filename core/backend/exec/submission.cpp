@@ -20,13 +20,19 @@ std::vector<Rank> sorted_ranks(std::vector<Rank> local_ranks, Rank ranks) {
 }
 
 CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank ranks,
-                                 std::span<const Rank> local_ranks)
+                                 std::span<const Rank> local_ranks, bool pack)
     : program(std::move(program_)),
       reduces(program->reduction.has_value()),
       interleaved(offcore::interleaved(*program)) {
   if (program->ranks != ranks) {
     fail(Code::invalid, "a program of ", program->ranks, " ranks cannot run on a backend of ",
          ranks);
+  }
+  const bool paged =
+      std::any_of(program->buffers.begin(), program->buffers.end(),
+                  [](const Buffer& buffer) { return buffer.kind == Buffer::Home::paged; });
+  if (paged && !pack) {
+    fail(Code::unsupported, program->op, ": this backend has no cores that copy pages");
   }
   for (Rank rank : local_ranks) locals.emplace_back().rank = rank;
   for (uint32_t index = 0; index < program->queues.size(); ++index) {

@@ -128,6 +128,51 @@ void gather(const std::vector<uint64_t>& a, Engine& engine) {
   }
 }
 
+// As core/backend/cuda/kernels/pack.cu has them.
+struct PackPiece {
+  uint64_t address, block_step, bytes, at;
+};
+struct PackArguments {
+  uint64_t pieces, packed, spent, first_at, block_bytes;
+  uint32_t count, slices, blocks, scatters;
+  uint32_t block[960];
+};
+
+// What the engine's device reads or writes there, which may lie in several allocations side by
+// side; copied to or from `bytes`.
+void move_bytes(Engine& engine, uint64_t address, std::byte* bytes, uint64_t count, bool write) {
+  std::vector<Piece> found;
+  require(addresses().pieces(address, count, engine.context.physical, write, false, found),
+          kIllegalAddress);
+  for (const Piece& piece : found) {
+    if (write) {
+      std::memcpy(piece.data, bytes, piece.bytes);
+    } else {
+      std::memcpy(bytes, piece.data, piece.bytes);
+    }
+    bytes += piece.bytes;
+  }
+}
+
+void pack(const std::vector<uint64_t>& words, unsigned grid, Engine& engine) {
+  PackArguments a;
+  std::memcpy(&a, words.data(), sizeof a);
+  for (uint32_t i = 0; i < a.blocks * a.count; ++i) {
+    const uint32_t block = i / a.count;
+    PackPiece piece;
+    move_bytes(engine, a.pieces + i % a.count * sizeof piece, reinterpret_cast<std::byte*>(&piece),
+               sizeof piece, false);
+    require(piece.bytes <= a.slices * uint64_t{4096}, kIllegalAddress);
+    const uint64_t page = piece.address + a.block[block] * piece.block_step;
+    const uint64_t packed = a.packed + block * a.block_bytes + (piece.at - a.first_at);
+    std::vector<std::byte> held(piece.bytes);
+    move_bytes(engine, a.scatters != 0 ? packed : page, held.data(), held.size(), false);
+    move_bytes(engine, a.scatters != 0 ? page : packed, held.data(), held.size(), true);
+  }
+  Memory memory(engine);
+  for (unsigned i = 0; a.spent != 0 && i < grid; ++i) memory.store(a.spent + 4 * i, 1000);
+}
+
 // As core/backend/cuda/kernels/reduce.cu has them.
 struct ReduceJob {
   uint64_t dst, src, step, own, bytes;
@@ -201,6 +246,7 @@ void reduce(const std::string& name, const std::vector<uint64_t>& words, Engine&
 void play(const std::string& name, const Launch& launch, Engine& engine) {
   const auto& a = launch.arguments;
   if (name == "gather") return gather(a, engine);
+  if (name == "offcore_pack") return pack(a, launch.blocks, engine);
   if (name.starts_with("offcore_")) return reduce(name, a, engine);
   if (name == "spinner") return spin(a, launch.blocks, engine);
   if (name == "toucher") return Memory(engine).store(a[0], static_cast<uint32_t>(a[1]));
@@ -230,6 +276,7 @@ Room::~Room() {
 std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
       {"gather", {2048, 8, 8, 4, 4, 4}},
+      {"offcore_pack", {3896}},
       {"offcore_reduce_bfloat16", {2016}},
       {"offcore_reduce_float16", {2016}},
       {"offcore_reduce_float32", {2016}},

@@ -1,7 +1,7 @@
-"""Compiles reduce.cu into reduce_ptx.inc, which is committed: users need no compiler of CUDA.
+"""Compiles NAME.cu into NAME_ptx.inc, which is committed: users need no compiler of CUDA.
 
-    python3 core/backend/cuda/kernels/compile.py           # needs nvcc 13.0
-    python3 core/backend/cuda/kernels/compile.py --print   # to the standard output instead
+    python3 core/backend/cuda/kernels/compile.py               # all; needs nvcc 13.0
+    python3 core/backend/cuda/kernels/compile.py --print NAME  # one, to the standard output instead
 
 The PTX is for GPUs from sm_80 (A100) on, in a version that drivers from 470 on take. Each kernel is
 a module of its own: the driver compiles the one that is asked for.
@@ -16,12 +16,13 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 NVCC = ["nvcc", "-std=c++17", "-arch=compute_80", "-ptx", "-O3", "-fmad=false"]
 VERSION = "7.4"
+NAMES = ("reduce", "pack")
 
 
-def compiled() -> str:
+def compiled(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "reduce.ptx"
-        subprocess.run([*NVCC, str(FOLDER / "reduce.cu"), "-o", str(ptx)], check=True)
+        ptx = Path(folder) / f"{name}.ptx"
+        subprocess.run([*NVCC, str(FOLDER / f"{name}.cu"), "-o", str(ptx)], check=True)
         text = ptx.read_text()
     lines = [line.split("//")[0].rstrip() for line in text.splitlines()]
     body = "\n".join(line for line in lines if line)
@@ -29,14 +30,15 @@ def compiled() -> str:
     texts = re.findall(r"^\.visible \.entry \w+\(.*?^\}$", body, re.MULTILINE | re.DOTALL)
     head = f".version {VERSION}\n.target sm_80\n.address_size 64\n"
     written = [
-        f'{{"{name}", R"ptx({head}{text}\n)ptx"}},\n'
-        for name, text in zip(entries, texts, strict=True)
+        f'{{"{entry}", R"ptx({head}{text}\n)ptx"}},\n'
+        for entry, text in zip(entries, texts, strict=True)
     ]
-    return "// Generated from reduce.cu by compile.py.\n" + "".join(written)
+    return f"// Generated from {name}.cu by compile.py.\n" + "".join(written)
 
 
 if __name__ == "__main__":
     if "--print" in sys.argv[1:]:
-        sys.stdout.write(compiled())
+        sys.stdout.write(compiled(sys.argv[-1]))
     else:
-        (FOLDER / "reduce_ptx.inc").write_text(compiled())
+        for one in NAMES:
+            (FOLDER / f"{one}_ptx.inc").write_text(compiled(one))

@@ -1,0 +1,30 @@
+// Where the bytes of a `paged` buffer lie (Buffer::Home): those of one block after the other, and
+// of each block its pieces side by side. A launch binds a table as the buffer's base.
+#pragma once
+#include <cstdint>
+#include <span>
+
+namespace offcore {
+
+// A part of every block that is contiguous. Cores read it as it is.
+struct PagePiece {
+  uint64_t address = 0;  // of block 0
+  uint64_t block_step = 0;
+  uint64_t bytes = 0;
+  uint64_t at = 0;  // among the bytes of a block, from PageTable::first_at on
+};
+static_assert(sizeof(PagePiece) == 32);
+
+struct PageTable {
+  const PagePiece* pieces = nullptr;  // in memory of the rank's, until the launch has ended
+  uint32_t count = 0;                 // of pieces
+  uint64_t piece_bytes = 0;           // of the largest
+  uint64_t first_at = 0;              // PagePiece::at of the first
+  uint64_t block_bytes = 0;
+  std::span<const int64_t> blocks;  // until launch() has returned; numbers of 32 bits
+  // Registered host memory, until the launch has ended: set to what each core took of the last
+  // kernel, Report::sms of them. Null: nobody asks.
+  uint32_t* spent_ns = nullptr;
+};
+
+}  // namespace offcore
