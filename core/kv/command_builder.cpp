@@ -35,8 +35,13 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
     LayerGroup& layer_group = layer_groups.emplace_back();
     layer_group.folds = layout.folds(first, last, memories);
     for (const Piece& piece : layout.pieces()) {
+      if (piece.layer < first) {
+        ++layer_group.first_piece;
+        layer_group.row_at += piece.bytes;
+      }
       if (piece.layer < first || piece.layer >= last) continue;
       layer_group.bytes += piece.bytes;
+      layer_group.piece_bytes = std::max(layer_group.piece_bytes, piece.bytes);
       ++layer_group.pieces;
     }
     for (const Fold& fold : layer_group.folds) layer_group.apart += fold.pieces;
@@ -58,8 +63,12 @@ CommandBuilder::CommandBuilder(Direction direction, const PageForms& forms,
 }
 
 uint64_t CommandBuilder::left_bytes() const {
-  return ended() ? 0 : (blocks_.size() - next_) * (*layer_groups_)[layer_group_].bytes;
+  return ended() ? 0 : (blocks_.size() - next_) * block_bytes();
 }
+
+uint64_t CommandBuilder::before_bytes() const { return ended() ? 0 : next_ * block_bytes(); }
+
+uint64_t CommandBuilder::block_bytes() const { return (*layer_groups_)[layer_group_].bytes; }
 
 // The longest run from that block on.
 CommandBuilder::BlockRun CommandBuilder::run(const RowSpan& rows, size_t first,
@@ -83,6 +92,28 @@ CommandBuilder::BlockRun CommandBuilder::run(const RowSpan& rows, size_t first,
 bool CommandBuilder::apart() const {
   const uint32_t pieces = (*layer_groups_)[layer_group_].folds.front().pieces;
   return run(host(), next_, pieces + size_t{1}).count <= pieces;
+}
+
+PageCopies CommandBuilder::page_copies() const {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  PageCopies copies{.bytes = blocks_.size() * layers.bytes};
+  for (size_t at = 0; at < blocks_.size();) {
+    const BlockRun found = run(host(), at, blocks_.size() - at);
+    for (const Fold& fold : layers.folds) {
+      const bool one = together(found, fold);
+      copies.commands += one ? 1 : std::min<uint64_t>(found.count, fold.pieces);
+      copies.rows += one ? 1 : found.count * fold.pieces;
+    }
+    at += found.count;
+  }
+  return copies;
+}
+
+// Whether one plain copy does a run of blocks.
+bool CommandBuilder::together(const BlockRun& run, const Fold& fold) const {
+  return run.count > 1 && fold.pieces == 1 &&
+         static_cast<uint64_t>(run.step) * fold.block_step == fold.bytes &&
+         static_cast<uint64_t>(run.row_step) == fold.bytes;
 }
 
 // Between the cache and a row, wherever that lies.
@@ -117,7 +148,7 @@ void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& f
   };
   const uint64_t block_step = static_cast<uint64_t>(run.step) * fold.block_step;
   const auto row_step = static_cast<uint64_t>(run.row_step);
-  if (run.count > 1 && fold.pieces == 1 && block_step == fold.bytes && row_step == fold.bytes) {
+  if (together(run, fold)) {
     return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
   }
   // Else there are few strided ones, of many rows.
@@ -141,26 +172,39 @@ void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& f
   }
 }
 
-// Whole rows of the next blocks between the host and the stage: one copy for those side by side.
-void CommandBuilder::add_rows(size_t count, Part& part) const {
-  const uint64_t bytes = layout_->row_bytes();
+// What the layer group has of rows between the host and the stage, where it lies side by side: one
+// copy for rows that follow each other, and one for those at equal steps.
+void CommandBuilder::add_rows(size_t first, size_t count, Rank stage, Part& part) const {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  const bool load = direction_ == Direction::load;
   for (size_t i = 0; i < count;) {
-    const Row& first = rows_[next_ + i];
-    const size_t together = run_of(count - i, [&](size_t k) {
-      const Row& row = rows_[next_ + i + k];
-      const Row& next = rows_[next_ + i + k + 1];
-      const bool follows = next.chunk == row.chunk && next.at == row.at + bytes;
-      return follows ? std::optional(bytes) : std::nullopt;
-    });
-    const Slice stage{.offset = i * bytes, .rank = kNeighbour, .buffer = kStage};
-    const Slice row{
-        .offset = reinterpret_cast<uint64_t>(first.at), .rank = kHostRank, .buffer = kRows};
-    const bool load = direction_ == Direction::load;
-    push({.dst = load ? stage : row,
-          .src = load ? row : stage,
-          .bytes = together * bytes,
-          .op = Op::copy},
-         part);
+    const auto step_of = [&](size_t k) -> std::optional<uint64_t> {
+      const Row& row = rows_[first + i + k];
+      const Row& next = rows_[first + i + k + 1];
+      const bool follows = next.chunk == row.chunk && next.at > row.at;
+      const auto step = static_cast<uint64_t>(next.at - row.at);
+      const bool one = step == layers.bytes;
+      if (!follows || !(one || forms_.strided(count - i, layers.bytes, true))) return std::nullopt;
+      return step;
+    };
+    size_t together = run_of(count - i, step_of);
+    const uint64_t step = together > 1 ? *step_of(0) : layers.bytes;
+    const bool rows = step != layers.bytes && together >= kStridesFrom;
+    if (step != layers.bytes && !rows) together = 1;
+    const Slice staged{.offset = i * layers.bytes, .rank = stage, .buffer = kStage};
+    const Slice row{.offset = reinterpret_cast<uint64_t>(rows_[first + i].at) + layers.row_at,
+                    .rank = kHostRank,
+                    .buffer = kRows};
+    Command command{.dst = load ? staged : row,
+                    .src = load ? row : staged,
+                    .bytes = rows ? layers.bytes : together * layers.bytes,
+                    .rows = rows ? static_cast<uint32_t>(together) : 1,
+                    .op = Op::copy};
+    if (rows) {
+      command.dst_step = static_cast<int64_t>(load ? layers.bytes : step);
+      command.src_step = static_cast<int64_t>(load ? step : layers.bytes);
+    }
+    push(command, part);
     i += together;
   }
 }
@@ -229,35 +273,60 @@ Part CommandBuilder::next(const PartBudget& budget) {
   return part;
 }
 
-Part CommandBuilder::next_staged(size_t blocks_max) {
+template <typename Between>
+Part CommandBuilder::staged(size_t blocks_max, Rank stage, const Between& between) {
   const LayerGroup& layers = (*layer_groups_)[layer_group_];
-  const size_t count = std::min<size_t>(blocks_max, blocks_.size() - next_);
+  const size_t first = next_;
+  const size_t count = std::min<size_t>(blocks_max, blocks_.size() - first);
   Part part{.bytes = count * layers.bytes, .pages = count * layers.pieces, .form = forms_.form()};
   part.calls = part.form.calls();
-  std::vector<Row> staged(count);
-  for (size_t i = 0; i < count; ++i) {
-    staged[i].at = reinterpret_cast<std::byte*>(i * layout_->row_bytes());
-  }
   const bool load = direction_ == Direction::load;
   if (load) {
-    add_rows(count, part);
+    add_rows(first, count, stage, part);
     part.commands.push_back({.op = Op::fence});
   }
-  const size_t first = next_;
-  const RowSpan rows{staged, first, {0, kNeighbour, kStage}};
-  while (next_ < first + count) {
-    const BlockRun found = run(rows, next_, first + count - next_);
-    for (const Fold& fold : layers.folds) add(rows, found, fold, false, part);
-    next_ += found.count;
-  }
+  between(first, count, part);
   if (!load) {
     part.commands.push_back({.op = Op::fence});
-    next_ = first;
-    add_rows(count, part);
-    next_ = first + count;
+    add_rows(first, count, stage, part);
   }
+  next_ = first + count;
   end(part);
   return part;
+}
+
+Part CommandBuilder::next_staged(size_t blocks_max) {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  return staged(blocks_max, kNeighbour, [&](size_t first, size_t count, Part& part) {
+    std::vector<Row> rows(count);
+    for (size_t i = 0; i < count; ++i) rows[i].at = reinterpret_cast<std::byte*>(i * layers.bytes);
+    const RowSpan span{rows, first, {0, kNeighbour, kStage}};
+    for (size_t at = first; at < first + count;) {
+      const BlockRun found = run(span, at, first + count - at);
+      for (const Fold& fold : layers.folds) add(span, found, fold, false, part);
+      at += found.count;
+    }
+  });
+}
+
+Part CommandBuilder::next_packed(size_t blocks_max, const PagePiece* pieces) {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  return staged(blocks_max, kOwner, [&](size_t first, size_t count, Part& part) {
+    const Slice pages{.rank = kOwner, .buffer = kPages};
+    const Slice stage{.rank = kOwner, .buffer = kStage};
+    const bool load = direction_ == Direction::load;
+    push({.dst = load ? pages : stage,
+          .src = load ? stage : pages,
+          .bytes = count * layers.bytes,
+          .op = Op::copy},
+         part);
+    part.pages_at = PageTable{.pieces = pieces + layers.first_piece,
+                              .count = layers.pieces,
+                              .piece_bytes = layers.piece_bytes,
+                              .first_at = layers.row_at,
+                              .block_bytes = layers.bytes,
+                              .blocks = blocks_.subspan(first, count)};
+  });
 }
 
 }  // namespace offcore::kv

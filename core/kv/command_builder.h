@@ -7,13 +7,16 @@
 //
 // The order is that of the layer groups, and within one that of the given blocks.
 //
-// A staged part is two groups of commands: whole rows between the host and memory of a neighbour's,
-// where they lie side by side, and from there to or from the cache.
+// A staged part is two groups of commands: rows between the host and memory of a GPU's, where they
+// lie side by side, and from there to or from the cache: a neighbour's memory, and engines, or the
+// GPU's own, and cores (packing.h).
 #pragma once
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "core/backend/page_table.h"
 #include "core/ir/program.h"
 #include "core/kv/layout.h"
 #include "core/kv/pool.h"
@@ -40,13 +43,16 @@ struct LayerGroup {
   uint64_t bytes = 0;   // of a block
   uint32_t pieces = 0;  // of a block
   uint32_t apart = 0;   // copies of a block if none is strided
+  uint64_t row_at = 0;  // of its bytes in a row
+  uint32_t first_piece = 0;
+  uint64_t piece_bytes = 0;  // of the largest
 };
 
 std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_together,
                                         std::span<const uint64_t> memories);
 
-// Commands enqueued at once, on buffers kCache, from Layout::base() on, kRows, from `rows` on, and
-// kStage.
+// Commands enqueued at once, on buffers kCache, from Layout::base() on, kRows, from `rows` on,
+// kStage, and kPages.
 struct Part {
   std::vector<Command> commands;
   std::byte* rows = nullptr;
@@ -58,11 +64,13 @@ struct Part {
   PageForm form;
   SubBatches calls;
   bool ends_layer_group = false;
+  std::optional<PageTable> pages_at;  // packed parts: what kPages is
 };
 
 inline constexpr BufferId kCache = 1;
 inline constexpr BufferId kRows = 2;
 inline constexpr BufferId kStage = 3;
+inline constexpr BufferId kPages = 4;
 inline constexpr Rank kOwner = 0;  // of the cache
 inline constexpr Rank kNeighbour = 1;
 
@@ -70,6 +78,13 @@ inline constexpr Rank kNeighbour = 1;
 struct CacheGroup {
   std::shared_ptr<const Layout> layout;
   std::shared_ptr<HostPool> pool;
+};
+
+// What a job's blocks take if engines copy them page by page.
+struct PageCopies {
+  uint64_t commands = 0;
+  uint64_t rows = 0;  // of all of them: contiguous pieces
+  uint64_t bytes = 0;
 };
 
 class CommandBuilder {
@@ -83,12 +98,17 @@ class CommandBuilder {
   uint32_t layer_group() const { return static_cast<uint32_t>(layer_group_); }  // the next part's
   uint64_t copied() const { return copied_; }  // blocks, the first ones, with all their layers
   Part next(const PartBudget& budget);         // the next commands, of one layer group
-  // The same by memory of the neighbour's, of so many blocks at most, with all their layers.
+  // The same by memory of the neighbour's, of so many blocks at most.
   Part next_staged(size_t blocks_max);
+  // The same by memory of the owner's. `pieces`: the layout's, as cores read them.
+  Part next_packed(size_t blocks_max, const PagePiece* pieces);
+  PageCopies page_copies() const;  // of all blocks of the layer group
   // Whether the next block takes a copy of its own over the layers, because it begins no run for
   // which one a layer would be fewer.
   bool apart() const;
   uint64_t left_bytes() const;                           // of the layer group
+  uint64_t before_bytes() const;                         // the same, handed out
+  uint64_t block_bytes() const;                          // of a block of it
   void stop() { layer_group_ = layer_groups_->size(); }  // nothing comes any more
 
  private:
@@ -109,11 +129,14 @@ class CommandBuilder {
 
   RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
+  bool together(const BlockRun& run, const Fold& fold) const;
   void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool submitted_soonest,
            Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
             Part& part) const;
-  void add_rows(size_t count, Part& part) const;
+  void add_rows(size_t first, size_t count, Rank stage, Part& part) const;
+  template <typename Between>
+  Part staged(size_t blocks_max, Rank stage, const Between& between);
   void end(Part& part);
 
   const Direction direction_;

@@ -77,6 +77,8 @@ struct JobReport {
   int64_t enqueue_ns = 0;            // of the thread's time, the driver's calls included
   int64_t queued_ns = 0;             // from the call until its first command was enqueued
   int64_t copy_ns = 0;               // from then until its end was seen
+  uint32_t sms = 0;                  // that packed, at a time
+  int64_t sm_ns = 0;                 // of all these together
   bool cancelled = false;
 };
 
@@ -116,6 +118,7 @@ class Job {
 
   // The worker's alone.
   std::optional<CommandBuilder> builder_;
+  bool packed_ = false;
   int32_t urgency_ = 0;                      // its priority, or that of a job that waits for it
   std::vector<std::shared_ptr<Job>> waits_;  // what it may not overtake
   uint64_t number_ = 0;

@@ -123,6 +123,18 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
   });
 }
 
+std::vector<AddressSpan> Layout::extents() const {
+  std::vector<AddressSpan> extents;
+  for (const Piece& piece : pieces_) {
+    if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
+    AddressSpan& extent = extents[piece.tensor];
+    const std::byte* end = piece.address + (blocks_ - 1) * piece.block_step + piece.bytes;
+    if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
+    extent.last = std::max(extent.last, end);
+  }
+  return extents;
+}
+
 bool Layout::meets(const Layout& other) const {
   if (this == &other) return true;
   std::vector<Placed> all = placed(*this);

@@ -7,6 +7,7 @@
 namespace offcore::kv {
 namespace {
 
+constexpr uint16_t kEngines = 2;  // of the own link, whose lanes have the first numbers
 constexpr uint16_t kLanes = 2;    // of a neighbour's link, in each direction
 constexpr double kNewest = 0.25;  // what the last measurement counts
 constexpr double kGbpsMin = 0.1;
@@ -95,14 +96,26 @@ void Link::measured(uint64_t bytes) {
   until_ns_ = std::min(until_ns_, static_cast<double>(now) + left_ns);
 }
 
-std::vector<Link> links_of(Backend& own, bool crosses, const std::vector<Neighbour>& neighbours,
-                           Direction direction) {
+std::vector<Link> links_of(Backend& own, bool crosses, const Packing& packing,
+                           const std::vector<Neighbour>& neighbours, Direction direction) {
   const auto side = static_cast<uint16_t>(direction);
   std::vector<Link> links{Link(own)};
   links[0].lanes.push_back({.number = side});
   // A lane is an engine: what both directions give it is in one order.
   if (crosses)
     links[0].lanes.push_back({.number = static_cast<uint16_t>(1 - side), .crossed = true});
+  if (packing.any()) {
+    Link& link = links.emplace_back(own);
+    link.sms = packing.sms;
+    link.stage_bytes = packing.lane_bytes;
+    for (uint32_t lane = 0; lane < packing.lanes; ++lane) {
+      const uint32_t place = side * packing.lanes + lane;
+      auto* const times = reinterpret_cast<uint32_t*>(packing.times.data);
+      link.lanes.push_back({.number = static_cast<uint16_t>(kEngines + place),
+                            .stage = packing.stage.data + place * link.stage_bytes,
+                            .times_ns = times + place * Packing::kTimesKept * packing.sms});
+    }
+  }
   for (size_t i = 0; i < neighbours.size(); ++i) {
     Link& link = links.emplace_back(*neighbours[i].backend);
     link.rank = kNeighbour;

@@ -1,6 +1,7 @@
 // How copies of one direction go between the host and the GPU of a cache: over that GPU's own link,
-// by one of its engines or by both, and over those of neighbours that lend theirs. A neighbour's
-// bytes cross its link to or from memory of its own, and the link between the two GPUs from there.
+// by one of its engines, by both, or packed (packing.h), and over those of neighbours that lend
+// theirs. A neighbour's bytes cross its link to or from memory of its own, and the link between the
+// two GPUs from there.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -8,7 +9,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
-#include "core/kv/command_builder.h"
+#include "core/kv/packing.h"
 
 namespace offcore::kv {
 
@@ -20,15 +21,18 @@ struct EnqueuedPart {
   std::shared_ptr<Run> run;
   uint64_t bytes = 0;
   uint64_t commands = 0;
-  double copy_ns = 0;        // that its copies take, at least
-  uint32_t layer_group = 0;  // of the job
+  double copy_ns = 0;                  // that its copies take, at least
+  uint32_t layer_group = 0;            // of the job
+  const uint32_t* times_ns = nullptr;  // that SMs took, once it has ended; null: none
 };
 
 // A queue of a link, whose submissions are copied one after the other.
 struct LinkLane {
-  uint16_t number = 0;         // of the backend's
-  bool crossed = false;        // by the other direction's engine
-  std::byte* stage = nullptr;  // memory for this lane alone
+  uint16_t number = 0;           // of the backend's
+  bool crossed = false;          // by the other direction's engine
+  std::byte* stage = nullptr;    // memory for this lane alone
+  uint32_t* times_ns = nullptr;  // Packing::kTimesKept times those of its SMs
+  uint32_t times = 0;            // that were used
   std::deque<EnqueuedPart> submissions;
   uint64_t bytes = 0;  // of the submissions
   uint64_t commands = 0;
@@ -46,11 +50,13 @@ struct Link {
   Backend* backend = nullptr;
   Rank rank = kOwner;        // who copies
   size_t number = 0;         // 0: the GPU's own
+  uint32_t sms = 0;          // that pack a part; 0: it is not packed
   uint64_t stage_bytes = 0;  // of a lane; 0: parts go straight
   std::vector<LinkLane> lanes;
   bool lost = false;  // it has failed: nothing goes over it any more
 
   bool staged() const { return stage_bytes > 0; }
+  bool packs() const { return sms > 0; }
   double gbps() const { return gbps_; }  // as measured
   double copy_ns(const Part& part,
                  const LinkLane& lane) const;  // by what the machine says, at least
@@ -83,8 +89,9 @@ struct Neighbour {
   Share stage;  // the room that it lends
 };
 
-// The links of one direction: the own one, whose lanes are an engine each, and the neighbours'.
-std::vector<Link> links_of(Backend& own, bool crosses, const std::vector<Neighbour>& neighbours,
-                           Direction direction);
+// The links of one direction: the own one, whose lanes are an engine each, the same one for what is
+// packed, where something is, and the neighbours'.
+std::vector<Link> links_of(Backend& own, bool crosses, const Packing& packing,
+                           const std::vector<Neighbour>& neighbours, Direction direction);
 
 }  // namespace offcore::kv

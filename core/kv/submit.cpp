@@ -11,6 +11,7 @@ namespace {
 // What a launch keeps; a failed one poisons its wakeups, so each has its own.
 struct SubmitOwner {
   std::shared_ptr<const void> keep;
+  std::optional<PageTable> pages;
   Wakeup wakeups[2]{};
 };
 
@@ -50,12 +51,17 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
     program->buffers.push_back(
         {.name = "stage", .kind = Buffer::Home::local, .bytes = target.stage_bytes});
   }
+  if (part.pages_at) {
+    const uint64_t bytes = part.pages_at->blocks.size() * part.pages_at->block_bytes;
+    program->buffers.push_back({.name = "pages", .kind = Buffer::Home::paged, .bytes = bytes});
+  }
   program->queues.push_back(
       {.rank = target.rank, .index = target.lane, .commands = std::move(part.commands)});
   *program = legalize(std::move(*program), machine);
   if (checked) verify(lent ? with_signal(*program) : *program);
   auto held = std::make_shared<SubmitOwner>();
   held->keep = std::move(keep);
+  held->pages = part.pages_at;
   Launch launch{.binding = Binding(program->buffers.size(), program->ranks),
                 .lane = target.lane,
                 .wakeups = {&held->wakeups[kOwner]},
@@ -65,6 +71,9 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
   launch.binding.base(kRows, kHostRank) = part.rows;
   if (lent) launch.wakeups.push_back(&held->wakeups[kNeighbour]);
   if (target.stage != nullptr) launch.binding.base(kStage, target.rank) = target.stage;
+  if (held->pages) {
+    launch.binding.base(kPages, kOwner) = reinterpret_cast<std::byte*>(&*held->pages);
+  }
   return target.backend.load(std::move(program))->launch(launch);
 }
 

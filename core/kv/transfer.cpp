@@ -29,30 +29,12 @@ class WaitingCaller {
   JobQueue& queue_;
 };
 
-struct AddressSpan {
-  const std::byte* first = nullptr;
-  const std::byte* last = nullptr;
-};
-
-// Of each tensor of a cache.
-std::vector<AddressSpan> extents_of(const Layout& layout) {
-  std::vector<AddressSpan> extents;
-  for (const Piece& piece : layout.pieces()) {
-    if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
-    AddressSpan& extent = extents[piece.tensor];
-    const std::byte* end = piece.address + (layout.blocks() - 1) * piece.block_step + piece.bytes;
-    if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
-    extent.last = std::max(extent.last, end);
-  }
-  return extents;
-}
-
 // Where each tensor lies. Layers in allocations of their own may be at equal steps by chance, and
 // the driver refuses a strided copy into them.
 std::vector<uint64_t> memories_of(Backend& backend, const Layout& layout) {
   GpuRanks* gpus = backend.capabilities().gpus;
   std::vector<uint64_t> memories;
-  for (const AddressSpan& extent : extents_of(layout)) {
+  for (const AddressSpan& extent : layout.extents()) {
     memories.push_back(gpus == nullptr ? 0 : gpus->memory_of(extent.first, extent.last));
   }
   return memories;
@@ -61,7 +43,7 @@ std::vector<uint64_t> memories_of(Backend& backend, const Layout& layout) {
 void check_reach(Backend& neighbour, const Layout& layout) {
   GpuRanks* gpus = neighbour.capabilities().gpus;
   if (gpus == nullptr) return;
-  for (const AddressSpan& extent : extents_of(layout)) {
+  for (const AddressSpan& extent : layout.extents()) {
     if (gpus->reaches(kNeighbour, extent.first, extent.last)) continue;
     fail(Code::unsupported, "GPU ", gpus->device(kNeighbour), " does not reach the cache, ",
          "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
@@ -120,9 +102,19 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
   // Where pages are to go one by one, by a kernel or over other links nothing else is to decide.
   const bool straight =
       options_.plain_from[0] || options_.plain_from[1] || options_.kernel || !neighbours.empty();
+  if (straight && options_.packing.policy == Policy::pack) {
+    fail(Code::invalid,
+         "blocks are packed, or go over other links, by the kernel or by pages that "
+         "plain_from says: not both");
+  }
+  Packing packing;
   EngineSplit crossing;
-  if (!straight) crossing = crossing_of(*backend_, groups_, memories_, options_.crossing_bytes);
+  if (!straight) {
+    packing = packing_of(*backend_, groups_, memories_, options_.packing);
+    crossing = crossing_of(*backend_, groups_, memories_, packing, options_.crossing_bytes);
+  }
   worker_ = std::make_shared<TransferWorker>(queue_, backend_, groups_, std::move(crossing),
+                                             std::move(packing),
                                              lent_by(neighbours, groups_, options_.link_bytes),
                                              options_.pace, std::move(keep), options_.checked);
 }

@@ -22,7 +22,8 @@ struct TransferOptions {
   bool checked = false;                      // verify every program before it is launched
   uint64_t link_bytes = uint64_t{32} << 20;  // of a neighbour's memory, at most
   uint64_t crossing_bytes = uint64_t{1}
-                            << 30;        // of the host's, so that both engines copy small pages
+                            << 30;  // of the host's, so that both engines copy small pages
+  PackOptions packing;
   int64_t linger_ns = usual_linger_ns();  // of the thread, before it sleeps
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };

@@ -26,12 +26,13 @@ std::vector<size_t> caches_of(const std::vector<CacheGroup>& groups) {
 
 TransferWorker::TransferWorker(std::shared_ptr<JobQueue> queue, std::shared_ptr<Backend> backend,
                                std::vector<CacheGroup> groups, EngineSplit crossing,
-                               std::vector<Neighbour> neighbours, Pace pace,
+                               Packing packing, std::vector<Neighbour> neighbours, Pace pace,
                                std::shared_ptr<const void> keep, bool checked)
     : queue_(std::move(queue)),
       backend_(std::move(backend)),
       groups_(std::move(groups)),
       crossing_(std::move(crossing)),
+      packing_(std::move(packing)),
       neighbours_(std::move(neighbours)),
       pace_(pace),
       keep_(std::move(keep)),
@@ -41,7 +42,7 @@ TransferWorker::TransferWorker(std::shared_ptr<JobQueue> queue, std::shared_ptr<
       slots_(groups_.size()) {
   for (const Direction direction : {Direction::load, Direction::store}) {
     directions_[static_cast<size_t>(direction)].links =
-        links_of(*backend_, crossing_.any(), neighbours_, direction);
+        links_of(*backend_, crossing_.any(), packing_, neighbours_, direction);
   }
   for (size_t group = 0; group < groups_.size(); ++group) {
     const CacheGroup& own = groups_[group];
@@ -149,6 +150,7 @@ void TransferWorker::collect() {
 
 void TransferWorker::admit(const std::shared_ptr<Job>& job) {
   job->number_ = ++number_;
+  job->packed_ = is_to_be_packed(*job);
   mark(*job);
   for (const std::shared_ptr<Job>& other : jobs_) {
     if (meets(*job, *other)) job->waits_.push_back(other);
@@ -242,7 +244,12 @@ uint64_t TransferWorker::reap(Link& link, LinkLane& lane) {
     try {
       if (!first.run->done()) break;
       first.run->wait(Deadline::after_ns(0));  // returns what the launch keeps
-      first.job->report_.calls += first.run->report().calls;
+      const Report report = first.run->report();
+      JobReport& told = first.job->report_;
+      told.calls += report.calls;
+      for (uint32_t sm = 0; first.times_ns != nullptr && sm < report.sms; ++sm) {
+        told.sm_ns += first.times_ns[sm];
+      }
     } catch (const Error& error) {
       failure = error;
       link.lost = link.staged();
@@ -289,9 +296,9 @@ std::shared_ptr<Job> TransferWorker::pick(DirectionQueue& direction) {
 
 bool TransferWorker::may_begin(Job& job) const {
   std::erase_if(job.waits_, [&](const std::shared_ptr<Job>& other) {
-    const bool in_order = other->request_.direction == job.request_.direction &&
-                          neighbours_.empty() && !may_cross(job) && !may_cross(*other);
-    return other->done() || (in_order && other->builder_->ended());
+    const bool follows =
+        other->request_.direction == job.request_.direction && in_order(job) && in_order(*other);
+    return other->done() || (follows && other->builder_->ended());
   });
   if (!job.waits_.empty()) return false;
   if (job.request_.after != nullptr && job.request_.after->passed()) job.request_.after = nullptr;

@@ -10,11 +10,13 @@
 //   copies have ended, or (in one direction, where one engine copies) are enqueued. Waiting makes
 //   the earlier one as urgent.
 // - A job that comes after a mark is enqueued once that has passed, and holds up no other.
-// - Small pages go by both engines while the other direction has none on its way (engine_split.h).
+// - Small pages go by both engines while the other direction has none on its way (engine_split.h),
+//   or are packed (packing.h).
 // - Where there are neighbours' links, large jobs of all layers go over several: each part over the
 //   one that is expected to bring it first, by the speeds that were measured. A link that fails is
 //   not used any more.
-// - Over several links, or by both engines, copies of one direction have no order among each other.
+// - Over several links, by both engines, or packed, copies of one direction have no order among
+//   each other.
 #pragma once
 #include <array>
 #include <memory>
@@ -25,6 +27,7 @@
 #include "core/kv/job.h"
 #include "core/kv/layout.h"
 #include "core/kv/link.h"
+#include "core/kv/packing.h"
 #include "core/kv/pool.h"
 
 namespace offcore::kv {
@@ -40,7 +43,7 @@ class TransferWorker {
  public:
   // `keep` is what the caches need, until the last copy has ended.
   TransferWorker(std::shared_ptr<JobQueue> queue, std::shared_ptr<Backend> backend,
-                 std::vector<CacheGroup> groups, EngineSplit crossing,
+                 std::vector<CacheGroup> groups, EngineSplit crossing, Packing packing,
                  std::vector<Neighbour> neighbours, Pace pace, std::shared_ptr<const void> keep,
                  bool checked);
 
@@ -78,12 +81,16 @@ class TransferWorker {
   bool may_begin(Job& job) const;
   bool may_cross(const Job& job) const;
   bool crosses(const Job& job) const;
+  bool is_to_be_packed(const Job& job) const;
+  bool in_order(const Job& job) const;
   LinkLane* engine_for(Link& link, const Job& job) const;
   bool has_room(Link& link) const;
   uint64_t share_of(const DirectionQueue& direction, const Job& job) const;
+  uint64_t share_of_packing(const Job& job) const;
   uint64_t share_of_engine(const LinkLane& lane, const Job& job, bool goes_on) const;
   Link* choose(DirectionQueue& direction, const Job& job, uint64_t bytes) const;
   uint32_t plain_in_time(const Link& link, uint32_t plain_max) const;
+  Part next_part(const Link& link, LinkLane& lane, Job& job, const PartBudget& budget) const;
   void enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job,
                const PartBudget& budget);
   void stop(const std::shared_ptr<Job>& job, std::optional<Error> failure);
@@ -93,6 +100,7 @@ class TransferWorker {
   const std::shared_ptr<Backend> backend_;
   const std::vector<CacheGroup> groups_;
   const EngineSplit crossing_;
+  const Packing packing_;
   const std::vector<Neighbour> neighbours_;
   const Pace pace_;
   const std::shared_ptr<const void> keep_;

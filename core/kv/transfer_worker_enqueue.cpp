@@ -22,6 +22,10 @@ constexpr uint64_t kCrossedBlocks = 8;
 constexpr uint64_t kOwnParts = 2;
 constexpr uint64_t kFewBlocks = 2;
 constexpr uint64_t kPartsOfRest = 4;  // of the blocks that are left
+// Of a part that is packed: what comes first, or last, is not packed while something is copied.
+constexpr uint64_t kPackedMin = uint64_t{512} << 10;
+constexpr uint64_t kPackedMax = uint64_t{4} << 20;
+constexpr uint64_t kPackedBlocks = 512;
 
 SubmitTarget target(const Link& link, const LinkLane& lane, Direction direction) {
   return {.backend = *link.backend,
@@ -31,6 +35,10 @@ SubmitTarget target(const Link& link, const LinkLane& lane, Direction direction)
           .crossed = lane.crossed,
           .stage = lane.stage,
           .stage_bytes = link.stage_bytes};
+}
+
+Link& packing_link(std::vector<Link>& links) {
+  return *std::find_if(links.begin(), links.end(), [](const Link& link) { return link.packs(); });
 }
 
 }  // namespace
@@ -49,6 +57,11 @@ bool TransferWorker::submit(DirectionQueue& direction, uint32_t plain_max, bool 
     lane = engine_for(*link, *job);
     if (lane == nullptr) return false;
     budget.bytes = share_of_engine(*lane, *job, goes_on);
+  } else if (job->packed_) {
+    link = &packing_link(direction.links);
+    lane = &link->emptiest();
+    if (lane->submissions.size() >= kPartsMin && !urgent) return false;
+    budget.bytes = share_of_packing(*job);
   } else {
     budget.bytes = share_of(direction, *job);
     link = choose(direction, *job, budget.bytes);
@@ -88,9 +101,23 @@ void TransferWorker::refuse(Link& link, LinkLane& lane, const std::shared_ptr<Jo
   stop(job, failure);
 }
 
+bool TransferWorker::is_to_be_packed(const Job& job) const {
+  const auto direction = static_cast<size_t>(job.request_.direction);
+  if (!packing_.any() || !packing_.pays[job.request_.group][direction]) return false;
+  if (packing_.always || job.builder_->ended()) return packing_.always;
+  const PageCopies copies = job.builder_->page_copies();
+  return packing_pays(copies.commands, copies.rows, copies.bytes, backend_->machine());
+}
+
+// Whether it is copied in the order in which its parts are enqueued, among others that are too.
+bool TransferWorker::in_order(const Job& job) const {
+  return neighbours_.empty() && !may_cross(job) && !job.packed_;
+}
+
 // Whether both engines may copy some of it.
 bool TransferWorker::may_cross(const Job& job) const {
-  return crossing_.any() && crossing_.groups[job.request_.group] && job.together_ == job.layers_;
+  return crossing_.any() && !job.packed_ && crossing_.groups[job.request_.group] &&
+         job.together_ == job.layers_;
 }
 
 // Whether both engines are to copy the job's next blocks: while the other direction has nothing on
@@ -99,7 +126,8 @@ bool TransferWorker::crosses(const Job& job) const {
   if (refused_ || !may_cross(job) || !job.builder_->apart()) return false;
   const Direction other =
       job.request_.direction == Direction::load ? Direction::store : Direction::load;
-  return directions_[static_cast<size_t>(other)].links[0].idle();
+  const std::vector<Link>& links = directions_[static_cast<size_t>(other)].links;
+  return std::all_of(links.begin(), links.end(), [](const Link& link) { return link.idle(); });
 }
 
 // The engine that gets the job's next part, where both copy; null: they have enough. The one that
@@ -132,6 +160,13 @@ uint64_t TransferWorker::share_of(const DirectionQueue& direction, const Job& jo
   const uint64_t share = job.builder_->left_bytes() / (kSharesOfLink * direction.links.size());
   const uint64_t row = groups_[job.request_.group].layout->row_bytes();
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
+}
+
+// The same where it is packed.
+uint64_t TransferWorker::share_of_packing(const Job& job) const {
+  const uint64_t begin = job.builder_->before_bytes() + kPackedMin;
+  const uint64_t end = job.builder_->left_bytes() / kPartsOfRest;
+  return std::clamp(std::min(begin, end), kPackedMin, kPackedMax);
 }
 
 // The same where both engines copy: little at a job's begin, so that both have some soon, and
@@ -187,21 +222,34 @@ uint32_t TransferWorker::plain_in_time(const Link& link, uint32_t plain_max) con
   return static_cast<uint32_t>(std::max(0.0, left_ns / link.plain_ns()));
 }
 
+Part TransferWorker::next_part(const Link& link, LinkLane& lane, Job& job,
+                               const PartBudget& budget) const {
+  CommandBuilder& builder = *job.builder_;
+  if (!link.staged()) return builder.next(budget);
+  const uint64_t bytes = std::min(budget.bytes, link.stage_bytes);
+  const uint64_t blocks = std::max<uint64_t>(1, bytes / builder.block_bytes());
+  if (!link.packs()) return builder.next_staged(blocks);
+  Part part =
+      builder.next_packed(std::min(blocks, kPackedBlocks), packing_.pieces_of(job.request_.group));
+  part.pages_at->spent_ns = lane.times_ns + lane.times++ % Packing::kTimesKept * link.sms;
+  return part;
+}
+
 void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job,
                              const PartBudget& budget) {
   const TransferRequest& request = job->request_;
   const uint32_t layer_group = job->builder_->layer_group();
-  const uint64_t row_bytes = groups_[request.group].layout->row_bytes();
-  const uint64_t rows = std::max<uint64_t>(1, std::min(budget.bytes, link.stage_bytes) / row_bytes);
-  Part part = link.staged() ? job->builder_->next_staged(rows) : job->builder_->next(budget);
+  Part part = next_part(link, lane, *job, budget);
   EnqueuedPart submission{.job = job,
                           .bytes = part.bytes,
                           .commands = part.copies,
                           .copy_ns = link.copy_ns(part, lane),
-                          .layer_group = layer_group};
+                          .layer_group = layer_group,
+                          .times_ns = part.pages_at ? part.pages_at->spent_ns : nullptr};
   JobReport& report = job->report_;
   const uint64_t pages = part.pages;
   const uint64_t strided = part.strided;
+  report.sms = std::max(report.sms, link.sms * static_cast<uint32_t>(link.lanes.size()));
   const bool ends_layer_group = part.ends_layer_group;
   if (job->began_ns_ < 0) {
     job->began_ns_ = backend_->now_ns();

@@ -54,9 +54,9 @@ uint64_t digest(const Machine& machine) {
   const auto& [b2b_max, call_min, sub_batch, sub_batch_max, copy_ns] = batches;
   add(b2b_max, call_min, sub_batch, sub_batch_max, copy_ns);
   const auto& [sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max,
-               both_part_bytes, hop_ns] = pages;
+               both_part_bytes, hop_ns, pack_plain_below, pack_strided_below] = pages;
   add(sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max, both_part_bytes,
-      hop_ns);
+      hop_ns, pack_plain_below, pack_strided_below);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

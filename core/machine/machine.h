@@ -83,10 +83,12 @@ struct Pages {
   uint32_t sub_batch_first = UINT32_MAX;  // handed over by the first call, of pages not small
   uint64_t small_bytes = 0;  // smaller ones may be copied by a CPU while a queue has nothing to do
   uint32_t small_first = 0;  // of these by the first call
-  uint64_t small_first_bytes = 0;  // or as many as have so many bytes
-  uint64_t both_bytes_max = 0;     // of a page that both engines of a link may copy
-  uint64_t both_part_bytes = 0;    // that one of them is given at once
-  uint64_t hop_ns = 0;             // that a way over a neighbour takes longer
+  uint64_t small_first_bytes = 0;   // or as many as have so many bytes
+  uint64_t both_bytes_max = 0;      // of a page that both engines of a link may copy
+  uint64_t both_part_bytes = 0;     // that one of them is given at once
+  uint64_t hop_ns = 0;              // that a way over a neighbour takes longer
+  uint64_t pack_plain_below = 0;    // pages that cores may lay side by side, where each is a copy
+  uint64_t pack_strided_below = 0;  // the same where one copy takes several of them
 };
 
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.

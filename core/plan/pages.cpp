@@ -7,6 +7,7 @@ namespace {
 
 constexpr uint32_t kFirstPart = 64;   // copies of the first part, so that longer calls come soon
 constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
+constexpr uint64_t kPackedMin = 16;   // commands: fewer have come before a kernel has begun
 constexpr uint32_t kBothRowsMin = 8;  // else a block takes many copies
 // Than is expected: a thread that has just woken, or shares its core, is slow for a while. Strided
 // copies need none of that time.
@@ -67,6 +68,13 @@ PageForm PageForms::form() const {
 
 bool both_engines_pay(uint64_t rows, uint64_t bytes, const Machine& machine) {
   return bytes <= machine.pages.both_bytes_max && rows >= kBothRowsMin;
+}
+
+bool packing_pays(uint64_t commands, uint64_t rows, uint64_t bytes, const Machine& machine) {
+  if (commands < kPackedMin) return false;
+  const Pages& pages = machine.pages;
+  const bool strided = rows / commands >= kBothRowsMin;
+  return bytes / rows < (strided ? pages.pack_strided_below : pages.pack_plain_below);
 }
 
 uint64_t strided_ns(uint64_t rows, uint64_t bytes, const Machine& machine) {

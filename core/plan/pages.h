@@ -72,6 +72,10 @@ class PageForms {
 // after each, in which the other one copies, is a large part of the time where pages are small.
 bool both_engines_pay(uint64_t rows, uint64_t bytes, const Machine& machine);
 
+// Whether cores that lay pages side by side, for one plain copy of many, bring them sooner than
+// engines do by so many commands, of so many rows in all.
+bool packing_pays(uint64_t commands, uint64_t rows, uint64_t bytes, const Machine& machine);
+
 // That one engine takes for them.
 uint64_t strided_ns(uint64_t rows, uint64_t bytes, const Machine& machine);
 

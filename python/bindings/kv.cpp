@@ -41,9 +41,11 @@ struct Started : OfProcess {
 };
 
 std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machine, int device,
-                                  bool kernel = false) {
+                                  bool kernel = false, uint32_t sms = 0) {
   BackendOptions options;
   options.cuda.gather = kernel;
+  options.cuda.urgent = sms > 0;
+  if (sms > 0) options.cuda.sms = sms;
   if (device >= 0) options.cuda.devices = {device};
   return open_backend(name, machine, 1, {0}, std::move(options));
 }
@@ -101,7 +103,8 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
                                         uint64_t crossing_bytes, nb::object keep,
                                         uint64_t ahead_bytes, uint32_t ahead_commands,
                                         std::array<std::optional<uint64_t>, 2> plain_from,
-                                        std::optional<double> linger_s, bool kernel, bool checked) {
+                                        std::optional<double> linger_s, bool kernel, bool checked,
+                                        const std::tuple<std::string, uint32_t, uint64_t>& pack) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -115,6 +118,10 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
     fail(Code::invalid, "linger is ", *linger_s, " s; it must lie in 0..", kLingerMaxS);
   }
   const auto linger_ns = linger_s ? static_cast<int64_t>(*linger_s * 1e9) : kv::usual_linger_ns();
+  const auto& [policy, pack_sms, pack_bytes] = pack;
+  const kv::PackOptions packing{
+      .policy = kv::parse_policy(policy), .sms = pack_sms, .bytes = pack_bytes};
+  const bool packs = device >= 0 && packing.policy != kv::Policy::zero_sm && pack_sms > 0;
   LockReleased released;
   std::vector<std::shared_ptr<Backend>> neighbours;
   for (const int link : links) {
@@ -123,16 +130,18 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
     if (device >= 0) options.cuda.peers = {device};
     neighbours.push_back(open_backend(backend, pair, 2, {kv::kNeighbour}, std::move(options)));
   }
-  return Transfer::create(open_one(backend, machine, device, kernel), std::move(neighbours),
-                          std::move(groups),
-                          {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
-                           .plain_from = plain_from,
-                           .checked = checked,
-                           .link_bytes = link_bytes,
-                           .crossing_bytes = crossing_bytes,
-                           .linger_ns = linger_ns,
-                           .kernel = kernel},
-                          kept);
+  return Transfer::create(
+      open_one(backend, machine, device, kernel, packs ? kv::sms_of_lane(pack_sms) : 0),
+      std::move(neighbours), std::move(groups),
+      {.pace = {.ahead_bytes = ahead_bytes, .ahead_commands = ahead_commands},
+       .plain_from = plain_from,
+       .checked = checked,
+       .link_bytes = link_bytes,
+       .crossing_bytes = crossing_bytes,
+       .packing = packing,
+       .linger_ns = linger_ns,
+       .kernel = kernel},
+      kept);
 }
 
 std::unique_ptr<Mark> mark(Backend& backend, const std::string& what, uintptr_t handle) {
@@ -260,6 +269,8 @@ void bind_jobs(nb::module_& module) {
       .def_ro("enqueue_ns", &JobReport::enqueue_ns)
       .def_ro("queued_ns", &JobReport::queued_ns)
       .def_ro("copy_ns", &JobReport::copy_ns)
+      .def_ro("sms", &JobReport::sms)
+      .def_ro("sm_ns", &JobReport::sm_ns)
       .def_ro("cancelled", &JobReport::cancelled);
   nb::class_<Started>(module, "KvJob", "core/kv/job.h")
       .def("done", [](const Started& self) { return self.job->done(); })
@@ -303,7 +314,7 @@ void bind_jobs(nb::module_& module) {
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("crossing_bytes"), nb::arg("keep"),
              nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
-             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"));
+             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"), nb::arg("pack"));
 }
 
 }  // namespace

@@ -53,7 +53,9 @@ void bind_parts(nb::module_& module) {
       .def_rw("small_first_bytes", &Pages::small_first_bytes)
       .def_rw("both_bytes_max", &Pages::both_bytes_max)
       .def_rw("both_part_bytes", &Pages::both_part_bytes)
-      .def_rw("hop_ns", &Pages::hop_ns);
+      .def_rw("hop_ns", &Pages::hop_ns)
+      .def_rw("pack_plain_below", &Pages::pack_plain_below)
+      .def_rw("pack_strided_below", &Pages::pack_strided_below);
   nb::class_<Cost>(module, "Cost")
       .def_rw("control_ns", &Cost::control_ns)
       .def_rw("doorbell_ns", &Cost::doorbell_ns)

@@ -20,7 +20,7 @@ def test_calls_are_counted() -> None:
     before = counted()
     result = world.transfer.store(blocks, slots).wait()
     assert result.calls == {"batches": 0, "batched": 0, "plain": 0, "strided": 70,
-                            "crossed": 0, "kernels": 0}
+                            "crossed": 0, "kernels": 0, "packs": 0}
     spent = {name: counted()[name] - before[name] for name in before}
     assert spent == {"cuMemcpyBatchAsync": 0, "cuMemcpyAsync": 0, "cuMemcpy2DAsync": 70}
     assert result.path == "strided" and 0 < result.enqueue_us
@@ -32,7 +32,7 @@ def test_calls_are_counted() -> None:
         first = 4 * (start == world.transfer.load)
         batches = 12 if first else 8
         wanted = dict(batches=batches, batched=4 * (64 + first), plain=4 * (6 - first), strided=0,
-                      crossed=0, kernels=0)
+                      crossed=0, kernels=0, packs=0)
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
         wanted = dict(cuMemcpyBatchAsync=batches, cuMemcpyAsync=4 * (6 - first), cuMemcpy2DAsync=0)

@@ -29,6 +29,7 @@ class World:
         self.pool = kv.HostPool(
             layout.block_bytes, 2 * blocks, backend="cuda", chunk_bytes=8 * layout.block_bytes)
         self.slots = self.pool.allocate(2 * blocks, timeout=20)
+        options.setdefault("policy", "zero_sm")
         self.transfer = kv.BlockTransfer(layout, self.pool, verify=True, **options)
         self.fill(1)
 
@@ -311,7 +312,7 @@ def test_k_and_v_apart_in_tensors_of_their_own(page: int) -> None:
         driver.put(at, layer.tobytes())
     pool = kv.HostPool(layout.block_bytes, blocks, backend="cuda")
     slots, named = pool.allocate(blocks, timeout=20), np.random.default_rng(4).permutation(blocks)
-    with kv.BlockTransfer(layout, pool) as transfer:
+    with kv.BlockTransfer(layout, pool, policy="zero_sm") as transfer:
         stored = transfer.store(named, slots).wait(20)
         rows = np.stack([pool.row(slot) for slot in slots])
         assert (rows.reshape(blocks, 6, 2, page) == image[:, :, named].transpose(2, 0, 1, 3)).all()

@@ -84,7 +84,7 @@ def test_caches_of_other_shapes(halves: bool) -> None:
     driver.put(whole, image.tobytes())
     pool = kv.HostPool(layout.block_bytes, blocks, backend="cuda", chunk_bytes=9 << 20)
     slots = pool.allocate(blocks, timeout=20)[some(blocks, 1, blocks)]
-    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+    with kv.BlockTransfer(layout, pool, verify=True, policy="zero_sm") as transfer:
         named = some(blocks, 2, blocks)
         result = transfer.store(named, slots).wait(20)
         wanted = image.transpose(order)[named]
@@ -115,7 +115,7 @@ def test_where_one_engine_copies() -> None:
     world.check(some(1), slots[:1], STRAIGHT)  # no part behind the first
     layout = kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0)
     pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
-    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+    with kv.BlockTransfer(layout, pool, verify=True, policy="zero_sm") as transfer:
         run = transfer.store(np.arange(64), pool.allocate(64, timeout=20)).wait(20)
         assert (run.path, run.commands) == ("strided", 8)  # one a layer
     world.check(some(64), slots, ("plain",), by_layer=True)
@@ -138,7 +138,8 @@ def test_where_one_engine_copies() -> None:
     pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
     slots = pool.allocate(64, timeout=20)[some(64, 8, 64)]
     for room, paths in ((8 << 20, STRAIGHT), (64 << 20, ("crossed",))):
-        with kv.BlockTransfer(layout, pool, verify=True, crossing_bytes=room) as transfer:
+        with kv.BlockTransfer(
+            layout, pool, verify=True, policy="zero_sm", crossing_bytes=room) as transfer:
             assert transfer.store(some(64, 9, 64), slots).wait(20).path in paths
     assert done("same_device") == [0]
     """
@@ -171,7 +172,8 @@ def test_groups_are_judged_apart() -> None:
     pools = [kv.HostPool(layouts[0].block_bytes, 64, backend="cuda"), near.pool]
     slots = pools[0].allocate(64, timeout=20)[some(64, 8, 64)]
     for room, both in ((8 << 20, False), (64 << 20, True)):
-        with kv.BlockTransfer(layouts, pools, verify=True, crossing_bytes=room) as transfer:
+        with kv.BlockTransfer(
+            layouts, pools, verify=True, policy="zero_sm", crossing_bytes=room) as transfer:
             apart = transfer.store(some(64, 9, 64), slots).wait(20)
             assert (apart.path == "crossed") == both, apart
             result = transfer.store(some(128), np.arange(128), group=1).wait(20)
@@ -199,7 +201,7 @@ def test_layers_far_apart(step: int, hint: int) -> None:
     pool = kv.HostPool(layout.block_bytes, 64, backend="cuda")
     slots, named = pool.allocate(64, timeout=20)[some(64, 8, 64)], some(64, 9, 64)
     entry = "cuMemcpy3DAsync" if step >= 1 << 31 else "cuMemcpy2DAsync"
-    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+    with kv.BlockTransfer(layout, pool, verify=True, policy="zero_sm") as transfer:
         before = calls(entry)
         stored = transfer.store(named, slots).wait(20)
         assert calls(entry) - before == stored.calls["strided"] > 0
@@ -225,7 +227,7 @@ def test_runs_behind_blocks_that_are_apart() -> None:
     pool.allocate(256, timeout=20)
     named = np.concatenate([some(40, 3, 64), np.arange(100, 200), some(40, 4, 50) + 200])
     slots = np.concatenate([some(40, 5, 64), np.arange(100, 200), some(40, 6, 50) + 200])
-    with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+    with kv.BlockTransfer(layout, pool, verify=True, policy="zero_sm") as transfer:
         for turn in range(4):
             world.fill(turn)
             stored = transfer.store(named, slots).wait(20)
@@ -334,7 +336,8 @@ def test_groups_with_rows_of_their_own() -> None:
     code = """
     worlds = [Small(blocks=256, page=1024), Small(page=16384), Small(layers=4)]
     layouts = [kv.Layout(Gpu(w.at, w.shape), block_axis=1, layer_axis=0) for w in worlds]
-    with kv.BlockTransfer(layouts, [w.pool for w in worlds], verify=True) as transfer:
+    with kv.BlockTransfer(
+        layouts, [w.pool for w in worlds], verify=True, policy="zero_sm") as transfer:
         for turn in range(4):
             named = some(256, turn, 256), some(128, turn), some(128, turn + 9)
             for group, blocks in enumerate(named):

@@ -44,7 +44,7 @@ def test_a_driver_that_does_not_do_it(fault: tuple[str, int, int] | int) -> None
         world.transfer.close()
         again = kv.BlockTransfer(
             kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0), world.pool,
-            crossing_bytes=0)
+            crossing_bytes=0, policy="zero_sm")
         world.transfer = again
     gone = {kind: kept[kind] - count for kind, count in live().items()}
     assert gone["allocations"] == gone["mappings"] == gone["reservations"] == 0, gone

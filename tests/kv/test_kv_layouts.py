@@ -78,6 +78,7 @@ class Checked:
         for slot in range(slots):
             self.pool.row(slot)[:] = slot
         self.layers = layout.layers
+        self.policy = options.get("policy", "auto")
         self.transfer = kv.BlockTransfer(layout, self.pool, verify=True, **options)
 
     def run(self, load: bool, blocks: list[int], slots: list[int], by_layer: int) -> None:
@@ -94,8 +95,11 @@ class Checked:
             self.layers,
         )
         assert result.bytes == len(blocks) * self.pool.block_bytes
-        assert result.commands <= result.pages
+        packed = self.policy == "pack" and blocks != []
+        assert result.commands <= result.pages or packed
         assert (result.path == "none") == (not blocks)
+        assert (result.path == "packed") == packed
+        assert (0 < result.sms <= 4) == (result.sm_ms > 0) == packed
         self.check()
 
     def check(self) -> None:
@@ -118,6 +122,11 @@ def test_any_layout_and_any_blocks(places: Places) -> None:
         blocks = data.draw(st.integers(1, 12), "blocks")
         slots = data.draw(st.integers(blocks, 16), "slots")
         limit = st.sampled_from((None, 1, 8))
+        pack = places.backend == "cuda" and data.draw(st.booleans(), "pack")
+        plain = (None, None)
+        if not pack:
+            plain = (data.draw(limit, "plain load"), data.draw(limit, "plain store"))
+        sms = data.draw(st.sampled_from((1, 2, 4)), "sms")
         checked = Checked(
             places,
             data.draw(caches(blocks), "cache"),
@@ -125,7 +134,8 @@ def test_any_layout_and_any_blocks(places: Places) -> None:
             data.draw(st.sampled_from((1, 3, 16)), "rows of a chunk"),
             ahead_bytes=data.draw(st.sampled_from((1, 400, 1 << 20)), "ahead_bytes"),
             ahead_commands=data.draw(st.sampled_from((1, 256)), "ahead_commands"),
-            plain_from=(data.draw(limit, "plain load"), data.draw(limit, "plain store")),
+            plain_from=plain,
+            **({"policy": "pack", "pack_sms": sms, "pack_bytes": 8 << 10} if pack else {}),
         )
         for turn in range(data.draw(st.integers(1, 3), "turns")):
             count = data.draw(st.integers(0, blocks), "count")

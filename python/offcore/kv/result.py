@@ -76,9 +76,12 @@ class Transferred(Facts):
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
         "none" where nothing was copied: by copy engines, on host by threads. "crossed": by both
         engines of the link, strided copies and maybe pages submitted one by one. "kernel": by
-        SMs, as was asked for ("mixed" where it left something to engines)."""
+        SMs, as was asked for ("mixed" where it left something to engines). "packed": SMs laid
+        pages side by side, and engines copied these."""
         if self.commands == 0:
             return "none"
+        if self._core.calls.packs:
+            return "packed"
         if self._core.calls.crossed:
             return "crossed"
         if self._core.calls.kernels:
@@ -90,10 +93,21 @@ class Transferred(Facts):
     @property
     def calls(self) -> dict[str, int]:
         """cuda: how often the driver was called for these copies: `batches` of `batched` copies in
-        all, `plain` and `strided` copies, `crossed` of these for the other engine, `kernels`."""
+        all, `plain` and `strided` copies, `crossed` of these for the other engine, `kernels`, and
+        `packs`, kernels that only packed."""
         calls = self._core.calls
-        names = ("batches", "batched", "plain", "strided", "crossed", "kernels")
+        names = ("batches", "batched", "plain", "strided", "crossed", "kernels", "packs")
         return {name: getattr(calls, name) for name in names}
+
+    @property
+    def sms(self) -> int:
+        """SMs that packed at a time, at most; 0: none did."""
+        return self._core.sms
+
+    @property
+    def sm_ms(self) -> float:
+        """Milliseconds that SMs were busy packing, all of them together."""
+        return self._core.sm_ns / 1e6
 
     @property
     def submit_us(self) -> float:

@@ -20,6 +20,7 @@ from offcore.kv.result import Transferred
 from offcore.operands import checked
 
 _INT_MAX = (1 << 31) - 1  # what counts and priorities may be
+_SMS_MAX = 1 << 10
 _EXIT_S = 10.0  # a process that ends waits so long for copies
 _open_transfers: weakref.WeakSet[BlockTransfer] = weakref.WeakSet()
 
@@ -132,6 +133,14 @@ class BlockTransfer:
     kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
         whole 16 bytes. It takes SMs; for pages so small that engines are slow, if SMs are free.
         Results say path "kernel".
+    policy: cuda: whether a few SMs may gather pages in the GPU's memory, so that plain copies take
+        whole blocks over the link, and scatter them for loads (path "packed"). "auto": where the
+        machine's numbers say that engines alone would be slower; "zero_sm": never; "pack": always.
+        Not with `links`, `kernel` or `plain_from`; other backends never pack.
+    pack_sms: how many SMs pack in a direction, at most; they are busy for a part of the time
+        (`Transferred.sm_ms`). 0: as "zero_sm".
+    pack_bytes: the GPU's memory that holds packed blocks on their way, at most: 4 blocks at least.
+        Larger blocks are not packed.
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
@@ -156,6 +165,9 @@ class BlockTransfer:
         crossing_bytes: int = 1 << 30,
         linger: float | None = None,
         kernel: bool = False,
+        policy: str = "auto",
+        pack_sms: int = 4,
+        pack_bytes: int = 32 << 20,
         verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
@@ -202,6 +214,7 @@ class BlockTransfer:
             linger,
             kernel,
             verify,
+            (policy, checked("pack_sms", pack_sms, _SMS_MAX), checked("pack_bytes", pack_bytes)),
         )
         _open_transfers.add(self)
 
