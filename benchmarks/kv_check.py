@@ -3,9 +3,10 @@
     python benchmarks/kv_check.py                    # all of the below
     python benchmarks/kv_check.py --only speed --pages 8K,32K
 
-Random jobs of all layouts run in both directions at once, in any order and priority, beside matrix
-products that keep the SMs busy. Whoever is told of an end looks at the bytes at once. Blocks of
-threads that only wait hold every SM: transfers must end meanwhile, and one by a kernel must not.
+Random jobs of all layouts run in both directions at once, in any order and priority, packed or not,
+beside matrix products that keep the SMs busy. Whoever is told of an end looks at the bytes at once.
+Blocks of threads that only wait hold every SM: transfers by engines must end meanwhile, and one by
+a kernel must not.
 Speed is what a caller sees, from the call until `wait` returns, as medians: folded over the layers
 and page by page, beside one contiguous copy of pinned memory.
 Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
@@ -52,6 +53,10 @@ class Checks:
     def pool(self, layout: kv.Layout, blocks: int, rows_chunk: int = 0) -> kv.HostPool:
         chunk = rows_chunk * layout.block_bytes or 1 << 30
         return kv.HostPool(layout.block_bytes, blocks, backend=self.args.backend, chunk_bytes=chunk)
+
+    def policy(self) -> str:
+        """A job's: any where something packs."""
+        return self.random.choice(("auto", "zero_sm", "pack", "pack")) if self.gpu else "auto"
 
     def settle(self) -> None:
         if self.gpu:
@@ -113,7 +118,8 @@ def random_jobs(checks: Checks) -> int:
         rows = [pool.row(slot).tobytes() for slot in slots]
         ahead = checks.random.choice((1, 1 << 16, 32 << 20))
         jobs = 0
-        with kv.BlockTransfer(layout, pool, ahead_bytes=ahead) as transfer:
+        policy = checks.policy()
+        with kv.BlockTransfer(layout, pool, ahead_bytes=ahead, policy=policy) as transfer:
             copied = pages = 0
             for _ in range(checks.args.jobs // 20):
                 busy.more()
@@ -136,7 +142,7 @@ def random_jobs(checks: Checks) -> int:
                 jobs += len(waiting)
                 wrong += sum(a != b for a, b in zip(image(), caches, strict=True))
                 wrong += sum(pool.row(k).tobytes() != rows[k] for k in range(layout.blocks))
-        print(f"{name}: {jobs} jobs, {wrong} wrong; {pages} pages by {copied} commands")
+        print(f"{name}, {policy}: {jobs} jobs, {wrong} wrong; {pages} pages by {copied} commands")
         pool.close()
     return wrong
 
@@ -150,7 +156,7 @@ def streams(checks: Checks) -> int:
     blocks = torch.randperm(512)[:256]
     writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
     wrong = 0
-    with kv.BlockTransfer(layout, pool) as transfer:
+    with kv.BlockTransfer(layout, pool, policy=checks.policy()) as transfer:
         for turn in range(10):
             with torch.cuda.stream(writer):
                 torch.cuda._sleep(SLEEP_CYCLES)
@@ -188,7 +194,7 @@ def order(checks: Checks) -> int:
     wrong = crossed = 0
     found = torch.zeros((), dtype=torch.int64, device="cuda")
     checks.settle()
-    with kv.BlockTransfer(layout, pool) as transfer:
+    with kv.BlockTransfer(layout, pool, policy="zero_sm") as transfer:
         for turn in range(checks.args.turns):
             value = 1 + turn % 250
             named = torch.randperm(128)[: 2 + turn % 15]
@@ -223,7 +229,7 @@ def held(checks: Checks) -> int:
         slots = pool.allocate(64, timeout=60)[torch.randperm(64).numpy()]
         named = torch.randperm(256)[:64].numpy()
         for kernel in (False, True):
-            with kv.BlockTransfer(layout, pool, kernel=kernel) as transfer:
+            with kv.BlockTransfer(layout, pool, kernel=kernel, policy="zero_sm") as transfer:
                 for call in (transfer.store, transfer.load):
                     call(named, slots).wait()
                     checks.settle()
@@ -287,8 +293,9 @@ def speed(checks: Checks) -> int:
         layout = kv.Layout(cache, block_axis=1, layer_axis=0)
         pool = checks.pool(layout, 512)
         slots = np.random.default_rng(1).permutation(pool.allocate(512, timeout=300))
-        for way, plain_from in (("folded", None), ("by pages", 1)):
-            with kv.BlockTransfer(layout, pool, plain_from=plain_from) as transfer:
+        ways = (("folded", None, "zero_sm"), ("by pages", 1, "zero_sm"), ("auto", None, "auto"))
+        for way, plain_from, policy in ways:
+            with kv.BlockTransfer(layout, pool, plain_from=plain_from, policy=policy) as transfer:
                 for count in (64, 256):
                     named = np.random.default_rng(2).permutation(blocks)[: 2 * count].reshape(2, -1)
                     one, other = slots[:count], slots[count : 2 * count]

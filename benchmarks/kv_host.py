@@ -81,7 +81,13 @@ def transfers(driver: Driver, page: int, repetitions: int) -> Iterator[Row]:
         with (
             pool,
             kv.BlockTransfer(
-                layout, pool, linger=0, ahead_bytes=ROOM, ahead_commands=1 << 20, crossing_bytes=0
+                layout,
+                pool,
+                linger=0,
+                ahead_bytes=ROOM,
+                ahead_commands=1 << 20,
+                crossing_bytes=0,
+                policy="zero_sm",
             ) as transfer,
         ):
             for direction in ("load", "store"):

@@ -103,13 +103,11 @@ bool EngineSplit::any() const {
 }
 
 EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
-                        const std::vector<std::vector<uint64_t>>& memories, const Packing& packing,
-                        uint64_t bytes) {
+                        const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes) {
   CrossedCopies* crossed_copies = backend.capabilities().crossed_copies;
   if (crossed_copies == nullptr || bytes == 0) return {};
   std::vector<Candidate> candidates;
   for (size_t i = 0; i < groups.size(); ++i) {
-    if (packing.any() && packing.pays[i][0] && packing.pays[i][1]) continue;
     const Layout& layout = *groups[i].layout;
     auto layer_groups = std::make_shared<const std::vector<LayerGroup>>(
         layer_groups_of(layout, layout.layers(), memories[i]));

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/backend/backend.h"
-#include "core/kv/packing.h"
+#include "core/kv/command_builder.h"
 
 namespace offcore::kv {
 
@@ -21,10 +21,9 @@ struct EngineSplit {
 
 // Takes at most so many bytes of the host's memory, besides four blocks for the trial, and no SM.
 // No group where none has such pages, where the backend has no such engines, or a trial of them
-// does not bring the same bytes as others do; nor one that is packed both ways. `memories`: of each
-// group, as Layout::folds takes them.
+// does not bring the same bytes as others do. `memories`: of each group, as Layout::folds takes
+// them.
 EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
-                        const std::vector<std::vector<uint64_t>>& memories, const Packing& packing,
-                        uint64_t bytes);
+                        const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes);
 
 }  // namespace offcore::kv

@@ -111,7 +111,9 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
   EngineSplit crossing;
   if (!straight) {
     packing = packing_of(*backend_, groups_, memories_, options_.packing);
-    crossing = crossing_of(*backend_, groups_, memories_, packing, options_.crossing_bytes);
+    if (!packing.always) {
+      crossing = crossing_of(*backend_, groups_, memories_, options_.crossing_bytes);
+    }
   }
   worker_ = std::make_shared<TransferWorker>(queue_, backend_, groups_, std::move(crossing),
                                              std::move(packing),

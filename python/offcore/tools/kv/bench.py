@@ -121,6 +121,12 @@ class Contiguous:
     def settle(self) -> dict[str, Any]:
         return {}
 
+    def leave(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
+
     def close(self) -> None:
         del self._rows
         self._pool.close()
@@ -250,7 +256,10 @@ def _measure(
         slowdown = products.slowdown(clock, way, direction) if products is not None else None
         case.refresh(turn + 1)
         before = case.rows()
+        way.leave()
         clock.measure(way, direction)
+        if direction != "load":
+            way.fetch()
         yield {
             "impl": name,
             "model": case.geometry.model,

@@ -13,7 +13,7 @@ import offcore
 from offcore import kv
 from offcore.tools.kv.models import Geometry
 
-LAYOUTS = ("layers", "tensors", "kv-apart", "contiguous")
+LAYOUTS = ("layers", "tensors", "kv-apart", "kv-tensors", "contiguous")
 DIRECTIONS = ("load", "store", "both")
 
 _READY_S = 600.0  # pinning takes about 0.1 s/GB
@@ -155,8 +155,11 @@ def _pieces(geometry: Geometry, layout: str, blocks: int) -> list[_Piece]:
     if layout == "tensors":
         return [_Piece(layer, 0, page, page) for layer in range(layers)]
     half = page // 2
+    apart = layout == "kv-tensors"  # K's and V's tensors are allocations of their own
     return [
-        _Piece(layer, part * blocks * half, half, half)
+        _Piece(
+            2 * layer + part if apart else layer, 0 if apart else part * blocks * half, half, half
+        )
         for layer in range(layers)
         for part in range(2)
     ]
@@ -204,6 +207,7 @@ class Case:
         total = named + max(1, named // _SPARE)
         rng = np.random.default_rng(seed)
         order = rng.permutation(total)[:named].reshape(sets, blocks)
+        self._total = total
         self._pieces = _pieces(geometry, layout, total)
         memories = 1 + max(piece.memory for piece in self._pieces)
         nbytes = total * geometry.block_bytes // memories
@@ -228,6 +232,9 @@ class Case:
             return kv.Layout(whole, block_axis=1, layer_axis=0)
         if self.layout == "tensors":
             return kv.Layout([memory.tensor(0, (total, page)) for memory in self._memories])
+        if self.layout == "kv-tensors":
+            memories = [memory.tensor(0, (total, page // 2)) for memory in self._memories]
+            return kv.Layout(list(zip(memories[::2], memories[1::2], strict=True)))
         halves = [memory.tensor(0, (2, total, page // 2)) for memory in self._memories]
         return kv.Layout(halves, block_axis=1)
 
@@ -240,6 +247,11 @@ class Case:
     def piece_bytes(self) -> int:
         """Of a page as peers name it."""
         return self._pieces[0].nbytes
+
+    @property
+    def block_axis(self) -> int:
+        """Of the cache's tensors."""
+        return int(self.layout in ("layers", "kv-apart"))
 
     def named(self, direction: str) -> list[tuple[Numbers, Numbers]]:
         """The blocks and slots of each request."""
@@ -286,16 +298,18 @@ class Case:
 
     def _views(self) -> list[Bytes]:
         """Each piece in the images, as (blocks, bytes)."""
-        views = []
-        for piece in self._pieces:
-            image = self._images[piece.memory]
-            count = (len(image) - piece.at - piece.nbytes) // piece.step + 1
-            views.append(
-                np.lib.stride_tricks.as_strided(
-                    image[piece.at :], (count, piece.nbytes), (piece.step, 1)
-                )
+        return self.views(self._images, self._total)
+
+    def views(self, images: list[Bytes], blocks: int) -> list[Bytes]:
+        """Each piece, as (blocks, bytes), in memories of caches like this one of so many blocks."""
+        return [
+            np.lib.stride_tricks.as_strided(
+                images[piece.memory][piece.at // self._total * blocks :],
+                (blocks, piece.nbytes),
+                (piece.step, 1),
             )
-        return views
+            for piece in self._pieces
+        ]
 
     def _expected(self, blocks: Numbers) -> Bytes:
         return np.concatenate([view[blocks] for view in self._views()], axis=1)

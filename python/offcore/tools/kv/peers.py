@@ -1,29 +1,41 @@
 """The ways to copy KV blocks that are measured beside each other, in one process.
 
-`offcore`: BlockTransfer, by copy engines. `kernel`: the same with its kernel of 16 blocks.
+`offcore`: BlockTransfer as it is; `zero-sm`: by copy engines alone; `packed`, `packed-8`: all of it
+packed by 4 SMs, or 8; `kernel`: by its kernel of 16 blocks.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
 all pages; `batch32`, `batch64`: such calls of 32 or 64 pages each. `vllm`, `triton`: vLLM's own
-calls, where it is installed: its batch of all pages, and its kernel. What peers are given are the
-places of all pages, ready-made.
+calls, where it is installed: its batch of all pages, and its kernel. What these are given are the
+places of all pages, ready-made. `torch`: what anybody writes, index_select into memory of the GPU
+and a copy of that for each tensor, and back by index_copy_; its rows lie apart from the pool's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offcore import _core, kv
 from offcore.errors import error
 from offcore.tools.kv.case import Case, Numbers, torch_with_gpu
 
 _CALL_PAGES = {"batch": 2**64 - 1, "batch32": 32, "batch64": 64}
-IMPLS = ("offcore", "loop", *_CALL_PAGES, "vllm", "triton", "kernel")
+_OWN: dict[str, dict[str, Any]] = {
+    "zero-sm": {"policy": "zero_sm"},
+    "packed": {"policy": "pack"},
+    "packed-2": {"policy": "pack", "pack_sms": 2},
+    "packed-8": {"policy": "pack", "pack_sms": 8},
+    "kernel": {"kernel": True},
+}
+IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN)
 PEERS = IMPLS[1:]
+_FACTS = ("path", "links", "commands", "calls", "enqueue_us", "sms", "sm_ms")
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
 
 
@@ -37,6 +49,12 @@ class Way(Protocol):
 
     def settle(self) -> dict[str, Any]:
         """Waits for what was started; facts about it, for a row."""
+
+    def leave(self) -> None:
+        """Takes what the rows of loads hold, where its own lie elsewhere."""
+
+    def fetch(self) -> None:
+        """Puts what it has stored elsewhere into the rows of stores."""
 
     def close(self) -> None: ...
 
@@ -74,7 +92,15 @@ class Transfers:
             "commands": sum(result.commands for result in results),
             "calls": calls,
             "enqueue_us": round(sum(result.enqueue_us for result in results), 2),
+            "sms": max(result.sms for result in results),
+            "sm_ms": round(sum(result.sm_ms for result in results), 4),
         }
+
+    def leave(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
 
     def close(self) -> None:
         self._transfer.close(timeout=self._timeout_s)
@@ -108,14 +134,96 @@ class Pages:
         return (time.perf_counter_ns() - began_ns) / 1e3
 
     def settle(self) -> dict[str, Any]:
-        return dict.fromkeys(("path", "links", "commands", "calls", "enqueue_us"))
+        return dict.fromkeys(_FACTS)
+
+    def leave(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
 
+class Selected:
+    """The peer that selects blocks tensor by tensor."""
+
+    streamed = True
+
+    def __init__(self, case: Case) -> None:
+        self._torch = torch = _torch_of(case)
+        self._case = case
+        self._axis = case.block_axis
+        self._tensors = [torch.as_tensor(tensor) for tensor in case.cache.tensors]
+        self._requests = {
+            direction: [self._place(blocks) for blocks, _ in case.named(direction)]
+            for direction in ("load", "store")
+        }
+
+    def _place(self, blocks: Numbers) -> tuple[Any, list[Any]]:
+        on_gpu = self._case.backend == "cuda"
+        index = self._torch.from_numpy(blocks).to(self._tensors[0].device)
+        shapes = [list(tensor.shape) for tensor in self._tensors]
+        for shape in shapes:
+            shape[self._axis] = len(blocks)
+        return index, [
+            self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=on_gpu) for shape in shapes
+        ]
+
+    def enqueue(self, direction: str, stream: int) -> float:
+        torch = self._torch
+        began_ns = time.perf_counter_ns()
+        into = torch.cuda.ExternalStream(stream) if self._case.backend == "cuda" else None
+        with contextlib.nullcontext() if into is None else torch.cuda.stream(into):
+            for index, rows in self._requests[direction]:
+                for tensor, part in zip(self._tensors, rows, strict=True):
+                    if direction == "store":
+                        part.copy_(tensor.index_select(self._axis, index), non_blocking=True)
+                    else:
+                        moved = part.to(tensor.device, non_blocking=True)
+                        tensor.index_copy_(self._axis, index, moved)
+        return (time.perf_counter_ns() - began_ns) / 1e3
+
+    def settle(self) -> dict[str, Any]:
+        return dict.fromkeys(_FACTS)
+
+    def _each(self, direction: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """A row of the pool, and each piece of it here."""
+        case = self._case
+        requests = zip(case.named(direction), self._requests[direction], strict=True)
+        for (_, slots), (_, parts) in requests:
+            views = case.views([part.numpy().reshape(-1) for part in parts], len(slots))
+            for number, slot in enumerate(slots):
+                row, at = case.pool.row(slot), 0
+                for view in views:
+                    yield row[at : at + view.shape[1]], view[number]
+                    at += view.shape[1]
+
+    def leave(self) -> None:
+        for row, own in self._each("load"):
+            own[:] = row
+
+    def fetch(self) -> None:
+        for row, own in self._each("store"):
+            row[:] = own
+
+    def close(self) -> None:
+        self._requests.clear()
+
+
 def _absent(name: str, why: str) -> Exception:
     return error("unavailable", f"{name} is absent: {why}")
+
+
+def _torch_of(case: Case) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise _absent("torch", "it is not installed") from None
+    if case.backend == "cuda" and torch_with_gpu() is None:
+        raise _absent("torch", "it has no GPU")
+    return torch
 
 
 def _driver_peer(case: Case, copy: Any) -> Way:
@@ -160,14 +268,16 @@ def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
         return Transfers(case, timeout_s, links=links)
     if name == "loop":
         return _driver_peer(case, _core.copy_by_loop)
+    if name == "torch":
+        return Selected(case)
     if case.backend != "cuda":
         raise _absent(name, f"backend {case.backend} has no driver and no kernels")
     if name in _CALL_PAGES:
         return _driver_peer(
             case, functools.partial(_core.copy_by_batch, call_pages=_CALL_PAGES[name])
         )
-    if name == "kernel":
-        return Transfers(case, timeout_s, kernel=True)
+    if name in _OWN:
+        return Transfers(case, timeout_s, **_OWN[name])
     if name in ("vllm", "triton"):
         return _vllm(case, name)
     raise error("invalid", f"no peer is called '{name}': there are {', '.join(PEERS)}")
