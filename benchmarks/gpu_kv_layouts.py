@@ -1,16 +1,18 @@
 """Measures transfers of KV caches as engines allocate them, on one GPU, beside all peers, in turns.
 
-    python benchmarks/gpu_kv_layouts.py                # 150 s at most
-    python benchmarks/gpu_kv_layouts.py --seconds 40   # the first cases only
+    python benchmarks/gpu_kv_layouts.py           # 240 s at most
+    python benchmarks/gpu_kv_layouts.py --quick   # 100 s at most: the first cases only
 
 Cases, each tensor an allocation of its own of 64 MiB or more: `kv-apart`, a tensor a layer with K
 and V apart (vLLM 0.26); `kv-tensors`, K and V in tensors of their own (transformers); `tensors`, a
 tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Ways: offcore as it is
-(`offcore`), without SMs (`zero-sm`), packed by 2 and 8 SMs, its kernel of 16 blocks; one batch call
-of all pages, calls of 32, copies one by one; torch's index_select and a copy a tensor. `gemm`: how
-much a product of matrices of 8192 slows down meanwhile. Every byte is checked.
-Each step is a process of its own. Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to
-benchmarks/results; the table comes last.
+(`offcore`), without SMs (`zero-sm`), packed by 2, 4 and 8 SMs, its kernel of 16 blocks; one batch
+call of all pages, calls of 32, copies one by one; torch's index_select and a copy a tensor. Steps,
+each a process of its own: `alone`; `segments`, the same from torch's expandable segments; `gemm`,
+how much a product of matrices of 8192 slows down meanwhile; then random jobs of all layouts and
+policies (kv_check.py). Every byte is checked.
+Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to benchmarks/results; the table comes
+last.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +35,78 @@ from offcore.tools.kv.models import Geometry
 from offcore.tools.report import Stamp, dumps
 
 FOLDER = Path(__file__).parent
-SECONDS = 150.0
 KIB = 1 << 10
 KERNEL_SMS = 16
 BY_ENGINES = ("batch", "batch32", "loop")
-ALL = ("zero-sm", "packed-2", "packed-8", "kernel", *BY_ENGINES, "torch")
-FEW = ("zero-sm", "kernel", "batch32", "torch")
+PACKED = ("packed-2", "packed", "packed-8")
+ALL = ("zero-sm", *PACKED, "kernel", *BY_ENGINES, "torch")
+FEW = ("zero-sm", "packed", "kernel", "batch32", "torch")
+OWN = ("zero-sm", "packed")
 Row = dict[str, Any]
 # Layout, KiB of a layer's page (K and V together), layers, blocks, peers: what matters first.
 CASES = [
     ("kv-apart", 16, 28, 64, ALL),
+    ("kv-apart", 64, 32, 256, ALL),
     ("kv-apart", 32, 28, 64, ALL),
     ("kv-apart", 64, 32, 64, ALL),
-    ("kv-apart", 16, 28, 256, ALL),
     ("kv-apart", 32, 28, 256, FEW),
-    ("kv-apart", 64, 32, 256, FEW),
+    ("kv-apart", 16, 28, 256, ALL),
     ("kv-tensors", 32, 28, 64, FEW),
     ("tensors", 32, 28, 64, FEW),
     ("layers", 16, 28, 64, FEW),
     ("layers", 64, 28, 64, FEW),
     ("contiguous", 32, 28, 64, FEW),
+    ("tensors", 128, 28, 64, OWN),
+    ("layers", 32, 28, 256, OWN),
+    ("layers", 128, 28, 64, OWN),
+    ("tensors", 256, 28, 64, OWN),
+    ("tensors", 32, 28, 16, OWN),
 ]
-GEMM_AFTER = 4  # cases
+QUICK = 3  # cases
+SEGMENTS = "expandable_segments:True"
 
 
-def plans(args: argparse.Namespace) -> Iterator[tuple[str, bench.Plan]]:
-    for number, (layout, page, layers, blocks, peers) in enumerate(CASES):
-        common: dict[str, Any] = {"backend": "cuda", "layouts": [layout], "rounds": args.rounds}
-        shape = {"geometries": [Geometry("", layers // args.smaller, page * KIB)]}
-        if number == GEMM_AFTER and args.gemm:
-            gemm = {"peers": ("zero-sm", "kernel"), "with_gemm": True, "blocks": [64]}
-            yield "gemm", bench.Plan(directions=("load", "store"), **common | shape | gemm)
-        named = {"blocks": [blocks // args.smaller], "peers": peers}
-        directions = ("load", "store") if args.smaller > 1 else ("store", "load")
-        yield "alone", bench.Plan(directions=directions, **common | shape | named)
-    page = {"geometries": [Geometry("", 28 // args.smaller, 32 * KIB)], "blocks": [64]}
-    kinds = {"layouts": ["kv-apart"], "peers": FEW[:-1], "rounds": args.rounds}
-    yield "alone", bench.Plan(backend="cuda", directions=("both",), **page | kinds)
+@dataclass(frozen=True)
+class Step:
+    """A process: its name, when its last case may begin, and when it is ended."""
+
+    name: str
+    seconds: float
+    limit_s: float
+
+
+STEPS = [Step("alone", 95, 140), Step("segments", 12, 35), Step("gemm", 15, 40)]
+QUICK_STEPS = [Step("alone", 30, 60), Step("gemm", 10, 25)]
+RANDOM_LIMIT_S = 60.0
+
+
+def plans(args: argparse.Namespace) -> Iterator[bench.Plan]:
+    common: dict[str, Any] = {"backend": args.backend, "rounds": args.rounds}
+
+    def shape(layout: str, page: int, layers: int, blocks: int) -> dict[str, Any]:
+        geometries = [Geometry("", max(1, layers // args.smaller), page * KIB)]
+        return {
+            "layouts": [layout],
+            "geometries": geometries,
+            "blocks": [max(1, blocks // args.smaller)],
+        }
+
+    if args.step == "gemm":
+        gemm = {"peers": (*OWN, "kernel"), "with_gemm": args.smaller == 1}
+        for page in (32, 64):
+            case = shape("kv-apart", page, 28, 64)
+            yield bench.Plan(directions=("load", "store"), **common | case | gemm)
+        return
+    cases = CASES[: QUICK if args.quick else None]
+    if args.step == "segments":
+        cases = [("kv-apart", 32, 28, 64, FEW), ("kv-apart", 64, 32, 256, FEW)]
+    for layout, page, layers, blocks, peers in cases:
+        case = shape(layout, page, layers, blocks)
+        yield bench.Plan(directions=("store", "load"), peers=peers, **common | case)
+    if args.step == "alone":
+        case = shape("kv-apart", 32, 28, 64)
+        peers = (*OWN, "kernel", "batch32")
+        yield bench.Plan(directions=("both",), peers=peers, **common | case)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -77,12 +114,12 @@ def measure(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.seconds
     wrong = 0
     with Path(args.rows).open("a", encoding="utf-8") as out:
-        for step, plan in plans(args):
+        for plan in plans(args):
             if time.monotonic() > end:
-                print("no time is left for further cases")
+                print(f"{args.step}: no time is left for further cases")
                 break
             for row in bench.run(plan):
-                out.write(dumps({"step": step} | row))
+                out.write(dumps({"step": args.step} | row))
                 out.flush()
                 wrong += row.get("wrong", 0)
     return 1 if wrong else 0
@@ -111,45 +148,61 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         names = ("step", "layout", "page_bytes", "blocks", "direction")
         groups.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
+    print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, single, torch |")
+    print("auto's % of the link, path, times as fast as torch, as all peers; zero-SM as engines' |")
     print(
-        "GB/s: auto, zero-SM, packed by 2, by 8, kernel, one batch, calls of 32, one by one, torch"
+        "us to submit; SM-ms a GB, the kernel's; slowdown of GEMMs: auto, zero-SM, packed, kernel"
     )
-    print("then auto's % of the link and path, auto : torch, auto : all peers, zero-SM : engines;")
-    print("us to submit; SM-ms a GB, the kernel's; slowdown of a GEMM: auto, zero-SM, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
+        layout += "*" if step == "segments" else ""
         rates = " ".join(rate(ways, name) for name in ("offcore", *ALL))
         peers = ("kernel", *BY_ENGINES, "torch")
         kernel = f"{sm_ms(ways['kernel']):4.0f}" if "kernel" in ways else "   -"
         gemm = ""
-        if step == "gemm":
-            names = [name for name in ("offcore", "zero-sm", "kernel") if name in ways]
+        if own["gemm_slowdown"] is not None:
+            names = [name for name in ("offcore", *OWN, "kernel") if name in ways]
             gemm = " gemm " + " ".join(f"{ways[name]['gemm_slowdown']:.3f}" for name in names)
         print(
-            f"{layout:>10} {format_bytes(page):>4} {blocks:4} {direction:>5} {rates} | "
-            f"{100 * own['gbps'] / own['ceiling_gbps']:3.0f} % {own['path'][:6]:>6} "
+            f"{layout:>11} {format_bytes(page):>4} {blocks:4} {direction:>5} {rates} | "
+            f"{100 * own['gbps'] / own['ceiling_gbps']:3.0f}% {own['path'][:6]:>6} "
             f"{ratio(ways, ('torch',), 'offcore')} {ratio(ways, peers, 'offcore')} "
             f"{ratio(ways, BY_ENGINES, 'zero-sm')} | {own['submit_us']:5.0f} "
             f"{sm_ms(own):4.0f} {kernel}{gemm}"
         )
 
 
+def run_steps(args: argparse.Namespace, rows: Path) -> list[int | str]:
+    """How each has ended."""
+    own = [sys.executable, __file__, "--rows", str(rows.resolve()), *sys.argv[1:]]
+    ended = []
+    for step in QUICK_STEPS if args.quick else STEPS:
+        more = {"PYTORCH_CUDA_ALLOC_CONF": SEGMENTS} if step.name == "segments" else {}
+        words = [*own, "--step", step.name, "--seconds", str(step.seconds)]
+        ended.append(run_step(words, FOLDER, step.limit_s, os.environ | more))
+    jobs = max(20, (300 if args.quick else args.random) // 5)  # of each of five layouts
+    words = ["--only", "jobs", "--jobs", str(jobs), "--backend", args.backend]
+    check = [sys.executable, str(FOLDER / "kv_check.py"), *words]
+    return [*ended, run_step(check, FOLDER, RANDOM_LIMIT_S)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no case begins")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
+    parser.add_argument("--random", type=int, default=1000, help="jobs")
     parser.add_argument("--smaller", type=int, default=1, help="a share of the layers and blocks")
-    parser.add_argument("--no-gemm", dest="gemm", action="store_false")
-    parser.add_argument("--rows", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="cuda", help="cuda or host")
+    for name, kind in (("--rows", str), ("--step", str), ("--seconds", float)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rows:
+    if args.step:
         return measure(args)
     folder = Path(os.environ.get("OUT") or FOLDER / "results")
     final, found = folder / "cuda-kv-layouts.jsonl", folder / "cuda-kv-layouts.rows"
     found.write_text("", "utf-8")
     began = time.monotonic()
-    words = [*sys.argv[1:], "--rows", str(found.resolve())]
-    ended = run_step([sys.executable, __file__, *words], FOLDER, args.seconds + 60)
+    ended = run_steps(args, found)
     stamp = asdict(Stamp())
     rows = [json.loads(line) for line in found.read_text("utf-8").splitlines()]
     final.write_text("".join(dumps(row | stamp) for row in rows), "utf-8")
@@ -161,7 +214,7 @@ def main() -> int:
     wrong = sum(row["wrong"] for row in measured)
     took = time.monotonic() - began
     print(f"{len(measured)} rows, {wrong} wrong bytes, ended with {ended}, {took:.0f} s: {final}")
-    return 1 if wrong or ended != 0 else 0
+    return 1 if wrong or any(ended) else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Without a GPU (or with --backend host) the host backend is checked, on smaller c
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -54,9 +55,9 @@ class Checks:
         chunk = rows_chunk * layout.block_bytes or 1 << 30
         return kv.HostPool(layout.block_bytes, blocks, backend=self.args.backend, chunk_bytes=chunk)
 
-    def policy(self) -> str:
-        """A job's: any where something packs."""
-        return self.random.choice(("auto", "zero_sm", "pack", "pack")) if self.gpu else "auto"
+    def policies(self) -> tuple[str, ...]:
+        """Those that differ here."""
+        return ("auto", "zero_sm", "pack") if self.gpu else ("auto",)
 
     def settle(self) -> None:
         if self.gpu:
@@ -104,7 +105,9 @@ def random_jobs(checks: Checks) -> int:
     """Jobs of any kind under way together; then all blocks and rows against plain numpy."""
     wrong = 0
     busy = Busy(checks)
-    for name, layout, parts in layouts(checks):
+    policies = checks.policies()
+    rounds = max(1, checks.args.jobs // (20 * len(policies)))
+    for (name, layout, parts), policy in itertools.product(layouts(checks), policies):
         pool = checks.pool(layout, layout.blocks, rows_chunk=7)
         slots = pool.allocate(layout.blocks, timeout=60)
 
@@ -118,10 +121,9 @@ def random_jobs(checks: Checks) -> int:
         rows = [pool.row(slot).tobytes() for slot in slots]
         ahead = checks.random.choice((1, 1 << 16, 32 << 20))
         jobs = 0
-        policy = checks.policy()
         with kv.BlockTransfer(layout, pool, ahead_bytes=ahead, policy=policy) as transfer:
             copied = pages = 0
-            for _ in range(checks.args.jobs // 20):
+            for _ in range(rounds):
                 busy.more()
                 waiting = []
                 for _ in range(20):
@@ -156,8 +158,8 @@ def streams(checks: Checks) -> int:
     blocks = torch.randperm(512)[:256]
     writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
     wrong = 0
-    with kv.BlockTransfer(layout, pool, policy=checks.policy()) as transfer:
-        for turn in range(10):
+    for turn, policy in zip(range(12), itertools.cycle(checks.policies()), strict=False):
+        with kv.BlockTransfer(layout, pool, policy=policy) as transfer:
             with torch.cuda.stream(writer):
                 torch.cuda._sleep(SLEEP_CYCLES)
                 cache.fill_(turn + 1)
@@ -168,7 +170,7 @@ def streams(checks: Checks) -> int:
             job.wait()
             cache.zero_()
             checks.settle()
-            job = transfer.load(blocks, slots, by_layer=turn % 3)
+            job = transfer.load(blocks, slots, by_layer=turn // 3 % 3)
             sums = []
             with torch.cuda.stream(reader):
                 for layer in range(LAYERS):
