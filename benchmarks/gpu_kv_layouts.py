@@ -161,8 +161,8 @@ def show(rows: list[Row]) -> None:
         kernel = f"{sm_ms(ways['kernel']):4.0f}" if "kernel" in ways else "   -"
         gemm = ""
         if own["gemm_slowdown"] is not None:
-            names = [name for name in ("offcore", *OWN, "kernel") if name in ways]
-            gemm = " gemm " + " ".join(f"{ways[name]['gemm_slowdown']:.3f}" for name in names)
+            shown = [name for name in ("offcore", *OWN, "kernel") if name in ways]
+            gemm = " gemm " + " ".join(f"{ways[name]['gemm_slowdown']:.3f}" for name in shown)
         print(
             f"{layout:>11} {format_bytes(page):>4} {blocks:4} {direction:>5} {rates} | "
             f"{100 * own['gbps'] / own['ceiling_gbps']:3.0f}% {own['path'][:6]:>6} "

@@ -50,7 +50,7 @@ struct CudaOptions {
   std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
   std::string own_copy = "engine";  // copies within a GPU; or "sm"
   uint32_t sms = 12;                // that a reduction, or a copy of pages, takes at most
-  bool urgent = false;              // kernels begin before others' that wait for an SM too
+  bool packs = false;               // kernels copy pages, before others' that wait for an SM too
   bool gather = false;  // a kernel copies between the host and a GPU: see cuda/copy_kernel.h
   // GPUs whose memory goes to and from the local ones also where others have allocated it.
   std::vector<int> peers;

@@ -67,7 +67,10 @@ Packing packing_of(Backend& backend, const std::vector<CacheGroup>& groups,
   const bool all = options.policy == Policy::pack;
   if (!backend.capabilities().packs || options.sms == 0) {
     if (!all) return {};
-    fail(Code::unsupported, "nothing packs here: it takes backend cuda, and pack_sms of 1 or more");
+    fail(Code::unsupported,
+         "nothing packs here: it takes a GPU of compute capability 8.0 or more, and pack_sms of 1 "
+         "or "
+         "more");
   }
   Packing packing{.lanes = std::min(options.sms, kLanesMax), .sms = sms_of_lane(options.sms)};
   packing.lane_bytes = options.bytes / (2 * packing.lanes);

@@ -44,7 +44,7 @@ std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machin
                                   bool kernel = false, uint32_t sms = 0) {
   BackendOptions options;
   options.cuda.gather = kernel;
-  options.cuda.urgent = sms > 0;
+  options.cuda.packs = sms > 0;
   if (sms > 0) options.cuda.sms = sms;
   if (device >= 0) options.cuda.devices = {device};
   return open_backend(name, machine, 1, {0}, std::move(options));

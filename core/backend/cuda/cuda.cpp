@@ -182,7 +182,7 @@ class CudaBackend final : public Backend,
             .foreign_memory = this,
             .signal_choice = this,
             .request_engines = this,
-            .packs = true,
+            .packs = packs(executor_->devices()),
             .signals = to_string(executor_->options().signals)};
   }
 
@@ -414,7 +414,7 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   std::vector<std::shared_ptr<cuda::LocalGpu>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {
     devices.push_back(std::make_shared<cuda::LocalGpu>(local_ranks[i], ordinals[i], options.gather,
-                                                       options.urgent));
+                                                       options.packs));
   }
   for (const int ordinal : options.peers) {
     const auto peer = cuda::GpuContext::of(ordinal);

@@ -71,6 +71,7 @@ enum class Attribute : int {
   multiprocessors = 16,
   multiprocessor_threads = 39,
   unified_addressing = 41,
+  compute_major = 75,
   can_use_host_pointer = 91,
   virtual_memory = 102,
   posix_descriptors = 103,

@@ -4,12 +4,19 @@
 #include "core/backend/cuda/engine_alias.h"
 
 namespace offcore::cuda {
+namespace {
 
-LocalGpu::LocalGpu(Rank rank, int ordinal, bool copy_kernel, bool urgent)
+constexpr int kPackMajor = 8;  // of the compute capability that kernels/compile.py names
+
+}  // namespace
+
+LocalGpu::LocalGpu(Rank rank, int ordinal, bool copy_kernel, bool packs)
     : rank_(rank),
       gpu_(GpuContext::of(ordinal)),
       copy_kernel_(copy_kernel ? &gpu_->copy_kernel() : nullptr),
-      urgent_(urgent) {}
+      pack_kernel_(packs && attribute(ordinal, Attribute::compute_major) >= kPackMajor
+                       ? &gpu_->pack_kernel()
+                       : nullptr) {}
 
 LocalGpu::~LocalGpu() = default;
 

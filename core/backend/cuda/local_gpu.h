@@ -13,9 +13,10 @@ class EngineAlias;
 
 class LocalGpu {
  public:
-  // `copy_kernel`: a kernel copies between the host and this GPU (copy_kernel.h). `urgent`: its
-  // streams' kernels begin before others'. Throws driver.
-  LocalGpu(Rank rank, int ordinal, bool copy_kernel = false, bool urgent = false);
+  // `copy_kernel`: a kernel copies between the host and this GPU (copy_kernel.h). `packs`: one
+  // copies pages (pack_kernel.h), if the GPU can run it; its streams' kernels begin before others'.
+  // Throws driver.
+  LocalGpu(Rank rank, int ordinal, bool copy_kernel = false, bool packs = false);
   ~LocalGpu();
   LocalGpu(const LocalGpu&) = delete;
   LocalGpu& operator=(const LocalGpu&) = delete;
@@ -25,10 +26,11 @@ class LocalGpu {
   const GpuContext& gpu() const { return *gpu_; }
   int ordinal() const { return gpu_->device(); }
   ContextGuard current() const { return gpu_->current(); }
-  std::unique_ptr<CudaStream> stream() const { return gpu_->stream(urgent_); }
+  std::unique_ptr<CudaStream> stream() const { return gpu_->stream(pack_kernel_ != nullptr); }
   CudaEvent event(bool timed = false) const { return gpu_->event(timed); }
 
   const CopyKernel* copy_kernel() const { return copy_kernel_; }  // null: engines copy
+  const PackKernel* pack_kernel() const { return pack_kernel_; }  // null: nothing packs
 
   // Tries copies by the engine of the other direction (dual_engine.h), and keeps what these need.
   // False: not every byte came. Throws unsupported, memory or driver. Not while anything is
@@ -47,7 +49,7 @@ class LocalGpu {
   Rank rank_;
   std::shared_ptr<const GpuContext> gpu_;
   const CopyKernel* copy_kernel_;
-  bool urgent_;
+  const PackKernel* pack_kernel_;
   std::shared_ptr<const DualEngine> crossing_;
   std::unique_ptr<const EngineAlias> engine_alias_;
 };

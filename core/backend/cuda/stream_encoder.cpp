@@ -278,12 +278,12 @@ bool StreamEncoder::pack(const Command& command) {
   const auto* table =
       reinterpret_cast<const PageTable*>(launch_.binding.base(pages.buffer, pages.rank));
   const PackKernel::Launched launched =
-      device_.gpu().pack_kernel().launch({.pages = *table,
-                                          .offset = pages.offset,
-                                          .packed = address(scatters ? command.src : command.dst),
-                                          .bytes = command.bytes,
-                                          .scatters = scatters},
-                                         options_.sms, stream_);
+      device_.pack_kernel()->launch({.pages = *table,
+                                     .offset = pages.offset,
+                                     .packed = address(scatters ? command.src : command.dst),
+                                     .bytes = command.bytes,
+                                     .scatters = scatters},
+                                    options_.sms, stream_);
   stats_.calls.packs += launched.launches;
   stats_.sms = std::max(stats_.sms, launched.sms);
   stats_.submitted = true;

@@ -81,11 +81,17 @@ void serialize(CudaProgram& compiled) {
 
 }  // namespace
 
+bool packs(const std::vector<std::shared_ptr<LocalGpu>>& devices) {
+  return std::all_of(devices.begin(), devices.end(),
+                     [](const auto& device) { return device->pack_kernel() != nullptr; });
+}
+
 std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program, Rank ranks,
                                            const std::vector<std::shared_ptr<LocalGpu>>& devices) {
   std::vector<Rank> local_ranks;
   for (const auto& device : devices) local_ranks.push_back(device->rank());
-  const auto compiled = std::make_shared<CudaProgram>(std::move(program), ranks, local_ranks);
+  const auto compiled =
+      std::make_shared<CudaProgram>(std::move(program), ranks, local_ranks, packs(devices));
   const auto& queues = compiled->program->queues;
   if (compiled->swaps) {
     fail(Code::unsupported, "no GPU of NVIDIA swaps: legalize the program for its machine");

@@ -33,8 +33,9 @@ struct LocalProgram : exec::RankQueues {
 };
 
 struct CudaProgram : exec::CompiledProgram {
-  CudaProgram(std::shared_ptr<const Program> of, Rank ranks, std::span<const Rank> local)
-      : CompiledProgram(std::move(of), ranks, local, true) {}
+  CudaProgram(std::shared_ptr<const Program> of, Rank ranks, std::span<const Rank> local,
+              bool packs)
+      : CompiledProgram(std::move(of), ranks, local, packs) {}
   std::vector<LocalProgram> gpus;  // by device
   std::vector<std::shared_ptr<LocalGpu>> devices;
   uint64_t bytes = 0;  // that the local queues copy
@@ -46,6 +47,9 @@ struct CudaProgram : exec::CompiledProgram {
   std::vector<SerialPart> serial;
   bool one_stream = false;  // nothing of one rank would overlap: all goes into the caller's stream
 };
+
+// Whether all of them can copy pages.
+bool packs(const std::vector<std::shared_ptr<LocalGpu>>& devices);
 
 // Throws invalid for commands that name what the program does not have, unsupported for swaps.
 std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> program, Rank ranks,
