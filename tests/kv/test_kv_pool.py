@@ -60,6 +60,19 @@ def test_a_fresh_pool_is_waited_for() -> None:
         check_refused(lambda: pool.allocate(1), "memory", "0 of 64 are free")
 
 
+def test_a_large_pool_may_take_long_to_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as rows become ready, nobody who has named no time gives up."""
+    with opened(4) as pool:
+        ready = iter((0, 1, 1, 2, 2, 3, 3, 3))
+        monkeypatch.setattr(kv.HostPool, "progress", property(lambda _: (next(ready), 4)))
+        pool.timeout = 0.0
+        slots = pool.allocate(4)
+        for seconds in (0.0, None):
+            check_refused(lambda s=seconds: pool.allocate(1, timeout=s), "memory", "0 of 4")
+        assert list(ready) == [], "three times rows had come, the fourth none"
+        pool.free(slots)
+
+
 def test_the_smallest_run_that_fits_is_taken() -> None:
     pool = opened(20, chunk=20)
     slots = pool.allocate(20)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from offcore import _core, defaults, machines
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.operands import checked
 
 Slots = NDArray[np.int64]
@@ -102,13 +102,23 @@ class HostPool:
     def allocate(self, count: int, *, timeout: float | None = None) -> Slots:
         """Slots for `count` blocks, sorted, in as few runs of consecutive ones as can be.
 
-        timeout: seconds to wait for rows to be registered, or freed by others; None: the pool's;
-        0: no wait. Raises `Error`: memory, with how many are free, not registered yet, and about
-        to be free; at once where the pool has fewer rows.
+        timeout: seconds to wait for rows to be registered, or freed by others; 0: no wait; None:
+        the pool's, counted from when the last rows were registered. Raises `Error`: memory, with
+        how many are free, not registered yet, and about to be free; at once where the pool has
+        fewer rows.
         """
-        seconds = self.timeout if timeout is None else timeout
-        slots: Any = self._core.allocate(checked("count", count), seconds)
-        return cast(Slots, slots)
+        wanted = checked("count", count)
+        while True:
+            ready, _ = self.progress
+            try:
+                slots: Any = self._core.allocate(
+                    wanted, self.timeout if timeout is None else timeout
+                )
+                return cast(Slots, slots)
+            except Error as failure:
+                over = timeout is not None or self.progress[0] == ready or wanted > self.blocks
+                if failure.code != "memory" or over:
+                    raise
 
     def free(self, slots: ArrayLike) -> None:
         """Gives slots back: all, or none where it raises.
