@@ -1,6 +1,9 @@
 #include "core/kv/pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <numeric>
 #include <system_error>
 
 #include "core/base/host_memory.h"
@@ -10,23 +13,48 @@ namespace offcore::kv {
 namespace {
 
 constexpr uint64_t kRowsMax = uint64_t{1} << 32;
+constexpr uint64_t kRowBytesMax = uint64_t{1} << 40;
+
+// Of a chunk. Pages are registered once: chunks of others' memory meet where a page begins, or are
+// one.
+uint64_t rows_of_chunk(uint64_t row_step, uint64_t chunk_bytes, const ForeignRows* foreign) {
+  if (row_step == 0) return 0;
+  const uint64_t rows = std::max<uint64_t>(1, chunk_bytes / row_step);
+  if (foreign == nullptr) return rows;
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (reinterpret_cast<uint64_t>(foreign->data) % page != 0) return kRowsMax;
+  const uint64_t step = page / std::gcd(row_step, page);
+  return (rows + step - 1) / step * step;
+}
 
 }  // namespace
 
-HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes)
+HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes,
+                   std::optional<ForeignRows> foreign)
     : OfProcess("the host pool"),
       backend_(std::move(backend)),
       row_bytes_(row_bytes),
-      rows_chunk_(row_bytes == 0 ? 0 : std::max<uint64_t>(1, chunk_bytes / row_bytes)) {
-  if (row_bytes == 0 || row_bytes > uint64_t{1} << 40) {
+      foreign_(std::move(foreign)),
+      row_step_(foreign_ ? foreign_->row_step : row_bytes),
+      rows_chunk_(rows_of_chunk(row_step_, chunk_bytes, foreign_ ? &*foreign_ : nullptr)) {
+  if (row_bytes == 0 || row_bytes > kRowBytesMax) {
     fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
+  }
+  if (row_step_ < row_bytes || row_step_ > kRowBytesMax) {
+    fail(Code::invalid, "rows of ", row_bytes, " bytes do not lie ", row_step_, " bytes apart");
   }
 }
 
 std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                            uint64_t chunk_bytes) {
   return owned_by_process(
-      std::unique_ptr<HostPool>(new HostPool(std::move(backend), row_bytes, chunk_bytes)));
+      std::unique_ptr<HostPool>(new HostPool(std::move(backend), row_bytes, chunk_bytes, {})));
+}
+
+std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
+                                           uint64_t chunk_bytes, ForeignRows memory) {
+  return owned_by_process(std::unique_ptr<HostPool>(
+      new HostPool(std::move(backend), row_bytes, chunk_bytes, std::move(memory))));
 }
 
 HostPool::~HostPool() {
@@ -48,10 +76,17 @@ HostPool::PoolLock HostPool::enter() const {
   return lock;
 }
 
-void HostPool::grow(uint64_t rows) {
-  const PoolLock lock = enter();
+// Whether so many rows more can lie somewhere.
+void HostPool::check_room(uint64_t rows) const {
   if (rows > kRowsMax - slots_.size()) {
     fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
+  }
+  if (foreign_) {
+    const uint64_t bytes = foreign_->bytes;
+    const uint64_t most = bytes < row_bytes_ ? 0 : (bytes - row_bytes_) / row_step_ + 1;
+    if (rows <= most - slots_.size()) return;
+    fail(Code::invalid, bytes, " bytes of memory have ", most, " rows of ", row_bytes_, " bytes, ",
+         row_step_, " bytes apart, not ", slots_.size() + rows);
   }
   const HostMemory memory = host_memory();
   const uint64_t coming = slots_.size() - ready_ + rows;
@@ -60,6 +95,11 @@ void HostPool::grow(uint64_t rows) {
          " bytes: of the ", memory.total_bytes, " bytes that this process may use, ",
          memory.available_bytes, " are available");
   }
+}
+
+void HostPool::grow(uint64_t rows) {
+  const PoolLock lock = enter();
+  check_room(rows);
   const size_t chunks = chunks_.size();
   const uint64_t before = slots_.size();
   const auto undo = [&] {
@@ -98,13 +138,15 @@ void HostPool::register_chunks() {
         std::find_if(chunks_.begin(), chunks_.end(),
                      [](const Chunk& chunk) { return chunk.share.data == nullptr; }) -
         chunks_.begin());
-    const uint64_t bytes = chunks_[index].rows * row_bytes_;
+    const uint64_t at = chunks_[index].first * row_step_;
+    const uint64_t bytes = (chunks_[index].rows - 1) * row_step_ + row_bytes_;
     busy_ = true;
     lock.unlock();
     Share share;
     std::optional<Error> failure;
     try {
-      share = backend_->allocate_host(bytes);
+      share = foreign_ ? backend_->register_host(foreign_->data + at, bytes, foreign_->keep)
+                       : backend_->allocate_host(bytes);
     } catch (const Error& error) {
       failure = error;
     } catch (const std::exception& error) {  // an exception that leaves a thread ends the process
@@ -213,7 +255,7 @@ std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
   const PoolLock lock = enter();
   check_taken(slot);
   const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
-  return {chunk.share.data + (static_cast<uint64_t>(slot) - chunk.first) * row_bytes_,
+  return {chunk.share.data + (static_cast<uint64_t>(slot) - chunk.first) * row_step_,
           chunk.share.owner};
 }
 
@@ -226,7 +268,7 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
   for (int64_t number : slots) {
     const auto slot = static_cast<uint64_t>(number);
     if (chunk == nullptr || slot - chunk->first >= chunk->rows) chunk = &chunk_of(slot);
-    rows.push_back({.at = chunk->share.data + (slot - chunk->first) * row_bytes_,
+    rows.push_back({.at = chunk->share.data + (slot - chunk->first) * row_step_,
                     .chunk = static_cast<uint32_t>(chunk - chunks_.data())});
     pinned_ += slots_[slot].users++ == 0;
   }

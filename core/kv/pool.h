@@ -1,6 +1,6 @@
 // Host memory for KV blocks: rows of one block each, with all layers side by side (layout.h).
 //
-// The memory comes in chunks, registered one after the other by a thread of the pool, because
+// The memory, or what others have allocated, comes in chunks, registered one after the other by a thread of the pool, because
 // registering takes about 0.1 s/GB and a whole pool at once may fail. A row lies in one chunk, and
 // so does every copy. Slots (numbers of rows) are given out once their chunk is ready.
 //
@@ -31,10 +31,21 @@ struct Row {
   uint32_t chunk = 0;
 };
 
+// Memory that others have allocated: a row every `row_step` bytes.
+struct ForeignRows {
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  uint64_t row_step = 0;
+  std::shared_ptr<void> keep;
+};
+
 class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess {
  public:
   static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                           uint64_t chunk_bytes);
+  // Rows of memory that others have allocated. Throws invalid.
+  static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
+                                          uint64_t chunk_bytes, ForeignRows memory);
   ~HostPool();
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
@@ -88,7 +99,9 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
     bool leaving = false;
   };
 
-  HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes);
+  HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes,
+           std::optional<ForeignRows> foreign);
+  void check_room(uint64_t rows) const;
   PoolLock enter() const;
   void start_thread();
   void end_thread(PoolLock lock);
@@ -104,6 +117,8 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
 
   const std::shared_ptr<Backend> backend_;
   const uint64_t row_bytes_;
+  const std::optional<ForeignRows> foreign_;
+  const uint64_t row_step_;
   const uint64_t rows_chunk_;
 
   mutable std::mutex mutex_;  // of all below

@@ -70,8 +70,18 @@ std::shared_ptr<Layout> layout_of(
 
 std::shared_ptr<HostPool> open_host_pool(const std::string& backend, const Machine& machine,
                                          int device, uint64_t block_bytes, uint64_t blocks,
-                                         uint64_t chunk_bytes) {
-  auto pool = HostPool::create(open_one(backend, machine, device), block_bytes, chunk_bytes);
+                                         uint64_t chunk_bytes, std::pair<uint64_t, uint64_t> memory,
+                                         uint64_t row_stride, nb::object keep) {
+  const bool own = keep.is_none();
+  kv::ForeignRows foreign{.data = reinterpret_cast<std::byte*>(memory.first),
+                          .bytes = memory.second,
+                          .row_step = row_stride,
+                          .keep = keep_alive(std::move(keep))};
+  const LockReleased released;
+  auto here = open_one(backend, machine, device);
+  const auto pool =
+      own ? HostPool::create(std::move(here), block_bytes, chunk_bytes)
+          : HostPool::create(std::move(here), block_bytes, chunk_bytes, std::move(foreign));
   pool->grow(blocks);
   return pool;
 }
@@ -220,7 +230,7 @@ void bind_pools(nb::module_& module) {
           nb::arg("timeout_s"));
   module.def("open_host_pool", &open_host_pool, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("block_bytes"), nb::arg("blocks"), nb::arg("chunk_bytes"),
-             Unlocked());
+             nb::arg("memory"), nb::arg("row_stride"), nb::arg("keep").none());
 }
 
 using Places = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

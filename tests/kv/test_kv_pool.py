@@ -1,6 +1,7 @@
 """Host pools: what is given out, what comes back, and what is refused."""
 
 import gc
+import mmap
 import random
 import threading
 import time
@@ -323,3 +324,30 @@ def test_several_close_a_pool_at_once() -> None:
         pool = kv.HostPool(64, 1000, backend="host", chunk_bytes=64)
         assert within(30, pool.close, times=4)
         check_refused(lambda pool=pool: pool.allocate(1), "cancelled", "closed")
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_rows_of_memory_that_others_have_allocated(places: Places, start: int) -> None:
+    """At a stride, whether it begins with a page or not; what lies between is never touched."""
+    region = mmap.mmap(-1, 1 << 20)
+    whole = np.frombuffer(region, np.uint8)
+    whole[:] = 7
+    memory = whole[start : start + 39 * 1000 + 600]
+    with places.pool(600, 40, memory=memory, row_stride=1000, chunk_bytes=9000) as pool:
+        slots = pool.allocate(40, timeout=20)
+        assert slots.tolist() == list(range(40)), "the owner's own numbers"
+        for slot in slots:
+            pool.row(slot)[:] = slot + 100
+        check_refused(lambda: pool.grow(1), "invalid", "have 40 rows of 600 bytes, 1000 bytes")
+    rows = np.full((40, 1000), 7, np.uint8)
+    rows[:, :600] = np.arange(100, 140)[:, None]
+    assert (memory == rows.reshape(-1)[: memory.size]).all()
+    assert (whole[:start] == 7).all()
+    assert (whole[start + memory.size :] == 7).all()
+    for options, says in (
+        ({"memory": memory, "row_stride": 599}, "do not lie 599 bytes apart"),
+        ({"memory": memory[::2]}, "memory is not contiguous"),
+        ({"memory": bytes(4000)}, "memory is read-only"),
+        ({"row_stride": 1000}, "row_stride is of `memory`"),
+    ):
+        check_refused(lambda o=options: places.pool(600, 2, **o), "invalid", says)

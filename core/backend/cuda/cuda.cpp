@@ -220,6 +220,13 @@ class CudaBackend final : public Backend,
     return true;
   }
 
+  Share register_host(std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) override {
+    return {.rank = kHostRank,
+            .bytes = bytes,
+            .data = data,
+            .owner = register_pinned(first_gpu().context(), data, bytes, std::move(keep))};
+  }
+
   Share allocate_host(uint64_t bytes) override {
     std::shared_ptr<void> pinned = allocate_pinned(first_gpu().context(), bytes);
     return {.rank = kHostRank,

@@ -37,6 +37,7 @@ inline constexpr CUresult kInvalidValue = 1;
 inline constexpr CUresult kOutOfMemory = 2;
 inline constexpr CUresult kNotReady = 600;
 inline constexpr CUresult kPeerAccessAlready = 704;
+inline constexpr CUresult kAlreadyRegistered = 712;
 inline constexpr CUresult kNotSupported = 801;
 
 // Whether the driver does not do what it was asked for, and all else is as it was.

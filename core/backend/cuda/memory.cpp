@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/backend/cuda/facts.h"
+#include "core/backend/cuda/pointer_info.h"
 
 namespace offcore::cuda {
 namespace {
@@ -46,6 +47,7 @@ class PinnedCache {
     void* data;
     uint64_t bytes;
     std::shared_ptr<const PrimaryContext> context;
+    std::shared_ptr<void> owner = nullptr;  // null: this process maps it for itself
   };
 
   void keep(bool more) {
@@ -71,7 +73,7 @@ class PinnedCache {
       const std::scoped_lock lock(mutex_);
       const auto found =
           std::find_if(blocks_.begin(), blocks_.end(), [&](const PinnedBlock& block) {
-            return block.bytes == bytes && block.context.get() == &context;
+            return !block.owner && block.bytes == bytes && block.context.get() == &context;
           });
       if (parked_ == 0 || found == blocks_.end()) return nullptr;
       data = found->data;
@@ -103,10 +105,11 @@ class PinnedCache {
       try {
         const ContextGuard current(block->context->handle());
         check(Driver::get().cuMemHostUnregister(block->data), "cuMemHostUnregister");
-        munmap(block->data, block->bytes);
+        if (!block->owner) munmap(block->data, block->bytes);
       } catch (const Error&) {
         // The GPU has failed, or the driver is going. What is registered still stays mapped: its
         // addresses must be nobody else's.
+        if (block->owner) keep_for_good(std::move(block->owner));
       }
       block.reset();
       lock.lock();
@@ -438,6 +441,29 @@ std::shared_ptr<void> allocate_pinned(std::shared_ptr<const PrimaryContext> cont
     check(result, cat("cuMemHostRegister of ", whole, " bytes"));
   }
   return owned(data);
+}
+
+std::shared_ptr<void> register_pinned(std::shared_ptr<const PrimaryContext> context,
+                                      std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t before = reinterpret_cast<uint64_t>(data) % page;
+  std::byte* const first = data - before;
+  const uint64_t whole = rounded(before + bytes, page);
+  const ContextGuard current(context->handle());
+  const CUresult result =
+      Driver::get().cuMemHostRegister(first, whole, kHostPortable | kHostDeviceMap);
+  if (result == kAlreadyRegistered) {
+    for (const std::byte* byte : {data, data + bytes - 1}) {
+      const auto at = reinterpret_cast<uint64_t>(byte);
+      if (attribute_of<int>(at, kPointerMemoryType) == kHostMemoryType) continue;
+      fail(Code::driver, "a part of ", bytes, " bytes of host memory is registered already");
+    }
+    return keep;
+  }
+  check(result, cat("cuMemHostRegister of ", whole, " bytes"));
+  return {first, [context, whole, keep = std::move(keep)](void* own) {
+            pinned_cache().give({own, whole, context, keep});
+          }};
 }
 
 void keep_pinned(bool more) { pinned_cache().keep(more); }

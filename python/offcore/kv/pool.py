@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from offcore import _core, defaults, machines
 from offcore.errors import Error, error
-from offcore.operands import checked
+from offcore.operands import OperandError, checked, keep_alive, memory_of
 
 Slots = NDArray[np.int64]
 
@@ -38,6 +38,12 @@ class HostPool:
     backend: "cuda", "host", "sim" or "auto": cuda where it is available, else host.
     device: cuda: the GPU near which the memory lies; all GPUs of the process can use it.
     machine: sim: the machine that is simulated.
+    memory: host memory that the rows are to lie in, instead of the pool's own: a writable numpy
+        array, mmap, torch CPU tensor or buffer, contiguous. It is registered as it is, in chunks
+        that begin with a page (one chunk if it does not), and kept until the pool has let go of it.
+        One process may register shared memory beside another.
+    row_stride: bytes from a row of `memory` to the next; by default `block_bytes`. What lies
+        between rows is never touched.
     timeout: seconds that a wait lasts which names none.
 
     A slot is the number of a row, from 0 on. All methods may be called by any thread. Raises
@@ -53,6 +59,8 @@ class HostPool:
         machine: str | None = None,
         device: int | None = None,
         chunk_bytes: int = 1 << 30,
+        memory: Any = None,
+        row_stride: int | None = None,
         timeout: float | None = None,
     ) -> None:
         self.timeout = defaults.seconds(timeout)
@@ -70,8 +78,21 @@ class HostPool:
             self.block_bytes,
             checked("blocks", blocks),
             checked("chunk_bytes", chunk_bytes),
+            *self._place(memory, row_stride),
         )
         open_pools.add(self)
+
+    def _place(self, memory: Any, row_stride: int | None) -> tuple[tuple[int, int], int, Any]:
+        if memory is None:
+            if row_stride is not None:
+                raise error("invalid", "row_stride is of `memory`; a pool's own rows are adjacent")
+            return (0, 0), 0, None
+        try:
+            place, _, _ = memory_of(memory, True)
+        except OperandError as refusal:
+            raise error("invalid", f"memory{refusal}") from None
+        stride = self.block_bytes if row_stride is None else checked("row_stride", row_stride)
+        return place, stride, keep_alive(memory)
 
     @property
     def blocks(self) -> int:
