@@ -287,6 +287,8 @@ class ForeignMemory {
   // A peer's, by its layout; then its parts, in their order.
   virtual Share import_held(Rank rank, uint64_t bytes, std::string_view layout) = 0;
   virtual void import_part(Share& share, Descriptor part) = 0;
+  // Host memory that others have allocated, and `keep` keeps, for all engines.
+  virtual Share register_host(std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) = 0;
 };
 
 // Copies between the host and a rank by the engine of the other direction (Launch::crossed).
@@ -372,10 +374,6 @@ class Backend : public Memory {
   virtual const Machine& machine() const = 0;
   // Zeroed memory of this host that the local ranks' engines reach.
   virtual Share allocate_host(uint64_t bytes) { return allocate(0, bytes); }
-  // The same of memory that others have allocated, and that `keep` keeps.
-  virtual Share register_host(std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) {
-    return {.rank = kHostRank, .bytes = bytes, .data = data, .owner = std::move(keep)};
-  }
   virtual std::unique_ptr<Loaded> load(std::shared_ptr<const Program> program) = 0;
   virtual int64_t now_ns() const = 0;  // virtual time on sim
   virtual Capabilities capabilities() { return {}; }

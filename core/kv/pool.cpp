@@ -145,8 +145,14 @@ void HostPool::register_chunks() {
     Share share;
     std::optional<Error> failure;
     try {
-      share = foreign_ ? backend_->register_host(foreign_->data + at, bytes, foreign_->keep)
-                       : backend_->allocate_host(bytes);
+      ForeignMemory* const others = backend_->capabilities().foreign_memory;
+      if (!foreign_) {
+        share = backend_->allocate_host(bytes);
+      } else if (others != nullptr) {
+        share = others->register_host(foreign_->data + at, bytes, foreign_->keep);
+      } else {  // engines are threads, or simulated
+        share = {.bytes = bytes, .data = foreign_->data + at, .owner = foreign_->keep};
+      }
     } catch (const Error& error) {
       failure = error;
     } catch (const std::exception& error) {  // an exception that leaves a thread ends the process

@@ -157,7 +157,7 @@ class MappingTable {
 std::shared_ptr<void> allocate_pinned(std::shared_ptr<const PrimaryContext> context,
                                       uint64_t bytes);
 
-// The same of memory that others have allocated, and `keep` keeps, until the driver has let go of it.
+// The same of memory that others have allocated; `keep` keeps it until the driver has let go of it.
 // What its owner has registered stays so. Throws memory or driver.
 std::shared_ptr<void> register_pinned(std::shared_ptr<const PrimaryContext> context,
                                       std::byte* data, uint64_t bytes, std::shared_ptr<void> keep);
