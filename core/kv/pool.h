@@ -1,6 +1,6 @@
 // Host memory for KV blocks: rows of one block each, with all layers side by side (layout.h).
 //
-// The memory, or what others have allocated, comes in chunks, registered one after another by a
+// The memory, or what others have allocated, comes in chunks, registered in the background, because
 // registering takes about 0.1 s/GB and a whole pool at once may fail. A row lies in one chunk, and
 // so does every copy. Slots (numbers of rows) are given out once their chunk is ready.
 //
