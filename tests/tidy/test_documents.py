@@ -26,6 +26,7 @@ KINDS = {
         "docs/reductions.md",
         "docs/sdma.md",
         "docs/security.md",
+        "docs/serving.md",
         "docs/training.md",
         "docs/verbs.md",
     },
