@@ -1,29 +1,35 @@
 """TTFT and tokens a second of transformers' continuous batching with KV from the host.
 
     python benchmarks/serving.py --quick            # within two minutes on one GPU
+    python benchmarks/serving.py                    # models, prompts, batches and hit rates: 400 s
     python benchmarks/serving.py --swap             # preempted requests
-    python benchmarks/serving.py                    # all models, prompts, batches and hit rates
+    python benchmarks/serving.py --model 1.5b --prompts 8192 --batches 8 --hits 100
     python benchmarks/serving.py --model tiny       # on a CPU, to see that it runs
 
-Random weights of Qwen2.5's configurations; nothing is downloaded. Each arm has an engine of its
-own. For a hit rate, the first part of each prompt has been seen before and lies in host memory,
-while the GPU's own prefix cache is emptied; the rest is new. Arms:
+Random weights of Qwen2.5's and Llama-3.1-8B's sizes; nothing is downloaded. Each arm has an engine
+of its own. For a hit rate, the first part of each prompt has been seen before and lies in host
+memory, while the GPU's own prefix cache is emptied; the rest is new. Arms:
 
     recompute   the engine without a host tier
-    gpu         the prefix is still in the GPU's cache: no copies, the bound
+    gpu         all of the prompt is still in the GPU's cache (hit 100 only): no copies, the bound
     engine      a host tier whose copies are the engine's own: gather, slices, staging and scatter
                 on the compute stream, as its OffloadingManager does
     ours        offcore's copies by engines only; the cache is one allocation
     separate    the same with the cache as the engine allocates it, a tensor a layer for K and for V
     packed      as `separate`, with SMs that pack, where `offcore.kv` has that
 
-`--swap` has no hits: requests outgrow the cache, are preempted and resumed, by the engine's
-OffloadingManager (engine), without host memory (recompute), and by the tier (ours).
-TTFT is from the request's creation to its first token. Tokens of `engine`, `ours`, `separate` and
-`packed` must be those of `gpu`, whose shapes are the same; for recompute the share of equal ones is
-told, as other shapes round otherwise. paged|sdpa builds whole masks, so attention is slow: the
-model's time is an upper bound, and gains are lower ones. Rows go to $OUT/serving.jsonl where OUT is
-set, else to --json; the table comes last.
+`beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
+layers and attention, beside endless loads by these arms and by `kernel`, offcore's SM kernel:
+ms alone, ms beside, GB/s of the loads. `--swap` has no hits: requests outgrow the cache, are
+preempted and resumed, by the engine's OffloadingManager (engine), without host memory (recompute),
+and by the tier (ours).
+
+TTFT is from the request's creation to its first token; all requests of a batch are scheduled
+together. Tokens of `engine`, `ours`, `separate` and `packed` must be the same, and at hit 100 those
+of `gpu`, as their shapes are; for recompute the share of equal ones is told, as other shapes round
+otherwise. Attention is torch's flash attention where that works, else paged|sdpa, which builds
+whole masks and is slow; rows say which. An arm that fails is a row with "error", and others go on.
+Rows go to $OUT/serving.jsonl where OUT is set, else to --json; the table comes last.
 """
 
 from __future__ import annotations
@@ -33,19 +39,21 @@ import gc
 import inspect
 import json
 import os
+import queue
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from serving_peers import TorchTier
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from serving_beside import beside
+from serving_model import MODELS, attention, model_of
+from serving_peers import TorchTier, TorchTransfer
+from serving_table import ARMS, COPYING, Row, table_of
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as engine_logging
 
@@ -54,34 +62,23 @@ from offcore import kv
 from offcore.serving import transformers as serving
 from offcore.serving.host_tier import HostTier
 
-MODELS = {  # layers, hidden, intermediate, heads, KV heads, vocabulary
-    "tiny": (2, 64, 128, 4, 2, 512),
-    "0.5b": (24, 896, 4864, 14, 2, 151936),
-    "1.5b": (28, 1536, 8960, 12, 2, 151936),
-    "7b": (28, 3584, 18944, 28, 4, 152064),
-}
-ARMS = ("recompute", "gpu", "engine", "ours", "separate", "packed")
-COPYING = ("engine", "ours", "separate", "packed")
-Row = dict[str, Any]
-
 
 def packing() -> dict[str, Any] | None:
-    """The arguments with which this version of `kv.BlockTransfer` packs; None where it cannot."""
+    """The arguments with which `kv.BlockTransfer` packs; None where it cannot."""
     known = inspect.signature(kv.BlockTransfer).parameters
-    return (
-        {"policy": "auto"}
-        if "policy" in known
-        else {"pack_sms": 4}
-        if "pack_sms" in known
-        else None
-    )
+    # Room for four blocks of 256 tokens of the largest model.
+    return {"policy": "pack", "pack_bytes": 128 << 20} if "policy" in known else None
+
+
+def zero_sm() -> dict[str, Any]:
+    """The arguments with which a transfer never packs."""
+    known = inspect.signature(kv.BlockTransfer).parameters
+    return {"policy": "zero_sm"} if "policy" in known else {}
 
 
 def tier_of(arm: str, host_bytes: int) -> HostTier | None:
     """The tier of an arm; None for the engine as it is."""
-    zero: dict[str, Any] = {}
-    if "policy" in inspect.signature(kv.BlockTransfer).parameters:
-        zero = {"policy": "zero_sm"}
+    zero = zero_sm()
     if arm == "engine":
         return TorchTier(host_bytes, one_allocation=False)
     if arm == "ours":
@@ -93,27 +90,13 @@ def tier_of(arm: str, host_bytes: int) -> HostTier | None:
     return None
 
 
-def model_of(name: str, device: str) -> Any:
-    """A model with random weights."""
-    layers, hidden, intermediate, heads, kv_heads, vocabulary = MODELS[name]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        tie_word_embeddings=name in ("0.5b", "1.5b"),
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    model.set_attn_implementation("paged|sdpa")
-    return model
+class Gate(queue.Queue[Any]):
+    """A queue that looks empty while it is closed, so that a batch is scheduled as a whole."""
+
+    closed = False
+
+    def empty(self) -> bool:
+        return self.closed or super().empty()
 
 
 class Engine:
@@ -145,6 +128,7 @@ class Engine:
                 scheduler_type="fifo",
             ),
         )
+        self.gate = self.manager.input_queue = Gate()
         self.manager.start()
         self.run([[1, 2, 3]], 2)  # allocates everything
         if self.tier is not None:
@@ -154,6 +138,11 @@ class Engine:
     def cache(self) -> Any:
         return self.manager.batch_processor.cache
 
+    @property
+    def loaded(self) -> int:
+        """Blocks that came from the host so far."""
+        return int(self.tier.counts["loaded"]) if self.tier is not None else 0
+
     def forget(self) -> None:
         """Empties the GPU's prefix cache; the requests have ended."""
         manager = self.cache._block_manager
@@ -162,7 +151,9 @@ class Engine:
     def run(self, prompts: list[list[int]], new: int) -> tuple[list[Any], float]:
         """The outputs in order, and the seconds until the last one."""
         began = time.perf_counter()
+        self.gate.closed = True
         names = self.manager.add_requests(prompts, max_new_tokens=new, record_timestamps=True)
+        self.gate.closed = False
         outputs: dict[str, Any] = {}
         while len(outputs) < len(names):
             result = self.manager.get_result(timeout=1)
@@ -216,20 +207,17 @@ def prompts_of(seed: str, count: int, length: int, vocabulary: int) -> list[list
 
 
 def measure(
-    engine: Engine, args: argparse.Namespace, case: Case, hit: int
+    engine: Engine, args: argparse.Namespace, case: Case, hit: int, seen: list[list[int]]
 ) -> tuple[Row, list[Any]]:
-    """Medians of the rounds for one hit rate, and all tokens."""
-    vocabulary = engine.model.config.vocab_size
+    """Medians of the rounds for one hit rate, and all tokens; `seen`: prompts computed before."""
     firsts, lasts, rates, tokens = [], [], [], []
-    before = dict(engine.tier.counts) if engine.tier is not None else {}
+    loaded = engine.loaded
     kept = case.prompt * hit // 100 // args.block * args.block
     for turn in range(args.rounds):
-        # New prompts each round: nobody has seen them. The seeds are those of all arms.
+        # What follows the part seen is new in each round. The seeds are those of all arms.
         seed = f"{case.prompt} {case.batch} {hit} {turn}"
-        prompts = prompts_of(seed, case.batch, case.prompt, vocabulary)
-        if kept and engine.arm != "recompute":
-            # Two tokens: the engine shares no block of a request that ends with its prefill.
-            engine.run([prompt[:kept] for prompt in prompts], 2)
+        rest = prompts_of(seed, case.batch, case.prompt - kept, engine.model.config.vocab_size)
+        prompts = [[*old[:kept], *new] for old, new in zip(seen, rest, strict=True)]
         if engine.arm != "gpu":
             engine.forget()
         time.sleep(0.05)  # stores end
@@ -239,14 +227,12 @@ def measure(
         lasts.append(max(ttft))
         rates.append(sum(len(one.generated_tokens) for one in outputs) / seconds)
         tokens.append([one.generated_tokens for one in outputs])
-        engine.forget()
-    loaded = engine.tier.counts["loaded"] - before.get("loaded", 0) if engine.tier else 0
     row = {
         "ttft_ms": statistics.median(firsts) * 1e3,
         "ttft_last_ms": statistics.median(lasts) * 1e3,
         "tokens_s": statistics.median(rates),
-        "loaded_blocks": loaded,
-        "expected_blocks": kept // args.block * case.batch * args.rounds,
+        "loaded_blocks": engine.loaded - loaded,
+        "expected_blocks": kept // args.block * case.batch * args.rounds if engine.tier else 0,
     }
     return row, tokens
 
@@ -280,31 +266,59 @@ def arms_of(args: argparse.Namespace, swap: bool) -> list[str]:
     return [arm for arm in named if arm != "gpu"] if swap else named
 
 
-def run_case(model: Any, args: argparse.Namespace, prompt: int, batch: int) -> list[Row]:
+def failed(why: Exception) -> Row:
+    return {"error": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
+
+
+def run_case(
+    model: Any, args: argparse.Namespace, prompt: int, batch: int, hits: list[int]
+) -> list[Row]:
     """All arms and hit rates for one length of prompts and one batch."""
     rows: list[Row] = []
     reference: dict[int, list[Any]] = {}
     case = Case(args, model, prompt, batch)
-    for arm in sorted(
-        arms_of(args, False), key=lambda one: one != "gpu"
-    ):  # whose tokens are compared
+    # The highest first: what it needs longest is used last, and stays in host memory.
+    hits = sorted(hits, reverse=True)
+    seen = prompts_of("seen", batch, prompt, model.config.vocab_size)
+    # The engine without copies first, as its tokens are those that others are compared with.
+    for arm in sorted(arms_of(args, False), key=lambda one: one not in ("recompute", "gpu")):
+        place: Row = {"arm": arm, "prompt": prompt, "batch": batch}
         if args.out_of_time():
             print(f"no time left for {arm}, prompt {prompt}, batch {batch}", flush=True)
             break
-        engine = Engine(model, arm, args, case)
+        mine = {"recompute": hits[-1:], "gpu": [hit for hit in hits if hit == 100]}.get(arm, hits)
+        engine = None
         try:
-            warm = prompts_of("warm", 1, prompt, model.config.vocab_size)
-            engine.run(warm, args.new)
-            engine.forget()
-            for hit in args.hits if arm != "recompute" else args.hits[:1]:
-                row, tokens = measure(engine, args, case, hit)
-                reference.setdefault(hit, tokens)
-                row |= {"arm": arm, "prompt": prompt, "batch": batch, "hit": hit}
-                row["same_tokens"] = agreement(tokens, reference[hit])
-                rows.append(row)
+            engine = Engine(model, arm, args, case) if mine else None
+            if engine is not None:
+                engine.run(seen, 2)  # two: the engine shares no block that its last step completes
+            for hit in mine:
+                row, tokens = measure(engine, args, case, hit, seen)
+                if arm != "recompute":
+                    reference.setdefault(hit, tokens)
+                if hit in reference:
+                    row["same_tokens"] = agreement(tokens, reference[hit])
+                rows.append(place | {"hit": hit} | row)
+        except Exception as why:  # the other arms go on
+            rows.append(place | {"hit": "-"} | failed(why))
         finally:
-            engine.close()
+            if engine is not None:
+                engine.close()
     return rows
+
+
+def run_beside(model: Any, args: argparse.Namespace) -> list[Row]:
+    """A decode step beside loads by each arm that copies."""
+    zero, pack = zero_sm(), packing()
+
+    def ours(layout: kv.Layout, pool: kv.HostPool) -> Any:
+        return kv.BlockTransfer(layout, pool, **zero)
+
+    arms: dict[str, Any] = {"engine": TorchTransfer, "ours": ours, "separate": ours}
+    if pack is not None:
+        arms["packed"] = lambda layout, pool: kv.BlockTransfer(layout, pool, **pack)
+    arms["kernel"] = lambda layout, pool: kv.BlockTransfer(layout, pool, kernel=True)
+    return beside(model, arms, {"ours", "kernel"})
 
 
 def run_swap(model: Any, args: argparse.Namespace) -> list[Row]:
@@ -318,45 +332,21 @@ def run_swap(model: Any, args: argparse.Namespace) -> list[Row]:
             break
         case = Case(args, model, args.swap_prompt + args.swap_new, args.swap_requests)
         case.swapping(args)
+        row: Row = {"arm": arm, "prompt": args.swap_prompt, "batch": case.requests, "hit": "swap"}
         # The engine's own manager, not the tier with its copies.
-        engine = Engine(model, "recompute" if arm == "engine" else arm, args, case, arm == "engine")
+        own = arm == "engine"
+        engine = None
         try:
-            row, tokens = measure_swap(engine, args, case)
+            engine = Engine(model, "recompute" if own else arm, args, case, own)
+            told, tokens = measure_swap(engine, args, case)
             reference = reference or tokens
-            row |= {"arm": arm, "prompt": args.swap_prompt, "batch": case.requests, "hit": "swap"}
-            rows.append(row | {"same_tokens": agreement(tokens, reference)})
+            rows.append(row | told | {"same_tokens": agreement(tokens, reference)})
+        except Exception as why:  # the other arms go on
+            rows.append(row | failed(why))
         finally:
-            engine.close()
+            if engine is not None:
+                engine.close()
     return rows
-
-
-def table_of(rows: list[Row]) -> str:
-    """A line for each length, batch and hit rate; a column for each arm."""
-    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
-    lines = [
-        "TTFT in ms (median of requests) | tokens/s; same: share of requests whose tokens agree"
-    ]
-    lines.append("model  prompt batch  hit " + "".join(f"{arm:>17}" for arm in arms) + "  same")
-    places = dict.fromkeys((r["model"], r["prompt"], r["batch"], r["hit"]) for r in rows)
-    for place in places:
-        cells, same = "", 1.0
-        for arm in arms:
-            here = {
-                r["arm"]: r
-                for r in rows
-                if (r["model"], r["prompt"], r["batch"]) == place[:3]
-                and (
-                    r["hit"] == place[3]
-                    or (r["arm"] == "recompute" and r["hit"] != "swap" and place[3] != "swap")
-                )
-            }
-            row = here.get(arm)
-            ttft = f"{row['ttft_ms']:8.1f}" if row and "ttft_ms" in row else " " * 8
-            cells += f"{ttft} {row['tokens_s']:8.0f}" if row else " " * 17
-            if row and arm in COPYING:
-                same = min(same, row["same_tokens"])
-        lines.append(f"{place[0]:<6} {place[1]:6} {place[2]:5} {place[3]!s:>4} {cells} {same:5.2f}")
-    return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
@@ -368,66 +358,99 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hits", default=None, help="percent, by commas")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--rounds", type=int, default=None, help="3; 2 with --quick")
-    parser.add_argument("--new", type=int, default=16, help="tokens a request")
+    parser.add_argument("--new", type=int, default=8, help="tokens a request")
     parser.add_argument("--swap-new", type=int, default=256, help="tokens a request in swap")
     parser.add_argument("--swap-prompt", type=int, default=512)
     parser.add_argument("--swap-requests", type=int, default=64)
     parser.add_argument("--swap", action="store_true", help="only that, with blocks of 16 tokens")
+    parser.add_argument("--no-beside", action="store_true", help="no decode beside loads")
     parser.add_argument("--block", type=int, default=256, help="tokens a block")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--asynchronous", action="store_true", help="the engine's async batching")
     parser.add_argument("--host-gib", type=float, default=24.0)
-    parser.add_argument(
-        "--limit", type=float, default=None, help="seconds after which arms are left out"
-    )
+    parser.add_argument("--limit", type=float, default=None, help="seconds; then arms are left out")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    args.device = "cuda" if gpu else "cpu"
-    full = ("0.5b,1.5b,7b", "1024,4096,8192", "1,8,32", "0,50,70,100")
-    quick = ("0.5b,7b", "8192", "8", "100")
-    small = ("tiny", "256", "4", "0,100")
-    chosen = quick if args.quick and gpu else full if gpu else small
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.rounds = args.rounds or (2 if args.quick else 3)
-    args.model = (args.model or chosen[0]).split(",")
-    for name, text in zip(("prompts", "batches", "hits"), chosen[1:], strict=True):
-        given = getattr(args, name) or text
-        setattr(args, name, [int(one) for one in given.split(",")])
-    if not gpu:
+    if args.device == "cpu":
         args.block, args.rounds, args.batch_tokens, args.host_gib = 32, 2, 512, 0.25
         args.swap_prompt, args.swap_requests, args.swap_new = 64, 8, 64
     if args.swap:
         args.block = 16
-    limit = args.limit or (100 if args.quick else 540)
-    end = time.monotonic() + limit
+    end = time.monotonic() + (args.limit or (80 if args.quick else 350))
     args.out_of_time = lambda: time.monotonic() > end
     return args
+
+
+Plan = list[tuple[str, int, int, list[int]]]
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Model, prompt, batch and hit rates of each case, the telling ones first."""
+    numbers = [
+        [int(one) for one in (given or default).split(",")]
+        for given, default in (
+            (args.prompts, "256" if args.device == "cpu" else "8192"),
+            (args.batches, "4" if args.device == "cpu" else "8"),
+            (args.hits, "0,100"),
+        )
+    ]
+    models = args.model or ("tiny" if args.device == "cpu" else "0.5b,7b")
+    if args.quick or args.model or args.prompts or args.batches or args.device == "cpu":
+        prompts, batches, hits = numbers
+        return [(m, p, b, hits) for m in models.split(",") for p in prompts for b in batches]
+    hits = [int(one) for one in (args.hits or "0,50,70,100").split(",")]
+    sizes = [(8192, 8), (4096, 8), (8192, 1), (1024, 8), (1024, 32), (4096, 1), (1024, 1)]
+    plan = [("0.5b", 8192, 8, hits), ("7b", 8192, 8, hits)]
+    plan += [("llama8b", 8192, 8, [0, 100]), ("1.5b", 8192, 8, [0, 100])]
+    plan += [(name, *size, hits) for size in sizes[1:] for name in ("0.5b", "7b")]
+    return [
+        *plan,
+        ("0.5b", 4096, 32, hits),
+        ("0.5b", 8192, 32, [0, 100]),
+        ("7b", 4096, 32, [0, 100]),
+    ]
+
+
+def measured(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Appends the rows of all cases."""
+    attend = attention()
+    models: dict[str, Any] = {}
+
+    def add(name: str, found: list[Row]) -> None:
+        for row in found:
+            rows.append({"model": name, "attention": attend, **row})
+            print(json.dumps(rows[-1]), flush=True)
+
+    for name, prompt, batch, hits in plan_of(args):
+        if args.out_of_time():
+            print(f"no time left for {name}, prompt {prompt}, batch {batch}", flush=True)
+            continue
+        first = name not in models
+        if first:
+            models[name] = model_of(name, args.device, attend)
+        if args.swap:
+            add(name, run_swap(models[name], args) if first else [])
+            continue
+        if first and args.device == "cuda" and not args.no_beside and name == "7b":
+            try:
+                add(name, run_beside(models[name], args))
+            except Exception as why:
+                add(name, [{"arm": "-", "prompt": 0, "batch": 0, "hit": "beside"} | failed(why)])
+            gc.collect()
+            torch.cuda.empty_cache()
+        add(name, run_case(models[name], args, prompt, batch, hits))
 
 
 def main() -> None:
     args = arguments()
     engine_logging.set_verbosity_error()
     rows: list[Row] = []
-    for name in args.model:
-        model = model_of(name, args.device)
-        jobs: list[Callable[[], list[Row]]] = [
-            lambda p=p, b=b, m=model: run_case(m, args, p, b)
-            for p in args.prompts
-            for b in args.batches
-        ]
-        if args.swap:
-            jobs = [lambda m=model: run_swap(m, args)]
-        for job in jobs:
-            if args.out_of_time():
-                continue
-            done = [{"model": name, **row} for row in job()]
-            rows += done
-            for row in done:
-                print(json.dumps(row), flush=True)
-        del model, jobs
-        gc.collect()
-    out = Path(os.environ["OUT"]) / "serving.jsonl" if "OUT" in os.environ else args.json
-    if out is not None:
+    try:
+        measured(args, rows)
+    finally:
+        out = Path(os.environ["OUT"]) / "serving.jsonl" if "OUT" in os.environ else args.json
         stamp = {
             "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
             "offcore": offcore.__version__,
@@ -438,18 +461,19 @@ def main() -> None:
             "rounds": args.rounds,
             "date": time.strftime("%Y-%m-%d"),
         }
-        out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows), "utf-8")
-    print(table_of(rows))
+        if out is not None:
+            out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows), "utf-8")
+        print(table_of(rows))
     wrong = [
-        r
-        for r in rows
-        if r["arm"] in COPYING
-        and r["hit"] != "swap"
-        and (r["same_tokens"] < 1 or r["loaded_blocks"] < r["expected_blocks"])
+        row
+        for row in rows
+        if row["arm"] in COPYING
+        and isinstance(row["hit"], int)
+        and (row.get("same_tokens", 1) < 1 or row["loaded_blocks"] < row["expected_blocks"])
     ]
     for row in wrong:
         print(f"not as expected: {json.dumps(row)}")
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if wrong or any("error" in row for row in rows) else 0)
 
 
 if __name__ == "__main__":
