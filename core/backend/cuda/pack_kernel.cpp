@@ -7,15 +7,15 @@
 namespace offcore::cuda {
 namespace {
 
-constexpr uint32_t kThreads = 512;
-constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kPackThreads = 512;
+constexpr uint32_t kWarps = kPackThreads / 32;
 constexpr uint64_t kSliceBytes = 4096;
 constexpr const char* kName = "offcore_pack";
 
 constexpr struct {
   const char* name;
   const char* ptx;
-} kPtx[] = {
+} kPackPtx[] = {
 #include "core/backend/cuda/kernels/pack_ptx.inc"
 };
 
@@ -34,7 +34,7 @@ PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context)
   const Driver& driver = Driver::get();
   const CaptureGuard relaxed;
   const ContextGuard current(context_->handle());
-  check(driver.cuModuleLoadData(&module_, kPtx[0].ptx),
+  check(driver.cuModuleLoadData(&module_, kPackPtx[0].ptx),
         "cuModuleLoadData (packing needs a GPU of compute capability 8.0 or more, and the "
         "driver's own compiler of PTX, libnvidia-ptxjitcompiler)");
   const CUresult result = driver.cuModuleGetFunction(&function_, module_, kName);
@@ -44,7 +44,7 @@ PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context)
   const CudaStream stream(context_);
   PackArguments nothing{.count = 1, .slices = 1};
   void* arguments[] = {&nothing};
-  check(driver.cuLaunchKernel(function_, 1, 1, 1, kThreads, 1, 1, 0, stream.handle(), arguments,
+  check(driver.cuLaunchKernel(function_, 1, 1, 1, kPackThreads, 1, 1, 0, stream.handle(), arguments,
                               nullptr),
         "cuLaunchKernel");
 }
@@ -84,8 +84,8 @@ PackKernel::Launched PackKernel::launch(const PackCopy& copy, uint32_t sms, CUst
     const auto grid =
         static_cast<uint32_t>(std::min<uint64_t>(sms, (count * units + kWarps - 1) / kWarps));
     void* pointers[] = {&arguments};
-    check(Driver::get().cuLaunchKernel(function_, grid, 1, 1, kThreads, 1, 1, 0, stream, pointers,
-                                       nullptr),
+    check(Driver::get().cuLaunchKernel(function_, grid, 1, 1, kPackThreads, 1, 1, 0, stream,
+                                       pointers, nullptr),
           "cuLaunchKernel");
     ++launched.launches;
     launched.sms = std::max(launched.sms, grid);

@@ -12,8 +12,8 @@ namespace {
 // Submissions of a peer that are under way at most, so that no call finds the driver's queue full
 // and waits in it. A stream of kernels that wait for each other needs fewer.
 constexpr uint64_t kInFlightMax = 64;
-constexpr uint64_t kTellEvery = 8;  // submissions; parked ones tell each time
-constexpr size_t kCopiesMax = 128;  // of a call
+constexpr uint64_t kTellEvery = 8;      // submissions; parked ones tell each time
+constexpr size_t kCallCopiesMax = 128;  // of a call
 constexpr uint64_t kLine = 64;
 constexpr int64_t kOpenNs = 50'000'000;
 
@@ -41,9 +41,9 @@ CudaRequestEngine::CudaRequestEngine(std::shared_ptr<CudaExecutor> executor,
   for (Rank peer = 0; peer < executor_->ranks(); ++peer) {
     if (peer != device_->rank()) streams_[peer].stream = device_->gpu().stream();
   }
-  dsts_.reserve(kCopiesMax);
-  srcs_.reserve(kCopiesMax);
-  sizes_.reserve(kCopiesMax);
+  dsts_.reserve(kCallCopiesMax);
+  srcs_.reserve(kCallCopiesMax);
+  sizes_.reserve(kCallCopiesMax);
 }
 
 CudaRequestEngine::~CudaRequestEngine() {
@@ -98,8 +98,8 @@ CUdeviceptr CudaRequestEngine::target(const std::byte* address) const {
 
 void CudaRequestEngine::copy(CUstream stream, std::span<const RequestCopy> copies) {
   const Driver& driver = Driver::get();
-  for (size_t at = 0; at < copies.size(); at += kCopiesMax) {
-    const auto part = copies.subspan(at, std::min(kCopiesMax, copies.size() - at));
+  for (size_t at = 0; at < copies.size(); at += kCallCopiesMax) {
+    const auto part = copies.subspan(at, std::min(kCallCopiesMax, copies.size() - at));
     dsts_.clear();
     srcs_.clear();
     sizes_.clear();
