@@ -16,7 +16,7 @@ void bind_window(nb::module_& module);
 void bind_comm(nb::module_& module);
 void bind_proof(nb::module_& module);
 void bind_requests(nb::module_& module);  // after bind_comm
-void bind_pool(nb::module_& module);  // after bind_comm, which binds Window
+void bind_pool(nb::module_& module);      // after bind_comm, which binds Window
 void bind_kv(nb::module_& module);
 void bind_sdma(nb::module_& module);  // after bind_ir, which binds Program
 void bind_tree(nb::module_& module);
