@@ -254,7 +254,7 @@ def measure_swap(engine: Engine, args: argparse.Namespace, case: Case) -> tuple[
 def agreement(tokens: list[Any], reference: list[Any]) -> float:
     """The share of requests that have the same tokens."""
     pairs = list(zip(chain(*tokens), chain(*reference), strict=True))
-    return sum(one == other for one, other in pairs) / len(pairs)
+    return float(sum(one == other for one, other in pairs) / len(pairs))
 
 
 def arms_of(args: argparse.Namespace, swap: bool) -> list[str]:
@@ -287,11 +287,12 @@ def run_case(
             print(f"no time left for {arm}, prompt {prompt}, batch {batch}", flush=True)
             break
         mine = {"recompute": hits[-1:], "gpu": [hit for hit in hits if hit == 100]}.get(arm, hits)
+        if not mine:
+            continue
         engine = None
         try:
-            engine = Engine(model, arm, args, case) if mine else None
-            if engine is not None:
-                engine.run(seen, 2)  # two: the engine shares no block that its last step completes
+            engine = Engine(model, arm, args, case)
+            engine.run(seen, 2)  # two: the engine shares no block that its last step completes
             for hit in mine:
                 row, tokens = measure(engine, args, case, hit, seen)
                 if arm != "recompute":

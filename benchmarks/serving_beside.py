@@ -49,7 +49,8 @@ def decode_graph(model: Any) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 class Loads:
@@ -151,6 +152,6 @@ def beside(
         finally:
             if transfer is not None:
                 transfer.close()
-        parts = layout = None
+        del parts, layout
         rows.append(row)
     return rows
