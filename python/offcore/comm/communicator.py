@@ -198,12 +198,11 @@ class Communicator(ViewCalls, ReductionCalls):
         Collective.
 
         buffers: Windows, regions or window memory (`empty`), 64 at most, of one size and place on
-            all ranks; a request names them by number. schedule: cuda only: each rank's puts, which
-            its kernels repeat in this order; engines have them ahead (armed). chunk: bytes, a power
-            of two of which every buffer is a multiple; by default the least that works. slots: of
-            the ring. limit: seconds of a kernel's wait that names none. spin: seconds that the
-            engine's thread spins before it naps. Raises `Error`: invalid (past a limit of the
-            request's fields), mismatch, unsupported (a backend other than host and cuda).
+            all ranks, named by number. schedule: cuda only: each rank's puts, repeated in this
+            order; engines have them ahead (armed). chunk: bytes, a power of two of which buffers
+            are multiples; by default the least that works. slots: of the ring. limit: seconds of a
+            kernel's wait that names none. spin: seconds that the engine's thread spins before it
+            naps. Raises `Error`: invalid (past a field's limit), mismatch, unsupported.
         """
         return Requests(self, buffers, schedule, chunk, slots, limit, spin)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from offcore import _core
 from offcore.comm.window import Window
@@ -14,19 +14,10 @@ from offcore.operands import OperandError, checked, places_of
 SLOTS_MAX = 1 << 20
 
 
-class Owner(Protocol):
-    """What requests ask the communicator that made them."""
-
-    timeout: float
-    local_ranks: list[int]
-    _core: _core.Communicator
-    _gpus: list[int]
-
-
 @dataclass(frozen=True)
 class Put:
-    """A put of a schedule: chunks [chunk, chunk + chunks) of buffer `src` go to the same place of
-    the peer's buffer `dst`. signal: by `put_signal`, else `put`; a signal alone has no chunks."""
+    """Of a schedule: chunks [chunk, chunk + chunks) of buffer `src` go to the same place of the
+    peer's buffer `dst`. signal: by `put_signal`, else `put`; a signal alone has no chunks."""
 
     peer: int
     dst: int
@@ -36,27 +27,22 @@ class Put:
     signal: bool = True
 
 
-@dataclass(frozen=True)
-class RequestStats:
-    """What an engine has done for one rank."""
+class RequestStats(NamedTuple):
+    """Of one rank. copies: submitted ones, fewer than requests where some were merged."""
 
     requests: int
     signals: int
     copies: int
-    """Those that were submitted: fewer than requests where some were merged."""
     batches: int
     nbytes: int
 
 
 class Requests:
-    """What `Communicator.requests` gives: buffers that kernels name, and the engines that answer.
-
-    As a context manager it stops at the end.
-    """
+    """Buffers that kernels name, and engines that answer. A context manager stops at the end."""
 
     def __init__(
         self,
-        comm: Owner,
+        comm: Any,
         buffers: Sequence[Any],
         schedule: Sequence[Sequence[Put]],
         chunk: int | None,
@@ -64,10 +50,10 @@ class Requests:
         limit: float,
         spin: float | None,
     ) -> None:
-        self.timeout = comm.timeout
-        self.local_ranks = comm.local_ranks
-        self._host_visible = comm._core.host_visible
-        self._proxies = _core.open_requests(
+        self.timeout: float = comm.timeout
+        self.local_ranks: list[int] = comm.local_ranks
+        self._host_visible: bool = comm._core.host_visible
+        self._proxies: list[_core.RequestProxy] = _core.open_requests(
             comm._core,
             [_place(comm, number, buffer) for number, buffer in enumerate(buffers)],
             [[_planned(put) for put in puts] for puts in schedule],
@@ -79,13 +65,11 @@ class Requests:
         )
 
     def port(self, rank: int | None = None) -> int:
-        """The address of a local rank's `offcore::RequestPort`, for its kernels. rank: may be left
-        out where one rank is local."""
+        """The address of a local rank's `offcore::RequestPort`. None: of the only one."""
         return self._proxy(rank).address
 
     def host_port(self, rank: int | None = None) -> _core.HostPort:
-        """The calls of `device.cuh` for threads of this process, on backend host. Raises `Error`:
-        unsupported where the buffers are a GPU's."""
+        """The calls of `device.cuh` for host threads, on backend host, else `unsupported`."""
         if not self._host_visible:
             raise error("unsupported", "threads of the host cannot push requests of a GPU")
         return _core.host_port(self._proxy(rank).port)
@@ -98,15 +82,13 @@ class Requests:
             proxy.check()
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits until all that the local ranks have pushed so far has ended. timeout: seconds.
-        Raises `Error` as check does, and timeout."""
+        """Waits for all that was pushed so far. Raises `Error` as check does, and timeout."""
         for proxy in self._proxies:
             proxy.drain(self.timeout if timeout is None else timeout)
 
     def stop(self, timeout: float | None = None) -> None:
-        """Answers what was pushed, ends the local ranks' engines, then wakes all who wait for
-        them with `kStopped`. A second call does nothing. timeout: seconds. Raises `Error`:
-        timeout."""
+        """Answers what was pushed, ends the engines, then wakes all who wait for them with
+        `kStopped`. A second call does nothing. timeout: seconds. Raises `Error`: timeout."""
         for proxy in self._proxies:
             proxy.stop(self.timeout if timeout is None else timeout)
 
@@ -131,14 +113,13 @@ class Requests:
 def _planned(put: Put) -> tuple[int, int, int, int, int, int]:
     """As device.cuh pushes it: put, put_signal, signal are 1, 2, 3."""
     op = 1 if not put.signal else 2 if put.chunks else 3
-    numbers = (put.peer, put.dst, put.src, put.chunk, put.chunks)
-    peer, dst, src, chunk, chunks = (
-        checked("schedule", number, SLOTS_MAX * 2) for number in numbers
-    )
-    return (op, peer, dst, 0, 0, 0) if op == 3 else (op, peer, dst, src, chunk, chunks)
+    named = (put.peer, put.dst, put.src, put.chunk, put.chunks)
+    peer, dst, *place = (checked("schedule", one, SLOTS_MAX * 2) for one in named)
+    src, chunk, chunks = place if op < 3 else (0, 0, 0)
+    return op, peer, dst, src, chunk, chunks
 
 
-def _place(comm: Owner, number: int, buffer: Any) -> tuple[_core.Window, int, int]:
+def _place(comm: Any, number: int, buffer: Any) -> tuple[_core.Window, int, int]:
     """The window, offset and bytes of what is registered: the same on all local ranks."""
     if isinstance(buffer, Window):
         buffer = buffer.whole
@@ -150,10 +131,8 @@ def _place(comm: Owner, number: int, buffer: Any) -> tuple[_core.Window, int, in
         raise error("invalid", f"requests: buffer {number}{refusal}") from None
     found = set()
     for rank, side in zip(comm.local_ranks, sides, strict=True):
-        if side is None:
-            raise error("invalid", f"requests: buffer {number} is None")
-        window, offset = _core.place_of(comm._core, rank, *side)
-        if window is None:
+        window, offset = _core.place_of(comm._core, rank, *side) if side else (None, 0)
+        if side is None or window is None:
             raise error("invalid", f"requests: buffer {number} lies in no window; use empty()")
         found.add((window, offset, side[1]))
     if len(found) != 1:

@@ -132,10 +132,8 @@ class HostPool:
         while True:
             ready, _ = self.progress
             try:
-                slots: Any = self._core.allocate(
-                    wanted, self.timeout if timeout is None else timeout
-                )
-                return cast(Slots, slots)
+                wait = self.timeout if timeout is None else timeout
+                return cast(Slots, self._core.allocate(wanted, wait))
             except Error as failure:
                 over = timeout is not None or self.progress[0] == ready or wanted > self.blocks
                 if failure.code != "memory" or over:

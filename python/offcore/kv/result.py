@@ -76,8 +76,7 @@ class Transferred(Facts):
         """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
         "none" where nothing was copied: by copy engines, on host by threads. "crossed": by both
         engines of the link, strided copies and maybe pages submitted one by one. "kernel": by
-        SMs, as was asked for ("mixed" where it left something to engines). "packed": SMs laid
-        pages side by side, and engines copied these."""
+        SMs, as asked ("mixed" where it left something to engines). "packed": by both, in turn."""
         if self.commands == 0:
             return "none"
         if self._core.calls.packs:

@@ -133,14 +133,12 @@ class BlockTransfer:
     kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
         whole 16 bytes. It takes SMs; for pages so small that engines are slow, if SMs are free.
         Results say path "kernel".
-    policy: cuda: whether a few SMs may gather pages in the GPU's memory, so that plain copies take
-        whole blocks over the link, and scatter them for loads (path "packed"). "auto": where the
-        machine's numbers say that engines alone would be slower; "zero_sm": never; "pack": always.
+    policy: cuda: whether SMs may gather pages in the GPU's memory and plain copies take whole
+        blocks over the link, or the other way round (path "packed"). "auto": where the machine's
+        numbers say that engines alone would be slower; "zero_sm": never; "pack": always.
         Not with `links`, `kernel` or `plain_from`; other backends never pack.
-    pack_sms: how many SMs pack in a direction, at most; they are busy for a part of the time
-        (`Transferred.sm_ms`). 0: as "zero_sm".
-    pack_bytes: the GPU's memory that holds packed blocks on their way, at most: 4 blocks at least.
-        Larger blocks are not packed.
+    pack_sms: how many SMs pack in a direction, at most, for `Transferred.sm_ms`; 0: as "zero_sm".
+    pack_bytes: the GPU's memory for packed blocks, at most; blocks above a quarter are not packed.
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
