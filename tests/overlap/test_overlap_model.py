@@ -8,8 +8,8 @@ import pytest
 import needs
 import offcore
 from offcore import _core, overlap
+from offcore.tools.overlap import cases, sweep
 from offcore.tools.overlap import model as models
-from offcore.tools.overlap import sweep
 from offcore.tools.overlap.model import Interference, Load, Model
 from offcore.tools.papers import reproduce
 from offcore.tools.papers.conccl import figures, fit, rows
@@ -90,7 +90,7 @@ def test_traffic_of_one_slows_the_other(none: Model) -> None:
 def test_all_30_have_their_published_type_and_class(found: rows.Results) -> None:
     assert len(found.outcomes) == 30
     for one in found.outcomes:
-        assert one.kind == sweep.COMBINATIONS[one.tag], one.tag
+        assert one.kind == cases.COMBINATIONS[one.tag], one.tag
         assert one.bound == one.tag[:2]
         assert one.ideal.published <= one.ideal.least
         assert one.times_us["serial"] == pytest.approx(one.ideal.published * max(

@@ -1,12 +1,7 @@
-"""Combinations of a GEMM and a collective under each strategy, on the simulated machine.
-
-Tables I and II of ConCCL name the combinations: a GEMM's tag and a size, `cb1_896M`. A size is the
-whole array.
-"""
+"""Combinations of a GEMM and a collective under each strategy, on the simulated machine."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,41 +10,8 @@ from offcore.overlap import classify
 from offcore.overlap.kernels import Collective, Compute
 from offcore.overlap.plan import Plan
 from offcore.overlap.tables import Tables
+from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of, split_tag
 from offcore.tools.overlap.model import THRASH_FREE, WORKGROUPS, Allot, Load, Model
-
-OPS = ("all_gather", "all_to_all")
-# Table I: m x n x k; the first letters are the paper's measured class.
-GEMMS = {
-    "cb1": (8192, 8192, 8192),
-    "cb2": (16384, 8192, 16384),
-    "cb3": (16384, 16384, 8192),
-    "cb4": (18432, 8192, 16384),
-    "cb5": (106496, 8192, 16384),
-    "mb1": (8192, 57344, 8192),
-    "mb2": (16384, 106496, 8192),
-}
-_MIB = 1 << 20
-# Table II, by type. 1.63G and 3.25G are arrays of 16384 x 53248 and of 16384 x 106496.
-KINDS = {
-    "G-long": (
-        *("mb1_896M", "mb2_3.25G", "mb1_4G", "mb1_6G"),
-        *("cb3_512M", "cb4_512M", "cb5_1.63G", "cb4_1G"),
-    ),
-    "C-long": ("mb1_13G", "cb2_3.25G", "cb4_2.5G", "cb1_896M", "cb5_20G"),
-    "GC-equal": ("mb2_26.5G", "cb5_13G"),
-}
-COMBINATIONS = {tag: kind for kind, tags in KINDS.items() for tag in tags}
-_ROUNDED = {"1.63G": 1664 * _MIB}
-
-
-def size_of(text: str) -> int:
-    """`896M` or `3.25G` in bytes. Raises ValueError."""
-    if text in _ROUNDED:
-        return _ROUNDED[text]
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"'{text}' is not a size: write 896M or 3.25G")
-    return int(float(match[1]) * {"K": 1 << 10, "M": _MIB, "G": 1 << 30}[match[2]])
 
 
 def gemm_of(model: Model, tag: str) -> Compute:
@@ -73,10 +35,7 @@ def combinations(text: str) -> list[Combination]:
     """`all`, or tags separated by commas, each with both collectives. Raises ValueError."""
     tags = list(COMBINATIONS) if text == "all" else text.split(",")
     for tag in tags:
-        gemm, _, size = tag.partition("_")
-        if gemm not in GEMMS:
-            raise ValueError(f"'{tag}': write GEMM_SIZE, where GEMM is one of {', '.join(GEMMS)}")
-        size_of(size)
+        split_tag(tag)
     return [Combination(tag, op) for op in OPS for tag in tags]
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from offcore.overlap.kernels import Collective
 from offcore.sizes import format_bytes
-from offcore.tools.overlap import plot, sweep
+from offcore.tools.overlap import plot
+from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of
 from offcore.tools.overlap.model import WORKGROUPS, Load
-from offcore.tools.overlap.sweep import COMBINATIONS, GEMMS, OPS, gemm_of
+from offcore.tools.overlap.sweep import gemm_of
 from offcore.tools.papers.conccl import fit, rows
 from offcore.tools.papers.conccl.rows import Results, engines_speedup
 from offcore.tools.papers.findings import Finding, tally
@@ -92,7 +93,7 @@ def _draw_table_2(found: Results) -> Any:
         both = [one for one in found.outcomes if one.tag == tag]
         ours = ", ".join(dict.fromkeys(one.kind for one in both))
         ratio = both[0].gemm_us / both[0].kernel_us
-        size = format_bytes(sweep.size_of(tag.split("_")[1]))
+        size = format_bytes(size_of(tag.split("_")[1]))
         cells.append([tag, size, kind, ours, f"{ratio:.2f}", f"{both[0].ideal.published:.2f}x"])
     columns = ("combination", "bytes", "published", "model", "GEMM / all_gather", "ideal")
     return _table(columns, cells, (0.2, 0.12, 0.15, 0.2, 0.2, 0.12))

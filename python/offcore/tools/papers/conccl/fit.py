@@ -18,8 +18,9 @@ from offcore.errors import error
 from offcore.overlap.classify import LONGER
 from offcore.overlap.kernels import Collective
 from offcore.tools.overlap import sweep
+from offcore.tools.overlap.cases import COMBINATIONS, OPS
 from offcore.tools.overlap.model import RECORD, Interference, Model
-from offcore.tools.overlap.sweep import COMBINATIONS, Combination, Outcome, mean, share
+from offcore.tools.overlap.sweep import Combination, Outcome, mean, share
 from offcore.tools.papers.latte.fit import Parameter
 
 # Published shares of the ideal, by strategy, and the mean ideal: what is fitted.
@@ -64,7 +65,7 @@ _INSIDE = 0.02  # of the border between two types
 
 def outcomes(model: Model) -> list[Outcome]:
     """Of the 30 combinations."""
-    every = [Combination(tag, op) for op in sweep.OPS for tag in COMBINATIONS]
+    every = [Combination(tag, op) for op in OPS for tag in COMBINATIONS]
     return [sweep.measure(model, one) for one in every]
 
 

@@ -13,12 +13,9 @@ from statistics import geometric_mean
 from offcore.overlap.kernels import Collective
 from offcore.overlap.tables import Tables
 from offcore.tools.overlap import sweep
+from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, KINDS, OPS
 from offcore.tools.overlap.model import NEEDED, THRASH_FREE, TRAFFIC, WORKGROUPS, Load, Model
 from offcore.tools.overlap.sweep import (
-    COMBINATIONS,
-    GEMMS,
-    KINDS,
-    OPS,
     Combination,
     Outcome,
     best_kernels_us,
