@@ -25,6 +25,9 @@ from offcore import _core
 from offcore.bootstrap import bootstrap_of
 from offcore.comm import communicator
 from offcore.operands import Side
+from offcore.torch_matmul import all_gather_matmul, matmul_shard
+
+__all__ = ["Communicator", "all_gather_matmul", "matmul_shard"]
 
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
