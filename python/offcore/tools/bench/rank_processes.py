@@ -35,14 +35,21 @@ _TAIL_LINES = 8
 
 
 class RankProcesses:
-    """timeout_s: of a worker's own waits. environment: what workers get besides this process's."""
+    """timeout_s: of a worker's own waits. environment: what workers get besides this process's.
+    module: what they run."""
 
     def __init__(
-        self, ranks: int, job: dict[str, Any], timeout_s: float, environment: dict[str, str]
+        self,
+        ranks: int,
+        job: dict[str, Any],
+        timeout_s: float,
+        environment: dict[str, str],
+        module: str = "offcore.tools.bench.rank_worker",
     ) -> None:
         self._ranks = ranks
         self._job = job
         self._environment = environment
+        self._module = module
         self._silence_s = _SILENCE_FACTOR * timeout_s
         # When each rank has to have said something, and what it said last that names a step.
         self._due_s = [time.monotonic() + _START_S + self._silence_s] * ranks
@@ -78,7 +85,7 @@ class RankProcesses:
         root = str(Path(str(offcore.__file__)).parent.parent)
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
         process = subprocess.Popen(
-            (sys.executable, "-m", "offcore.tools.bench.rank_worker"),
+            (sys.executable, "-m", self._module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

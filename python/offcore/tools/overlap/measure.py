@@ -1,0 +1,274 @@
+"""Combinations of a GEMM and a collective under each strategy, measured on a stage.
+
+Every time is the median of 9 runs after 6, of the slowest rank. A strategy that has a choice (a
+split of cores) is tried with a few runs each, and the best one measured. Speed-ups are over the
+isolated times of the GEMM and of the library's kernels, one after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from offcore.overlap import classify
+from offcore.tools.overlap.stage import (
+    ENGINES,
+    GEMM,
+    KERNEL,
+    LIBRARY_ENGINES,
+    MEASURED,
+    WARMUP,
+    Part,
+    Shape,
+    Stage,
+)
+
+_TRIED = 1, 2  # warm-up and measured runs of a split
+_NEAR_S = 2.0  # which a step may take, at the limit
+# Which strategies are measured in one go, the ones that matter most first: a limit of time then
+# costs the last ones.
+PASSES = (("base", "sp", "ConCCL"), ("rp", "sp_rp"), ("ConCCL_rp",), (LIBRARY_ENGINES,))
+STRATEGIES = tuple(name for names in PASSES for name in names)
+_UNIT = 1 << 12  # bytes of a rank, of which sizes are multiples
+_PROBED = 256 << 20  # bytes whose time leads to a size
+
+
+@dataclass
+class Case:
+    """A GEMM beside a collective. ratio: of times, collective by GEMM, that nbytes is chosen for;
+    0: nbytes is given. Times in us."""
+
+    gemm: str
+    shape: Shape
+    op: str
+    nbytes: int
+    ratio: float = 0.0
+    alone: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def serial(self) -> tuple[float, float]:
+        return self.alone[GEMM], self.alone[KERNEL]
+
+    def ideal(self) -> classify.Ideal:
+        shortest = min(time for what, time in self.alone.items() if what != GEMM)
+        return classify.ideal(self.serial, (self.alone[GEMM], shortest))
+
+
+@dataclass(frozen=True)
+class Found:
+    """One strategy as it ran."""
+
+    parts: Sequence[Part]
+    runs_us: Sequence[float]
+    facts: Mapping[str, Any]
+
+    @property
+    def time_us(self) -> float:
+        return statistics.median(self.runs_us)
+
+
+def too_large(stage: Stage, op: str, nbytes: int) -> str:
+    """Why the collective cannot be run; empty: it can."""
+    room = stage.room(op)
+    return "" if nbytes <= room else f"{nbytes} bytes do not fit: there is room for {room}"
+
+
+class Sweep:
+    """cores: that a collective's kernel is given in turn; idle: that a GEMM leaves beside engines.
+    limit_s: after which no step is begun."""
+
+    def __init__(
+        self, stage: Stage, cores: Sequence[int], idle: Sequence[int], limit_s: float
+    ) -> None:
+        self._stage = stage
+        self._cores, self._idle = cores, idle
+        self._limit_s = limit_s
+        self._shape: Shape | None = None
+        self._gemm_us: dict[Shape, float] = {}
+        self._alone: dict[Part, float] = {}
+        self._splits: dict[tuple[str, str, int], int] = {}
+
+    def late(self) -> bool:
+        return self._stage.elapsed_s() + _NEAR_S > self._limit_s
+
+    def rows(self, cases: Sequence[Case], strategies: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """A row a combination and strategy, or {"skipped": why}."""
+        for names in PASSES:
+            for case in cases:
+                for name in names:
+                    if name not in strategies:
+                        continue
+                    if self.late():
+                        yield {"skipped": f"no time is left for {name} and what follows"}
+                        return
+                    yield self._row(case, name)
+
+    def _row(self, case: Case, name: str) -> dict[str, Any]:
+        if reason := self._prepared(case) or self._refusal(case, name):
+            return {"skipped": f"{case.op} {case.gemm} {case.nbytes} {name}: {reason}"}
+        found = self._strategy(case, name)
+        return self._record(case, name, found)
+
+    def _refusal(self, case: Case, name: str) -> str:
+        part = Part(LIBRARY_ENGINES, case.op, case.nbytes)
+        return self._stage.refusal(part) if name == LIBRARY_ENGINES else ""
+
+    def _prepared(self, case: Case) -> str:
+        """Sizes, operands and isolated times; or why the combination cannot be run."""
+        stage = self._stage
+        if self._shape != case.shape:
+            stage.prepare(case.shape)
+            self._shape = case.shape
+        if case.shape not in self._gemm_us:
+            self._gemm_us[case.shape] = self._time([Part(GEMM)]).time_us
+        case.alone[GEMM] = self._gemm_us[case.shape]
+        if case.nbytes == 0:
+            case.nbytes = self._size_for(case)
+        if reason := too_large(stage, case.op, case.nbytes):
+            return reason
+        for what in (KERNEL, ENGINES):
+            self._add_alone(case, Part(what, case.op, case.nbytes))
+        return ""
+
+    def _add_alone(self, case: Case, part: Part) -> None:
+        if part not in self._alone:
+            self._alone[part] = self._time([part]).time_us
+        case.alone[part.what] = self._alone[part]
+
+    def _size_for(self, case: Case) -> int:
+        """Whose time has the wanted ratio to the GEMM's: by the speed of a size near it."""
+        unit = _UNIT * self._stage.ranks
+        room = self._stage.room(case.op) // unit * unit
+        nbytes = min(_PROBED, room)
+        for _ in range(2):
+            if not 0 < nbytes <= room:
+                break
+            took_us = self._time([Part(KERNEL, case.op, nbytes)], _TRIED).time_us
+            scale = case.ratio * case.alone[GEMM] / took_us
+            nbytes = max(round(nbytes * scale / unit), 1) * unit
+        return nbytes
+
+    def _time(self, parts: Sequence[Part], runs: tuple[int, int] = (WARMUP, MEASURED)) -> Found:
+        return Found(parts, self._stage.times_us(parts, *runs), self._stage.facts())
+
+    def _strategy(self, case: Case, name: str) -> Found:
+        gemm = Part(GEMM)
+        kernel, engines = (Part(what, case.op, case.nbytes) for what in (KERNEL, ENGINES))
+        if name == "base":
+            return self._time([gemm, kernel])
+        if name == "sp":
+            return self._time([replace(kernel, urgent=True), gemm])
+        if name == "ConCCL":
+            return self._time([gemm, replace(engines, urgent=True)])
+        if name == LIBRARY_ENGINES:
+            part = Part(LIBRARY_ENGINES, case.op, case.nbytes)
+            self._add_alone(case, part)
+            return self._time([gemm, replace(part, urgent=True)])
+        if name == "ConCCL_rp":
+            every = self._stage.cores
+            urgent = replace(engines, urgent=True)
+            fewer = [[replace(gemm, cores=every - one), urgent] for one in self._idle]
+            return self._best([[gemm, urgent], *fewer])
+        return self._split(case, kernel, first=name == "sp_rp")
+
+    def _split(self, case: Case, kernel: Part, *, first: bool) -> Found:
+        """The best for the order in which the GEMM is first is taken for the other order too."""
+        key = case.gemm, case.op, case.nbytes
+        every = self._stage.cores
+
+        def parts(cores: int) -> list[Part]:
+            one = replace(kernel, cores=cores, urgent=first)
+            two = Part(GEMM, cores=every - cores)
+            return [one, two] if first else [two, one]
+
+        if key in self._splits:
+            return self._time(parts(self._splits[key]))
+        found = self._best([parts(cores) for cores in self._cores])
+        self._splits[key] = next(one.cores or 0 for one in found.parts if one.what == KERNEL)
+        return found
+
+    def _best(self, choices: Sequence[Sequence[Part]]) -> Found:
+        tried = [self._time(parts, _TRIED) for parts in choices]
+        best = min(tried, key=lambda one: one.time_us)
+        return self._time(best.parts)
+
+    def _record(self, case: Case, name: str, found: Found) -> dict[str, Any]:
+        cores = {part.what: part.cores for part in found.parts}
+        serial, ideal = sum(case.serial), case.ideal()
+        stage = self._stage
+        return {
+            "gemm": case.gemm,
+            "m": case.shape.m,
+            "n": case.shape.n,
+            "k": case.shape.k,
+            "op": case.op,
+            "bytes": case.nbytes,
+            "wanted_ratio": round(case.ratio, 4) or None,
+            "ranks": stage.ranks,
+            "backend": stage.backend,
+            "machine": stage.machine,
+            "library": stage.library,
+            "kind": classify.kind_of(*case.serial),
+            "strategy": name,
+            "collective_cores": cores.get(KERNEL),
+            "gemm_cores": cores.get(GEMM),
+            **{f"{what.replace('-', '_')}_us": round(t, 3) for what, t in case.alone.items()},
+            "time_us": round(found.time_us, 3),
+            "runs_us": [round(one, 1) for one in found.runs_us],
+            "speedup": round(serial / found.time_us, 4),
+            "share": round(classify.share_of_ideal(serial / found.time_us, ideal.published), 4),
+            **{f"ideal_{one}": round(value, 4) for one, value in asdict(ideal).items()},
+            **found.facts,
+        }
+
+
+def gemm_curve(
+    stage: Stage, shapes: Mapping[str, Shape], counts: Iterable[int]
+) -> Iterator[dict[str, Any]]:
+    """Figure 5a: each GEMM on all cores and on fewer."""
+    every = stage.cores
+    wanted = sorted({one for one in counts if 0 < one < every}, reverse=True)
+    for name, shape in shapes.items():
+        stage.prepare(shape)
+        full = 0.0
+        for cores in (None, *wanted):
+            time_us = statistics.median(stage.times_us([Part(GEMM, cores=cores)], WARMUP, MEASURED))
+            full = full or time_us
+            yield {
+                "measure": "gemm",
+                "gemm": name,
+                **asdict(shape),
+                "cores": cores or every,
+                "time_us": round(time_us, 3),
+                "slowdown": round(time_us / full, 4),
+                "tflops": round(shape.flops / time_us / 1e6, 1),
+                "machine": stage.machine,
+                "backend": stage.backend,
+                **stage.facts(),
+            }
+
+
+def collective_curve(
+    stage: Stage, op: str, sizes: Iterable[int], counts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Figures 5b, 5c and 9: a collective on cores, by their number, and on engines."""
+    for nbytes in sizes:
+        if reason := too_large(stage, op, nbytes):
+            yield {"skipped": f"{op} {nbytes}: {reason}"}
+            continue
+        parts = [Part(KERNEL, op, nbytes, cores) for cores in (None, *counts)]
+        for part in (*parts, Part(ENGINES, op, nbytes)):
+            times = stage.times_us([part], WARMUP, MEASURED)
+            yield {
+                "measure": "collective",
+                "op": op,
+                "bytes": nbytes,
+                "what": part.what,
+                "cores": part.cores,
+                "time_us": round(statistics.median(times), 3),
+                "ranks": stage.ranks,
+                "machine": stage.machine,
+                "backend": stage.backend,
+            }

@@ -1,0 +1,81 @@
+"""The process of one rank of a measurement of overlap, `python -m offcore.tools.overlap.rank`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import offcore
+from offcore.tools.bench.rank_worker import die_with
+from offcore.tools.overlap import dependent, energy, measure
+from offcore.tools.overlap.gpu_stage import GpuStage
+from offcore.tools.overlap.host_stage import HostStage
+from offcore.tools.overlap.measure import Case, Sweep
+from offcore.tools.overlap.stage import Shape, Stage
+
+Job = dict[str, Any]
+
+
+def _cases(made: Iterable[dict[str, Any]]) -> list[Case]:
+    return [Case(**one | {"shape": Shape(*one["shape"])}) for one in made]
+
+
+def _shapes(made: dict[str, Any]) -> dict[str, Shape]:
+    return {name: Shape(*shape) for name, shape in made.items()}
+
+
+def _stage(job: Job) -> Stage:
+    place = job["rank"], job["ranks"]
+    if job["backend"] == "cuda":
+        return GpuStage(*place, job["folder"], job["sizes"])
+    return HostStage(*place, job["store"], job["sizes"])
+
+
+def _rows(stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
+    yield {"stage": {"cores": stage.cores, "machine": stage.machine, "library": stage.library}}
+    if "curve" in job["steps"]:
+        yield from measure.gemm_curve(stage, _shapes(job["shapes"]), job["gemm_cores"])
+    if "collectives" in job["steps"]:
+        for op in job["ops"]:
+            yield from measure.collective_curve(stage, op, job["curve_sizes"], job["cores"])
+    if "run" in job["steps"]:
+        sweep = Sweep(stage, job["cores"], job["idle"], job["limit_s"])
+        yield from sweep.rows(_cases(job["cases"]), job["strategies"])
+    if "matmul" in job["steps"]:
+        yield from dependent.rows(stage, _shapes(job["dependent"]))
+    if "energy" in job["steps"]:
+        yield from energy.rows(stage, _cases(job["energy"]), job)
+
+
+def _emit(say: Any, rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        say.write(json.dumps({"event": "row", "row": row}) + "\n")
+        say.flush()
+
+
+def main() -> int:
+    job = json.loads(sys.stdin.readline())
+    die_with(job.pop("parent"))
+    # Libraries print to stdout too; what the parent reads goes through a descriptor of its own.
+    say = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        stage = _stage(job)
+        _emit(say, _rows(stage, job))
+        say.write('{"event": "end"}\n')
+        say.flush()
+        stage.close()
+    except offcore.Error as failure:
+        told = {"event": "error", "code": failure.code, "message": str(failure)}
+        say.write(json.dumps(told) + "\n")
+        return 1
+    finally:
+        say.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
