@@ -276,13 +276,14 @@ class GpuStage:
             return lambda: dist.all_reduce(out, average, group=group)
         return lambda: dist.reduce_scatter_tensor(out[:count], inp, average, group=group)
 
-    def times_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[float]:
+    def ends_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[list[float]]:
         return self._timed([self._made(part) for part in parts], warmup, measured)
 
     def call_us(self, call: Callable[[], Any], warmup: int, measured: int) -> list[float]:
-        return self._timed([(self._streams[GEMM, False], call, False)], warmup, measured)
+        made = self._streams[GEMM, False], call, False
+        return [one for (one,) in self._timed([made], warmup, measured)]
 
-    def _timed(self, calls: Sequence[_Made], warmup: int, measured: int) -> list[float]:
+    def _timed(self, calls: Sequence[_Made], warmup: int, measured: int) -> list[list[float]]:
         torch, dist = self._torch, self._dist
         times = []
         for number in range(warmup + measured):
@@ -290,10 +291,10 @@ class GpuStage:
             if number == warmup + measured - 1 and self._gpu is not None:
                 self._facts = self._gpu.facts()
             torch.cuda.synchronize()
-            times.append(max(begin.elapsed_time(end) for end in ends) * 1e3)
+            times.append([begin.elapsed_time(end) * 1e3 for end in ends])
         slowest = torch.tensor(times[warmup:], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found: list[float] = slowest.tolist()
+        found: list[list[float]] = slowest.tolist()
         return found
 
     def _enqueue(self, calls: Sequence[_Made]) -> tuple[Any, list[Any]]:
@@ -325,7 +326,7 @@ class GpuStage:
     def energy(self, parts: Sequence[Part], seconds: float) -> dict[str, float]:
         if self._gpu is None:
             return {}
-        one_us = sorted(self.times_us(parts, 2, 3))[1] if parts else 0.0
+        one_us = sorted(map(max, self.ends_us(parts, 2, 3)))[1] if parts else 0.0
         runs = max(_AHEAD, math.ceil(seconds * 1e6 / one_us)) if parts else 0
         calls = [self._made(part) for part in parts]
         self._dist.barrier()

@@ -94,29 +94,32 @@ class HostStage:
             return comm.all_reduce(numbers[0], op="avg")
         return comm.reduce_scatter(numbers[2], numbers[1], "avg")
 
-    def _launch(self, part: Part) -> Callable[[], Any]:
-        """Begins the part: what waits for it."""
+    def _launch(self, part: Part) -> Future[float]:
+        """Begins the part: what tells when it has ended."""
+
+        def ended(work: Callable[..., Any], *arguments: Any) -> float:
+            work(*arguments)
+            return time.perf_counter()
+
         if part.what == ENGINES:
-            wait: Callable[[], Any] = self._engines(part).wait
-            return wait
-        work: Future[None]
+            return self._launches.submit(ended, self._engines(part).wait)
         if part.what == GEMM:
-            work = self._launches.submit(self._gemm, part.cores or self.cores)
-        else:
-            work = self._launches.submit(self._copy, part)
-        return work.result
+            return self._launches.submit(ended, self._gemm, part.cores or self.cores)
+        return self._launches.submit(ended, self._copy, part)
 
     def _slowest(self, value: float) -> float:
         self._told[self.rank] = value
         self.comm.all_gather(self._told).wait()
         return float(self._told.max())
 
-    def times_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[float]:
-        def call() -> None:
-            for wait in [self._launch(part) for part in parts]:
-                wait()
-
-        return self.call_us(call, warmup, measured)
+    def ends_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[list[float]]:
+        found = []
+        for _ in range(warmup + measured):
+            self._slowest(0.0)  # ranks meet
+            start = time.perf_counter()
+            ends = [launched.result() for launched in [self._launch(part) for part in parts]]
+            found.append([self._slowest(end - start) * 1e6 for end in ends])
+        return found[warmup:]
 
     def call_us(self, call: Callable[[], Any], warmup: int, measured: int) -> list[float]:
         times = []

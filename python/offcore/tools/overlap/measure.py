@@ -61,12 +61,25 @@ class Found:
     """One strategy as it ran."""
 
     parts: Sequence[Part]
-    runs_us: Sequence[float]
+    ends_us: Sequence[Sequence[float]]  # by run, then by part
     facts: Mapping[str, Any]
+
+    @property
+    def runs_us(self) -> list[float]:
+        return [max(ends) for ends in self.ends_us]
 
     @property
     def time_us(self) -> float:
         return statistics.median(self.runs_us)
+
+    def end_us(self, what: str) -> float:
+        """When that part ended."""
+        at = next(place for place, part in enumerate(self.parts) if part.what == what)
+        return statistics.median(ends[at] for ends in self.ends_us)
+
+
+def run(stage: Stage, parts: Sequence[Part], runs: tuple[int, int] = (WARMUP, MEASURED)) -> Found:
+    return Found(parts, stage.ends_us(parts, *runs), stage.facts())
 
 
 def too_large(stage: Stage, op: str, nbytes: int) -> str:
@@ -151,7 +164,7 @@ class Sweep:
         return nbytes
 
     def _time(self, parts: Sequence[Part], runs: tuple[int, int] = (WARMUP, MEASURED)) -> Found:
-        return Found(parts, self._stage.times_us(parts, *runs), self._stage.facts())
+        return run(self._stage, parts, runs)
 
     def _strategy(self, case: Case, name: str) -> Found:
         gemm = Part(GEMM)
@@ -216,6 +229,7 @@ class Sweep:
             "gemm_cores": cores.get(GEMM),
             **{f"{what.replace('-', '_')}_us": round(t, 3) for what, t in case.alone.items()},
             "time_us": round(found.time_us, 3),
+            "ends_us": {part.what: round(found.end_us(part.what), 1) for part in found.parts},
             "runs_us": [round(one, 1) for one in found.runs_us],
             "speedup": round(serial / found.time_us, 4),
             "share": round(classify.share_of_ideal(serial / found.time_us, ideal.published), 4),
@@ -234,7 +248,8 @@ def gemm_curve(
         stage.prepare(shape)
         full = 0.0
         for cores in (None, *wanted):
-            time_us = statistics.median(stage.times_us([Part(GEMM, cores=cores)], WARMUP, MEASURED))
+            found = run(stage, [Part(GEMM, cores=cores)])
+            time_us = found.time_us
             full = full or time_us
             yield {
                 "measure": "gemm",
@@ -246,7 +261,7 @@ def gemm_curve(
                 "tflops": round(shape.flops / time_us / 1e6, 1),
                 "machine": stage.machine,
                 "backend": stage.backend,
-                **stage.facts(),
+                **found.facts,
             }
 
 
@@ -260,14 +275,13 @@ def collective_curve(
             continue
         parts = [Part(KERNEL, op, nbytes, cores) for cores in (None, *counts)]
         for part in (*parts, Part(ENGINES, op, nbytes)):
-            times = stage.times_us([part], WARMUP, MEASURED)
             yield {
                 "measure": "collective",
                 "op": op,
                 "bytes": nbytes,
                 "what": part.what,
                 "cores": part.cores,
-                "time_us": round(statistics.median(times), 3),
+                "time_us": round(run(stage, [part]).time_us, 3),
                 "ranks": stage.ranks,
                 "machine": stage.machine,
                 "backend": stage.backend,

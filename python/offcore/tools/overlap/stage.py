@@ -60,9 +60,9 @@ class Stage(Protocol):
     def refusal(self, part: Part) -> str:
         """Why this way of running it cannot be had or proven; empty: it can."""
 
-    def times_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[float]:
-        """Of the measured runs, until the last part of the slowest rank has ended. Parts are
-        launched in their order."""
+    def ends_us(self, parts: Sequence[Part], warmup: int, measured: int) -> list[list[float]]:
+        """Of each measured run, when each part of the slowest rank had ended. Parts are launched in
+        their order."""
 
     def call_us(self, call: Callable[[], Any], warmup: int, measured: int) -> list[float]:
         """The same of a call, in the current stream where there is one."""
