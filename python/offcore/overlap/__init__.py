@@ -5,14 +5,15 @@
     plan = overlap.Plan([overlap.gemm(8192, 8192, 8192), gather], tables)
     plan.strategy, plan.order, plan.cores
 
-A plan says what to run where and in which order; it runs nothing. The words are ConCCL's
+A plan says what to run where and in which order; `plan.run(calls)` does it. The words are ConCCL's
 ("Optimizing ML Concurrent Computation and Communication with GPU DMA Engines"); see
 docs/overlap.md.
 """
 
 from offcore.overlap.classify import Ideal, ideal, is_latency_bound, kind_of, share_of_ideal
 from offcore.overlap.kernels import Collective, Compute, gemm
-from offcore.overlap.plan import STRATEGIES, Plan
+from offcore.overlap.plan import STRATEGIES, Plan, chunks_of
+from offcore.overlap.run import Place
 from offcore.overlap.tables import Cores, Tables, load
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "Compute",
     "Cores",
     "Ideal",
+    "Place",
     "Plan",
     "Tables",
+    "chunks_of",
     "gemm",
     "ideal",
     "is_latency_bound",

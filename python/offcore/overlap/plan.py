@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from offcore.errors import error
 from offcore.overlap.kernels import Collective, Compute, Kernel
+from offcore.overlap.run import Calls, Launch, Place, check_calls, run
 from offcore.overlap.tables import Tables
 
 # What can be done with kernels that could run at once, the simplest first.
@@ -91,6 +92,35 @@ class Plan:
     def time_us(self) -> float:
         """Estimated."""
         return self.choices[self.strategy].time_us
+
+    def run(self, calls: Calls) -> None:
+        """Runs kernels as the plan says.
+
+        calls: by the kernels' names, what launches each: a function of a `Place`, whose `engines`
+        and `cores` say where (a collective's: offcore, or a library's kernels with so many CTAs).
+
+        With torch on a GPU each kernel has a stream of its own, which begins behind the current
+        stream; later work of the current stream comes after all of them, and the host does not
+        wait. GEMMs of torch (cuBLAS) take the plan's SMs. Else each has a thread, a handle that a
+        call returns is waited for, and all has ended on return. Order: kernels are launched in the
+        plan's, the ones of few workgroups at a higher priority. Memory of another stream must
+        outlive the kernels (tensors that are used later do). Raises `Error`: invalid where calls
+        are not those of the plan's kernels, and whatever a call raises.
+        """
+        launches = [
+            Launch(
+                one,
+                Place(one in self.engines, self.cores.get(one)),
+                isinstance(self._kernel(one), Compute),
+                self.strategy not in ("base", "rp") and one != self.order[-1],
+            )
+            for one in self.order
+        ]
+        check_calls(launches, calls)
+        run(launches, calls, serial=self.strategy == "serial")
+
+    def _kernel(self, name: str) -> Kernel:
+        return next(one for one in self.kernels if one.name == name)
 
     def _weigh(self, strategy: str) -> Choice | None:
         names = tuple(one.name for one in self.kernels)
@@ -182,3 +212,31 @@ class Plan:
 
     def _is_memory_bound(self, kernel: Kernel) -> bool:
         return isinstance(kernel, Compute) and self.tables.cores.bound_of(kernel) == "mb"
+
+
+_CHUNKS_MOST = 8
+_SMALL_LOSS = 0.02  # of its time that a GEMM loses with each cut
+
+
+def chunks_of(product: Compute, gather: Collective, tables: Tables) -> int:
+    """In how many chunks an all-gather by engines is to come in front of the GEMM that needs it
+    (offcore.torch.all_gather_matmul): the fewest of the least estimated time.
+
+    product: of the rows of all ranks. A rank's own rows are multiplied meanwhile; chunk k is when
+    it has arrived and chunk k - 1 is done. Every chunk costs a small all-gather's time more.
+    Raises `Error`: unsupported (tables without engines)."""
+    if not tables.has_engines(gather):
+        raise error("unsupported", f"{tables.machine}: {gather.op} by engines was not measured")
+    own_us = tables.time_us(product) / gather.ranks
+    wire_us = tables.roofline_us(gather)
+    each_us = tables.time_us(gather, engines=True) - wire_us
+
+    def estimated(chunks: int) -> float:
+        arrived, done = 0.0, own_us
+        for _ in range(chunks):
+            arrived += each_us + wire_us / chunks
+            rest_us = own_us * (gather.ranks - 1) / chunks * (1 + _SMALL_LOSS * (chunks - 1))
+            done = max(done, arrived) + rest_us
+        return done
+
+    return min((1 << power for power in range(_CHUNKS_MOST.bit_length())), key=estimated)

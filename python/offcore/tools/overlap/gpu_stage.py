@@ -8,11 +8,9 @@ of CTAs, in a communicator of its own for each.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import math
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from offcore import machines
-from offcore.errors import Error, error
+from offcore.errors import Error
+from offcore.overlap.sms import sms_for_gemms
 from offcore.tools.bench.nccl import ENVIRONMENT as MULTICAST_OFF
 from offcore.tools.bench.nccl import kernels_of, verdict
 from offcore.tools.overlap import nvml
@@ -39,22 +38,6 @@ _REDUCE = ("reduce_scatter", "all_reduce")
 
 # A part made ready: its stream, what enqueues it, and whether engines run it.
 _Made = tuple[Any, Callable[[], Any], bool]
-
-
-class _SmTarget:
-    """How many SMs cuBLAS is to use in this thread's calls."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        found = re.search(r"\S*/libcublas\.so\S*", Path("/proc/self/maps").read_text("utf-8"))
-        self._library = ctypes.CDLL(found[0]) if found else None
-
-    def set(self, sms: int | None) -> None:
-        if self._library is None:
-            raise error("unavailable", "no cuBLAS is loaded: SMs cannot be kept from GEMMs")
-        handle = ctypes.c_void_p(self._torch.cuda.current_blas_handle())
-        if status := self._library.cublasSetSmCountTarget(handle, ctypes.c_int(sms or 0)):
-            raise error("cuda", f"cublasSetSmCountTarget({sms or 0}) gives {status}")
 
 
 class GpuStage:
@@ -84,7 +67,6 @@ class GpuStage:
         self.comm: Any = None
         if ranks > 1:
             self.comm = importlib.import_module("offcore.torch").Communicator(timeout=30)
-        self._target = _SmTarget(torch)
         self._gates = [torch.cuda.Stream() for _ in range(_PARTS_MOST)]
         self._streams = {
             (what, urgent): torch.cuda.Stream(priority=-1 if urgent else 0)
@@ -231,18 +213,13 @@ class GpuStage:
         return self._nccl_call(part.op, out, inp, group)
 
     def _gemm_call(self, cores: int | None) -> Callable[[], Any]:
-        torch, target = self._torch, self._target
+        torch = self._torch
         assert self._operands is not None, "prepare() comes first"
         a, b, out = self._operands
 
         def call() -> None:
-            if cores is not None:
-                target.set(cores)
-            try:
+            with sms_for_gemms(torch, cores):
                 torch.mm(a, b, out=out)
-            finally:
-                if cores is not None:
-                    target.set(None)
 
         return call
 
