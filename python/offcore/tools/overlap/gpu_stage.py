@@ -8,6 +8,7 @@ of CTAs, in a communicator of its own for each.
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import math
@@ -33,6 +34,7 @@ _CYCLES_A_US = 1900
 _SPARE = 3 << 30  # bytes of a GPU's memory that libraries get
 _AHEAD = 4  # runs of an endless loop that are enqueued before the first has ended
 _PARTS_MOST = 4
+_LIMIT_S = 30  # of a wait for other ranks
 _NO_CTA = 2  # NCCL's CTA policy ZERO, where torch has no name for it
 _REDUCE = ("reduce_scatter", "all_reduce")
 
@@ -47,6 +49,7 @@ class GpuStage:
     library = "nccl"
 
     def __init__(self, rank: int, ranks: int, folder: str, sizes: dict[str, int]) -> None:
+        self._began = time.monotonic()
         self.rank, self.ranks = rank, ranks
         self._torch = torch = importlib.import_module("torch")
         self._dist = dist = importlib.import_module("torch.distributed")
@@ -58,15 +61,15 @@ class GpuStage:
             rank=rank,
             world_size=ranks,
             device_id=self._device,
+            timeout=datetime.timedelta(seconds=_LIMIT_S),
         )
-        self._began = time.monotonic()
         self.machine = machines.for_gpus(ranks)
         properties = torch.cuda.get_device_properties(self._device)
         self.cores = int(properties.multi_processor_count)
         self._gpu = self._counter(properties)
         self.comm: Any = None
         if ranks > 1:
-            self.comm = importlib.import_module("offcore.torch").Communicator(timeout=30)
+            self.comm = importlib.import_module("offcore.torch").Communicator(timeout=_LIMIT_S)
         self._gates = [torch.cuda.Stream() for _ in range(_PARTS_MOST)]
         self._streams = {
             (what, urgent): torch.cuda.Stream(priority=-1 if urgent else 0)
@@ -158,12 +161,20 @@ class GpuStage:
             self._groups[0] = group
         except Exception as cause:  # whatever NCCL and torch raise
             failure = f"{type(cause).__name__}: {str(cause).splitlines()[0][:200]}"
+        return self.agreed(failure) or made
+
+    def agreed(self, failure: str) -> str:
         told = [""] * self.ranks
-        dist.all_gather_object(told, failure)
-        return next((one for one in told if one), "") or made
+        self._dist.all_gather_object(told, failure)
+        return next((one for one in told if one), "")
 
     def _new_group(self, options: Any) -> Any:
-        group = self._dist.new_group(backend="nccl", pg_options=options, device_id=self._device)
+        group = self._dist.new_group(
+            backend="nccl",
+            timeout=datetime.timedelta(seconds=_LIMIT_S),
+            pg_options=options,
+            device_id=self._device,
+        )
         self._dist.all_reduce(self._word, group=group)  # makes the communicator
         self._torch.cuda.synchronize()
         return group
@@ -198,7 +209,8 @@ class GpuStage:
             return None
 
     def _stream(self, part: Part) -> Any:
-        return self._streams[GEMM if part.what == GEMM else "collective", part.urgent]
+        first = part.what == GEMM or part.behind
+        return self._streams[GEMM if first else "collective", part.urgent]
 
     def _made(self, part: Part) -> _Made:
         return self._stream(part), self._call(part), part.what in (ENGINES, LIBRARY_ENGINES)

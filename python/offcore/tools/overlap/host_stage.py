@@ -30,11 +30,11 @@ class HostStage:
     library = "memcpy"
 
     def __init__(self, rank: int, ranks: int, store: str, sizes: dict[str, int]) -> None:
+        self._began = time.monotonic()
         self.rank, self.ranks = rank, ranks
         self.comm = offcore.Communicator(
             backend="host", store=store, rank=rank, world_size=ranks, timeout=30
         )
-        self._began = time.monotonic()
         self.machine = self.comm.machine
         self.cores = min(max(2, (os.cpu_count() or 1) // ranks), _THREADS_MOST)
         self._most = max((size for op, size in sizes.items() if op != GEMM), default=1)
@@ -117,7 +117,12 @@ class HostStage:
         for _ in range(warmup + measured):
             self._slowest(0.0)  # ranks meet
             start = time.perf_counter()
-            ends = [launched.result() for launched in [self._launch(part) for part in parts]]
+            launched: list[Future[float]] = []
+            for part in parts:
+                if part.behind:
+                    launched[-1].result()
+                launched.append(self._launch(part))
+            ends = [one.result() for one in launched]
             found.append([self._slowest(end - start) * 1e6 for end in ends])
         return found[warmup:]
 
@@ -135,6 +140,10 @@ class HostStage:
 
     def facts(self) -> dict[str, Any]:
         return {}
+
+    def agreed(self, failure: str) -> str:
+        failed = self._slowest(float(bool(failure)))
+        return failure or ("another rank failed" if failed else "")
 
     def elapsed_s(self) -> float:
         return self._slowest(time.monotonic() - self._began)

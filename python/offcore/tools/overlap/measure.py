@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from offcore.errors import error
 from offcore.overlap import classify
 from offcore.tools.overlap.stage import (
     ENGINES,
@@ -29,10 +30,17 @@ _TRIED = 1, 2  # warm-up and measured runs of a split
 _NEAR_S = 2.0  # which a step may take, at the limit
 # Which strategies are measured in one go, the ones that matter most first: a limit of time then
 # costs the last ones.
-PASSES = (("base", "sp", "ConCCL"), ("rp", "sp_rp"), ("ConCCL_rp",), (LIBRARY_ENGINES,))
+PASSES = (
+    ("serial", "base", "sp", "ConCCL"),
+    ("rp", "sp_rp"),
+    ("ConCCL_rp",),
+    (LIBRARY_ENGINES,),
+)
 STRATEGIES = tuple(name for names in PASSES for name in names)
 _UNIT = 1 << 12  # bytes of a rank, of which sizes are multiples
 _PROBED = 256 << 20  # bytes whose time leads to a size
+_TOLD = 300  # characters of a failure
+_FAILED_MOST = 3  # in a row, until the processes are taken for broken
 
 
 @dataclass
@@ -63,6 +71,9 @@ class Found:
     parts: Sequence[Part]
     ends_us: Sequence[Sequence[float]]  # by run, then by part
     facts: Mapping[str, Any]
+    tried_us: Mapping[int, float] = field(
+        default_factory=dict
+    )  # by the GEMM's cores, of what was tried
 
     @property
     def runs_us(self) -> list[float]:
@@ -90,14 +101,20 @@ def too_large(stage: Stage, op: str, nbytes: int) -> str:
 
 class Sweep:
     """cores: that a collective's kernel is given in turn; idle: that a GEMM leaves beside engines.
-    limit_s: after which no step is begun."""
+    limit_s: after which no step is begun. runs: warm-up, and measured."""
 
     def __init__(
-        self, stage: Stage, cores: Sequence[int], idle: Sequence[int], limit_s: float
+        self,
+        stage: Stage,
+        cores: Sequence[int],
+        idle: Sequence[int],
+        limit_s: float,
+        runs: tuple[int, int] = (WARMUP, MEASURED),
     ) -> None:
         self._stage = stage
         self._cores, self._idle = cores, idle
         self._limit_s = limit_s
+        self._runs = runs
         self._shape: Shape | None = None
         self._gemm_us: dict[Shape, float] = {}
         self._alone: dict[Part, float] = {}
@@ -106,23 +123,54 @@ class Sweep:
     def late(self) -> bool:
         return self._stage.elapsed_s() + _NEAR_S > self._limit_s
 
-    def rows(self, cases: Sequence[Case], strategies: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """A row a combination and strategy, or {"skipped": why}."""
-        for names in PASSES:
-            for case in cases:
-                for name in names:
-                    if name not in strategies:
-                        continue
-                    if self.late():
-                        yield {"skipped": f"no time is left for {name} and what follows"}
-                        return
-                    yield self._row(case, name)
+    def rows(
+        self, cases: Sequence[Case], strategies: Sequence[str], begin: int = 0
+    ) -> Iterator[dict[str, Any]]:
+        """A row a combination and strategy, from the one of number `begin` on; or
+        {"skipped": why}, {"failed": why}. Raises `Error`: where nothing succeeds any more."""
+        wanted = [
+            (case, name)
+            for names in PASSES
+            for case in cases
+            for name in names
+            if name in strategies
+        ]
+        failed = 0
+        for case, name in wanted[begin:]:
+            if self.late():
+                yield {"skipped": f"no time is left for {name} and what follows"}
+                return
+            row = self._row(case, name)
+            yield row
+            failed = failed + 1 if "failed" in row else 0
+            if failed == _FAILED_MOST:
+                raise error("peer", f"{failed} failures in a row; the last: {row['failed']}")
 
     def _row(self, case: Case, name: str) -> dict[str, Any]:
+        label = f"{case.op} {case.gemm} {case.nbytes} {name}"
+        row: dict[str, Any] = {}
+        failure = ""
+        try:
+            row = self._measured(case, name, label)
+        except Exception as cause:  # whatever libraries raise: the others can be measured
+            failure = f"{type(cause).__name__}: {str(cause)[:_TOLD]}"
+        # A rank that waits for one that failed does not come here: its peer gives up in time.
+        if told := self._stage.agreed(failure):
+            self._forget()
+            return {"failed": f"{label}: {told}"}
+        return row
+
+    def _forget(self) -> None:
+        """Ranks may have failed at different places: all measure again what is kept."""
+        self._shape = None
+        self._gemm_us.clear()
+        self._alone.clear()
+        self._splits.clear()
+
+    def _measured(self, case: Case, name: str, label: str) -> dict[str, Any]:
         if reason := self._prepared(case) or self._refusal(case, name):
-            return {"skipped": f"{case.op} {case.gemm} {case.nbytes} {name}: {reason}"}
-        found = self._strategy(case, name)
-        return self._record(case, name, found)
+            return {"skipped": f"{label}: {reason}"}
+        return self._record(case, name, self._strategy(case, name))
 
     def _refusal(self, case: Case, name: str) -> str:
         part = Part(LIBRARY_ENGINES, case.op, case.nbytes)
@@ -163,12 +211,14 @@ class Sweep:
             nbytes = max(round(nbytes * scale / unit), 1) * unit
         return nbytes
 
-    def _time(self, parts: Sequence[Part], runs: tuple[int, int] = (WARMUP, MEASURED)) -> Found:
-        return run(self._stage, parts, runs)
+    def _time(self, parts: Sequence[Part], runs: tuple[int, int] | None = None) -> Found:
+        return run(self._stage, parts, runs or self._runs)
 
     def _strategy(self, case: Case, name: str) -> Found:
         gemm = Part(GEMM)
         kernel, engines = (Part(what, case.op, case.nbytes) for what in (KERNEL, ENGINES))
+        if name == "serial":
+            return self._time([gemm, replace(kernel, behind=True)])
         if name == "base":
             return self._time([gemm, kernel])
         if name == "sp":
@@ -205,7 +255,7 @@ class Sweep:
     def _best(self, choices: Sequence[Sequence[Part]]) -> Found:
         tried = [self._time(parts, _TRIED) for parts in choices]
         best = min(tried, key=lambda one: one.time_us)
-        return self._time(best.parts)
+        return replace(self._time(best.parts), tried_us=_by_cores(tried))
 
     def _record(self, case: Case, name: str, found: Found) -> dict[str, Any]:
         cores = {part.what: part.cores for part in found.parts}
@@ -230,12 +280,19 @@ class Sweep:
             **{f"{what.replace('-', '_')}_us": round(t, 3) for what, t in case.alone.items()},
             "time_us": round(found.time_us, 3),
             "ends_us": {part.what: round(found.end_us(part.what), 1) for part in found.parts},
+            "tried_us": {cores: round(one, 1) for cores, one in found.tried_us.items()},
             "runs_us": [round(one, 1) for one in found.runs_us],
             "speedup": round(serial / found.time_us, 4),
             "share": round(classify.share_of_ideal(serial / found.time_us, ideal.published), 4),
             **{f"ideal_{one}": round(value, 4) for one, value in asdict(ideal).items()},
             **found.facts,
         }
+
+
+def _by_cores(tried: Sequence[Found]) -> dict[int, float]:
+    """Times by the cores that the GEMM had; 0: all."""
+    cores = (next(part.cores or 0 for part in one.parts if part.what == GEMM) for one in tried)
+    return dict(zip(cores, (one.time_us for one in tried), strict=True))
 
 
 def gemm_curve(

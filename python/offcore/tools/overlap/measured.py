@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.sizes import format_bytes
 from offcore.tools.bench.rank_processes import RankProcesses
 from offcore.tools.overlap import gpu_stage, host_stage
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of
 from offcore.tools.overlap.measure import STRATEGIES
-from offcore.tools.overlap.stage import GEMM
+from offcore.tools.overlap.stage import GEMM, MEASURED, WARMUP
 from offcore.tools.overlap.sweep import Combination
 from offcore.tools.overlap.sweep import measure as simulate
 
@@ -24,7 +25,9 @@ SMS = (124, 116, 108, 100, 92, 84, 76, 68, 64, 32, 16, 8)  # that curves of GEMM
 IDLE = {"cuda": (8,), "host": (1,)}
 SHRUNK = {"cuda": 1, "host": 16}
 REDUCING = ("reduce_scatter", "all_reduce")
-_STEP_S = 60.0  # that one step may take
+STEPS = ("curve", "collectives", "run", "matmul", "energy")
+_RESTARTS = 3  # of the processes, after one died or hung
+_RESTART_S = 25.0  # which is the least that a restart needs
 _ITEM_BYTES = 2
 _MATCHED_MOST = 30 << 30  # bytes of a size that is chosen by its time
 # GEMMs of few rows, which memory bounds on any machine; n and k as of ConCCL's.
@@ -39,7 +42,8 @@ class Request:
     backend: "cuda" or "host". pairs, energy: GEMM_SIZE and an operation each. matched: sizes whose
     time has the ratio to the GEMM's that it has on 8 MI300X, as the calibrated model gives it.
     shrink: divides the GEMMs' dimensions, and its square the sizes; 0: the backend's default.
-    limit_s: after which no step is begun.
+    steps: of STEPS, in the order wanted. limit_s: after which nothing is begun. runs: warm-up, and
+    measured. step_s: what is given up when it takes four times as long.
     """
 
     backend: str
@@ -50,6 +54,8 @@ class Request:
     matched: bool = False
     shrink: int = 0
     limit_s: float = 3600.0
+    runs: tuple[int, int] = (WARMUP, MEASURED)
+    step_s: float = 60.0
     cores: Sequence[int] = ()
     curve_gemms: Sequence[str] = tuple(GEMMS)
     curve_ops: Sequence[str] = OPS
@@ -64,6 +70,8 @@ class Request:
     def settled(self) -> Request:
         if self.backend not in SHRUNK:
             raise error("invalid", f"overlap is measured on cuda or host, not {self.backend}")
+        if unknown := set(self.steps) - set(STEPS):
+            raise error("invalid", f"unknown steps {sorted(unknown)}: {', '.join(STEPS)}")
         return replace(
             self,
             shrink=self.shrink or SHRUNK[self.backend],
@@ -123,7 +131,7 @@ def _sizes(request: Request, cases: Sequence[dict[str, Any]]) -> dict[str, int]:
     return sizes | {GEMM: _ITEM_BYTES * max(operands, default=0)}
 
 
-def _job(request: Request) -> dict[str, Any]:
+def _job(request: Request, begin: int) -> dict[str, Any]:
     cases, energy = (_cases(request, pairs) for pairs in (request.pairs, request.energy))
     counts = SMS if request.backend == "cuda" else range(1, os.cpu_count() or 2)
     return {
@@ -138,6 +146,9 @@ def _job(request: Request) -> dict[str, Any]:
         "cores": list(request.cores),
         "idle": list(IDLE[request.backend]),
         "limit_s": request.limit_s,
+        "started": time.time(),
+        "runs": list(request.runs),
+        "begin": begin,
         "shapes": {tag: shape_of(tag, request.shrink) for tag in request.curve_gemms},
         "gemm_cores": list(counts),
         "dependent": {tag: shape_of(tag, request.shrink) for tag in request.dependent},
@@ -150,15 +161,46 @@ def _job(request: Request) -> dict[str, Any]:
 
 
 def rows(request: Request) -> Iterator[dict[str, Any]]:
-    """As they are found; {"skipped": why} among them, and first {"stage": what runs them}.
+    """As they are found; among them {"skipped": why}, {"failed": why}, {"step": name} where one
+    begins, and {"stage": what runs them}.
 
-    Raises `Error`: invalid, peer (a process died), timeout, and what the ranks raise.
+    Processes that die or hang are started anew, for what comes after what they were at. Raises
+    `Error`: invalid, and peer, timeout, or what the ranks raise, where that cannot be done.
     """
     request = request.settled()
-    job = _job(request)
+    began = time.monotonic()
+    steps, begin, restarts = list(request.steps), 0, 0
+    row: dict[str, Any]
+    while steps:
+        step, told, row = "", 0, {}
+        left_s = request.limit_s - (time.monotonic() - began)
+        try:
+            for row in _started(replace(request, steps=steps, limit_s=left_s), begin):
+                if "step" in row:
+                    begin = begin if row["step"] == steps[0] else 0
+                    step, told = row["step"], 0
+                    steps = steps[steps.index(step) :]
+                elif step:
+                    told += 1
+                yield row
+            return
+        except Error as failure:
+            restarts += 1
+            late = time.monotonic() - began + _RESTART_S > request.limit_s
+            if not step or late or restarts > _RESTARTS:
+                raise
+            yield {"failed": f"{step}, row {begin + told}: {failure.code}: {failure}"}
+            if step == "run":
+                begin += told + ("failed" not in row)  # what failed was told
+            else:
+                steps = steps[1:]
+
+
+def _started(request: Request, begin: int) -> Iterator[dict[str, Any]]:
+    job = _job(request, begin)
     stages = {"cuda": gpu_stage.ENVIRONMENT, "host": host_stage.ENVIRONMENT}
     environment = stages[request.backend] | request.environment
-    with RankProcesses(request.ranks, job, _STEP_S, environment, MODULE) as processes:
+    with RankProcesses(request.ranks, job, request.step_s, environment, MODULE) as processes:
         for told in processes.outcomes(lambda _: None):
             yield told[0]["row"]
 

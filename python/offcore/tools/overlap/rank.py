@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,17 +37,27 @@ def _stage(job: Job) -> Stage:
 
 def _rows(stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
     yield {"stage": {"cores": stage.cores, "machine": stage.machine, "library": stage.library}}
-    if "curve" in job["steps"]:
+    for name in job["steps"]:
+        yield {"step": name}
+        for row in _step(name, stage, job):
+            yield row
+            if stage.elapsed_s() > job["limit_s"]:
+                yield {"skipped": f"no time is left for what follows of {name}"}
+                break
+
+
+def _step(name: str, stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
+    if name == "curve":
         yield from measure.gemm_curve(stage, _shapes(job["shapes"]), job["gemm_cores"])
-    if "collectives" in job["steps"]:
+    elif name == "collectives":
         for op in job["ops"]:
             yield from measure.collective_curve(stage, op, job["curve_sizes"], job["cores"])
-    if "run" in job["steps"]:
-        sweep = Sweep(stage, job["cores"], job["idle"], job["limit_s"])
-        yield from sweep.rows(_cases(job["cases"]), job["strategies"])
-    if "matmul" in job["steps"]:
+    elif name == "run":
+        sweep = Sweep(stage, job["cores"], job["idle"], job["limit_s"], tuple(job["runs"]))
+        yield from sweep.rows(_cases(job["cases"]), job["strategies"], job["begin"])
+    elif name == "matmul":
         yield from dependent.rows(stage, _shapes(job["dependent"]))
-    if "energy" in job["steps"]:
+    else:
         yield from energy.rows(stage, _cases(job["energy"]), job)
 
 
@@ -63,6 +74,7 @@ def main() -> int:
     say = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
+        job["limit_s"] -= time.time() - job["started"]  # imports took some
         stage = _stage(job)
         _emit(say, _rows(stage, job))
         say.write('{"event": "end"}\n')

@@ -30,7 +30,7 @@ class Part:
     what: GEMM, or what runs the collective: KERNEL, cores (NCCL's kernels on GPUs, a copy by
     threads on a host); ENGINES, offcore; LIBRARY_ENGINES, NCCL's copy engines.
     cores: that it may take, SMs or threads; None: as it is by default. urgent: in a stream of high
-    priority.
+    priority. behind: begins when the part before it has ended.
     """
 
     what: str
@@ -38,6 +38,7 @@ class Part:
     nbytes: int = 0
     cores: int | None = None
     urgent: bool = False
+    behind: bool = False
 
 
 class Stage(Protocol):
@@ -73,7 +74,10 @@ class Stage(Protocol):
     def facts(self) -> dict[str, Any]:
         """Clocks and power as they were in the last run."""
 
+    def agreed(self, failure: str) -> str:
+        """What went wrong on some rank; empty: nothing on any."""
+
     def elapsed_s(self) -> float:
-        """Since the ranks met; the same on all."""
+        """Since the stage was made; the same on all."""
 
     def close(self) -> None: ...

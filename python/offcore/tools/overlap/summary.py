@@ -9,7 +9,7 @@ from offcore.overlap import classify
 from offcore.sizes import format_bytes
 
 Row = Mapping[str, Any]
-_NAMES = ("base", "sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")
+_NAMES = ("serial", "base", "sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")
 _KERNELS = ("base", "sp", "rp", "sp_rp")
 
 
