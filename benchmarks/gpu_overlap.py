@@ -25,7 +25,7 @@ from typing import Any
 
 import offcore
 from offcore.tools import report
-from offcore.tools.overlap import measured, summary
+from offcore.tools.overlap import measured, stage, summary
 from offcore.tools.overlap.cases import COMBINATIONS, OPS
 from offcore.tools.overlap.measured import Request
 
@@ -63,7 +63,7 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
         "ranks": args.ranks,
         "shrink": args.shrink,
         "step_s": STEP_S,
-        "runs": (2, 5) if quick else (measured.WARMUP, measured.MEASURED),
+        "runs": (2, 5) if quick else (stage.WARMUP, stage.MEASURED),
     }
     end_s = args.limit - SPARE_S
     tags = QUICK if quick else tuple(COMBINATIONS)
