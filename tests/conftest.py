@@ -37,7 +37,7 @@ NOT_SANITIZED["asan"] |= {"test_forks.py", "test_after_forks.py", "train"}
 NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
 # gloo's threads are built without it
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py", "test_torch_meeting.py"}
-NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py"}  # partly on the stand-in driver
+NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py", "test_kv_packing.py"}  # stand-in
 NOT_SANITIZED["tsan"] |= {  # of folders with others that do start threads
     "test_mcast_claims.py",
     *("test_cutting.py", "test_dying.py", "test_fat_tree.py", "test_lossy.py", "test_strangers.py"),
