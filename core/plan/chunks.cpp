@@ -5,25 +5,20 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kBytesMin = 256 << 10;   // of what is worth a signal of its own
-constexpr uint64_t kBytesMax = 16 << 20;    // of one peer, and shared by all of them
-constexpr uint64_t kReducedMax = 24 << 20;  // the same, where cores wait for the last one
-constexpr uint64_t kBytesFair = 4 << 20;    // but so much each; kRingDepth a peer in a slot
-constexpr double kTaper = 0.8;              // from one chunk to the next
-constexpr uint32_t kTapered = 4;            // chunks
-constexpr uint32_t kCuts = 6;               // numbers of pieces that are worth a look
+constexpr uint64_t kCutBytesMin = 256 << 10;  // of what is worth a signal of its own
+constexpr uint64_t kCutBytesMax = 16 << 20;   // of one peer, and shared by all of them
+constexpr uint64_t kReducedMax = 24 << 20;    // the same, where cores wait for the last one
+constexpr uint64_t kCutBytesFair = 4 << 20;   // but so much each; kRingDepth a peer in a slot
+constexpr double kTaper = 0.8;                // from one chunk to the next
+constexpr uint32_t kTapered = 4;              // chunks
+constexpr uint32_t kCuts = 6;                 // numbers of pieces that are worth a look
 
 uint64_t bytes_max(uint64_t largest, uint64_t peers, uint64_t most) {
   const uint64_t shared = most / std::max<uint64_t>(peers, 1) / kChunkAlign * kChunkAlign;
-  return std::max({shared, kBytesFair, round_up(largest / kChunksMax + 1, kChunkAlign)});
+  return std::max({shared, kCutBytesFair, round_up(largest / kChunksMax + 1, kChunkAlign)});
 }
 
 }  // namespace
-
-Chunks::Chunks(uint64_t bytes, uint64_t largest) : bytes_(bytes) {
-  for (uint64_t end = bytes; end < largest; end += bytes) ends_.push_back(end);
-  ends_.push_back(largest);
-}
 
 Chunks::Chunks(uint32_t pieces, Taper taper, uint64_t largest) : bytes_(0) {
   std::vector<double> weights(pieces, 1.0);
@@ -41,18 +36,16 @@ Chunks::Chunks(uint32_t pieces, Taper taper, uint64_t largest) : bytes_(0) {
     bytes_ = std::max(bytes_, end - begin);
     if (end == largest) break;
   }
-  ends_.back() = largest;
-  bytes_ = round_up(std::max(bytes_, ends_.back() - begin(static_cast<uint32_t>(ends_.size()) - 1)),
-                    kChunkAlign);
+  bytes_ = round_up(bytes_, kChunkAlign);
 }
 
 std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max) {
   largest = std::max<uint64_t>(largest, 1);
-  const uint64_t most = bytes_max(largest, peers, kBytesMax);
+  const uint64_t most = bytes_max(largest, peers, kCutBytesMax);
   std::vector<uint64_t> sizes;
   for (uint64_t pieces = 1; pieces <= pieces_max; pieces *= 2) {
     const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kChunkAlign);
-    if (pieces > 1 && bytes < kBytesMin) break;
+    if (pieces > 1 && bytes < kCutBytesMin) break;
     if (bytes <= most) sizes.push_back(bytes);
   }
   if (sizes.empty()) sizes.push_back(most);
@@ -64,7 +57,7 @@ std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured) {
   const uint64_t most = round_up(bytes_max(largest, peers, kReducedMax), kChunkAlign);
   std::vector<Chunks> cuts;
   auto pieces = static_cast<uint32_t>(captured ? 1 : (largest + most - 1) / most);
-  for (uint32_t cut = 0; cut < kCuts && (pieces == 1 || largest / pieces >= kBytesMin); ++cut) {
+  for (uint32_t cut = 0; cut < kCuts && (pieces == 1 || largest / pieces >= kCutBytesMin); ++cut) {
     if (captured && pieces > kChunkWords) break;
     for (const Taper taper : {Taper::end, Taper::none, Taper::begin}) {
       if (pieces == 1 && taper != Taper::end) continue;
@@ -73,7 +66,7 @@ std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured) {
     }
     pieces = std::max(pieces + 1, pieces * 5 / 4);
   }
-  if (cuts.empty()) cuts.emplace_back(most, largest);
+  if (cuts.empty()) cuts.emplace_back(most);
   return cuts;
 }
 

@@ -23,26 +23,33 @@ enum class Taper : uint8_t { none, end, begin };
 class Chunks {
  public:
   Chunks() = default;
-  // All of so many bytes, in parts of at most `largest`.
-  Chunks(uint64_t bytes, uint64_t largest);
-  // So many pieces at most.
+  // All of so many bytes.
+  explicit Chunks(uint64_t bytes) : bytes_(bytes) {}
+  // So many pieces at most, of parts of at most `largest` bytes.
   Chunks(uint32_t pieces, Taper taper, uint64_t largest);
 
   uint64_t bytes() const { return bytes_; }  // of the longest
   uint32_t count(uint64_t part) const {
-    return static_cast<uint32_t>(std::lower_bound(ends_.begin(), ends_.end(), part) -
-                                 ends_.begin()) +
-           (part > 0);
+    if (part == 0) return 0;
+    if (ends_.empty()) {
+      return static_cast<uint32_t>(std::min<uint64_t>((part - 1) / bytes_ + 1, UINT32_MAX));
+    }
+    const auto last = std::lower_bound(ends_.begin(), ends_.end(), part);
+    return static_cast<uint32_t>(last - ends_.begin()) + 1;
   }
-  uint64_t begin(uint32_t chunk) const { return chunk == 0 ? 0 : ends_[chunk - 1]; }
+  uint64_t begin(uint32_t chunk) const { return chunk == 0 ? 0 : end(chunk - 1); }
   // Of a part's chunk; those behind its end are empty.
   uint64_t bytes_of(uint64_t part, uint32_t chunk) const {
-    return std::min(ends_[chunk], part) - std::min(begin(chunk), part);
+    return std::min(end(chunk), part) - std::min(begin(chunk), part);
   }
 
  private:
+  uint64_t end(uint32_t chunk) const {
+    return ends_.empty() ? (uint64_t{chunk} + 1) * bytes_ : ends_[chunk];
+  }
+
   uint64_t bytes_ = 1;
-  std::vector<uint64_t> ends_;
+  std::vector<uint64_t> ends_;  // empty: all chunks are alike
 };
 
 // Chunk sizes that are worth a look for parts of at most `largest` bytes from each of `peers`, the

@@ -38,7 +38,7 @@ class PipelineLowering {
         receives_(moves.ranks),
         kept_(moves.ranks) {
     find_streams();
-    chunking_ = Chunks(chunk_bytes != 0 ? chunk_bytes : std::max<uint64_t>(largest_, 1), largest_);
+    chunking_ = Chunks(chunk_bytes != 0 ? chunk_bytes : std::max<uint64_t>(largest_, 1));
     for (Stream& stream : streams_) {
       const uint32_t least = moves_.full_exchange ? 1 : 0;
       stream.chunks = stream.bytes == 0 ? least : chunking_.count(stream.bytes);

@@ -99,3 +99,9 @@ def test_refused(variant, form, reason):
     moves = _core.moves_all_gather([4096, 4096], False)
     with pytest.raises(_core.Error, match=reason):
         _core.plan(moves, variant, machines.load("h100-2"), _core.Protocol(*form))
+
+
+def test_too_many_chunks_are_refused_before_any_is_made():
+    for nbytes in (8 << 30, 1 << 40, 64 << 40):
+        with pytest.raises(_core.Error, match="more than 16384 here: pass a larger size"):
+            pipelined("all_gather", 2, nbytes, ":256")
