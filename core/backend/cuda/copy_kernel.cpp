@@ -70,26 +70,13 @@ done:
 
 }  // namespace
 
-CopyKernel::CopyKernel(std::shared_ptr<const PrimaryContext> context)
-    : context_(std::move(context)) {
-  const Driver& driver = Driver::get();
-  const ContextGuard current(context_->handle());
-  check(driver.cuModuleLoadData(&module_, kGatherPtx),
-        "cuModuleLoadData (the driver's own compiler of PTX, "
-        "libnvidia-ptxjitcompiler, has to be installed)");
-  const CUresult result = driver.cuModuleGetFunction(&function_, module_, "gather");
-  if (result != kSuccess) driver.cuModuleUnload(module_);
-  check(result, "cuModuleGetFunction");
-  if (attribute(context_->ordinal(), Attribute::can_use_host_pointer) == 0) {
-    driver.cuModuleUnload(module_);
-    fail(Code::unsupported, "kernels of GPU ", context_->ordinal(),
+CopyKernel::CopyKernel(const std::shared_ptr<const PrimaryContext>& context)
+    : kernel_(context, kGatherPtx, "gather",
+              "the driver's own compiler of PTX, libnvidia-ptxjitcompiler, has to be installed") {
+  if (attribute(context->ordinal(), Attribute::can_use_host_pointer) == 0) {
+    fail(Code::unsupported, "kernels of GPU ", context->ordinal(),
          " do not reach host memory by its own addresses: leave the kernel out");
   }
-}
-
-CopyKernel::~CopyKernel() {
-  const ContextGuard current(context_->handle());
-  Driver::get().cuModuleUnload(module_);
 }
 
 bool KernelCopies::takes(const StridedCopy& copy) {
@@ -121,8 +108,8 @@ uint32_t KernelCopies::flush() {
                                  &units,  &shape_.rows,      &total};
   const uint32_t blocks = std::min(CopyKernel::kBlocks, (total + kThreads - 1) / kThreads);
   pairs_.clear();
-  check(Driver::get().cuLaunchKernel(gather_.function_, blocks, 1, 1, kThreads, 1, 1, 0, stream_,
-                                     arguments.data(), nullptr),
+  check(Driver::get().cuLaunchKernel(gather_.kernel_.function(), blocks, 1, 1, kThreads, 1, 1, 0,
+                                     stream_, arguments.data(), nullptr),
         "cuLaunchKernel");
   return 1;
 }

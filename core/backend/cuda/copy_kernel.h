@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/backend/cuda/gpu_context.h"
+#include "core/backend/cuda/ptx_kernel.h"
 
 namespace offcore::cuda {
 
@@ -16,16 +17,11 @@ class CopyKernel {
  public:
   static constexpr uint32_t kBlocks = 16;  // SMs that it takes, at most
 
-  explicit CopyKernel(std::shared_ptr<const PrimaryContext> context);
-  ~CopyKernel();
-  CopyKernel(const CopyKernel&) = delete;
-  CopyKernel& operator=(const CopyKernel&) = delete;
+  explicit CopyKernel(const std::shared_ptr<const PrimaryContext>& context);
 
  private:
   friend class KernelCopies;
-  std::shared_ptr<const PrimaryContext> context_;
-  CUmodule module_ = nullptr;
-  CUfunction function_ = nullptr;
+  PtxKernel kernel_;
 };
 
 // Copies that are collected for launches into one stream.

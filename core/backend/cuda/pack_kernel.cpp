@@ -10,7 +10,6 @@ namespace {
 constexpr uint32_t kPackThreads = 512;
 constexpr uint32_t kWarps = kPackThreads / 32;
 constexpr uint64_t kSliceBytes = 4096;
-constexpr const char* kName = "offcore_pack";
 
 constexpr struct {
   const char* name;
@@ -29,29 +28,13 @@ static_assert(sizeof(PackArguments) == 3896);
 
 }  // namespace
 
-PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context)
-    : context_(std::move(context)) {
-  const Driver& driver = Driver::get();
+PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context) {
   const CaptureGuard relaxed;
-  const ContextGuard current(context_->handle());
-  check(driver.cuModuleLoadData(&module_, kPackPtx[0].ptx),
-        "cuModuleLoadData (packing needs a GPU of compute capability 8.0 or more, and the "
-        "driver's own compiler of PTX, libnvidia-ptxjitcompiler)");
-  const CUresult result = driver.cuModuleGetFunction(&function_, module_, kName);
-  if (result != kSuccess) driver.cuModuleUnload(module_);
-  check(result, "cuModuleGetFunction");
-  // The first launch may be what loads it, which would wait for the GPU: one of no blocks.
-  const CudaStream stream(context_);
+  kernel_.emplace(std::move(context), kPackPtx[0].ptx, kPackPtx[0].name,
+                  "packing needs a GPU of compute capability 8.0 or more, and the driver's own "
+                  "compiler of PTX, libnvidia-ptxjitcompiler");
   PackArguments nothing{.count = 1, .slices = 1};
-  void* arguments[] = {&nothing};
-  check(driver.cuLaunchKernel(function_, 1, 1, 1, kPackThreads, 1, 1, 0, stream.handle(), arguments,
-                              nullptr),
-        "cuLaunchKernel");
-}
-
-PackKernel::~PackKernel() {
-  const ContextGuard current(context_->handle());
-  Driver::get().cuModuleUnload(module_);
+  kernel_->warm_up(kPackThreads, &nothing);
 }
 
 PackKernel::Launched PackKernel::launch(const PackCopy& copy, uint32_t sms, CUstream stream) const {
@@ -84,8 +67,8 @@ PackKernel::Launched PackKernel::launch(const PackCopy& copy, uint32_t sms, CUst
     const auto grid =
         static_cast<uint32_t>(std::min<uint64_t>(sms, (count * units + kWarps - 1) / kWarps));
     void* pointers[] = {&arguments};
-    check(Driver::get().cuLaunchKernel(function_, grid, 1, 1, kPackThreads, 1, 1, 0, stream,
-                                       pointers, nullptr),
+    check(Driver::get().cuLaunchKernel(kernel_->function(), grid, 1, 1, kPackThreads, 1, 1, 0,
+                                       stream, pointers, nullptr),
           "cuLaunchKernel");
     ++launched.launches;
     launched.sms = std::max(launched.sms, grid);

@@ -2,13 +2,12 @@
 // SMs: so that one plain copy carries over the link what many small ones would (kernels/pack.cu).
 #pragma once
 #include <memory>
+#include <optional>
 
-#include "core/backend/cuda/driver.h"
+#include "core/backend/cuda/ptx_kernel.h"
 #include "core/backend/page_table.h"
 
 namespace offcore::cuda {
-
-class PrimaryContext;
 
 // The kernel, loaded on one GPU.
 class PackKernel {
@@ -26,9 +25,6 @@ class PackKernel {
 
   // Throws driver.
   explicit PackKernel(std::shared_ptr<const PrimaryContext> context);
-  ~PackKernel();
-  PackKernel(const PackKernel&) = delete;
-  PackKernel& operator=(const PackKernel&) = delete;
 
   struct Launched {
     uint32_t launches = 0;
@@ -38,9 +34,7 @@ class PackKernel {
   Launched launch(const PackCopy& copy, uint32_t sms, CUstream stream) const;
 
  private:
-  std::shared_ptr<const PrimaryContext> context_;
-  CUmodule module_ = nullptr;
-  CUfunction function_ = nullptr;
+  std::optional<PtxKernel> kernel_;
 };
 
 }  // namespace offcore::cuda

@@ -63,38 +63,27 @@ JobArguments arguments_of(const ReduceKernelJob& job) {
 ReduceKernels::ReduceKernels(std::shared_ptr<const PrimaryContext> context)
     : context_(std::move(context)) {}
 
-ReduceKernels::~ReduceKernels() {
-  const ContextGuard current(context_->handle());
-  for (const auto& [dtype, kernel] : kernels_) Driver::get().cuModuleUnload(kernel.module);
-}
-
 CUfunction ReduceKernels::kernel(DType dtype) const {
   const std::scoped_lock lock(mutex_);
   if (const auto known = kernels_.find(dtype); known != kernels_.end()) {
-    return known->second.function;
+    return known->second.function();
   }
   const std::string name = cat("offcore_reduce_", to_string(dtype));
   const auto found = std::find_if(std::begin(kPtx), std::end(kPtx),
                                   [&](const auto& one) { return one.name == name; });
-  const Driver& driver = Driver::get();
   const CaptureGuard relaxed;
-  const ContextGuard current(context_->handle());
-  Kernel kernel;
-  check(driver.cuModuleLoadData(&kernel.module, found->ptx),
-        "cuModuleLoadData (reductions need a GPU of compute capability 8.0 or more, and the "
-        "driver's own compiler of PTX, libnvidia-ptxjitcompiler)");
-  const CUresult result = driver.cuModuleGetFunction(&kernel.function, kernel.module, name.c_str());
-  if (result != kSuccess) driver.cuModuleUnload(kernel.module);
-  check(result, "cuModuleGetFunction");
-  // Its first launch may be what loads it: one of no jobs, before anything waits.
-  const CudaStream stream(context_);
+  const auto [kernel, made] =
+      kernels_.try_emplace(dtype, context_, found->ptx, found->name,
+                           "reductions need a GPU of compute capability 8.0 or more, and the "
+                           "driver's own compiler of PTX, libnvidia-ptxjitcompiler");
   KernelArguments nothing{};
-  void* arguments[] = {&nothing};
-  check(driver.cuLaunchKernel(kernel.function, 1, 1, 1, kReduceThreads, 1, 1, 0, stream.handle(),
-                              arguments, nullptr),
-        "cuLaunchKernel");
-  kernels_.emplace(dtype, kernel);
-  return kernel.function;
+  try {
+    kernel->second.warm_up(kReduceThreads, &nothing);
+  } catch (const Error&) {
+    kernels_.erase(kernel);
+    throw;
+  }
+  return kernel->second.function();
 }
 
 void ReduceKernels::prepare(const Reduction& reduction) const { kernel(reduction.dtype); }

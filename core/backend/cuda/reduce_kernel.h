@@ -9,12 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/backend/cuda/driver.h"
+#include "core/backend/cuda/ptx_kernel.h"
 #include "core/base/reduction.h"
 
 namespace offcore::cuda {
-
-class PrimaryContext;
 
 // A reduce command as a kernel sees it: addresses, and bytes of each source.
 struct ReduceKernelJob {
@@ -38,7 +36,6 @@ class ReduceKernels {
   static constexpr size_t kJobsMax = 15;  // of a launch
 
   explicit ReduceKernels(std::shared_ptr<const PrimaryContext> context);
-  ~ReduceKernels();
   ReduceKernels(const ReduceKernels&) = delete;
   ReduceKernels& operator=(const ReduceKernels&) = delete;
 
@@ -52,15 +49,11 @@ class ReduceKernels {
                   CUdeviceptr counters, uint32_t sms, CUstream stream) const;
 
  private:
-  struct Kernel {
-    CUmodule module = nullptr;
-    CUfunction function = nullptr;
-  };
   CUfunction kernel(DType dtype) const;
 
   const std::shared_ptr<const PrimaryContext> context_;
   mutable std::mutex mutex_;
-  mutable std::map<DType, Kernel> kernels_;
+  mutable std::map<DType, PtxKernel> kernels_;
 };
 
 }  // namespace offcore::cuda
