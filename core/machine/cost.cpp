@@ -7,7 +7,6 @@
 #include <queue>
 
 #include "core/base/error.h"
-#include "core/ir/serial_order.h"
 #include "core/machine/timeline.h"
 
 namespace offcore {
@@ -25,8 +24,7 @@ class Estimate {
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
         words_(word_count(program)),
-        asides_(machine.native.signals_aside && program.mode == Mode::eager &&
-                interleaved(program)) {}
+        asides_(machine.native.signals_aside && submit_times_.serial()) {}
 
   Phases run() {
     count_users();
@@ -221,10 +219,10 @@ class Estimate {
     }
     ++actor.next;
     if (queue.index != kCallerQueue) {
-      actor.now = latest(start, changed.after(&Phases::schedule_ns, machine_.cost.poll_ns));
-      if (asides_) {  // a wait takes as long where nothing is waited for
-        actor.now = latest(start, changed).after(&Phases::schedule_ns, machine_.cost.poll_ns);
-      }
+      const double poll_ns = machine_.cost.poll_ns;
+      // Where signals go aside, a wait takes as long where nothing is waited for.
+      actor.now = asides_ ? latest(start, changed).after(&Phases::schedule_ns, poll_ns)
+                          : latest(start, changed.after(&Phases::schedule_ns, poll_ns));
       return true;
     }
     actor.now = notice(queue, command, latest(start, changed));

@@ -42,9 +42,10 @@ class SubmitTimes {
  public:
   SubmitTimes(const Program& program, const Machine& machine);
 
+  bool serial() const { return !commands_.empty(); }  // an interleaved program's
   // Indices into program.queues and the queue's commands.
   const Moment& at(uint32_t queue, uint32_t command) const {
-    return commands_.empty() ? queues_[queue] : commands_[queue][command];
+    return serial() ? commands_[queue][command] : queues_[queue];
   }
 
  private:
