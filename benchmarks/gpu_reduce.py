@@ -201,6 +201,43 @@ def graph_of(start: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[]
     return replay
 
 
+def join_ranks() -> torch.device:
+    """This process's GPU, with torch.distributed on NCCL."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = f"file://{os.environ['MEETING']}"
+    dist.init_process_group(
+        "nccl", init_method=store, rank=rank, world_size=ranks, device_id=device
+    )
+    return device
+
+
+def run_ranks(ranks: int, settings: dict[str, str]) -> int:
+    """This script again, in a process a rank that join_ranks() lets meet; the worst exit status."""
+    shared = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    shared |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        shared["MEETING"] = f"{folder}/store"
+        command = [sys.executable, *sys.argv]
+        processes = [
+            subprocess.Popen(command, env={**os.environ, **shared, **settings, "RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [one.wait(550) for one in processes]
+        finally:
+            for one in processes:
+                one.kill()
+    return max(codes, key=abs)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        row = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
+        print(json.dumps(row), flush=True)
+
+
 def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> None:
     stream = torch.cuda.Stream()
     ranks = comm.ranks
@@ -235,19 +272,11 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
                 if not arguments.eager:
                     row["graph"] = timed(graph_of(ours, stream), device, 2_000_000)
                 row["nccl"] = timed(graph_of(theirs, stream), device, 2_000_000)
-            if dist.get_rank() == 0:
-                row = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
-                print(json.dumps(row), flush=True)
+            print_row(row)
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    store = f"file://{os.environ['MEETING']}"
-    dist.init_process_group(
-        "nccl", init_method=store, rank=rank, world_size=ranks, device_id=device
-    )
+    device = join_ranks()
     with offcore.torch.Communicator(sms=arguments.sms, timeout=20) as comm:
         if arguments.check:
             check(comm, arguments.check, device, arguments.eager)
@@ -272,23 +301,8 @@ def main() -> int:
     if "RANK" in os.environ:
         rank_main(arguments)
         return 0
-    settings = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    settings |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "WORLD_SIZE": str(arguments.ranks)}
-    if arguments.ctas:
-        settings["NCCL_MAX_CTAS"] = str(arguments.ctas)
-    with tempfile.TemporaryDirectory() as folder:
-        settings["MEETING"] = f"{folder}/store"
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        ranks = [
-            subprocess.Popen(command, env={**os.environ, **settings, "RANK": str(rank)})
-            for rank in range(arguments.ranks)
-        ]
-        try:
-            codes = [one.wait(550) for one in ranks]
-        finally:
-            for one in ranks:
-                one.kill()
-    return max(codes, key=abs)
+    limits = {"NCCL_MAX_CTAS": str(arguments.ctas)} if arguments.ctas else {}
+    return run_ranks(arguments.ranks, limits)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,14 @@ compared with NCCL's, byte by byte. NVLink multicast is off. The package must be
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_reduce import CALLS, graph_of, parsed, timed
+from gpu_reduce import CALLS, graph_of, join_ranks, parsed, print_row, run_ranks, timed
 
 import offcore
 import offcore.torch
@@ -101,24 +98,12 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
                             row |= tensors.ours(place, variant)
                         except offcore.Error as error:
                             row |= {"place": place, "asked": variant, "error": str(error)[:200]}
-                        row["nccl"] = nccl
-                        if dist.get_rank() == 0:
-                            told = {
-                                k: round(v, 1) if isinstance(v, float) else v
-                                for k, v in row.items()
-                            }
-                            print(json.dumps(told), flush=True)
+                        print_row(row | {"nccl": nccl})
             torch.cuda.empty_cache()
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    store = f"file://{os.environ['MEETING']}"
-    dist.init_process_group(
-        "nccl", init_method=store, rank=rank, world_size=ranks, device_id=device
-    )
+    device = join_ranks()
     with offcore.torch.Communicator(timeout=20) as comm:
         measure(comm, arguments, device)
     dist.destroy_process_group()
@@ -137,21 +122,7 @@ def main() -> int:
     if "RANK" in os.environ:
         rank_main(arguments)
         return 0
-    settings = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    settings |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "WORLD_SIZE": str(arguments.ranks)}
-    with tempfile.TemporaryDirectory() as folder:
-        settings["MEETING"] = f"{folder}/store"
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        ranks = [
-            subprocess.Popen(command, env={**os.environ, **settings, "RANK": str(rank)})
-            for rank in range(arguments.ranks)
-        ]
-        try:
-            codes = [one.wait(550) for one in ranks]
-        finally:
-            for one in ranks:
-                one.kill()
-    return max(codes, key=abs)
+    return run_ranks(arguments.ranks, {})
 
 
 if __name__ == "__main__":

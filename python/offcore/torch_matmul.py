@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,5 +127,5 @@ def _gather(comm: Communicator, place: _Place, shard: Any, lane: int) -> list[Ca
             comm.all_gather(chunk, lane=lane)
             event = torch.cuda.Event()
             event.record()
-            waits.append(lambda event=event: current.wait_event(event))  # type: ignore[misc]
+            waits.append(partial(current.wait_event, event))
     return waits

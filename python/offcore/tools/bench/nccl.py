@@ -57,6 +57,21 @@ def kernels_of(trace: dict[str, Any], control: int) -> int | None:
     return seen - control if seen >= control else None
 
 
+def profiled(torch: Any, run: Callable[[], None]) -> int | None:
+    """How many kernels `run` leads to besides the one that it launches for sure; it ends when they
+    have. None: the profiler does not show that one, or cannot be had, and proves nothing."""
+    kinds = torch.profiler.ProfilerActivity
+    try:
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            run()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            return kernels_of(json.loads(path.read_text("utf-8")), control=1)
+    except Exception:  # verdict() tells
+        return None
+
+
 def verdict(name: str, kernels: Sequence[int | None]) -> str:
     """Why the rows of copy-engine collectives must not be shown; empty: no rank ran a kernel."""
     if any(count is None for count in kernels):
@@ -212,18 +227,13 @@ class Nccl:
         word = self._zeros(1)
         word.add_(1)  # loads that kernel
         torch.cuda.synchronize(self._device)
-        kinds = torch.profiler.ProfilerActivity
-        try:
-            with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-                with torch.cuda.stream(self._stream):
-                    word.add_(1)
-                call().wait()
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
-                profile.export_chrome_trace(str(path))
-                return kernels_of(json.loads(path.read_text("utf-8")), control=1)
-        except Exception:  # a profiler that cannot be had proves nothing: verdict() tells
-            return None
+
+        def one() -> None:
+            with torch.cuda.stream(self._stream):
+                word.add_(1)
+            call().wait()
+
+        return profiled(torch, one)
 
     def close(self) -> None:
         self._calls.clear()

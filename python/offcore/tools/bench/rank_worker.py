@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -348,31 +348,39 @@ class Worker:
             self._told_s = time.monotonic()
 
     def _emit(self, event: dict[str, Any]) -> None:
-        self._say.write(json.dumps(event) + "\n")
-        self._say.flush()
+        emit(self._say, event)
 
 
-def main() -> int:
+def emit(say: TextIO, event: dict[str, Any]) -> None:
+    say.write(json.dumps(event) + "\n")
+    say.flush()
+
+
+def serve(run: Callable[[dict[str, Any], TextIO], Callable[[], None]]) -> int:
+    """The process of one rank: takes a job from stdin and writes events to stdout, the last of them
+    `end` or `error`. run: does the job, and returns what closes all that it opened."""
     job = json.loads(sys.stdin.readline())
     die_with(job.pop("parent"))
     # Libraries print to stdout too; what the parent reads goes through a descriptor of its own.
     say = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        worker = Worker(job, say)
-        worker.run()
-        say.write('{"event": "end"}\n')
-        say.flush()
-        worker.close()
+        close = run(job, say)
+        emit(say, {"event": "end"})
+        close()
     except offcore.Error as failure:
-        say.write(
-            json.dumps({"event": "error", "code": failure.code, "message": str(failure)}) + "\n"
-        )
+        emit(say, {"event": "error", "code": failure.code, "message": str(failure)})
         return 1
     finally:
         say.flush()
     return 0
 
 
+def _measure(job: dict[str, Any], say: TextIO) -> Callable[[], None]:
+    worker = Worker(job, say)
+    worker.run()
+    return worker.close
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_measure))

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from offcore import machines
 from offcore.errors import Error
 from offcore.overlap.sms import sms_for_gemms
 from offcore.tools.bench.nccl import ENVIRONMENT as MULTICAST_OFF
-from offcore.tools.bench.nccl import kernels_of, verdict
+from offcore.tools.bench.nccl import profiled, verdict
 from offcore.tools.overlap import nvml
 from offcore.tools.overlap.stage import ENGINES, GEMM, LIBRARY_ENGINES, Part, Shape
 
@@ -189,24 +186,19 @@ class GpuStage:
     def _kernels(self, part: Part) -> int | None:
         """That one call runs. One of our own in the same trace shows that they are seen."""
         torch, call = self._torch, self._call(part)
-        kinds = torch.profiler.ProfilerActivity
         stream = self._stream(part)
         with torch.cuda.stream(stream):
             call()
             self._word.add_(1)
         torch.cuda.synchronize()
-        try:
-            with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-                with torch.cuda.stream(stream):
-                    self._word.add_(1)
-                    call()
-                torch.cuda.synchronize()
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
-                profile.export_chrome_trace(str(path))
-                return kernels_of(json.loads(path.read_text("utf-8")), control=1)
-        except Exception:  # a profiler that cannot be had proves nothing: verdict() tells
-            return None
+
+        def one() -> None:
+            with torch.cuda.stream(stream):
+                self._word.add_(1)
+                call()
+            torch.cuda.synchronize()
+
+        return profiled(torch, one)
 
     def _stream(self, part: Part) -> Any:
         first = part.what == GEMM or part.behind

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
 
-import offcore
-from offcore.tools.bench.rank_worker import die_with
+from offcore.tools.bench.rank_worker import emit, serve
 from offcore.tools.overlap import dependent, energy, measure
 from offcore.tools.overlap.gpu_stage import GpuStage
 from offcore.tools.overlap.host_stage import HostStage
@@ -61,33 +58,13 @@ def _step(name: str, stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
         yield from energy.rows(stage, _cases(job["energy"]), job)
 
 
-def _emit(say: Any, rows: Iterable[dict[str, Any]]) -> None:
-    for row in rows:
-        say.write(json.dumps({"event": "row", "row": row}) + "\n")
-        say.flush()
-
-
-def main() -> int:
-    job = json.loads(sys.stdin.readline())
-    die_with(job.pop("parent"))
-    # Libraries print to stdout too; what the parent reads goes through a descriptor of its own.
-    say = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    try:
-        job["limit_s"] -= time.time() - job["started"]  # imports took some
-        stage = _stage(job)
-        _emit(say, _rows(stage, job))
-        say.write('{"event": "end"}\n')
-        say.flush()
-        stage.close()
-    except offcore.Error as failure:
-        told = {"event": "error", "code": failure.code, "message": str(failure)}
-        say.write(json.dumps(told) + "\n")
-        return 1
-    finally:
-        say.flush()
-    return 0
+def _measure(job: Job, say: TextIO) -> Callable[[], None]:
+    job["limit_s"] -= time.time() - job["started"]  # imports took some
+    stage = _stage(job)
+    for row in _rows(stage, job):
+        emit(say, {"event": "row", "row": row})
+    return stage.close
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_measure))
