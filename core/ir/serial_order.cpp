@@ -12,6 +12,7 @@ class SerialOrder {
       : program_(program), next_(program.queues.size(), 0) {}
 
   std::vector<SerialStep> run() {
+    pass(true);
     for (bool moved = true; moved;) {
       while (pass(false)) {
       }

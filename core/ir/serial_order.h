@@ -17,7 +17,8 @@ struct SerialStep {
   uint32_t last = 0;  // one past the last
 };
 
-// Engine queues go as far as they get before callers do. The program has passed verify.
+// Callers begin; then engine queues go as far as they get before callers do. The program has passed
+// verify.
 std::vector<SerialStep> serial_order(const Program& program);
 
 // Whether a rank's queues wait amid their commands while others of the rank have signals to send,

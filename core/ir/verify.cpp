@@ -102,7 +102,10 @@ class Accesses {
 
   // A source that is the destination itself is read element by element before it is written.
   void add_reduce(Place place, const Command& command, bool dst) {
-    if (dst) return add_row(place, command.dst, command.bytes, true);
+    if (dst) {
+      check_entry(place, command.dst, true);
+      return add_row(place, command.dst, command.bytes, true);
+    }
     for (uint32_t row = 0; row < command.rows; ++row) {
       const Slice source = source_of(command, row);
       if (source != command.dst) add_row(place, source, command.bytes, false);

@@ -163,7 +163,8 @@ void check_reduce(const Program& program, Place place) {
   }
   const SliceCheck slices(program, place);
   slices.check(command.dst, 0, "dst");
-  if (command.dst.rank != queue.rank || command.src.rank != queue.rank) {
+  if (command.src.rank != queue.rank ||
+      (command.dst.rank != queue.rank && !copies_source(command))) {
     reject("shape", program, place, "a rank reduces its own memory");
   }
   for (uint32_t row = 0; row < command.rows; ++row) {

@@ -115,9 +115,12 @@ class Estimate {
     } else if (command.op == Op::poll) {
       if (!poll(i, command, start)) return;
     } else {
-      actor.now = command.op == Op::reduce
-                      ? start.after(&Phases::copy_ns, reduce_ns(command, machine_))
-                      : start;
+      actor.now =
+          command.op == Op::reduce
+              ? start.after(&Phases::copy_ns,
+                            reduce_ns(command, machine_) -
+                                (follows_reduce(queue, actor.next) ? machine_.cost.trigger_ns : 0))
+              : start;
       ++actor.next;
     }
     push(i, actor.now);
@@ -225,8 +228,20 @@ class Estimate {
                           : latest(start, changed.after(&Phases::schedule_ns, poll_ns));
       return true;
     }
-    actor.now = notice(queue, command, latest(start, changed));
+    // A kernel that reduces several chunks waits for them itself.
+    actor.now = follows_reduce(queue, actor.next - 1)
+                    ? latest(start, changed)
+                    : notice(queue, command, latest(start, changed));
     return true;
+  }
+
+  bool follows_reduce(const Queue& queue, size_t at) const {
+    if (!asides_ || queue.index != kCallerQueue) return false;
+    while (at > 0 &&
+           (queue.commands[at - 1].op == Op::poll || queue.commands[at - 1].op == Op::signal)) {
+      --at;
+    }
+    return at > 0 && queue.commands[at - 1].op == Op::reduce;
   }
 
   // A caller reads the words of its poll; one host thread reads a word once for all its ranks.

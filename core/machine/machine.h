@@ -67,6 +67,7 @@ struct Cost {
   double host_poll_ns = 0;     // the caller notices one word
   double trigger_ns = 0;       // the caller writes one word
   double reduce_gbps = 900;    // of sources that a caller's cores read when they reduce
+  double push_gbps = 0;        // of what the same cores write to peers; 0: they do not
 };
 
 // How batches of copies are best handed to the engines (DMA-Latte section 6).

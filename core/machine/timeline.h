@@ -65,8 +65,10 @@ double engine_gbps(const Command& command, const Machine& machine);
 
 // How long a caller takes over a reduce command.
 inline double reduce_ns(const Command& command, const Machine& machine) {
+  const Cost& cost = machine.cost;
   const double bytes = static_cast<double>(command.bytes) * command.rows;
-  return machine.cost.trigger_ns + bytes / machine.cost.reduce_gbps;
+  const bool pushes = command.dst.rank != command.src.rank && cost.push_gbps > 0;
+  return cost.trigger_ns + bytes / (pushes ? cost.push_gbps : cost.reduce_gbps);
 }
 
 // Whether a caller's signal follows its reduction directly: who reduces also signals, at no cost.

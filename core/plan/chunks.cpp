@@ -7,11 +7,11 @@ namespace {
 
 constexpr uint64_t kCutBytesMin = 256 << 10;  // of what is worth a signal of its own
 constexpr uint64_t kCutBytesMax = 16 << 20;   // of one peer, and shared by all of them
-constexpr uint64_t kReducedMax = 24 << 20;    // the same, where cores wait for the last one
+constexpr uint64_t kReducedMax = 26 << 20;    // the same, where cores wait for the last one
 constexpr uint64_t kCutBytesFair = 4 << 20;   // but so much each; kRingDepth a peer in a slot
 constexpr double kTaper = 0.8;                // from one chunk to the next
-constexpr uint32_t kTapered = 4;              // chunks
-constexpr uint32_t kCuts = 6;                 // numbers of pieces that are worth a look
+constexpr uint32_t kTapered = 6;              // chunks
+constexpr uint32_t kCuts = 8;                 // numbers of pieces that are worth a look
 
 uint64_t bytes_max(uint64_t largest, uint64_t peers, uint64_t most) {
   const uint64_t shared = most / std::max<uint64_t>(peers, 1) / kChunkAlign * kChunkAlign;
@@ -20,16 +20,17 @@ uint64_t bytes_max(uint64_t largest, uint64_t peers, uint64_t most) {
 
 }  // namespace
 
-Chunks::Chunks(uint32_t pieces, Taper taper, uint64_t largest) : bytes_(0) {
+Chunks::Chunks(uint32_t pieces, Taper taper, uint64_t largest, uint64_t first) : bytes_(first) {
   std::vector<double> weights(pieces, 1.0);
   const uint32_t tapered = taper == Taper::none ? 0 : std::min(kTapered, pieces - 1);
   for (uint32_t i = 0; i < tapered; ++i) weights[i] = std::pow(kTaper, tapered - i);
   if (taper == Taper::end) std::reverse(weights.begin(), weights.end());
   double sum = 0;
   for (const double weight : weights) sum += weight;
-  uint64_t end = 0;
+  if (first > 0) ends_.push_back(first);
+  uint64_t end = first;
   for (const double weight : weights) {
-    const double share = static_cast<double>(largest) * weight / sum;
+    const double share = static_cast<double>(largest - first) * weight / sum;
     const uint64_t begin = end;
     end = std::min(end + round_up(static_cast<uint64_t>(share) + 1, kChunkAlign), largest);
     ends_.push_back(end);
@@ -52,16 +53,18 @@ std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pie
   return sizes;
 }
 
-std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured) {
+std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured, uint64_t first) {
   largest = std::max<uint64_t>(largest, 1);
+  if (first == largest) return {Chunks(first)};
   const uint64_t most = round_up(bytes_max(largest, peers, kReducedMax), kChunkAlign);
+  const uint64_t rest = largest - first;
   std::vector<Chunks> cuts;
-  auto pieces = static_cast<uint32_t>(captured ? 1 : (largest + most - 1) / most);
-  for (uint32_t cut = 0; cut < kCuts && (pieces == 1 || largest / pieces >= kCutBytesMin); ++cut) {
+  auto pieces = static_cast<uint32_t>(captured ? 1 : (rest + most - 1) / most);
+  for (uint32_t cut = 0; cut < kCuts && (pieces == 1 || rest / pieces >= kCutBytesMin); ++cut) {
     if (captured && pieces > kChunkWords) break;
     for (const Taper taper : {Taper::end, Taper::none, Taper::begin}) {
       if (pieces == 1 && taper != Taper::end) continue;
-      Chunks chunks(pieces, taper, largest);
+      Chunks chunks(pieces, taper, largest, first);
       if (captured || chunks.bytes() <= most) cuts.push_back(std::move(chunks));
     }
     pieces = std::max(pieces + 1, pieces * 5 / 4);

@@ -25,8 +25,8 @@ class Chunks {
   Chunks() = default;
   // All of so many bytes.
   explicit Chunks(uint64_t bytes) : bytes_(bytes) {}
-  // So many pieces at most, of parts of at most `largest` bytes.
-  Chunks(uint32_t pieces, Taper taper, uint64_t largest);
+  // So many pieces at most, of parts of at most `largest` bytes, behind one of `first` bytes.
+  Chunks(uint32_t pieces, Taper taper, uint64_t largest, uint64_t first = 0);
 
   uint64_t bytes() const { return bytes_; }  // of the longest
   uint32_t count(uint64_t part) const {
@@ -56,8 +56,8 @@ class Chunks {
 // largest first: `pieces_max` pieces or fewer, and slots of a bounded size.
 std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max);
 
-// The same, but as cuts, also tapered. With `captured`, the ring has to hold all chunks: the words
-// of captured programs count no further.
-std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured);
+// The same, but as cuts, also tapered, with a first chunk of `first` bytes if that is not 0. With
+// `captured`, the ring has to hold all chunks: the words of captured programs count no further.
+std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured, uint64_t first);
 
 }  // namespace offcore

@@ -14,16 +14,20 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kOneShotBytesMax = 32 << 20;  // of all arrays that a rank receives
-constexpr double kClearly = 0.98;                // closer estimates say nothing: fewer chunks then
-constexpr uint32_t kLag = 2;   // chunks between the exchange and the gather of one
-constexpr uint32_t kTurn = 2;  // chunks that a queue waits for places for at once
+constexpr uint64_t kOneShotBytesMax = 32 << 20;  // of all arrays that a rank gets from two or more
+constexpr double kClearly = 0.995;               // of closer estimates the one with fewer chunks
+constexpr double kSteps = 0.95;  // two steps are estimated too low: an engine waits for cores
+constexpr uint32_t kLag = 2;     // chunks between the exchange and the gather of one
+constexpr uint32_t kDepth = 8;   // chunks of a peer in a slot that does not hold all of them
+constexpr uint32_t kTurn = 4;    // chunks that a queue waits for places for at once
+constexpr uint64_t kSlotBytesMax = 192 << 20;                // of a slot that holds all of them
+constexpr uint64_t kPushes[] = {1 << 20, 2 << 20, 4 << 20};  // that callers may exchange themselves
 
 class ReductionLowering {
  public:
   // In one shot, every rank reduces the whole array: all of it is everyone's part.
   ReductionLowering(const ReductionPlan& plan, const Machine& machine, const ProtocolForm& form,
-                    Chunks chunking, bool one_shot)
+                    Chunks chunking, bool one_shot, bool pushes)
       : plan_(plan),
         machine_(machine),
         form_(form),
@@ -31,6 +35,7 @@ class ReductionLowering {
         ranks_(static_cast<Rank>(plan.parts.size())),
         gathers_(plan.op != "reduce_scatter" && !one_shot),
         overwrites_(one_shot && plan.in_place && ranks_ > 1),
+        pushes_(pushes),
         parts_(plan.parts),
         chunking_(std::move(chunking)) {
     for (const uint64_t part : plan.parts) {
@@ -44,7 +49,9 @@ class ReductionLowering {
     const bool port = machine.topology == Topology::switched;
     const bool one = port || overwrites_ || form.captured;  // captured words release one poll
     queues_ = one ? 1 : std::clamp<uint32_t>(ranks_ - 1u, 1, machine.engines_peer);
-    depth_ = form.captured ? chunks_ : std::min(chunks_, kRingDepth);
+    const uint64_t all_bytes = round_up(largest_part(), kChunkAlign) * (ranks_ - 1u);
+    ring_ = !form.captured && chunks_ > kDepth && all_bytes > kSlotBytesMax;
+    slot_bytes_ = ring_ ? kDepth * (ranks_ - 1u) * chunking_.bytes() : all_bytes;
     declare(one_shot);
   }
 
@@ -79,10 +86,8 @@ class ReductionLowering {
     out_ = declare("out", direct ? Buffer::Home::window : Buffer::Home::local,
                    gathers_ ? total_bytes_ : largest_part());
     if (plan_.in_place) in_ = out_;
-    const uint64_t peers = ranks_ - 1u;
-    ring_bytes_ = depth_ * peers * chunking_.bytes();
-    const uint64_t rings = gathers_ && form_.staged ? 2 : 1;
-    if (peers > 0) slot_ = declare("slot", Buffer::Home::window, ring_bytes_ * rings);
+    const uint64_t slots = gathers_ && form_.staged ? 2 : 1;
+    if (ranks_ > 1) slot_ = declare("slot", Buffer::Home::window, slot_bytes_ * slots);
   }
 
   BufferId declare(std::string_view name, Buffer::Home kind, uint64_t bytes) {
@@ -114,8 +119,15 @@ class ReductionLowering {
 
   // The slot of what `peer` sends of a chunk: exchanged, or gathered.
   Slice landing(Rank owner, Rank peer, uint32_t chunk, bool gathered) const {
-    const uint64_t place = uint64_t{chunk % depth_} * (ranks_ - 1u) + row_of_peer(owner, peer);
-    return {(gathered ? ring_bytes_ : 0) + place * chunking_.bytes(), owner, slot_};
+    const uint64_t before = ring_ ? chunk % kDepth * chunking_.bytes() : chunking_.begin(chunk);
+    const uint64_t place = before * (ranks_ - 1u) + row_of_peer(owner, peer) * step_of(chunk);
+    return {(gathered ? slot_bytes_ : 0) + place, owner, slot_};
+  }
+
+  // Between what two peers send of a chunk.
+  uint64_t step_of(uint32_t chunk) const {
+    if (ring_) return chunking_.bytes();
+    return round_up(chunking_.bytes_of(largest_part(), chunk), kChunkAlign);
   }
 
   static uint16_t value_of(uint32_t chunk) { return FlagWords::value_of(chunk); }
@@ -163,7 +175,7 @@ class ReductionLowering {
     if (peers.empty()) return commands;
     enter(commands, rank, peers);
     for (uint32_t step = 0; step < chunks_ + (receivers.empty() ? 0 : kLag); ++step) {
-      const bool exchanges = step < chunks_;
+      const bool exchanges = step < chunks_ && !(pushes_ && step == 0);
       const bool gathers = !receivers.empty() && step >= kLag;
       const uint32_t earlier = step - kLag;
       if (exchanges) await_free(commands, rank, peers, step, 0);
@@ -188,11 +200,11 @@ class ReductionLowering {
   // waited for.
   void await_free(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
                   uint32_t chunk, uint32_t ring) const {
-    if (chunk < depth_ || (chunk - depth_) % kTurn != 0) return;
+    if (!ring_ || chunk < kDepth || (chunk - kDepth) % kTurn != 0) return;
     const uint32_t last = std::min(chunk + kTurn, chunks_) - 1;
     std::vector<uint64_t> words;
     for (const Rank peer : peers) words.push_back(words_.free(peer, ring));
-    words_.poll(commands, rank, words, static_cast<uint16_t>(last - depth_ + 1));
+    words_.poll(commands, rank, words, static_cast<uint16_t>(last - kDepth + 1));
   }
 
   void exchange(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
@@ -217,6 +229,7 @@ class ReductionLowering {
     if (form_.captured) {
       for (const Rank peer : peers_of(rank)) signal(commands, peer, words_.entry(rank), 1);
     }
+    if (pushes_) push(commands, rank);
     const uint32_t lag = gathers_ ? kLag : 0;
     for (uint32_t step = 0; step < chunks_ + lag; ++step) {
       if (step < chunks_) reduce_chunk(commands, rank, step);
@@ -225,15 +238,36 @@ class ReductionLowering {
     return commands;
   }
 
+  // The first chunk of the exchange, while engines begin with the others. Its words are no
+  // engine's: whoever is first of the two raises no word above the other.
+  void push(std::vector<Command>& commands, Rank rank) const {
+    for (const Rank peer : peers_of(rank)) {
+      if (const uint64_t bytes = bytes_of(peer, 0); bytes > 0) {
+        commands.push_back({.dst = landing(peer, rank, 0, false),
+                            .src = in_array(rank, in_, peer, 0),
+                            .bytes = bytes,
+                            .op = Op::reduce});
+      }
+      signal(commands, peer, words_.exit(rank, 0), value_of(0));
+    }
+    if (overwrites_) signal(commands, rank, words_.start(rank), value_of(0));
+  }
+
   void reduce_chunk(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
     for (const Rank peer : peers_of(rank)) {
-      poll(commands, rank, words_.exchanged(peer, chunk), value_of(chunk));
+      const bool pushed = pushes_ && chunk == 0;
+      poll(commands, rank, pushed ? words_.exit(peer, 0) : words_.exchanged(peer, chunk),
+           value_of(chunk));
     }
-    if (overwrites_) poll(commands, rank, words_.passed(rank, chunk), value_of(chunk));
+    if (overwrites_) {
+      const bool pushed = pushes_ && chunk == 0;
+      poll(commands, rank, pushed ? words_.start(rank) : words_.passed(rank, chunk),
+           value_of(chunk));
+    }
     if (const uint64_t bytes = bytes_of(rank, chunk); bytes > 0) {
       const Slice own = in_array(rank, in_, rank, chunk);
       const Slice others = ranks_ == 1 ? own : landing(rank, rank == 0 ? 1 : 0, chunk, false);
-      commands.push_back(reduction(reduced(rank, chunk), own, others, chunking_.bytes(), bytes));
+      commands.push_back(reduction(reduced(rank, chunk), own, others, step_of(chunk), bytes));
     }
     const std::vector<Rank> peers = peers_of(rank);
     if (gathers_ &&
@@ -262,7 +296,7 @@ class ReductionLowering {
   }
 
   void free(std::vector<Command>& commands, Rank rank, uint32_t chunk, uint32_t ring) const {
-    if (chunk + depth_ >= chunks_) return;
+    if (!ring_ || chunk + kDepth >= chunks_) return;
     for (const Rank peer : peers_of(rank)) {
       signal(commands, peer, words_.free(rank, ring), static_cast<uint16_t>(chunk + 1));
     }
@@ -289,14 +323,15 @@ class ReductionLowering {
   const Rank ranks_;
   const bool gathers_;
   const bool overwrites_;        // what it has sent, where it reduces
+  const bool pushes_;            // callers exchange the first chunk
   std::vector<uint64_t> parts_;  // bytes that each rank reduces
   Chunks chunking_;
   std::vector<uint64_t> offsets_;
   uint64_t total_bytes_ = 0;
-  uint64_t ring_bytes_ = 0;
+  uint64_t slot_bytes_ = 0;
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
-  uint32_t depth_ = 1;  // chunks of a peer in a slot
+  bool ring_ = false;  // slots hold kDepth chunks of a peer, not all of them
   BufferId in_ = 0;
   BufferId out_ = 0;
   BufferId slot_ = 0;
@@ -329,21 +364,29 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   const auto consider = [&](Program program) {
     program = legalize(std::move(program), machine);
     const double total_ns = estimate(program, machine).total_ns();
-    if (best && total_ns >= kClearly * best_ns) return;
+    const bool alike = best && best->variant == program.variant;
+    if (best && total_ns >= (alike ? kClearly : kSteps) * best_ns) return;
     best = std::move(program);
     best_ns = total_ns;
   };
+  const uint64_t peers = plan.parts.size() - 1;
   const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
-    for (Chunks& chunks : chunkings(largest, plan.parts.size() - 1, form.captured)) {
-      consider(ReductionLowering(plan, machine, form, std::move(chunks), one_shot).run());
-    }
+    const auto consider_first = [&](uint64_t first) {
+      for (Chunks& chunks : chunkings(largest, peers, form.captured, first)) {
+        consider(
+            ReductionLowering(plan, machine, form, std::move(chunks), one_shot, first > 0).run());
+      }
+    };
+    consider_first(0);
+    if (machine.cost.push_gbps == 0 || form.captured || peers == 0 || largest == 0) return;
+    for (const uint64_t first : kPushes) consider_first(std::min(first, largest));
   };
   const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
-  const bool fits = plan.op == "all_reduce" && total * (plan.parts.size() - 1) <= kOneShotBytesMax;
+  const bool fits = plan.op == "all_reduce" && (peers == 1 || total * peers <= kOneShotBytesMax);
+  if (variant == "one_shot" || (variant == "auto" && fits)) consider_cuts(total, true);
   if (variant != "one_shot") {
     consider_cuts(*std::max_element(plan.parts.begin(), plan.parts.end()), false);
   }
-  if (variant == "one_shot" || (variant == "auto" && fits)) consider_cuts(total, true);
   auto program = std::make_shared<Program>(std::move(*best));
   verify(*program, deadline);
   return program;

@@ -144,7 +144,9 @@ class CudaBackend final : public Backend,
       : machine_(machine),
         executor_(std::make_shared<CudaExecutor>(ranks, std::move(devices), options)) {
     machine_.signals = to_string(options.signals);
-    machine_.cost.reduce_gbps *= static_cast<double>(options.sms) / EncodeOptions().sms;
+    const double share = static_cast<double>(options.sms) / EncodeOptions().sms;
+    machine_.cost.reduce_gbps *= share;
+    machine_.cost.push_gbps *= share;
   }
   ~CudaBackend() override {
     try {

@@ -45,7 +45,8 @@ size_t StreamEncoder::reduce(std::span<const Command> commands) {
   return at;
 }
 
-// Blocks of a kernel go from job to job by themselves: none may touch what another one writes.
+// Warps of a kernel go from job to job by themselves: none may touch what another one writes, unless
+// it waits for a word that tells of the other.
 bool StreamEncoder::clashes(const ReduceKernelJob& job) const {
   const auto meet = [](CUdeviceptr a, uint64_t a_bytes, CUdeviceptr b, uint64_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
@@ -55,7 +56,13 @@ bool StreamEncoder::clashes(const ReduceKernelJob& job) const {
     return meet(reader.src, span, writer.dst, writer.bytes) ||
            (reader.own != 0 && meet(reader.own, reader.bytes, writer.dst, writer.bytes));
   };
-  return std::any_of(jobs_.begin(), jobs_.end(), [&](const ReduceKernelJob& other) {
+  const auto told = [&](const ReduceKernelJob& other) {
+    return std::any_of(job.waits.begin(), job.waits.end(), [&](const auto& word) {
+      return std::find(other.signals.begin(), other.signals.end(), word) != other.signals.end();
+    });
+  };
+  const auto last = std::find_if(jobs_.rbegin(), jobs_.rend(), told);  // what was before is, too
+  return std::any_of(last.base(), jobs_.end(), [&](const ReduceKernelJob& other) {
     return reads(job, other) || reads(other, job) ||
            meet(job.dst, job.bytes, other.dst, other.bytes);
   });

@@ -63,7 +63,12 @@ void serialize(CudaProgram& compiled) {
     for (LocalProgram& local : compiled.gpus) {
       if (local.rank != queue.rank) continue;
       const auto gpu = static_cast<uint32_t>(&local - compiled.gpus.data());
-      compiled.serial.push_back({.gpu = gpu, .step = step});
+      auto& serial = compiled.serial;
+      if (!serial.empty() && serial.back().step.queue == step.queue) {
+        serial.back().step.last = step.last;  // nothing of this process lies between them
+      } else {
+        serial.push_back({.gpu = gpu, .step = step});
+      }
     }
   }
   for (LocalProgram& local : compiled.gpus) {
