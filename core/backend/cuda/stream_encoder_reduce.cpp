@@ -45,8 +45,8 @@ size_t StreamEncoder::reduce(std::span<const Command> commands) {
   return at;
 }
 
-// Warps of a kernel go from job to job by themselves: none may touch what another one writes, unless
-// it waits for a word that tells of the other.
+// Warps of a kernel go from job to job by themselves: none may touch memory that another one
+// writes, unless it waits for a word that tells of the other.
 bool StreamEncoder::clashes(const ReduceKernelJob& job) const {
   const auto meet = [](CUdeviceptr a, uint64_t a_bytes, CUdeviceptr b, uint64_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
