@@ -26,6 +26,10 @@ namespace offcore {
   X(OFFCORE_LIBCUDA, "libcuda.so.1", "", "NVIDIA's driver library that the cuda backend opens")  \
   X(OFFCORE_LIBHSA, "libhsa-runtime64.so.1", "", "AMD's runtime that the sdma backend opens")    \
   X(OFFCORE_LIBHIP, "libamdhip64.so", "", "AMD's HIP runtime (or .7, .6, .5), if LIBHSA is old") \
+  X(OFFCORE_NCCL_LIBRARY, "", "", "the libnccl.so.2 that the NCCL shim passes calls on to")       \
+  X(OFFCORE_NCCL_MIN_BYTES, "", "",                                                              \
+    "from which sizes the NCCL shim takes which collectives, reduce_scatter=16M,...; never")     \
+  X(OFFCORE_NCCL_REPORT, "0", "0, 1", "1: the NCCL shim tells what it took as communicators end") \
   X(OFFCORE_LOG, "off", "off, info, debug",                                                      \
     "lines on stderr: off, info (what was chosen), debug (every call)")                          \
   X(OFFCORE_NVTX, "0", "0, 1", "1: NVTX ranges around operations; needs the nvtx package")       \
