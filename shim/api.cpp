@@ -102,7 +102,8 @@ NcclResult pass_on(const Call& call) {
 // Whether it may be ours by what the call itself says: the number of ranks, which is not asked here,
 // only makes it larger.
 bool may_be_ours(const Call& call) {
-  if (inside || call.comm == nullptr || call.count == 0 || !Library::of_process().loaded()) return false;
+  if (inside || call.comm == nullptr || call.count == 0 || !Library::of_process().loaded())
+    return false;
   const uint64_t floor = Companions::policy().floor(call.collective);
   if (floor == kNever || !computable(call)) return false;
   constexpr Rank kRanksMost = 64;
@@ -199,13 +200,13 @@ using namespace offcore::shim;
 
 #define OFFCORE_EXPORT extern "C" __attribute__((visibility("default")))
 
-OFFCORE_EXPORT NcclResult ncclAllGather(const void* in, void* out, size_t count, int dtype, Comm comm,
-                                        Stream stream) {
+OFFCORE_EXPORT NcclResult ncclAllGather(const void* in, void* out, size_t count, int dtype,
+                                        Comm comm, Stream stream) {
   return collective({offcore::Collective::all_gather, in, out, count, dtype, -1, 0, comm, stream});
 }
 
-OFFCORE_EXPORT NcclResult ncclAlltoAll(const void* in, void* out, size_t count, int dtype, Comm comm,
-                                       Stream stream) {
+OFFCORE_EXPORT NcclResult ncclAlltoAll(const void* in, void* out, size_t count, int dtype,
+                                       Comm comm, Stream stream) {
   return collective({offcore::Collective::all_to_all, in, out, count, dtype, -1, 0, comm, stream});
 }
 
@@ -214,15 +215,16 @@ OFFCORE_EXPORT NcclResult ncclAllReduce(const void* in, void* out, size_t count,
   return collective({offcore::Collective::all_reduce, in, out, count, dtype, op, 0, comm, stream});
 }
 
-OFFCORE_EXPORT NcclResult ncclReduceScatter(const void* in, void* out, size_t count, int dtype, int op,
-                                            Comm comm, Stream stream) {
+OFFCORE_EXPORT NcclResult ncclReduceScatter(const void* in, void* out, size_t count, int dtype,
+                                            int op, Comm comm, Stream stream) {
   return collective(
       {offcore::Collective::reduce_scatter, in, out, count, dtype, op, 0, comm, stream});
 }
 
-OFFCORE_EXPORT NcclResult ncclBroadcast(const void* in, void* out, size_t count, int dtype, int root,
-                                        Comm comm, Stream stream) {
-  return collective({offcore::Collective::broadcast, in, out, count, dtype, -1, root, comm, stream});
+OFFCORE_EXPORT NcclResult ncclBroadcast(const void* in, void* out, size_t count, int dtype,
+                                        int root, Comm comm, Stream stream) {
+  return collective(
+      {offcore::Collective::broadcast, in, out, count, dtype, -1, root, comm, stream});
 }
 
 OFFCORE_EXPORT NcclResult ncclBcast(void* data, size_t count, int dtype, int root, Comm comm,
@@ -244,8 +246,7 @@ OFFCORE_EXPORT NcclResult ncclReduce(const void* in, void* out, size_t count, in
                                      int root, Comm comm, Stream stream) {
   enter_group(comm);
   return guarded([&] {
-    return pass_on(
-        {offcore::Collective::reduce, in, out, count, dtype, op, root, comm, stream});
+    return pass_on({offcore::Collective::reduce, in, out, count, dtype, op, root, comm, stream});
   });
 }
 

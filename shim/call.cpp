@@ -72,9 +72,8 @@ Request request_of(const Call& call, Rank rank, Rank ranks) {
   const auto root = static_cast<Rank>(call.root);
   const bool at_root = rank == root;
   const auto side = [](const void* data, uint64_t bytes) {
-    return Operand{.data = static_cast<std::byte*>(const_cast<void*>(data)),
-                   .bytes = bytes,
-                   .given = true};
+    return Operand{
+        .data = static_cast<std::byte*>(const_cast<void*>(data)), .bytes = bytes, .given = true};
   };
   const bool gathers = collective == Collective::all_gather || collective == Collective::gather;
   const bool scatters =

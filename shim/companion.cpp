@@ -47,6 +47,24 @@ void Companion::set_communicator(std::shared_ptr<Communicator> made) {
   communicator_.swap(made);
 }
 
+std::shared_ptr<Pending> Companion::exchange_last(std::shared_ptr<Pending> next) {
+  const std::scoped_lock lock(state_mutex_);
+  last_.swap(next);
+  return next;
+}
+
+void Companion::settle_last() {
+  if (const auto last = exchange_last(nullptr)) last->wait(own_deadline());
+}
+
+// The driver tells nobody that a stream waits in vain: whoever waits for it lets it go.
+void Companion::release() {
+  try {
+    settle_last();
+  } catch (const Error&) {
+  }
+}
+
 std::optional<NcclResult> Companion::run(const Call& call) {
   const std::scoped_lock lock(mutex_);
   try {
@@ -68,10 +86,10 @@ std::optional<NcclResult> Companion::run(const Call& call) {
 // captured: NCCL's kernels are faster in graphs.
 bool Companion::settled_for(const Call& call) {
   int status = 0;
-  cuda::check(cuda::Driver::open().cuStreamGetCaptureInfo(
-                  reinterpret_cast<cuda::CUstream>(call.stream), &status, nullptr, nullptr, nullptr,
-                  nullptr),
-              "cuStreamGetCaptureInfo");
+  cuda::check(
+      cuda::Driver::open().cuStreamGetCaptureInfo(reinterpret_cast<cuda::CUstream>(call.stream),
+                                                  &status, nullptr, nullptr, nullptr, nullptr),
+      "cuStreamGetCaptureInfo");
   if (status != cuda::kCaptureNone) return false;
   settle();
   return communicator() != nullptr;
@@ -133,7 +151,8 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
     const auto differs = [&](const auto& member) { return one.*member != facts[0].*member; };
     if (differs(&Told::place)) return cat("ranks 0 and ", rank, " are on different hosts");
     if (differs(&Told::gpu)) return cat("ranks 0 and ", rank, " have different kinds of GPUs");
-    if (differs(&Told::policy)) return cat("OFFCORE_NCCL_MIN_BYTES of ranks 0 and ", rank, " differ");
+    if (differs(&Told::policy))
+      return cat("OFFCORE_NCCL_MIN_BYTES of ranks 0 and ", rank, " differ");
     if (!one.reason.empty()) return cat("rank ", rank, ": ", one.reason);
     for (size_t peer = 0; peer < facts.size(); ++peer) {
       if (peer != rank && facts[peer].pci == one.pci) {
@@ -158,7 +177,8 @@ void Companion::settle() {
   gpu_ = cuda::device_name(device);
   std::string why = obstacle(exchange_->all_gather(facts(), exchange_deadline()));
   const std::string taken = policy_.describe(gpu_, ranks);
-  if (why.empty() && taken.empty()) why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
+  if (why.empty() && taken.empty())
+    why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
   if (why.empty()) why = open(device, own_deadline());
   if (!why.empty()) return give_up(why);
   if (rank == 0) {
@@ -199,7 +219,7 @@ std::string Companion::open(int device, const Deadline& deadline) {
 // For good: the communicator's own ranks have all come to this.
 void Companion::give_up(const std::string& why) {
   if (const auto ours = communicator()) {
-    last_.reset();
+    exchange_last(nullptr);
     windows_.clear();
     ours->close();
     set_communicator(nullptr);
@@ -212,15 +232,15 @@ void Companion::give_up(const std::string& why) {
 }
 
 NcclResult Companion::start(const Call& call, const Deadline& deadline) {
-  last_ = communicator()->start(request_of(call, exchange_->rank(), exchange_->ranks()), deadline);
+  exchange_last(
+      communicator()->start(request_of(call, exchange_->rank(), exchange_->ranks()), deadline));
   count(call, true);
   return kNcclSuccess;
 }
 
 // What has failed on all ranks has touched nothing, and NCCL can do it. Nothing is under way then.
 std::optional<NcclResult> Companion::start_first(const Call& call, const Key& key) {
-  if (last_) last_->wait(own_deadline());
-  last_.reset();
+  settle_last();
   std::string why;
   std::optional<Error> failure;
   try {
@@ -288,9 +308,11 @@ void Companion::deregister_window(NcclWindow window) {
   windows_.erase(found);
 }
 
-bool Companion::failed() const {
+bool Companion::failed() {
   const auto ours = communicator();
-  return ours != nullptr && ours->poisoned() != 0;
+  if (ours == nullptr || ours->poisoned() == 0) return false;
+  release();
+  return true;
 }
 
 std::string Companion::last_error() const {
@@ -303,8 +325,7 @@ void Companion::finish() {
   const auto ours = communicator();
   if (ours == nullptr) return;
   try {
-    if (last_) last_->wait(own_deadline());
-    last_.reset();
+    settle_last();
     ours->close();
   } catch (const Error& error) {
     tell(cat("the last operation of a communicator: ", error.message()));
@@ -313,7 +334,10 @@ void Companion::finish() {
 }
 
 void Companion::abort() {
-  if (const auto ours = communicator()) ours->abort();
+  const auto ours = communicator();
+  if (ours == nullptr) return;
+  ours->abort();
+  release();
 }
 
 void Companion::count(const Call& call, bool taken) {

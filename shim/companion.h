@@ -34,8 +34,8 @@ class Companion {
   void register_window(NcclWindow window, void* data, uint64_t bytes);
   void deregister_window(NcclWindow window);
 
-  // Whether a rank of ours has died or aborted.
-  bool failed() const;
+  // Whether a rank of ours has died or aborted. What waits for it on the stream ends then.
+  bool failed();
   std::string last_error() const;
   // Waits for what is under way, and leaves the others.
   void finish();
@@ -67,8 +67,11 @@ class Companion {
   std::optional<NcclResult> start_first(const Call& call, const Key& key);
   NcclResult failed_with(const Error& error, const Call& call);
   void give_up(const std::string& why);
+  void settle_last();  // waits for what is under way
+  void release();      // the same of what fails, whose failure is known
   std::shared_ptr<Communicator> communicator() const;
   void set_communicator(std::shared_ptr<Communicator> made);
+  std::shared_ptr<Pending> exchange_last(std::shared_ptr<Pending> next);
 
   const Comm comm_;
   const Policy& policy_;
@@ -78,10 +81,10 @@ class Companion {
   std::string gpu_;       // as the driver names it
   std::set<Key> agreed_;  // what ranks have done together by ours
   std::map<NcclWindow, Region> windows_;
-  std::unique_ptr<Pending> last_;  // a lane ends in order
 
   mutable std::mutex state_mutex_;  // of what follows; never held while something waits
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Pending> last_;  // a lane ends in order
   std::string why_not_;
   std::string last_error_;
   std::array<Count, 8> counts_;  // by Collective

@@ -43,8 +43,8 @@ std::vector<std::string> Exchange::all_gather(std::string text, const Deadline& 
   const cuda::ContextGuard current = gpu_->current();
   gpu_->copy(own, slots.data(), kSlotBytes);
   const auto stream = reinterpret_cast<Stream>(stream_->handle());
-  const NcclResult result = Library::of_process().AllGather(own, at(memory_), kSlotBytes,
-                                                            kNcclUint8, comm_, stream);
+  const NcclResult result =
+      Library::of_process().AllGather(own, at(memory_), kSlotBytes, kNcclUint8, comm_, stream);
   if (result != kNcclSuccess) fail(Code::peer, "NCCL's all-gather fails with ", result);
   for (;;) {
     const cuda::CUresult state = cuda::Driver::get().cuStreamQuery(stream_->handle());

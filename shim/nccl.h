@@ -23,30 +23,30 @@ inline constexpr int kNcclUint8 = 1;
 inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
 
 // Every function that the shim calls in the real library: name without "nccl", parameters.
-#define OFFCORE_NCCL_CALLED(X)                                                                  \
-  X(AllGather, (const void*, void*, size_t, int, Comm, Stream))                                 \
-  X(AllReduce, (const void*, void*, size_t, int, int, Comm, Stream))                            \
-  X(AlltoAll, (const void*, void*, size_t, int, Comm, Stream))                                  \
-  X(Bcast, (void*, size_t, int, int, Comm, Stream))                                             \
-  X(Broadcast, (const void*, void*, size_t, int, int, Comm, Stream))                            \
-  X(CommAbort, (Comm))                                                                          \
-  X(CommCount, (Comm, int*))                                                                    \
-  X(CommCuDevice, (Comm, int*))                                                                 \
-  X(CommDestroy, (Comm))                                                                        \
-  X(CommFinalize, (Comm))                                                                       \
-  X(CommGetAsyncError, (Comm, NcclResult*))                                                     \
-  X(CommUserRank, (Comm, int*))                                                                 \
-  X(CommWindowDeregister, (Comm, NcclWindow))                                                   \
-  X(CommWindowRegister, (Comm, void*, size_t, NcclWindow*, int))                                \
-  X(Gather, (const void*, void*, size_t, int, int, Comm, Stream))                               \
-  X(GetVersion, (int*))                                                                         \
-  X(GroupEnd, ())                                                                               \
-  X(GroupSimulateEnd, (void*))                                                                  \
-  X(GroupStart, ())                                                                             \
-  X(Recv, (void*, size_t, int, int, Comm, Stream))                                              \
-  X(Reduce, (const void*, void*, size_t, int, int, int, Comm, Stream))                          \
-  X(ReduceScatter, (const void*, void*, size_t, int, int, Comm, Stream))                        \
-  X(Scatter, (const void*, void*, size_t, int, int, Comm, Stream))                              \
+#define OFFCORE_NCCL_CALLED(X)                                           \
+  X(AllGather, (const void*, void*, size_t, int, Comm, Stream))          \
+  X(AllReduce, (const void*, void*, size_t, int, int, Comm, Stream))     \
+  X(AlltoAll, (const void*, void*, size_t, int, Comm, Stream))           \
+  X(Bcast, (void*, size_t, int, int, Comm, Stream))                      \
+  X(Broadcast, (const void*, void*, size_t, int, int, Comm, Stream))     \
+  X(CommAbort, (Comm))                                                   \
+  X(CommCount, (Comm, int*))                                             \
+  X(CommCuDevice, (Comm, int*))                                          \
+  X(CommDestroy, (Comm))                                                 \
+  X(CommFinalize, (Comm))                                                \
+  X(CommGetAsyncError, (Comm, NcclResult*))                              \
+  X(CommUserRank, (Comm, int*))                                          \
+  X(CommWindowDeregister, (Comm, NcclWindow))                            \
+  X(CommWindowRegister, (Comm, void*, size_t, NcclWindow*, int))         \
+  X(Gather, (const void*, void*, size_t, int, int, Comm, Stream))        \
+  X(GetVersion, (int*))                                                  \
+  X(GroupEnd, ())                                                        \
+  X(GroupSimulateEnd, (void*))                                           \
+  X(GroupStart, ())                                                      \
+  X(Recv, (void*, size_t, int, int, Comm, Stream))                       \
+  X(Reduce, (const void*, void*, size_t, int, int, int, Comm, Stream))   \
+  X(ReduceScatter, (const void*, void*, size_t, int, int, Comm, Stream)) \
+  X(Scatter, (const void*, void*, size_t, int, int, Comm, Stream))       \
   X(Send, (const void*, size_t, int, int, Comm, Stream))
 
 }  // namespace offcore::shim

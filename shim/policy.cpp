@@ -31,10 +31,9 @@ constexpr Measured kMeasured[] = {
     {"h100", 2, Collective::reduce_scatter, Form::plain, 256 * kMiB},
 };
 
-constexpr Collective kTaken[] = {Collective::all_gather, Collective::all_to_all,
-                                 Collective::broadcast,  Collective::scatter,
-                                 Collective::gather,     Collective::reduce_scatter,
-                                 Collective::all_reduce};
+constexpr Collective kTaken[] = {
+    Collective::all_gather, Collective::all_to_all,     Collective::broadcast, Collective::scatter,
+    Collective::gather,     Collective::reduce_scatter, Collective::all_reduce};
 
 const Machine kMachines[] = {
 #include "machines.inc"
@@ -98,8 +97,7 @@ Policy Policy::of_environment() {
   return policy;
 }
 
-uint64_t Policy::least(Collective collective, Form form, const std::string& gpu,
-                       Rank ranks) const {
+uint64_t Policy::least(Collective collective, Form form, const std::string& gpu, Rank ranks) const {
   uint64_t least = kNever;
   // What holds for any memory holds for registered memory too.
   const auto matches = [&](Form one) { return one == Form::plain || form == Form::registered; };

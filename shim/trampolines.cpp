@@ -11,22 +11,28 @@
 #endif
 
 // What a slot lies on: NAME, as C++ sees it, is shim::Slot.
-#define OFFCORE_TRAMPOLINE(name)                                                 \
-  asm(".pushsection .data\n"                                                     \
-      ".balign 8\n"                                                              \
-      ".Lslot_" #name ": .quad offcore_nccl_bind, .Lname_" #name "\n"            \
-      ".popsection\n"                                                            \
-      ".pushsection .rodata\n"                                                   \
-      ".Lname_" #name ": .asciz \"" #name "\"\n"                                 \
-      ".popsection\n"                                                            \
-      ".pushsection .text\n"                                                     \
-      ".balign 16\n"                                                             \
-      ".globl " #name "\n"                                                       \
-      ".type " #name ", @function\n" #name ":\n"                                 \
-      "endbr64\n"                                                                \
-      "leaq .Lslot_" #name "(%rip), %r11\n"                                      \
-      "jmp *(%r11)\n"                                                            \
-      ".size " #name ", . - " #name "\n"                                         \
+#define OFFCORE_TRAMPOLINE(name)                                 \
+  asm(".pushsection .data\n"                                     \
+      ".balign 8\n"                                              \
+      ".Lslot_" #name ": .quad offcore_nccl_bind, .Lname_" #name \
+      "\n"                                                       \
+      ".popsection\n"                                            \
+      ".pushsection .rodata\n"                                   \
+      ".Lname_" #name ": .asciz \"" #name                        \
+      "\"\n"                                                     \
+      ".popsection\n"                                            \
+      ".pushsection .text\n"                                     \
+      ".balign 16\n"                                             \
+      ".globl " #name                                            \
+      "\n"                                                       \
+      ".type " #name ", @function\n" #name                       \
+      ":\n"                                                      \
+      "endbr64\n"                                                \
+      "leaq .Lslot_" #name                                       \
+      "(%rip), %r11\n"                                           \
+      "jmp *(%r11)\n"                                            \
+      ".size " #name ", . - " #name                              \
+      "\n"                                                       \
       ".popsection\n");
 #define OFFCORE_TRAMPOLINE_P(name) OFFCORE_TRAMPOLINE(p##name)
 
@@ -91,7 +97,9 @@ OFFCORE_NCCL_OWN(OFFCORE_TRAMPOLINE_P)
 namespace offcore::shim {
 namespace {
 
-NcclResult missing() { return Library::of_process().loaded() ? kNcclInvalidUsage : kNcclSystemError; }
+NcclResult missing() {
+  return Library::of_process().loaded() ? kNcclInvalidUsage : kNcclSystemError;
+}
 
 }  // namespace
 
