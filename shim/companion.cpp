@@ -68,6 +68,10 @@ void Companion::release() {
 std::optional<NcclResult> Companion::run(const Call& call) {
   const std::scoped_lock lock(mutex_);
   try {
+    if (ranks_ == 0) ranks_ = asked(Library::of_process().CommCount, comm_);
+    if (ranks_ < 2 || total_bytes(call, ranks_) < policy_.floor(call.collective)) {
+      return std::nullopt;
+    }
     if (!settled_for(call)) return std::nullopt;
     const Form form = in_window(call) ? Form::registered : Form::plain;
     const Rank ranks = exchange_->ranks();
@@ -169,10 +173,11 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
 void Companion::settle() {
   if (std::exchange(settled_, true)) return;
   const Library& real = Library::of_process();
-  const int ranks = asked(real.CommCount, comm_);
+  if (ranks_ == 0) ranks_ = asked(real.CommCount, comm_);
   const int rank = asked(real.CommUserRank, comm_);
   const int device = asked(real.CommCuDevice, comm_);
-  if (ranks < 2 || rank < 0 || device < 0) return;
+  if (ranks_ < 2 || rank < 0 || device < 0) return;
+  const auto ranks = static_cast<Rank>(ranks_);
   exchange_ = std::make_unique<Exchange>(comm_, rank, ranks, device);
   gpu_ = cuda::device_name(device);
   std::string why = obstacle(exchange_->all_gather(facts(), exchange_deadline()));

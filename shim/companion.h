@@ -76,6 +76,7 @@ class Companion {
   const Comm comm_;
   const Policy& policy_;
   std::mutex mutex_;  // one call at a time; of what follows
+  int ranks_ = 0;     // 0: not asked yet
   bool settled_ = false;
   std::unique_ptr<Exchange> exchange_;
   std::string gpu_;       // as the driver names it
