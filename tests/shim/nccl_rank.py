@@ -91,7 +91,11 @@ class Rank:
         """Runs a collective of `count` elements a part and looks at every one; NCCL's result."""
         ranks, rank = self.ranks, self.rank
         whole = {"AllGather": count * ranks, "Gather": count * ranks, "AlltoAll": count * ranks}
-        given = {"AlltoAll": count * ranks, "ReduceScatter": count * ranks, "Scatter": count * ranks}
+        given = {
+            "AlltoAll": count * ranks,
+            "ReduceScatter": count * ranks,
+            "Scatter": count * ranks,
+        }
         out_count, in_count = whole.get(name, count), given.get(name, count)
         inputs = [pattern(one, in_count, seed) for one in range(ranks)]
         out = self.memory([-1] * out_count)
@@ -107,7 +111,9 @@ class Rank:
         code = self.call(name, inp, out, count, INT32, *extra.get(name, []))
         if code == 0:
             got = self.read(out, out_count)
-            assert got == wanted(name, inputs, rank, count) or (name == "Gather" and rank != 1), name
+            assert got == wanted(name, inputs, rank, count) or (name == "Gather" and rank != 1), (
+                name
+            )
         return code
 
     def calls(self, name: str) -> int:

@@ -17,7 +17,9 @@ from cuda_library import ROOT, fake_cuda_library
 
 RANK = Path(__file__).with_name("nccl_rank.py")
 LIMIT_S = 60
-ALL = "all_gather=8K,all_to_all=8K,all_reduce=8K,reduce_scatter=8K,broadcast=8K,gather=8K,scatter=8K"
+ALL = (
+    "all_gather=8K,all_to_all=8K,all_reduce=8K,reduce_scatter=8K,broadcast=8K,gather=8K,scatter=8K"
+)
 
 
 def shim() -> Path:
@@ -170,10 +172,12 @@ def test_every_name_is_exported_and_passed_on() -> None:
     assert {line.split()[2] for line in exported.splitlines()} == set(names())
     effects = re.compile(
         r"^ncclComm(Init|Destroy|Abort|Split|Count|UserRank|CuDevice|Window|GetAsync)|^ncclGet|"
-        r"^nccl(AllGather|AlltoAll|AllReduce|ReduceScatter|Broadcast|Bcast|TeamWorld|PutSignal)$|"
+        r"^nccl(AllGather|AlltoAll|AllReduce|ReduceScatter|Broadcast|Bcast|Gather|Scatter|TeamWorld|PutSignal)$|"
         r"^ncclScatterConfig$"
     )
-    told, said = run("forwarded", 1, TEST_NAMES=" ".join(n for n in names() if not effects.match(n)))
+    told, said = run(
+        "forwarded", 1, TEST_NAMES=" ".join(n for n in names() if not effects.match(n))
+    )
     assert told[0]["lost"] == []
     assert told[0]["sums"] == [66, 66]
     assert told[0]["team"] == [7, 5, 3]
