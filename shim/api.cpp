@@ -297,6 +297,12 @@ OFFCORE_EXPORT NcclResult ncclCommAbort(Comm comm) {
   return OFFCORE_REAL(CommAbort, comm);
 }
 
+// NCCL keeps such a communicator, without what is under way. Ours ends with that.
+OFFCORE_EXPORT NcclResult ncclCommRevoke(Comm comm, int flags) {
+  guarded([&] { return leave(comm, true), kNcclSuccess; });
+  return OFFCORE_REAL(CommRevoke, comm, flags);
+}
+
 OFFCORE_EXPORT NcclResult ncclCommGetAsyncError(Comm comm, NcclResult* state) {
   const NcclResult result = OFFCORE_REAL(CommGetAsyncError, comm, state);
   if (result != kNcclSuccess || state == nullptr || *state != kNcclSuccess) return result;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/backend/cuda/cuda.h"
 #include "core/backend/cuda/facts.h"
 #include "core/backend/registry.h"
 #include "core/base/digest.h"
@@ -19,11 +20,19 @@ namespace {
 constexpr uint32_t kProtocol = 1;   // of what ranks tell each other
 constexpr size_t kAgreedMax = 256;  // operations and sizes; more go by NCCL
 
-double limit_s() { return std::stod(env("OFFCORE_TIMEOUT_S")); }
+constexpr double kReleaseS = 10;  // until what has failed is off its stream
 
-Deadline own_deadline() { return Deadline::after_s(limit_s()); }
-// A rank that fails alone tells the others in the next exchange, when they have given up as well.
-Deadline exchange_deadline() { return Deadline::after_s(2 * limit_s() + 10); }
+// Of what ranks do together just after an exchange. An exchange waits as long as NCCL does, for ranks
+// that are late, and for one that fails alone it ends when the others have given up.
+Deadline together() { return Deadline::after_s(std::stod(env("OFFCORE_TIMEOUT_S"))); }
+
+// The same line once a process: programs have many communicators.
+void tell_once(const std::string& text) {
+  static std::mutex mutex;
+  static auto* const told = new std::set<std::string>();
+  const std::scoped_lock lock(mutex);
+  if (told->insert(text).second) tell(text);
+}
 
 int asked(NcclResult (*function)(Comm, int*), Comm comm) {
   int value = -1;
@@ -54,14 +63,14 @@ std::shared_ptr<Pending> Companion::exchange_last(std::shared_ptr<Pending> next)
 }
 
 void Companion::settle_last() {
-  if (const auto last = exchange_last(nullptr)) last->wait(own_deadline());
+  if (const auto last = exchange_last(nullptr)) last->wait(Deadline::never());
 }
 
 // The driver tells nobody that a stream waits in vain: whoever waits for it lets it go.
 void Companion::release() {
   try {
-    settle_last();
-  } catch (const Error&) {
+    if (const auto last = exchange_last(nullptr)) last->wait(Deadline::after_s(kReleaseS));
+  } catch (const Error&) {  // of all those failures this is no other one
   }
 }
 
@@ -78,7 +87,10 @@ std::optional<NcclResult> Companion::run(const Call& call) {
     const uint64_t bytes = total_bytes(call, ranks);
     if (bytes < policy_.least(call.collective, form, gpu_, ranks)) return std::nullopt;
     const Key key{call.collective, bytes, call.dtype, call.op, call.root};
-    if (agreed_.count(key) > 0) return start(call, own_deadline());
+    if (agreed_.count(key) > 0) {
+      start(call, Deadline::never());
+      return kNcclSuccess;
+    }
     if (agreed_.size() >= kAgreedMax) return std::nullopt;
     return start_first(call, key);
   } catch (const Error& error) {
@@ -100,21 +112,14 @@ bool Companion::settled_for(const Call& call) {
 }
 
 std::string Companion::facts() const {
-  std::string reason;
-  for (const Probe& probe : probe_backends()) {
-    if (probe.name == "cuda" && !probe.available) reason = probe.reason;
-  }
+  const Probe probe = probe_cuda();
   const int device = exchange_->gpu().device();
-  std::string strangers;  // GPUs that this one does not reach
-  for (const cuda::GpuFacts& gpu : cuda::driver_facts().gpus) {
-    const auto reached = [&](const cuda::GpuFacts& other) {
-      return other.ordinal == device ||
-             std::count(gpu.peers.begin(), gpu.peers.end(), other.ordinal) > 0;
-    };
-    if (gpu.ordinal != device) continue;
-    for (const cuda::GpuFacts& other : cuda::driver_facts().gpus) {
-      if (!reached(other)) strangers += other.pci + " ";
-    }
+  const std::vector<cuda::GpuFacts> gpus = cuda::driver_facts().gpus;
+  const std::vector<int>& peers = gpus[static_cast<size_t>(device)].peers;
+  std::string strangers;  // visible GPUs that this one does not reach
+  for (const cuda::GpuFacts& gpu : gpus) {
+    const bool peer = std::count(peers.begin(), peers.end(), gpu.ordinal) > 0;
+    if (gpu.ordinal != device && !peer) strangers += gpu.pci + " ";
   }
   return Packer()
       .number(kProtocol)
@@ -123,7 +128,7 @@ std::string Companion::facts() const {
       .text(gpu_)
       .text(cuda::pci_address(device))
       .text(strangers)
-      .text(reason)
+      .text(probe.available ? "" : probe.reason)
       .bytes();
 }
 
@@ -178,17 +183,22 @@ void Companion::settle() {
   const int device = asked(real.CommCuDevice, comm_);
   if (ranks_ < 2 || rank < 0 || device < 0) return;
   const auto ranks = static_cast<Rank>(ranks_);
-  exchange_ = std::make_unique<Exchange>(comm_, rank, ranks, device);
+  auto exchange = std::make_unique<Exchange>(comm_, rank, ranks, device);
+  {
+    const std::scoped_lock lock(state_mutex_);
+    if (aborted_) exchange->cancel();
+    exchange_ = std::move(exchange);
+  }
   gpu_ = cuda::device_name(device);
-  std::string why = obstacle(exchange_->all_gather(facts(), exchange_deadline()));
+  std::string why = obstacle(exchange_->all_gather(facts()));
   const std::string taken = policy_.describe(gpu_, ranks);
   if (why.empty() && taken.empty())
     why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
-  if (why.empty()) why = open(device, own_deadline());
+  if (why.empty()) why = open(device, together());
   if (!why.empty()) return give_up(why);
   if (rank == 0) {
-    tell(cat(ranks, " ranks: ", taken, " by copy engines; all else by NCCL ",
-             version_text(real.version())));
+    tell_once(cat(ranks, " ranks: ", taken, " by copy engines; all else by NCCL ",
+                  version_text(real.version())));
   }
 }
 
@@ -205,7 +215,7 @@ std::string Companion::open(int device, const Deadline& deadline) {
     auto backend = open_backend("cuda", *machine, ranks, {rank}, {.cuda = options});
     const Bootstrap bootstrap("NCCL", rank, ranks, [&](const std::string& card, const Deadline&) {
       met = true;
-      return exchange_->all_gather(card, exchange_deadline());
+      return exchange_->all_gather(card);
     });
     auto rendezvous = Rendezvous::join(bootstrap, deadline);
     set_communicator(Communicator::create(std::move(backend), std::move(rendezvous), ranks,
@@ -213,8 +223,8 @@ std::string Companion::open(int device, const Deadline& deadline) {
   } catch (const Error& error) {
     why = error.message();
   }
-  if (!met) exchange_->all_gather("", exchange_deadline());
-  const auto outcomes = exchange_->all_gather(why, exchange_deadline());
+  if (!met) exchange_->all_gather("");
+  const auto outcomes = exchange_->all_gather(why);
   for (Rank peer = 0; peer < ranks; ++peer) {
     if (!outcomes[peer].empty()) return cat("rank ", peer, ": ", outcomes[peer]);
   }
@@ -233,28 +243,28 @@ void Companion::give_up(const std::string& why) {
     const std::scoped_lock lock(state_mutex_);
     why_not_ = why;
   }
-  if (exchange_->rank() == 0) tell(cat("everything goes by NCCL: ", why));
+  if (exchange_->rank() == 0) tell_once(cat("everything goes by NCCL: ", why));
 }
 
-NcclResult Companion::start(const Call& call, const Deadline& deadline) {
+void Companion::start(const Call& call, const Deadline& deadline) {
   exchange_last(
       communicator()->start(request_of(call, exchange_->rank(), exchange_->ranks()), deadline));
   count(call, true);
-  return kNcclSuccess;
 }
 
 // What has failed on all ranks has touched nothing, and NCCL can do it. Nothing is under way then.
 std::optional<NcclResult> Companion::start_first(const Call& call, const Key& key) {
   settle_last();
+  exchange_->all_gather("");  // all have come
   std::string why;
   std::optional<Error> failure;
   try {
-    start(call, own_deadline());
+    start(call, together());
   } catch (const Error& error) {
     failure = error;
     why = error.message();
   }
-  const auto outcomes = exchange_->all_gather(why, exchange_deadline());
+  const auto outcomes = exchange_->all_gather(why);
   const auto fine = std::count(outcomes.begin(), outcomes.end(), "");
   if (fine == std::ssize(outcomes)) {
     agreed_.insert(key);
@@ -298,7 +308,7 @@ void Companion::register_window(NcclWindow window, void* data, uint64_t bytes) {
     if (ours == nullptr) return;
     auto* const begin = static_cast<std::byte*>(data);
     const uint32_t number =
-        ours->register_memory({{.data = begin, .bytes = bytes}}, nullptr, own_deadline());
+        ours->register_memory({{.data = begin, .bytes = bytes}}, nullptr, together());
     windows_[window] = {number, begin, bytes};
   } catch (const Error& error) {  // on all ranks alike: then it is plain memory
     if (exchange_ && exchange_->rank() == 0) tell(cat("a window stays NCCL's: ", error.message()));
@@ -339,6 +349,11 @@ void Companion::finish() {
 }
 
 void Companion::abort() {
+  {
+    const std::scoped_lock lock(state_mutex_);
+    aborted_ = true;
+    if (exchange_) exchange_->cancel();
+  }
   const auto ours = communicator();
   if (ours == nullptr) return;
   ours->abort();

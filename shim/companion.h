@@ -4,8 +4,8 @@
 // Ranks settle by NCCL's own all-gather whether they have one: all are on one host, with peer access,
 // and opening has worked for each. They settle once more at the first call of each operation and
 // size, where memory may be short: so all of them go by our communicator, or none. What is known to
-// one rank alone never decides. Settling makes the host wait, as a NCCL communicator's first call
-// does; later calls do not.
+// one rank alone never decides. Settling makes the host wait for the others, as a NCCL communicator's
+// first call does; later calls do not.
 #pragma once
 #include <array>
 #include <map>
@@ -63,7 +63,7 @@ class Companion {
   std::string facts() const;
   std::string open(int device, const Deadline& deadline);
   bool in_window(const Call& call) const;
-  NcclResult start(const Call& call, const Deadline& deadline);
+  void start(const Call& call, const Deadline& deadline);
   std::optional<NcclResult> start_first(const Call& call, const Key& key);
   NcclResult failed_with(const Error& error, const Call& call);
   void give_up(const std::string& why);
@@ -78,12 +78,13 @@ class Companion {
   std::mutex mutex_;  // one call at a time; of what follows
   int ranks_ = 0;     // 0: not asked yet
   bool settled_ = false;
-  std::unique_ptr<Exchange> exchange_;
   std::string gpu_;       // as the driver names it
   std::set<Key> agreed_;  // what ranks have done together by ours
   std::map<NcclWindow, Region> windows_;
 
-  mutable std::mutex state_mutex_;  // of what follows; never held while something waits
+  mutable std::mutex state_mutex_;      // of what follows; never held while something waits
+  std::unique_ptr<Exchange> exchange_;  // made once
+  bool aborted_ = false;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Pending> last_;  // a lane ends in order
   std::string why_not_;

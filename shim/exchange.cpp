@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kSlotBytes = Exchange::kTextMax + sizeof(uint64_t);
 constexpr std::chrono::microseconds kNap{50};
+constexpr uint32_t kNapsBetweenChecks = 200;
 
 }  // namespace
 
@@ -32,7 +33,22 @@ Exchange::~Exchange() {
   }
 }
 
-std::vector<std::string> Exchange::all_gather(std::string text, const Deadline& deadline) {
+// Whether a call that NCCL has begun may still end well.
+void Exchange::check_comm() const {
+  const Library& real = Library::of_process();
+  NcclResult state = kNcclInProgress;
+  while (state == kNcclInProgress) {  // of a communicator that does not block
+    if (cancelled_) fail(Code::cancelled, "the communicator was aborted");
+    if (real.CommGetAsyncError == nullptr) return;
+    const NcclResult result = real.CommGetAsyncError(comm_, &state);
+    if (result != kNcclSuccess) state = result;
+    if (state == kNcclInProgress) std::this_thread::sleep_for(kNap);
+  }
+  if (state != kNcclSuccess) fail(Code::peer, "NCCL's communicator has failed with ", state);
+}
+
+std::vector<std::string> Exchange::all_gather(std::string text) {
+  check_comm();
   text.resize(std::min(text.size(), kTextMax));
   std::string slots(kSlotBytes * ranks_, '\0');
   const uint64_t length = text.size();
@@ -45,15 +61,15 @@ std::vector<std::string> Exchange::all_gather(std::string text, const Deadline& 
   const auto stream = reinterpret_cast<Stream>(stream_->handle());
   const NcclResult result =
       Library::of_process().AllGather(own, at(memory_), kSlotBytes, kNcclUint8, comm_, stream);
-  if (result != kNcclSuccess) fail(Code::peer, "NCCL's all-gather fails with ", result);
-  for (;;) {
+  if (result != kNcclSuccess && result != kNcclInProgress) {
+    fail(Code::peer, "NCCL's all-gather fails with ", result);
+  }
+  check_comm();
+  for (uint32_t naps = 0;; ++naps) {
     const cuda::CUresult state = cuda::Driver::get().cuStreamQuery(stream_->handle());
     if (state == cuda::kSuccess) break;
     if (state != cuda::kNotReady) cuda::fail_result(state, "cuStreamQuery");
-    if (deadline.passed()) {
-      fail(Code::timeout, "the other ranks have not come within ", shown_s(deadline.wait_ns()),
-           " s: do all of them make this call, with the shim?");
-    }
+    if (naps % kNapsBetweenChecks == 0) check_comm();
     std::this_thread::sleep_for(kNap);
   }
   gpu_->copy(slots.data(), at(memory_), slots.size());

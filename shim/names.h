@@ -6,7 +6,7 @@
 // What api.cpp defines.
 #define OFFCORE_NCCL_OWN(X) \
   X(ncclAllGather) X(ncclAllReduce) X(ncclAlltoAll) X(ncclBcast) X(ncclBroadcast)                 \
-  X(ncclCommAbort) X(ncclCommDestroy) X(ncclCommFinalize) X(ncclCommGetAsyncError)                \
+  X(ncclCommAbort) X(ncclCommDestroy) X(ncclCommFinalize) X(ncclCommGetAsyncError) X(ncclCommRevoke) \
   X(ncclCommWindowDeregister) X(ncclCommWindowRegister) X(ncclGather) X(ncclGetErrorString)       \
   X(ncclGetLastError) X(ncclGroupEnd) X(ncclGroupSimulateEnd) X(ncclGroupStart) X(ncclRecv)       \
   X(ncclReduce) X(ncclReduceScatter) X(ncclScatter) X(ncclSend)
@@ -17,7 +17,7 @@
   X(ncclCommCount) X(ncclCommCuDevice) X(ncclCommDeregister) X(ncclCommGetUniqueId)               \
   X(ncclCommGrow) X(ncclCommInitAll) X(ncclCommInitRank) X(ncclCommInitRankConfig)                \
   X(ncclCommInitRankScalable) X(ncclCommMemStats) X(ncclCommQueryProperties) X(ncclCommRegister)  \
-  X(ncclCommResume) X(ncclCommRevoke) X(ncclCommShrink) X(ncclCommSplit) X(ncclCommSuspend)       \
+  X(ncclCommResume) X(ncclCommShrink) X(ncclCommSplit) X(ncclCommSuspend)       \
   X(ncclCommUserRank) X(ncclDevCommCreate) X(ncclDevCommDestroy) X(ncclGatherConfig)              \
   X(ncclGetLsaDevicePointer) X(ncclGetLsaMultimemDevicePointer) X(ncclGetMultimemDevicePointer)   \
   X(ncclGetPeerDevicePointer) X(ncclGetUniqueId) X(ncclGetVersion)                                \

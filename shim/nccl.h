@@ -18,6 +18,7 @@ inline constexpr NcclResult kNcclInternalError = 3;
 inline constexpr NcclResult kNcclInvalidArgument = 4;
 inline constexpr NcclResult kNcclInvalidUsage = 5;
 inline constexpr NcclResult kNcclRemoteError = 6;
+inline constexpr NcclResult kNcclInProgress = 7;
 
 inline constexpr int kNcclUint8 = 1;
 inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
@@ -35,6 +36,7 @@ inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
   X(CommDestroy, (Comm))                                                 \
   X(CommFinalize, (Comm))                                                \
   X(CommGetAsyncError, (Comm, NcclResult*))                              \
+  X(CommRevoke, (Comm, int))                                             \
   X(CommUserRank, (Comm, int*))                                          \
   X(CommWindowDeregister, (Comm, NcclWindow))                            \
   X(CommWindowRegister, (Comm, void*, size_t, NcclWindow*, int))         \

@@ -278,6 +278,7 @@ def aborted(r: Rank) -> dict[str, Any]:
 
 def plain_reduce(r: Rank) -> dict[str, Any]:
     """Two reductions, both right."""
+    time.sleep(float(os.environ.get("TEST_LATE_S", "0")))
     for seed in range(2):
         assert r.checked("AllReduce", 2048, seed) == 0
     r.destroy()

@@ -50,12 +50,16 @@ def unique_id() -> str:
     return made.raw.hex()
 
 
-def start(case: str, ranks: int, **given: str) -> list[subprocess.Popen[str]]:
+def start(
+    case: str, ranks: int, last: dict[str, str] | None = None, **given: str
+) -> list[subprocess.Popen[str]]:
+    """`last`: the last rank's own variables."""
     uid = unique_id()
+    own = [given] * (ranks - 1) + [given | (last or {})]
     return [
         subprocess.Popen(
             [sys.executable, str(RANK), case, str(rank), str(ranks), uid],
-            env=environment(**given),
+            env=environment(**own[rank]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -76,18 +80,20 @@ def end(started: list[subprocess.Popen[str]]) -> tuple[list[dict[str, Any]], str
     return told, said
 
 
-def run(case: str, ranks: int, **given: str) -> tuple[list[dict[str, Any]], str]:
-    return end(start(case, ranks, **given))
+def run(
+    case: str, ranks: int, last: dict[str, str] | None = None, **given: str
+) -> tuple[list[dict[str, Any]], str]:
+    return end(start(case, ranks, last, **given))
 
 
 def test_every_collective_from_its_size_on() -> None:
     told, said = run("collectives", 2, OFFCORE_NCCL_MIN_BYTES=ALL)
     assert told[0] == told[1]
-    # The ranks meet by NCCL's all-gathers, once to settle and once a size.
+    # The ranks meet by NCCL's all-gathers, three times to settle and twice at a size.
     assert {name: counts for name, counts in told[0].items() if name != "AllGather"} == {
         name: [1, 0, 0] for name in told[0] if name != "AllGather"
     }
-    assert told[0]["AllGather"] == [1, 4, 0]
+    assert told[0]["AllGather"] == [1, 5, 0]
     assert said.count("2 ranks: ") == 1
     assert "all_reduce from 8 KiB" in said
     assert "by copy engines; all else by NCCL 2.28.9" in said
@@ -114,8 +120,8 @@ def test_parts_of_the_ranks() -> None:
 
 def test_registered_memory() -> None:
     told, said = run("windows", 2, OFFCORE_NCCL_MIN_BYTES="registered_all_gather=8K")
-    # Three more to settle; then one to agree on the first of ours.
-    assert [one["taken"] for one in told] == [[4, 1, 0, 1]] * 2
+    # Three more to settle; then two to agree on the first of ours, which is none of NCCL's.
+    assert [one["taken"] for one in told] == [[4, 2, 0, 1]] * 2
     assert "all_gather of registered memory from 8 KiB" in said
 
 
@@ -147,10 +153,40 @@ def test_what_cannot_be_goes_by_nccl(given: dict[str, str], why: str) -> None:
     assert why in said
 
 
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ({"OFFCORE_FAKE_CUDA_FAIL": "cuMemCreate:1"}, "rank 1: cannot allocate"),
+        ({"OFFCORE_FAKE_CUDA_FAIL": "cuMemCreate:3"}, "all_reduce of 8 KiB: rank"),
+        ({"OFFCORE_NCCL_MIN_BYTES": "all_reduce=4K"}, "OFFCORE_NCCL_MIN_BYTES of ranks 0 and 1"),
+    ],
+)
+def test_what_fails_on_one_rank_goes_by_nccl_on_all(last: dict[str, str], why: str) -> None:
+    told, said = run("plain_reduce", 2, last, OFFCORE_TIMEOUT_S="2")
+    assert [one["calls"] for one in told] == [2, 2]
+    assert f"everything goes by NCCL: {why}" in said
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    told, _ = run("plain_reduce", 2, {"TEST_LATE_S": "1"}, OFFCORE_TIMEOUT_S="0.3")
+    assert [one["calls"] for one in told] == [0, 0]
+
+
+def test_a_killed_rank_is_told() -> None:
+    started = start("aborted", 2)
+    assert started[0].stdout is not None
+    assert started[0].stdout.readline() == "started\n"
+    started[1].kill()
+    out, _ = started[0].communicate(timeout=LIMIT_S)
+    started[1].communicate(timeout=LIMIT_S)
+    assert json.loads(out)["state"] == 6
+
+
 def test_two_ranks_in_one_process() -> None:
     told, said = run("threads", 1)
     assert [one["codes"] for one in told[0]["told"]] == [[0, 0, 0]] * 2
-    assert "all_reduce 3 taken" in said or "everything goes by NCCL" in said
+    assert [one["calls"] for one in told[0]["told"]] == [0, 0]
+    assert said.count("all_reduce 3 taken, 0 forwarded") == 2
 
 
 def test_one_thread_of_two_gpus_waits_for_nobody() -> None:
