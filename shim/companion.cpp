@@ -205,7 +205,7 @@ void Companion::settle() {
 // Makes the communicator on all ranks or on none: why not, the same on all.
 std::string Companion::open(int device, const Deadline& deadline) {
   std::string why;
-  bool met = false;  // the others have this rank's card
+  std::vector<std::string> cards;  // by rank; empty: it has failed before it had one
   const Rank rank = exchange_->rank();
   const Rank ranks = exchange_->ranks();
   try {
@@ -214,8 +214,9 @@ std::string Companion::open(int device, const Deadline& deadline) {
     CudaOptions options{.devices = {device}};
     auto backend = open_backend("cuda", *machine, ranks, {rank}, {.cuda = options});
     const Bootstrap bootstrap("NCCL", rank, ranks, [&](const std::string& card, const Deadline&) {
-      met = true;
-      return exchange_->all_gather(card);
+      cards = exchange_->all_gather(card);
+      if (std::count(cards.begin(), cards.end(), "") > 0) fail(Code::peer, "another rank failed");
+      return cards;
     });
     auto rendezvous = Rendezvous::join(bootstrap, deadline);
     set_communicator(Communicator::create(std::move(backend), std::move(rendezvous), ranks,
@@ -223,12 +224,15 @@ std::string Companion::open(int device, const Deadline& deadline) {
   } catch (const Error& error) {
     why = error.message();
   }
-  if (!met) exchange_->all_gather("");
+  if (cards.empty()) cards = exchange_->all_gather("");
   const auto outcomes = exchange_->all_gather(why);
-  for (Rank peer = 0; peer < ranks; ++peer) {
-    if (!outcomes[peer].empty()) return cat("rank ", peer, ": ", outcomes[peer]);
+  const auto first = [](const auto& found, const auto& texts) { return found - texts.begin(); };
+  auto failed = first(std::find(cards.begin(), cards.end(), ""), cards);
+  if (failed == ranks) {
+    const auto told = [](const std::string& text) { return !text.empty(); };
+    failed = first(std::find_if(outcomes.begin(), outcomes.end(), told), outcomes);
   }
-  return "";
+  return failed == ranks ? "" : cat("rank ", failed, ": ", outcomes[static_cast<size_t>(failed)]);
 }
 
 // For good: the communicator's own ranks have all come to this.
