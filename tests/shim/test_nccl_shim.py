@@ -237,6 +237,13 @@ def test_preloaded(mode: str) -> None:
     assert "all_reduce 1 taken, 1 forwarded" in said
 
 
+def test_the_command_line_tells_where_it_is() -> None:
+    command = [sys.executable, "-m", "offcore.tools.cli", "nccl-shim"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{shim()}\n"
+    assert "LD_PRELOAD=$(offcore nccl-shim)" in done.stderr
+
+
 def test_a_missing_library_is_told() -> None:
     told, said = run("missing", 1, OFFCORE_NCCL_LIBRARY="/nowhere/libnccl.so.2")
     assert told[0]["code"] == 2
