@@ -2,8 +2,8 @@
 // on the stand-in driver's memory. Each is done when the call returns. What has no meaning here
 // counts its calls and returns success.
 //
-// fakenccl_calls(name) tells how often a function was called. ncclScatterConfig is missing, as from an
-// older library.
+// fakenccl_calls(name) tells how often a function was called. ncclScatterConfig is missing, as from
+// an older library.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sched.h>
