@@ -1,8 +1,8 @@
 // NCCL's functions that are more than passed on.
 //
-// In a group, calls that may be ours wait for its end, one a communicator: where a second call of the
-// same communicator comes, both are NCCL's. What is left at the end runs then, unless the group has
-// communicators of several GPUs: one thread drives them then, which cannot wait for itself.
+// In a group, calls that may be ours wait for its end, one a communicator: where a second call of
+// the same communicator comes, both are NCCL's. What is left at the end runs then, unless the group
+// has communicators of several GPUs: one thread drives them then, which cannot wait for itself.
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -99,8 +99,8 @@ NcclResult pass_on(const Call& call) {
   return forward(call);
 }
 
-// Whether it may be ours by what the call itself says: the number of ranks, which is not asked here,
-// only makes it larger.
+// Whether it may be ours by what the call itself says: the number of ranks, which is not asked
+// here, only makes it larger.
 bool may_be_ours(const Call& call) {
   if (inside || call.comm == nullptr || call.count == 0 || !Library::of_process().loaded())
     return false;
@@ -137,7 +137,7 @@ struct Group {
     int first = -1;
     for (const Held& one : held) {
       int device = -1;
-      if (one.call) OFFCORE_REAL(CommCuDevice, one.comm, &device);
+      if (one.call && held.size() > 1) OFFCORE_REAL(CommCuDevice, one.comm, &device);
       if (device >= 0 && first >= 0 && device != first) return true;
       first = device >= 0 ? device : first;
     }
@@ -176,21 +176,29 @@ NcclResult end_group() {
   group.depth = 0;
   NcclResult result = OFFCORE_REAL(GroupEnd);
   for (const Group::Held& one : held) {
-    if (one.call && result == kNcclSuccess) result = run(*one.call);
+    if (!one.call || (result != kNcclSuccess && result != kNcclInProgress)) continue;
+    const NcclResult own = run(*one.call);
+    if (own != kNcclSuccess) result = own;
   }
   return result;
 }
 
-// As a communicator ends: `aborted` says whether it was to.
-void leave(Comm comm, bool aborted) {
+// As a communicator ends, before NCCL ends its own. What is left goes with the result, which must
+// outlive that: to free memory waits for what NCCL has under way.
+enum class Ending : uint8_t { finished, aborted };
+std::shared_ptr<Companion> leave(Comm comm, Ending ending) {
   const auto companion = Companions::of_process().take(comm);
-  if (companion == nullptr) return;
-  if (aborted) {
-    companion->abort();
-  } else {
-    companion->finish();
-  }
-  if (Companions::reports()) tell(companion->report());
+  guarded([&] {
+    if (companion == nullptr) return kNcclSuccess;
+    if (ending == Ending::aborted) {
+      companion->abort();
+    } else {
+      companion->finish();
+    }
+    if (Companions::reports()) tell(companion->report());
+    return kNcclSuccess;
+  });
+  return companion;
 }
 
 }  // namespace
@@ -288,18 +296,18 @@ OFFCORE_EXPORT NcclResult ncclCommFinalize(Comm comm) {
 }
 
 OFFCORE_EXPORT NcclResult ncclCommDestroy(Comm comm) {
-  guarded([&] { return leave(comm, false), kNcclSuccess; });
+  const auto left = leave(comm, Ending::finished);
   return OFFCORE_REAL(CommDestroy, comm);
 }
 
 OFFCORE_EXPORT NcclResult ncclCommAbort(Comm comm) {
-  guarded([&] { return leave(comm, true), kNcclSuccess; });
+  const auto left = leave(comm, Ending::aborted);
   return OFFCORE_REAL(CommAbort, comm);
 }
 
 // NCCL keeps such a communicator, without what is under way. Ours ends with that.
 OFFCORE_EXPORT NcclResult ncclCommRevoke(Comm comm, int flags) {
-  guarded([&] { return leave(comm, true), kNcclSuccess; });
+  const auto left = leave(comm, Ending::aborted);
   return OFFCORE_REAL(CommRevoke, comm, flags);
 }
 

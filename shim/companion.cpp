@@ -22,8 +22,8 @@ constexpr size_t kAgreedMax = 256;  // operations and sizes; more go by NCCL
 
 constexpr double kReleaseS = 10;  // until what has failed is off its stream
 
-// Of what ranks do together just after an exchange. An exchange waits as long as NCCL does, for ranks
-// that are late, and for one that fails alone it ends when the others have given up.
+// Of what ranks do together just after an exchange. An exchange waits as long as NCCL does, for
+// ranks that are late, and for one that fails alone it ends when the others have given up.
 Deadline together() { return Deadline::after_s(std::stod(env("OFFCORE_TIMEOUT_S"))); }
 
 // The same line once a process: programs have many communicators.

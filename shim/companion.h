@@ -1,11 +1,11 @@
 // What the shim keeps beside a communicator of NCCL's: ours, made when the first call comes that it
 // may carry, and counts of what went where.
 //
-// Ranks settle by NCCL's own all-gather whether they have one: all are on one host, with peer access,
-// and opening has worked for each. They settle once more at the first call of each operation and
-// size, where memory may be short: so all of them go by our communicator, or none. What is known to
-// one rank alone never decides. Settling makes the host wait for the others, as a NCCL communicator's
-// first call does; later calls do not.
+// Ranks settle by NCCL's own all-gather whether they have one: all are on one host, with peer
+// access, and opening has worked for each. They settle once more at the first call of each
+// operation and size, where memory may be short: so all of them go by our communicator, or none.
+// What is known to one rank alone never decides. Settling makes the host wait for the others, as a
+// NCCL communicator's first call does; later calls do not.
 #pragma once
 #include <array>
 #include <map>

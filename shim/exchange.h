@@ -24,8 +24,8 @@ class Exchange {
   Rank rank() const { return rank_; }
   Rank ranks() const { return ranks_; }
   const cuda::GpuContext& gpu() const { return *gpu_; }
-  // Every rank's text, by rank; longer ones are cut. Collective: waits for the others as long as NCCL
-  // does. Throws driver, peer where NCCL fails, and cancelled.
+  // Every rank's text, by rank; longer ones are cut. Collective: waits for the others as long as
+  // NCCL does. Throws driver, peer where NCCL fails, and cancelled.
   std::vector<std::string> all_gather(std::string text);
   // Ends what waits, and what comes: NCCL's communicator is about to go.
   void cancel() { cancelled_ = true; }

@@ -1,5 +1,5 @@
-// The part of NCCL's C interface (2.18 to 2.31) that the shim takes calls of, declared by hand: types
-// that callers only pass on are opaque, enumerations are ints.
+// The part of NCCL's C interface (2.18 to 2.31) that the shim takes calls of, declared by hand:
+// types that callers only pass on are opaque, enumerations are ints.
 #pragma once
 #include <cstddef>
 #include <cstdint>

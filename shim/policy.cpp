@@ -16,8 +16,8 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr std::string_view kRegistered = "registered_";
 constexpr const char* kVariable = "OFFCORE_NCCL_MIN_BYTES";
 
-// What was faster than NCCL's kernels, calls enqueued ahead: benchmarks/results/reduce-h200-2.txt and
-// reduce-h100-2.txt.
+// What was faster than NCCL's kernels, calls enqueued ahead: benchmarks/results/reduce-h200-2.txt
+// and reduce-h100-2.txt.
 struct Measured {
   std::string_view card;
   Rank ranks;

@@ -1,4 +1,5 @@
-// Which collectives are taken from NCCL: a function of what all ranks know, so that they decide alike.
+// Which collectives are taken from NCCL: a function of what all ranks know, so that they decide
+// alike.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -15,8 +16,9 @@ inline constexpr uint64_t kNever = UINT64_MAX;
 // Whether a collective's memory lies in a window that all ranks registered.
 enum class Form : uint8_t { plain, registered };
 
-// From how many bytes of the whole array on a collective is ours: by OFFCORE_NCCL_MIN_BYTES, else by
-// what was measured to be faster than NCCL with so many GPUs of that kind; never where nothing was.
+// From how many bytes of the whole array on a collective is ours: by OFFCORE_NCCL_MIN_BYTES, else
+// by what was measured to be faster than NCCL with so many GPUs of that kind; never where nothing
+// was.
 class Policy {
  public:
   // Throws invalid, with the variable's name.
@@ -36,7 +38,8 @@ class Policy {
   std::optional<std::map<Key, uint64_t>> given_;  // by the variable
 };
 
-// The profile of a host of such GPUs, as python/offcore/machines.py chooses it; null: too many ranks.
+// The profile of a host of such GPUs, as python/offcore/machines.py chooses it; null: too many
+// ranks.
 const Machine* machine_for(const std::string& gpu, Rank ranks);
 
 std::string shown(uint64_t bytes);  // "16 MiB"
