@@ -60,13 +60,6 @@ class Companions {
   std::unordered_map<Comm, std::shared_ptr<Companion>> by_comm_;
 };
 
-// NCCL may call itself by its own names, which then lead here.
-thread_local bool inside = false;
-struct Inside {
-  bool outer = std::exchange(inside, true);
-  ~Inside() { inside = outer; }
-};
-
 // Nothing of ours is thrown into C.
 template <typename Body>
 NcclResult guarded(const Body& body) noexcept {

@@ -277,7 +277,10 @@ std::optional<NcclResult> Companion::start_first(const Call& call, const Key& ke
   const auto first = std::find_if(outcomes.begin(), outcomes.end(),
                                   [](const std::string& text) { return !text.empty(); });
   const std::string told = cat("rank ", first - outcomes.begin(), ": ", *first);
-  if (fine > 0) throw Error(failure ? failure->code() : Code::peer, told);
+  if (fine > 0) {  // the others have begun, and would wait for ever
+    abort();
+    throw Error(failure ? failure->code() : Code::peer, told);
+  }
   give_up(cat(to_string(call.collective), " of ", shown(std::get<1>(key)), ": ", told));
   return std::nullopt;
 }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "shim/nccl.h"
 
@@ -16,6 +17,13 @@ namespace offcore::shim {
 struct Slot {
   void* target;
   const char* name;
+};
+
+// While the thread is in the real library, which may call itself by its own names: these lead here.
+inline thread_local bool inside = false;
+struct Inside {
+  bool outer = std::exchange(inside, true);
+  ~Inside() { inside = outer; }
 };
 
 // One line on stderr.
