@@ -59,8 +59,12 @@ std::vector<std::string> Exchange::all_gather(std::string text) {
   const cuda::ContextGuard current = gpu_->current();
   gpu_->copy(own, slots.data(), kSlotBytes);
   const auto stream = reinterpret_cast<Stream>(stream_->handle());
-  const NcclResult result =
-      Library::of_process().AllGather(own, at(memory_), kSlotBytes, kNcclUint8, comm_, stream);
+  const auto gather = [&] {
+    const Inside guard;
+    const Library& real = Library::of_process();
+    return real.AllGather(own, at(memory_), kSlotBytes, kNcclUint8, comm_, stream);
+  };
+  const NcclResult result = gather();
   if (result != kNcclSuccess && result != kNcclInProgress) {
     fail(Code::peer, "NCCL's all-gather fails with ", result);
   }
