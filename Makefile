@@ -3,7 +3,7 @@
 PY ?= python3
 CXX ?= g++
 BIN := .venv/bin
-SOURCES := $(shell find core studies python machines -not -name '*.so' -not -name __pycache__ -not -name '*.pyc')
+SOURCES := $(shell find core shim studies python machines -not -name '*.so' -not -name __pycache__ -not -name '*.pyc')
 # Many tests wait for processes of theirs: four at once keep two cores busy.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
@@ -31,14 +31,14 @@ test-long: lint  ## everything long: hours of fuzzing, and all tests under the s
 	$(MAKE) asan tsan SANITIZED="--long --hypothesis-profile=ci"
 
 lint: build  ## clang-format, ruff and mypy
-	find core studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	find core shim studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=python $(BIN)/mypy benchmarks/*.py examples/*.py
 
 format:  ## rewrite the sources as lint wants them
-	find core studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+	find core shim studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

@@ -309,19 +309,19 @@ def under(*folders: str, suffixes: tuple[str, ...]) -> Callable[[str], bool]:
 
 
 CPP = (".h", ".cpp")
-SOURCES = ("core/", "studies/", "python/", "tests/", "benchmarks/", "examples/")
+SOURCES = ("core/", "shim/", "studies/", "python/", "tests/", "benchmarks/", "examples/")
 
 RULES: list[tuple[Callable[[str, str], Findings], Callable[[str], bool]]] = [
     (check_layers, under("core/", suffixes=CPP)),
     (check_neutral, under("core/plan/", "core/kv/", "core/comm/", suffixes=CPP)),
     (check_include_form, under("core/", "studies/", suffixes=CPP)),
-    (check_header, under("core/", "studies/", "python/bindings/", suffixes=(".h",))),
+    (check_header, under("core/", "shim/", "studies/", "python/bindings/", suffixes=(".h",))),
     (check_text, lambda path: True),
     (check_size, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_names, under(*SOURCES, suffixes=(*CPP, ".py"))),
     (check_rates, lambda path: re.search(r"mcast|fat_tree|simgrid", path) is not None),
-    (check_environment, under("core/", "studies/", "python/", suffixes=(*CPP, ".py"))),
-    (check_cpp_functions, under("core/", "studies/", "python/", suffixes=CPP)),
+    (check_environment, under("core/", "shim/", "studies/", "python/", suffixes=(*CPP, ".py"))),
+    (check_cpp_functions, under("core/", "shim/", "studies/", "python/", suffixes=CPP)),
     (check_python_functions, under(*SOURCES, suffixes=(".py",))),
     (check_documented, under("python/offcore/", suffixes=(".py",))),
     (check_asserts, under("tests/", suffixes=(".py",))),

@@ -21,6 +21,7 @@ KINDS = {
         "docs/mcast-testbed.md",
         "docs/mcast.md",
         "docs/model.md",
+        "docs/nccl-shim.md",
         "docs/overlap.md",
         "docs/quickstart.md",
         "docs/reductions.md",

@@ -18,6 +18,7 @@ FOLDERS = (
     "examples",
     "machines",
     "python",
+    "shim",
     "studies",
     "tests",
 )

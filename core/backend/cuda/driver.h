@@ -208,6 +208,8 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuCtxPushCurrent, 4000, (CUcontext))                                                         \
   X(cuCtxPopCurrent, 4000, (CUcontext*))                                                         \
   X(cuCtxEnablePeerAccess, 4000, (CUcontext, unsigned))                                          \
+  X(cuMemAlloc, 3020, (CUdeviceptr*, size_t))                                                    \
+  X(cuMemFree, 3020, (CUdeviceptr))                                                              \
   X(cuMemGetAllocationGranularity, 10020, (size_t*, const CUmemAllocationProp*, int))            \
   X(cuMemCreate, 10020, (CUmemHandle*, size_t, const CUmemAllocationProp*, unsigned long long))  \
   X(cuMemRelease, 10020, (CUmemHandle))                                                          \

@@ -19,7 +19,7 @@ from offcore import folders
 from offcore.comm import signal_forms
 from offcore.errors import error
 from offcore.sizes import parse_bytes, parse_sizes
-from offcore.tools import demo, doctor, plot, report
+from offcore.tools import demo, doctor, nccl_shim, plot, report
 from offcore.tools.bench import collectives, tune
 from offcore.tools.cli import kv as kv_commands
 from offcore.tools.cli import mcast as mcast_commands
@@ -396,6 +396,14 @@ def doctor_command(
         lines.write(found)
     if json != "-":
         doctor.render(found, console)
+
+
+@app.command("nccl-shim")
+def nccl_shim_command() -> None:
+    """Print the path of the NCCL shim; on stderr, how to use it."""
+    found = nccl_shim.path()
+    typer.echo(nccl_shim.USE, err=True)
+    typer.echo(found)
 
 
 @app.command("demo")

@@ -1,0 +1,389 @@
+#include "shim/companion.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/backend/cuda/cuda.h"
+#include "core/backend/cuda/facts.h"
+#include "core/backend/registry.h"
+#include "core/base/digest.h"
+#include "core/base/env.h"
+#include "core/base/place.h"
+#include "core/window/socket.h"
+#include "shim/library.h"
+
+namespace offcore::shim {
+namespace {
+
+constexpr uint32_t kProtocol = 1;   // of what ranks tell each other
+constexpr size_t kAgreedMax = 256;  // operations and sizes; more go by NCCL
+
+constexpr double kReleaseS = 10;  // until what has failed is off its stream
+
+// Of what ranks do together just after an exchange. An exchange waits as long as NCCL does, for
+// ranks that are late, and for one that fails alone it ends when the others have given up.
+Deadline together() { return Deadline::after_s(std::stod(env("OFFCORE_TIMEOUT_S"))); }
+
+// The same line once a process: programs have many communicators.
+void tell_once(const std::string& text) {
+  static std::mutex mutex;
+  static auto* const told = new std::set<std::string>();
+  const std::scoped_lock lock(mutex);
+  if (told->insert(text).second) tell(text);
+}
+
+int asked(NcclResult (*function)(Comm, int*), Comm comm) {
+  int value = -1;
+  if (function == nullptr || function(comm, &value) != kNcclSuccess) return -1;
+  return value;
+}
+
+std::string version_text(int version) {
+  return cat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> Companion::communicator() const {
+  const std::scoped_lock lock(state_mutex_);
+  return communicator_;
+}
+
+void Companion::set_communicator(std::shared_ptr<Communicator> made) {
+  const std::scoped_lock lock(state_mutex_);
+  communicator_.swap(made);
+}
+
+std::shared_ptr<Pending> Companion::exchange_last(std::shared_ptr<Pending> next) {
+  const std::scoped_lock lock(state_mutex_);
+  last_.swap(next);
+  return next;
+}
+
+void Companion::settle_last() {
+  if (const auto last = exchange_last(nullptr)) last->wait(Deadline::never());
+}
+
+// The driver tells nobody that a stream waits in vain: whoever waits for it lets it go.
+void Companion::release() {
+  try {
+    if (const auto last = exchange_last(nullptr)) last->wait(Deadline::after_s(kReleaseS));
+  } catch (const Error&) {  // of all those failures this is no other one
+  }
+}
+
+std::optional<NcclResult> Companion::run(const Call& call) {
+  const std::scoped_lock lock(mutex_);
+  try {
+    if (ranks_ == 0) ranks_ = asked(Library::of_process().CommCount, comm_);
+    if (ranks_ < 2 || total_bytes(call, ranks_) < policy_.floor(call.collective)) {
+      return std::nullopt;
+    }
+    if (!settled_for(call)) return std::nullopt;
+    const Form form = in_window(call) ? Form::registered : Form::plain;
+    const Rank ranks = exchange_->ranks();
+    const uint64_t bytes = total_bytes(call, ranks);
+    if (bytes < policy_.least(call.collective, form, gpu_, ranks)) return std::nullopt;
+    const Key key{call.collective, bytes, call.dtype, call.op, call.root};
+    if (agreed_.count(key) > 0) {
+      start(call, Deadline::never());
+      return kNcclSuccess;
+    }
+    if (agreed_.size() >= kAgreedMax) return std::nullopt;
+    return start_first(call, key);
+  } catch (const Error& error) {
+    return failed_with(error, call);
+  }
+}
+
+// Whether the ranks have a communicator of ours, which they then have all. Nothing that is being
+// captured: NCCL's kernels are faster in graphs.
+bool Companion::settled_for(const Call& call) {
+  int status = 0;
+  cuda::check(
+      cuda::Driver::open().cuStreamGetCaptureInfo(reinterpret_cast<cuda::CUstream>(call.stream),
+                                                  &status, nullptr, nullptr, nullptr, nullptr),
+      "cuStreamGetCaptureInfo");
+  if (status != cuda::kCaptureNone) return false;
+  settle();
+  return communicator() != nullptr;
+}
+
+std::string Companion::facts() const {
+  const Probe probe = probe_cuda();
+  const int device = exchange_->gpu().device();
+  const std::vector<cuda::GpuFacts> gpus = cuda::driver_facts().gpus;
+  const std::vector<int>& peers = gpus[static_cast<size_t>(device)].peers;
+  std::string strangers;  // visible GPUs that this one does not reach
+  for (const cuda::GpuFacts& gpu : gpus) {
+    const bool peer = std::count(peers.begin(), peers.end(), gpu.ordinal) > 0;
+    if (gpu.ordinal != device && !peer) strangers += gpu.pci + " ";
+  }
+  return Packer()
+      .number(kProtocol)
+      .number(place_here())
+      .number(policy_.digest())
+      .text(gpu_)
+      .text(cuda::pci_address(device))
+      .text(strangers)
+      .text(probe.available ? "" : probe.reason)
+      .bytes();
+}
+
+// Why ranks that told these facts cannot have a communicator; empty: they may. The same on all.
+std::string Companion::obstacle(const std::vector<std::string>& told) const {
+  struct Told {
+    uint32_t protocol;
+    uint64_t place;
+    uint64_t policy;
+    std::string gpu, pci, strangers, reason;
+  };
+  std::vector<Told> facts;
+  for (const std::string& text : told) {
+    Unpacker unpacker(text);
+    Told one{};
+    one.protocol = unpacker.number<uint32_t>();
+    one.place = unpacker.number<uint64_t>();
+    one.policy = unpacker.number<uint64_t>();
+    for (std::string* part : {&one.gpu, &one.pci, &one.strangers, &one.reason}) {
+      *part = unpacker.text();
+    }
+    if (!unpacker.ok() || one.protocol != kProtocol) {
+      return cat("rank ", facts.size(), " has another version of the shim");
+    }
+    facts.push_back(std::move(one));
+  }
+  for (size_t rank = 0; rank < facts.size(); ++rank) {
+    const Told& one = facts[rank];
+    const auto differs = [&](const auto& member) { return one.*member != facts[0].*member; };
+    if (differs(&Told::place)) return cat("ranks 0 and ", rank, " are on different hosts");
+    if (differs(&Told::gpu)) return cat("ranks 0 and ", rank, " have different kinds of GPUs");
+    if (differs(&Told::policy))
+      return cat("OFFCORE_NCCL_MIN_BYTES of ranks 0 and ", rank, " differ");
+    if (!one.reason.empty()) return cat("rank ", rank, ": ", one.reason);
+    for (size_t peer = 0; peer < facts.size(); ++peer) {
+      if (peer != rank && facts[peer].pci == one.pci) {
+        return cat("ranks ", rank, " and ", peer, " share a GPU");
+      }
+      if (one.strangers.find(facts[peer].pci) != std::string::npos) {
+        return cat("the GPU of rank ", rank, " has no peer access to that of rank ", peer);
+      }
+    }
+  }
+  return "";
+}
+
+void Companion::settle() {
+  if (std::exchange(settled_, true)) return;
+  const Library& real = Library::of_process();
+  if (ranks_ == 0) ranks_ = asked(real.CommCount, comm_);
+  const int rank = asked(real.CommUserRank, comm_);
+  const int device = asked(real.CommCuDevice, comm_);
+  if (ranks_ < 2 || rank < 0 || device < 0) return;
+  const auto ranks = static_cast<Rank>(ranks_);
+  auto exchange = std::make_unique<Exchange>(comm_, rank, ranks, device);
+  {
+    const std::scoped_lock lock(state_mutex_);
+    if (aborted_) exchange->cancel();
+    exchange_ = std::move(exchange);
+  }
+  gpu_ = cuda::device_name(device);
+  std::string why = obstacle(exchange_->all_gather(facts()));
+  const std::string taken = policy_.describe(gpu_, ranks);
+  if (why.empty() && taken.empty())
+    why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
+  if (why.empty()) why = open(device, together());
+  if (!why.empty()) return give_up(why);
+  if (rank == 0) {
+    tell_once(cat(ranks, " ranks: ", taken, " by copy engines; all else by NCCL ",
+                  version_text(real.version())));
+  }
+}
+
+// Makes the communicator on all ranks or on none: why not, the same on all.
+std::string Companion::open(int device, const Deadline& deadline) {
+  std::string why;
+  std::vector<std::string> cards;  // by rank; empty: it has failed before it had one
+  const Rank rank = exchange_->rank();
+  const Rank ranks = exchange_->ranks();
+  try {
+    const Machine* const machine = machine_for(gpu_, ranks);
+    if (machine == nullptr) fail(Code::unsupported, ranks, " ranks are too many");
+    CudaOptions options{.devices = {device}};
+    auto backend = open_backend("cuda", *machine, ranks, {rank}, {.cuda = options});
+    const Bootstrap bootstrap("NCCL", rank, ranks, [&](const std::string& card, const Deadline&) {
+      cards = exchange_->all_gather(card);
+      if (std::count(cards.begin(), cards.end(), "") > 0) fail(Code::peer, "another rank failed");
+      return cards;
+    });
+    auto rendezvous = Rendezvous::join(bootstrap, deadline);
+    set_communicator(Communicator::create(std::move(backend), std::move(rendezvous), ranks,
+                                          options.signals, deadline));
+  } catch (const Error& error) {
+    why = error.message();
+  }
+  if (cards.empty()) cards = exchange_->all_gather("");
+  const auto outcomes = exchange_->all_gather(why);
+  const auto first = [](const auto& found, const auto& texts) { return found - texts.begin(); };
+  auto failed = first(std::find(cards.begin(), cards.end(), ""), cards);
+  if (failed == ranks) {
+    const auto told = [](const std::string& text) { return !text.empty(); };
+    failed = first(std::find_if(outcomes.begin(), outcomes.end(), told), outcomes);
+  }
+  return failed == ranks ? "" : cat("rank ", failed, ": ", outcomes[static_cast<size_t>(failed)]);
+}
+
+// For good: the communicator's own ranks have all come to this.
+void Companion::give_up(const std::string& why) {
+  if (const auto ours = communicator()) {
+    exchange_last(nullptr);
+    windows_.clear();
+    ours->close();
+    set_communicator(nullptr);
+  }
+  {
+    const std::scoped_lock lock(state_mutex_);
+    why_not_ = why;
+  }
+  if (exchange_->rank() == 0) tell_once(cat("everything goes by NCCL: ", why));
+}
+
+void Companion::start(const Call& call, const Deadline& deadline) {
+  exchange_last(
+      communicator()->start(request_of(call, exchange_->rank(), exchange_->ranks()), deadline));
+  count(call, true);
+}
+
+// What has failed on all ranks has touched nothing, and NCCL can do it. Nothing is under way then.
+std::optional<NcclResult> Companion::start_first(const Call& call, const Key& key) {
+  settle_last();
+  exchange_->all_gather("");  // all have come
+  std::string why;
+  std::optional<Error> failure;
+  try {
+    start(call, together());
+  } catch (const Error& error) {
+    failure = error;
+    why = error.message();
+  }
+  const auto outcomes = exchange_->all_gather(why);
+  const auto fine = std::count(outcomes.begin(), outcomes.end(), "");
+  if (fine == std::ssize(outcomes)) {
+    agreed_.insert(key);
+    return kNcclSuccess;
+  }
+  const auto first = std::find_if(outcomes.begin(), outcomes.end(),
+                                  [](const std::string& text) { return !text.empty(); });
+  const std::string told = cat("rank ", first - outcomes.begin(), ": ", *first);
+  if (fine > 0) {  // the others have begun, and would wait for ever
+    abort();
+    throw Error(failure ? failure->code() : Code::peer, told);
+  }
+  give_up(cat(to_string(call.collective), " of ", shown(std::get<1>(key)), ": ", told));
+  return std::nullopt;
+}
+
+NcclResult Companion::failed_with(const Error& error, const Call& call) {
+  const std::string text = cat(to_string(call.collective), ": ", error.message());
+  tell(text);
+  const std::scoped_lock lock(state_mutex_);
+  last_error_ = text;
+  return result_of(error);
+}
+
+bool Companion::in_window(const Call& call) const {
+  const bool all_have_one =
+      call.collective == Collective::all_gather || call.collective == Collective::all_to_all ||
+      call.collective == Collective::broadcast || call.collective == Collective::all_reduce;
+  if (!all_have_one) return false;
+  const Rank ranks = exchange_->ranks();
+  const auto* const out = static_cast<const std::byte*>(call.out);
+  return std::any_of(windows_.begin(), windows_.end(), [&](const auto& window) {
+    const Region& region = window.second;
+    return out >= region.data && out + total_bytes(call, ranks) <= region.data + region.bytes;
+  });
+}
+
+void Companion::register_window(NcclWindow window, void* data, uint64_t bytes) {
+  if (!policy_.any_registered()) return;
+  const std::scoped_lock lock(mutex_);
+  try {
+    settle();
+    const auto ours = communicator();
+    if (ours == nullptr) return;
+    auto* const begin = static_cast<std::byte*>(data);
+    const uint32_t number =
+        ours->register_memory({{.data = begin, .bytes = bytes}}, nullptr, together());
+    windows_[window] = {number, begin, bytes};
+  } catch (const Error& error) {  // on all ranks alike: then it is plain memory
+    if (exchange_ && exchange_->rank() == 0) tell(cat("a window stays NCCL's: ", error.message()));
+  }
+}
+
+void Companion::deregister_window(NcclWindow window) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = windows_.find(window);
+  if (found == windows_.end()) return;
+  if (const auto ours = communicator()) ours->deregister(found->second.number);
+  windows_.erase(found);
+}
+
+bool Companion::failed() {
+  const auto ours = communicator();
+  if (ours == nullptr || ours->poisoned() == 0) return false;
+  release();
+  return true;
+}
+
+std::string Companion::last_error() const {
+  const std::scoped_lock lock(state_mutex_);
+  return last_error_;
+}
+
+void Companion::finish() {
+  const std::scoped_lock lock(mutex_);
+  const auto ours = communicator();
+  if (ours == nullptr) return;
+  try {
+    settle_last();
+    ours->close();
+  } catch (const Error& error) {
+    tell(cat("the last operation of a communicator: ", error.message()));
+    ours->abort();
+  }
+}
+
+void Companion::abort() {
+  {
+    const std::scoped_lock lock(state_mutex_);
+    aborted_ = true;
+    if (exchange_) exchange_->cancel();
+  }
+  const auto ours = communicator();
+  if (ours == nullptr) return;
+  ours->abort();
+  release();
+}
+
+void Companion::count(const Call& call, bool taken) {
+  const std::scoped_lock lock(state_mutex_);
+  Count& count = counts_[static_cast<size_t>(call.collective)];
+  ++(taken ? count.taken : count.forwarded);
+}
+
+std::string Companion::report() const {
+  const std::scoped_lock lock(state_mutex_);
+  std::string text;
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    const auto [taken, forwarded] = counts_[i];
+    if (taken + forwarded == 0) continue;
+    text += cat(text.empty() ? "" : "; ", to_string(static_cast<Collective>(i)), " ", taken,
+                " taken, ", forwarded, " forwarded");
+  }
+  if (text.empty()) text = "no collective";
+  return why_not_.empty() ? text : cat(text, "; all by NCCL: ", why_not_);
+}
+
+}  // namespace offcore::shim

@@ -1,0 +1,95 @@
+// What the shim keeps beside a communicator of NCCL's: ours, made when the first call comes that it
+// may carry, and counts of what went where.
+//
+// Ranks settle by NCCL's own all-gather whether they have one: all are on one host, with peer
+// access, and opening has worked for each. They settle once more at the first call of each
+// operation and size, where memory may be short: so all of them go by our communicator, or none.
+// What is known to one rank alone never decides. Settling makes the host wait for the others, as a
+// NCCL communicator's first call does; later calls do not.
+#pragma once
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+
+#include "core/comm/communicator.h"
+#include "shim/call.h"
+#include "shim/exchange.h"
+#include "shim/policy.h"
+
+namespace offcore::shim {
+
+class Companion {
+ public:
+  // `comm` is NCCL's, ready for calls.
+  Companion(Comm comm, const Policy& policy) : comm_(comm), policy_(policy) {}
+
+  // Runs the call on its stream; none: NCCL is to do it, on all ranks. The call is computable.
+  std::optional<NcclResult> run(const Call& call);
+  // Collective, where the policy has a use for it: memory at the same place on all ranks.
+  void register_window(NcclWindow window, void* data, uint64_t bytes);
+  void deregister_window(NcclWindow window);
+
+  // Whether a rank of ours has died or aborted. What waits for it on the stream ends then.
+  bool failed();
+  std::string last_error() const;
+  // Waits for what is under way, and leaves the others.
+  void finish();
+  // Makes all ranks' waits fail.
+  void abort();
+
+  void count(const Call& call, bool taken);
+  std::string report() const;  // what was taken and what was forwarded
+
+ private:
+  struct Region {
+    uint32_t number;
+    const std::byte* data;
+    uint64_t bytes;
+  };
+  struct Count {
+    uint64_t taken = 0;
+    uint64_t forwarded = 0;
+  };
+  using Key = std::tuple<Collective, uint64_t, int, int, int>;
+
+  bool settled_for(const Call& call);
+  void settle();
+  std::string obstacle(const std::vector<std::string>& told) const;
+  std::string facts() const;
+  std::string open(int device, const Deadline& deadline);
+  bool in_window(const Call& call) const;
+  void start(const Call& call, const Deadline& deadline);
+  std::optional<NcclResult> start_first(const Call& call, const Key& key);
+  NcclResult failed_with(const Error& error, const Call& call);
+  void give_up(const std::string& why);
+  void settle_last();  // waits for what is under way
+  void release();      // the same of what fails, whose failure is known
+  std::shared_ptr<Communicator> communicator() const;
+  void set_communicator(std::shared_ptr<Communicator> made);
+  std::shared_ptr<Pending> exchange_last(std::shared_ptr<Pending> next);
+
+  const Comm comm_;
+  const Policy& policy_;
+  std::mutex mutex_;  // one call at a time; of what follows
+  int ranks_ = 0;     // 0: not asked yet
+  bool settled_ = false;
+  std::string gpu_;       // as the driver names it
+  std::set<Key> agreed_;  // what ranks have done together by ours
+  std::map<NcclWindow, Region> windows_;
+
+  mutable std::mutex state_mutex_;      // of what follows; never held while something waits
+  std::unique_ptr<Exchange> exchange_;  // made once
+  bool aborted_ = false;
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Pending> last_;  // a lane ends in order
+  std::string why_not_;
+  std::string last_error_;
+  std::array<Count, 8> counts_;  // by Collective
+};
+
+}  // namespace offcore::shim
