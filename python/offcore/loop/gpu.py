@@ -137,8 +137,8 @@ class GpuExecutor:
             return False
         if self._args.end > self.base:
             self.base = self._args.end
-        elif self._free and self._shared.end > self.base:
-            self.base = self._shared.end
+        elif self._free and self._shared.end > 0:
+            self.base = self._shared.end - 1
         return True
 
     def ask_to_stop(self) -> int:
@@ -146,7 +146,7 @@ class GpuExecutor:
         return self._shared.begun
 
     def end_at(self, iterations: int) -> None:
-        self._shared.end = iterations
+        self._shared.end = iterations + 1
 
     def abort(self) -> None:
         self._shared.abort = 1

@@ -28,7 +28,7 @@ constexpr unsigned kDepth = 16;
 struct Shared {
   Word abort;  // the host's: end now
   Word stop;   // the host's: begin no iteration that `end` does not have
-  Word end;    // the host's answer, iterations of all launches
+  Word end;    // the host's answer, iterations of all launches + 1
   Word begun;  // iterations that block 0 has begun
 };
 
@@ -41,10 +41,10 @@ struct Args {
   Word* counters;  // by operator: tiles done
   Word* tickets;   // by operator: the position of its last put
   Word* times;     // by iteration, modulo kTimes: when block 0 began it; then its stamps
-  Word* fault;     // what ended it, and `until`
+  Word* fault;     // what ended it early
   Word* until;     // iterations that may begin
   Word base;       // iterations of earlier launches
-  Word end;        // 0: until stopped
+  Word end;        // free_running: until stopped
   Word limit_ns;
   unsigned stamps;
   unsigned free_running;
@@ -127,8 +127,8 @@ struct Block {
     }
     if (Memory::load(&args.shared->stop) != 0) {
       if (!spin(0, [&] { return Memory::load(&args.shared->end) != 0; })) return false;
-      if (iteration >= Memory::load(&args.shared->end)) {
-        Memory::store(&args.until[1], iteration);
+      if (iteration + 1 >= Memory::load(&args.shared->end)) {
+        Memory::store(&args.until[1], iteration + 1);
         return false;
       }
     }
@@ -136,15 +136,23 @@ struct Block {
     return true;
   }
 
-  // `until[1]`: where a launch without an end has ended.
+  // `until[1]`: where a launch without an end has ended, + 1.
   OFFCORE_INLINE bool over() {
-    const Word end = args.free_running == 0 ? args.end : Memory::load(&args.until[1]);
-    return end != 0 && iteration >= end;
+    if (args.free_running == 0) return iteration >= args.end;
+    const Word end = Memory::load(&args.until[1]);
+    return end != 0 && iteration + 1 >= end;
   }
 
   OFFCORE_INLINE void pushed(unsigned op, const PutTicket& ticket) {
     fail(ticket.fault);
     Memory::store(&args.tickets[op], ticket.position);
+  }
+
+  // All threads: the tile is written.
+  __device__ void done(unsigned op) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(&args.counters[op], Word{1});
   }
 
   // All threads. Operate(op, tile) does one tile.
@@ -161,9 +169,7 @@ struct Block {
         const Instruction one = args.instructions[at];
         if (one.kind == kRun) {
           operate(*this, one.a, one.b);
-          __threadfence();
-          __syncthreads();
-          if (threadIdx.x == 0) atomicAdd(&args.counters[one.a], Word{1});
+          done(one.a);
           continue;
         }
         if (threadIdx.x == 0) {

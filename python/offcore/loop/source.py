@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__({threads}) offcore_step(
     return;
   }}
   operate(block, one.a, blockIdx.x);
+  block.done(one.a);
 }}
 """
 
