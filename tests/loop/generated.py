@@ -54,8 +54,9 @@ class Generated:
 
     def __init__(self, plan, library, memory, port, limit=10.0):
         self.plan, self.library, self.memory = plan, library, memory
-        lists = [Coded(*one) for block in plan.blocks for one in block]
-        first = np.cumsum([0, *(len(block) for block in plan.blocks)]).astype(np.uint32)
+        lists = [Coded(*one) for block in (*plan.blocks, plan.tail) for one in block]
+        sizes = [0, *(len(block) for block in plan.blocks), len(plan.tail)]
+        first = np.cumsum(sizes).astype(np.uint32)
         places = np.array([memory[name].ctypes.data for name in plan.graph.buffers], np.uint64)
         words = np.zeros(2 * len(plan.tiles) + 3, np.uint64)
         times = np.zeros(4096 * (plan.stamps + 1), np.uint64)
@@ -77,6 +78,7 @@ class Generated:
             until=at + 16 * len(plan.tiles) + 8,
             limit_ns=int(limit * 1e9),
             stamps=plan.stamps,
+            blocks=len(plan.blocks),
         )
 
     def start(self, iterations=None):

@@ -164,7 +164,7 @@ def test_instructions():
     lists = loop.Plan(graphs.all_reduce(512)[0], 2).blocks
     kinds = [one.kind for one in lists[0]]
     assert kinds.count(plan.RUN) == 3
-    assert kinds.count(plan.ARRIVED) == 2
+    assert kinds.count(plan.ARRIVED) == 3
     assert plan.AWAIT not in kinds
     assert lists[1] == []
 

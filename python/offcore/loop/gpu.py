@@ -40,6 +40,8 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in POINTERS),
         ("stamps", ctypes.c_uint32),
         ("free_running", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     )
 
 
@@ -85,8 +87,9 @@ class GpuExecutor:
                 self._places.append(driver.allocate(one.count * one.itemsize))
             else:
                 self._places.append(addresses[one.number] + one.offset)
-        lists = [Coded(*one) for block in plan.blocks for one in block]
-        first = np.cumsum([0, *(len(block) for block in plan.blocks)]).astype(np.uint32)
+        lists = [Coded(*one) for block in (*plan.blocks, plan.tail) for one in block]
+        sizes = [0, *(len(block) for block in plan.blocks), len(plan.tail)]
+        first = np.cumsum(sizes).astype(np.uint32)
         shared = driver.host_words(ctypes.sizeof(Shared))
         self._shared = Shared.from_address(shared)
         row = plan.stamps + 1
@@ -107,6 +110,7 @@ class GpuExecutor:
             until=self._fault + WORD,
             limit_ns=int(limit * 1e9),
             stamps=plan.stamps,
+            blocks=len(plan.blocks),
         )
         driver.wait(10.0)
 
@@ -123,9 +127,9 @@ class GpuExecutor:
             return
         if iterations is None:
             raise error("invalid", "loop: launches need a number of iterations")
-        one_block = Plan(self.plan.graph, 1).blocks[0]
+        ordered = Plan(self.plan.graph, 1).blocks[0]
         for k in range(self.base, self.base + iterations):
-            for one in one_block:
+            for one in ordered:
                 if one.kind == STAMP or (one.kind == RUN and one.b > 0):
                     continue
                 grid = self.plan.tiles[one.a] if one.kind == RUN else 1

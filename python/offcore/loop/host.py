@@ -138,6 +138,9 @@ class HostExecutor:
                     if not self._do(one, iteration, block, at):
                         return
                 iteration += 1
+            if block == 0 and not self.fault:
+                for at, one in enumerate(self.plan.tail):
+                    self._do(one, iteration, block, at)
         except BaseException:
             self._fail(ABORTED, block, 0)
             raise

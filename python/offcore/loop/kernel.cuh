@@ -48,6 +48,8 @@ struct Args {
   Word limit_ns;
   unsigned stamps;
   unsigned free_running;
+  unsigned blocks;
+  unsigned unused;
 };
 
 struct Block {
@@ -155,6 +157,14 @@ struct Block {
     if (threadIdx.x == 0) atomicAdd(&args.counters[op], Word{1});
   }
 
+  // Behind the last iteration: sources may be written again.
+  __device__ void finish() {
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    for (at = args.first[args.blocks]; at < args.first[args.blocks + 1]; ++at) {
+      if (!await(args.instructions[at])) return;
+    }
+  }
+
   // All threads. Operate(op, tile) does one tile.
   template <typename Operate>
   __device__ void run(const Operate& operate) {
@@ -163,7 +173,7 @@ struct Block {
     for (iteration = args.base;; ++iteration) {
       if (threadIdx.x == 0) going = begin();
       __syncthreads();
-      if (going == 0) return;
+      if (going == 0) return finish();
       __syncthreads();
       for (at = begin_at; at < end_at; ++at) {
         const Instruction one = args.instructions[at];

@@ -45,7 +45,7 @@ def tiles_of(one: Operator, blocks: int) -> int:
 
 
 class Plan:
-    """blocks[b]: the instructions of block b. Operators of one tile, sends among them, are block
+    """blocks[b]: the instructions of block b; tail: block 0's after the last iteration. Operators of one tile, sends among them, are block
     0's, in the order of the graph; tiles of others go round the blocks from block 1 on.
 
     Dependencies are between whole operators: on earlier ones of the iteration, and on the
@@ -77,8 +77,11 @@ class Plan:
                     self.blocks[block].append(Instruction(STAMP, stamp))
                 self.blocks[block].append(Instruction(RUN, number, tile))
             stamp += one.kind == "stamp"
-        for block in self.blocks:  # none runs more than one iteration ahead of what it waits for
-            assert len(block) < 1 << 20
+        waits = [(n, 0) for n, one in enumerate(self._ops) if one.kind == "wait"]
+        self._wait_for(0, waits)  # an iteration ends when all has arrived
+        self.tail = [
+            Instruction(SENT, n, one.peer) for n, one in enumerate(self._ops) if one.kind == "put"
+        ]
 
     def _block(self, number: int, tile: int) -> int:
         if self.tiles[number] == 1 or len(self.blocks) == 1:
