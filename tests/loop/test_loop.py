@@ -137,7 +137,7 @@ def test_what_is_refused(comm):
     refused("invalid", lambda: graph.map(loop.COPY, a.buffer[:32], a.buffer[1:33]))
     refused("invalid", lambda: graph.put(1, b, a))
     refused("invalid", lambda: graph.put(0, b, b))
-    refused("invalid", lambda: graph.gemm(a, b, b, 8, 8, 8))
+    refused("invalid", lambda: graph.gemm(a, b, b, 8, 8, 7))
     graph.put(1, b, b)
     other = loop.Graph(1, 2)
     text = refused("invalid", lambda: loop.Loop(comm, [graph, other]))
