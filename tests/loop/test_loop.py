@@ -188,7 +188,9 @@ def test_the_generated_kernel_as_host_code(comm, tmp_path):
             library = generated.compiled(planned, folder, "c++")
             memory = {"h": np.zeros(rows * hidden, np.float32)}
             memory |= dict(zip(("w1", "w2"), weights[rank], strict=True))
-            memory |= {name: side[rank] for name, side in zip(("x", "got", "y"), sides, strict=True)}
+            memory |= {
+                name: side[rank] for name, side in zip(("x", "got", "y"), sides, strict=True)
+            }
             memory["x"][:] = x
             port = requests.port(rank)
             kernels.append(generated.Generated(planned, library, memory, port))
@@ -236,5 +238,3 @@ def test_without_nvrtc(monkeypatch):
     nvrtc.library.cache_clear()
     assert "nvidia-cuda-nvrtc" in refused("unsupported", nvrtc.library)
     nvrtc.library.cache_clear()
-
-

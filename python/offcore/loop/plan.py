@@ -154,6 +154,4 @@ def check_ranks(graphs: Sequence[Graph]) -> None:
             raise error("invalid", "loop: one graph for each rank, in order, of one chunk")
         for peer, other in enumerate(graphs):
             if places(graph, ("put", "signal"), peer) != places(other, ("wait",), rank):
-                raise error(
-                    "invalid", f"loop: rank {rank}'s puts to rank {peer} are not its waits"
-                )
+                raise error("invalid", f"loop: rank {rank}'s puts to rank {peer} are not its waits")
