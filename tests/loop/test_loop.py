@@ -118,7 +118,7 @@ def test_a_peer_that_does_not_send(comm):
             looped.start(5)
             if how == "abort":
                 time.sleep(0.05)
-                assert refused("timeout", lambda: looped.wait(0.01))
+                assert refused("timeout", lambda looped=looped: looped.wait(0.01))
                 looped.abort()
             text = refused(code, looped.wait)
             assert "rank 0" in text

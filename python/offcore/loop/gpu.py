@@ -29,7 +29,16 @@ class Shared(ctypes.Structure):
     begun: int
 
 
-POINTERS = ("instructions", "first", "memory", "port", "shared", "counters", "tickets", "times")
+POINTERS: tuple[str, ...] = (
+    "instructions",
+    "first",
+    "memory",
+    "port",
+    "shared",
+    "counters",
+    "tickets",
+    "times",
+)
 POINTERS += ("fault", "until", "base", "end", "limit_ns")
 
 

@@ -45,7 +45,9 @@ def tiles_of(one: Operator, blocks: int) -> int:
 
 
 class Plan:
-    """blocks[b]: the instructions of block b; tail: block 0's after the last iteration. Operators of one tile, sends among them, are block
+    """blocks[b]: the instructions of block b; tail: block 0's after the last iteration.
+
+    Operators of one tile, sends among them, are block
     0's, in the order of the graph; tiles of others go round the blocks from block 1 on.
 
     Dependencies are between whole operators: on earlier ones of the iteration, and on the

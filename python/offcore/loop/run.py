@@ -23,9 +23,12 @@ NAMES |= {ABORTED: "it was aborted"}
 
 
 class Executor(Protocol):
-    fault: int
-    times: dict[int, list[int]]
     base: int
+
+    @property
+    def fault(self) -> int: ...
+    @property
+    def times(self) -> dict[int, list[int]]: ...
 
     def start(self, iterations: int | None, launched: bool) -> None: ...
     def ended(self) -> bool: ...
