@@ -8,8 +8,9 @@ all-to-all  To and fro between two receive buffers, each part mixed in between.
 mlp         A tensor-parallel MLP (split and gather of its sums), 1,000 iterations in one launch;
             then the same operators launched one by one from the same start: equal bytes.
 
-Microseconds an iteration by the GPU's clock, median (mlp: by the host's, of the whole run); every
-byte of the result compared with numpy's (mlp: with the launched run's). --backend host tries it without GPUs. The exit status is 0 where all was right.
+Microseconds an iteration by the GPU's clock, median (mlp: by the host's, of the whole run). Every
+byte of the result is compared with numpy's (mlp: with the launched run's). --backend host tries it
+without GPUs. The exit status is 0 where all was right.
 """
 
 from __future__ import annotations

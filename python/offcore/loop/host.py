@@ -31,7 +31,7 @@ class HostExecutor:
                 continue
             at = addresses[one.number] + one.offset
             raw = (ctypes.c_uint8 * (one.count * one.itemsize)).from_address(at)
-            self.memory[name] = np.frombuffer(raw, one.dtype)
+            self.memory[name] = np.frombuffer(raw, np.dtype(one.dtype))
         self.counters = [0] * len(plan.tiles)
         self.tickets: dict[int, Any] = {}
         self.base = self.begun = self.until = 0
@@ -84,7 +84,8 @@ class HostExecutor:
         self._view(one)[:] = data
 
     def _view(self, one: Slice) -> NDArray[Any]:
-        return self.memory[one.buffer.name][one.first : one.first + one.count]
+        found: NDArray[Any] = self.memory[one.buffer.name][one.first : one.first + one.count]
+        return found
 
     def _fail(self, code: int, block: int, at: int) -> None:
         with self._changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +15,8 @@ REMEDY = "install CUDA's toolkit, or `pip install nvidia-cuda-nvrtc`, of the dri
 
 
 def _candidates() -> list[str]:
-    places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64"]
+    nvcc = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    places = [one.parent.parent / "lib64" for one in (nvcc, nvcc.resolve())]
     for folder in map(Path, sys.path):
         places += sorted((folder / "nvidia").glob("cu*/lib"), reverse=True)
     found = [str(one) for place in places for one in sorted(place.glob("libnvrtc.so.*[0-9]"))]

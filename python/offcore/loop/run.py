@@ -175,7 +175,7 @@ class Loop:
         return float(self._comm.timeout) if timeout is None else defaults.seconds(timeout)
 
     def _executor(self, rank: int | None) -> Executor:
-        local = self._comm.local_ranks
+        local: list[int] = self._comm.local_ranks
         if rank is None and len(local) == 1:
             return self._executors[0]
         if rank not in local:
