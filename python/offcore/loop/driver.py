@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,16 +23,18 @@ class Driver:
     def __init__(self, gpu: int) -> None:
         self._cuda = ctypes.CDLL(_core.env("OFFCORE_LIBCUDA") or "libcuda.so.1")
         self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._functions: dict[str, Any] = {}
         self._memory: list[int] = []
         self._host: list[int] = []
+        self._pages: list[mmap.mmap] = []
         self._module, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuInit", self._cuda.cuInit(0))
-        self._check("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(self._device), gpu))
-        made = self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device)
+        self._check("cuInit", self._function("cuInit")(0))
+        self._check("cuDeviceGet", self._function("cuDeviceGet")(ctypes.byref(self._device), gpu))
+        made = self._function("cuDevicePrimaryCtxRetain")(ctypes.byref(self._context), self._device)
         self._check("cuDevicePrimaryCtxRetain", made)
         self.sms = self._attribute(SM_COUNT)
         self.arch = f"sm_{self._attribute(MAJOR)}{self._attribute(MINOR)}"
-        self._call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
+        self._call("cuStreamCreateWithPriority", ctypes.byref(self._stream), NON_BLOCKING, 0)
 
     def load(self, cubin: bytes, *names: str) -> list[ctypes.c_void_p]:
         self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
@@ -51,7 +54,7 @@ class Driver:
     def allocate(self, nbytes: int) -> int:
         """Zeroed."""
         at = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(nbytes))
+        self._call("cuMemAlloc", ctypes.byref(at), ctypes.c_size_t(nbytes))
         self._memory.append(at.value)
         self.fill(at.value, nbytes)
         return at.value
@@ -63,12 +66,13 @@ class Driver:
 
     def host_words(self, nbytes: int) -> int:
         """Pinned memory of one address for host and GPU."""
-        at = ctypes.c_void_p()
-        self._call("cuMemHostAlloc", ctypes.byref(at), ctypes.c_size_t(nbytes), PORTABLE_MAPPED)
-        assert at.value is not None
-        self._host.append(at.value)
-        ctypes.memset(at.value, 0, nbytes)
-        return at.value
+        pages = mmap.mmap(-1, nbytes)
+        at = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+        size = ctypes.c_size_t(nbytes)
+        self._call("cuMemHostRegister", ctypes.c_void_p(at), size, PORTABLE_MAPPED)
+        self._host.append(at)
+        self._pages.append(pages)
+        return at
 
     def fill(self, at: int, nbytes: int) -> None:
         size = ctypes.c_size_t(nbytes)
@@ -76,12 +80,12 @@ class Driver:
 
     def read(self, to: int, at: int, nbytes: int) -> None:
         host, size = ctypes.c_void_p(to), ctypes.c_size_t(nbytes)
-        self._call("cuMemcpyDtoHAsync_v2", host, ctypes.c_uint64(at), size, self._stream)
+        self._call("cuMemcpyDtoHAsync", host, ctypes.c_uint64(at), size, self._stream)
         self.wait(10.0)
 
     def write(self, to: int, at: int, nbytes: int) -> None:
         host, size = ctypes.c_void_p(at), ctypes.c_size_t(nbytes)
-        self._call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(to), host, size, self._stream)
+        self._call("cuMemcpyHtoDAsync", ctypes.c_uint64(to), host, size, self._stream)
         self.wait(10.0)
 
     def launch(
@@ -118,29 +122,40 @@ class Driver:
         if not self._context:
             return
         for at in self._memory:
-            self._bound("cuMemFree_v2", ctypes.c_uint64(at))
+            self._bound("cuMemFree", ctypes.c_uint64(at))
         for at in self._host:
-            self._bound("cuMemFreeHost", ctypes.c_void_p(at))
+            self._bound("cuMemHostUnregister", ctypes.c_void_p(at))
         if self._module:
             self._bound("cuModuleUnload", self._module)
         if self._stream:
-            self._bound("cuStreamDestroy_v2", self._stream)
-        self._cuda.cuDevicePrimaryCtxRelease_v2(self._device)
+            self._bound("cuStreamDestroy", self._stream)
+        self._function("cuDevicePrimaryCtxRelease")(self._device)
         self._context = ctypes.c_void_p()
+
+    def _function(self, name: str) -> Any:
+        """By the driver's own table, in the form of CUDA 12.0."""
+        if name not in self._functions:
+            at, found = ctypes.c_void_p(), ctypes.c_int()
+            given = (name.encode(), ctypes.byref(at), 12000, ctypes.c_uint64(0))
+            code = self._cuda.cuGetProcAddress_v2(*given, ctypes.byref(found))
+            if code or not at.value:
+                raise error("driver", f"loop: the driver has no {name}: it needs CUDA 12.0")
+            self._functions[name] = ctypes.CFUNCTYPE(ctypes.c_int)(at.value)
+        return self._functions[name]
 
     def _attribute(self, number: int) -> int:
         value = ctypes.c_int()
-        code = self._cuda.cuDeviceGetAttribute(ctypes.byref(value), number, self._device)
+        code = self._function("cuDeviceGetAttribute")(ctypes.byref(value), number, self._device)
         self._check("cuDeviceGetAttribute", code)
         return value.value
 
     def _bound(self, name: str, *args: Any) -> int:
         before = ctypes.c_void_p()
-        self._check(name, self._cuda.cuCtxPushCurrent_v2(self._context))
+        self._check(name, self._function("cuCtxPushCurrent")(self._context))
         try:
-            return int(getattr(self._cuda, name)(*args))
+            return int(self._function(name)(*args))
         finally:
-            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(before))
+            self._function("cuCtxPopCurrent")(ctypes.byref(before))
 
     def _call(self, name: str, *args: Any) -> None:
         self._check(name, self._bound(name, *args))
@@ -149,6 +164,6 @@ class Driver:
         if code == 0:
             return
         text = ctypes.c_char_p()
-        self._cuda.cuGetErrorString(code, ctypes.byref(text))
+        self._function("cuGetErrorString")(code, ctypes.byref(text))
         told = (text.value or b"?").decode()
         raise error("driver", f"loop: {name}: {told} ({code})")
