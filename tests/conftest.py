@@ -30,7 +30,16 @@ os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
 # the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
 # the network's, and under the thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
-    "asan": {"cli", "tidy", "examples", "cuda", "fakes", "test_mcast_bench.py", "test_testbed.py"},
+    "asan": {
+        "cli",
+        "tidy",
+        "loop",
+        "examples",
+        "cuda",
+        "fakes",
+        "test_mcast_bench.py",
+        "test_testbed.py",
+    },
 }
 # Children leave what is their parent's, which are leaks, and start threads after a fork.
 NOT_SANITIZED["asan"] |= {"test_forks.py", "test_after_forks.py", "train", "shim"}

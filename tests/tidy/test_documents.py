@@ -18,6 +18,7 @@ KINDS = {
         "docs/errors.md",
         "docs/gpu-driven.md",
         "docs/kv.md",
+        "docs/loop.md",
         "docs/mcast-testbed.md",
         "docs/mcast.md",
         "docs/model.md",

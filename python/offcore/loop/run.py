@@ -1,0 +1,195 @@
+"""Loops: the graphs of all ranks, run by this process's ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offcore import defaults
+from offcore.comm.window import Window
+from offcore.errors import error
+from offcore.loop.graph import Graph, Slice
+from offcore.loop.host import ABORTED, TIMES, HostExecutor
+from offcore.loop.plan import Plan, check_ranks
+
+CODES = {1: "timeout", 2: "timeout", 3: "invalid", 5: "peer", 6: "driver", ABORTED: "cancelled"}
+NAMES = {1: "a wait ran past its limit", 2: "the ring was full", 3: "a request was refused"}
+NAMES |= {4: "the engine was stopped", 5: "a rank died or aborted", 6: "a driver failed"}
+NAMES |= {ABORTED: "it was aborted"}
+
+
+class Executor(Protocol):
+    base: int
+
+    @property
+    def fault(self) -> int: ...
+    @property
+    def times(self) -> dict[int, list[int]]: ...
+
+    def start(self, iterations: int | None, launched: bool) -> None: ...
+    def ended(self) -> bool: ...
+    def ask_to_stop(self) -> int: ...
+    def end_at(self, iterations: int) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+    def read(self, one: Slice) -> NDArray[Any]: ...
+    def write(self, one: Slice, data: NDArray[Any]) -> None: ...
+
+
+class Loop:
+    """One kernel a GPU that repeats a graph (docs/loop.md). Collective, as all calls but abort,
+    read, write and times.
+
+    graphs: of all ranks. buffers: the windows that `requests` registered, in their order.
+    blocks: of the kernel; None: one an SM, 4 on backend host. limit: seconds of each wait.
+    Raises `Error`: invalid (graphs of ranks that do not fit), unsupported (no NVRTC, or a backend
+    other than host and cuda), driver.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        graphs: Sequence[Graph],
+        *,
+        buffers: Sequence[Window] = (),
+        requests: Any = None,
+        blocks: int | None = None,
+        limit: float = 10.0,
+    ) -> None:
+        check_ranks(graphs)
+        if len(graphs) != comm.ranks:
+            raise error("invalid", f"loop: {len(graphs)} graphs for {comm.ranks} ranks")
+        if comm.backend not in ("host", "cuda"):
+            raise error("unsupported", f"loop: backend {comm.backend}; host and cuda have loops")
+        self._comm, self._running, self._dead = comm, False, False
+        self._executors: list[Executor] = []
+        for rank, gpu in zip(comm.local_ranks, comm._gpus, strict=True):
+            graph = graphs[rank]
+            _check_places(graph, buffers, requests)
+            addresses = [window.address(rank) for window in buffers]
+            if comm.backend == "host":
+                port = None if requests is None else requests.host_port(rank)
+                self._executors.append(
+                    HostExecutor(Plan(graph, blocks or 4), addresses, port, limit)
+                )
+            else:
+                from offcore.loop.gpu import GpuExecutor
+
+                port = 0 if requests is None else requests.port(rank)
+                self._executors.append(GpuExecutor(graph, blocks, gpu, addresses, port, limit))
+
+    def start(self, iterations: int | None = None, *, launched: bool = False) -> None:
+        """Begins `iterations`, or until `stop`. launched: instead of the loop, a launch for each
+        operator, in order, of the same code (cuda only)."""
+        if self._running or self._dead:
+            raise error("invalid", "loop: it runs already, or has failed")
+        if iterations is not None and iterations < 1:
+            raise error("invalid", f"loop: {iterations} iterations")
+        self._running = True
+        for one in self._executors:
+            one.start(iterations, launched)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it has ended. Raises `Error`: timeout (it runs on), or what ended it early: timeout
+        of a wait, cancelled, peer, driver, invalid. The loop is dead then."""
+        deadline = time.monotonic() + self._seconds(timeout)
+        while not all([one.ended() for one in self._executors]):
+            if time.monotonic() > deadline:
+                raise error("timeout", "loop: it has not ended; abort() ends it")
+            time.sleep(50e-6)
+        self._running = False
+        for rank, one in zip(self._comm.local_ranks, self._executors, strict=True):
+            if one.fault:
+                self._dead = True
+                code, block, at = one.fault & 255, one.fault >> 8 & 65535, one.fault >> 24
+                told = f"loop: rank {rank}: {NAMES.get(code, 'it failed')}"
+                where = f"block {block}, instruction {at}"
+                raise error(CODES.get(code, "invalid"), f"{told} ({where})")
+
+    def run(self, iterations: int, timeout: float | None = None, *, launched: bool = False) -> None:
+        """start and wait."""
+        self.start(iterations, launched=launched)
+        self.wait(timeout)
+
+    def stop(self, timeout: float | None = None) -> int:
+        """Ends a loop without an end behind an iteration that all ranks agree on: how many it has
+        made since it was opened. Raises `Error` as wait does."""
+        seconds, comm = self._seconds(timeout), self._comm
+        begun = max(one.ask_to_stop() for one in self._executors)
+        if len(comm.local_ranks) < comm.ranks:
+            told = comm._core.exchange("loop", begun.to_bytes(8, "little"), seconds)
+            begun = max(int.from_bytes(one, "little") for one in told)
+        for one in self._executors:
+            one.end_at(begun)
+        self.wait(seconds)
+        return begun
+
+    def abort(self) -> None:
+        """Ends this process's kernels at their next wait; `wait` then raises cancelled."""
+        for one in self._executors:
+            one.abort()
+
+    def close(self) -> None:
+        """Frees its memory; a loop that runs is aborted."""
+        if self._running:
+            self.abort()
+            deadline = time.monotonic() + self._comm.timeout
+            while not all([one.ended() for one in self._executors]):
+                if time.monotonic() > deadline:
+                    raise error("timeout", "loop: a kernel did not end; its memory is kept")
+                time.sleep(1e-3)
+        self._running, self._dead = False, True
+        for one in self._executors:
+            one.close()
+
+    def read(self, one: Slice, rank: int | None = None) -> NDArray[Any]:
+        """A copy of a slice's elements. Not while the loop runs."""
+        return self._executor(rank).read(one)
+
+    def write(self, one: Slice, data: NDArray[Any], rank: int | None = None) -> None:
+        """Not while the loop runs."""
+        data = np.ascontiguousarray(data, one.buffer.dtype).ravel()
+        if data.size != one.count:
+            raise error("invalid", f"loop: {data.size} elements for {one.count}")
+        self._executor(rank).write(one, data)
+
+    def times(self, rank: int | None = None) -> NDArray[np.int64]:
+        """Nanoseconds at which the last iterations began, 4096 at most, and of their stamps: a row
+        for each, by the clock of the rank's GPU."""
+        one = self._executor(rank)
+        found = one.times
+        first = max(0, one.base - TIMES)
+        return np.array([found[i % TIMES] for i in range(first, one.base)], np.int64)
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _seconds(self, timeout: float | None) -> float:
+        return float(self._comm.timeout) if timeout is None else defaults.seconds(timeout)
+
+    def _executor(self, rank: int | None) -> Executor:
+        local: list[int] = self._comm.local_ranks
+        if rank is None and len(local) == 1:
+            return self._executors[0]
+        if rank not in local:
+            raise error("invalid", f"rank {rank} is not local; local ranks: {local}")
+        return self._executors[local.index(rank)]
+
+
+def _check_places(graph: Graph, buffers: Sequence[Window], requests: Any) -> None:
+    for one in graph.buffers.values():
+        if one.number is None:
+            continue
+        if not 0 <= one.number < len(buffers):
+            raise error("invalid", f"loop: buffer {one.name}: there is no window {one.number}")
+        if one.offset + one.count * one.itemsize > buffers[one.number].nbytes:
+            raise error("invalid", f"loop: buffer {one.name} ends behind its window")
+    if requests is None and any(one.peer >= 0 for one in graph.operators):
+        raise error("invalid", "loop: puts, waits and barriers need requests=")

@@ -1,0 +1,240 @@
+"""Loops on the host: graphs, dependencies, counters, ends and aborts, beside plain references; and
+the generated kernel, as host code and as nvcc compiles it."""
+
+import shutil
+import subprocess
+import time
+
+import generated
+import graphs
+import numpy as np
+import pytest
+
+import offcore
+from offcore import loop
+from offcore.loop import nvrtc, plan, source
+
+RNG = np.random.default_rng(3)
+
+
+def refused(code, call):
+    with pytest.raises(offcore.Error) as told:
+        call()
+    assert told.value.code == code, told.value
+    return str(told.value)
+
+
+@pytest.fixture
+def comm():
+    with offcore.Communicator(backend="host", ranks=2, timeout=20) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(512, 1), (512, 3), (65536, 4)])
+def test_all_reduce(comm, count, blocks):
+    made = graphs.all_reduce(count)
+    windows = [comm.window(count * 4) for _ in range(2)]
+    data = [RNG.integers(0, 1 << 32, count, "uint32") for _ in range(2)]
+    with (
+        comm.requests(windows, chunk=256) as requests,
+        loop.Loop(comm, made, buffers=windows, requests=requests, blocks=blocks) as looped,
+    ):
+        for rank in range(2):
+            looped.write(made[rank].buffers["data"][:], data[rank], rank)
+        looped.run(3)
+        looped.run(4)
+        want = graphs.all_reduce_expected(data, 7)
+        for rank in range(2):
+            assert (looped.read(made[rank].buffers["data"][:], rank) == want[rank]).all()
+            assert looped.times(rank).shape == (7, 1)
+            assert (np.diff(looped.times(rank)[:, 0]) > 0).all()
+        looped.start()
+        time.sleep(0.05)
+        ended = looped.stop()
+        assert ended >= 7
+        want = graphs.all_reduce_expected(data, ended)
+        for rank in range(2):
+            assert (looped.read(made[rank].buffers["data"][:], rank) == want[rank]).all()
+
+
+def test_mlp(comm):
+    rows, width, hidden, iterations = 70, 64, 96, 5
+    made = graphs.mlp(rows, width, hidden)
+    windows = [comm.window(rows * width * 4) for _ in range(3)]
+    x = RNG.integers(0, 2, rows * width).astype(np.float32)
+    weights = [
+        [RNG.integers(-1, 2, n * hidden).astype(np.float32) for n in (width, width)]
+        for _ in range(2)
+    ]
+    with (
+        comm.requests(windows, chunk=256) as requests,
+        loop.Loop(comm, made, buffers=windows, requests=requests) as looped,
+    ):
+        for rank in range(2):
+            for name, one in (("x", x), ("w1", weights[rank][0]), ("w2", weights[rank][1])):
+                looped.write(made[rank].buffers[name][:], one, rank)
+        looped.run(iterations)
+        want = graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
+        for rank in range(2):
+            assert (looped.read(made[rank].buffers["x"][:], rank) == want).all()
+
+
+def test_one_rank_without_requests():
+    with offcore.Communicator(backend="host", ranks=1) as comm:
+        graph = loop.Graph(0, 1)
+        a, b = graph.buffer("a", 40000, "int32"), graph.buffer("b", 10000, "int32")
+        graph.reduce(b, a)
+        graph.stamp()
+        graph.map(loop.ADD, a.buffer[:10000], a.buffer[:10000], b)
+        graph.copy(a.buffer[10000:20000], b)
+        data = RNG.integers(-100, 100, 40000).astype(np.int32)
+        with loop.Loop(comm, [graph]) as looped:
+            looped.write(a, data)
+            looped.run(6)
+            for _ in range(6):
+                total = data.reshape(4, -1).sum(0, dtype=np.int32)
+                data[:10000] += total
+                data[10000:20000] = total
+            assert (looped.read(a) == data).all()
+            times = looped.times()
+            assert times.shape == (6, 2)
+            assert (np.diff(times.ravel()) > 0).all()
+            assert "launches nothing" in refused(
+                "unsupported", lambda: looped.run(1, launched=True)
+            )
+
+
+def test_a_peer_that_does_not_send(comm):
+    """The wait ends by its limit, by an abort, or by the engine's end; the loop is dead then."""
+    for how, code in (("limit", "timeout"), ("abort", "cancelled")):
+        graph = [loop.Graph(rank, 2) for rank in range(2)]
+        for one in graph:
+            one.barrier()
+        windows = [comm.window(4096)]
+        limit = 0.2 if how == "limit" else 20.0
+        with comm.requests(windows) as requests:
+            looped = loop.Loop(comm, graph, buffers=windows, requests=requests, limit=limit)
+            looped._executors[1].start = lambda *_: None
+            looped.start(5)
+            if how == "abort":
+                time.sleep(0.05)
+                assert refused("timeout", lambda looped=looped: looped.wait(0.01))
+                looped.abort()
+            text = refused(code, looped.wait)
+            assert "rank 0" in text
+            assert "block" in text
+            refused("invalid", lambda looped=looped: looped.start(1))
+            looped.close()
+
+
+def test_what_is_refused(comm):
+    graph = loop.Graph(0, 2)
+    a = graph.buffer("a", 64)
+    b = graph.buffer("b", 64, number=0)
+    refused("unsupported", lambda: graph.buffer("h", 8, "float16"))
+    refused("invalid", lambda: graph.buffer("a", 8))
+    refused("invalid", lambda: graph.map(loop.ADD, a, a.buffer[:32], a))
+    refused("invalid", lambda: graph.map(loop.COPY, a.buffer[:32], a.buffer[1:33]))
+    refused("invalid", lambda: graph.put(1, b, a))
+    refused("invalid", lambda: graph.put(0, b, b))
+    refused("invalid", lambda: graph.gemm(a, b, b, 8, 8, 7))
+    graph.put(1, b, b)
+    other = loop.Graph(1, 2)
+    text = refused("invalid", lambda: loop.Loop(comm, [graph, other]))
+    assert "rank 0's puts to rank 1 are not its waits" in text
+    other.buffer("b", 64, number=0)
+    other.wait(0, other.buffers["b"][:])
+    text = refused("invalid", lambda: loop.Loop(comm, [graph, other]))
+    assert "no window 0" in text
+    windows = [comm.window(256)]
+    text = refused("invalid", lambda: loop.Loop(comm, [graph, other], buffers=windows))
+    assert "requests=" in text
+
+
+def test_a_schedule_is_the_graphs_puts():
+    made = graphs.all_reduce(512)
+    assert loop.schedule_of(made) == [
+        [offcore.Put(1, 1, 0, 4, 4), offcore.Put(1, 0, 0, 0, 4)],
+        [offcore.Put(0, 1, 0, 0, 4), offcore.Put(0, 0, 0, 4, 4)],
+    ]
+
+
+def test_instructions():
+    """No wait that program order or an earlier wait implies."""
+    lists = loop.Plan(graphs.all_reduce(512)[0], 2).blocks
+    kinds = [one.kind for one in lists[0]]
+    assert kinds.count(plan.RUN) == 3
+    assert kinds.count(plan.ARRIVED) == 3
+    assert plan.AWAIT not in kinds
+    assert lists[1] == []
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_generated_kernel_as_host_code(comm, tmp_path):
+    rows, width, hidden, iterations = 70, 64, 96, 5
+    made = graphs.mlp(rows, width, hidden)
+    sides = [comm.empty(rows * width, "float32") for _ in range(3)]
+    x = RNG.integers(0, 2, rows * width).astype(np.float32)
+    weights = [
+        [RNG.integers(-1, 2, n * hidden).astype(np.float32) for n in (width, width)]
+        for _ in range(2)
+    ]
+    with comm.requests(sides, chunk=256) as requests:
+        kernels = []
+        for rank, graph in enumerate(made):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            planned = loop.Plan(graph, 3)
+            library = generated.compiled(planned, folder, "c++")
+            memory = {"h": np.zeros(rows * hidden, np.float32)}
+            memory |= dict(zip(("w1", "w2"), weights[rank], strict=True))
+            memory |= {
+                name: side[rank] for name, side in zip(("x", "got", "y"), sides, strict=True)
+            }
+            memory["x"][:] = x
+            port = requests.port(rank)
+            kernels.append(generated.Generated(planned, library, memory, port))
+        for turn in (2, 3):
+            for one in kernels:
+                one.start(turn)
+            assert [one.join() for one in kernels] == [0, 0]
+        want = graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
+        for one in kernels:
+            assert (one.memory["x"] == want).all()
+        for one in kernels:  # without an end, until both are told
+            one.start()
+        time.sleep(0.02)
+        begun = []
+        for one in kernels:
+            one.shared.stop = 1
+            begun.append(one.shared.begun)
+        for one in kernels:
+            one.shared.end = max(begun) + 1
+        assert [one.join() for one in kernels] == [0, 0]
+        want = graphs.mlp_expected(x, weights, rows, width, hidden, max(begun))
+        for one in kernels:
+            assert (one.memory["x"] == want).all()
+            one.args.base = max(begun)
+        kernels[0].start(1)  # alone: it waits for the other's put
+        kernels[0].shared.abort = 1
+        assert kernels[0].join() & 255 == 15
+
+
+def test_nvcc_compiles_the_text(tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    file = tmp_path / "loop.cu"
+    file.write_text(source.text_of(loop.Plan(graphs.mlp(70, 64, 96)[0], 8)), "utf-8")
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-ptx", "-o", str(tmp_path / "loop.ptx")]
+    command += [f"-I{one}" for one in source.include_paths()]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ".entry offcore_loop" in (tmp_path / "loop.ptx").read_text("utf-8")
+
+
+def test_without_nvrtc(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["libnone.so"])
+    nvrtc.library.cache_clear()
+    assert "nvidia-cuda-nvrtc" in refused("unsupported", nvrtc.library)
+    nvrtc.library.cache_clear()
