@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from needs import require
 
-sys.path.append(str(Path(__file__).parent))
-require("torch")
-import torch
-import vllm_engine as engine
-
+import needs
 import offcore
 from offcore.errors import error
 from offcore.serving import engines, vllm
+
+sys.path.append(str(Path(__file__).parent))
+import vllm_engine as engine
+
+needs.require("torch")
+import torch  # noqa: E402
 
 BLOCKS, PAGE, USED = 32, 48, 40  # of a tensor; the last 8 bytes of a page are padding
 

@@ -1,4 +1,4 @@
-"""The parts of vLLM that its adapter meets, in the smallest form, as modules that can be imported."""
+"""The parts of vLLM that its adapter meets, in the smallest form, as modules to import."""
 
 from __future__ import annotations
 
