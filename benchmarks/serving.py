@@ -44,6 +44,7 @@ import random
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ from serving_beside import beside
 from serving_model import MODELS, attention, model_of
 from serving_peers import TorchTier, TorchTransfer
 from serving_table import ARMS, COPYING, Row, table_of
+from serving_times import Times
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as engine_logging
 
@@ -211,6 +213,7 @@ def measure(
 ) -> tuple[Row, list[Any]]:
     """Medians of the rounds for one hit rate, and all tokens; `seen`: prompts computed before."""
     firsts, lasts, rates, tokens = [], [], [], []
+    parts: list[dict[str, float]] = []
     loaded = engine.loaded
     kept = case.prompt * hit // 100 // args.block * args.block
     for turn in range(args.rounds):
@@ -221,7 +224,11 @@ def measure(
         if engine.arm != "gpu":
             engine.forget()
         time.sleep(0.05)  # stores end
-        outputs, seconds = engine.run(prompts, args.new)
+        times = Times()
+        with times.of(engine.cache, engine.model) if args.breakdown else nullcontext():
+            outputs, seconds = engine.run(prompts, args.new)
+        if args.breakdown:
+            parts.append(times.row())
         ttft = [one.timestamps[0] - one.created_time for one in outputs]
         firsts.append(statistics.median(ttft))
         lasts.append(max(ttft))
@@ -234,6 +241,8 @@ def measure(
         "loaded_blocks": engine.loaded - loaded,
         "expected_blocks": kept // args.block * case.batch * args.rounds if engine.tier else 0,
     }
+    for name in parts[0] if parts else ():
+        row[name] = statistics.median(one.get(name, 0.0) for one in parts)
     return row, tokens
 
 
@@ -358,6 +367,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", default=None)
     parser.add_argument("--hits", default=None, help="percent, by commas")
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--breakdown", action="store_true", help="host time of each part, in rows")
     parser.add_argument("--rounds", type=int, default=None, help="3; 2 with --quick")
     parser.add_argument("--new", type=int, default=8, help="tokens a request")
     parser.add_argument("--swap-new", type=int, default=256, help="tokens a request in swap")

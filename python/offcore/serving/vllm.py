@@ -1,0 +1,241 @@
+"""vLLM's offloading connector with its copies made by offcore.
+
+    vllm serve MODEL --kv-offloading-size 64 --kv-transfer-config '{
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "OffcoreOffloadingSpec"}}'
+
+vLLM finds the name by the entry point of this package. Without entry points, add
+"spec_module_path": "offcore.serving.vllm". The scheduler's side (lookup, eviction, numbering of
+chunks) stays vLLM's; the worker's copies and its host memory are offcore's. The key "offcore" of
+the extra configuration has arguments of `kv.BlockTransfer`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offcore import kv
+from offcore.errors import Error, error
+from offcore.serving.engines import fits, known, log, say_once
+
+VERSIONS = ("0.26", "0.33")
+NAME = "OffcoreOffloadingSpec"
+_OFFLOAD = "vllm.v1.kv_offload"
+_ATTEMPTS = 3  # a failed copy is tried again, as vLLM stops at a job that failed
+
+
+def register() -> None:
+    """vLLM's plugin: makes `spec_name` known, in each process and as often as it is called."""
+    try:
+        factory = importlib.import_module(f"{_OFFLOAD}.factory").OffloadingSpecFactory
+        factory.register_spec(NAME, __name__, NAME)
+    except (ImportError, AttributeError, ValueError):  # a vLLM without it, or registered already
+        return
+
+
+def __getattr__(name: str) -> Any:
+    """The spec is a subclass of vLLM's, which is imported when it is first asked for."""
+    if name != NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[NAME] = made = _spec()
+    return made
+
+
+def _spec() -> type:
+    try:
+        version = importlib.import_module("vllm").__version__
+        own: Any = importlib.import_module(f"{_OFFLOAD}.cpu.spec").CPUOffloadingSpec
+        base: Any = importlib.import_module(f"{_OFFLOAD}.base")
+    except (ImportError, AttributeError) as why:
+        raise error("unsupported", f"vLLM's CPU offloading cannot be imported: {why}") from None
+    fit = known("vLLM", version, VERSIONS) and fits("vLLM", own.create_worker, ("kv_caches",))
+
+    def create_worker(self: Any, kv_caches: Any) -> Any:
+        views = _views(self, kv_caches) if fit else None
+        if views is None:
+            return own.create_worker(self, kv_caches)
+        chunks, per_chunk = _numbers(self)
+        options = self.extra_config.get("offcore", {})
+        return worker(base.TransferResult, views, chunks, per_chunk, options)
+
+    worker: Any = type("OffcoreOffloadingWorker", (Worker, base.OffloadingWorker), {})
+    return type(NAME, (own,), {"create_worker": create_worker, "__module__": __name__})
+
+
+def _numbers(spec: Any) -> tuple[int, int]:
+    """How many chunks the scheduler numbers, and the blocks of each; 0.26 and 0.33 differ."""
+    chunks = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks
+    return int(chunks), int(spec.blocks_per_chunk)
+
+
+def _views(spec: Any, kv_caches: Any) -> list[Any] | None:
+    """The bytes of a block in each tensor, (blocks, bytes); None for what stays vLLM's."""
+    refs = [
+        [(ref.tensor_idx, ref.page_size_bytes) for ref in group]
+        for group in kv_caches.group_data_refs
+    ]
+    kept = ""
+    views: list[Any] = []
+    if getattr(spec, "replicated_layout", False) or getattr(spec, "canonical_layout", False):
+        kept = "host memory that ranks share"
+    elif any(group != refs[0] for group in refs):
+        kept = "groups of layers whose pages differ"
+    elif not _numbers(spec)[0]:
+        kept = "host memory for less than a chunk"
+    else:
+        torch = importlib.import_module("torch")
+        try:
+            for index, used in refs[0]:
+                whole = kv_caches.tensors[index]
+                pages = whole.tensor.view(torch.int8).view(-1, whole.page_size_bytes)
+                views.append(pages[:, :used])
+            kv.Layout(views)
+        except (RuntimeError, Error) as why:
+            kept = f"a cache that is no table of blocks ({str(why).splitlines()[0]})"
+    if kept:
+        say_once(f"vLLM keeps its own copies: {kept} is not supported by offcore.serving")
+    return None if kept else views
+
+
+def slots_of(gpu: Any, chunks: NDArray[Any], per_chunk: int) -> NDArray[np.int64]:
+    """The row of host memory of each of a job's GPU blocks.
+
+    gpu: vLLM's GPULoadStoreSpec: group_sizes, and the index of each group's first block in its
+        request, which begins within a chunk where it is no multiple of `per_chunk`.
+    chunks: the numbers of all chunks that these blocks lie in, group after group.
+    """
+    rows = np.asarray(chunks, np.int64)[:, np.newaxis] * per_chunk + np.arange(per_chunk)
+    parts = [np.empty(0, np.int64)]
+    at = 0
+    for size, first in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+        skipped = first % per_chunk if size else 0
+        count = -(-(skipped + size) // per_chunk)
+        parts.append(rows[at : at + count].ravel()[skipped : skipped + size])
+        at += count
+    slots = np.concatenate(parts)
+    if at != len(chunks) or len(slots) != len(gpu.block_ids):
+        raise error(
+            "invalid",
+            f"vLLM names {len(chunks)} chunks of {per_chunk} blocks for {len(gpu.block_ids)} "
+            f"blocks in groups of {list(gpu.group_sizes)}: the groups take {at} chunks",
+        )
+    return slots
+
+
+@dataclass
+class _Job:
+    number: int
+    start: Any  # starts the copies (again)
+    copies: Any
+    attempts: int = 1
+
+
+class Worker:
+    """Copies for one worker of vLLM, between its GPU's cache and host memory of its own.
+
+    result: vLLM's TransferResult. views: (blocks, bytes) of each tensor. The host memory has a row
+    for each of `chunks * per_chunk` blocks, and is registered in the background from now on; the
+    first job waits for the rest of that.
+    """
+
+    def __init__(
+        self, result: Any, views: list[Any], chunks: int, per_chunk: int, options: dict[str, Any]
+    ) -> None:
+        layout = kv.Layout(views)
+        where: dict[str, Any] = {"backend": "host"}
+        if layout.device != -1:
+            where = {"backend": "cuda", "device": layout.device}
+        self._result = result
+        self._per_chunk = per_chunk
+        self._pool = kv.HostPool(layout.block_bytes, chunks * per_chunk, **where)
+        self._transfer = kv.BlockTransfer(layout, self._pool, **options)
+        self._jobs: dict[int, _Job] = {}
+        self._ready = False
+        self._closed = False
+        self._process = os.getpid()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Starts to copy GPU blocks to chunks, after what the current stream has been given."""
+        return self._submit(job_id, self._transfer.store, src_spec, dst_spec.block_ids, 0)
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Starts to copy chunks to GPU blocks; expedited: ahead of others not enqueued yet."""
+        priority = int(expedited)
+        return self._submit(job_id, self._transfer.load, dst_spec, src_spec.block_ids, priority)
+
+    def _submit(
+        self, number: int, start: Any, gpu: Any, chunks: NDArray[Any], priority: int
+    ) -> bool:
+        if self._closed:
+            raise error("cancelled", f"job {number}: the offloading worker is shut down")
+        if os.getpid() != self._process:
+            raise error(
+                "unsupported",
+                "a forked process has no GPU memory of its parent's: create the worker in it",
+            )
+        if number in self._jobs:
+            raise error("invalid", f"job {number} is under way already")
+        if not self._ready:
+            self._pool.wait_ready()
+            self._pool.allocate(self._pool.blocks)  # the scheduler gives rows out, all of them
+            self._ready = True
+        blocks, slots = np.asarray(gpu.block_ids, np.int64), slots_of(gpu, chunks, self._per_chunk)
+        after = None
+        if self._transfer.backend == "cuda":
+            torch = importlib.import_module("torch")
+            after = torch.cuda.current_stream(self._transfer.device)
+
+        def copies() -> Any:
+            return start(blocks, slots, priority=priority, after=after)
+
+        self._jobs[number] = _Job(number, copies, copies())
+        return True
+
+    def get_finished(self) -> list[Any]:
+        """Results of the jobs that have ended since the last call. Raises `Error` for copies that
+        fail again and again."""
+        ended = [job for job in self._jobs.values() if job.copies.done()]
+        return [self._result_of(job) for job in ended if self._succeeded(job)]
+
+    def _succeeded(self, job: _Job) -> bool:
+        """Waits for a job; starts it again where it failed."""
+        try:
+            job.copies.wait()
+        except Error as why:
+            if why.code == "timeout" or job.attempts == _ATTEMPTS:
+                raise
+            log.warning("job %d of vLLM's is tried again: %s", job.number, why)
+            job.attempts += 1
+            job.copies = job.start()
+            return False
+        return True
+
+    def _result_of(self, job: _Job) -> Any:
+        del self._jobs[job.number]
+        done = job.copies.wait()
+        return self._result(job.number, True, done.bytes, done.copy_us / 1e6)
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Until these jobs have ended; `get_finished` still tells of them."""
+        for number in job_ids:
+            job = self._jobs.get(number)
+            while job is not None and not self._succeeded(job):
+                pass
+
+    def shutdown(self) -> None:
+        """Waits for all jobs and gives the host memory back."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self._transfer.close()
+        self._jobs.clear()
+        self._pool.close()
