@@ -1,0 +1,63 @@
+"""Overlap as it was measured on 2 x H200, and what a measurement does with failures."""
+
+from typing import Any
+
+import pytest
+
+import offcore
+from offcore.errors import error
+from offcore.tools.overlap.measure import Case, Sweep
+from offcore.tools.overlap.stage import GEMM, Part, Shape
+
+
+class Failing:
+    """A stage of a rank where one strategy fails."""
+
+    backend, machine, library, rank, ranks, cores = "none", "toy", "nccl", 0, 2, 8
+    comm = None
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def prepare(self, shape: Shape) -> None:
+        pass
+
+    def room(self, op: str) -> int:
+        return 1 << 40
+
+    def refusal(self, part: Part) -> str:
+        return ""
+
+    def ends_us(self, parts: list[Part], warmup: int, measured: int) -> list[list[float]]:
+        if [part.what for part in parts] == [GEMM, "kernel"] and not parts[1].behind:
+            raise self._failure
+        return [[10.0] * len(parts)] * measured
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def agreed(self, failure: str) -> str:
+        return f"rank 0: {failure}" if failure else ""
+
+    def elapsed_s(self) -> float:
+        return 0.0
+
+
+CASES = ("serial", "base", "ConCCL")
+
+
+def rows_of(failure: Exception) -> list[dict[str, Any]]:
+    stage: Any = Failing(failure)
+    sweep = Sweep(stage, (8,), (8,), 100.0)
+    return list(sweep.rows([Case("cb1", Shape(8, 8, 8), "all_gather", 8192)], CASES))
+
+
+def test_a_failure_is_a_row_and_the_rest_goes_on() -> None:
+    found = rows_of(RuntimeError("no memory"))
+    assert found[1] == {"failed": "all_gather cb1 8192 base: rank 0: RuntimeError: no memory"}
+    assert [row.get("strategy") for row in found] == ["serial", None, "ConCCL"]
+
+
+def test_processes_that_hang_end_the_sweep() -> None:
+    with pytest.raises(offcore.Error, match="rank 1: the GPU"):
+        rows_of(error("timeout", "rank 1: the GPU has not ended a run"))
