@@ -1,13 +1,45 @@
 """Overlap as it was measured on 2 x H200, and what a measurement does with failures."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offcore
+from offcore import overlap
 from offcore.errors import error
+from offcore.tools.overlap import tabled
 from offcore.tools.overlap.measure import Case, Sweep
 from offcore.tools.overlap.stage import GEMM, Part, Shape
+from offcore.tools.records import read_records
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROWS = read_records(RESULTS / "overlap-h200-2.jsonl")
+
+
+def test_tables_that_come_along_are_of_the_recorded_rows() -> None:
+    """To make them anew: offcore overlap characterise --rows ... --out ..."""
+    tables = overlap.load("h200-2")
+    assert tables == tabled.tables_of(ROWS, tables.source)
+
+
+def test_plans_on_combinations_that_tables_are_not_of() -> None:
+    found = tabled.judged(ROWS, overlap.load("h200-2"))
+    assert len(found) == 32
+    published = [one for one in found if "m128" not in one.name and "m256" not in one.name]
+    assert sum(one.right for one in found) >= 28
+    assert sum(one.right for one in published) >= 27
+    assert max(one.lost for one in published) < 0.02
+    told = tabled.lines(found)
+    assert len(told) == 1 + sum(not one.right for one in found)
+
+
+def test_rows_without_curves_make_no_tables() -> None:
+    few = [row for row in ROWS if row.get("measure") != "gemm"]
+    with pytest.raises(offcore.Error, match="lack the curve of cb1"):
+        tabled.tables_of(few, "")
+    with pytest.raises(offcore.Error, match="no peaks of"):
+        tabled.tables_of([], "")
 
 
 class Failing:

@@ -18,7 +18,7 @@ from offcore.tools import plot, report
 from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap import plot as overlap_plot
-from offcore.tools.overlap import sweep, text
+from offcore.tools.overlap import sweep, tabled, text
 from offcore.tools.papers.conccl import fit
 from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
@@ -92,21 +92,35 @@ def run_command(
 @app.command("characterise")
 def characterise_command(
     machine: SimMachineOption = models.NAME,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rows measured on GPUs (benchmarks/gpu_overlap.py); default: simulate.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The tables; default: in your folder of machines."),
     ] = None,
 ) -> None:
-    """Write the tables from which advise plans, of the simulated machine: slowdowns by cores,
-    latencies, and what kernels cost each other.
+    """Write the tables from which advise plans: slowdowns by cores, latencies, and what kernels
+    cost each other; of the simulated machine, or from rows that were measured on GPUs.
+
+    With rows it also says how plans do on the combinations that the tables were not made from.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
+    offcore overlap characterise --rows overlap-h200-2.jsonl
     """
-    model, _ = models.load(machine)
-    path = out or folders.machines() / "overlap" / f"{machine}.json"
+    if rows is None:
+        tables = sweep.characterise(models.load(machine)[0])
+    else:
+        measured = read_records(rows)
+        tables = tabled.tables_of(measured, f"measured: {rows.name}")
+        typer.echo("\n".join(tabled.lines(tabled.judged(measured, tables))))
+    path = out or folders.machines() / "overlap" / f"{tables.machine}.json"
     folders.prepare(path.parent)
-    tables = sweep.characterise(model)
     path.write_text(tables.to_json(), "utf-8")
     typer.echo(f"tables: {path}, {len(tables.rows)} rows")
 

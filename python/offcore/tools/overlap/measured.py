@@ -22,7 +22,7 @@ from offcore.tools.overlap.sweep import measure as simulate
 MODULE = "offcore.tools.overlap.rank"
 CORES = {"cuda": (8, 16, 32), "host": (1,)}
 SMS = (124, 116, 108, 100, 92, 84, 76, 68, 64, 32, 16, 8)  # that curves of GEMMs are taken at
-IDLE = {"cuda": (8,), "host": (1,)}
+IDLE = {"cuda": (8, 16, 32), "host": (1,)}
 SHRUNK = {"cuda": 1, "host": 16}
 REDUCING = ("reduce_scatter", "all_reduce")
 STEPS = ("curve", "collectives", "run", "matmul", "energy")
