@@ -8,7 +8,7 @@ import pytest
 import offcore
 from offcore import overlap
 from offcore.errors import error
-from offcore.tools.overlap import tabled
+from offcore.tools.overlap import energy, summary, tabled
 from offcore.tools.overlap.measure import Case, Sweep
 from offcore.tools.overlap.stage import GEMM, Part, Shape
 from offcore.tools.records import read_records
@@ -93,3 +93,29 @@ def test_a_failure_is_a_row_and_the_rest_goes_on() -> None:
 def test_processes_that_hang_end_the_sweep() -> None:
     with pytest.raises(offcore.Error, match="rank 1: the GPU"):
         rows_of(error("timeout", "rank 1: the GPU has not ended a run"))
+
+
+class Counting(Failing):
+    """A stage whose loops take 1 ms a run and draw 300 W, or 100 W when idle."""
+
+    def energy(self, parts: list[Part], seconds: float) -> dict[str, float]:
+        watts, runs = (300.0, round(seconds * 1e3)) if parts else (100.0, 0)
+        joules = watts * seconds + 100.0 * 0.05
+        found = {"joules": joules, "watts": joules / (seconds + 0.05), "runs": runs}
+        return found | {"busy_s": seconds, "counted_s": seconds + 0.05, "sm_mhz": 1980}
+
+
+def test_joules_of_a_run_are_without_the_idle_rest() -> None:
+    stage: Any = Counting(RuntimeError())
+    cases = [
+        Case("cb1", Shape(8, 8, 8), "all_gather", 8192),
+        Case("", Shape(1, 1, 1), "all_gather", 1 << 20),
+    ]
+    job = {"energy_s": 6.0, "trials": 5, "limit_s": 99.0, "loops": ["base", "sp", "ConCCL"]}
+    rows = list(energy.rows(stage, cases, job | {"energy_cores": 4}))
+    assert [row["strategy"] for row in rows] == ["base", "sp", "ConCCL", "kernel", "engines"]
+    assert [row["joules"] for row in rows] == pytest.approx([0.3] * 5)
+    assert [row["joules_above_idle"] for row in rows] == pytest.approx([0.2] * 5)
+    assert rows[-1]["joules_a_gb"] == pytest.approx(0.3 / (1 << 20) * 1e9, rel=1e-3)
+    assert rows[0]["joules_a_gb"] is None
+    assert len(summary.energy_lines(rows)) == 5

@@ -30,6 +30,7 @@ _LATER_US = 15  # between one launch and the next
 _CYCLES_A_US = 1900
 _SPARE = 3 << 30  # bytes of a GPU's memory that libraries get
 _AHEAD = 4  # runs of an endless loop that are enqueued before the first has ended
+_SAMPLED = 8  # whose time says how many fill the seconds of a loop
 _PARTS_MOST = 4
 _LOOK_S = 1e-4
 _LIMIT_S = 20  # of a wait for other ranks, and for the GPU
@@ -332,9 +333,8 @@ class GpuStage:
     def energy(self, parts: Sequence[Part], seconds: float) -> dict[str, float]:
         if self._gpu is None:
             return {}
-        one_us = sorted(map(max, self.ends_us(parts, 2, 3)))[1] if parts else 0.0
-        runs = max(_AHEAD, math.ceil(seconds * 1e6 / one_us)) if parts else 0
         calls = [self._made(part) for part in parts]
+        runs = self._runs_in(calls, seconds) if parts else 0
         self._dist.barrier()
         before_s, before_mj = self._gpu.tick()
         if parts:
@@ -355,6 +355,15 @@ class GpuStage:
             sum(one[name] for one in told) / self.ranks
             for name in ("watts", "runs", "joules", "busy_s", "counted_s", "sm_mhz")
         }  # fmt: skip
+
+    def _runs_in(self, calls: Sequence[_Made], seconds: float) -> int:
+        """The same on all ranks. Small kernels last as long as it takes to enqueue them."""
+        self._loop(calls, _AHEAD)
+        began = time.perf_counter()
+        self._loop(calls, _SAMPLED)
+        took_s = self._torch.tensor(time.perf_counter() - began, dtype=self._torch.float64)
+        self._dist.all_reduce(took_s, op=self._dist.ReduceOp.MAX)
+        return max(_AHEAD, math.ceil(seconds * _SAMPLED / float(took_s)))
 
     def _loop(self, calls: Sequence[_Made], runs: int) -> None:
         """Each run begins when the one before has ended."""
