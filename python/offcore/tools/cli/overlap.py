@@ -156,11 +156,17 @@ class FigureName(str, Enum):
 @app.command("plot")
 def plot_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Rows of run (--json); for figure 5: tables.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Rows of run (--json), or measured; for figure 5: tables."
+        ),
     ],
     figure: Annotated[
         FigureName, typer.Option(metavar="5|7|8|10", help="ConCCL's figure.")
     ] = FigureName.engines,
+    published: Annotated[
+        bool, typer.Option("--published", help="Only ConCCL's 30 combinations of table II.")
+    ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
         "overlap.png"
     ),
@@ -175,9 +181,11 @@ def plot_command(
     if figure is FigureName.slowdowns:
         drawn = overlap_plot.draw_slowdowns(load(file))
     else:
-        rows = read_records(file)
+        # Measured files have rows of other kinds too: curves, joules, what failed.
+        rows = [row for row in read_records(file) if "strategy" in row and "speedup" in row]
+        rows = overlap_plot.of_table_ii(rows) if published else rows
         if not rows:
-            raise error("invalid", f"{file}: no rows")
+            raise error("invalid", f"{file}: no rows of run")
         if figure is FigureName.ideals:
             drawn = overlap_plot.draw_ideals(rows)
         else:
