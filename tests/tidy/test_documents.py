@@ -36,6 +36,7 @@ KINDS = {
         "docs/measurements/kv.md",
         "docs/measurements/mcast.md",
         "docs/measurements/model.md",
+        "docs/measurements/overlap.md",
     },
     "internals": {
         "docs/ARCHITECTURE.md",
