@@ -1,5 +1,6 @@
 """Overlap as it was measured on 2 x H200, and what a measurement does with failures."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def test_plans_on_combinations_that_tables_are_not_of() -> None:
     assert max(one.lost for one in published) < 0.02
     told = tabled.lines(found)
     assert len(told) == 1 + sum(not one.right for one in found)
+
+
+def test_estimates_beside_measurements() -> None:
+    """The mean is more than the 10 points that one would like."""
+    found = tabled.errors(ROWS, overlap.load("h200-2"))
+    assert {name: round(statistics.fmean(points), 1) for name, points in found.items()} == {
+        "sp": 13.8,
+        "sp_rp": 28.4,
+        "ConCCL": 15.1,
+    }
 
 
 def test_rows_without_curves_make_no_tables() -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -119,6 +120,12 @@ def characterise_command(
         measured = read_records(rows)
         tables = tabled.tables_of(measured, f"measured: {rows.name}")
         typer.echo("\n".join(tabled.lines(tabled.judged(measured, tables))))
+        for name, points in tabled.errors(measured, tables).items():
+            if points:
+                typer.echo(
+                    f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "
+                    f"mean, {median(points):.1f} in the median, {max(points):.0f} at most"
+                )
     path = out or folders.machines() / "overlap" / f"{tables.machine}.json"
     folders.prepare(path.parent)
     path.write_text(tables.to_json(), "utf-8")

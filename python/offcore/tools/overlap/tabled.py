@@ -10,6 +10,7 @@ from typing import Any
 
 from offcore.errors import error
 from offcore.overlap import Plan
+from offcore.overlap.classify import share_of_ideal
 from offcore.overlap.kernels import Collective, gemm
 from offcore.overlap.tables import Cores, Tables
 from offcore.sizes import format_bytes
@@ -177,3 +178,25 @@ def lines(found: Sequence[Judged]) -> list[str]:
 
 def _told(choice: _Choice) -> str:
     return f"{choice[0]} {choice[1]}" if choice[1] else choice[0]
+
+
+def errors(rows: Iterable[Row], tables: Tables) -> dict[str, list[float]]:
+    """By strategy, how far estimates from the tables and measured isolated times are from the
+    measured share of the ideal, in points of a hundred; for the combinations that judged takes."""
+    found: dict[str, list[float]] = {name: [] for name in ("sp", "sp_rp", "ConCCL")}
+    for (op, tag, nbytes), case in by_combination(rows).items():
+        if op not in OPS or tag in GEMMS.values() or any(one not in case for one in WEIGHED):
+            continue
+        first = case["serial"]
+        kernels = (
+            gemm(first["m"], first["n"], first["k"], name=tag, time_us=first["gemm_us"]),
+            Collective(op, nbytes, first["ranks"], time_us=first["kernel_us"]),
+        )
+        serial_us = first["gemm_us"] + first["kernel_us"]
+        choices = Plan(kernels, tables, allowed=WEIGHED).choices
+        for name, points in found.items():
+            speedup = serial_us / choices[name].time_us
+            points.append(
+                100 * abs(share_of_ideal(speedup, first["ideal_published"]) - case[name]["share"])
+            )
+    return found
