@@ -76,7 +76,7 @@ def cases(rows: Sequence[Row]) -> dict[_Case, dict[str, float]]:
     return found
 
 
-def of_table_ii(rows: Sequence[Row]) -> list[Row]:
+def of_table_ii(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of ConCCL's 30 combinations."""
     published = {split_tag(tag) for tag in COMBINATIONS}
     return [row for row in rows if row["op"] in OPS and (row["gemm"], row["bytes"]) in published]

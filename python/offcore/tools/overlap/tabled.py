@@ -146,8 +146,9 @@ def _choice(name: str, cores: int) -> _Choice:
 
 
 def _times(case: _Case, every: int) -> dict[_Choice, float]:
-    """Medians of all runs of a choice. Splits that lost were tried with two runs after one,
-    which are often faster than nine after six: their times are the winner's by the ratio of what was tried."""
+    """Medians of all runs of a choice. Splits that lost were tried with two runs after one, which
+    are often faster than nine after six: their times are the winner's by the ratio of what was
+    tried."""
     runs: dict[_Choice, list[float]] = {}
     scaled: dict[_Choice, float] = {}
     for name in WEIGHED:
