@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_overlap.py --quick       # a few of each, in two minutes
     python benchmarks/gpu_overlap.py               # all, in less than seven
+    python benchmarks/gpu_overlap.py --energy      # joules, beside a GEMM and alone, in nine
     python benchmarks/gpu_overlap.py --matched     # ConCCL's 30, sizes by the paper's time ratios
 
 All: all-gather and all-to-all in ConCCL's 15 sizes each, reduce-scatter, all-reduce and GEMMs of
@@ -33,12 +34,13 @@ REDUCED = ("cb1_896M", "mb1_896M", "cb4_1G")
 FEW_ROWS = ("m64_mb1_128M", "m128_mb1_128M", "m256_mb1_256M")
 QUICK = ("cb1_896M", "mb1_896M", "cb4_1G", "cb2_3.25G")
 CURVES = ("cb1", "mb1", "m64_mb1")
+ALONE = (64 << 10, 1 << 20, 32 << 20, 1 << 30)  # all-gathers whose joules are taken
 LOOPS = ("gemm", "kernel", "engines", "base", "rp", "ConCCL")
 MIB = 1 << 20
 LISTED = 20  # lines of a table, so that the rest is not pushed out of a short log
 STEP_S = 15.0  # what is silent for four times as long has hung
-LIMITS_S = {"quick": 115, "full": 390, "matched": 240}
-AFTER_S = {"quick": 45, "full": 110, "matched": 0}  # of these, for what follows the combinations
+LIMITS_S = {"quick": 115, "full": 390, "matched": 240, "energy": 560}
+AFTER_S = {"quick": 45, "full": 110}  # of these, for what follows the combinations
 SPARE_S = 8  # for the end
 
 
@@ -71,6 +73,15 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
     pairs = [(tag, op) for op in OPS for tag in tags]
     if kind == "matched":
         return [Asked(Request(**common, pairs=pairs, matched=True), end_s)]
+    if kind == "energy":
+        joules = Request(
+            **common,
+            steps=("energy",),
+            energy=[("cb1_896M", op) for op in OPS],
+            energy_alone=[("all_gather", nbytes) for nbytes in ALONE],
+            loops=("base", "sp", "ConCCL"),  # sp: the best of NCCL's kernels on 2 x H200
+        )
+        return [Asked(joules, end_s)]
     pairs += [(tag, op) for op in measured.REDUCING for tag in REDUCED[: 1 if quick else None]]
     pairs += [(tag, op) for op in OPS for tag in FEW_ROWS[: 1 if quick else None]]
     sizes = (64 << 10, 256 * MIB // max(1, args.shrink) ** 2)
@@ -151,15 +162,17 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--matched", action="store_true")
+    parser.add_argument("--energy", action="store_true")
     parser.add_argument("--backend", default="cuda", help="cuda, or host")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all by default")
     parser.add_argument("--limit", type=int, default=0, help="seconds, of the whole")
     parser.add_argument("--tags", default="all", help="GEMM_SIZE,...")
     parser.add_argument("--shrink", type=int, default=0, help="divides GEMMs' dimensions")
     args = parser.parse_args()
-    if args.quick and args.matched:
-        parser.error("--quick or --matched")
-    kind = "quick" if args.quick else "matched" if args.matched else "full"
+    kinds = [name for name in ("quick", "matched", "energy") if getattr(args, name)]
+    if len(kinds) > 1:
+        parser.error(f"--{' or --'.join(kinds)}")
+    kind = kinds[0] if kinds else "full"
     args.limit = args.limit or LIMITS_S[kind]
     began = time.monotonic()
     try:

@@ -38,6 +38,7 @@ KINDS = {
         "docs/measurements/kv.md",
         "docs/measurements/mcast.md",
         "docs/measurements/model.md",
+        "docs/measurements/overlap.md",
     },
     "internals": {
         "docs/ARCHITECTURE.md",

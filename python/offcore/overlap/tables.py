@@ -1,15 +1,18 @@
 """What is measured once on a machine, from which plans are made: overlap/NAME.json among the
-machine files (see offcore.machines). Rows are flat JSON objects, of three kinds:
+machine files (see offcore.machines). Rows are flat JSON objects, of four kinds:
 
     {"row": "slowdown", "kernel": "cb", "cores": 240, "slowdown": 1.27}
     {"row": "slowdown", "kernel": "all_gather", "bound": "latency", "cores": 8, "slowdown": 1.0}
     {"row": "latency", "kernel": "all_gather", "engines": true, "bytes": 65536, "time_us": 44.0}
+    {"row": "bandwidth", "kernel": "all_gather", "engines": true, "bytes": 1048576, "time_us": 50.0}
     {"row": "beside", "kernel": "mb", "other": "all_gather", "engines": true, "slowdown": 1.1}
 
 A slowdown is a time on that many cores by the time on all, or on a collective's default number of
 workgroups. One compute-bound ("cb") and one memory-bound ("mb") GEMM stand for all; collectives
-have a size that is latency-bound and one that is bandwidth-bound. A kernel beside another is as
-much slower as its memory traffic costs, on cores of its own; engines: one of the two runs there.
+have a size that is latency-bound and one that is bandwidth-bound; times of other sizes lie on the
+line through both, or, without a bandwidth row, on a roofline behind the latency. A kernel beside
+another is as much slower as its memory traffic costs, on cores of its own; engines: one of the two
+runs there.
 Pairs without a row do not slow each other down, but for collectives, which share the links.
 """
 
@@ -79,7 +82,15 @@ class Tables:
             return kernel.time_us
         if isinstance(kernel, Compute):
             return self.roofline_us(kernel)
-        return self._latency_us(kernel.op, engines) + self.roofline_us(kernel)
+        return self._collective_us(kernel, engines)
+
+    def _collective_us(self, kernel: Collective, engines: bool) -> float:
+        latency_us = self._latency_us(kernel.op, engines)
+        for row in self._of("bandwidth", kernel.op):
+            if row["engines"] is engines:
+                rest_us = float(row["time_us"]) - latency_us
+                return latency_us + max(rest_us, 0.0) * kernel.nbytes / float(row["bytes"])
+        return latency_us + self.roofline_us(kernel)
 
     def workgroups_of(self, kernel: Kernel) -> int:
         """Raises `Error`: invalid for a collective where neither it nor the tables say."""
@@ -143,6 +154,7 @@ class Tables:
 _KEYS = {
     "slowdown": {"row", "kernel", "cores", "slowdown"},
     "latency": {"row", "kernel", "engines", "bytes", "time_us"},
+    "bandwidth": {"row", "kernel", "engines", "bytes", "time_us"},
     "beside": {"row", "kernel", "other", "engines", "slowdown"},
 }
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from offcore.tools import plot, report
 from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap import plot as overlap_plot
-from offcore.tools.overlap import sweep, text
+from offcore.tools.overlap import sweep, tabled, text
 from offcore.tools.papers.conccl import fit
 from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
@@ -92,21 +93,41 @@ def run_command(
 @app.command("characterise")
 def characterise_command(
     machine: SimMachineOption = models.NAME,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rows measured on GPUs (benchmarks/gpu_overlap.py); default: simulate.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The tables; default: in your folder of machines."),
     ] = None,
 ) -> None:
-    """Write the tables from which advise plans, of the simulated machine: slowdowns by cores,
-    latencies, and what kernels cost each other.
+    """Write the tables from which advise plans: slowdowns by cores, latencies, and what kernels
+    cost each other; of the simulated machine, or from rows that were measured on GPUs.
+
+    With rows it also says how plans do on the combinations that the tables were not made from.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
+    offcore overlap characterise --rows overlap-h200-2.jsonl
     """
-    model, _ = models.load(machine)
-    path = out or folders.machines() / "overlap" / f"{machine}.json"
+    if rows is None:
+        tables = sweep.characterise(models.load(machine)[0])
+    else:
+        measured = read_records(rows)
+        tables = tabled.tables_of(measured, f"measured: {rows.name}")
+        typer.echo("\n".join(tabled.lines(tabled.judged(measured, tables))))
+        for name, points in tabled.errors(measured, tables).items():
+            if points:
+                typer.echo(
+                    f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "
+                    f"mean, {median(points):.1f} in the median, {max(points):.0f} at most"
+                )
+    path = out or folders.machines() / "overlap" / f"{tables.machine}.json"
     folders.prepare(path.parent)
-    tables = sweep.characterise(model)
     path.write_text(tables.to_json(), "utf-8")
     typer.echo(f"tables: {path}, {len(tables.rows)} rows")
 
@@ -142,11 +163,17 @@ class FigureName(str, Enum):
 @app.command("plot")
 def plot_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Rows of run (--json); for figure 5: tables.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Rows of run (--json), or measured; for figure 5: tables."
+        ),
     ],
     figure: Annotated[
         FigureName, typer.Option(metavar="5|7|8|10", help="ConCCL's figure.")
     ] = FigureName.engines,
+    published: Annotated[
+        bool, typer.Option("--published", help="Only ConCCL's 30 combinations of table II.")
+    ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
         "overlap.png"
     ),
@@ -161,9 +188,11 @@ def plot_command(
     if figure is FigureName.slowdowns:
         drawn = overlap_plot.draw_slowdowns(load(file))
     else:
-        rows = read_records(file)
+        # Measured files have rows of other kinds too: curves, joules, what failed.
+        rows = [row for row in read_records(file) if "strategy" in row and "speedup" in row]
+        rows = overlap_plot.of_table_ii(rows) if published else rows
         if not rows:
-            raise error("invalid", f"{file}: no rows")
+            raise error("invalid", f"{file}: no rows of run")
         if figure is FigureName.ideals:
             drawn = overlap_plot.draw_ideals(rows)
         else:

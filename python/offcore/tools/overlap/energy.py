@@ -23,6 +23,7 @@ def _loops(case: Case, rp: int, cores: int) -> dict[str, list[Part]]:
         "kernel": [kernel],
         "engines": [engines],
         "base": [gemm, kernel],
+        "sp": [replace(kernel, urgent=True), gemm],
         "rp": [Part(GEMM, cores=cores - rp), replace(kernel, cores=rp)],
         "ConCCL": [gemm, replace(engines, urgent=True)],
     }
@@ -36,11 +37,15 @@ def rows(stage: Stage, cases: Sequence[Case], job: dict[str, Any]) -> Iterator[d
         return
     for case in cases:
         if reason := too_large(stage, case.op, case.nbytes):
-            yield {"skipped": f"energy {case.op} {case.gemm}: {reason}"}
+            yield {"skipped": f"energy {case.op} {case.gemm} {case.nbytes}: {reason}"}
             continue
-        stage.prepare(case.shape)
+        names = job["loops"]
+        if case.gemm:
+            stage.prepare(case.shape)
+        else:
+            names = ("kernel", "engines")
         loops = _loops(case, job["energy_cores"], stage.cores)
-        wanted = {name: loops[name] for name in job["loops"]}
+        wanted = {name: loops[name] for name in names}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
         for _ in range(trials):
             for name, parts in wanted.items():
@@ -77,6 +82,7 @@ def _row(
         "joules": round(joules, 4),
         "joules_least": round(min(each), 4),
         "joules_most": round(max(each), 4),
+        "joules_a_gb": None if case.gemm else round(joules / case.nbytes * 1e9, 4),
         "joules_above_idle": round(joules - idle_w * time_s, 4),
         "watts": round(joules / time_s, 1),
         "idle_watts": round(idle_w, 1),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from offcore import machines
-from offcore.errors import Error
+from offcore.errors import Error, error
 from offcore.overlap.sms import sms_for_gemms
 from offcore.tools.bench.nccl import ENVIRONMENT as MULTICAST_OFF
 from offcore.tools.bench.nccl import profiled, verdict
@@ -30,8 +30,11 @@ _LATER_US = 15  # between one launch and the next
 _CYCLES_A_US = 1900
 _SPARE = 3 << 30  # bytes of a GPU's memory that libraries get
 _AHEAD = 4  # runs of an endless loop that are enqueued before the first has ended
+_SAMPLED = 8  # whose time says how many fill the seconds of a loop
 _PARTS_MOST = 4
-_LIMIT_S = 30  # of a wait for other ranks
+_LOOK_S = 1e-4
+_LIMIT_S = 20  # of a wait for other ranks, and for the GPU
+_ANSWER_S = _LIMIT_S + 10  # in which a rank that waits for one that failed has given up
 _NO_CTA = 2  # NCCL's CTA policy ZERO, where torch has no name for it
 _REDUCE = ("reduce_scatter", "all_reduce")
 
@@ -60,6 +63,8 @@ class GpuStage:
             device_id=self._device,
             timeout=datetime.timedelta(seconds=_LIMIT_S),
         )
+        answer = datetime.timedelta(seconds=_ANSWER_S)
+        self._answers = dist.new_group(backend="gloo", timeout=answer)
         self.machine = machines.for_gpus(ranks)
         properties = torch.cuda.get_device_properties(self._device)
         self.cores = int(properties.multi_processor_count)
@@ -162,8 +167,29 @@ class GpuStage:
 
     def agreed(self, failure: str) -> str:
         told = [""] * self.ranks
-        self._dist.all_gather_object(told, failure)
-        return next((one for one in told if one), "")
+        try:
+            self._dist.all_gather_object(told, failure, group=self._answers)
+        except RuntimeError as cause:
+            own = failure or "nothing failed here"
+            raise error(
+                "timeout",
+                f"rank {self.rank}: {own}; another rank has not answered in {_ANSWER_S} s: {cause}",
+            ) from cause
+        return "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told) if one)
+
+    def _finish(self) -> None:
+        """Waits for all work of the GPU. Raises `Error`: timeout."""
+        done = self._torch.cuda.Event()
+        for stream in {*self._gates, *self._streams.values()}:
+            self._torch.cuda.current_stream().wait_stream(stream)
+        done.record()
+        until_s = time.monotonic() + _LIMIT_S
+        while not done.query():
+            if time.monotonic() > until_s:
+                raise error(
+                    "timeout", f"rank {self.rank}: the GPU has not ended a run in {_LIMIT_S} s"
+                )
+            time.sleep(_LOOK_S)
 
     def _new_group(self, options: Any) -> Any:
         group = self._dist.new_group(
@@ -271,7 +297,7 @@ class GpuStage:
             begin, ends = self._enqueue(calls)
             if number == warmup + measured - 1 and self._gpu is not None:
                 self._facts = self._gpu.facts()
-            torch.cuda.synchronize()
+            self._finish()
             times.append([begin.elapsed_time(end) * 1e3 for end in ends])
         slowest = torch.tensor(times[warmup:], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -307,9 +333,8 @@ class GpuStage:
     def energy(self, parts: Sequence[Part], seconds: float) -> dict[str, float]:
         if self._gpu is None:
             return {}
-        one_us = sorted(map(max, self.ends_us(parts, 2, 3)))[1] if parts else 0.0
-        runs = max(_AHEAD, math.ceil(seconds * 1e6 / one_us)) if parts else 0
         calls = [self._made(part) for part in parts]
+        runs = self._runs_in(calls, seconds) if parts else 0
         self._dist.barrier()
         before_s, before_mj = self._gpu.tick()
         if parts:
@@ -330,6 +355,15 @@ class GpuStage:
             sum(one[name] for one in told) / self.ranks
             for name in ("watts", "runs", "joules", "busy_s", "counted_s", "sm_mhz")
         }  # fmt: skip
+
+    def _runs_in(self, calls: Sequence[_Made], seconds: float) -> int:
+        """The same on all ranks. Small kernels last as long as it takes to enqueue them."""
+        self._loop(calls, _AHEAD)
+        began = time.perf_counter()
+        self._loop(calls, _SAMPLED)
+        took_s = self._torch.tensor(time.perf_counter() - began, dtype=self._torch.float64)
+        self._dist.all_reduce(took_s, op=self._dist.ReduceOp.MAX)
+        return max(_AHEAD, math.ceil(seconds * _SAMPLED / float(took_s)))
 
     def _loop(self, calls: Sequence[_Made], runs: int) -> None:
         """Each run begins when the one before has ended."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.overlap import classify
 from offcore.tools.overlap.stage import (
     ENGINES,
@@ -153,6 +153,8 @@ class Sweep:
         try:
             row = self._measured(case, name, label)
         except Exception as cause:  # whatever libraries raise: the others can be measured
+            if isinstance(cause, Error) and cause.code == "timeout":
+                raise  # what hangs goes on in the GPU: only new processes can go on
             failure = f"{type(cause).__name__}: {str(cause)[:_TOLD]}"
         # A rank that waits for one that failed does not come here: its peer gives up in time.
         if told := self._stage.agreed(failure):

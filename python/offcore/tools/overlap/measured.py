@@ -22,7 +22,7 @@ from offcore.tools.overlap.sweep import measure as simulate
 MODULE = "offcore.tools.overlap.rank"
 CORES = {"cuda": (8, 16, 32), "host": (1,)}
 SMS = (124, 116, 108, 100, 92, 84, 76, 68, 64, 32, 16, 8)  # that curves of GEMMs are taken at
-IDLE = {"cuda": (8,), "host": (1,)}
+IDLE = {"cuda": (8, 16, 32), "host": (1,)}
 SHRUNK = {"cuda": 1, "host": 16}
 REDUCING = ("reduce_scatter", "all_reduce")
 STEPS = ("curve", "collectives", "run", "matmul", "energy")
@@ -39,7 +39,8 @@ SHAPES = GEMMS | FEW_ROWS
 class Request:
     """What to measure.
 
-    backend: "cuda" or "host". pairs, energy: GEMM_SIZE and an operation each. matched: sizes whose
+    backend: "cuda" or "host". pairs, energy: GEMM_SIZE and an operation each. energy_alone: an
+    operation and bytes each. matched: sizes whose
     time has the ratio to the GEMM's that it has on 8 MI300X, as the calibrated model gives it.
     shrink: divides the GEMMs' dimensions, and its square the sizes; 0: the backend's default.
     steps: of STEPS, in the order wanted. limit_s: after which nothing is begun. runs: warm-up, and
@@ -62,6 +63,7 @@ class Request:
     curve_sizes: Sequence[int] = ()
     dependent: Sequence[str] = ("cb1", "mb1")
     energy: Sequence[tuple[str, str]] = ()
+    energy_alone: Sequence[tuple[str, int]] = ()
     energy_s: float = 6.0
     trials: int = 5
     loops: Sequence[str] = ("base", "rp", "ConCCL")
@@ -133,6 +135,8 @@ def _sizes(request: Request, cases: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 def _job(request: Request, begin: int) -> dict[str, Any]:
     cases, energy = (_cases(request, pairs) for pairs in (request.pairs, request.energy))
+    alone = {"gemm": "", "shape": (1, 1, 1)}
+    energy += [alone | {"op": op, "nbytes": nbytes} for op, nbytes in request.energy_alone]
     counts = SMS if request.backend == "cuda" else range(1, os.cpu_count() or 2)
     return {
         "backend": request.backend,

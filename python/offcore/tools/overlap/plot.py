@@ -10,6 +10,7 @@ import numpy as np
 from offcore.errors import error
 from offcore.overlap.tables import Tables
 from offcore.sizes import format_bytes
+from offcore.tools.overlap.cases import COMBINATIONS, OPS, split_tag
 from offcore.tools.plot import pyplot
 
 COLOURS = {
@@ -39,10 +40,27 @@ def bare(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
+def _legend(axes: Any, columns: int) -> None:
+    """Above the plot, where no bar is."""
+    axes.legend(
+        frameon=False,
+        fontsize=9,
+        ncols=columns,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderpad=0,
+    )
+
+
 def _source(rows: Sequence[Row]) -> str:
     """Where the rows come from: "mi300x-8, simulated"."""
     names = {f"{row.get('machine', '')}, {row.get('backend', '')}" for row in rows}
-    return "; ".join(sorted(names)).replace(", sim", ", simulated").strip(", ")
+    return (
+        "; ".join(sorted(names))
+        .replace(", sim", ", simulated")
+        .replace(", cuda", ", measured")
+        .strip(", ")
+    )
 
 
 def cases(rows: Sequence[Row]) -> dict[_Case, dict[str, float]]:
@@ -56,6 +74,12 @@ def cases(rows: Sequence[Row]) -> dict[_Case, dict[str, float]]:
     for one in found.values():
         one["best"] = max((one[name] for name in _KERNELS if name in one), default=1.0)
     return found
+
+
+def of_table_ii(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ConCCL's 30 combinations."""
+    published = {split_tag(tag) for tag in COMBINATIONS}
+    return [row for row in rows if row["op"] in OPS and (row["gemm"], row["bytes"]) in published]
 
 
 def draw_ideals(rows: Sequence[Row]) -> Any:
@@ -74,7 +98,7 @@ def draw_ideals(rows: Sequence[Row]) -> Any:
     axes.set_ylim(1, 2.05)
     axes.set_ylabel("ideal speed-up")
     axes.set_title(_source(rows), fontsize=9, loc="right")
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes, len(ops))
     bare(axes)
     return figure
 
@@ -99,10 +123,10 @@ def draw_speedups(rows: Sequence[Row], figure: int) -> Any:
         label = "ideal" if at == 0 else None
         axes.hlines(ideal, at - 0.42, at + 0.42, color="black", linewidth=1.4, label=label)
     axes.set_xticks(range(len(groups)), [f"{op}\n{kind}" for op, kind in groups], fontsize=8)
-    axes.set_ylim(1, 2.1)
+    axes.set_ylim(1, max(2.1, *(bar.get_height() * 1.03 for bar in axes.patches)))
     axes.set_ylabel("speed-up over one after the other")
     axes.set_title(_source(rows), fontsize=9, loc="right")
-    axes.legend(frameon=False, fontsize=9, ncols=len(shown) + 1, loc="upper left")
+    _legend(axes, len(shown) + 1)
     bare(axes)
     return drawn
 

@@ -92,6 +92,7 @@ def energy_lines(rows: Iterable[Row]) -> list[str]:
                 f"{row['op']} {row['gemm']} {format_bytes(row['bytes'])} {row['strategy']:8} "
                 f"{row['time_us'] / 1e3:7.2f} ms {row['watts']:6.1f} W {row['joules']:8.3f} J "
                 f"({row['joules_least']:.3f} to {row['joules_most']:.3f}) {row['sm_mhz']} MHz"
+                + (f" {row['joules_a_gb']:.3f} J a GB" if row.get("joules_a_gb") else "")
             )
     return told
 

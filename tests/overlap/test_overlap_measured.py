@@ -1,0 +1,132 @@
+"""Overlap as it was measured on 2 x H200, and what a measurement does with failures."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offcore
+from offcore import overlap
+from offcore.errors import error
+from offcore.tools.overlap import energy, summary, tabled
+from offcore.tools.overlap.measure import Case, Sweep
+from offcore.tools.overlap.stage import GEMM, Part, Shape
+from offcore.tools.records import read_records
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROWS = read_records(RESULTS / "overlap-h200-2.jsonl")
+
+
+def test_tables_that_come_along_are_of_the_recorded_rows() -> None:
+    """To make them anew: offcore overlap characterise --rows ... --out ..."""
+    tables = overlap.load("h200-2")
+    assert tables == tabled.tables_of(ROWS, tables.source)
+
+
+def test_plans_on_combinations_that_tables_are_not_of() -> None:
+    found = tabled.judged(ROWS, overlap.load("h200-2"))
+    assert len(found) == 32
+    published = [one for one in found if "m128" not in one.name and "m256" not in one.name]
+    assert sum(one.right for one in found) >= 28
+    assert sum(one.right for one in published) >= 27
+    assert max(one.lost for one in published) < 0.02
+    told = tabled.lines(found)
+    assert len(told) == 1 + sum(not one.right for one in found)
+
+
+def test_estimates_beside_measurements() -> None:
+    """The mean is more than the 10 points that one would like."""
+    found = tabled.errors(ROWS, overlap.load("h200-2"))
+    assert {name: round(statistics.fmean(points), 1) for name, points in found.items()} == {
+        "sp": 13.8,
+        "sp_rp": 28.4,
+        "ConCCL": 15.1,
+    }
+
+
+def test_rows_without_curves_make_no_tables() -> None:
+    few = [row for row in ROWS if row.get("measure") != "gemm"]
+    with pytest.raises(offcore.Error, match="lack the curve of cb1"):
+        tabled.tables_of(few, "")
+    with pytest.raises(offcore.Error, match="no peaks of"):
+        tabled.tables_of([], "")
+
+
+class Failing:
+    """A stage of a rank where one strategy fails."""
+
+    backend, machine, library, rank, ranks, cores = "none", "toy", "nccl", 0, 2, 8
+    comm = None
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def prepare(self, shape: Shape) -> None:
+        pass
+
+    def room(self, op: str) -> int:
+        return 1 << 40
+
+    def refusal(self, part: Part) -> str:
+        return ""
+
+    def ends_us(self, parts: list[Part], warmup: int, measured: int) -> list[list[float]]:
+        if [part.what for part in parts] == [GEMM, "kernel"] and not parts[1].behind:
+            raise self._failure
+        return [[10.0] * len(parts)] * measured
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def agreed(self, failure: str) -> str:
+        return f"rank 0: {failure}" if failure else ""
+
+    def elapsed_s(self) -> float:
+        return 0.0
+
+
+CASES = ("serial", "base", "ConCCL")
+
+
+def rows_of(failure: Exception) -> list[dict[str, Any]]:
+    stage: Any = Failing(failure)
+    sweep = Sweep(stage, (8,), (8,), 100.0)
+    return list(sweep.rows([Case("cb1", Shape(8, 8, 8), "all_gather", 8192)], CASES))
+
+
+def test_a_failure_is_a_row_and_the_rest_goes_on() -> None:
+    found = rows_of(RuntimeError("no memory"))
+    assert found[1] == {"failed": "all_gather cb1 8192 base: rank 0: RuntimeError: no memory"}
+    assert [row.get("strategy") for row in found] == ["serial", None, "ConCCL"]
+
+
+def test_processes_that_hang_end_the_sweep() -> None:
+    with pytest.raises(offcore.Error, match="rank 1: the GPU"):
+        rows_of(error("timeout", "rank 1: the GPU has not ended a run"))
+
+
+class Counting(Failing):
+    """A stage whose loops take 1 ms a run and draw 300 W, or 100 W when idle."""
+
+    def energy(self, parts: list[Part], seconds: float) -> dict[str, float]:
+        watts, runs = (300.0, round(seconds * 1e3)) if parts else (100.0, 0)
+        joules = watts * seconds + 100.0 * 0.05
+        found = {"joules": joules, "watts": joules / (seconds + 0.05), "runs": runs}
+        return found | {"busy_s": seconds, "counted_s": seconds + 0.05, "sm_mhz": 1980}
+
+
+def test_joules_of_a_run_are_without_the_idle_rest() -> None:
+    stage: Any = Counting(RuntimeError())
+    cases = [
+        Case("cb1", Shape(8, 8, 8), "all_gather", 8192),
+        Case("", Shape(1, 1, 1), "all_gather", 1 << 20),
+    ]
+    job = {"energy_s": 6.0, "trials": 5, "limit_s": 99.0, "loops": ["base", "sp", "ConCCL"]}
+    rows = list(energy.rows(stage, cases, job | {"energy_cores": 4}))
+    assert [row["strategy"] for row in rows] == ["base", "sp", "ConCCL", "kernel", "engines"]
+    assert [row["joules"] for row in rows] == pytest.approx([0.3] * 5)
+    assert [row["joules_above_idle"] for row in rows] == pytest.approx([0.2] * 5)
+    assert rows[-1]["joules_a_gb"] == pytest.approx(0.3 / (1 << 20) * 1e9, rel=1e-3)
+    assert rows[0]["joules_a_gb"] is None
+    assert len(summary.energy_lines(rows)) == 5
