@@ -112,7 +112,7 @@ def characterise_command(
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
-    offcore overlap characterise --rows overlap-h200-2.jsonl
+    offcore overlap characterise --rows benchmarks/results/overlap-h200-2.jsonl
     """
     if rows is None:
         tables = sweep.characterise(models.load(machine)[0])
