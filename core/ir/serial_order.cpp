@@ -12,7 +12,8 @@ class SerialOrder {
       : program_(program), next_(program.queues.size(), 0) {}
 
   std::vector<SerialStep> run() {
-    pass(true);
+    // Reductions signal nothing that engines wait for first; a kernel then takes all that follows.
+    if (!program_.reduction) pass(true);
     for (bool moved = true; moved;) {
       while (pass(false)) {
       }

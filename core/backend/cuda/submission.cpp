@@ -57,7 +57,6 @@ void place_caller(LocalProgram& local) {
 
 // How a program whose queues wait for each other is enqueued.
 void serialize(CudaProgram& compiled) {
-  size_t reductions = 0;
   for (const SerialStep& step : serial_order(*compiled.program)) {
     const Queue& queue = compiled.program->queues[step.queue];
     for (LocalProgram& local : compiled.gpus) {
@@ -74,14 +73,8 @@ void serialize(CudaProgram& compiled) {
   for (LocalProgram& local : compiled.gpus) {
     local.leading = 0;
     local.joined = false;
-    const auto reduces = [](const Command& command) {
-      return command.op == Op::reduce && !copies_source(command);
-    };
-    const auto own = std::count_if(local.caller.begin(), local.caller.end(), reduces);
-    reductions = std::max(reductions, static_cast<size_t>(own));
   }
-  compiled.one_stream =
-      compiled.program->mode == Mode::capture || (compiled.reduces && reductions <= 1);
+  compiled.one_stream = compiled.program->mode == Mode::capture;
 }
 
 }  // namespace
