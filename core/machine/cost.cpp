@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <queue>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/machine/timeline.h"
@@ -20,6 +21,7 @@ class Estimate {
         resources_(machine, program.ranks),
         users_(resources_.capacities_gbps().size(), 0),
         group_bytes_(users_.size(), 0),
+        pushed_bytes_(users_.size(), 0),
         submit_times_(program, machine),
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
@@ -28,6 +30,7 @@ class Estimate {
 
   Phases run() {
     count_users();
+    count_pushes();
     for (uint32_t i = 0; i < actors_.size(); ++i) {
       if (!program_.queues[i].commands.empty()) push(i, submit_times_.at(i, 0));
     }
@@ -87,6 +90,19 @@ class Estimate {
             ++users_[path.index[k]];
           }
         });
+      }
+    }
+  }
+
+  // What callers write to peers passes the links that engines use meanwhile.
+  void count_pushes() {
+    for (const Queue& queue : program_.queues) {
+      for (const Command& command : queue.commands) {
+        if (command.op != Op::reduce || command.dst.rank == queue.rank) continue;
+        const Resources::Path path = resources_.path(queue.rank, command.dst.rank);
+        for (uint32_t k = 0; k < path.count; ++k) {
+          pushed_bytes_[path.index[k]] += static_cast<double>(command.bytes);
+        }
       }
     }
   }
@@ -163,6 +179,7 @@ class Estimate {
       serial_ns += cost.setup_ns + last_ns;
     }
     for (const uint32_t index : touched_) {
+      group_bytes_[index] += std::exchange(pushed_bytes_[index], 0);
       link_ns = std::max(link_ns, group_bytes_[index] * users_[index] / capacities[index]);
       group_bytes_[index] = 0;
     }
@@ -183,8 +200,11 @@ class Estimate {
     } else {
       actor.now = start.after(&Phases::sync_ns, cost.sync_ns * command_steps(command));
     }
-    const Moment seen = actor.now;
-    if (queue.index != kCallerQueue && asides_ && more_data(queue, actor.next)) actor.now = start;
+    Moment seen = actor.now;
+    if (queue.index != kCallerQueue && asides_ && more_data(queue, actor.next)) {
+      seen = seen.after(&Phases::sync_ns, cost.poll_ns);  // of the stream that signals
+      actor.now = start;
+    }
     ++actor.next;
     for (uint32_t row = 0; row < command.rows; ++row) {
       WordHistory& word = words_[index_of(command, row)];
@@ -278,7 +298,8 @@ class Estimate {
   const Machine& machine_;
   Resources resources_;
   std::vector<uint32_t> users_;
-  std::vector<double> group_bytes_;  // by resource; zero outside take_group
+  std::vector<double> group_bytes_;   // by resource; zero outside take_group
+  std::vector<double> pushed_bytes_;  // by resource; of callers, not yet part of a group
   std::vector<uint32_t> touched_;
   const SubmitTimes submit_times_;
   std::vector<Moment> hosts_;

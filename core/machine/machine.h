@@ -66,8 +66,9 @@ struct Cost {
   double poll_ns = 0;          // from a word's change until the poll passes
   double host_poll_ns = 0;     // the caller notices one word
   double trigger_ns = 0;       // the caller writes one word
-  double reduce_gbps = 900;    // of sources that a caller's cores read when they reduce
-  double push_gbps = 0;        // of what the same cores write to peers; 0: they do not
+  double launch_ns = 0;  // from a kernel's launch until it runs, where one takes a caller's part
+  double reduce_gbps = 900;  // of sources that a caller's cores read when they reduce
+  double push_gbps = 0;      // of what the same cores write to peers; 0: they do not
 };
 
 // How batches of copies are best handed to the engines (DMA-Latte section 6).

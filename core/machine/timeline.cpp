@@ -1,5 +1,7 @@
 #include "core/machine/timeline.h"
 
+#include <algorithm>
+
 #include "core/base/error.h"
 #include "core/ir/serial_order.h"
 
@@ -98,17 +100,27 @@ void SubmitTimes::queue_by_queue(const Program& program, const Machine& machine)
 
 // A caller's commands are enqueued as the others are: they cost what theirs do.
 void SubmitTimes::step_by_step(const Program& program, const Machine& machine) {
+  const Cost& cost = machine.cost;
+  const bool streams = machine.native.signals_aside;
   std::vector<Moment> hosts(host_threads(machine, program.ranks));
   for (const Queue& queue : program.queues) commands_.emplace_back(queue.commands.size());
   for (const SerialStep& step : serial_order(program)) {
-    Moment& host = hosts[host_thread_of(machine, program.queues[step.queue].rank)];
-    for (uint32_t command = step.first; command < step.last; ++command) {
-      host = host.after(&Phases::control_ns, machine.cost.control_ns);
+    const Queue& queue = program.queues[step.queue];
+    Moment& host = hosts[host_thread_of(machine, queue.rank)];
+    std::vector<Moment>& commands = commands_[step.queue];
+    if (streams && program.reduction.has_value() && queue.index == kCallerQueue) {
+      host = host.after(&Phases::control_ns, cost.control_ns);  // a kernel takes them all
+      const Moment started = host.after(&Phases::schedule_ns, cost.launch_ns);
+      std::fill(commands.begin() + step.first, commands.begin() + step.last, started);
+      continue;
     }
-    host = host.after(&Phases::schedule_ns, machine.cost.doorbell_ns);
     for (uint32_t command = step.first; command < step.last; ++command) {
-      commands_[step.queue][command] = host;
+      host = host.after(&Phases::control_ns, cost.control_ns);
+      commands[command] = host;
     }
+    host = host.after(&Phases::schedule_ns, cost.doorbell_ns);
+    if (streams) continue;  // each call rings
+    std::fill(commands.begin() + step.first, commands.begin() + step.last, host);
   }
 }
 

@@ -7,7 +7,6 @@ namespace {
 
 constexpr uint64_t kCutBytesMin = 256 << 10;  // of what is worth a signal of its own
 constexpr uint64_t kCutBytesMax = 16 << 20;   // of one peer, and shared by all of them
-constexpr uint64_t kReducedMax = 26 << 20;    // the same, where cores wait for the last one
 constexpr uint64_t kCutBytesFair = 4 << 20;   // but so much each; kRingDepth a peer in a slot
 constexpr double kTaper = 0.8;                // from one chunk to the next
 constexpr uint32_t kTapered = 6;              // chunks
@@ -53,10 +52,11 @@ std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pie
   return sizes;
 }
 
-std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured, uint64_t first) {
+std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, uint64_t shared, bool captured,
+                              uint64_t first) {
   largest = std::max<uint64_t>(largest, 1);
   if (first == largest) return {Chunks(first)};
-  const uint64_t most = round_up(bytes_max(largest, peers, kReducedMax), kChunkAlign);
+  const uint64_t most = round_up(bytes_max(largest, peers, shared), kChunkAlign);
   const uint64_t rest = largest - first;
   std::vector<Chunks> cuts;
   auto pieces = static_cast<uint32_t>(captured ? 1 : (rest + most - 1) / most);

@@ -56,8 +56,10 @@ class Chunks {
 // largest first: `pieces_max` pieces or fewer, and slots of a bounded size.
 std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max);
 
-// The same, but as cuts, also tapered, with a first chunk of `first` bytes if that is not 0. With
-// `captured`, the ring has to hold all chunks: the words of captured programs count no further.
-std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, bool captured, uint64_t first);
+// The same, but as cuts, also tapered, with a first chunk of `first` bytes if that is not 0; peers
+// share `shared` bytes of a chunk. With `captured`, the ring has to hold all chunks: the words of
+// captured programs count no further.
+std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, uint64_t shared, bool captured,
+                              uint64_t first);
 
 }  // namespace offcore

@@ -16,12 +16,14 @@ namespace {
 
 constexpr uint64_t kOneShotBytesMax = 32 << 20;  // of all arrays that a rank gets from two or more
 constexpr double kClearly = 0.995;               // of closer estimates the one with fewer chunks
-constexpr double kSteps = 0.95;  // two steps are estimated too low: an engine waits for cores
+constexpr double kSteps = 0.85;  // two steps are estimated too low: an engine waits for cores
 constexpr uint32_t kLag = 2;     // chunks between the exchange and the gather of one
 constexpr uint32_t kDepth = 8;   // chunks of a peer in a slot that does not hold all of them
 constexpr uint32_t kTurn = 4;    // chunks that a queue waits for places for at once
-constexpr uint64_t kSlotBytesMax = 192 << 20;                // of a slot that holds all of them
-constexpr uint64_t kPushes[] = {1 << 20, 2 << 20, 4 << 20};  // that callers may exchange themselves
+constexpr uint64_t kChunkBytesMax = 26 << 20;         // of all peers in one ring
+constexpr uint64_t kSlotBytesMax = 192 << 20;         // of a slot that holds all of them
+constexpr uint64_t kPushedMin = 6;                    // of a smaller share cores gain nothing
+constexpr uint64_t kPushes[] = {512 << 10, 1 << 20};  // that callers may exchange themselves
 
 class ReductionLowering {
  public:
@@ -371,15 +373,19 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   };
   const uint64_t peers = plan.parts.size() - 1;
   const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
+    // One shot has no ring for what is gathered.
+    const uint64_t shared = kChunkBytesMax * (one_shot && form.staged ? 2 : 1);
     const auto consider_first = [&](uint64_t first) {
-      for (Chunks& chunks : chunkings(largest, peers, form.captured, first)) {
+      for (Chunks& chunks : chunkings(largest, peers, shared, form.captured, first)) {
         consider(
             ReductionLowering(plan, machine, form, std::move(chunks), one_shot, first > 0).run());
       }
     };
     consider_first(0);
     if (machine.cost.push_gbps == 0 || form.captured || peers == 0 || largest == 0) return;
-    for (const uint64_t first : kPushes) consider_first(std::min(first, largest));
+    for (const uint64_t first : kPushes) {
+      if (first >= largest / kPushedMin) consider_first(std::min(first, largest));
+    }
   };
   const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
   const bool fits = plan.op == "all_reduce" && (peers == 1 || total * peers <= kOneShotBytesMax);

@@ -69,6 +69,7 @@ void bind_parts(nb::module_& module) {
       .def_rw("poll_ns", &Cost::poll_ns)
       .def_rw("host_poll_ns", &Cost::host_poll_ns)
       .def_rw("trigger_ns", &Cost::trigger_ns)
+      .def_rw("launch_ns", &Cost::launch_ns)
       .def_rw("reduce_gbps", &Cost::reduce_gbps)
       .def_rw("push_gbps", &Cost::push_gbps);
 }
