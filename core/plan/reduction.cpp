@@ -20,7 +20,7 @@ constexpr double kSteps = 0.85;  // two steps are estimated too low: an engine w
 constexpr uint32_t kLag = 2;     // chunks between the exchange and the gather of one
 constexpr uint32_t kDepth = 8;   // chunks of a peer in a slot that does not hold all of them
 constexpr uint32_t kTurn = 4;    // chunks that a queue waits for places for at once
-constexpr uint64_t kChunkBytesMax = 26 << 20;         // of all peers in one ring
+constexpr uint64_t kReducedMax = 26 << 20;            // of all peers in one ring
 constexpr uint64_t kSlotBytesMax = 192 << 20;         // of a slot that holds all of them
 constexpr uint64_t kPushedMin = 6;                    // of a smaller share cores gain nothing
 constexpr uint64_t kPushes[] = {512 << 10, 1 << 20};  // that callers may exchange themselves
@@ -374,7 +374,7 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   const uint64_t peers = plan.parts.size() - 1;
   const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
     // One shot has no ring for what is gathered.
-    const uint64_t shared = kChunkBytesMax * (one_shot && form.staged ? 2 : 1);
+    const uint64_t shared = kReducedMax * (one_shot && form.staged ? 2 : 1);
     const auto consider_first = [&](uint64_t first) {
       for (Chunks& chunks : chunkings(largest, peers, shared, form.captured, first)) {
         consider(
