@@ -6,7 +6,7 @@ and timed beside NCCL's kernels.
     python benchmarks/gpu_reduce.py --measure --sms 8 --ctas 8 --sizes 256M
 
 The package must be importable (PYTHONPATH=build/gpu/site after h200_check.py --only build). Times
-are of calls in a stream whose work is enqueued ahead (`ours`), of replays of a graph of 5 calls
+are of calls in a stream whose work is enqueued ahead (`ours`), of replays of a graph of 20 calls
 (`graph`), NCCL's the same, and of calls that the host makes one after another (`calls`). Medians,
 of the slower rank, in us. S is the whole array; NVLink multicast is off.
 """
@@ -42,7 +42,7 @@ DTYPES = {
     "int64": torch.int64,
 }
 OPS = ("sum", "avg", "premul_sum", "min", "max")
-CALLS = 5
+CALLS = 20
 
 
 def parsed(text: str) -> int:
@@ -242,8 +242,10 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
     stream = torch.cuda.Stream()
     ranks = comm.ranks
     for size in map(parsed, arguments.sizes.split(",")):
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        part = torch.empty(size // 2 // ranks, dtype=torch.bfloat16, device=device)
+        dtype = DTYPES[arguments.dtype]
+        count = size // dtype.itemsize
+        x = torch.zeros(count, dtype=dtype, device=device)
+        part = torch.empty(count // ranks, dtype=dtype, device=device)
         pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "reduce_scatter": (
                 partial(comm.reduce_scatter, part, x),
@@ -254,7 +256,7 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
         for op, (ours, theirs) in pairs.items():
             if arguments.op not in ("all", op):
                 continue
-            row: dict[str, Any] = {"op": op, "bytes": size}
+            row: dict[str, Any] = {"op": op, "dtype": arguments.dtype, "bytes": size}
             with torch.cuda.stream(stream):
                 result = ours().wait()
                 for _ in range(3):
@@ -294,6 +296,7 @@ def main() -> int:
     parser.add_argument("--op", default="all")
     parser.add_argument("--eager", action="store_true", help="leave graphs out")
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M,64M,256M,1G")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of --measure")
     parser.add_argument("--sms", type=int, default=12)
     parser.add_argument("--ctas", type=int, default=0, help="NCCL's, at most; 0: its default")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
