@@ -56,10 +56,15 @@ class Chunks {
 // largest first: `pieces_max` pieces or fewer, and slots of a bounded size.
 std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max);
 
-// The same, but as cuts, also tapered, with a first chunk of `first` bytes if that is not 0; peers
-// share `shared` bytes of a chunk. With `captured`, the ring has to hold all chunks: the words of
-// captured programs count no further.
-std::vector<Chunks> chunkings(uint64_t largest, uint64_t peers, uint64_t shared, bool captured,
-                              uint64_t first);
+// What cuts of a reduction's parts have to fit.
+struct CutLimits {
+  uint64_t peers = 1;
+  uint64_t shared = 0;    // bytes of a chunk that peers share
+  bool captured = false;  // the ring has to hold all chunks: captured words count no further
+  bool behind = false;    // who takes chunks is slower than what brings them
+};
+
+// The same, but as cuts, also tapered, with a first chunk of `first` bytes if that is not 0.
+std::vector<Chunks> chunkings(uint64_t largest, const CutLimits& limits, uint64_t first);
 
 }  // namespace offcore

@@ -15,7 +15,7 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kOneShotBytesMax = 32 << 20;  // of all arrays that a rank gets from two or more
-constexpr double kClearly = 0.995;               // of closer estimates the one with fewer chunks
+constexpr double kClearly = 0.993;               // of closer estimates the one with fewer chunks
 constexpr double kSteps = 0.85;  // two steps are estimated too low: an engine waits for cores
 constexpr uint32_t kLag = 2;     // chunks between the exchange and the gather of one
 constexpr uint32_t kDepth = 8;   // chunks of a peer in a slot that does not hold all of them
@@ -371,12 +371,17 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
     best = std::move(program);
     best_ns = total_ns;
   };
-  const uint64_t peers = plan.parts.size() - 1;
+  const uint64_t ranks = plan.parts.size();
+  const uint64_t peers = ranks - 1;
   const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
     // One shot has no ring for what is gathered.
-    const uint64_t shared = kReducedMax * (one_shot && form.staged ? 2 : 1);
+    const CutLimits limits{.peers = peers,
+                           .shared = kReducedMax * (one_shot && form.staged ? 2 : 1),
+                           .captured = form.captured,
+                           .behind = peers > 0 && machine.cost.reduce_gbps / ranks <
+                                                      machine.links.egress_gbps / peers};
     const auto consider_first = [&](uint64_t first) {
-      for (Chunks& chunks : chunkings(largest, peers, shared, form.captured, first)) {
+      for (Chunks& chunks : chunkings(largest, limits, first)) {
         consider(
             ReductionLowering(plan, machine, form, std::move(chunks), one_shot, first > 0).run());
       }
