@@ -4,7 +4,7 @@
 //   bounds    every row of every slice lies inside its buffer; ranks and queues exist; words exist
 //   shape     rows >= 1, bytes >= 1, step meanings, one queue per (rank, index), buffers seen only
 //             by those who may (a local buffer by its own rank's queues); fields that the text
-//             does not show are 0; an armed engine queue starts with a poll; at most 2^22 rows;
+//             does not show are 0; an armed engine queue starts with a poll; at most 2^23 rows;
 //             a reduce is a caller's, of its own rank's memory and of whole elements
 //   words     signals of one word have distinct values and are ordered, where each row of a signal
 //             is an event of its own; values lie in 1..span

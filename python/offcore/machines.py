@@ -5,7 +5,7 @@ A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `fla
 section are the fields of the struct of that name in core/machine/machine.h: none may be missing,
 none unknown. A limit, or a number of `batches`, of null means that there is none; a copy or a
 scratch of less than 4096 bytes is refused, as is an alignment of more than 65536. `host-N`, for N
-of 1 to 64, comes from host.json.
+of 1 to 1024, comes from host.json.
 
 Files are looked up in the user's folder (OFFCORE_MACHINES, else offcore/machines in
 XDG_CONFIG_HOME), then among those that come along. In the same folders, calibrated/NAME.json is
@@ -32,7 +32,7 @@ from typing import Any
 from offcore import _core, folders
 from offcore.errors import error
 
-_HOST_RANKS_MAX = 64
+_HOST_RANKS_MAX = 1024
 # A plan has a command for each copy that the limits allow: smaller ones make programs of millions.
 _COPY_BYTES_LEAST = 4096
 _ALIGN_MOST = 65536
@@ -88,7 +88,7 @@ def _card() -> str:
 
 
 def names() -> list[str]:
-    """The machines that `load` knows by name. `host-N` stands for 1 to 64 ranks of this host."""
+    """The machines that `load` knows by name. `host-N` stands for 1 to 1024 ranks of this host."""
     found: set[str] = set()
     for folder in _folders():
         for path in folder.glob("*.json"):
@@ -104,7 +104,7 @@ def load(name_or_path: str | Path) -> _core.Machine:
     name = str(name_or_path)
     if name.endswith(".json"):
         return _with_tuned(_load_file(Path(name)), [Path(name).parent])
-    host = re.fullmatch(r"host-([1-9][0-9]?)", name)
+    host = re.fullmatch(r"host-([1-9][0-9]{0,3})", name)
     if host and int(host[1]) <= _HOST_RANKS_MAX:
         loaded = _load_file(_find("host", name), rename=name, ranks=int(host[1]))
         return _with_tuned(_on_this_host(loaded), _folders())

@@ -100,3 +100,12 @@ def test_a_first_calls_timeout_covers_planning(tmp_path: Path, variant: str) -> 
             comm.all_gather(large, variant=variant)
         assert failed.value.code == "timeout"
         assert comm.all_gather(small, variant="pcpy").wait().bytes == 1 << 20
+
+
+def test_an_all_gather_of_1024_ranks_is_planned_verified_and_simulated() -> None:
+    machine = machines.load("host-1024")
+    moves = _core.moves_all_gather([64] * 1024, False)
+    program = _core.plan(moves, "fan", machine, _core.Protocol())
+    assert program.counts().bytes == 1024 * 1024 * 64
+    session = _core.Session("sim", machine, 1024, phantom=True)
+    assert session.run(program, checked=False).time_ns > 0
