@@ -1,6 +1,8 @@
 """`offcore show`, `verify`, `breakdown`, `doctor`, `demo`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -113,3 +115,13 @@ def test_demo_shows_both_machines(offcore_cli, tmp_path):
     assert {row["backend"] for row in rows} == {"sim", "host"}
     assert {row["op"] for row in rows} == {"all_gather", "all_to_all"}
     assert max(row["bytes"] for row in rows) == 4 << 30
+
+
+@pytest.mark.parametrize("module", ["offcore", "offcore.tools.cli"])
+def test_the_command_runs_as_a_module(module):
+    import offcore
+
+    ran = subprocess.run(
+        (sys.executable, "-m", module, "--version"), capture_output=True, text=True
+    )
+    assert ran.stdout.startswith(f"offcore {offcore.__version__}"), ran.stderr

@@ -53,7 +53,8 @@ def circle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def is_tool(name: str) -> bool:
-    return name == f"{PACKAGE}.tools" or name.startswith(f"{PACKAGE}.tools.")
+    ours = name in (f"{PACKAGE}.tools", f"{PACKAGE}.__main__")
+    return ours or name.startswith(f"{PACKAGE}.tools.")
 
 
 def upward_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
