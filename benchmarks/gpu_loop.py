@@ -16,6 +16,7 @@ without GPUs. The exit status is 0 where all was right.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import socket
@@ -119,11 +120,8 @@ class Rank:
         )
         self.engines = ("armed", "proxy") if given.backend == "cuda" else ("proxy",)
 
-    def opened(self, graphs: list[loop.Graph], engine: str, windows: Any) -> tuple[Any, loop.Loop]:
-        plan = loop.schedule_of(graphs) if engine == "armed" else ()
-        requests = self.comm.requests(windows, schedule=plan, chunk=256, limit=5.0, spin=5.0)
-        made = loop.Loop(self.comm, graphs, buffers=windows, requests=requests, limit=5.0)
-        return requests, made
+    def opened(self, graphs: list[loop.Graph], engine: str, windows: Any) -> loop.Loop:
+        return loop.Loop(self.comm, graphs, buffers=windows, engine=engine, limit=5.0, spin=5.0)
 
     def row(self, what: str, engine: str, nbytes: int, us: float, right: bool) -> None:
         self.failures += not right
@@ -143,8 +141,7 @@ class Rank:
         windows = [self.comm.window(nbytes) for _ in range(3)]
         data = [np.random.default_rng(r).integers(0, 1 << 32, count, "uint32") for r in range(2)]
         iterations = 200 if nbytes <= MIB else 40
-        requests, made = self.opened(graphs, engine, windows)
-        with requests, made:
+        with self.opened(graphs, engine, windows) as made:
             own = graphs[self.rank].buffers["data"][:]
             made.write(own, data[self.rank])
             self.comm.barrier()
@@ -164,8 +161,7 @@ class Rank:
         weights = [rng.standard_normal(width * hidden, "float32") * 0.1 for _ in range(2)]
         ends = []
         for launched in (False, True) if self.given.backend == "cuda" else (False,):
-            requests, made = self.opened(graphs, engine, windows)
-            with requests, made:
+            with self.opened(graphs, engine, windows) as made:
                 named = graphs[self.rank].buffers
                 for name, one in zip(("x", "w1", "w2"), (x, *weights), strict=True):
                     made.write(named[name][:], one)
@@ -200,6 +196,7 @@ def main() -> int:
     parser.add_argument("--store", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
+        faulthandler.dump_traceback_later(given.limit_s - 5)  # where it hangs
         failures = Rank(given.rank, given).all()
         return failures > 0
     given.json.write_text("", "utf-8")

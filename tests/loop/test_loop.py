@@ -12,7 +12,9 @@ import pytest
 
 import offcore
 from offcore import loop
+from offcore.comm.requests import Requests
 from offcore.loop import nvrtc, plan, source
+from offcore.loop.host import HostExecutor
 
 RNG = np.random.default_rng(3)
 
@@ -35,10 +37,7 @@ def test_all_reduce(comm, count, blocks):
     made = graphs.all_reduce(count)
     windows = [comm.window(count * 4) for _ in range(2)]
     data = [RNG.integers(0, 1 << 32, count, "uint32") for _ in range(2)]
-    with (
-        comm.requests(windows, chunk=256) as requests,
-        loop.Loop(comm, made, buffers=windows, requests=requests, blocks=blocks) as looped,
-    ):
+    with loop.Loop(comm, made, buffers=windows, blocks=blocks) as looped:
         for rank in range(2):
             looped.write(made[rank].buffers["data"][:], data[rank], rank)
         looped.run(3)
@@ -66,10 +65,7 @@ def test_mlp(comm):
         [RNG.integers(-1, 2, n * hidden).astype(np.float32) for n in (width, width)]
         for _ in range(2)
     ]
-    with (
-        comm.requests(windows, chunk=256) as requests,
-        loop.Loop(comm, made, buffers=windows, requests=requests) as looped,
-    ):
+    with loop.Loop(comm, made, buffers=windows) as looped:
         for rank in range(2):
             for name, one in (("x", x), ("w1", weights[rank][0]), ("w2", weights[rank][1])):
                 looped.write(made[rank].buffers[name][:], one, rank)
@@ -112,19 +108,46 @@ def test_a_peer_that_does_not_send(comm):
             one.barrier()
         windows = [comm.window(4096)]
         limit = 0.2 if how == "limit" else 20.0
-        with comm.requests(windows) as requests:
-            looped = loop.Loop(comm, graph, buffers=windows, requests=requests, limit=limit)
-            looped._executors[1].start = lambda *_: None
-            looped.start(5)
-            if how == "abort":
-                time.sleep(0.05)
-                assert refused("timeout", lambda looped=looped: looped.wait(0.01))
-                looped.abort()
-            text = refused(code, looped.wait)
-            assert "rank 0" in text
-            assert "block" in text
-            refused("invalid", lambda looped=looped: looped.start(1))
-            looped.close()
+        looped = loop.Loop(comm, graph, buffers=windows, limit=limit)
+        looped._executors[1].start = lambda *_: None
+        looped.start(5)
+        if how == "abort":
+            time.sleep(0.05)
+            assert refused("timeout", lambda looped=looped: looped.wait(0.01))
+            looped.abort()
+        text = refused(code, looped.wait)
+        assert "rank 0" in text
+        assert "block" in text
+        refused("invalid", lambda looped=looped: looped.start(1))
+        looped.close()
+
+
+def test_requests_open_last_and_stop_first(comm, monkeypatch):
+    """So that nothing parked in streams holds up code that is loaded or memory that is freed."""
+    order = []
+
+    def noted(owner, name):
+        plain = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            order.append(f"{owner.__name__}.{name}")
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in (
+        (HostExecutor, "__init__"),
+        (HostExecutor, "close"),
+        (Requests, "__init__"),
+        (Requests, "stop"),
+    ):
+        noted(owner, name)
+    made = graphs.all_reduce(512)
+    with loop.Loop(comm, made, buffers=[comm.window(2048) for _ in range(2)]) as looped:
+        looped.run(1)
+    made, stopped = order.index("Requests.__init__"), order.index("Requests.stop")
+    assert order[:made] == ["HostExecutor.__init__"] * 2
+    assert order[stopped + 1 :] == ["HostExecutor.close"] * 2
 
 
 def test_what_is_refused(comm):
@@ -147,8 +170,8 @@ def test_what_is_refused(comm):
     text = refused("invalid", lambda: loop.Loop(comm, [graph, other]))
     assert "no window 0" in text
     windows = [comm.window(256)]
-    text = refused("invalid", lambda: loop.Loop(comm, [graph, other], buffers=windows))
-    assert "requests=" in text
+    text = refused("invalid", lambda: loop.Loop(comm, [graph, other], buffers=windows, engine="x"))
+    assert "proxy and armed" in text
 
 
 def test_a_schedule_is_the_graphs_puts():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offcore.comm.requests import Requests
 from offcore.errors import error
 from offcore.loop import nvrtc
 from offcore.loop.driver import Driver
@@ -61,17 +62,9 @@ class Coded(ctypes.Structure):
 
 
 class GpuExecutor:
-    """One rank's. port: the address of its RequestPort, or 0."""
+    """One rank's."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        blocks: int | None,
-        gpu: int,
-        addresses: list[int],
-        port: int,
-        limit: float,
-    ) -> None:
+    def __init__(self, graph: Graph, blocks: int | None, gpu: int, addresses: list[int]) -> None:
         nvrtc.library()
         self.driver = driver = Driver(gpu)
         try:
@@ -81,14 +74,14 @@ class GpuExecutor:
             room = driver.co_resident(self._loop, THREADS)
             if len(plan.blocks) > room:
                 raise error("invalid", f"loop: {len(plan.blocks)} blocks; {room} run at once")
-            self._set_up(addresses, port, limit)
+            self._set_up(addresses)
         except BaseException:
             driver.close()
             raise
         self.base = 0
         self._free = False
 
-    def _set_up(self, addresses: list[int], port: int, limit: float) -> None:
+    def _set_up(self, addresses: list[int]) -> None:
         plan, driver = self.plan, self.driver
         self._places = []
         for one in plan.graph.buffers.values():
@@ -110,18 +103,20 @@ class GpuExecutor:
             instructions=driver.place(bytes((Coded * len(lists))(*lists))),
             first=driver.place(first.tobytes()),
             memory=driver.place(np.array([*self._places, 0], np.uint64).tobytes()),
-            port=port,
             shared=shared,
             counters=self._words,
             tickets=self._words + operators * WORD,
             times=self._times,
             fault=self._fault,
             until=self._fault + WORD,
-            limit_ns=int(limit * 1e9),
             stamps=plan.stamps,
             blocks=len(plan.blocks),
         )
         driver.wait(10.0)
+
+    def connect(self, requests: Requests | None, rank: int, limit: float) -> None:
+        self._args.port = 0 if requests is None else requests.port(rank)
+        self._args.limit_ns = int(limit * 1e9)
 
     def start(self, iterations: int | None, launched: bool) -> None:
         args, shared = self._args, self._shared

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offcore.comm.requests import Requests
 from offcore.errors import error
 from offcore.loop.graph import Operator, Slice
 from offcore.loop.plan import ARRIVED, AWAIT, RUN, STAMP, TILE, Instruction, Plan, in_chunks
@@ -20,10 +21,13 @@ ABORTED, TIMEOUT, TIMES = 15, 1, 4096
 
 
 class HostExecutor:
-    """One rank's. addresses: of the registered buffers; port: the requests' HostPort, or None."""
+    """One rank's. addresses: of the registered buffers."""
 
-    def __init__(self, plan: Plan, addresses: list[int], port: Any, limit: float) -> None:
-        self.plan, self.port, self.limit = plan, port, limit
+    port: Any = None
+    limit = 0.0
+
+    def __init__(self, plan: Plan, addresses: list[int]) -> None:
+        self.plan = plan
         self.memory: dict[str, NDArray[Any]] = {}
         for name, one in plan.graph.buffers.items():
             if one.number is None:
@@ -41,6 +45,9 @@ class HostExecutor:
         self._stop = False
         self._end: int | None = 0
         self._threads: list[threading.Thread] = []
+
+    def connect(self, requests: Requests | None, rank: int, limit: float) -> None:
+        self.port, self.limit = None if requests is None else requests.host_port(rank), limit
 
     def start(self, iterations: int | None, launched: bool) -> None:
         if launched:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offcore import defaults
+from offcore.comm.requests import Requests
 from offcore.comm.window import Window
 from offcore.errors import error
 from offcore.loop.graph import Graph, Slice
 from offcore.loop.host import ABORTED, TIMES, HostExecutor
-from offcore.loop.plan import Plan, check_ranks
+from offcore.loop.plan import Plan, check_ranks, schedule_of
 
 CODES = {1: "timeout", 2: "timeout", 3: "invalid", 5: "peer", 6: "driver", ABORTED: "cancelled"}
 NAMES = {1: "a wait ran past its limit", 2: "the ring was full", 3: "a request was refused"}
@@ -30,6 +31,7 @@ class Executor(Protocol):
     @property
     def times(self) -> dict[int, list[int]]: ...
 
+    def connect(self, requests: Requests | None, rank: int, limit: float) -> None: ...
     def start(self, iterations: int | None, launched: bool) -> None: ...
     def ended(self) -> bool: ...
     def ask_to_stop(self) -> int: ...
@@ -44,11 +46,16 @@ class Loop:
     """One kernel a GPU that repeats a graph (docs/loop.md). Collective, as all calls but abort,
     read, write and times.
 
-    graphs: of all ranks. buffers: the windows that `requests` registered, in their order.
-    blocks: of the kernel; None: one an SM, 4 on backend host. limit: seconds of each wait.
+    graphs: of all ranks. buffers: the windows that the graphs' numbers name. engine: of the puts,
+    "proxy" or "armed" (docs/gpu-driven.md). blocks: of the kernel; None: one an SM, 4 on backend
+    host. limit: seconds of each wait. spin: as of `comm.requests`.
     Raises `Error`: invalid (graphs of ranks that do not fit), unsupported (no NVRTC, or a backend
-    other than host and cuda), driver.
+    other than host and cuda), driver, and what `comm.requests` does.
     """
+
+    requests: Requests | None = None
+    """Of a graph that communicates. They are opened last and stopped first: work parked in streams
+    would hold up code that is loaded and memory that is freed."""
 
     def __init__(
         self,
@@ -56,31 +63,33 @@ class Loop:
         graphs: Sequence[Graph],
         *,
         buffers: Sequence[Window] = (),
-        requests: Any = None,
+        engine: str = "proxy",
         blocks: int | None = None,
         limit: float = 10.0,
+        spin: float | None = None,
     ) -> None:
         check_ranks(graphs)
         if len(graphs) != comm.ranks:
             raise error("invalid", f"loop: {len(graphs)} graphs for {comm.ranks} ranks")
         if comm.backend not in ("host", "cuda"):
             raise error("unsupported", f"loop: backend {comm.backend}; host and cuda have loops")
+        if engine not in ("proxy", "armed"):
+            raise error("invalid", f"loop: engine {engine!r}; proxy and armed are engines")
         self._comm, self._running, self._dead = comm, False, False
         self._executors: list[Executor] = []
-        for rank, gpu in zip(comm.local_ranks, comm._gpus, strict=True):
-            graph = graphs[rank]
-            _check_places(graph, buffers, requests)
-            addresses = [window.address(rank) for window in buffers]
-            if comm.backend == "host":
-                port = None if requests is None else requests.host_port(rank)
-                self._executors.append(
-                    HostExecutor(Plan(graph, blocks or 4), addresses, port, limit)
-                )
-            else:
-                from offcore.loop.gpu import GpuExecutor
-
-                port = 0 if requests is None else requests.port(rank)
-                self._executors.append(GpuExecutor(graph, blocks, gpu, addresses, port, limit))
+        try:
+            for rank, gpu in zip(comm.local_ranks, comm._gpus, strict=True):
+                addresses = _addresses(graphs[rank], buffers, rank)
+                self._executors.append(_executor_of(comm, graphs[rank], blocks, gpu, addresses))
+            if any(one.peer >= 0 for graph in graphs for one in graph.operators):
+                plan = schedule_of(graphs) if engine == "armed" else ()
+                given = {"schedule": plan, "chunk": graphs[0].chunk, "limit": limit, "spin": spin}
+                self.requests = comm.requests(buffers, **given)
+            for rank, one in zip(comm.local_ranks, self._executors, strict=True):
+                one.connect(self.requests, rank, limit)
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, iterations: int | None = None, *, launched: bool = False) -> None:
         """Begins `iterations`, or until `stop`. launched: instead of the loop, a launch for each
@@ -143,6 +152,8 @@ class Loop:
                     raise error("timeout", "loop: a kernel did not end; its memory is kept")
                 time.sleep(1e-3)
         self._running, self._dead = False, True
+        if self.requests is not None:
+            self.requests.stop()
         for one in self._executors:
             one.close()
 
@@ -183,7 +194,7 @@ class Loop:
         return self._executors[local.index(rank)]
 
 
-def _check_places(graph: Graph, buffers: Sequence[Window], requests: Any) -> None:
+def _addresses(graph: Graph, buffers: Sequence[Window], rank: int) -> list[int]:
     for one in graph.buffers.values():
         if one.number is None:
             continue
@@ -191,5 +202,14 @@ def _check_places(graph: Graph, buffers: Sequence[Window], requests: Any) -> Non
             raise error("invalid", f"loop: buffer {one.name}: there is no window {one.number}")
         if one.offset + one.count * one.itemsize > buffers[one.number].nbytes:
             raise error("invalid", f"loop: buffer {one.name} ends behind its window")
-    if requests is None and any(one.peer >= 0 for one in graph.operators):
-        raise error("invalid", "loop: puts, waits and barriers need requests=")
+    return [window.address(rank) for window in buffers]
+
+
+def _executor_of(
+    comm: Any, graph: Graph, blocks: int | None, gpu: int, addresses: list[int]
+) -> Executor:
+    if comm.backend == "host":
+        return HostExecutor(Plan(graph, blocks or 4), addresses)
+    from offcore.loop.gpu import GpuExecutor
+
+    return GpuExecutor(graph, blocks, gpu, addresses)
