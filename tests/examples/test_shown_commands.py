@@ -3,6 +3,7 @@ sizes: few and small ones here, with those of the text only read."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,8 @@ def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
         (tool.parent / name).chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    shutil.copytree(ROOT / "machines" / "overlap", tmp_path / "machines" / "overlap")
     results = ROOT / "benchmarks" / "results"
     rows = results / "cuda-h200-2.jsonl"
     (tmp_path / KV_ROWS).write_bytes((results / "cuda-kv.jsonl").read_bytes())

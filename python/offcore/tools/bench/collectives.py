@@ -45,6 +45,7 @@ CALLS = 20
 WARMUP_CALLS = 5
 SMS = 12
 
+_PROCESSES_MAX = 128  # one a rank
 _SIM_THREADS_MAX = 4
 _GPU_BATCH_BYTES = 4 << 30  # GPUs keep time by events: large sizes need no long batches
 _GPU_CALLS_MIN = 2
@@ -263,7 +264,10 @@ def _row(
 
 
 def _check_ranks(request: Request) -> None:
-    """Raises invalid where the machine has fewer ranks: before any process has been started."""
+    """Raises invalid for too many ranks: before any process has been started."""
+    if request.ranks > _PROCESSES_MAX:
+        reason = f"{request.ranks} ranks, a process each; {_PROCESSES_MAX} at most"
+        raise error("invalid", reason)
     name = request.machine or defaults.machine(request.backend, request.ranks)
     machine = offcore.machines.load(name)
     if request.ranks > machine.ranks:
