@@ -1,16 +1,16 @@
 """Measures transfers of KV caches as engines allocate them, on one GPU, beside all peers, in turns.
 
     python benchmarks/gpu_kv_layouts.py           # 240 s at most
-    python benchmarks/gpu_kv_layouts.py --quick   # 100 s at most: the first cases only
+    python benchmarks/gpu_kv_layouts.py --quick   # 95 s at most: the first cases only
 
 Cases, each tensor an allocation of its own of 64 MiB or more: `kv-apart`, a tensor a layer with K
 and V apart (vLLM 0.26); `kv-tensors`, K and V in tensors of their own (transformers); `tensors`, a
 tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Ways: offcore as it is
 (`offcore`), without SMs (`zero-sm`), packed by 2, 4 and 8 SMs, its kernel of 16 blocks; one batch
-call of all pages, calls of 32, copies one by one; torch's index_select and a copy a tensor. Steps,
-each a process of its own: `alone`; `segments`, the same from torch's expandable segments; `gemm`,
-how much a product of matrices of 8192 slows down meanwhile; then random jobs of all layouts and
-policies (kv_check.py). Every byte is checked.
+call of all pages, calls of 32 and of 64, copies one by one; torch's index_select and a copy a
+tensor. Steps, each a process of its own: `alone`; `segments`, the same from torch's expandable
+segments; `gemm`, how much a product of matrices of 8192 slows down meanwhile; then random jobs of
+all layouts and policies (kv_check.py). Every byte is checked.
 Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to benchmarks/results; the table comes
 last.
 """
@@ -37,10 +37,10 @@ from offcore.tools.report import Stamp, dumps
 FOLDER = Path(__file__).parent
 KIB = 1 << 10
 KERNEL_SMS = 16
-BY_ENGINES = ("batch", "batch32", "loop")
+BY_ENGINES = ("batch", "batch32", "batch64", "loop")
 PACKED = ("packed-2", "packed", "packed-8")
 ALL = ("zero-sm", *PACKED, "kernel", *BY_ENGINES, "torch")
-FEW = ("zero-sm", "packed", "kernel", "batch32", "torch")
+FEW = ("zero-sm", "packed", "kernel", "batch32", "batch64", "torch")
 OWN = ("zero-sm", "packed")
 Row = dict[str, Any]
 # Layout, KiB of a layer's page (K and V together), layers, blocks, peers: what matters first.
@@ -76,8 +76,8 @@ class Step:
 
 
 STEPS = [Step("alone", 95, 140), Step("segments", 12, 35), Step("gemm", 15, 40)]
-QUICK_STEPS = [Step("alone", 30, 60), Step("gemm", 10, 25)]
-RANDOM_LIMIT_S = 60.0
+QUICK_STEPS = [Step("alone", 25, 45), Step("gemm", 5, 20)]
+RANDOM_LIMIT_S, RANDOM_QUICK_LIMIT_S = 60.0, 25.0
 
 
 def plans(args: argparse.Namespace) -> Iterator[bench.Plan]:
@@ -148,11 +148,10 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         names = ("step", "layout", "page_bytes", "blocks", "direction")
         groups.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, single, torch |")
-    print("auto's % of the link, path, times as fast as torch, as all peers; zero-SM as engines' |")
-    print(
-        "us to submit; SM-ms a GB, the kernel's; slowdown of GEMMs: auto, zero-SM, packed, kernel"
-    )
+    print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, single,")
+    print("torch | auto's % of the link, path, times as fast as torch, as all peers;")
+    print("zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
+    print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
         layout += "*" if step == "segments" else ""
@@ -180,10 +179,11 @@ def run_steps(args: argparse.Namespace, rows: Path) -> list[int | str]:
         more = {"PYTORCH_CUDA_ALLOC_CONF": SEGMENTS} if step.name == "segments" else {}
         words = [*own, "--step", step.name, "--seconds", str(step.seconds)]
         ended.append(run_step(words, FOLDER, step.limit_s, os.environ | more))
-    jobs = max(20, (300 if args.quick else args.random) // 5)  # of each of five layouts
+    jobs = max(20, (200 if args.quick else args.random) // 5)  # of each of five layouts
     words = ["--only", "jobs", "--jobs", str(jobs), "--backend", args.backend]
     check = [sys.executable, str(FOLDER / "kv_check.py"), *words]
-    return [*ended, run_step(check, FOLDER, RANDOM_LIMIT_S)]
+    limit_s = RANDOM_QUICK_LIMIT_S if args.quick else RANDOM_LIMIT_S
+    return [*ended, run_step(check, FOLDER, limit_s)]
 
 
 def main() -> int:

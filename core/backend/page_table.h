@@ -1,5 +1,7 @@
 // Where the bytes of a `paged` buffer lie (Buffer::Home): those of one block after the other, and
-// of each block its pieces side by side. A launch binds a table as the buffer's base.
+// of each block its pieces side by side. A launch binds a table as the buffer's base. Cores copy
+// them from and to the rank's memory, engines from and to the host's, so that nobody lists pages
+// but who hands them over.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -16,12 +18,16 @@ struct PagePiece {
 static_assert(sizeof(PagePiece) == 32);
 
 struct PageTable {
-  const PagePiece* pieces = nullptr;  // in memory of the rank's, until the launch has ended
-  uint32_t count = 0;                 // of pieces
-  uint64_t piece_bytes = 0;           // of the largest
-  uint64_t first_at = 0;              // PagePiece::at of the first
+  // Cores: in memory of the rank's, until the launch has ended. Engines: of the host's, until
+  // launch() has returned.
+  const PagePiece* pieces = nullptr;
+  uint32_t count = 0;        // of pieces
+  uint64_t piece_bytes = 0;  // of the largest
+  uint64_t first_at = 0;     // PagePiece::at of the first
   uint64_t block_bytes = 0;
-  std::span<const int64_t> blocks;  // until launch() has returned; numbers of 32 bits
+  std::span<const int64_t> blocks;    // until launch() has returned; numbers of 32 bits
+  uint32_t call_pages = UINT32_MAX;   // that an engine is handed at once
+  uint32_t first_pages = UINT32_MAX;  // by the first call
   // Registered host memory, until the launch has ended: set to what each core took of the last
   // kernel, Report::sms of them. Null: nobody asks.
   uint32_t* spent_ns = nullptr;

@@ -51,8 +51,8 @@ struct Buffer {
     window,  // one per rank, of equal size, mapped by every rank
     local,   // one per rank, seen only by that rank's own queues; `bytes` is the largest
     host,    // one, in host memory, seen by all
-    paged,   // as local, but its bytes lie in pages, and cores copy them (backend/page_table.h):
-             // to or from a local buffer of the rank's, whole blocks a command
+    paged,   // as local, but its bytes lie in pages (backend/page_table.h), whole blocks a command:
+             // cores copy them to or from a local buffer of the rank's, engines a host one
   };
   std::string name;
   Home kind = Home::window;

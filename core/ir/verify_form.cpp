@@ -100,12 +100,12 @@ class SliceCheck {
     }
     if (buffer.kind != Buffer::Home::paged) return;
     const Slice& other = &slice == &command_.dst ? command_.src : command_.dst;
-    if (command_.op == Op::copy && command_.rows == 1 &&
-        program_.buffers[other.buffer].kind == Buffer::Home::local) {
-      return;
-    }
+    const Buffer::Home home = program_.buffers[other.buffer].kind;
+    const bool reached = home == Buffer::Home::local || home == Buffer::Home::host;
+    if (command_.op == Op::copy && command_.rows == 1 && reached) return;
     reject("shape", program_, place_, side,
-           " lies in pages, which only a copy of one row reaches, ", "to or from a local buffer");
+           " lies in pages, which only a copy of one row reaches, ",
+           "to or from a local buffer or a host one");
   }
 
   void check_ring(const Slice& slice, std::string_view side) const {

@@ -44,7 +44,16 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
       layer_group.piece_bytes = std::max(layer_group.piece_bytes, piece.bytes);
       ++layer_group.pieces;
     }
-    for (const Fold& fold : layer_group.folds) layer_group.apart += fold.pieces;
+    for (const Fold& fold : layer_group.folds) {
+      layer_group.apart += fold.pieces;
+      for (uint64_t piece = 0; piece < fold.pieces; ++piece) {
+        layer_group.pages.push_back(
+            {.address = reinterpret_cast<uint64_t>(layout.base()) + fold.at + piece * fold.step,
+             .block_step = fold.block_step,
+             .bytes = fold.bytes,
+             .at = fold.row_at + piece * fold.row_step});
+      }
+    }
   }
   return layer_groups;
 }
@@ -116,6 +125,40 @@ bool CommandBuilder::together(const BlockRun& run, const Fold& fold) const {
          static_cast<uint64_t>(run.row_step) == fold.bytes;
 }
 
+// Whether each page of a run of blocks is a copy of its own; else there are few strided ones, of
+// many rows.
+bool CommandBuilder::apart(const BlockRun& run, const Fold& fold, bool submitted_soonest,
+                           const Part& part) const {
+  if (together(run, fold)) return false;
+  const uint64_t rows_max = std::max<uint64_t>(run.count, fold.pieces);
+  return (part.form.plain && run.count <= fold.pieces) ||
+         !forms_.strided(rows_max, fold.bytes, submitted_soonest) || forms_.one_by_one(fold.bytes);
+}
+
+bool CommandBuilder::all_apart(const BlockRun& run, bool submitted_soonest,
+                               const Part& part) const {
+  const std::vector<Fold>& folds = (*layer_groups_)[layer_group_].folds;
+  return std::all_of(folds.begin(), folds.end(),
+                     [&](const Fold& fold) { return apart(run, fold, submitted_soonest, part); });
+}
+
+// The same of all folds, a command a block. `first`: block of the part.
+void CommandBuilder::add_pages(const BlockRun& run, size_t first, Part& part) const {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  const bool load = direction_ == Direction::load;
+  for (size_t i = run.first; i < run.first + run.count; ++i) {
+    const Slice pages{.offset = (i - first) * layers.bytes, .rank = kOwner, .buffer = kPages};
+    const Slice row{.offset = reinterpret_cast<uint64_t>(rows_[i].at) + layers.row_at,
+                    .rank = kHostRank,
+                    .buffer = kRows};
+    part.commands.push_back({.dst = load ? pages : row,
+                             .src = load ? row : pages,
+                             .bytes = layers.bytes,
+                             .op = Op::copy});
+    part.copies += layers.apart;
+  }
+}
+
 // Between the cache and a row, wherever that lies.
 void CommandBuilder::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step,
                           uint64_t row_step, Part& part) const {
@@ -151,11 +194,7 @@ void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& f
   if (together(run, fold)) {
     return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
   }
-  // Else there are few strided ones, of many rows.
-  const bool plain = part.form.plain && run.count <= fold.pieces;
-  const uint64_t rows_max = std::max<uint64_t>(run.count, fold.pieces);
-  if (plain || !forms_.strided(rows_max, fold.bytes, submitted_soonest) ||
-      forms_.one_by_one(fold.bytes)) {
+  if (apart(run, fold, submitted_soonest, part)) {
     for (size_t block = 0; block < run.count; ++block) {
       for (size_t piece = 0; piece < fold.pieces; ++piece) {
         copy(at(block, piece), row(block, piece), fold.bytes, 1, 0, 0, part);
@@ -254,20 +293,38 @@ Part CommandBuilder::next(const PartBudget& budget) {
   Part part{.form = forms_.form(left, budget)};
   part.calls = part.form.calls();
   const PageForm& form = part.form;
-  const size_t about = std::min<size_t>(form.copies, left.blocks * left.block_pages);
-  part.commands.reserve(about + about / kFencesAbout + kFencesAbout);
+  const size_t first = next_;
+  bool listed = false;
+  const size_t about = left.blocks * (form.listed ? 1 : left.block_pages);
+  const size_t room = std::min<size_t>(form.copies, about);
+  part.commands.reserve(room + room / kFencesAbout + kFencesAbout);
   while (next_ < blocks_.size() && part.copies < form.copies && part.strided < form.strided_max) {
     uint64_t blocks = (budget.bytes - std::min(budget.bytes, part.bytes)) / layers.bytes;
     if (form.plain) blocks = std::min(blocks, (form.copies - part.copies) / layers.apart);
     if (blocks == 0 && part.bytes > 0) break;
     if (budget.apart) blocks = std::min<uint64_t>(blocks, layers.folds.front().pieces);
     const BlockRun found = run(host(), next_, std::max<uint64_t>(1, blocks));
-    for (const Fold& fold : layers.folds) {
-      add(host(), found, fold, budget.submitted_soonest, part);
+    if (form.listed && all_apart(found, budget.submitted_soonest, part)) {
+      add_pages(found, first, part);
+      listed = true;
+    } else {
+      for (const Fold& fold : layers.folds) {
+        add(host(), found, fold, budget.submitted_soonest, part);
+      }
     }
     part.bytes += found.count * layers.bytes;
     part.pages += found.count * layers.pieces;
     next_ += found.count;
+  }
+  if (listed) {
+    part.pages_at = PageTable{.pieces = layers.pages.data(),
+                              .count = layers.apart,
+                              .piece_bytes = layers.piece_bytes,
+                              .first_at = layers.row_at,
+                              .block_bytes = layers.bytes,
+                              .blocks = blocks_.subspan(first, next_ - first),
+                              .call_pages = form.together,
+                              .first_pages = form.first == 0 ? form.together : form.first};
   }
   end(part);
   return part;

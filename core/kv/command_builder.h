@@ -45,7 +45,8 @@ struct LayerGroup {
   uint32_t apart = 0;   // copies of a block if none is strided
   uint64_t row_at = 0;  // of its bytes in a row
   uint32_t first_piece = 0;
-  uint64_t piece_bytes = 0;  // of the largest
+  uint64_t piece_bytes = 0;      // of the largest
+  std::vector<PagePiece> pages;  // of a block if none is strided, in the order of the row
 };
 
 std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_together,
@@ -64,14 +65,14 @@ struct Part {
   PageForm form;
   SubBatches calls;
   bool ends_layer_group = false;
-  std::optional<PageTable> pages_at;  // packed parts: what kPages is
+  std::optional<PageTable> pages_at;  // what kPages is, where there are such
 };
 
 inline constexpr BufferId kCache = 1;
 inline constexpr BufferId kRows = 2;
 inline constexpr BufferId kStage = 3;
-inline constexpr BufferId kPages = 4;
-inline constexpr Rank kOwner = 0;  // of the cache
+inline constexpr BufferId kPages = 4;  // the blocks of a part, one after the other
+inline constexpr Rank kOwner = 0;      // of the cache
 inline constexpr Rank kNeighbour = 1;
 
 // A cache, and where its blocks go.
@@ -130,6 +131,9 @@ class CommandBuilder {
   RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
   BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
   bool together(const BlockRun& run, const Fold& fold) const;
+  bool apart(const BlockRun& run, const Fold& fold, bool submitted_soonest, const Part& part) const;
+  bool all_apart(const BlockRun& run, bool submitted_soonest, const Part& part) const;
+  void add_pages(const BlockRun& run, size_t first, Part& part) const;
   void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool submitted_soonest,
            Part& part) const;
   void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,

@@ -47,7 +47,7 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
        .bytes = layout.span()},
       {.name = "rows", .kind = Buffer::Home::host, .bytes = part.rows_span},
   };
-  if (target.stage != nullptr) {
+  if (target.stage != nullptr || part.pages_at) {  // kPages comes behind it
     program->buffers.push_back(
         {.name = "stage", .kind = Buffer::Home::local, .bytes = target.stage_bytes});
   }

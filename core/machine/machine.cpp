@@ -54,10 +54,11 @@ uint64_t digest(const Machine& machine) {
       launch, reduce, push);
   const auto& [b2b_max, call_min, sub_batch, sub_batch_max, copy_ns] = batches;
   add(b2b_max, call_min, sub_batch, sub_batch_max, copy_ns);
-  const auto& [sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max,
-               both_part_bytes, hop_ns, pack_plain_below, pack_strided_below] = pages;
-  add(sub_batch_first, small_bytes, small_first, small_first_bytes, both_bytes_max, both_part_bytes,
-      hop_ns, pack_plain_below, pack_strided_below);
+  const auto& [sub_batch_first, sub_batch_apart, small_bytes, small_first, small_first_bytes,
+               both_bytes_max, both_part_bytes, hop_ns, pack_plain_below, pack_strided_below] =
+      pages;
+  add(sub_batch_first, sub_batch_apart, small_bytes, small_first, small_first_bytes, both_bytes_max,
+      both_part_bytes, hop_ns, pack_plain_below, pack_strided_below);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

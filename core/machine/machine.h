@@ -83,6 +83,7 @@ struct Batches {
 // How pages between a rank and the host are copied (core/plan/pages.h).
 struct Pages {
   uint32_t sub_batch_first = UINT32_MAX;  // handed over by the first call, of pages not small
+  uint32_t sub_batch_apart = UINT32_MAX;  // by each, of pages that do not fold
   uint64_t small_bytes = 0;  // smaller ones may be copied by a CPU while a queue has nothing to do
   uint32_t small_first = 0;  // of these by the first call
   uint64_t small_first_bytes = 0;   // or as many as have so many bytes

@@ -43,8 +43,10 @@ PageForm PageForms::form(const PagesLeft& run, const PageBudget& budget) const {
   const bool small = run.page_bytes < pages_.small_bytes;
   const bool soon = waits && !small && run.begins;
   form.strided_max = kStridedMax;
-  form.together = soon ? std::min(pages_.sub_batch_first, batches_.sub_batch)
-                       : std::max(batches_.sub_batch, std::min(in_time, batches_.sub_batch_max));
+  form.together = run.folds
+                      ? std::max(batches_.sub_batch, std::min(in_time, batches_.sub_batch_max))
+                      : pages_.sub_batch_apart;
+  if (soon) form.together = std::min(pages_.sub_batch_first, form.together);
   // What a driver makes by a CPU has to be little, and to last until the next call.
   if (waits && small && run.from_host) {
     form.first = static_cast<uint32_t>(
@@ -59,6 +61,7 @@ PageForm PageForms::form(const PagesLeft& run, const PageBudget& budget) const {
   } else if (soon && !run.folds) {
     form.copies = std::min(budget.strided, kFirstPart);
   }
+  form.listed = std::min<uint64_t>(form.copies, run.blocks * run.block_pages) >= batches_.call_min;
   return form;
 }
 

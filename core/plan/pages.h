@@ -39,6 +39,7 @@ struct PageForm {
   uint32_t strided_max = UINT32_MAX;
   uint32_t together = UINT32_MAX;  // plain copies of a call
   uint32_t first = 0;              // of the first one; 0: as many
+  bool listed = false;  // blocks whose pages are all plain are one command each (page_table.h)
 
   SubBatches calls() const { return SubBatches(together == UINT32_MAX ? 0 : together, first); }
 };

@@ -48,6 +48,7 @@ void bind_parts(nb::module_& module) {
       .def_rw("copy_ns", &Batches::copy_ns);
   nb::class_<Pages>(module, "Pages")
       .def_rw("sub_batch_first", &Pages::sub_batch_first)
+      .def_rw("sub_batch_apart", &Pages::sub_batch_apart)
       .def_rw("small_bytes", &Pages::small_bytes)
       .def_rw("small_first", &Pages::small_first)
       .def_rw("small_first_bytes", &Pages::small_first_bytes)

@@ -10,7 +10,7 @@ from offcore import kv
 
 
 def test_calls_are_counted() -> None:
-    """Folded: a strided copy a block. By layer: pages in calls of 32, and few of them singly."""
+    """Folded: a strided copy a block. By layer: pages in calls of 32."""
     code = """
     world = World(layers=4, blocks=128, plain_from=NEVER)
     blocks = np.random.default_rng(5).permutation(128)[:70]
@@ -27,15 +27,14 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: two calls of 32, and 6 that go singly. Small ones to a GPU begin
-        # with a call of few.
-        first = 4 * (start == world.transfer.load)
-        batches = 12 if first else 8
-        wanted = dict(batches=batches, batched=4 * (64 + first), plain=4 * (6 - first), strided=0,
-                      crossed=0, kernels=0, packs=0)
+        # Each layer has 70 pages: two calls of 32, and one of 6. Small ones to a GPU begin with a
+        # call of 4, and then 32, 32 and 2.
+        batches = 16 if start == world.transfer.load else 12
+        wanted = dict(batches=batches, batched=280, plain=0, strided=0, crossed=0, kernels=0,
+                      packs=0)
         assert result.calls == wanted, result
         spent = {name: counted()[name] - before[name] for name in before}
-        wanted = dict(cuMemcpyBatchAsync=batches, cuMemcpyAsync=4 * (6 - first), cuMemcpy2DAsync=0)
+        wanted = dict(cuMemcpyBatchAsync=batches, cuMemcpyAsync=0, cuMemcpy2DAsync=0)
         assert spent == wanted
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
@@ -43,9 +42,9 @@ def test_calls_are_counted() -> None:
     check_on_gpu(code)
 
 
-@pytest.mark.parametrize(("page", "told"), [(32 << 10, 5), (16 << 10, 3)])
+@pytest.mark.parametrize(("page", "told"), [(32 << 10, 6), (16 << 10, 4)])
 def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
-    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4 singly, not 3 times 32 and 4. A
+    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4, not 3 times 32 and 4. A
     load of smaller ones begins with 4, which keep the engine busy until the next call: on an idle
     stream a driver copies small pages on the CPU."""
     code = """
@@ -55,13 +54,10 @@ def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = calls("cuMemcpyBatchAsync")
         result = start(blocks, slots).wait()
-        first = page < 32 << 10 and start == world.transfer.load
-        if first:  # one part or two: 4, 32, 32, 32, or 4, 32, 28 (or so) and again
-            assert (result.calls["batches"], result.calls["plain"]) == (4, 0), result
-        else:
-            assert (result.calls["batched"], result.calls["plain"]) == (96, 4), result
+        # A load of smaller ones, too, is four calls: 4, 32, 32 and 32.
+        assert (result.calls["batched"], result.calls["plain"]) == (100, 0), result
         assert result.path == "plain"
-        assert calls("cuMemcpyBatchAsync") - before == told + first
+        assert calls("cuMemcpyBatchAsync") - before == result.calls["batches"] == told
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """

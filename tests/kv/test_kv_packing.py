@@ -132,19 +132,50 @@ def test_order_of_packed_jobs(sms: str) -> None:
     check_on_gpu(code, sms)
 
 
-def test_groups_are_packed_apart() -> None:
+@pytest.mark.parametrize(("policy", "path"), [("pack", "packed"), ("zero_sm", "plain")])
+def test_groups_are_copied_apart(policy: str, path: str) -> None:
+    """Pages of several sizes, all layers at once and some at a time."""
     code = """
+    policy, path = sys.argv[1:]
     worlds = [Apart(layers=3), Apart(layers=5, page=1536), Apart(layers=2, blocks=48, page=513)]
-    with kv.BlockTransfer([w.layout for w in worlds], [w.pool for w in worlds], policy="pack",
+    with kv.BlockTransfer([w.layout for w in worlds], [w.pool for w in worlds], policy=policy,
                           verify=True) as transfer:
-        for turn in range(3):
+        for turn, by_layer in enumerate((False, True, 2)):
             jobs = []
             for group, world in enumerate(worlds):
-                named = some(40, turn, world.blocks)
-                jobs.append((world, named, transfer.store(named, some(40, 9), group=group)))
-            for world, named, job in jobs:
-                assert job.wait(20).path == "packed"
-                assert (world.rows(some(40, 9)) == world.wanted(named)).all()
+                named, slots = some(40, turn, world.blocks), some(40, 9)
+                job = transfer.store(named, slots, group=group, by_layer=by_layer)
+                jobs.append((world, named, group, job))
+            for world, named, group, job in jobs:
+                assert job.wait(20).path == path
+                assert (world.rows(slots) == world.wanted(named)).all()
+                others = some(40, 6, world.blocks)
+                world.image[:, :, others] = world.image[:, :, named].copy()
+                transfer.load(others, slots, group=group, by_layer=by_layer).wait(20)
+                assert (world.read() == world.image).all()
+    """
+    check_on_gpu(code, policy, path)
+
+
+def test_pages_apart_go_by_calls_of_32() -> None:
+    """As whoever lists them by hand would hand them over, whatever blocks they are of; and a run of
+    blocks is not listed, but a strided copy a page."""
+    code = """
+    world = Apart(layers=7, blocks=64, policy="zero_sm", linger=60.0)
+    for count, calls_ in ((40, 18), (16, 7), (1, 1)):
+        world.transfer.store([5], [5]).wait(20)  # the thread is awake
+        found = world.transfer.store(some(count), some(count, 1)).wait(20)
+        assert found.calls["batched"] == found.commands == found.pages == 14 * count, found
+        assert found.calls["batches"] == calls_ and found.calls["plain"] == 0, found
+    mixed = np.concatenate([np.arange(30, 50), some(20, 2, 30)])
+    rows = np.concatenate([np.arange(72, 92), some(20, 3)])  # a run in one chunk
+    found = world.transfer.store(mixed, rows).wait(20)
+    assert (found.path, found.calls["strided"], found.calls["batched"]) == ("mixed", 14, 280), found
+    assert (world.rows(rows) == world.wanted(mixed)).all()
+    world.image[:, :, mixed[::-1]] = world.image[:, :, mixed].copy()
+    world.transfer.load(mixed[::-1].copy(), rows).wait(20)
+    assert (world.read() == world.image).all()
+    world.transfer.close()
     """
     check_on_gpu(code)
 

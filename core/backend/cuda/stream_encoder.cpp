@@ -5,7 +5,6 @@
 
 #include "core/backend/cuda/dual_engine.h"
 #include "core/backend/cuda/engine_alias.h"
-#include "core/backend/cuda/pack_kernel.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
@@ -266,32 +265,8 @@ bool StreamEncoder::goes_plain(const Command& command) const {
   return !pitches(command, dst, src, dst_pitch, src_pitch);
 }
 
-// A copy to or from pages; false: it is another one.
-bool StreamEncoder::pack(const Command& command) {
-  const auto paged = [&](const Slice& slice) {
-    return program_.buffers[slice.buffer].kind == Buffer::Home::paged;
-  };
-  if (!paged(command.dst) && !paged(command.src)) return false;
-  flush();
-  const bool scatters = paged(command.dst);
-  const Slice& pages = scatters ? command.dst : command.src;
-  const auto* table =
-      reinterpret_cast<const PageTable*>(launch_.binding.base(pages.buffer, pages.rank));
-  const PackKernel::Launched launched =
-      device_.pack_kernel()->launch({.pages = *table,
-                                     .offset = pages.offset,
-                                     .packed = address(scatters ? command.src : command.dst),
-                                     .bytes = command.bytes,
-                                     .scatters = scatters},
-                                    options_.sms, stream_);
-  stats_.calls.packs += launched.launches;
-  stats_.sms = std::max(stats_.sms, launched.sms);
-  stats_.submitted = true;
-  return true;
-}
-
 void StreamEncoder::copy(const Command& command) {
-  if (pack(command)) return;
+  if (paged(command)) return;
   const Rank own = device_.rank();
   if (command.rows > 1 && !within(command)) {
     MappedAddress dst = place(command.dst);
@@ -467,7 +442,7 @@ void StreamEncoder::flush_copies() {
   }
   if (sizes_.empty()) return;
   const Driver& driver = Driver::get();
-  const bool alone = sizes_.size() == 1 && flags_ == 0;
+  const bool alone = (sizes_.size() == 1 && flags_ == 0) || !batches_;
   CUmemcpyAttributes attributes{.src_order = kSrcOrderStream, .flags = flags_};
   size_t first = 0;
   if (!alone && accepted(driver.cuMemcpyBatchAsync(dsts_.data(), srcs_.data(), sizes_.data(),

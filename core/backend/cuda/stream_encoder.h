@@ -33,6 +33,7 @@
 #include "core/backend/cuda/copy_kernel.h"
 #include "core/backend/cuda/reduce_kernel.h"
 #include "core/backend/cuda/signal_words.h"
+#include "core/backend/page_table.h"
 #include "core/machine/copy_forms.h"
 
 namespace offcore::cuda {
@@ -139,7 +140,9 @@ class StreamEncoder {
   bool within(const Command& command) const;
   bool pitches(const Command& command, MappedAddress& dst, MappedAddress& src, uint64_t& dst_pitch,
                uint64_t& src_pitch) const;
-  bool pack(const Command& command);
+  bool paged(const Command& command);
+  void pack(const Command& command, const PageTable& table, bool scatters);
+  void pages(const Command& command, const PageTable& table, bool scatters);
   bool gather(const StridedCopy& rows);
   bool strided(StridedCopy rows);
   bool takes_batches() const;
@@ -177,7 +180,8 @@ class StreamEncoder {
   std::vector<CUstreamMemOp> aside_ops_;
   std::vector<ReduceKernelJob> jobs_;
   std::vector<CUstreamMemOp> ops_;
-  unsigned flags_ = 0;  // of the copies collected here
+  unsigned flags_ = 0;                  // of the copies collected here
+  std::optional<uint32_t> pages_left_;  // of a call, of pages that engines copy
   std::vector<CUdeviceptr> dsts_;
   std::vector<CUdeviceptr> srcs_;
   std::vector<size_t> sizes_;

@@ -35,7 +35,7 @@ struct LocalProgram : exec::RankQueues {
 struct CudaProgram : exec::CompiledProgram {
   CudaProgram(std::shared_ptr<const Program> of, Rank ranks, std::span<const Rank> local,
               bool packs)
-      : CompiledProgram(std::move(of), ranks, local, packs) {}
+      : CompiledProgram(std::move(of), ranks, local, packs, true) {}
   std::vector<LocalProgram> gpus;  // by device
   std::vector<std::shared_ptr<LocalGpu>> devices;
   uint64_t bytes = 0;  // that the local queues copy

@@ -20,7 +20,7 @@ std::vector<Rank> sorted_ranks(std::vector<Rank> local_ranks, Rank ranks) {
 }
 
 CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank ranks,
-                                 std::span<const Rank> local_ranks, bool pack)
+                                 std::span<const Rank> local_ranks, bool pack, bool engines)
     : program(std::move(program_)),
       reduces(program->reduction.has_value()),
       interleaved(offcore::interleaved(*program)) {
@@ -28,12 +28,15 @@ CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank r
     fail(Code::invalid, "a program of ", program->ranks, " ranks cannot run on a backend of ",
          ranks);
   }
-  const bool paged =
-      std::any_of(program->buffers.begin(), program->buffers.end(),
-                  [](const Buffer& buffer) { return buffer.kind == Buffer::Home::paged; });
-  if (paged && !pack) {
-    fail(Code::unsupported, program->op, ": this backend has no cores that copy pages");
-  }
+  const auto check_pages = [&](const Command& command) {
+    const Buffer::Home dst = program->buffers[command.dst.buffer].kind;
+    const Buffer::Home src = program->buffers[command.src.buffer].kind;
+    if (dst != Buffer::Home::paged && src != Buffer::Home::paged) return;
+    const bool host = dst == Buffer::Home::host || src == Buffer::Home::host;
+    if (host ? engines : pack) return;
+    fail(Code::unsupported, program->op, ": this backend has no ", host ? "engines" : "cores",
+         " that copy pages");
+  };
   for (Rank rank : local_ranks) locals.emplace_back().rank = rank;
   for (uint32_t index = 0; index < program->queues.size(); ++index) {
     const Queue& queue = program->queues[index];
@@ -52,7 +55,9 @@ CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank r
       if (command.op == Op::timestamp) timestamps = std::max(timestamps, command.value + 1u);
       if (copied != nullptr && same_bases(*copied, command)) continue;
       collect_bases(*program, command, bases);
-      if (command.op == Op::copy) copied = &command;
+      if (command.op != Op::copy) continue;
+      copied = &command;
+      check_pages(command);
     }
   }
 }

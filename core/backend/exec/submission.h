@@ -33,9 +33,10 @@ struct RankQueues {
 // A program as the local ranks run it.
 struct CompiledProgram {
   // Throws invalid for a program of other than `ranks` ranks, and for commands that name what it
-  // does not have; unsupported for paged buffers but where there are cores that `pack`.
+  // does not have; unsupported for pages that cores are to copy but where they `pack`, and for
+  // others but where `engines` of a driver's do.
   CompiledProgram(std::shared_ptr<const Program> program_, Rank ranks,
-                  std::span<const Rank> local_ranks, bool pack = false);
+                  std::span<const Rank> local_ranks, bool pack = false, bool engines = false);
   void check(const Launch& launch) const;  // throws invalid where something is not bound
 
   std::shared_ptr<const Program> program;
