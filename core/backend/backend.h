@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -321,13 +322,22 @@ struct RequestWord {
   uint64_t value;
 };
 
+// A submission that stands still until a word of the rank's own memory has come that far, modulo
+// 2^64.
+struct ParkedRequest {
+  RequestWord gate;
+  RequestCopy copy;  // of no bytes: none
+  std::optional<RequestWord> signal;
+  RequestWord sent;  // of the rank's own memory
+};
+
 // Copies of one local rank that are submitted one after the other, without a program: what running
 // kernels ask for (core/proxy). One thread calls it, and no call but recall() waits for a copy.
 class RequestEngine {
  public:
   virtual ~RequestEngine() = default;
-  // Whether the peer's queue takes another submission now. Throws driver once an engine has failed.
-  virtual bool room(Rank peer) = 0;
+  // How many submissions the peer's queue takes now. Throws driver once an engine has failed.
+  virtual uint64_t room(Rank peer) = 0;
   // Enqueues the copies, in no order, behind all that was submitted for the peer; then the words,
   // each of which is written after the copies.
   virtual void submit(Rank peer, std::span<const RequestCopy> copies,
@@ -336,15 +346,17 @@ class RequestEngine {
   virtual void store(std::span<const RequestWord> words) = 0;
   virtual bool idle() = 0;  // nothing is under way; throws driver
 
-  // Parked submissions wait for a 32-bit word of this rank's memory to reach a value, cyclically.
-  // First, once, the memory that they write, by any address of each window. Throws unsupported.
+  // Before anything is parked: the memory that it writes, by any address of each window. Throws
+  // unsupported.
   virtual void prepare_parking(std::span<std::byte* const> windows) = 0;
-  virtual void park(Rank peer, std::byte* gate, uint32_t value, std::span<const RequestCopy> copies,
-                    std::span<const RequestWord> words) = 0;
+  // The signal is written behind the data, `sent` behind both. The last one's words are enqueued
+  // only by hand_over().
+  virtual void park(Rank peer, const ParkedRequest& request) = 0;
+  virtual void hand_over(Rank peer) = 0;
   // How many of the peer's submissions have ended, at least.
   virtual uint64_t ended(Rank peer) = 0;
-  // Ends what is parked without effect, and waits for that.
-  virtual void recall() = 0;
+  // Ends what is parked without effect, and waits for that. The gates get that value.
+  virtual void recall(uint64_t closed) = 0;
 };
 
 // Where such engines come from.

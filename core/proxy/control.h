@@ -7,9 +7,8 @@ namespace offcore::proxy {
 
 inline constexpr uint64_t kTail = 0;
 inline constexpr uint64_t kHead = 64;
-inline constexpr uint64_t kPushed = 128;
-inline constexpr uint64_t kStart = kPushed + 8 * kRanksMax;
-inline constexpr uint64_t kSent = kStart + 4 * kRanksMax;
+inline constexpr uint64_t kStart = 128;
+inline constexpr uint64_t kSent = kStart + 8 * kRanksMax;
 inline constexpr uint64_t kFault = kSent + 8 * kRanksMax;
 inline constexpr uint64_t kPort = kFault + 8 * kRanksMax;
 inline constexpr uint64_t kReceived = 4096;

@@ -27,6 +27,11 @@ struct GpuMemory {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
   }
+  __device__ __forceinline__ static Word peek(const Word* at) {
+    Word value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+  }
   __device__ __forceinline__ static unsigned load(const unsigned* at) {
     unsigned value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -41,21 +46,14 @@ struct GpuMemory {
   __device__ __forceinline__ static void append(Word* at, Word value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
   }
-  // The lanes of a warp that come together add as one.
-  __device__ __forceinline__ static Word reserve(Word* at, unsigned count) {
-    const unsigned lanes = __activemask();
-    unsigned lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    unsigned same;
-    asm volatile("match.any.sync.b64 %0, %1, %2;"
-                 : "=r"(same)
-                 : "l"(reinterpret_cast<Word>(at) + count), "r"(lanes));
-    const unsigned leader = __ffs(int(same)) - 1;
-    const unsigned before = __popc(same & ((1u << lane) - 1));
-    Word first = 0;
-    if (lane == leader) first = atomicAdd(at, Word{count} * __popc(same));
-    first = __shfl_sync(same, first, int(leader));
-    return first + Word{count} * before;
+  __device__ __forceinline__ static Word add(Word* at, Word count) { return atomicAdd(at, count); }
+  __device__ __forceinline__ static Word swap(Word* at, Word expected, Word value) {
+    Word found;
+    asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(found)
+                 : "l"(at), "l"(expected), "l"(value)
+                 : "memory");
+    return found;
   }
   __device__ __forceinline__ static Word now_ns() {
     Word now;
@@ -63,6 +61,34 @@ struct GpuMemory {
     return now;
   }
   __device__ __forceinline__ static void pause(unsigned) {}
+  __device__ __forceinline__ static void rest(unsigned looks) {
+    __nanosleep(looks < 6 ? 32u << looks : 1024u);
+  }
+
+  class Lanes {
+   public:
+    __device__ __forceinline__ explicit Lanes(Word key) {
+      unsigned lane;
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+      asm volatile("match.any.sync.b64 %0, %1, %2;" : "=r"(lanes_) : "l"(key), "r"(__activemask()));
+      place_ = __popc(lanes_ & ((1u << lane) - 1));
+    }
+    __device__ __forceinline__ unsigned size() const { return __popc(lanes_); }
+    __device__ __forceinline__ unsigned place() const { return place_; }
+    __device__ __forceinline__ bool leads() const { return place_ == 0; }
+    template <typename T>
+    __device__ __forceinline__ T tell(T value) const {
+      return __shfl_sync(lanes_, value, __ffs(int(lanes_)) - 1);
+    }
+    __device__ __forceinline__ bool all(bool one) const {
+      __syncwarp(lanes_);  // what the lanes wrote is the leader's to release
+      return __all_sync(lanes_, one) != 0;
+    }
+
+   private:
+    unsigned lanes_;
+    unsigned place_;
+  };
 };
 
 using Gpu = RequestCalls<GpuMemory>;

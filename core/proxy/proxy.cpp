@@ -12,7 +12,7 @@ namespace offcore::proxy {
 namespace {
 
 constexpr uint64_t kChunkMin = 16;
-constexpr uint32_t kSlotsMin = 16;
+constexpr uint32_t kSlotsMin = kGroupWordsMax;
 constexpr uint32_t kSlotsMax = 1 << 20;
 constexpr size_t kCopiesMax = 128;  // of a submission
 constexpr int64_t kLookNs = 2'000'000;
@@ -130,16 +130,15 @@ void RequestProxy::lay_port() {
            .fault = words(kFault),
            .fault_here = shared(kFaultHere),
            .complaints = reinterpret_cast<unsigned*>(shared(kComplaints)),
-           .pushed = nullptr,
            .start = nullptr,
            .schedule = nullptr,
-           .first = {},
-           .period = {},
            .limit_ns = static_cast<Word>(options_.limit_s * 1e9),
            .slots_log2 = static_cast<unsigned>(std::countr_zero(options_.slots)),
            .rank = rank_,
            .ranks = control_->ranks(),
-           .buffers = static_cast<unsigned>(buffers_.size())};
+           .buffers = static_cast<unsigned>(buffers_.size()),
+           .first = {},
+           .period = {}};
 }
 
 void RequestProxy::run() {
@@ -202,7 +201,7 @@ bool RequestProxy::turn() {
   }
   bool submitted = false;
   for (Rank peer = 0; waiting_ > 0 && peer < queues_.size(); ++peer) {
-    if (queues_[peer].waiting == 0 || !engine_->room(peer)) continue;
+    if (queues_[peer].waiting == 0 || engine_->room(peer) == 0) continue;
     submit(peer, queues_[peer]);
     submitted = true;
   }
@@ -272,7 +271,7 @@ void RequestProxy::add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy
       return;
     }
   }
-  if (queue.copies.size() == kCopiesMax && engine_->room(peer)) {
+  if (queue.copies.size() == kCopiesMax && engine_->room(peer) > 0) {
     engine_->submit(peer, queue.copies, {});
     counts_[2].fetch_add(queue.copies.size(), std::memory_order_relaxed);
     counts_[3].fetch_add(1, std::memory_order_relaxed);
@@ -346,11 +345,12 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   try {
     engine_->store(words);
     if (port_.start != nullptr) {
+      started_ = read_started();
       for (Rank peer = 0; peer < queues_.size(); ++peer) {
         counted_[peer] = queues_[peer].planned.empty() ? 0 : engine_->ended(peer);
       }
       recalled_.store(true, std::memory_order_release);
-      engine_->recall();  // kernels that wait have been told
+      engine_->recall(kClosed);  // kernels that wait have been told
     }
   } catch (const Error& failure) {  // of a device that has failed: whoever waits there looks here
     const std::scoped_lock lock(mutex_);

@@ -124,7 +124,9 @@ class RequestProxy : public OfProcess {
   Decoded decode(const Word (&words)[2]) const;
   void accept(const Word (&words)[2]);
   bool park();
+  void park(Rank peer, PeerQueue& queue);
   uint64_t ended(Rank peer) const;
+  std::array<Word, kRanksMax> read_started() const;
   bool all_started_ended() const;
   void add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy);
   void submit(Rank peer, PeerQueue& queue);
@@ -148,7 +150,8 @@ class RequestProxy : public OfProcess {
   RequestReader<struct HostWords> reader_;
   std::vector<PeerQueue> queues_;              // by peer
   uint64_t waiting_ = 0;                       // requests accepted and not submitted
-  std::array<uint64_t, kRanksMax> counted_{};  // armed: requests ended, once all are recalled
+  std::array<Word, kRanksMax> started_{};      // armed: by kernels, once all are recalled
+  std::array<uint64_t, kRanksMax> counted_{};  // likewise: ended
   std::atomic<bool> recalled_{false};
   Word refreshed_ = 0;  // the replica of the head
   bool ended_ = false;  // the thread's own

@@ -3,11 +3,17 @@
 // memory only by `Memory`, a class of static functions:
 //
 //   Word load(const Word*)                  acquires, from other processors too
+//   Word peek(const Word*)                  without an order
 //   void store(Word*, Word)                 releases all that the caller has seen
 //   void append(Word*, Word)                without an order; behind a store() of the same push
-//   Word reserve(Word*, unsigned)           fetch-and-add; several lanes of a warp as one
+//   Word add(Word*, Word)                   fetch-and-add, without an order
+//   Word swap(Word*, Word, Word)            compare-and-swap, releases; what was found
 //   unsigned load(const unsigned*), void store(unsigned*, unsigned)
 //   Word now_ns(), void pause(looks)
+//   void rest(looks)                        a longer one, where many wait
+//   Lanes(Word key)                         lanes of a warp that come together with one key (32 at
+//                                           most): size(), place(), leads(); tell(value) of the
+//                                           leader, all(bool), which meet
 //
 // A request is one word (kPut, kPutSignal, kSignal) or two (kPutBytes, kPutBytesSignal):
 //
@@ -23,8 +29,13 @@
 // The ring: producers reserve words by adding to `tail` and fill them; the lap bit tells a word of
 // this lap from one of the lap before, so that nobody needs an order between words. A producer
 // fills a word only when the engine has taken what was there a lap ago. It compares with `head`, a
-// replica in its own memory that the engine refreshes; where that is behind it waits, and looks at
-// the engine's own count as well. Positions are 64-bit numbers and only grow.
+// replica in its own memory that the engine refreshes; where that is behind it waits, and seldom
+// looks at the engine's own count as well: many that read host memory would stop the engine. Of a
+// group one lane does so for all: the ring has room for a whole group. Positions are 64-bit numbers
+// and only grow.
+//
+// Armed, `start` of the peer counts requests, and the peer's queue waits for it: one swap takes a
+// number and starts what has it.
 //
 // Completions are sequence numbers that only grow: `sent` of a peer is the position behind the last
 // of its requests whose data has left, `received` of a peer and a buffer the number of signals that
@@ -61,6 +72,8 @@ constexpr Word kBytesMax = (Word{1} << kBytesBits) - 4096;  // of one request; w
 constexpr Word kLapBit = Word{1} << 63;
 constexpr Word kClosed = Word{1} << 62;  // a head that leaves no room
 constexpr unsigned kSignalStride = kBuffersMax;
+constexpr unsigned kGroupWordsMax = 64;  // that lanes reserve together
+constexpr unsigned kTakenLooks = 16;     // for room, of which one reads host memory
 
 // Why a call did not do what it was asked for.
 enum PortFault : unsigned {
@@ -75,25 +88,24 @@ enum PortFault : unsigned {
 
 // What a producer needs to know. All pointers are addresses that the producers reach.
 struct RequestPort {
-  Word* slots;                 // host memory, 1 << slots_log2 words
-  Word* tail;                  // own memory, like all below: the next position
-  const Word* head;            // replica of `taken`
-  const Word* taken;           // host memory: the position up to which the engine has taken words
-  const Word* sent;            // by peer
-  const Word* received;        // by peer and buffer (kSignalStride)
-  const Word* fault;           // by rank: why its engine has ended (PortFault)
-  const Word* fault_here;      // host memory: the same of this rank's
-  unsigned* complaints;        // host memory: what producers have found wrong, by PortFault
-  Word* pushed;                // armed: requests so far, by peer
-  unsigned* start;             // armed: what the peer's queue waits for
-  const Word* schedule;        // armed: the requests of all peers
-  unsigned first[kRanksMax];   // armed: of the peer, in the schedule
-  unsigned period[kRanksMax];  // armed: the peer's requests in a round
-  Word limit_ns;               // of a wait that names none
+  Word* slots;             // host memory, 1 << slots_log2 words
+  Word* tail;              // own memory, like all below: the next position
+  const Word* head;        // replica of `taken`
+  const Word* taken;       // host memory: the position up to which the engine has taken words
+  const Word* sent;        // by peer
+  const Word* received;    // by peer and buffer (kSignalStride)
+  const Word* fault;       // by rank: why its engine has ended (PortFault)
+  const Word* fault_here;  // host memory: the same of this rank's
+  unsigned* complaints;    // host memory: what producers have found wrong, by PortFault
+  Word* start;             // armed: requests so far, by peer; kClosed at the end
+  const Word* schedule;    // armed: the requests of all peers
+  Word limit_ns;           // of a wait that names none
   unsigned slots_log2;
   unsigned rank;
   unsigned ranks;
   unsigned buffers;
+  unsigned first[kRanksMax];   // armed: of the peer, in the schedule
+  unsigned period[kRanksMax];  // armed: the peer's requests in a round
 };
 
 // A request under way. `fault` other than kNone: nothing was pushed.
@@ -181,7 +193,7 @@ struct RequestCalls {
   OFFCORE_INLINE static unsigned flush(const RequestPort& port, unsigned peer, Word limit_ns = 0) {
     if (peer >= port.ranks) return refuse(port, peer).fault;
     if (port.start == nullptr) return wait_sent(port, put(port, peer, 0, 0, 0, 0), limit_ns);
-    return wait_sent(port, {Memory::load(&port.pushed[peer]), peer, kNone}, limit_ns);
+    return wait_sent(port, {Memory::peek(&port.start[peer]), peer, kNone}, limit_ns);
   }
 
   // How many signals have come from the peer in a buffer.
@@ -211,7 +223,7 @@ struct RequestCalls {
     Memory::store(&port.complaints[fault], 1u);
   }
 
-  // A place that stays empty, or a turn that nobody takes: nothing behind it ever starts.
+  // A place that stays empty: nothing behind it is ever taken.
   OFFCORE_INLINE static PutTicket give_up(const RequestPort& port, unsigned peer, unsigned fault) {
     if (fault == kTimeout) fault = kFull;
     if (fault == kFull) complain(port, kFull);
@@ -231,15 +243,18 @@ struct RequestCalls {
   OFFCORE_INLINE static PutTicket push(const RequestPort& port, unsigned peer, const Word* words,
                                        unsigned count) {
     if (port.start != nullptr) return refuse(port, peer);  // no schedule has such a request
-    const Word position = Memory::reserve(port.tail, count);
-    const Word slots = Word{1} << port.slots_log2;
-    const auto fits = [&](Word head) { return position + count - head <= slots; };
-    if (!fits(Memory::load(port.head))) {
-      const unsigned fault = spin(port, port.rank, 0, [&] {
-        return fits(Memory::load(port.head)) || fits(Memory::load(port.taken));
-      });
-      if (fault != kNone) return give_up(port, peer, fault);
+    const typename Memory::Lanes lanes(reinterpret_cast<Word>(port.tail) + count);
+    Word position = 0;
+    unsigned fault = kNone;
+    if (lanes.leads()) {
+      const Word all = Word{count} * lanes.size();
+      position = Memory::add(port.tail, all);
+      fault = make_room(port, position + all);
     }
+    fault = lanes.tell(fault);
+    if (fault != kNone) return give_up(port, peer, fault);
+    position = lanes.tell(position) + Word{count} * lanes.place();
+    const Word slots = Word{1} << port.slots_log2;
     for (unsigned i = 0; i < count; ++i) {
       Word* slot = &port.slots[(position + i) & (slots - 1)];
       const Word word = words[i] | lap_of(position + i, port.slots_log2);
@@ -252,20 +267,39 @@ struct RequestCalls {
     return {position + count, peer, kNone};
   }
 
-  // Armed: the peer's next request lies in its queue already, and starts by this store.
+  // Waits until the ring takes all words before `end`.
+  OFFCORE_INLINE static unsigned make_room(const RequestPort& port, Word end) {
+    const auto fits = [&](Word head) { return end - head <= Word{1} << port.slots_log2; };
+    if (fits(Memory::peek(port.head))) return kNone;
+    unsigned looks = 0;
+    return spin<true>(port, port.rank, 0, [&] {
+      return fits(Memory::peek(port.head)) ||
+             (++looks % kTakenLooks == 0 && fits(Memory::load(port.taken)));
+    });
+  }
+
+  // Armed: the peer's next request lies in its queue already, and starts by this swap.
   OFFCORE_INLINE static PutTicket start(const RequestPort& port, unsigned peer, Word word) {
+    Word* const count = &port.start[peer];
     const unsigned period = port.period[peer];
+    const Word* const planned = port.schedule + port.first[peer];
     if (period == 0) return refuse(port, peer);
-    const Word before = Memory::reserve(&port.pushed[peer], 1);
-    if (port.schedule[port.first[peer] + before % period] != word) return refuse(port, peer);
-    const auto turn = [&] { return Memory::load(&port.start[peer]) == unsigned(before); };
-    if (const unsigned fault = spin(port, port.rank, 0, turn)) return give_up(port, peer, fault);
-    Memory::store(&port.start[peer], unsigned(before + 1));
-    return {before + 1, peer, kNone};
+    const typename Memory::Lanes lanes(reinterpret_cast<Word>(count));
+    for (;;) {
+      const Word before = lanes.tell(lanes.leads() ? Memory::peek(count) : 0);
+      if (before >= kClosed) return give_up(port, peer, unsigned(Memory::load(port.fault_here)));
+      const Word number = before + lanes.place();
+      if (!lanes.all(planned[period == 1 ? 0 : number % period] == word)) {
+        return refuse(port, peer);
+      }
+      Word found = 0;
+      if (lanes.leads()) found = Memory::swap(count, before, before + lanes.size());
+      if (lanes.tell(found) == before) return {number + 1, peer, kNone};
+    }
   }
 
   // Until it is ready, an engine has failed (this rank's or the peer's), or the limit is over.
-  template <typename Ready>
+  template <bool Patient = false, typename Ready>
   OFFCORE_INLINE static unsigned spin(const RequestPort& port, unsigned peer, Word limit_ns,
                                       const Ready& ready) {
     if (limit_ns == 0) limit_ns = port.limit_ns;
@@ -284,7 +318,7 @@ struct RequestCalls {
           return kTimeout;
         }
       }
-      Memory::pause(looks);
+      Patient ? Memory::rest(looks) : Memory::pause(looks);
     }
   }
 };

@@ -7,6 +7,7 @@ namespace offcore::proxy {
 namespace {
 
 constexpr size_t kPlannedMax = 1 << 16;  // requests of a rank's schedule
+constexpr uint64_t kParkedAtOnce = 16;
 
 }  // namespace
 
@@ -55,8 +56,7 @@ void RequestProxy::lay_schedule() {
       }
       port_.period[peer] = static_cast<unsigned>(table.size()) - port_.first[peer];
     }
-    port_.pushed = reinterpret_cast<Word*>(control(rank_, kPushed));
-    port_.start = reinterpret_cast<unsigned*>(control(rank_, kStart));
+    port_.start = reinterpret_cast<Word*>(control(rank_, kStart));
     const uint64_t place = received_from(control_->ranks());
     port_.schedule = reinterpret_cast<Word*>(control(rank_, place));
     control_->write(rank_, place, table.data(), 8 * table.size());
@@ -67,27 +67,35 @@ void RequestProxy::lay_schedule() {
   control_->write(rank_, kPort, &port_, sizeof port_);
 }
 
-// Parks what kernels will ask for. Whether there was room for anything.
+// Parks what kernels will ask for, many at once: the driver's calls disturb what is under way.
+// Whether there was room for anything.
 bool RequestProxy::park() {
   bool parked = false;
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
     PeerQueue& queue = queues_[peer];
-    while (!queue.planned.empty() && engine_->room(peer)) {
-      const Decoded& request = queue.planned[queue.parked % queue.planned.size()];
-      std::array<RequestWord, 2> words;
-      size_t count = 0;
-      if (request.signals()) {
-        words[count++] = {control(peer, received_from(rank_) + 8 * uint64_t{request.dst}),
-                          ++queue.signals[request.dst]};
-      }
-      words[count++] = {control(rank_, kSent + 8 * uint64_t{peer}), ++queue.parked};
-      engine_->park(
-          peer, control(rank_, kStart + 4 * uint64_t{peer}), static_cast<uint32_t>(queue.parked),
-          {&request.copy, request.copy.bytes > 0 ? size_t{1} : size_t{0}}, {words.data(), count});
-      parked = true;
-    }
+    if (queue.planned.empty()) continue;
+    const uint64_t room = engine_->room(peer);
+    if (room < kParkedAtOnce) continue;
+    for (uint64_t i = 0; i < room; ++i) park(peer, queue);
+    engine_->hand_over(peer);
+    parked = true;
   }
   return parked;
+}
+
+void RequestProxy::park(Rank peer, PeerQueue& queue) {
+  const Decoded& request = queue.planned[queue.parked++ % queue.planned.size()];
+  ParkedRequest parked{
+      .gate = {control(rank_, kStart + 8 * uint64_t{peer}), queue.parked},
+      .copy = request.copy,
+      .signal = std::nullopt,
+      .sent = {control(rank_, kSent + 8 * uint64_t{peer}), queue.parked},
+  };
+  if (request.signals()) {
+    parked.signal = {control(peer, received_from(rank_) + 8 * uint64_t{request.dst}),
+                     ++queue.signals[request.dst]};
+  }
+  engine_->park(peer, parked);
 }
 
 // Armed: the peer's requests that have ended, of those that kernels started.
@@ -97,12 +105,18 @@ uint64_t RequestProxy::ended(Rank peer) const {
   return recalled_.load(std::memory_order_acquire) ? counted_[peer] : ended;
 }
 
+std::array<Word, kRanksMax> RequestProxy::read_started() const {
+  std::array<Word, kRanksMax> started{};
+  control_->read(started.data(), rank_, kStart, 8 * queues_.size());
+  return started;
+}
+
 // What kernels have started has ended.
 bool RequestProxy::all_started_ended() const {
-  std::vector<Word> pushed(queues_.size());
-  control_->read(pushed.data(), rank_, kPushed, 8 * pushed.size());
+  auto started = read_started();
+  if (recalled_.load(std::memory_order_acquire)) started = started_;
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
-    if (!queues_[peer].planned.empty() && ended(peer) < pushed[peer]) return false;
+    if (!queues_[peer].planned.empty() && ended(peer) < started[peer]) return false;
   }
   return true;
 }

@@ -191,12 +191,13 @@ void bind_host_port(nb::module_& module) {
 void bind_trials(nb::module_& module) {
   module.def(
       "trial_ring",
-      [](uint32_t producers, uint64_t requests, uint32_t slots) {
+      [](uint32_t producers, uint64_t requests, uint32_t slots, uint32_t lanes) {
         LockReleased released;
-        const RingTrial done = trial_ring(producers, requests, slots);
+        if (lanes == 0 || producers % lanes != 0) fail(Code::invalid, "producers are whole warps");
+        const RingTrial done = trial_ring(producers, requests, slots, lanes);
         return std::pair(done.wrong, done.time_ns);
       },
-      nb::arg("producers"), nb::arg("requests"), nb::arg("slots"),
+      nb::arg("producers"), nb::arg("requests"), nb::arg("slots"), nb::arg("lanes") = 1,
       "Racing threads and one reader of a ring: requests lost, doubled, reordered or torn, and "
       "ns.");
   module.def(

@@ -4,6 +4,7 @@
 #include <barrier>
 #include <bit>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 #include "core/base/clock.h"
@@ -24,14 +25,52 @@ std::byte stamp(uint64_t round, uint64_t chunk, uint64_t at) {
   return static_cast<std::byte>((round * 131 + chunk * 31 + at * 7) % 251);
 }
 
+// Threads that push as the lanes of a warp do: all of them come to every push.
+class LaneWords : public HostWords {
+ public:
+  struct Warp {
+    explicit Warp(uint32_t lanes) : size(lanes), meeting(lanes) {}
+    const uint32_t size;
+    std::barrier<> meeting;
+    uint64_t told = 0;
+  };
+  static void enter(Warp& warp, uint32_t lane) {
+    warp_ = &warp;
+    lane_ = lane;
+  }
+
+  struct Lanes {
+    explicit Lanes(Word) {}
+    static unsigned size() { return warp_->size; }
+    static unsigned place() { return lane_; }
+    static bool leads() { return lane_ == 0; }
+    template <typename T>
+    static T tell(T value) {
+      if (leads()) warp_->told = value;
+      warp_->meeting.arrive_and_wait();
+      const auto told = static_cast<T>(warp_->told);
+      warp_->meeting.arrive_and_wait();
+      return told;
+    }
+    static bool all(bool one) { return one; }
+  };
+
+ private:
+  static thread_local Warp* warp_;
+  static thread_local uint32_t lane_;
+};
+thread_local LaneWords::Warp* LaneWords::warp_ = nullptr;
+thread_local uint32_t LaneWords::lane_ = 0;
+
 // A producer's number is the buffer that it names; its request's number is what it would copy.
+template <typename Calls>
 void push_all(const RequestPort& port, uint32_t producer, uint64_t count,
               std::atomic<uint64_t>& wrong) {
   for (uint64_t number = 0; number < count; ++number) {
     const proxy::PutTicket ticket =
         number % kWide == 0
-            ? HostCalls::put_bytes(port, 1, producer, number, 0, ~number & proxy::kOffsetMax, 1)
-            : HostCalls::put(port, 1, producer, 0, number & proxy::kChunksMax, 1);
+            ? Calls::put_bytes(port, 1, producer, number, 0, ~number & proxy::kOffsetMax, 1)
+            : Calls::put(port, 1, producer, 0, number & proxy::kChunksMax, 1);
     if (ticket.fault != proxy::kNone) ++wrong;
   }
 }
@@ -49,7 +88,7 @@ bool is_next(const Word (&words)[2], uint64_t number) {
 
 }  // namespace
 
-RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots) {
+RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots, uint32_t lanes) {
   struct alignas(64) Line {
     Word word = 0;
   };
@@ -75,8 +114,14 @@ RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots) {
   const int64_t began_ns = now_ns();
   std::vector<std::thread> threads;
   const uint64_t each = requests / producers;
+  std::vector<std::unique_ptr<LaneWords::Warp>> warps;
   for (uint32_t producer = 0; producer < producers; ++producer) {
-    threads.emplace_back([&, producer] { push_all(port, producer, each, wrong); });
+    if (producer % lanes == 0) warps.push_back(std::make_unique<LaneWords::Warp>(lanes));
+    threads.emplace_back([&, producer, warp = warps.back().get()] {
+      if (lanes == 1) return push_all<HostCalls>(port, producer, each, wrong);
+      LaneWords::enter(*warp, producer % lanes);
+      push_all<proxy::RequestCalls<LaneWords>>(port, producer, each, wrong);
+    });
   }
   proxy::RequestReader<HostWords> reader(ring.data(), log2);
   std::vector<uint64_t> next(producers);

@@ -13,8 +13,9 @@ struct RingTrial {
   int64_t time_ns = 0;
 };
 
-// `requests` in all, a third of them of two words, by racing producers through one ring.
-RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots);
+// `requests` in all, a third of them of two words, by racing producers through one ring: each by
+// itself, or that many as the lanes of a warp, which push as one.
+RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots, uint32_t lanes);
 
 // A rank of an exchange: buffer 0 is sent, buffer 1 is received.
 struct ExchangeEnd {

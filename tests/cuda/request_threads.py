@@ -12,7 +12,7 @@ import offcore
 from offcore import _core
 
 POINTERS = ("slots", "tail", "head", "taken", "sent", "received", "fault", "fault_here")
-POINTERS += ("complaints", "pushed", "start", "schedule")
+POINTERS += ("complaints", "start", "schedule")
 ON_HOST = {"slots", "taken", "fault_here", "complaints"}
 
 _library = ctypes.CDLL(os.environ["OFFCORE_LIBCUDA"])
@@ -42,7 +42,5 @@ def gpu_port(requests: offcore.Requests, rank: int) -> _core.HostPort:
 
 def wake(requests: offcore.Requests, rank: int, peer: int) -> None:
     """Lets the stand-in's streams see what threads stored for that peer's queue of the rank."""
-    address = fields(requests._proxy(rank).port)["start"] + 4 * peer
-    value = ctypes.c_uint32()
-    _library.fakecuda_load32(ctypes.c_uint64(address), ctypes.byref(value))
-    _library.fakecuda_store32(ctypes.c_uint64(address), value)
+    address = fields(requests._proxy(rank).port)["start"] + 8 * peer
+    assert _library.fakecuda_changed(ctypes.c_uint64(address)) == 0

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import pytest
 from test_capture import PATHS
 from test_cuda import run
 
@@ -23,7 +24,7 @@ def test_every_rank_to_every_other() -> None:
     ranks, producers, chunk = 3, 2, 1024
     comm = opened(ranks)
     windows = [comm.window(ranks * producers * chunk) for _ in range(2)]
-    requests = comm.requests(windows, chunk=chunk, slots=16)
+    requests = comm.requests(windows, chunk=chunk, slots=64)
     ports = [gpu_port(requests, rank) for rank in range(ranks)]
     places = [[seen(w.address(rank), w.nbytes) for rank in range(ranks)] for w in windows]
     before = live()
@@ -111,7 +112,7 @@ def test_ranks_on_one_gpu_are_refused() -> None:
 
 ARMED = """
 ranks, chunk, rounds = 3, 512, 150
-comm = opened(ranks)
+comm = opened(ranks, signals=os.environ.get("SIGNALS", "fenced"))
 windows = [comm.window(ranks * chunk) for _ in range(2)]
 Put = offcore.Put
 peers = [[peer for peer in range(ranks) if peer != rank] for rank in range(ranks)]
@@ -120,7 +121,8 @@ plan = [[one for peer in peers[rank] for one in (Put(peer, 1, 0, rank, 1, signal
 """
 
 
-def test_armed_requests_start_without_the_host() -> None:
+@pytest.mark.parametrize("signals", ["fenced", "copy_order"])
+def test_armed_requests_start_without_the_host(signals: str) -> None:
     """More rounds than are parked at once; what is parked at the end changes nothing."""
     check_alone(
         ARMED,
@@ -157,9 +159,13 @@ def test_armed_requests_start_without_the_host() -> None:
         assert ports[rank].received((rank + 1) % ranks, 1) == rounds
     del requests
     again = comm.requests(windows, schedule=plan, chunk=chunk)  # its streams are free again
+    port = gpu_port(again, 0)
     again.stop()
+    assert port.put(1, 1, 0, 0, 1).fault == STOPPED
+    assert port.flush(1) == STOPPED
     """,
         CUDA_DEVICE_MAX_CONNECTIONS="32",
+        SIGNALS=signals,
     )
 
 

@@ -100,6 +100,7 @@ inline constexpr int kSrcOrderStream = 1;  // CUmemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlap = 1;  // CUmemcpyFlags
 inline constexpr uint32_t kOpWait32 = 1;       // CUstreamBatchMemOpType
 inline constexpr uint32_t kOpWrite32 = 2;
+inline constexpr uint32_t kOpWait64 = 4;
 inline constexpr uint32_t kOpWrite64 = 5;
 
 struct CUmemLocation {

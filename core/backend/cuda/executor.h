@@ -58,6 +58,7 @@ class CudaExecutor final : public exec::Executor {
 
   const std::vector<std::shared_ptr<LocalGpu>>& devices() const { return devices_; }
   const std::shared_ptr<MappingTable>& mappings() const { return mappings_; }
+  const std::shared_ptr<SignalWords>& signal_words() const { return words_; }
   Rank ranks() const { return ranks_; }
   const EncodeOptions& options() const { return options_; }
   void set_signals(SignalForm signals) { options_.signals = signals; }  // before the first launch

@@ -15,7 +15,10 @@ constexpr uint64_t kInFlightMax = 64;
 constexpr uint64_t kTellEvery = 8;      // submissions; parked ones tell each time
 constexpr size_t kCallCopiesMax = 128;  // of a call
 constexpr uint64_t kLine = 64;
-constexpr int64_t kOpenNs = 50'000'000;
+
+CUstreamMemOp write64(CUdeviceptr word, uint64_t value) {
+  return {.operation = kOpWrite64, .address = word, .value = value};
+}
 
 }  // namespace
 
@@ -81,8 +84,8 @@ uint64_t CudaRequestEngine::ended(Rank peer) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
-bool CudaRequestEngine::room(Rank peer) {
-  return streams_[peer].submitted - ended(peer) < kInFlightMax;
+uint64_t CudaRequestEngine::room(Rank peer) {
+  return kInFlightMax - (streams_[peer].submitted - ended(peer));
 }
 
 CUdeviceptr CudaRequestEngine::target(const std::byte* address) const {
@@ -125,26 +128,13 @@ void CudaRequestEngine::copy(CUstream stream, std::span<const RequestCopy> copie
   }
 }
 
-void CudaRequestEngine::operate(CUstream stream) {
-  for (size_t at = 0; at < ops_.size(); at += kMemOpsMax) {
-    const size_t count = std::min<size_t>(kMemOpsMax, ops_.size() - at);
-    check(Driver::get().cuStreamBatchMemOp(stream, static_cast<unsigned>(count), &ops_[at], 0),
+void CudaRequestEngine::operate(CUstream stream, std::vector<CUstreamMemOp>& ops) {
+  for (size_t at = 0; at < ops.size(); at += kMemOpsMax) {
+    const size_t count = std::min<size_t>(kMemOpsMax, ops.size() - at);
+    check(Driver::get().cuStreamBatchMemOp(stream, static_cast<unsigned>(count), &ops[at], 0),
           "cuStreamBatchMemOp of requests");
   }
-  ops_.clear();
-}
-
-void CudaRequestEngine::write(CUstream stream, std::span<const RequestWord> words,
-                              const RequestWord* told) {
-  for (const RequestWord& word : words) {
-    ops_.push_back({.operation = kOpWrite64, .address = target(word.word), .value = word.value});
-  }
-  if (told != nullptr) {
-    ops_.push_back({.operation = kOpWrite64,
-                    .address = reinterpret_cast<CUdeviceptr>(told->word),
-                    .value = told->value});
-  }
-  operate(stream);
+  ops.clear();
 }
 
 void CudaRequestEngine::submit(Rank peer, std::span<const RequestCopy> copies,
@@ -152,18 +142,22 @@ void CudaRequestEngine::submit(Rank peer, std::span<const RequestCopy> copies,
   enter();
   PeerStream& to = streams_[peer];
   copy(to.stream->handle(), copies);
-  const RequestWord told{static_cast<std::byte*>(told_.get()) + kLine * peer, ++to.submitted};
-  write(to.stream->handle(), words, to.submitted % kTellEvery == 0 ? &told : nullptr);
+  for (const RequestWord& word : words) ops_.push_back(write64(target(word.word), word.value));
+  if (++to.submitted % kTellEvery == 0) ops_.push_back(told(peer));
+  operate(to.stream->handle(), ops_);
 }
 
 void CudaRequestEngine::store(std::span<const RequestWord> words) {
   enter();
   for (const RequestWord& word : words) {
-    ops_.push_back({.operation = kOpWrite64,
-                    .address = reinterpret_cast<CUdeviceptr>(word.word),
-                    .value = word.value});
+    ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(word.word), word.value));
   }
-  operate(words_->handle());
+  operate(words_->handle(), ops_);
+}
+
+CUstreamMemOp CudaRequestEngine::told(Rank peer) const {
+  const auto* word = static_cast<const std::byte*>(told_.get()) + kLine * peer;
+  return write64(reinterpret_cast<CUdeviceptr>(word), streams_[peer].submitted);
 }
 
 bool CudaRequestEngine::idle() {
@@ -188,6 +182,11 @@ void CudaRequestEngine::prepare_parking(std::span<std::byte* const> windows) {
   const size_t streams = executor_->ranks() - size_t{1};
   executor_->take_armed(*device_, streams);
   armed_ = streams;
+  for (PeerStream& to : streams_) {
+    if (to.stream != nullptr) {
+      to.word = std::make_unique<SignalWord>(device_, executor_->signal_words());
+    }
+  }
   const ContextGuard current = device_->current();
   for (std::byte* const address : windows) {
     const PeerMapping* mapping = executor_->mappings()->find(address);
@@ -202,40 +201,48 @@ void CudaRequestEngine::prepare_parking(std::span<std::byte* const> windows) {
   }
 }
 
-void CudaRequestEngine::park(Rank peer, std::byte* gate, uint32_t value,
-                             std::span<const RequestCopy> copies,
-                             std::span<const RequestWord> words) {
+void CudaRequestEngine::park(Rank peer, const ParkedRequest& request) {
   enter();
   PeerStream& to = streams_[peer];
   const CUstream stream = to.stream->handle();
-  to.gate = gate;
-  to.parked = value;
-  ops_.push_back({.operation = kOpWait32,
-                  .address = reinterpret_cast<CUdeviceptr>(gate),
-                  .value = value,
-                  .flags = kWaitGeq});
-  operate(stream);
-  copy(stream, copies);
-  const RequestWord told{static_cast<std::byte*>(told_.get()) + kLine * peer, ++to.submitted};
-  write(stream, words, &told);
+  const bool copied = request.signal && executor_->options().signals == SignalForm::copy_order;
+  to.gate = request.gate.word;
+  if (copied) to.ops.push_back(write64(to.word->address(), request.signal->value));
+  to.ops.push_back({.operation = kOpWait64,
+                    .address = reinterpret_cast<CUdeviceptr>(to.gate),
+                    .value = request.gate.value,
+                    .flags = kWaitGeq});
+  operate(stream, to.ops);
+  if (request.copy.bytes > 0) copy(stream, {&request.copy, 1});
+  if (copied) {
+    check(Driver::get().cuMemcpyAsync(target(request.signal->word), to.word->address(),
+                                      sizeof(uint64_t), stream),
+          "cuMemcpyAsync of a signal");
+  } else if (request.signal) {
+    to.ops.push_back(write64(target(request.signal->word), request.signal->value));
+  }
+  ++to.submitted;
+  to.ops.push_back(write64(target(request.sent.word), request.sent.value));
+  to.ops.push_back(told(peer));
 }
 
-void CudaRequestEngine::recall() {
+void CudaRequestEngine::hand_over(Rank peer) {
+  operate(streams_[peer].stream->handle(), streams_[peer].ops);
+}
+
+void CudaRequestEngine::recall(uint64_t closed) {
   const ContextGuard current = device_->current();
   for (auto& [mapping, twin] : twins_) twin->blank(executor_->devices());
+  for (const PeerStream& to : streams_) {
+    if (to.gate == nullptr) continue;
+    ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(to.gate), closed));
+  }
+  operate(words_->handle(), ops_);
   const Deadline deadline = Deadline::after_s(kRunOutS);
-  do {  // again, as a kernel's start that was under way may come behind
+  while (!idle()) {
     if (deadline.passed()) fail(Code::driver, "parked requests on a GPU did not end");
-    for (const PeerStream& to : streams_) {
-      if (to.gate == nullptr) continue;
-      ops_.push_back({.operation = kOpWrite32,
-                      .address = reinterpret_cast<CUdeviceptr>(to.gate),
-                      .value = to.parked});
-    }
-    operate(words_->handle());
-    const Deadline again = Deadline::after_ns(kOpenNs);
-    while (!idle() && !again.passed()) nap(0);
-  } while (!idle());
+    nap(0);
+  }
 }
 
 }  // namespace offcore::cuda

@@ -4,8 +4,13 @@
 //
 // Nothing here allocates, records events or touches a stream of the caller's while requests are
 // answered: a kernel may be waiting. How far a stream has come is a word in host memory that it
-// writes itself. Parked submissions go through twins of the windows that they write (as armed
-// programs do), so that they can be let run out without effect.
+// writes itself.
+//
+// Of a parked submission two commands are between the kernel and its peer: the copy, and the signal
+// behind it. A signal is a write-value, or in copy order (stream_encoder.h) a copy of a word of the
+// own GPU that was written ahead of the gate. All else is one call: the words that tell of the end,
+// the next one's signal, and its wait. They go through twins of the windows that they write (as
+// armed programs do), so that they can be let run out without effect.
 #pragma once
 #include <map>
 #include <memory>
@@ -22,31 +27,32 @@ class CudaRequestEngine final : public RequestEngine {
   CudaRequestEngine(std::shared_ptr<CudaExecutor> executor, std::shared_ptr<LocalGpu> device);
   ~CudaRequestEngine() override;
 
-  bool room(Rank peer) override;
+  uint64_t room(Rank peer) override;
   void submit(Rank peer, std::span<const RequestCopy> copies,
               std::span<const RequestWord> words) override;
   void store(std::span<const RequestWord> words) override;
   bool idle() override;
   void prepare_parking(std::span<std::byte* const> windows) override;
-  void park(Rank peer, std::byte* gate, uint32_t value, std::span<const RequestCopy> copies,
-            std::span<const RequestWord> words) override;
+  void park(Rank peer, const ParkedRequest& request) override;
+  void hand_over(Rank peer) override;
   uint64_t ended(Rank peer) override;
-  void recall() override;
+  void recall(uint64_t closed) override;
 
  private:
   struct PeerStream {
     std::unique_ptr<CudaStream> stream;
     uint64_t submitted = 0;
-    std::byte* gate = nullptr;  // of what is parked
-    uint32_t parked = 0;        // the last value that it waits for
+    std::byte* gate = nullptr;         // of what is parked
+    std::unique_ptr<SignalWord> word;  // that its signals are copied from
+    std::vector<CUstreamMemOp> ops;    // for hand_over()
   };
 
   void enter();
   bool quiet();
   CUdeviceptr target(const std::byte* address) const;
   void copy(CUstream stream, std::span<const RequestCopy> copies);
-  void write(CUstream stream, std::span<const RequestWord> words, const RequestWord* told);
-  void operate(CUstream stream);
+  CUstreamMemOp told(Rank peer) const;  // its last submission has ended
+  static void operate(CUstream stream, std::vector<CUstreamMemOp>& ops);
 
   const std::shared_ptr<CudaExecutor> executor_;
   const std::shared_ptr<LocalGpu> device_;

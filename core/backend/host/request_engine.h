@@ -9,7 +9,7 @@ namespace offcore::host {
 
 class HostRequestEngine final : public RequestEngine {
  public:
-  bool room(Rank) override { return true; }
+  uint64_t room(Rank) override { return 1; }
   void submit(Rank, std::span<const RequestCopy> copies,
               std::span<const RequestWord> words) override {
     for (const RequestCopy& copy : copies) std::memcpy(copy.dst, copy.src, copy.bytes);
@@ -25,10 +25,10 @@ class HostRequestEngine final : public RequestEngine {
   void prepare_parking(std::span<std::byte* const>) override {
     fail(Code::unsupported, "a schedule: this backend's engine parks nothing; cuda's does");
   }
-  void park(Rank, std::byte*, uint32_t, std::span<const RequestCopy>,
-            std::span<const RequestWord>) override {}
+  void park(Rank, const ParkedRequest&) override {}
+  void hand_over(Rank) override {}
   uint64_t ended(Rank) override { return 0; }
-  void recall() override {}
+  void recall(uint64_t) override {}
 };
 
 }  // namespace offcore::host

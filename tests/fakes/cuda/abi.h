@@ -143,7 +143,14 @@ struct CopyAttributes {
 };
 static_assert(sizeof(CopyAttributes) == 24);
 
-enum : int { kOpWait32 = 1, kOpWrite32 = 2, kOpFlush = 3, kOpWrite64 = 5, kOpBarrier = 6 };
+enum : int {
+  kOpWait32 = 1,
+  kOpWrite32 = 2,
+  kOpFlush = 3,
+  kOpWait64 = 4,
+  kOpWrite64 = 5,
+  kOpBarrier = 6,
+};
 enum : unsigned { kWaitGeq = 0, kWaitEq = 1, kWaitAnd = 2, kWaitNor = 3, kWaitFlush = 1u << 30 };
 enum : unsigned { kWriteDefault = 0, kWriteNoBarrier = 1 };
 

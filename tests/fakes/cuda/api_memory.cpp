@@ -434,9 +434,15 @@ FAKE_API int fakecuda_store32(DevicePtr address, uint32_t value) {
 }
 
 // Where the CPU finds what a running kernel would reach there: device memory of one allocation.
-// Whoever stores by that wakes no stream that waits for it.
+// Whoever stores by that wakes no stream that waits for it, but by fakecuda_changed.
 FAKE_API void* fakecuda_memory(DevicePtr address, uint64_t bytes) {
   return seen_by_kernel(address, bytes);
+}
+
+FAKE_API int fakecuda_changed(DevicePtr address) {
+  if (!seen_by_kernel(address, 1)) return -1;
+  addresses().facts(address).allocation->changed();
+  return 0;
 }
 
 FAKE_API int fakecuda_load32(DevicePtr address, uint32_t* value) {

@@ -12,8 +12,8 @@ namespace {
 void check_mem_op(const MemOp& op, const Stream& stream) {
   if (op.operation == kOpBarrier) return require(op.address <= 1, kInvalidValue);  // its flags
   const bool write = op.operation == kOpWrite32 || op.operation == kOpWrite64;
-  require(op.operation == kOpWait32 || write, kNotSupported);
-  const unsigned bytes = op.operation == kOpWrite64 ? 8 : 4;
+  require(op.operation == kOpWait32 || op.operation == kOpWait64 || write, kNotSupported);
+  const unsigned bytes = op.operation == kOpWrite64 || op.operation == kOpWait64 ? 8 : 4;
   if (write) {
     require(op.flags != kWriteNoBarrier, kNotSupported);
     require(op.flags == kWriteDefault, kInvalidValue);

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 #include <thread>
+#include <type_traits>
 
 #include "tests/fakes/cuda/kernels.h"
 #include "tests/fakes/cuda/settings.h"
@@ -95,16 +96,19 @@ void add_chunks(const Transfer& transfer, std::vector<Chunk>& out) {
   }
 }
 
-bool condition_holds(uint32_t word, uint32_t value, unsigned flags) {
+template <typename T>
+bool condition_holds(const std::byte* data, uint64_t wanted, unsigned flags) {
+  const T word = __atomic_load_n(reinterpret_cast<const T*>(data), __ATOMIC_ACQUIRE);
+  const auto value = static_cast<T>(wanted);
   switch (flags & 3) {
     case kWaitGeq:
-      return static_cast<int32_t>(word - value) >= 0;
+      return static_cast<std::make_signed_t<T>>(word - value) >= 0;
     case kWaitEq:
       return word == value;
     case kWaitAnd:
       return (word & value) != 0;
     default:
-      return ~(word | value) != 0;
+      return static_cast<T>(~(word | value)) != 0;
   }
 }
 
@@ -113,14 +117,14 @@ bool condition_holds(uint32_t word, uint32_t value, unsigned flags) {
 Result wait_for_word(const MemOp& op, Engine& engine) {
   std::vector<Piece> found;
   const auto& space = addresses();
-  if (!space.pieces(op.address, 4, engine.context.physical, false, false, found)) {
+  const bool wide = op.operation == kOpWait64;
+  if (!space.pieces(op.address, wide ? 8 : 4, engine.context.physical, false, false, found)) {
     return kIllegalAddress;
   }
   const Piece& piece = found.front();
-  const auto* word = reinterpret_cast<const uint32_t*>(piece.data);
   const auto holds = [&] {
-    return condition_holds(__atomic_load_n(word, __ATOMIC_ACQUIRE), static_cast<uint32_t>(op.value),
-                           op.flags);
+    return wide ? condition_holds<uint64_t>(piece.data, op.value, op.flags)
+                : condition_holds<uint32_t>(piece.data, op.value, op.flags);
   };
   int64_t nap_ns = kFirstNapNs;
   while (engine.context.error == kSuccess && !holds()) {
@@ -279,7 +283,7 @@ Work mem_op_work(std::vector<MemOp> ops) {
     if (const Result code = engine.catch_up()) return code;
     for (const MemOp& op : ops) {
       Result code = kSuccess;
-      if (op.operation == kOpWait32) {
+      if (op.operation == kOpWait32 || op.operation == kOpWait64) {
         ++tally().waits;
         code = wait_for_word(op, engine);
       } else if (op.operation == kOpWrite32 || op.operation == kOpWrite64) {
