@@ -17,21 +17,65 @@ __device__ unsigned stamp(Word round, unsigned rank, unsigned at) {
 
 }  // namespace
 
-// One thread on either side: round trips, by the clock of the side that begins.
+// One thread on either side: round trips, by the clock of the side that begins, and what its puts
+// took of it.
 extern "C" __global__ void ping(const RequestPort* where, unsigned peer, Word chunks, Word base,
-                                unsigned rounds, unsigned begins, Word* times, unsigned* fault) {
-  const RequestPort& port = *where;
+                                unsigned rounds, unsigned begins, Word* times, Word* clocks,
+                                unsigned* fault) {
+  __shared__ RequestPort port;
+  port = *where;
   for (unsigned k = 1; k <= rounds; ++k) {
     const Word began = now_ns();
     unsigned code = 0;
-    if (begins) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
-    if (code == 0) code = offcore::wait(port, peer, kDst, base + k);
-    if (code == 0 && !begins) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
+    if (!begins) code = offcore::wait(port, peer, kDst, base + k);
+    const long long first = clock64();
+    if (code == 0) code = offcore::put_signal(port, peer, kDst, kSrc, 0, chunks).fault;
+    clocks[k - 1] = Word(clock64() - first);
+    if (code == 0 && begins) code = offcore::wait(port, peer, kDst, base + k);
     if (code != 0) {
       *fault = code;
       return;
     }
     times[k - 1] = now_ns() - began;
+  }
+}
+
+// The same by words alone, for streams that wait for `gate` and in the end raise the other side's
+// `arrived`. `fenced`: a release of the system's scope, or of the GPU's.
+template <typename T>
+__device__ void chase_words(T* gate, const T* arrived, unsigned rounds, unsigned begins,
+                            unsigned fenced, Word* times, unsigned* fault) {
+  for (unsigned k = 1; k <= rounds; ++k) {
+    const Word began = now_ns();
+    for (unsigned turn = 0; turn < 2; ++turn) {
+      if ((turn == 0) == (begins != 0)) {
+        if (fenced) {
+          offcore::proxy::GpuMemory::store(gate, T(k));
+        } else {
+          __threadfence();
+          *(volatile T*)gate = T(k);
+        }
+        continue;
+      }
+      while (offcore::proxy::GpuMemory::load(arrived) < T(k)) {
+        if (now_ns() - began > 2000000000ull) {
+          *fault = offcore::proxy::kTimeout;
+          return;
+        }
+      }
+    }
+    times[k - 1] = now_ns() - began;
+  }
+}
+
+extern "C" __global__ void chase(Word gate, Word arrived, unsigned wide, unsigned rounds,
+                                 unsigned begins, unsigned fenced, Word* times, unsigned* fault) {
+  if (wide) {
+    chase_words(reinterpret_cast<Word*>(gate), reinterpret_cast<const Word*>(arrived), rounds,
+                begins, fenced, times, fault);
+  } else {
+    chase_words(reinterpret_cast<unsigned*>(gate), reinterpret_cast<const unsigned*>(arrived),
+                rounds, begins, fenced, times, fault);
   }
 }
 
@@ -74,7 +118,8 @@ extern "C" __global__ void ping_checked(const RequestPort* where, unsigned peer,
 // to host memory and a load from there.
 extern "C" __global__ void push_cost(const RequestPort* where, unsigned peer, unsigned rounds,
                                      Word* pushed, Word* taken, unsigned* fault) {
-  const RequestPort& port = *where;
+  __shared__ RequestPort port;
+  port = *where;
   for (unsigned k = 0; k < rounds; ++k) {
     const Word began = now_ns();
     const long long first = clock64();
@@ -131,11 +176,12 @@ extern "C" __global__ void messages(const RequestPort* where, unsigned peer, uns
 
 extern "C" __global__ void stamp_time(Word* at) { *at = now_ns(); }
 
-// Fills SMs until released, or for 10 s.
-extern "C" __global__ void hold(unsigned* started, const unsigned* release) {
+// Fills SMs until released, or for 10 s; counts blocks that have started, and ended.
+extern "C" __global__ void hold(unsigned* started, const unsigned* release, unsigned* ended) {
   if (threadIdx.x == 0) atomicAdd(started, 1u);
   const Word began = now_ns();
   while (offcore::proxy::GpuMemory::load(release) == 0 && now_ns() - began < 10000000000ull) {
     __nanosleep(1000);
   }
+  if (threadIdx.x == 0) atomicAdd(ended, 1u);
 }

@@ -5,10 +5,13 @@ host submits. Needs cupy.
         timeout 300 python benchmarks/gpu_driven.py --json FILE
 
 ping-pong   One way: half of a round trip, by the GPU's clock, median. `proxy`: requests; `armed`:
-            by a schedule; `events`: two events and two waits of streams for them a way (C-Drv),
+            by a schedule, with signals that are written or, `armed co`, copied in copy order;
+            `events`: two events and two waits of streams for them a way (C-Drv),
             all enqueued ahead; `host`: the host synchronises twice a way, Python's time included.
             Then rounds in which a block fills and checks every byte.
+put cost    What a put of it takes the kernel's thread, at the GPU's peak clock, median.
 held        The same ping-pong while blocks fill every SM but one of both GPUs.
+form        The same by words and streams alone (gpu_armed_forms.py).
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
             a second from many blocks, until all have ended.
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
@@ -34,15 +37,18 @@ from typing import Any
 
 import cupy  # type: ignore[import-not-found]
 import numpy as np
+from gpu_armed_forms import chases
 
 import offcore
 from offcore import _core
 
 KERNELS = ("ping", "ping_checked", "push_cost", "push_many", "messages", "stamp_time", "hold")
+KERNELS += ("chase",)
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB)
 MESSAGES = (KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
 BUFFER = 64 * MIB
+PUSHERS = ((1, 1), (1, 32), (64, 1), (64, 32), (128, 32), (128, 128), (128, 512))
 RANKS = (0, 1)
 LIMIT_S = 5.0
 
@@ -50,10 +56,10 @@ LIMIT_S = 5.0
 class Bench:
     """Two ranks, their kernels and streams."""
 
-    def __init__(self, rounds: int, file: Path) -> None:
+    def __init__(self, rounds: int, file: Path, signals: str = "fenced") -> None:
         self.rounds = rounds
         self.file = file
-        self.comm = offcore.Communicator(backend="cuda", ranks=2, timeout=20)
+        self.comm = offcore.Communicator(backend="cuda", ranks=2, timeout=20, signals=signals)
         self.windows = [self.comm.window(BUFFER) for _ in range(2)]
         self.failures: list[str] = []
         self.kernels: list[dict[str, Any]] = []
@@ -124,6 +130,7 @@ def ping_pong(bench: Bench, requests: offcore.Requests, chunks: int, base: int) 
             np.uint32(rounds),
             np.uint32(rank == 0),
             bench.address(rank, "times"),
+            bench.address(rank, "more"),
             bench.address(rank, "fault"),
         ),
     )
@@ -154,17 +161,21 @@ def checked(bench: Bench, requests: offcore.Requests, nbytes: int, chunks: int, 
 
 
 def ping_pongs(bench: Bench, engine: str) -> None:
+    with cupy.cuda.Device(0):
+        clock_khz = cupy.cuda.Device(0).attributes["ClockRate"]
     for nbytes in SIZES:
         chunk = 4 * KIB
         chunks = nbytes // chunk
         puts = [[offcore.Put(1 - rank, 1, 0, 0, chunks)] for rank in RANKS]
-        plan = puts if engine == "armed" else ()
+        plan = () if engine == "proxy" else puts
         with bench.comm.requests(
             bench.windows, schedule=plan, chunk=chunk, limit=LIMIT_S, spin=5.0
         ) as requests:
             ping_pong(bench, requests, chunks, 0)
             us = ping_pong(bench, requests, chunks, bench.rounds)
             bench.add("ping-pong", engine, nbytes, us, "us one way")
+            clocks = statistics.median(bench.results[0]["more"].get()[: bench.rounds].tolist())
+            bench.add("put cost", engine, nbytes, clocks / clock_khz * 1e3, "us at the peak clock")
             checked(bench, requests, nbytes, chunks, 2 * bench.rounds)
             if nbytes == SIZES[0]:
                 held(bench, requests, engine, nbytes, chunks)
@@ -176,15 +187,15 @@ def held(bench: Bench, requests: offcore.Requests, engine: str, nbytes: int, chu
     holders = []
     for rank in RANKS:  # nothing is allocated once they run
         with cupy.cuda.Device(rank):
-            flags = cupy.zeros(2, "uint32")
+            flags = cupy.zeros(3, "uint32")
             cupy.cuda.get_current_stream().synchronize()
             sms = cupy.cuda.Device(rank).attributes["MultiProcessorCount"]
             stream, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
             holders.append((rank, flags, stream, side, sms))
     for rank, flags, stream, _, sms in holders:
         with cupy.cuda.Device(rank), stream:
-            where = np.uint64(flags.data.ptr)
-            bench.kernels[rank]["hold"]((2 * (sms - 1),), (1024,), (where, where + np.uint64(4)))
+            words = tuple(np.uint64(flags.data.ptr + 4 * word) for word in range(3))
+            bench.kernels[rank]["hold"]((2 * (sms - 1),), (1024,), words)
     for rank, flags, _, side, sms in holders:
         with cupy.cuda.Device(rank), side:
             deadline = time.monotonic() + 5
@@ -195,13 +206,11 @@ def held(bench: Bench, requests: offcore.Requests, engine: str, nbytes: int, chu
     us = ping_pong(bench, requests, chunks, 3 * bench.rounds)
     for rank, flags, stream, side, _ in holders:
         with cupy.cuda.Device(rank):
-            still = not stream.done
-            one = np.ones(1, "uint32")
-            with side:
-                flags[1:2].set(one, stream=side)
+            gone = int(flags.get(stream=side)[2])
+            flags[1:2].set(np.ones(1, "uint32"), stream=side)
             stream.synchronize()
-        if not still:
-            bench.failures.append(f"rank {rank}: the blocks had gone before the ping-pong ended")
+        if gone:
+            bench.failures.append(f"rank {rank}: {gone} blocks had gone before the ping-pong ended")
     bench.add("held", engine, nbytes, us, "us one way")
 
 
@@ -217,7 +226,7 @@ def by_events(bench: Bench, nbytes: int) -> None:
         flags.fill(0)
         cupy.cuda.get_current_stream().synchronize()
     gate = np.uint64(flags.data.ptr)
-    bench.launch(0, "hold", (gate, gate + np.uint64(8)))
+    bench.launch(0, "hold", (gate, gate + np.uint64(8), gate + np.uint64(16)))
     kept = []
     for k in range(rounds):
         for rank in RANKS:
@@ -309,8 +318,8 @@ def pushes(bench: Bench) -> None:
         taken = statistics.median(bench.results[0]["more"].get()[:1000].tolist())
         bench.add("push", "one thread", 8, cost / clock_khz * 1e3, "us at the peak clock")
         bench.add("push", "to and fro", 8, taken / 1e3, "us")
-        for blocks, threads in ((1, 1), (1, 32), (64, 1), (64, 32), (128, 128)):
-            each = max(1, 200_000 // (blocks * threads))
+        for blocks, threads in PUSHERS:
+            each = max(1, 400_000 // (blocks * threads))
             args = (port, peer, np.uint32(each), np.uint64(BUFFER // 64), fault)
             before = requests.stats(0)
 
@@ -378,6 +387,8 @@ def throughput(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "proxy": lambda bench: ping_pongs(bench, "proxy"),
     "armed": lambda bench: ping_pongs(bench, "armed"),
+    "armed-co": lambda bench: ping_pongs(bench, "armed co"),
+    "forms": lambda bench: chases(bench, bench.windows),
     "host": by_the_host,
     "push": pushes,
     "throughput": throughput,
@@ -388,7 +399,7 @@ def measure(section: str, rounds: int, rows: Path) -> int:
     """One section, in this process."""
     bench = None
     try:
-        bench = Bench(rounds, rows)
+        bench = Bench(rounds, rows, "copy_order" if section == "armed-co" else "fenced")
         SECTIONS[section](bench)
     except Exception as error:  # a driver's too: told like the others
         print(f"{section}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
