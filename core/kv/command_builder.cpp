@@ -75,8 +75,6 @@ uint64_t CommandBuilder::left_bytes() const {
   return ended() ? 0 : (blocks_.size() - next_) * block_bytes();
 }
 
-uint64_t CommandBuilder::before_bytes() const { return ended() ? 0 : next_ * block_bytes(); }
-
 uint64_t CommandBuilder::block_bytes() const { return (*layer_groups_)[layer_group_].bytes; }
 
 // The longest run from that block on.
@@ -108,12 +106,17 @@ PageCopies CommandBuilder::page_copies() const {
   PageCopies copies{.bytes = blocks_.size() * layers.bytes};
   for (size_t at = 0; at < blocks_.size();) {
     const BlockRun found = run(host(), at, blocks_.size() - at);
+    at += found.count;
+    if (found.count == 1) {  // of most
+      copies.commands += layers.folds.size();
+      copies.rows += layers.apart;
+      continue;
+    }
     for (const Fold& fold : layers.folds) {
       const bool one = together(found, fold);
       copies.commands += one ? 1 : std::min<uint64_t>(found.count, fold.pieces);
       copies.rows += one ? 1 : found.count * fold.pieces;
     }
-    at += found.count;
   }
   return copies;
 }

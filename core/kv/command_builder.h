@@ -108,7 +108,6 @@ class CommandBuilder {
   // which one a layer would be fewer.
   bool apart() const;
   uint64_t left_bytes() const;                           // of the layer group
-  uint64_t before_bytes() const;                         // the same, handed out
   uint64_t block_bytes() const;                          // of a block of it
   void stop() { layer_group_ = layer_groups_->size(); }  // nothing comes any more
 

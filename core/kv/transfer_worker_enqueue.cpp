@@ -22,9 +22,12 @@ constexpr uint64_t kCrossedBlocks = 8;
 constexpr uint64_t kOwnParts = 2;
 constexpr uint64_t kFewBlocks = 2;
 constexpr uint64_t kPartsOfRest = 4;  // of the blocks that are left
-// Of a part that is packed: what comes first, or last, is not packed while something is copied.
-constexpr uint64_t kPackedMin = uint64_t{512} << 10;
-constexpr uint64_t kPackedMax = uint64_t{4} << 20;
+// Of a part that is packed. A store's first one is packed, and a load's last one unpacked, while
+// the link is idle; but there are to be few: a thread submits one as long as a link copies a MiB.
+constexpr uint64_t kPackedBegin = uint64_t{1} << 19;  // by a caller, while the thread wakes
+constexpr uint64_t kPackedFirst = uint64_t{3} << 19;
+constexpr uint64_t kPackedGrowth = 2;  // a part is larger by this share of all before it
+constexpr uint64_t kPackedRest = 2;    // of a load's bytes that are left
 constexpr uint64_t kPackedBlocks = 512;
 
 SubmitTarget target(const Link& link, const LinkLane& lane, Direction direction) {
@@ -61,7 +64,7 @@ bool TransferWorker::submit(DirectionQueue& direction, uint32_t plain_max, bool 
     link = &packing_link(direction.links);
     lane = &link->emptiest();
     if (lane->submissions.size() >= kPartsMin && !urgent) return false;
-    budget.bytes = share_of_packing(*job);
+    budget.bytes = goes_on ? share_of_packing(*job) : kPackedBegin;
   } else {
     budget.bytes = share_of(direction, *job);
     link = choose(direction, *job, budget.bytes);
@@ -162,11 +165,15 @@ uint64_t TransferWorker::share_of(const DirectionQueue& direction, const Job& jo
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
 }
 
-// The same where it is packed.
+// The same where it is packed: as large as can be packed while the one before is copied.
 uint64_t TransferWorker::share_of_packing(const Job& job) const {
-  const uint64_t begin = job.builder_->before_bytes() + kPackedMin;
-  const uint64_t end = job.builder_->left_bytes() / kPartsOfRest;
-  return std::clamp(std::min(begin, end), kPackedMin, kPackedMax);
+  const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
+  const uint64_t before = job.report_.bytes;
+  const uint64_t share = std::min(most, kPackedFirst + before / kPackedGrowth);
+  if (job.request_.direction == Direction::store) return share;
+  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  const uint64_t left = job.request_.blocks.size() * row - before;
+  return std::min(share, std::max(kPackedFirst, left / kPackedRest));
 }
 
 // The same where both engines copy: little at a job's begin, so that both have some soon, and

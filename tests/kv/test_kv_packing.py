@@ -157,6 +157,25 @@ def test_groups_are_copied_apart(policy: str, path: str) -> None:
     check_on_gpu(code, policy, path)
 
 
+def test_a_packed_job_is_few_parts() -> None:
+    """To submit one takes as long as to copy a MiB; its rows are one call. A load's parts get
+    smaller towards its end, where nothing is copied while the last one is unpacked."""
+    code = """
+    world = Apart(layers=28, blocks=64, page=8192, policy="pack", linger=60.0)
+    slots = some(64, 1, 127)
+    for start, parts in ((world.transfer.store, 7), (world.transfer.load, 10)):
+        world.transfer.store([5], [127]).wait(20)  # the thread is awake
+        found = start(some(64), slots).wait(20)
+        assert found.calls["packs"] in (parts, parts + 1), found  # the caller's, if it was not
+        assert found.calls["batches"] + found.calls["plain"] == found.calls["packs"], found
+        assert found.commands == 64 + found.calls["packs"], found
+        assert (world.rows(slots) == world.wanted(some(64))).all()
+    assert (world.read() == world.image).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
 def test_pages_apart_go_by_calls_of_32() -> None:
     """As whoever lists them by hand would hand them over, whatever blocks they are of; and a run of
     blocks is not listed, but a strided copy a page."""

@@ -15,6 +15,14 @@ constexpr size_t kOwnCopiesMax = 32;  // in one within a GPU: the engine starts 
 constexpr uint32_t kLooksPerPeer = 4;
 constexpr uint32_t kLooksMax = 16;
 
+// Rows of pages that cores have laid side by side are few, and all the engine is to copy.
+constexpr uint32_t kPackedCallMin = 2;
+
+uint32_t call_min(const Program& program, const EncodeOptions& options) {
+  const bool paged = program.buffers.back().kind == Buffer::Home::paged;
+  return paged ? std::min(kPackedCallMin, options.call_min) : options.call_min;
+}
+
 CUdeviceptr device_pointer(std::byte* host) {
   CUdeviceptr pointer = 0;
   check(Driver::get().cuMemHostGetDevicePointer(&pointer, host, 0), "cuMemHostGetDevicePointer");
@@ -46,7 +54,8 @@ StreamEncoder::StreamEncoder(const LocalGpu& device, CUstream stream, const Sign
       options_(options),
       twins_(twins),
       stats_(stats),
-      batches_(takes_batches()) {
+      batches_(takes_batches()),
+      call_min_(call_min(program, options)) {
   if (device.copy_kernel() != nullptr) kernel_copies_.emplace(*device.copy_kernel(), stream);
 }
 
@@ -74,7 +83,7 @@ void StreamEncoder::add(std::span<const Command> commands) {
       continue;
     }
     const bool data = moves_data(commands[i].op);
-    if (data && !in_group) many_ = in_calls(commands.subspan(i), options_.call_min);
+    if (data && !in_group) many_ = in_calls(commands.subspan(i), call_min_);
     in_group = data;
     run(commands[i]);
   }

@@ -168,7 +168,8 @@ class StreamEncoder {
   const MappingTwins* twins_;
   SubmitStats& stats_;
   const bool batches_;  // of copies go into the stream
-  bool many_ = false;   // this group has many copies between the host and the GPU
+  const uint32_t call_min_;
+  bool many_ = false;  // this group has many copies between the host and the GPU
   std::optional<KernelCopies> kernel_copies_;  // where a kernel copies between the host and the GPU
   bool strided_signals_ = true;
   bool leading_ = false;

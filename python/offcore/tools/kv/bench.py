@@ -8,6 +8,7 @@ contiguous copy of pinned memory, in the same run.
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -242,8 +243,10 @@ def _measure(
     products: Products | None,
 ) -> Iterator[dict[str, Any]]:
     taken = {name: Taken() for name in ways}
+    order = list(ways.items())
     for turn in range(WARMUP + plan.rounds):
-        for name, way in ways.items():
+        random.Random(turn).shuffle(order)  # else what a way leaves behind disturbs always the same
+        for name, way in order:
             whole_us, submit_us, facts = clock.measure(way, direction)
             if turn >= WARMUP:
                 taken[name].times_us.append(whole_us)
