@@ -2,10 +2,14 @@
 //
 // A flow occupies the resources of its path and its engine. An engine is a resource of capacity 1
 // (its time); a flow that writes at r GB/s on an engine good for g GB/s of this kind takes r / g of
-// it. Where every resource of a flow has room for all its flows at full speed nothing is shared, so
-// only the flows joined by crowded resources are worked out again when one starts or ends.
+// it. A resource that its flows could fill has a level, which none of their rates exceeds; a flow
+// has the lowest of its resources' levels. When a flow starts or ends, the levels of its resources
+// are worked out again, then those of the resources whose flows have changed with them, until none
+// does: the rates then are max-min fair, since each flow is bounded by a full resource that gives
+// nobody more.
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/machine/machine.h"
@@ -32,43 +36,45 @@ class Flows {
   struct Flow {
     double left_bytes = 0;
     double rate_gbps = 0;
-    double since_ns = 0;     // left_bytes is of this moment
-    double alone_gbps = 0;   // its rate were it alone
-    double share_gbps = -1;  // what settle works out; -1: not yet
+    double since_ns = 0;    // left_bytes is of this moment
+    double alone_gbps = 0;  // its rate were it alone
+    double share_gbps = 0;  // what settle works out
     uint32_t count = 0;
     uint32_t resource[kResourcesMax] = {};
     double weight[kResourcesMax] = {};
-    uint32_t visit = 0;
+    bool given = false;  // another share since the last settle
   };
   struct Resource {
     double capacity = 0;
     double wanted = 0;  // by its flows, each as if alone
+    double used = 0;    // by their shares
     std::vector<uint32_t> flows;
-    uint32_t visit = 0;
-    bool crowded = false;  // at the last settle
-    // While settling: what is left for how many flows of what weight.
-    double left = 0;
-    double weight = 0;
-    uint32_t open = 0;
+    bool pending = false;  // its level may be another
+  };
+  struct Bounded {
+    double limit_gbps;
+    double weight;
   };
 
-  void touch(uint32_t resource);
-  static double level_of(const Resource& resource);
-  void collect();
-  void share();
-  void fix(uint32_t flow, double rate_gbps);
+  void look_at(uint32_t resource);
+  double limit_of(const Flow& flow, uint32_t except) const;
+  void give(uint32_t flow, double gbps);
+  double level_of(uint32_t resource);
+  void share(uint32_t resource);
 
   Resources paths_;
   uint32_t first_engine_;
   std::vector<Resource> resources_;
+  std::vector<double> levels_;  // by resource: no share of it is larger
   std::vector<Flow> flows_;
   std::vector<uint32_t> free_;
-  uint32_t visit_ = 1;
-  // Scratch of settle: the resources touched since the last, and the part they are joined to.
-  std::vector<uint32_t> touched_;
-  std::vector<uint32_t> joined_resources_;
-  std::vector<uint32_t> joined_flows_;
+  double tolerance_;  // a level that is off by this part is left as it is
+  // Scratch of settle.
+  std::vector<uint32_t> started_;
+  std::vector<uint32_t> pending_;
+  std::vector<uint32_t> given_;
   std::vector<uint32_t> changed_;
+  std::vector<Bounded> bounded_;
 };
 
 }  // namespace offcore::sim

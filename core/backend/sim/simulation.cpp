@@ -2,10 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/base/error.h"
 
 namespace offcore::sim {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+}  // namespace
 
 Simulation::Simulation(SimState& state, const Program& program, const Launch& launch)
     : state_(state),
@@ -24,9 +30,13 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
 
 SimOutcome Simulation::run() {
   prepare();
-  while (!events_.empty()) {
-    now_ns_ = events_.top().at_ns;
-    while (!events_.empty() && events_.top().at_ns == now_ns_) {
+  while (next_ns() != kNever) {
+    now_ns_ = next_ns();
+    while (next_ns() == now_ns_) {
+      if (flow_is_next()) {
+        end_flow(flow_ends_.first().flow);
+        continue;
+      }
       const SimEvent event = events_.top();
       events_.pop();
       handle(event);
@@ -40,6 +50,10 @@ SimOutcome Simulation::run() {
 }
 
 void Simulation::prepare() {
+  size_t commands = 0;
+  for (const Queue& queue : program_.queues) commands += queue.commands.size();
+  report_.commands.reserve(commands);
+  runs_.resize(commands);
   for (uint32_t i = 0; i < actors_.size(); ++i) {
     const Queue& queue = program_.queues[i];
     SimQueue& actor = actors_[i];
@@ -47,8 +61,7 @@ void Simulation::prepare() {
     actor.index = i;
     actor.engine = i;
     actor.caller = queue.index == kCallerQueue;
-    first_command_.push_back(static_cast<uint32_t>(runs_.size()));
-    runs_.resize(runs_.size() + queue.commands.size());
+    first_command_.push_back(static_cast<uint32_t>(report_.commands.size()));
     for (const Fault& fault : state_.options.faults) {
       if (fault.rank != queue.rank || fault.queue != queue.index) continue;
       actor.faults.push_back(fault);
@@ -60,7 +73,6 @@ void Simulation::prepare() {
       host = latest(host, submit_times_.at(i, 0));
       push(fetched(actor).at_ns, SimEventKind::step, i);
     }
-    report_.commands.reserve(runs_.size());
     for (uint32_t k = 0; k < queue.commands.size(); ++k) {
       CommandTime time{.queue = i, .command = k, .start_ns = -1, .end_ns = -1, .phases = {}};
       const bool created = !actor.caller && program_.mode == Mode::eager;
@@ -84,10 +96,25 @@ void Simulation::prepare() {
   }
 }
 
-void Simulation::push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail) {
+uint64_t Simulation::next_tie() {
   const uint64_t counter = state_.events++;
-  const uint64_t tie = state_.options.seed == 0 ? counter : mix(state_.options.seed, counter);
-  events_.push({std::max(at_ns, now_ns_), tie, what, subject, detail});
+  return state_.options.seed == 0 ? counter : mix(state_.options.seed, counter);
+}
+
+void Simulation::push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail) {
+  events_.push({std::max(at_ns, now_ns_), next_tie(), what, subject, detail});
+}
+
+bool Simulation::flow_is_next() const {
+  if (flow_ends_.empty() || events_.empty()) return !flow_ends_.empty();
+  const FlowEnds::End& end = flow_ends_.first();
+  const SimEvent& event = events_.top();
+  return end.at_ns != event.at_ns ? end.at_ns < event.at_ns : end.tie < event.tie;
+}
+
+double Simulation::next_ns() const {
+  if (flow_is_next()) return flow_ends_.first().at_ns;
+  return events_.empty() ? kNever : events_.top().at_ns;
 }
 
 void Simulation::handle(const SimEvent& event) {
@@ -96,11 +123,6 @@ void Simulation::handle(const SimEvent& event) {
       return step(actors_[event.subject]);
     case SimEventKind::flow_begins:
       return begin_flows(actors_[event.subject], event.detail);
-    case SimEventKind::flow_ends:
-      if (flow_uses_[event.subject].active && flow_uses_[event.subject].version == event.detail) {
-        end_flow(event.subject);
-      }
-      return;
     case SimEventKind::order_ends:
       return end_order(actors_[event.subject], event.detail);
     case SimEventKind::death:
@@ -117,7 +139,7 @@ void Simulation::handle(const SimEvent& event) {
 
 void Simulation::settle_flows() {
   for (const uint32_t flow : flows_.settle(now_ns_)) {
-    push(flows_.end_ns(flow), SimEventKind::flow_ends, flow, ++flow_uses_[flow].version);
+    flow_ends_.put({std::max(flows_.end_ns(flow), now_ns_), next_tie(), flow});
   }
 }
 
@@ -288,8 +310,7 @@ void Simulation::begin_flows(SimQueue& actor, uint32_t index) {
     const uint32_t flow =
         flows_.start(dst, src, actor.engine, gbps, static_cast<double>(bytes), now_ns_);
     if (flow >= flow_uses_.size()) flow_uses_.resize(flow + 1);
-    FlowUse& use = flow_uses_[flow];
-    use = {actor.index, index, use.version + 1, true};
+    flow_uses_[flow] = {actor.index, index, true};
     ++run.flows;
   });
 }
@@ -297,6 +318,7 @@ void Simulation::begin_flows(SimQueue& actor, uint32_t index) {
 void Simulation::end_flow(uint32_t flow) {
   FlowUse& use = flow_uses_[flow];
   use.active = false;
+  flow_ends_.remove(flow);
   flows_.end(flow);
   SimQueue& actor = actors_[use.actor];
   if (--command_run(actor, use.command).flows == 0) end_data(actor, use.command);
@@ -368,6 +390,7 @@ void Simulation::kill(Rank rank) {
     FlowUse& use = flow_uses_[flow];
     if (!use.active || !actors_[use.actor].dead) continue;
     use.active = false;
+    flow_ends_.remove(flow);
     flows_.end(flow);
   }
 }

@@ -18,6 +18,7 @@
 
 #include "core/backend/backend.h"
 #include "core/backend/sim/faults.h"
+#include "core/backend/sim/flow_ends.h"
 #include "core/backend/sim/flows.h"
 #include "core/backend/sim/sim.h"
 #include "core/base/error.h"
@@ -52,13 +53,13 @@ class Simulation {
   SimOutcome run();
 
  private:
-  enum class SimEventKind : uint8_t { step, flow_begins, flow_ends, order_ends, death };
+  enum class SimEventKind : uint8_t { step, flow_begins, order_ends, death };
   struct SimEvent {
     double at_ns;
     uint64_t tie;
     SimEventKind what;
-    uint32_t subject;  // an actor, or a flow for flow_ends, or a rank for death
-    uint32_t detail;   // a command, or the flow's version
+    uint32_t subject;  // an actor, or a rank for death
+    uint32_t detail;   // a command
     bool operator<(const SimEvent& other) const {
       return at_ns != other.at_ns ? at_ns > other.at_ns : tie > other.tie;
     }
@@ -88,7 +89,6 @@ class Simulation {
   struct FlowUse {
     uint32_t actor = 0;
     uint32_t command = 0;
-    uint32_t version = 0;
     bool active = false;
   };
   struct Noticed {
@@ -97,7 +97,10 @@ class Simulation {
   };
 
   void prepare();
+  uint64_t next_tie();
   void push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail = 0);
+  bool flow_is_next() const;
+  double next_ns() const;
   void handle(const SimEvent& event);
   void settle_flows();
 
@@ -141,6 +144,7 @@ class Simulation {
   Flows flows_;
   double now_ns_ = 0;
   std::priority_queue<SimEvent> events_;
+  FlowEnds flow_ends_;
   std::vector<SimQueue> actors_;
   std::vector<uint32_t> first_command_;  // of each queue, into runs_ and report_.commands
   std::vector<CommandRun> runs_;
