@@ -8,6 +8,11 @@
 namespace offcore::kv {
 namespace {
 
+// In which a caller who waits for its job comes back, and submits it: it has just been busy, and a
+// page takes the thread, which has not, up to twice as long.
+constexpr int64_t kLeftToCallerNs = 10'000;
+constexpr uint32_t kWakingParts = 16;  // of the pace, while the thread wakes
+
 // Of each group: the first of those whose caches share memory with its own, or with one that does.
 std::vector<size_t> caches_of(const std::vector<CacheGroup>& groups) {
   std::vector<size_t> caches;
@@ -76,7 +81,9 @@ bool TransferWorker::rest() {
     const std::scoped_lock turning(turning_);
     if (!jobs_.empty()) return true;
   }
-  spin_until([&] { return queue_->news || queue_->closing; }, queue_->linger_ns);
+  if (spin_until([&] { return queue_->news || queue_->closing; }, queue_->linger_ns)) {
+    spin_until([&] { return queue_->helpers > 0 || queue_->closing; }, kLeftToCallerNs);
+  }
   std::unique_lock lock(queue_->mutex);
   queue_->asleep = true;
   const auto needed = [&] { return queue_->news || queue_->under_way > 0; };
@@ -109,7 +116,7 @@ bool TransferWorker::turn() {
 }
 
 bool TransferWorker::help(bool waits) {
-  const uint32_t plain_max = pace_.ahead_commands / (waits ? 1 : kPartsOfPace);
+  const uint32_t plain_max = pace_.ahead_commands / (waits ? 1 : kWakingParts);
   bool submitted = false;
   try {
     const auto turning = take_turn();

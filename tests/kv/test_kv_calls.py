@@ -10,9 +10,9 @@ from offcore import kv
 
 
 def test_calls_are_counted() -> None:
-    """Folded: a strided copy a block. By layer: pages in calls of 32."""
+    """Folded: a strided copy a block. By layer: pages in calls of 64."""
     code = """
-    world = World(layers=4, blocks=128, plain_from=NEVER)
+    world = World(layers=4, blocks=128, plain_from=NEVER, linger=60.0)
     blocks = np.random.default_rng(5).permutation(128)[:70]
     slots = np.random.default_rng(6).permutation(256)[:70]
     counted = lambda: {name: calls(name) for name in (
@@ -27,9 +27,9 @@ def test_calls_are_counted() -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = counted()
         result = start(blocks, slots, by_layer=True).wait()
-        # Each layer has 70 pages: two calls of 32, and one of 6. Small ones to a GPU begin with a
-        # call of 4, and then 32, 32 and 2.
-        batches = 16 if start == world.transfer.load else 12
+        # Each layer has 70 pages: a call of 64, and one of 6. Small ones to a GPU begin with a call
+        # of 4, and then 64 and 2.
+        batches = 12 if start == world.transfer.load else 8
         wanted = dict(batches=batches, batched=280, plain=0, strided=0, crossed=0, kernels=0,
                       packs=0)
         assert result.calls == wanted, result
@@ -42,9 +42,9 @@ def test_calls_are_counted() -> None:
     check_on_gpu(code)
 
 
-@pytest.mark.parametrize(("page", "told"), [(32 << 10, 6), (16 << 10, 4)])
+@pytest.mark.parametrize(("page", "told"), [(32 << 10, 5), (16 << 10, 2)])
 def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
-    """The engine begins sooner: 100 pages as 4 times 16, 32 and 4, not 3 times 32 and 4. A
+    """The engine begins sooner: 100 pages as 4 times 16 and 36, not as 64 and 36. A
     load of smaller ones begins with 4, which keep the engine busy until the next call: on an idle
     stream a driver copies small pages on the CPU."""
     code = """
@@ -54,10 +54,12 @@ def test_the_first_calls_of_large_pages_are_short(page: int, told: int) -> None:
     for start in (world.transfer.store, world.transfer.load):
         before = calls("cuMemcpyBatchAsync")
         result = start(blocks, slots).wait()
-        # A load of smaller ones, too, is four calls: 4, 32, 32 and 32.
+        small = page < 32 << 10 and start == world.transfer.load
+        # 4, 64 and 32; or 4 and 60 by the caller, and 4 and 32.
+        wanted = {told + 1, told + 2} if small else {told}
         assert (result.calls["batched"], result.calls["plain"]) == (100, 0), result
         assert result.path == "plain"
-        assert calls("cuMemcpyBatchAsync") - before == result.calls["batches"] == told
+        assert calls("cuMemcpyBatchAsync") - before == result.calls["batches"] in wanted, result
     assert (world.rows(slots) == world.wanted(blocks)).all()
     assert (world.read() == world.image).all()
     """
