@@ -1,0 +1,305 @@
+"""Training steps of transformers' Llama (random weights) with torch's own communication and with
+offcore's, one process a GPU.
+
+    python benchmarks/gpu_train.py                         # FSDP2, 1 B and 3 B parameters, and DDP
+    python benchmarks/gpu_train.py --models 1b --tokens 1024 --no-ddp
+    python benchmarks/gpu_train.py --curves 50             # losses of 50 steps, compared
+    python benchmarks/gpu_train.py --models tiny --device cpu --tokens 64   # tries it without GPUs
+
+FSDP2: float32 parameters, bfloat16 all-gathers and computing, float32 reduce-scatters, AdamW
+(fused), a layer a group. Arms take turns in one process: `own` is NCCL at its defaults, `gather`
+offcore's all-gathers with NCCL's reduce-scatters, `offcore` both. DDP: bfloat16, AdamW, arms are
+process groups. Rows are JSON: step (ms, median of all turns, the slower rank's), host (ms until the
+host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), memory (GiB at most, of
+torch and all else on the GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_reduce import join_ranks, print_row, run_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import offcore.distributed
+import offcore.fsdp
+
+SIZES: dict[str, tuple[int, int, int, int]] = {  # width, inner width, layers, heads
+    "tiny": (64, 128, 3, 4),
+    "1b": (2048, 8192, 18, 32),
+    "3b": (3072, 8192, 28, 24),
+}
+WORDS = 32000
+ARMS = ("own", "gather", "offcore")
+GIB = 1 << 30
+
+
+def llama(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+    width, inner, layers, heads = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=WORDS if size != "tiny" else 512,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with device:
+        return LlamaForCausalLM(config).to(dtype)
+
+
+class Trainer:
+    """One model; `step` trains it on the same random tokens for each number of a step."""
+
+    def __init__(self, model: Any, tokens: int, device: torch.device) -> None:
+        self.model, self.tokens, self.device = model, tokens, device
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+        plain = getattr(model, "module", model)
+        self.words = plain.config.vocab_size
+
+    def batch(self, number: int) -> torch.Tensor:
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed(1 + number * 64 + dist.get_rank())
+        length = min(self.tokens, 1024)
+        shape = (self.tokens // length, length)
+        return torch.randint(self.words, shape, device=self.device, generator=generator)
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
+    """Of each step the ms until it has ended, of the slower rank, and until it is enqueued."""
+    device, all_ms, host_ms = trainer.device, [], []
+    batch = trainer.batch(0)
+    for _ in range(steps):
+        wait(device)
+        dist.barrier()
+        wait(device)
+        begin = time.perf_counter()
+        trainer.step(batch)
+        enqueued = time.perf_counter()
+        wait(device)
+        told = torch.tensor([time.perf_counter() - begin, enqueued - begin], device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        all_ms.append(float(told[0]) * 1e3)
+        host_ms.append(float(told[1]) * 1e3)
+    return all_ms, host_ms
+
+
+def busy_ms(trainer: Trainer) -> float:
+    """Of NCCL's kernels in a step."""
+    if trainer.device.type != "cuda":
+        return 0.0
+    batch = trainer.batch(0)
+    trainer.step(batch)
+    wait(trainer.device)
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        trainer.step(batch)
+        wait(trainer.device)
+    found = [one for one in profile.events() if "ncclDevKernel" in one.name]
+    return sum(one.device_time for one in found) / 1e3
+
+
+def trace(trainer: Trainer, file: Path) -> None:
+    """A step as chrome's tracing shows it, of rank 0."""
+    batch = trainer.batch(0)
+    with torch.profiler.profile() as profile:
+        trainer.step(batch)
+        wait(trainer.device)
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(str(file))
+
+
+def used_gib(device: torch.device) -> float:
+    """At most since the last call, of torch, and now of all else."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    found = (torch.cuda.max_memory_allocated() + others) / GIB
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def in_turns(
+    trainer: Trainer,
+    arms: dict[str, Callable[[], Callable[[], Any]]],
+    turns: int,
+    steps: int,
+    folder: Path | None,
+) -> dict[str, dict[str, Any]]:
+    """Each arm's medians. An arm is what begins it, and gives back what ends it and tells."""
+    every: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in arms}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    for _ in range(turns):
+        for name, begin in arms.items():
+            end = begin()
+            timed(trainer, 3)
+            used_gib(trainer.device)
+            for known, new in zip(every[name], timed(trainer, steps), strict=True):
+                known.extend(new)
+            rows[name]["memory"] = used_gib(trainer.device)
+            if folder is not None:
+                trace(trainer, folder / f"{trainer.tokens}-{name}.json.gz")
+            rows[name] |= end()
+    for name, (all_ms, host_ms) in every.items():
+        rows[name] |= {"step": statistics.median(all_ms), "host": statistics.median(host_ms)}
+        rows[name]["steps"] = len(all_ms)
+    return rows
+
+
+def sharded(arguments: argparse.Namespace, size: str, device: torch.device) -> Any:
+    model = llama(size, device, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def begin_arm(model: Any, arm: str, sms: int) -> Callable[[], dict[str, Any]]:
+    if arm == "own":
+        return dict
+    given = {"sms": sms} if sms else {}
+    offcore.fsdp.enable(model, reduce_scatter=arm == "offcore", **given)
+
+    def end() -> dict[str, Any]:
+        ran = offcore.fsdp.report(model)
+        offcore.fsdp.disable(model)
+        ops = {op: ran[op] for op in ("all_gather", "reduce_scatter")}
+        return {"ran": ops, "windows": ran["memory"], "refused": ran["refused"]}
+
+    return end
+
+
+def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
+    model = sharded(arguments, size, device)
+    count = sum(one.numel() for one in model.parameters())
+    for tokens in arguments.tokens:
+        trainer = Trainer(model, tokens, device)
+        timed(trainer, 3)
+        arms = {arm: lambda arm=arm: begin_arm(model, arm, arguments.sms) for arm in arguments.arms}
+        busy = busy_ms(trainer)
+        rows = in_turns(trainer, arms, arguments.turns, arguments.steps, arguments.trace)
+        for arm, row in rows.items():
+            ratio = {"own/step": round(rows["own"]["step"] / row["step"], 3)}
+            named = {"what": "fsdp2", "model": size, "parameters": count, "tokens": tokens}
+            print_row(named | {"arm": arm, "busy": busy if arm == "own" else None} | ratio | row)
+
+
+def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
+    groups = {"own": None, "offcore": dist.new_group(backend="offcore")}
+    rows = {}
+    for turn in range(2):
+        for arm, group in groups.items():
+            model = DistributedDataParallel(
+                llama(size, device, torch.bfloat16),
+                process_group=group,
+                gradient_as_bucket_view=True,
+            )
+            trainer = Trainer(model, arguments.tokens[0], device)
+            timed(trainer, 5)
+            used_gib(device)
+            all_ms, host_ms = timed(trainer, arguments.steps * 2)
+            row = {"step": statistics.median(all_ms), "host": statistics.median(host_ms)}
+            row |= {"memory": used_gib(device), "turn": turn}
+            first = next(iter(model.parameters())).detach()
+            parts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, first)
+            row["equal"] = all(torch.equal(one, first) for one in parts)
+            rows[arm, turn] = row
+            named = {"what": "ddp", "model": size, "tokens": arguments.tokens[0], "arm": arm}
+            print_row(named | row)
+            del model, trainer
+
+
+def curves(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
+    """Losses of the same steps from the same weights, by arm."""
+    found: dict[str, list[float]] = {}
+    for arm in ("own", *arguments.arms):
+        model = sharded(arguments, size, device)
+        trainer = Trainer(model, arguments.tokens[0], device)
+        end = begin_arm(model, arm, arguments.sms)
+        losses = [trainer.step(trainer.batch(number)) for number in range(arguments.curves)]
+        wait(device)
+        told = torch.stack(losses)
+        dist.all_reduce(told)
+        name = "again" if arm in found else arm
+        found[name] = (told / dist.get_world_size()).tolist()
+        end()
+        del model, trainer, end
+    for arm, values in found.items():
+        off = max(abs(a - b) for a, b in zip(values, found["own"], strict=True))
+        row = {"what": "losses", "model": size, "arm": arm, "steps": len(values)}
+        row |= {"first": values[0], "last": values[-1], "off": f"{off:.3g}"}
+        print_row(row | {"equal": values == found["own"]})
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    if arguments.device == "cuda":
+        device = join_ranks()
+    else:
+        device = torch.device("cpu")
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = f"file://{os.environ['MEETING']}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    for size in arguments.models:
+        if arguments.curves:
+            curves(arguments, size, device)
+            continue
+        measure_fsdp(arguments, size, device)
+    if arguments.ddp and not arguments.curves:
+        measure_ddp(arguments, arguments.models[0], device)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=["1b", "3b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096], help="a rank's")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=7, help="of an arm's turn")
+    parser.add_argument("--sms", type=int, default=0, help="of our reductions; 0: the default")
+    parser.add_argument("--curves", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of a step of each arm")
+    parser.add_argument("--no-ddp", dest="ddp", action="store_false")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(arguments)
+        return 0
+    return run_ranks(arguments.ranks, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
