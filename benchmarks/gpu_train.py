@@ -7,16 +7,17 @@ offcore's, one process a GPU.
     python benchmarks/gpu_train.py --models tiny --device cpu --tokens 64   # tries it without GPUs
 
 FSDP2: float32 parameters, bfloat16 all-gathers and computing, float32 reduce-scatters, AdamW
-(fused), a layer a group. Arms take turns in one process: `own` is NCCL at its defaults, `gather`
-offcore's all-gathers with NCCL's reduce-scatters, `offcore` both. DDP: bfloat16, AdamW, arms are
-process groups. Rows are JSON: step (ms, median of all turns, the slower rank's), host (ms until the
-host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), memory (GiB at most, of
-torch and all else on the GPU).
+(fused), a layer a group. Steps of the arms take turns in one process: `own` is NCCL at its
+defaults, `gather` offcore's all-gathers with NCCL's reduce-scatters, `offcore` both. DDP: bfloat16,
+AdamW, arms are process groups. Rows are JSON: step (ms, the slower rank's, medians), host (ms until the host has
+enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (of own's step to this, the
+median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else it takes).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -27,13 +28,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_reduce import join_ranks, print_row, run_ranks
+from gpu_reduce import join_ranks, run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import offcore.distributed
 import offcore.fsdp
+from offcore.fsdp.enable import _param_groups
 
 SIZES: dict[str, tuple[int, int, int, int]] = {  # width, inner width, layers, heads
     "tiny": (64, 128, 3, 4),
@@ -41,8 +43,15 @@ SIZES: dict[str, tuple[int, int, int, int]] = {  # width, inner width, layers, h
     "3b": (3072, 8192, 28, 24),
 }
 WORDS = 32000
+WARMUP = 3
 ARMS = ("own", "gather", "offcore")
 GIB = 1 << 30
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+        print(json.dumps(row), flush=True)
 
 
 def llama(size: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -92,23 +101,20 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def timed(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
-    """Of each step the ms until it has ended, of the slower rank, and until it is enqueued."""
-    device, all_ms, host_ms = trainer.device, [], []
+def timed(trainer: Trainer) -> tuple[float, float]:
+    """Of a step the ms until it has ended, and until it is enqueued, of the slower rank."""
+    device = trainer.device
     batch = trainer.batch(0)
-    for _ in range(steps):
-        wait(device)
-        dist.barrier()
-        wait(device)
-        begin = time.perf_counter()
-        trainer.step(batch)
-        enqueued = time.perf_counter()
-        wait(device)
-        told = torch.tensor([time.perf_counter() - begin, enqueued - begin], device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        all_ms.append(float(told[0]) * 1e3)
-        host_ms.append(float(told[1]) * 1e3)
-    return all_ms, host_ms
+    wait(device)
+    dist.barrier()
+    wait(device)
+    begin = time.perf_counter()
+    trainer.step(batch)
+    enqueued = time.perf_counter()
+    wait(device)
+    told = torch.tensor([time.perf_counter() - begin, enqueued - begin], device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told[0]) * 1e3, float(told[1]) * 1e3
 
 
 def busy_ms(trainer: Trainer) -> float:
@@ -136,41 +142,45 @@ def trace(trainer: Trainer, file: Path) -> None:
         profile.export_chrome_trace(str(file))
 
 
-def used_gib(device: torch.device) -> float:
-    """At most since the last call, of torch, and now of all else."""
+def others_gib(device: torch.device) -> float:
+    """Of the GPU's memory, what torch's tensors do not have."""
     if device.type != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    found = (torch.cuda.max_memory_allocated() + others) / GIB
+    return (total - free - torch.cuda.memory_reserved()) / GIB
+
+
+def peak_gib(device: torch.device) -> float:
+    """Of torch's tensors, since the last call."""
+    if device.type != "cuda":
+        return 0.0
+    found = torch.cuda.max_memory_allocated() / GIB
     torch.cuda.reset_peak_memory_stats()
     return found
 
 
 def in_turns(
-    trainer: Trainer,
-    arms: dict[str, Callable[[], Callable[[], Any]]],
-    turns: int,
-    steps: int,
-    folder: Path | None,
+    trainer: Trainer, arms: dict[str, Callable[[], None]], steps: int, folder: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Each arm's medians. An arm is what begins it, and gives back what ends it and tells."""
+    """Each arm's medians; a step of each in turn, since a machine changes its speed."""
     every: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in arms}
     rows: dict[str, dict[str, Any]] = {name: {} for name in arms}
-    for _ in range(turns):
-        for name, begin in arms.items():
-            end = begin()
-            timed(trainer, 3)
-            used_gib(trainer.device)
-            for known, new in zip(every[name], timed(trainer, steps), strict=True):
-                known.extend(new)
-            rows[name]["memory"] = used_gib(trainer.device)
-            if folder is not None:
+    names = [*arms]
+    for step in range(-WARMUP, steps):
+        names.append(names.pop(0))
+        for name in names:
+            arms[name]()
+            peak_gib(trainer.device)
+            for known, new in zip(every[name], timed(trainer), strict=True):
+                if step >= 0:
+                    known.append(new)
+            rows[name]["torch_gib"] = peak_gib(trainer.device)
+            if folder is not None and step == steps - 1:
                 trace(trainer, folder / f"{trainer.tokens}-{name}.json.gz")
-            rows[name] |= end()
     for name, (all_ms, host_ms) in every.items():
+        ratios = [own / ours for own, ours in zip(every["own"][0], all_ms, strict=True)]
         rows[name] |= {"step": statistics.median(all_ms), "host": statistics.median(host_ms)}
-        rows[name]["steps"] = len(all_ms)
+        rows[name] |= {"least": min(all_ms), "speed": round(statistics.median(ratios), 3)}
     return rows
 
 
@@ -178,65 +188,82 @@ def sharded(arguments: argparse.Namespace, size: str, device: torch.device) -> A
     model = llama(size, device, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
+        if arguments.compile:
+            layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     return model
 
 
-def begin_arm(model: Any, arm: str, sms: int) -> Callable[[], dict[str, Any]]:
-    if arm == "own":
-        return dict
-    given = {"sms": sms} if sms else {}
-    offcore.fsdp.enable(model, reduce_scatter=arm == "offcore", **given)
+def calls_of(model: Any) -> list[tuple[Any, Any, Any]]:
+    """Where each of FSDP2's parameter groups communicates."""
+    return [
+        (group, group._all_gather_comm, group._reduce_scatter_comm)
+        for group in _param_groups(model)
+    ]
 
-    def end() -> dict[str, Any]:
-        ran = offcore.fsdp.report(model)
-        offcore.fsdp.disable(model)
-        ops = {op: ran[op] for op in ("all_gather", "reduce_scatter")}
-        return {"ran": ops, "windows": ran["memory"], "refused": ran["refused"]}
 
-    return end
+def take(calls: list[tuple[Any, Any, Any]], gather: bool, reduce: bool) -> None:
+    for group, gathers, reduces in calls:
+        if gather:
+            group._all_gather_comm = gathers
+        if reduce:
+            group._reduce_scatter_comm = reduces
 
 
 def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
     model = sharded(arguments, size, device)
     count = sum(one.numel() for one in model.parameters())
+    own = calls_of(model)
+    trainer = Trainer(model, arguments.tokens[0], device)
+    timed(trainer)
+    before = others_gib(device)
+    offcore.fsdp.enable(model, **({"sms": arguments.sms} if arguments.sms else {}))
+    ours = calls_of(model)
     for tokens in arguments.tokens:
-        trainer = Trainer(model, tokens, device)
-        timed(trainer, 3)
-        arms = {arm: lambda arm=arm: begin_arm(model, arm, arguments.sms) for arm in arguments.arms}
+        trainer.tokens = tokens
+        choices: dict[str, Callable[[], None]] = {
+            "own": lambda: take(own, True, True),
+            "gather": lambda: (take(own, False, True), take(ours, True, False))[0],
+            "offcore": lambda: take(ours, True, True),
+        }
+        arms = {arm: choices[arm] for arm in arguments.arms}
+        choices["own"]()
         busy = busy_ms(trainer)
-        rows = in_turns(trainer, arms, arguments.turns, arguments.steps, arguments.trace)
+        rows = in_turns(trainer, arms, arguments.steps, arguments.trace)
         for arm, row in rows.items():
-            ratio = {"own/step": round(rows["own"]["step"] / row["step"], 3)}
             named = {"what": "fsdp2", "model": size, "parameters": count, "tokens": tokens}
-            print_row(named | {"arm": arm, "busy": busy if arm == "own" else None} | ratio | row)
+            print_row(named | {"arm": arm, "busy": busy if arm == "own" else None} | row)
+    ran = offcore.fsdp.report(model)
+    print_row({"what": "fsdp2", "model": size, "offcore_gib": others_gib(device) - before} | ran)
+    take(ours, True, True)
+    offcore.fsdp.disable(model)
 
 
 def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
     groups = {"own": None, "offcore": dist.new_group(backend="offcore")}
-    rows = {}
-    for turn in range(2):
-        for arm, group in groups.items():
-            model = DistributedDataParallel(
-                llama(size, device, torch.bfloat16),
-                process_group=group,
-                gradient_as_bucket_view=True,
-            )
-            trainer = Trainer(model, arguments.tokens[0], device)
-            timed(trainer, 5)
-            used_gib(device)
-            all_ms, host_ms = timed(trainer, arguments.steps * 2)
-            row = {"step": statistics.median(all_ms), "host": statistics.median(host_ms)}
-            row |= {"memory": used_gib(device), "turn": turn}
-            first = next(iter(model.parameters())).detach()
-            parts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, first)
-            row["equal"] = all(torch.equal(one, first) for one in parts)
-            rows[arm, turn] = row
-            named = {"what": "ddp", "model": size, "tokens": arguments.tokens[0], "arm": arm}
-            print_row(named | row)
-            del model, trainer
+    trainers = {}
+    for arm, group in groups.items():
+        model = DistributedDataParallel(
+            llama(size, device, torch.bfloat16), process_group=group, gradient_as_bucket_view=True
+        )
+        trainers[arm] = Trainer(model, arguments.tokens[0], device)
+    every: dict[str, list[tuple[float, float]]] = {arm: [] for arm in trainers}
+    for step in range(-WARMUP, arguments.steps):
+        for arm, trainer in trainers.items():
+            found = timed(trainer)
+            if step >= 0:
+                every[arm].append(found)
+    for arm, trainer in trainers.items():
+        first = next(iter(trainer.model.parameters())).detach()
+        parts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, first)
+        row = {"what": "ddp", "model": size, "tokens": trainer.tokens, "arm": arm}
+        row |= {"step": statistics.median(one[0] for one in every[arm])}
+        row |= {"host": statistics.median(one[1] for one in every[arm])}
+        ratios = [own[0] / one[0] for own, one in zip(every["own"], every[arm], strict=True)]
+        row |= {"speed": round(statistics.median(ratios), 3)}
+        print_row(row | {"equal": all(torch.equal(one, first) for one in parts)})
 
 
 def curves(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
@@ -245,15 +272,17 @@ def curves(arguments: argparse.Namespace, size: str, device: torch.device) -> No
     for arm in ("own", *arguments.arms):
         model = sharded(arguments, size, device)
         trainer = Trainer(model, arguments.tokens[0], device)
-        end = begin_arm(model, arm, arguments.sms)
+        if arm != "own":
+            offcore.fsdp.enable(model, reduce_scatter=arm == "offcore")
         losses = [trainer.step(trainer.batch(number)) for number in range(arguments.curves)]
         wait(device)
         told = torch.stack(losses)
         dist.all_reduce(told)
         name = "again" if arm in found else arm
         found[name] = (told / dist.get_world_size()).tolist()
-        end()
-        del model, trainer, end
+        if arm != "own":
+            offcore.fsdp.disable(model)
+        del model, trainer
     for arm, values in found.items():
         off = max(abs(a - b) for a, b in zip(values, found["own"], strict=True))
         row = {"what": "losses", "model": size, "arm": arm, "steps": len(values)}
@@ -286,8 +315,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["1b", "3b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096], help="a rank's")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=7, help="of an arm's turn")
+    parser.add_argument("--steps", type=int, default=21, help="of each arm")
+    parser.add_argument("--compile", action="store_true", help="each layer, by torch.compile")
     parser.add_argument("--sms", type=int, default=0, help="of our reductions; 0: the default")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of a step of each arm")

@@ -164,6 +164,8 @@ class HostWork(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
 
 
 def copy_all(copies: Copies) -> None:
+    if not copies:
+        return
     with torch.no_grad():
         for to, what in copies:
             to.copy_(what)

@@ -35,8 +35,8 @@ class Stream:
 
 
 class Event:
-    def record(self) -> None:
-        self.stream = Stream.here
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
         self.stream.did.append(self)
 
     def wait(self, stream: Stream) -> None:
@@ -129,7 +129,8 @@ def side_of(told: list[Any], timeout: float = 20.0) -> tuple[Any, Any]:
 
 
 def body(handles: list[Handle], copies: Any = ()) -> Any:
-    def start(_: Any) -> Any:
+    def start(comm: Any) -> Any:
+        comm.check()  # as every operation does
         handles.append(Handle())
         return handles[-1:], copies
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,18 @@ log = logging.getLogger("offcore.distributed")
 
 def _nobody(_: Result) -> None:
     """Hears nothing."""
+
+
+class _Label(NamedTuple):
+    """A call's name, which is made only where it is told."""
+
+    op: str
+    call: int
+    rank: int
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.op} (call {self.call} of rank {self.rank}, group {self.group})"
 
 
 class Side(contextlib.AbstractContextManager["Side"]):
@@ -74,7 +86,7 @@ class Side(contextlib.AbstractContextManager["Side"]):
         self.stop()
         self.comm.close()
 
-    def check(self, label: str = "a call under way") -> None:
+    def check(self, label: _Label | str = "a call under way") -> None:
         """Raises where the group is dead, also of a rank that has died since; where it is closed;
         and in a child of this process."""
         self._check()
@@ -92,11 +104,11 @@ class Side(contextlib.AbstractContextManager["Side"]):
     def _limit(self, opts: Any) -> float:
         return seconds(getattr(opts, "timeout", None)) or self._timeout
 
-    def _label(self, op: str) -> str:
+    def _label(self, op: str) -> _Label:
         self._calls += 1
-        return f"{op} (call {self._calls} of rank {self._rank}, group {self._name})"
+        return _Label(op, self._calls, self._rank, self._name)
 
-    def _failed(self, label: str, failure: Exception, limit: float = 0) -> Exception:
+    def _failed(self, label: _Label | str, failure: Exception, limit: float = 0) -> Exception:
         """That failure with the call's name; where ranks may no longer agree, also for later calls,
         and told to the peers: they must not wait for this rank."""
         code = getattr(failure, "code", None)
@@ -121,7 +133,7 @@ class Side(contextlib.AbstractContextManager["Side"]):
 class _Job:
     """A call that the thread makes."""
 
-    def __init__(self, label: str, body: Body, limit: float) -> None:
+    def __init__(self, label: _Label | str, body: Body, limit: float) -> None:
         self.label = label
         self.body: Body | None = body
         self.limit = limit
@@ -223,20 +235,29 @@ class HostSide(Side):
 class GpuWork(dist.Work):  # type: ignore[misc]
     """A call on a GPU. `wait` orders the current stream behind it; the host goes on."""
 
-    def __init__(self, side: GpuSide, label: str, handles: Sequence[Handle], outputs: Any) -> None:
+    def __init__(
+        self, side: GpuSide, label: _Label, handles: Sequence[Handle], outputs: Any, stream: Any
+    ) -> None:
         super().__init__()
         self._side = side
         self._label = label
         self._handles = handles
         self._outputs = outputs
-        self._event = torch.cuda.Event()
-        self._event.record()  # in the call's stream
-        self._future: Any = torch.futures.Future(devices=[side.device])
-        self._future.set_result(outputs)
+        self._stream = stream
+        self._event: Any = None
+        self._future: Any = None
+
+    def end(self) -> Any:
+        """The event behind the call, or, where nobody asked before, behind what followed too."""
+        if self._event is None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            self._event = event
+        return self._event
 
     def is_completed(self) -> bool:
         """Whether the GPU has come to its end."""
-        return bool(self._event.query())
+        return bool(self.end().query())
 
     def is_success(self) -> bool:
         """Whether it has ended, and nothing has failed."""
@@ -248,7 +269,9 @@ class GpuWork(dist.Work):  # type: ignore[misc]
         limit = seconds(timeout)
         if limit is not None:
             self._side.wait_for(self._label, self._handles, limit)
-        self._event.wait(torch.cuda.current_stream(self._side.device))
+        current = torch.cuda.current_stream(self._side.device)
+        if current != self._stream:
+            self.end().wait(current)
         return True
 
     def synchronize(self) -> None:
@@ -262,12 +285,18 @@ class GpuWork(dist.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A future that is complete; who takes its value waits in a stream for the call."""
+        if self._future is None:
+            with torch.cuda.stream(self._stream):
+                future: Any = torch.futures.Future(devices=[self._side.device])
+                future.set_result(self._outputs)
+            self._future = future
         return self._future
 
 
 class GpuSide(Side):
     """Tensors on one GPU: a call is enqueued on the current stream, one with async_op on a stream
-    of the group's own, behind what the current stream has."""
+    of the group's own, behind what the current stream has. Training makes a call a layer, each on
+    the host's way to the next kernel: nothing here is made before it is needed."""
 
     def __init__(
         self,
@@ -282,7 +311,7 @@ class GpuSide(Side):
         self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._lock = threading.Lock()  # of what follows
-        self._late: collections.deque[tuple[float, str, Sequence[Handle], Body | None]] = (
+        self._late: collections.deque[tuple[float, _Label, Sequence[Handle], Body | None]] = (
             collections.deque()
         )
         self._watch: threading.Thread | None = None
@@ -293,37 +322,51 @@ class GpuSide(Side):
         return self._failure
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
-        label, limit = self._label(op), self._limit(opts)
-        self.check(label)
+        self._check()
         self._collect()
+        label, limit = self._label(op), self._limit(opts)
         current = torch.cuda.current_stream(self.device)
-        stream = self._stream if getattr(opts, "asyncOp", True) else current
-        if stream is not current:
-            stream.wait_stream(current)
-        with torch.cuda.stream(stream), torch.no_grad():
-            self.comm.timeout = limit
-            try:
-                handles, copies = body(self.comm)
-            except offcore.Error as failure:
-                raise self._failed(label, failure, limit) from None
+        if not getattr(opts, "asyncOp", True):
+            handles, copies = self._start(label, limit, body)
             copy_all(copies)
-            if stream is not current:  # handles do not tell of the copies' end
-                for to, _ in copies:
-                    to.record_stream(stream)
-            work = GpuWork(self, label, handles, outputs)
-        if not torch.cuda.is_current_stream_capturing():
-            with self._lock:
-                # On a stream of its own a call's tensors are to live until it has ended.
-                kept = None if stream is current else body
-                self._late.append((time.monotonic() + limit, label, handles, kept))
-                if self._watch is None:
-                    self._watch = threading.Thread(
-                        target=_watch, args=(weakref.ref(self), self._closed), daemon=True
-                    )
-                    self._watch.start()
+            self._keep(label, limit, handles, None)
+            return GpuWork(self, label, handles, outputs, current)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            handles, copies = self._start(label, limit, body)
+            copy_all(copies)
+            for to, _ in copies:  # handles do not tell of the copies' end
+                to.record_stream(self._stream)
+            work = GpuWork(self, label, handles, outputs, self._stream)
+            work.end()
+            # On a stream of its own a call's tensors are to live until it has ended.
+            self._keep(label, limit, handles, body)
         return work
 
-    def wait_for(self, label: str, handles: Sequence[Handle], limit: float) -> None:
+    def _start(self, label: _Label, limit: float, body: Body) -> tuple[Sequence[Handle], Copies]:
+        self.comm.timeout = limit
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return body(self.comm)
+            return body(self.comm)
+        except offcore.Error as failure:
+            raise self._failed(label, failure, limit) from None
+
+    def _keep(
+        self, label: _Label, limit: float, handles: Sequence[Handle], body: Body | None
+    ) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        with self._lock:
+            self._late.append((time.monotonic() + limit, label, handles, body))
+            if self._watch is None:
+                self._watch = threading.Thread(
+                    target=_watch, args=(weakref.ref(self), self._closed), daemon=True
+                )
+                self._watch.start()
+
+    def wait_for(self, label: _Label, handles: Sequence[Handle], limit: float) -> None:
         """Makes the host wait."""
         end = time.monotonic() + limit
         for handle in handles:
@@ -337,7 +380,7 @@ class GpuSide(Side):
     def _collect(self) -> None:
         """Lets go of what has ended: until then operands stay alive."""
         with self._lock:
-            while self._late and all(handle.done() for handle in self._late[0][2]):
+            while self._late and all([handle.done() for handle in self._late[0][2]]):
                 _, label, handles, _ = self._late.popleft()
                 try:
                     for handle in handles:

@@ -32,6 +32,9 @@ class _Options:
     timeout: datetime.timedelta | None = None
 
 
+_NOW, _LATE = _Options(False), _Options(True)
+
+
 class Ran:
     """What one direction did."""
 
@@ -90,13 +93,15 @@ class Shards:
         def body(comm: Communicator) -> Any:
             return [comm.all_gather(target, given, lane=GATHERS)], ()
 
-        return self._sides["all_gather"].run("all_gather", body, out, _Options(late))
+        return self._sides["all_gather"].run("all_gather", body, out, _LATE if late else _NOW)
 
     def reduce_scatter(self, out: Any, inp: Any, op: str, scale: float, late: bool) -> Any:
         def body(comm: Communicator) -> Any:
             return [comm.reduce_scatter(out, inp, op, scale=scale, lane=REDUCES)], ()
 
-        return self._sides["reduce_scatter"].run("reduce_scatter", body, out, _Options(late))
+        return self._sides["reduce_scatter"].run(
+            "reduce_scatter", body, out, _LATE if late else _NOW
+        )
 
     def settle(self) -> None:
         """Waits for what is under way."""
