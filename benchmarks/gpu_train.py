@@ -9,9 +9,10 @@ offcore's, one process a GPU.
 FSDP2: float32 parameters, bfloat16 all-gathers and computing, float32 reduce-scatters, AdamW
 (fused), a layer a group. Steps of the arms take turns in one process: `own` is NCCL at its
 defaults, `gather` offcore's all-gathers with NCCL's reduce-scatters, `offcore` both. DDP: bfloat16,
-AdamW, arms are process groups. Rows are JSON: step (ms, the slower rank's, medians), host (ms until the host has
-enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (of own's step to this, the
-median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else it takes).
+AdamW, arms are process groups. Rows are JSON: step (ms, the slower rank's, medians), host (ms until
+the host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (own's step to
+this, the median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else it
+takes).
 """
 
 from __future__ import annotations

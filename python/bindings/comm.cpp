@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 
 #include "bytes.h"
@@ -188,6 +189,11 @@ nb::object host_array(Communicator& self, uint64_t bytes) {
       .cast();
 }
 
+// Whether a tensor lives that was made with it, or an array that shares its memory.
+struct Lease {
+  std::shared_ptr<std::atomic<bool>> held = std::make_shared<std::atomic<bool>>(false);
+};
+
 // DLPack's managed tensor, and behind it what keeps its memory and its shape.
 struct Lent {
   nb::dlpack::dltensor tensor;
@@ -195,6 +201,11 @@ struct Lent {
   void (*deleter)(Lent*) = [](Lent* self) { delete self; };
   std::shared_ptr<Window> window;
   std::vector<int64_t> shape;
+  std::shared_ptr<std::atomic<bool>> held;
+
+  ~Lent() {
+    if (held) *held = false;
+  }
 };
 
 // A capsule that nobody has taken the tensor from, which then would have another name.
@@ -219,7 +230,7 @@ uint64_t bytes_of(const std::vector<int64_t>& shape, uint64_t item_bytes, uint64
 // A local rank's part of a window from `offset` on, as a DLPack capsule. Made by hand, because an
 // object that torch.from_dlpack has to ask takes ten times as long, and views make one at a call.
 nb::object dlpack(Window& window, Rank rank, uint64_t offset, std::vector<int64_t> shape,
-                  uint8_t code, uint8_t bits) {
+                  uint8_t code, uint8_t bits, const Lease* lease) {
   if (rank >= window.ranks()) fail(Code::invalid, "rank ", rank, " is not in this window");
   if (window.phantom()) fail(Code::unsupported, "phantom memory has sizes but no bytes");
   const int device = window.device(rank);
@@ -230,6 +241,10 @@ nb::object dlpack(Window& window, Rank rank, uint64_t offset, std::vector<int64_
   auto lent = std::make_unique<Lent>();
   lent->window = checked.window;
   lent->shape = std::move(shape);
+  if (lease != nullptr) {
+    lent->held = lease->held;
+    *lent->held = true;
+  }
   lent->tensor.data = window.base(rank) + checked.offset;
   lent->tensor.device = device < 0 ? nb::dlpack::device{nb::device::cpu::value, 0}
                                    : nb::dlpack::device{nb::device::cuda::value, device};
@@ -243,6 +258,9 @@ nb::object dlpack(Window& window, Rank rank, uint64_t offset, std::vector<int64_
 }
 
 void bind_windows(nb::module_& module) {
+  nb::class_<Lease>(module, "Lease").def(nb::init<>()).def_prop_ro("held", [](const Lease& self) {
+    return self.held->load();
+  });
   nb::class_<Window>(module, "Window")
       .def_prop_ro("ranks", &Window::ranks)
       .def_prop_ro("nbytes", &Window::bytes)
@@ -250,7 +268,8 @@ void bind_windows(nb::module_& module) {
       .def_prop_ro("host_visible", &Window::host_visible)
       .def("view", &view, nb::arg("rank"), nb::arg("offset"), nb::arg("nbytes"))
       .def("dlpack", &dlpack, nb::arg("rank"), nb::arg("offset"), nb::arg("shape"), nb::arg("code"),
-           nb::arg("bits"), "Memory as a DLPack capsule, of that code and bits.")
+           nb::arg("bits"), nb::arg("lease").none() = nb::none(),
+           "Memory as a DLPack capsule, of that code and bits; it holds the lease.")
       .def(
           "address",
           [](const Window& self, Rank rank) {

@@ -200,7 +200,7 @@ def ring(rank: int, ranks: int) -> None:
         places = []
         held: list[Any] = []
         for turn in range(40):  # two are held at a time, in whatever form
-            given = memory.take(1000)
+            given = memory.take((1000,), torch.uint8)
             places.append(given.data_ptr())
             given.fill_(turn)
             held.append(given[10:20].view(torch.int16) if turn % 2 else given)
@@ -210,9 +210,9 @@ def ring(rank: int, ranks: int) -> None:
             )
             del held[:-2]
         assert len(set(places)) == 4
-        assert memory.take(3072) is memory.take(8192) is None
+        assert memory.take((3072,), torch.uint8) is memory.take((8192,), torch.uint8) is None
         del held[0]
-        assert memory.take(3072) is not None
+        assert memory.take((3072,), torch.uint8) is not None
         assert memory.refused == 2
 
 
@@ -221,10 +221,13 @@ def places_follow_from_sizes(rank: int, ranks: int) -> None:
     os.environ["OFFCORE_VARIANT"] = "prelaunch_pcpy"
     shards = Shards(dist.group.WORLD, torch.device("cpu"), 20.0, 2048, {})
     for turn in range(6):
-        out = shards.ring.take(512 * ranks)
+        out = shards.ring.take((512 * ranks,), torch.uint8)
         assert out is not None
         out.view(ranks, -1)[rank].fill_(turn + rank)
-        shards.all_gather(out, out.view(ranks, -1)[rank], turn % 2 == 1).wait()
+        work = shards.all_gather(out, out.view(ranks, -1)[rank], turn % 2 == 1)
+        assert (work is not None) == (turn % 2 == 1)
+        if work is not None:
+            work.wait()
         assert all((out.view(ranks, -1)[peer] == turn + peer).all() for peer in range(ranks))
     del os.environ["OFFCORE_VARIANT"]
     assert shards.ran["all_gather"].facts()["variants"] == {"prelaunch_pcpy": 6}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from offcore._core import Lease
 from offcore._core import Window as CoreWindow
 from offcore.errors import error
 from offcore.operands import checked, dtype_name
@@ -22,13 +23,14 @@ _FORMATS = {"bool": (6, 8), "bfloat16": (4, 16)} | {
 }
 
 
-Make = Callable[[CoreWindow, int, int, tuple[int, ...]], Any]
+Make = Callable[..., Any]
 
 
 @functools.cache
 def tensors_of(kind: Any) -> Make:
     """What makes tensors of that dtype, torch's or numpy's: of bytes of a local rank's window, from
-    an offset on and in a shape, without a copy. They keep their memory mapped."""
+    an offset on and in a shape, without a copy. They keep their memory mapped, and hold the lease
+    that is passed."""
     torch: Any = importlib.import_module("torch")
     # Capsules need nothing of what torch.from_dlpack does for other objects.
     from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
@@ -36,11 +38,23 @@ def tensors_of(kind: Any) -> Make:
     known = dtype_name(wanted) in _FORMATS
     code, bits = _FORMATS[dtype_name(wanted) if known else "uint8"]
 
-    def make(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...]) -> Any:
-        return from_dlpack(window.dlpack(rank, offset, shape, code, bits))
+    def make(
+        window: CoreWindow,
+        rank: int,
+        offset: int,
+        shape: tuple[int, ...],
+        lease: Lease | None = None,
+    ) -> Any:
+        return from_dlpack(window.dlpack(rank, offset, shape, code, bits, lease))
 
-    def view_bytes(window: CoreWindow, rank: int, offset: int, shape: tuple[int, ...]) -> Any:
-        raw = make(window, rank, offset, (math.prod(shape) * wanted.itemsize,))
+    def view_bytes(
+        window: CoreWindow,
+        rank: int,
+        offset: int,
+        shape: tuple[int, ...],
+        lease: Lease | None = None,
+    ) -> Any:
+        raw = make(window, rank, offset, (math.prod(shape) * wanted.itemsize,), lease)
         return raw.view(wanted).view(shape)
 
     return make if known else view_bytes

@@ -33,6 +33,7 @@ Body = Callable[[Communicator], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
 _OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
+_KEPT = 8  # calls in the caller's order that may have ended and not been let go of
 log = logging.getLogger("offcore.distributed")
 
 
@@ -71,6 +72,11 @@ class Side(contextlib.AbstractContextManager["Side"]):
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
         """Starts a call; its work."""
+        raise NotImplementedError
+
+    def call(self, op: str, body: Body) -> None:
+        """Makes a call in the caller's order: on the host it has ended then, on a GPU it is
+        enqueued on the current stream."""
         raise NotImplementedError
 
     def settle(self) -> None:
@@ -130,6 +136,12 @@ class Side(contextlib.AbstractContextManager["Side"]):
             )
 
 
+class _Now:
+    """Options of a call in the caller's order, by torch's names."""
+
+    asyncOp = False  # noqa: N815
+
+
 class _Job:
     """A call that the thread makes."""
 
@@ -175,6 +187,9 @@ class HostSide(Side):
         job = _Job(label, body, self._limit(opts))
         self._begin(job, waits=not getattr(opts, "asyncOp", True))
         return HostWork(job, outputs, (), None)
+
+    def call(self, op: str, body: Body) -> None:
+        self.run(op, body, None, _Now).wait()
 
     def _begin(self, job: _Job, waits: bool) -> None:
         with self._lock:
@@ -322,15 +337,13 @@ class GpuSide(Side):
         return self._failure
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        if not getattr(opts, "asyncOp", True):
+            label, handles = self._enqueue(op, body, self._limit(opts))
+            return GpuWork(self, label, handles, outputs, current)
         self._check()
         self._collect()
         label, limit = self._label(op), self._limit(opts)
-        current = torch.cuda.current_stream(self.device)
-        if not getattr(opts, "asyncOp", True):
-            handles, copies = self._start(label, limit, body)
-            copy_all(copies)
-            self._keep(label, limit, handles, None)
-            return GpuWork(self, label, handles, outputs, current)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             handles, copies = self._start(label, limit, body)
@@ -342,6 +355,19 @@ class GpuSide(Side):
             # On a stream of its own a call's tensors are to live until it has ended.
             self._keep(label, limit, handles, body)
         return work
+
+    def call(self, op: str, body: Body) -> None:
+        self._enqueue(op, body, self._timeout)
+
+    def _enqueue(self, op: str, body: Body, limit: float) -> tuple[_Label, Sequence[Handle]]:
+        self._check()
+        label = self._label(op)
+        handles, copies = self._start(label, limit, body)
+        copy_all(copies)
+        self._keep(label, limit, handles, None)
+        if len(self._late) > _KEPT:
+            self._collect()
+        return label, handles
 
     def _start(self, label: _Label, limit: float, body: Body) -> tuple[Sequence[Handle], Copies]:
         self.comm.timeout = limit

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import collections
-import weakref
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
-
+from offcore import _core
 from offcore.comm import Communicator
 from offcore.comm.arrays import tensors_of
 
 _ALIGN = 512
 
 
-class _Piece:
-    def __init__(self, begin: int, end: int) -> None:
-        self.begin = begin
-        self.end = end
-        self.held = True
-
-    def release(self) -> None:
-        self.held = False
+class _Piece(NamedTuple):
+    begin: int
+    end: int
+    lease: _core.Lease
 
 
 class Ring:
@@ -40,27 +36,27 @@ class Ring:
         self.refused = 0  # requests that it had no room for
         self._window = comm.window(max(nbytes, _ALIGN))
         self._rank = comm.local_ranks[0]
-        self._make = tensors_of(torch.uint8)
         self._first = self._window.address()
         self._at = 0
         self._pieces: collections.deque[_Piece] = collections.deque()  # by age
 
-    def take(self, nbytes: int) -> Any:
-        """A tensor of so many bytes; None: it is too large, or its place is still in use."""
+    def take(self, size: Sequence[int], dtype: Any) -> Any:
+        """A tensor; None: it is too large, or its place is still in use."""
+        nbytes = math.prod(size) * dtype.itemsize
         wide = -(-nbytes // _ALIGN) * _ALIGN
         begin = self._at if self._at + wide <= self.nbytes else 0
-        while self._pieces and not self._pieces[0].held:
-            self._pieces.popleft()
         end = begin + wide
-        in_use = any(one.held and one.begin < end and begin < one.end for one in self._pieces)
+        pieces = self._pieces
+        while pieces and not pieces[0].lease.held:
+            pieces.popleft()
+        in_use = any([one.begin < end and begin < one.end and one.lease.held for one in pieces])
         if wide > self.nbytes or wide == 0 or in_use:
             self.refused += 1
             return None
         self._at = end
-        taken = self._make(self._window._core, self._rank, begin, (nbytes,))
-        piece = _Piece(begin, end)
-        self._pieces.append(piece)
-        weakref.finalize(taken.untyped_storage(), piece.release).atexit = False
+        lease = _core.Lease()
+        taken = tensors_of(dtype)(self._window._core, self._rank, begin, tuple(size), lease)
+        pieces.append(_Piece(begin, end, lease))
         return taken
 
     def region(self, tensor: Any) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import datetime
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from offcore.comm import Communicator, Result
-from offcore.distributed.sides import open_communicator, side_of
+from offcore.distributed.sides import Body, open_communicator, side_of
 from offcore.fsdp.memory import Ring
 from offcore.torch_calls import reducible, reduction_of
 
@@ -24,15 +21,10 @@ _ReduceScatter: Any = _fsdp_api.ReduceScatter
 GATHERS, REDUCES = 0, 1  # lanes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What a side asks of a call's options, by torch's names."""
+class _Late:
+    """Options of a call that the caller's stream does not wait for, by torch's names."""
 
-    asyncOp: bool  # noqa: N815
-    timeout: datetime.timedelta | None = None
-
-
-_NOW, _LATE = _Options(False), _Options(True)
+    asyncOp = True  # noqa: N815
 
 
 class Ran:
@@ -93,15 +85,18 @@ class Shards:
         def body(comm: Communicator) -> Any:
             return [comm.all_gather(target, given, lane=GATHERS)], ()
 
-        return self._sides["all_gather"].run("all_gather", body, out, _LATE if late else _NOW)
+        return self._run("all_gather", body, out, late)
 
     def reduce_scatter(self, out: Any, inp: Any, op: str, scale: float, late: bool) -> Any:
         def body(comm: Communicator) -> Any:
             return [comm.reduce_scatter(out, inp, op, scale=scale, lane=REDUCES)], ()
 
-        return self._sides["reduce_scatter"].run(
-            "reduce_scatter", body, out, _LATE if late else _NOW
-        )
+        return self._run("reduce_scatter", body, out, late)
+
+    def _run(self, op: str, body: Body, out: Any, late: bool) -> Any:
+        """The work of a call that the caller's stream does not wait for, else None."""
+        side = self._sides[op]
+        return side.run(op, body, out, _Late) if late else side.call(op, body)
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -125,12 +120,9 @@ class AllGather(_AllGather):  # type: ignore[misc]
         self._by_group = shards
 
     def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
-        nbytes = math.prod(int(one) for one in size) * dtype.itemsize
         shards = self._by_group.get(self._param_group._all_gather_process_group)
-        taken = None if shards is None else shards.ring.take(nbytes)
-        if taken is None:
-            return torch.empty(*size, dtype=dtype, device=device)
-        return taken.view(dtype).view(*size)
+        taken = None if shards is None else shards.ring.take(size, dtype)
+        return torch.empty(*size, dtype=dtype, device=device) if taken is None else taken
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
@@ -139,7 +131,7 @@ class AllGather(_AllGather):  # type: ignore[misc]
         if shards is None:
             self._ran.handed += 1
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        return _waited(shards.all_gather(output_tensor, input_tensor, async_op), async_op)
+        return shards.all_gather(output_tensor, input_tensor, async_op)
 
 
 class ReduceScatter(_ReduceScatter):  # type: ignore[misc]
@@ -159,13 +151,4 @@ class ReduceScatter(_ReduceScatter):  # type: ignore[misc]
         if reduction is None or not reducible(output_tensor.dtype):
             self._shards.ran["reduce_scatter"].handed += 1
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        work = self._shards.reduce_scatter(output_tensor, input_tensor, *reduction, async_op)
-        return _waited(work, async_op)
-
-
-def _waited(work: Any, async_op: bool) -> Any:
-    """What torch.distributed's calls give back: no work of one that is waited for."""
-    if async_op:
-        return work
-    work.wait()
-    return None
+        return self._shards.reduce_scatter(output_tensor, input_tensor, *reduction, async_op)
