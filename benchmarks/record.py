@@ -2,10 +2,10 @@
 
 Runs the commands below, as a user would, and writes their rows, one file a command. Into
 `sim-mi300x-8-measures.jsonl` go the seconds that the full sweep took and DMA-Latte's claims
-beside the model's numbers; the README's plot is drawn from the rows too.
+beside the model's numbers; the plot of docs/performance.md is drawn from the rows too.
 
-`python benchmarks/record.py --gpus` runs nothing: it makes the tables of GPUs anew from
-the recorded rows, which gpu_bench.py measures.
+`python benchmarks/record.py --gpus` runs nothing: it makes the tables of GPUs and the README's
+plot anew from the recorded rows, which gpu_bench.py measures.
 """
 
 from __future__ import annotations
@@ -33,9 +33,19 @@ from offcore.tools.report import Row, Stamp, rows_of
 
 MACHINE = "mi300x-8"
 ROOT = Path(__file__).resolve().parents[1]
-WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "measurements" / "cuda.md")  # of GPUs
+WITH_TABLES = (
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "measurements" / "cuda.md",
+)  # of GPUs
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
+GPU_PANELS = (("all_gather", True, "in place"), ("all_to_all", False, "out of place"))
+GPU_LINES = {
+    "promised,co": ("offcore, promised, copy order", "#0072B2", "o"),
+    "safe,co": ("offcore, safe, copy order", "#D55E00", "s"),
+    "promised": ("offcore, promised, fenced", "#56B4E9", "^"),
+    "nccl-ce": ("NCCL's copy engines, graph", "#7F7F7F", "x"),
+}
 SWEEPS = {
     "all_gather": ("bench", "all_gather"),
     "all_gather-in_place": ("bench", "all_gather", "--in-place"),
@@ -62,11 +72,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the rows")
-    parser.add_argument("--gpus", action="store_true", help="the tables of GPUs, no more")
+    parser.add_argument("--gpus", action="store_true", help="tables and plot of GPUs, no more")
     args = parser.parse_args()
     if args.gpus:
         for page in WITH_TABLES:
             page.write_text(compare.filled(page.read_text("utf-8"), RESULTS), "utf-8")
+        draw_gpus(IMAGES / "h200-4-collectives.png")
         return
     folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +124,42 @@ def measure(folder: Path) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """The plot that the README shows, in few colours: it lies in the repository."""
+    """The plot of docs/performance.md."""
     plot.plot_rows(rows, path, "speedup")
+    shrink(path, (1440, 460))
+
+
+def draw_gpus(path: Path) -> None:
+    """The README's plot: times as fast as NCCL's kernels on 4 x H200."""
+    records = read_records(RESULTS / "cuda-h200-4.jsonl")
+    figure, panels = plot.pyplot().subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
+    for axes, (op, in_place, where) in zip(panels, GPU_PANELS, strict=True):
+        times = compare.times_of(records, op, 4, in_place)
+        sizes = sorted(times["nccl"])
+        for head, (label, colour, marker) in GPU_LINES.items():
+            of = {size: times["nccl"][size] / one for size, one in times[head].items()}
+            axes.plot(of.keys(), of.values(), color=colour, marker=marker, ms=3.5, label=label)
+        axes.axhline(1, color="black", linewidth=1)
+        plot.size_axis(axes, sizes)
+        axes.set_title(f"{op}, {where}", fontsize=10)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("times as fast as NCCL's kernels")
+    panels[0].set_ylim(0, None)
+    panels[0].yaxis.set_major_formatter("{x:g}x")
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, fontsize=8, loc="lower center", ncols=4)
+    figure.suptitle(
+        "4 x H200, NCCL 2.28.9 replayed from a graph, without NVLink multicast", size=10
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=150)
+    shrink(path, (1440, 540))
+
+
+def shrink(path: Path, size: tuple[int, int]) -> None:
+    """In few colours: it lies in the repository."""
     with Image.open(path) as image:
-        small = image.convert("RGB").resize((1440, 460), Image.Resampling.LANCZOS)
+        small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     small.quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 

@@ -23,7 +23,12 @@ from offcore.tools.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/measurements/mcast.md", "docs/measurements/model.md", "docs/papers.md")
+PAGES = (
+    "docs/performance.md",
+    "docs/measurements/mcast.md",
+    "docs/measurements/model.md",
+    "docs/papers.md",
+)
 SIMGRID = {"ring": "ring", "linear": "all pairs", "knomial": "binomial tree"}
 KV_PEERS = ("batch", "loop", "kernel")
 MULTICAST = (

@@ -16,6 +16,13 @@ from offcore.tools.report import format_us
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+PAGES_WITH_PYTHON = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/batch.md",
+    "docs/kv.md",
+    "docs/mcast.md",
+)
 
 
 def run(*words, env=None):
@@ -103,30 +110,47 @@ def test_training_starts_itself(name):
 
 
 def run_two_ranks(text):
+    """As torchrun starts them, and with `rank` for those that name it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = str(probe.getsockname()[1])
     text = text.replace("127.0.0.1:29400", f"127.0.0.1:{port}")
-    both = [subprocess.Popen((sys.executable, "-c", f"rank = {rank}\n{text}")) for rank in range(2)]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    both = [
+        subprocess.Popen(
+            (sys.executable, "-c", f"rank = {rank}\n{text}"),
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=90) for process in both] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/quickstart.md", "docs/batch.md", "docs/kv.md", "docs/mcast.md"]
-)
-def test_documents_show_python_that_runs(name):
-    blocks = blocks_of(name)
-    assert blocks
-    for block in blocks:
-        if "rank=rank" in block:
-            run_two_ranks(block)
-        else:
-            assert run("-c", block)
+WITH_TORCH = pytest.mark.needs("torch")
+SHOWN = [
+    pytest.param(
+        block, marks=[WITH_TORCH] if "import torch" in block else [], id=f"{name}:{number}"
+    )
+    for name in PAGES_WITH_PYTHON
+    for number, block in enumerate(blocks_of(name))
+]
+
+
+@pytest.mark.parametrize("block", SHOWN)
+def test_documents_show_python_that_runs(block):
+    if "rank=rank" in block or "init_process_group" in block or "MASTER_PORT" in block:
+        run_two_ranks(block)
+    else:
+        assert run("-c", block)
+
+
+def test_every_page_shows_python_that_runs():
+    assert all(blocks_of(name) for name in PAGES_WITH_PYTHON)
 
 
 def table_of(head: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The README's table whose first column after the size is `head`: its columns and its rows."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    """The table of docs/performance.md whose second column is `head`: its columns and its rows."""
+    text = (ROOT / "docs/performance.md").read_text("utf-8")
     row = r"^ +\d+[KMG](?: +[\d.,]+\*?)+\n"
     found = re.search(rf"^ +size +({head} .*)\n((?:{row})+)", text, re.M)
     assert found is not None
@@ -139,7 +163,7 @@ def records_of(name: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_the_readme_shows_recorded_times():
+def test_performance_shows_recorded_times_of_the_simulator():
     rows = records_of("sim-mi300x-8-all_gather-in_place.jsonl")
     recorded = {(row["bytes"], row["variant"]): row["time_us"] for row in rows}
     names, shown = table_of("pcpy")
@@ -150,7 +174,7 @@ def test_the_readme_shows_recorded_times():
         assert cells == [format_us(times[name]) + "*" * (name == best) for name in names]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measurements/cuda.md"])
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/measurements/cuda.md"])
 def test_pages_show_recorded_times_of_gpus(page):
     text = (ROOT / page).read_text("utf-8")
     assert compare.filled(text, ROOT / "benchmarks" / "results") == text
@@ -164,7 +188,7 @@ def test_pages_show_recorded_times_of_gpus(page):
     assert compare.filled(changed, ROOT / "benchmarks" / "results") == text
 
 
-def test_the_readme_shows_recorded_times_of_host():
+def test_performance_shows_recorded_times_of_host():
     rows = records_of("host-2-all_gather.jsonl")
     recorded = {(r["bytes"], r["impl"]): r["time_us"] for r in rows if r["run"] == rows[0]["run"]}
     names, shown = table_of("offcore")

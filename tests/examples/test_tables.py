@@ -76,8 +76,8 @@ def ratios(peer: str, *names: str) -> str:
     return f"{least} to {most}"
 
 
-def test_the_readme_tells_of_recorded_multicast() -> None:
-    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+def test_performance_tells_of_recorded_multicast() -> None:
+    text = " ".join((ROOT / "docs/performance.md").read_text("utf-8").split())
     gathers, casts = ("all_gather-4", "all_gather-8"), ("broadcast-4", "broadcast-8")
     casts += ("broadcast-4-jumbo", "broadcast-8-jumbo")
     lossy, plain = "all_gather-4-lossy", "all_gather-4-lossy-plain"
@@ -99,11 +99,11 @@ def test_the_readme_tells_of_recorded_multicast() -> None:
     assert f"a ring {sent['ring']:.1f} GB" in text
 
 
-def test_the_readme_tells_how_many_claims_are_met() -> None:
+def test_performance_tells_how_many_claims_are_met() -> None:
     found = mcast_claims.findings(mcast_claims.results())
     counted = [one for one in found if one.met is not None]
     told = f"{sum(bool(one.met) for one in counted)} of {len(counted)} are met"
-    assert f"of whose claims {told}" in (ROOT / "README.md").read_text("utf-8")
+    assert f"of whose claims {told}" in (ROOT / "docs/performance.md").read_text("utf-8")
 
 
 def test_offloads_are_worth_what_the_document_says() -> None:

@@ -1,4 +1,4 @@
-"""Offcore beside NCCL as a table of text: what the README shows and what a measurement ends with.
+"""Offcore beside NCCL as a table of text: of documents, and at the end of a measurement.
 
 Times are microseconds a call, enqueued ahead. Where rows of several variants are there, those that
 `auto` chose count; where it was not asked, the fastest.

@@ -1,0 +1,155 @@
+"""The numbers of the README's first screen, each made of the rows that it stands for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offcore.sizes import format_bytes
+from offcore.tools.bench import compare
+from offcore.tools.overlap import summary
+from offcore.tools.records import read_records
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md")
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return read_records(RESULTS / name)
+
+
+def text(name: str) -> str:
+    return " ".join((ROOT / name).read_text("utf-8").split())
+
+
+def reduce_scatter() -> list[str]:
+    found = re.search(
+        r"^ +reduce_scatter +256M +([\d.]+) +[\d.]+ +([\d.]+)",
+        (RESULTS / "reduce-h200-2.txt").read_text("utf-8"),
+        re.M,
+    )
+    assert found is not None
+    ours, nccl = (f"{float(one):.0f} us" for one in found.groups())
+    return [f"256 MiB in bf16: {ours} | NCCL: {nccl}", f"256 MiB bf16 | {ours} | NCCL {nccl}"]
+
+
+def steps() -> list[str]:
+    """Of FSDP2 and DDP, ours and NCCL's."""
+    words = (RESULTS / "tensors-h100-2.txt").read_text("utf-8")
+    found = re.search(
+        r"([\d.]+) ms a step by offcore, ([\d.]+) by NCCL.*?([\d.]+) and ([\d.]+) ms", words
+    )
+    assert found is not None
+    ours, nccl, ddp, ddp_nccl = found.groups()
+    return [
+        f"takes {ours} ms on 2 x H100, and {nccl} ms with NCCL",
+        f"small model | {ours} ms | NCCL {nccl} ms",
+        f"small model | {ddp} ms | NCCL {ddp_nccl} ms",
+    ]
+
+
+def kv() -> list[str]:
+    of = {
+        row["impl"]: row
+        for row in rows("cuda-kv.jsonl")
+        if (row["step"], row["page_bytes"], row["direction"], row["blocks"])
+        == ("pages", 32 << 10, "load", 256)
+    }
+    ours = of["offcore"]
+    rate = f"{ours['gbps']:.1f} GB/s"
+    slower = (
+        f"the driver's batch call: {of['batch']['time_us'] / ours['time_us']:.2f} times as long"
+    )
+    share = f"{rate}, {100 * ours['gbps'] / ours['ceiling_gbps']:.0f} % of the link"
+    return [f"32 KiB pages: {rate} | {slower}", share]
+
+
+def overlap() -> list[str]:
+    told = []
+    for op, form in (("all_gather", "all-gathers"), ("all_to_all", "all-to-alls")):
+        of = summary.by_combination(rows("overlap-h200-2.jsonl"))
+        cases = [one for case, one in of.items() if case[0] == op]
+        names = ("sp", "rp", "sp_rp", "base", "ConCCL")
+        cases = [one for one in cases if set(names) <= one.keys()]
+        shares = {name: summary.share_of_means([one[name] for one in cases]) for name in names}
+        engines = f"{100 * shares.pop('ConCCL'):.0f} %"
+        cores = f"{100 * max(shares.values()):.0f} % at best"
+        if op == "all_gather":
+            told.append(
+                f"{form} beside GEMMs: {engines} of the ideal speed-up | NCCL's kernels: {cores} | "
+                f"2 x H200, {len(cases)} combinations"
+            )
+            told.append(
+                f"{form} beside GEMMs | {engines} of the ideal speed-up | NCCL's kernels {cores}"
+            )
+        else:
+            told.append(f"{form} beside GEMMs | {engines} of it | NCCL's kernels {cores}")
+    return told
+
+
+def multicast() -> list[str]:
+    of = {row["impl"]: row for row in rows("mcast-testbed-188.jsonl")}
+    ours, ring = (f"{of[name]['switch_bytes'] / 1e9:.1f} GB" for name in ("offcore", "ring"))
+    size = format_bytes(of["offcore"]["bytes"] // of["offcore"]["hosts"]).replace("K", " KiB")
+    return [
+        f"{size} from each of 188 hosts: {ours} through switch ports | a ring: {ring}",
+        f"{size} from each of 188 hosts | {ours} through switches | a ring {ring}",
+    ]
+
+
+def serving() -> list[str]:
+    of = {(r["arm"], r["hit"]): r for r in rows("serving-h100.jsonl") if r["model"] == "7b"}
+    keys = (("ours", 100), ("engine", 100), ("recompute", 0))
+    ours, engine, again = (f"{of[key]['ttft_ms']:,.0f} ms" for key in keys)
+    slow, slower = (
+        f"{100 * (of[arm, 'beside']['slowdown'] - 1):.0f} %" for arm in ("ours", "engine")
+    )
+    return [
+        f"after {ours}; the serving engine's own copies need {engine}, recomputing {again}",
+        f"7B | {ours} | the engine's own copies {engine}, recomputing {again}",
+        f"endless loads | {slow} slower | {slower} slower",
+    ]
+
+
+def collectives() -> list[str]:
+    times = compare.times_of(rows("cuda-h200-4.jsonl"), "all_gather", 4, True)
+    size = 64 << 20
+    engines = min(times[name][size] for name in ("nccl-ce", "nccl-ce,eager"))
+    large = f"{times['nccl'][size]:.0f} us, its copy engines {engines:.0f} us"
+    small = min(times[name][4096] for name in ("promised", "promised,co"))
+    return [
+        f"64 MiB | {times['promised'][size]:.0f} us, no SM | NCCL's kernels {large}",
+        f"4 KiB | {small:.0f} us, no SM | NCCL's kernels {times['nccl'][4096]:.0f} us",
+    ]
+
+
+@pytest.mark.parametrize(
+    "made", [reduce_scatter, steps, kv, overlap, multicast, serving, collectives]
+)
+def test_what_is_told_was_recorded(made: Any) -> None:
+    told = {name: text(name) for name in PAGES}
+    lines = made()
+    assert [line for line in lines if not any(line in of for of in told.values())] == []
+
+
+def test_every_number_of_the_first_screen_is_held() -> None:
+    """A cell of the table has no number that no test above makes."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    lines = [line for made in (reduce_scatter, kv, overlap, multicast) for line in made()]
+    table = page.split("## Measured")[1].split("Not everything")[0]
+    rows = re.findall(r"^\| ([a-z]+) \| (.*?) \| (.*?) \| .* \|$", table, re.M)
+    assert [row[0] for row in rows] == ["training", "serving", "overlap", "multicast"]
+    for _, ours, beside in rows:
+        found = f"{ours} | {beside}"
+        assert any(line.split(" | 2 x")[0] in found for line in lines), found
+
+
+def test_the_plot_names_what_it_was_measured_on() -> None:
+    row = json.loads((RESULTS / "cuda-h200-4.jsonl").read_text("utf-8").splitlines()[0])
+    versions = row["versions"]
+    page = text("README.md")
+    assert versions["gpus"].startswith("4 x NVIDIA H200")
+    assert f"NCCL {versions['nccl']} without NVLink multicast, {row['date'][:10]}" in page
