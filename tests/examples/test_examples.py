@@ -83,6 +83,24 @@ def test_multicast_between_processes():
     assert all("3 MiB by multicast" in line for line in lines)
 
 
+WEIGHTS = r"rank \d of \d: 3 tensors, 16 MiB in \d+ ms, (\d+ MiB sent once|received by multicast)"
+
+
+def test_weights_are_broadcast():
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    lines = sorted(run(EXAMPLES / "weights_broadcast.py", env=env).splitlines())
+    assert len(lines) == 3
+    assert all(re.match(WEIGHTS, line) for line in lines), lines
+    assert "16 MiB sent once for all" in lines[0]
+
+
+@pytest.mark.needs("namespaces")
+def test_weights_are_broadcast_on_the_testbed():
+    command = ("-m", "offcore", "mcast", "testbed", "--hosts", "3", "--")
+    lines = run(*command, sys.executable, EXAMPLES / "weights_broadcast.py").splitlines()
+    assert len([line for line in lines if re.match(WEIGHTS, line)]) == 3, lines
+
+
 def check_training(lines):
     first, last = re.match(r"losses agree: ([\d.]+) to ([\d.]+) in 6 steps", lines[0]).groups()
     assert float(last) < float(first)
@@ -91,22 +109,29 @@ def check_training(lines):
 
 @pytest.mark.needs("torch")
 def test_models_are_trained():
-    """Both examples, their ranks forked from one process: most of their time is torch's import."""
-    ddp, fsdp2 = run(Path(__file__).with_name("training_ranks.py")).split("---\n")
+    """Three examples, their ranks forked from one process: most of their time is torch's import."""
+    ran = run(Path(__file__).with_name("training_ranks.py"))
+    ddp, fsdp2, tensor = ran.split("---\n")
     check_training(ddp.splitlines())
     assert "'handed': {}" in ddp
     check_training(fsdp2.splitlines())
     gathers, reduces = fsdp2.splitlines()[2:]
     assert re.match(r"all_gather: \d+ calls, \d+ KiB, by {.*}, 0 staged, at most 0 SMs", gathers)
     assert reduces.startswith("reduce_scatter: 30 calls")
+    agree, step, calls = tensor.splitlines()
+    assert agree == "outputs and gradients agree on 2 ranks"
+    assert re.match(r"median step: [\d.]+ ms", step)
+    assert "'handed': {}" in calls
 
 
 @pytest.mark.long
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_training_starts_itself(name):
     env = {key: value for key, value in os.environ.items() if key != "RANK"}
-    check_training(run(EXAMPLES / f"{name}.py", env=env).splitlines())
+    lines = run(EXAMPLES / f"{name}.py", env=env).splitlines()
+    assert "agree" in lines[0]
+    assert lines[1].startswith("median step")
 
 
 def run_two_ranks(text):

@@ -27,7 +27,7 @@ def run(name: str) -> None:
             code = 1
             try:
                 torch.set_num_threads(1)
-                given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+                given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
                 os.environ |= {key: str(value) for key, value in given.items()}
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
                 runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -46,3 +46,5 @@ def run(name: str) -> None:
 run("ddp.py")
 print("---", flush=True)
 run("fsdp2.py")
+print("---", flush=True)
+run("tensor_parallel.py")
