@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
 
-.PHONY: help build demo test test-long lint format asan tsan clean
+.PHONY: help build demo test test-long lint format docs asan tsan clean
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -41,6 +41,9 @@ format:  ## rewrite the sources as lint wants them
 	find core shim studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+docs: build .venv/.docs  ## the documentation as a site, in build/docs; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
 # comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
@@ -86,6 +89,10 @@ clean:  ## remove .venv and everything that was built
 .venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt
 	@echo "building offcore into .venv: a minute or two the first time"
 	$(BIN)/pip install -q --no-build-isolation '.[test,lint]'
+	touch $@
+
+.venv/.docs: .venv/.tools pyproject.toml
+	$(BIN)/pip install -q 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.27'
 	touch $@
 
 build/%/.installed: .venv/.tools $(SOURCES) CMakeLists.txt CMakePresets.json

@@ -22,6 +22,7 @@ PAGES_WITH_PYTHON = (
     "docs/batch.md",
     "docs/kv.md",
     "docs/mcast.md",
+    "docs/recipes.md",
 )
 
 

@@ -1,5 +1,6 @@
 """Every page of docs/ is of one kind, and links between pages lead to a page and a heading."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -10,12 +11,15 @@ ROOT = Path(__file__).parents[2]
 CONTRACT_WORDS_MAX = 1500
 README_WORDS_MAX = 900
 
+# Pages of the site that are not written by hand (docs/site.py).
+MADE = {"cli.md"}
 # Which kind each page is. A page is contract (what an interface promises), tuning (what to set and
 # when) or measurement (numbers, with file, machine and date), not several of these.
 KINDS = {
     "contract": {
         "docs/batch.md",
         "docs/cuda.md",
+        "docs/environment.md",
         "docs/errors.md",
         "docs/gpu-driven.md",
         "docs/kv.md",
@@ -34,6 +38,15 @@ KINDS = {
         "docs/verbs.md",
     },
     "tuning": {"docs/tuning.md"},
+    "guide": {
+        "docs/concepts.md",
+        "docs/index.md",
+        "docs/questions.md",
+        "docs/recipes.md",
+        "docs/roadmap.md",
+        "docs/upgrading.md",
+    },
+    "reference": {"docs/api.md"},
     "measurement": {
         "docs/performance.md",
         "docs/measurements/cuda.md",
@@ -63,7 +76,7 @@ KINDS = {
     "glossary": {"docs/glossary.md"},
     "ledger": {"docs/papers.md"},
 }
-SHORT = sorted({"README.md", *KINDS["contract"], *KINDS["tuning"]})
+SHORT = sorted({"README.md", *KINDS["contract"], *KINDS["tuning"], *KINDS["guide"]})
 DEFINED = (
     *("pcpy", "bcst", "swap", "b2b", "fan", "prelaunch", "promise", "safe", "view", "copy order"),
     *("lane", "window", "staged", "credits", "epoch", "stand-in", "slot", "chain", "crossed"),
@@ -110,6 +123,37 @@ def test_every_page_has_one_kind() -> None:
         within = {name for name in listed if name.startswith(f"docs/{folder}/")}
         assert within
         assert within <= KINDS[kind]
+
+
+def test_the_site_leads_to_every_page() -> None:
+    """By the navigation of mkdocs.yml, whose other pages are made or lie in the root."""
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    named = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert len(named) == len(set(named))
+    root = {name for name in named if name.startswith("project/")}
+    assert [name for name in root if not (ROOT / name.removeprefix("project/")).is_file()] == []
+    found = {one.relative_to(ROOT / "docs").as_posix() for one in (ROOT / "docs").rglob("*.md")}
+    assert set(named) - root == found | MADE
+
+
+def test_everything_public_is_on_the_page_of_the_api() -> None:
+    text = (ROOT / "docs/api.md").read_text("utf-8")
+    named = set(re.findall(r"^::: (\S+)$", text, re.M))
+    modules = {name.rpartition(".")[0] for name in named} - {"offcore"}
+    for name in modules - {"offcore.torch", "offcore.distributed", "offcore.serving.transformers"}:
+        public = importlib.import_module(name)
+        ours = {f"{name}.{one}" for one in public.__all__ if callable(getattr(public, one))}
+        assert ours <= named, name
+
+
+def test_twelve_questions_are_two_clicks_away() -> None:
+    """One to the page, which answers them, and one to the page that each answer names."""
+    for first in ("README.md", "docs/index.md"):
+        assert "questions.md)" in (ROOT / first).read_text("utf-8")
+    text = (ROOT / "docs/questions.md").read_text("utf-8")
+    answers = re.split(r"^## \d+\. .*\?$", text, flags=re.M)[1:]
+    assert len(answers) == 12
+    assert all(re.search(r"\]\([^)]+\.md", one) for one in answers)
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -131,6 +131,6 @@ def test_every_error_code_is_documented() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    page = (ROOT / "docs/quickstart.md").read_text("utf-8")
+    page = (ROOT / "docs/environment.md").read_text("utf-8")
     documented = re.findall(r"^\| ([A-Z_]+) \| (.*?) ?\| (.*) \|$", page, re.MULTILINE)
     assert documented == _core.env_variables()

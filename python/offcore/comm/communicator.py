@@ -272,7 +272,7 @@ class Communicator(ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """all_to_all of uneven parts: counts[r][q] elements (bytes for windows) from r to q."""
+        """all_to_all of uneven parts: `counts[r][q]` elements (bytes for windows) from r to q."""
         flat = [count for row in counts for count in row]
         return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
 

@@ -115,14 +115,14 @@ class Graph:
         return made[:]
 
     def map(self, function: Function, out: Slice, *inputs: Slice) -> None:
-        """out[i] = function(inputs[0][i], ...). In place is allowed, at equal places only."""
+        """`out[i] = function(inputs[0][i], ...)`. In place is allowed, at equal places only."""
         for one in inputs:
             _same(one.count == out.count and one.buffer.dtype == out.buffer.dtype, "map", out)
             _same(one.place == out.place or not _overlap(one, out), "map", out)
         self.operators.append(Operator("map", out, inputs, function))
 
     def copy(self, out: Slice, inp: Slice) -> None:
-        """out[i] = inp[i]."""
+        """`out[i] = inp[i]`."""
         self.map(COPY, out, inp)
 
     def reduce(self, out: Slice, inp: Slice) -> None:
