@@ -5,13 +5,22 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 import needs
 
 needs.require("torch", "transformers")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from offcore.serving import engines  # noqa: E402
 from offcore.serving import transformers as serving  # noqa: E402
+
+if not engines.known("transformers", transformers.__version__, serving.VERSIONS):
+    versions = " or ".join(serving.VERSIONS)
+    pytest.skip(
+        f"needs transformers {versions}, not {transformers.__version__}", allow_module_level=True
+    )
 
 
 def test_a_second_call_loads_what_the_first_one_computed() -> None:

@@ -110,10 +110,19 @@ class HostTier:
                 self._ended(entry.job, [key])
             return key in self._entries
 
-    def load(self, transfer: Any, blocks: Sequence[int], keys: Sequence[int], after: Any) -> Any:
-        """Starts to load blocks of these hashes, all of which it holds; returns the job."""
+    def load(
+        self,
+        transfer: Any,
+        blocks: Sequence[int],
+        keys: Sequence[int],
+        after: Any,
+        by_layer: int = 0,
+    ) -> Any:
+        """Starts to load blocks of these hashes, all of which it holds; returns the job. by_layer:
+        so many layers at a time, for streams that wait for each; 0: all together."""
         with self.lock:
-            job = transfer.load(blocks, [self._entries[key].slot for key in keys], after=after)
+            slots = [self._entries[key].slot for key in keys]
+            job = transfer.load(blocks, slots, after=after, by_layer=by_layer)
             self._touch(keys)
             self.counts["loaded"] += len(keys)
             return job

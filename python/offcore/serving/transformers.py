@@ -8,7 +8,8 @@ Blocks of finished requests are stored by the hash that the engine gives them. A
 begins alike loads them instead of computing them again, also in a later call of `generate_batch`,
 whose cache is a new one. Requests that are preempted because the cache is full are swapped out to
 the same memory and back. Copies run on copy engines beside the model; the compute stream waits
-only for what it is about to read or overwrite. Sampling and scheduling stay the engine's.
+only for what it is about to read or overwrite: of large loads layer by layer, as the model comes to
+each. Sampling and scheduling stay the engine's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from offcore.serving.engines import fits, known, say_once
 from offcore.serving.host_tier import HostTier
 
 VERSIONS = ("5.17",)
+_STEPS = 8  # of a load that comes layer by layer
+_STEPPED_FROM = 16 << 20  # bytes: smaller ones come together, by fewer commands
 _PACKAGE = "transformers.generation.continuous_batching"
 # What the engine must offer for the parts here to take its place: module, function, arguments.
 _SEAMS = (
@@ -145,6 +148,22 @@ class _Blocks:
                 job.wait_stream(self.stream)
 
 
+class _Layers(list[Any]):
+    """The tensors of a cache by layer. Who takes one out is about to enqueue what uses it."""
+
+    def __init__(self, tensors: Iterable[Any], arrive: Any) -> None:
+        super().__init__(tensors)
+        self._arrive = arrive
+
+    def __getitem__(self, layer: Any) -> Any:
+        self._arrive([layer] if isinstance(layer, int) and layer >= 0 else range(len(self)))
+        return super().__getitem__(layer)
+
+    def __iter__(self) -> Any:
+        self._arrive(range(len(self)))
+        return super().__iter__()
+
+
 class _Cache:
     """Before a PagedAttentionCache: stores what is complete when a request ends, loads what the
     next ones begin with."""
@@ -190,27 +209,64 @@ class _Cache:
         own: Any = type("BlockManager", (_Blocks, type(manager)), {})
         self._block_manager = own(manager.num_blocks, manager.block_size, manager.tp_on)
         self._block_manager.reads = {}
-        self._loading: list[Any] = []  # jobs that the stream does not wait for yet
-        self._loaded: list[Any] = []  # jobs that it waits for
+        self._loading: list[tuple[Any, int]] = []  # jobs for the next batch, layers of a step
+        self._coming: list[tuple[Any, set[int]]] = []  # layers that the stream does not wait for
+        self._loaded: list[Any] = []  # jobs that are to be seen end
+        self._batching = kwargs.get("continuous_batching_config", args[1] if args[1:] else None)
+        self.key_cache = _Layers(self.key_cache, self._arrive)
+        self.value_cache = _Layers(self.value_cache, self._arrive)
         self.swapped: set[str] = set()  # requests whose blocks are swapped out, not kept
 
     def attach(self, stream: Any) -> None:
         """The stream that the model runs in; None on a CPU."""
         self.stream = self._block_manager.stream = stream
 
+    def _step(self, blocks: Sequence[int]) -> int:
+        """How many layers of a load come together; 0: all, as where the model is captured or
+        compiled, and so does not take layers out one after the other."""
+        given = self._batching
+        graphs = getattr(given, "use_cuda_graph", None)
+        eager = graphs is not None and not (any(graphs) if isinstance(graphs, tuple) else graphs)
+        compiled = (
+            getattr(given, "varlen_compile_config", None) is not None
+            or getattr(given, "decode_compile_config", None) is not None
+            or getattr(given, "default_compile_level", 0) != 0
+        )
+        if not eager or compiled or len(blocks) * self._block_bytes() < _STEPPED_FROM:
+            return 0
+        return -(-len(self.key_cache) // _STEPS)
+
+    def _block_bytes(self) -> int:
+        nbytes: int = self.transfer.pools[0].block_bytes
+        return nbytes
+
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Loads rows of the tier into blocks, before the next batch."""
-        self._loading.append(self.transfer.load(blocks, slots, after=self.stream))
+        step = self._step(blocks)
+        job = self.transfer.load(blocks, slots, after=self.stream, by_layer=step)
+        self._loading.append((job, step))
 
     def join(self) -> None:
-        """Makes the next batch wait for the loads. Raises `Error` for those that failed."""
-        for job in self._loading:
-            job.wait_stream(self.stream)
-        self._loaded += self._loading
+        """Makes the next batch wait for the loads, where they come by layer when it takes a layer
+        out. Raises `Error` for those that failed."""
+        for job, step in self._loading:
+            if step:
+                self._coming.append((job, set(range(len(self.key_cache)))))
+            else:
+                job.wait_stream(self.stream)
+            self._loaded.append(job)
         self._loading.clear()
         for job in [one for one in self._loaded if one.done()]:
             self._loaded.remove(job)
+            self._coming = [one for one in self._coming if one[0] is not job]
             job.wait()
+
+    def _arrive(self, layers: Iterable[int]) -> None:
+        """The stream waits for these layers of the loads that the batch needs."""
+        for job, left in self._coming:
+            for layer in left.intersection(layers):
+                job.wait_layer(layer, self.stream)
+                left.remove(layer)
 
     def free_blocks(self, request_id: str) -> None:
         if self.tier is not None and self.use_prefix_sharing and request_id not in self.swapped:
@@ -266,7 +322,9 @@ class _Cache:
                 manager._hash_to_id[key] = block
             table.append(block)
         tables[request_id] = table
-        self._loading.append(tier.load(self.transfer, fresh, absent, self.stream))
+        step = self._step(fresh)
+        job = tier.load(self.transfer, fresh, absent, self.stream, step)
+        self._loading.append((job, step))
         return len(wanted) * size
 
 
