@@ -211,10 +211,11 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   return job;
 }
 
-void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) const {
+template <typename Ended>
+void Transfer::help(const Ended& ended, const Deadline& deadline) const {
   const WaitingCaller caller(*queue_);
   int64_t submitted_ns = now_ns();
-  while (!job.enqueued(layer) && !deadline.passed()) {
+  while (!ended() && !deadline.passed()) {
     if (worker_->help(true)) {
       submitted_ns = now_ns();
     } else if (now_ns() - submitted_ns > queue_->spin_ns) {
@@ -227,7 +228,7 @@ void Transfer::help(const Job& job, uint32_t layer, const Deadline& deadline) co
 }
 
 void Transfer::wait(Job& job, const Deadline& deadline) const {
-  help(job, job.layers() - 1, deadline);
+  help([&] { return job.done(); }, deadline);
   job.wait(deadline);
 }
 
@@ -241,7 +242,7 @@ void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
          "call it outside");
   }
   job.want(layer);
-  help(job, layer, deadline);
+  help([&] { return job.enqueued(layer); }, deadline);
   job.enqueue_wait(layer, *streams, stream, deadline);
 }
 

@@ -58,7 +58,8 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
            std::shared_ptr<const void> keep);
   void begin();
   void check(const TransferRequest& request);
-  void help(const Job& job, uint32_t layer, const Deadline& deadline) const;
+  template <typename Ended>
+  void help(const Ended& ended, const Deadline& deadline) const;
   std::shared_ptr<const std::vector<LayerGroup>> layer_groups(uint32_t group,
                                                               uint32_t layers_together);
 

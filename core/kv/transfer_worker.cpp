@@ -76,10 +76,14 @@ void TransferWorker::run() {
 
 // Until there is something to do. False: nothing is left, and nothing will come.
 bool TransferWorker::rest() {
-  if (queue_->helpers > 0) return true;
-  {
+  if (queue_->helpers == 0) {
     const std::scoped_lock turning(turning_);
     if (!jobs_.empty()) return true;
+  } else {  // whose core's other half may be this thread's
+    std::unique_lock lock(queue_->mutex);
+    queue_->work.wait_for(lock, std::chrono::milliseconds(1),
+                          [&] { return queue_->helpers == 0 || queue_->closing; });
+    return true;
   }
   if (spin_until([&] { return queue_->news || queue_->closing; }, queue_->linger_ns)) {
     spin_until([&] { return queue_->helpers > 0 || queue_->closing; }, kLeftToCallerNs);

@@ -158,8 +158,9 @@ bool TransferWorker::has_room(Link& link) const {
 // The bytes of the job's next part. Over several links they become less towards its end, so that
 // all are through at about the same time.
 uint64_t TransferWorker::share_of(const DirectionQueue& direction, const Job& job) const {
+  if (neighbours_.empty()) return std::max<uint64_t>(1, pace_.ahead_bytes / kPartsMin);
   const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
-  if (neighbours_.empty() || job.together_ < job.layers_) return most;
+  if (job.together_ < job.layers_) return most;
   const uint64_t share = job.builder_->left_bytes() / (kSharesOfLink * direction.links.size());
   const uint64_t row = groups_[job.request_.group].layout->row_bytes();
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
