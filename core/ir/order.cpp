@@ -12,6 +12,8 @@ namespace {
 
 constexpr uint64_t kClockEntriesMax = uint64_t{1} << 27;
 constexpr uint32_t kNone = UINT32_MAX;
+constexpr size_t kQueuesMany = 256;
+constexpr size_t kKnownShare = 16;  // of all queues: more are as quickly gone through all
 
 // Polls in a row share a clock: nothing can happen between them that others could see.
 bool opens_clock(const Queue& queue, uint32_t command) {
@@ -78,6 +80,7 @@ void Order::number_nodes() {
   }
   clocks_.reserve(clocks * program_.queues.size());
   clocks_.resize(program_.queues.size());
+  if (program_.queues.size() >= kQueuesMany) known_.resize(1);
 }
 
 void Order::collect_signals() {
@@ -200,16 +203,38 @@ uint32_t Order::join(Place poll, uint32_t current) {
     const auto opened = static_cast<uint32_t>(clocks_.size() / queues);
     clocks_.resize(clocks_.size() + queues);
     std::copy_n(clocks_.data() + current * queues, queues, clocks_.data() + opened * queues);
+    if (!known_.empty()) known_.push_back(known_[current]);
     current = opened;
   }
-  uint32_t* joined = clocks_.data() + current * queues;
   const Place* signal = releases_.data() + node(poll).releases;
   for (uint32_t k = 0; k < command_at(program_, poll).rows; ++k, ++signal) {
-    const uint32_t* known = clock(*signal);
-    for (size_t q = 0; q < queues; ++q) joined[q] = std::max(joined[q], known[q]);
-    joined[signal->queue] = std::max(joined[signal->queue], signal->command + 1);
+    join_clock(current, node(*signal).clock);
+    raise(current, signal->queue, signal->command + 1);
   }
   return current;
+}
+
+void Order::join_clock(uint32_t into, uint32_t from) {
+  const size_t queues = program_.queues.size();
+  const uint32_t* known = clocks_.data() + from * queues;
+  if (!known_.empty() && !known_[from].many) {
+    for (const uint32_t queue : known_[from].queues) raise(into, queue, known[queue]);
+    return;
+  }
+  if (!known_.empty()) known_[into].many = true;
+  uint32_t* joined = clocks_.data() + into * queues;
+  for (size_t q = 0; q < queues; ++q) joined[q] = std::max(joined[q], known[q]);
+}
+
+void Order::raise(uint32_t clock, uint32_t queue, uint32_t commands) {
+  uint32_t& entry = clocks_[clock * program_.queues.size() + queue];
+  if (entry >= commands) return;
+  if (entry == 0 && !known_.empty() && !known_[clock].many) {
+    Known& known = known_[clock];
+    known.queues.push_back(queue);
+    if (known.queues.size() > program_.queues.size() / kKnownShare) known = {.many = true};
+  }
+  entry = commands;
 }
 
 void Order::check_rising() const {

@@ -65,6 +65,8 @@ class Order {
   void check_started() const;
   void run();
   uint32_t join(Place poll, uint32_t current);
+  void join_clock(uint32_t into, uint32_t from);
+  void raise(uint32_t clock, uint32_t queue, uint32_t commands);
   void check_rising() const;
   bool done_before(const OrderSignal& signal, Place place) const;
   [[noreturn]] void fail_deadlock(const std::vector<uint32_t>& next) const;
@@ -76,6 +78,11 @@ class Order {
   std::vector<OrderSignal> signals_;  // by word, then value
   std::vector<Place> releases_;
   std::vector<uint32_t> clocks_;  // rows of one entry a queue; row 0 knows nothing
+  struct Known {
+    std::vector<uint32_t> queues;  // those of entries above 0, unless there are
+    bool many = false;
+  };
+  std::vector<Known> known_;  // by clock, of programs with many queues: most clocks know few
 };
 
 }  // namespace offcore

@@ -54,6 +54,8 @@ class Accesses {
     for (size_t i = 0; i < all_.size(); ++i) {
       const Access& access = all_[i];
       if (i % kLookEvery == 0) check_time(program_, deadline);
+      close(access, writes);
+      close(access, others);
       meet(access, writes);
       if (access.writes) meet(access, others);
       open(access, access.writes ? writes : others);
@@ -173,12 +175,16 @@ class Accesses {
     }
   }
 
-  // Checks an access against the open ones and closes those that end before it. Of a run some come
-  // before it, all others have to come after it: the first of these tells for the rest.
-  void meet(const Access& access, std::vector<AccessRun>& runs) const {
+  // Those that end before an access begins.
+  static void close(const Access& access, std::vector<AccessRun>& runs) {
     std::erase_if(runs, [&](const AccessRun& run) {
       return run.first->memory != access.memory || run.first->end <= access.begin;
     });
+  }
+
+  // Checks an access against the open ones. Of a run some come before it, all others have to come
+  // after it: the first of these tells for the rest.
+  void meet(const Access& access, const std::vector<AccessRun>& runs) const {
     for (const AccessRun& run : runs) {
       size_t later = 0;
       for (size_t end = run.size(); later < end;) {

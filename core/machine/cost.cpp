@@ -25,7 +25,8 @@ class Estimate {
         submit_times_(program, machine),
         hosts_(host_threads(machine, program.ranks)),
         actors_(program.queues.size()),
-        words_(word_count(program)),
+        numbers_(program),
+        words_(numbers_.count()),
         asides_(machine.native.signals_aside && submit_times_.serial()) {}
 
   Phases run() {
@@ -290,8 +291,8 @@ class Estimate {
     return machine_.native.strided_flags ? 1 : command.rows;
   }
 
-  uint32_t index_of(const Command& command, uint32_t row) const {
-    return word_index(program_, row_of(command.dst, command.dst_step, row, program_.ranks));
+  size_t index_of(const Command& command, uint32_t row) const {
+    return numbers_.of(row_of(command.dst, command.dst_step, row, program_.ranks));
   }
 
   const Program& program_;
@@ -304,6 +305,7 @@ class Estimate {
   const SubmitTimes submit_times_;
   std::vector<Moment> hosts_;
   std::vector<QueueClock> actors_;
+  const WordNumbers numbers_;
   std::vector<WordHistory> words_;
   const bool asides_;  // signals amid data
   std::priority_queue<NextQueue> heap_;

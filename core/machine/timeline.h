@@ -98,13 +98,25 @@ void for_each_flow(const Command& command, Rank ranks, Flow&& flow) {
 // follows here indexes by these.
 void check_places(const Program& program);
 
-// Flag words of all ranks and then of the host, as one range of indices.
-inline uint32_t word_count(const Program& program) {
-  return (program.ranks + 1u) * program.flag_words;
-}
-inline uint32_t word_index(const Program& program, const Slice& word) {
-  const uint32_t home = word.rank == kHostRank ? program.ranks : word.rank;
-  return home * program.flag_words + static_cast<uint32_t>(word.offset);
-}
+// Numbers the flag words that a program names. Where they live in host memory there are many, and
+// none in the ranks'.
+class WordNumbers {
+ public:
+  explicit WordNumbers(const Program& program);
+  size_t count() const { return count_; }
+  size_t of(const Slice& word) const {
+    const WordRange& range = homes_[word.rank == kHostRank ? homes_.size() - 1 : word.rank];
+    return range.number + (word.offset - range.begin);
+  }
+
+ private:
+  struct WordRange {
+    uint64_t begin = UINT64_MAX;  // the words named lie in [begin, end)
+    uint64_t end = 0;
+    size_t number = 0;  // of the first
+  };
+  std::vector<WordRange> homes_;  // of the ranks, then the host's
+  size_t count_ = 0;
+};
 
 }  // namespace offcore

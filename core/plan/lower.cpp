@@ -74,6 +74,7 @@ class Lowering {
                                                  : Mode::eager,
                     .ranks = moves_.ranks,
                     .buffers = moves_.buffers};
+    note_words();
     for (Rank rank = 0; rank < moves_.ranks; ++rank) emit(rank, program);
     program.flag_words = words_.whole();
     program.flag_span = kDone;
@@ -277,17 +278,22 @@ class Lowering {
     drafts[0].notified = in_ring_order(std::move(drafts[0].notified), rank, moves_.ranks);
   }
 
-  std::vector<uint64_t> exit_words(Rank reader) const {
-    std::vector<uint64_t> words;
-    for (Rank peer = 0; peer < moves_.ranks; ++peer) {
-      for (size_t queue = 0; queue < drafts_[peer].size(); ++queue) {
-        const auto& notified = drafts_[peer][queue].notified;
-        if (std::find(notified.begin(), notified.end(), reader) != notified.end()) {
-          words.push_back(words_.exit(peer, queue));
+  // Who is told by which queues, and by whose entry, from who tells and waits.
+  void note_words() {
+    exit_words_.resize(moves_.ranks);
+    awaiting_.resize(moves_.ranks);
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      for (size_t queue = 0; queue < drafts_[rank].size(); ++queue) {
+        const Draft& draft = drafts_[rank][queue];
+        for (const Rank reader : draft.notified) {
+          exit_words_[reader].push_back(words_.exit(rank, queue));
         }
+        for (const Rank peer : awaited_by(draft)) awaiting_[peer].push_back(rank);
       }
     }
-    return words;
+    for (Rank rank = 0; rank < moves_.ranks; ++rank) {
+      awaiting_[rank] = in_ring_order(std::move(awaiting_[rank]), rank, moves_.ranks);
+    }
   }
 
   void emit(Rank rank, Program& program) {
@@ -315,7 +321,7 @@ class Lowering {
     words_.signal(commands, draft.notified, words_.exit(rank, index), kDone);
     commands.insert(commands.end(), draft.own.begin(), draft.own.end());
     if (draft.drains.empty()) return commands;
-    words_.poll(commands, rank, exit_words(rank), kDone);
+    words_.poll(commands, rank, exit_words_[rank], kDone);
     for (const Move& move : draft.drains) {
       commands.push_back({.dst = move.dst, .src = move.src, .bytes = move.bytes, .op = Op::copy});
     }
@@ -324,32 +330,18 @@ class Lowering {
 
   std::vector<Command> caller_commands(Rank rank) {
     std::vector<Command> commands;
-    if (form_.entry) words_.signal(commands, ranks_awaiting(rank), words_.entry(rank), kDone);
+    if (form_.entry) words_.signal(commands, awaiting_[rank], words_.entry(rank), kDone);
     if (variant_.prelaunch && !drafts_[rank].empty()) {
       words_.signal(commands, {rank}, words_.start(rank), kDone);
     }
     const bool drains = !drafts_[rank].empty() && !drafts_[rank][0].drains.empty();
-    if (!drains) words_.poll(commands, rank, exit_words(rank), kDone);
+    if (!drains) words_.poll(commands, rank, exit_words_[rank], kDone);
     return commands;
   }
 
   // The ranks whose entry a queue waits for.
   const std::vector<Rank>& awaited_by(const Draft& draft) const {
     return form_.captured ? draft.notified : draft.touched;
-  }
-
-  // The ranks that wait for this rank's entry, in ring order.
-  std::vector<Rank> ranks_awaiting(Rank rank) const {
-    std::vector<Rank> waiting;
-    for (Rank peer = 0; peer < moves_.ranks; ++peer) {
-      for (const Draft& draft : drafts_[peer]) {
-        const auto& awaited = awaited_by(draft);
-        if (std::find(awaited.begin(), awaited.end(), rank) != awaited.end()) {
-          waiting.push_back(peer);
-        }
-      }
-    }
-    return in_ring_order(std::move(waiting), rank, moves_.ranks);
   }
 
   Moves moves_;
@@ -359,6 +351,9 @@ class Lowering {
   const FlagWords words_;
   std::vector<std::vector<Draft>> drafts_;  // [rank][queue]
   std::vector<std::vector<Move>> drains_;   // [rank]
+  // By rank: the words that tell it, and the ranks that wait for its entry, in ring order.
+  std::vector<std::vector<uint64_t>> exit_words_;
+  std::vector<std::vector<Rank>> awaiting_;
 };
 
 }  // namespace

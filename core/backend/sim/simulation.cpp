@@ -22,10 +22,11 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       actors_(program.queues.size()),
       submit_times_(program, state.machine),
       hosts_(host_threads(state.machine, state.ranks)),
-      changed_(word_count(program)),
-      parked_(word_count(program)),
-      unbound_words_(word_count(program), launch.epoch),
-      noticed_(hosts_.size() == 1 ? word_count(program) : 0),
+      numbers_(program),
+      changed_(numbers_.count()),
+      parked_(numbers_.count()),
+      unbound_words_(numbers_.count(), launch.epoch),
+      noticed_(hosts_.size() == 1 ? numbers_.count() : 0),
       killer_(program.ranks, -1) {}
 
 SimOutcome Simulation::run() {
@@ -372,7 +373,7 @@ void Simulation::end_order(SimQueue& actor, uint32_t index) {
     if (done != nullptr) ++done->signals;
     if (!lost) store(command);
     for (uint32_t row = 0; !lost && row < command.rows; ++row) {
-      const uint32_t word = index_of(command, row);
+      const size_t word = index_of(command, row);
       changed_[word] = actor.ordered;
       for (const uint32_t parked : std::exchange(parked_[word], {})) {
         push(now_ns_, SimEventKind::step, parked);
@@ -404,8 +405,8 @@ uint32_t Simulation::steps(const Command& command) const {
   return state_.machine.native.strided_flags ? 1 : command.rows;
 }
 
-uint32_t Simulation::index_of(const Command& command, uint32_t row) const {
-  return word_index(program_, row_of(command.dst, command.dst_step, row, program_.ranks));
+size_t Simulation::index_of(const Command& command, uint32_t row) const {
+  return numbers_.of(row_of(command.dst, command.dst_step, row, program_.ranks));
 }
 
 SimState::Done* Simulation::done_of(const SimQueue& actor) {

@@ -121,7 +121,7 @@ class Simulation {
 
   CommandRun& command_run(const SimQueue& actor, uint32_t index);
   uint32_t steps(const Command& command) const;
-  uint32_t index_of(const Command& command, uint32_t row) const;
+  size_t index_of(const Command& command, uint32_t row) const;
   const Fault* fault_at(const SimQueue& actor, Fault::Kind kind, uint32_t nth) const;
   SimState::Done* done_of(const SimQueue& actor);
 
@@ -150,7 +150,8 @@ class Simulation {
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
   const SubmitTimes submit_times_;
-  std::vector<Moment> hosts_;                  // when each host thread is free
+  std::vector<Moment> hosts_;  // when each host thread is free
+  const WordNumbers numbers_;
   std::vector<Moment> changed_;                // by word: its last change
   std::vector<std::vector<uint32_t>> parked_;  // by word: the actors that poll it
   std::vector<uint32_t> unbound_words_;

@@ -15,7 +15,7 @@ namespace offcore::sim {
 std::atomic_ref<uint32_t> Simulation::word_at(const Slice& word) {
   std::byte* base = launch_.binding.base(kFlagBuffer, word.rank);
   if (base != nullptr) return flag_word(base, word.offset);
-  return std::atomic_ref(unbound_words_[word_index(program_, word)]);
+  return std::atomic_ref(unbound_words_[numbers_.of(word)]);
 }
 
 // Whether every row's word has reached the poll's value, and the last change of these words.
@@ -25,7 +25,7 @@ bool Simulation::reached(const Command& command, const Moment** change) {
     const Slice word = row_of(command.dst, command.dst_step, row, program_.ranks);
     const uint32_t value = word_at(word).load(std::memory_order_acquire);
     if (!reached_value(value, launch_.epoch + command.value)) return false;
-    const Moment& candidate = changed_[word_index(program_, word)];
+    const Moment& candidate = changed_[numbers_.of(word)];
     if (*change == nullptr || candidate.at_ns > (*change)->at_ns) *change = &candidate;
   }
   return true;
