@@ -28,7 +28,8 @@ struct Measured {
 constexpr Measured kMeasured[] = {
     {"h200", 2, Collective::reduce_scatter, Form::plain, 16 * kMiB},
     {"h200", 2, Collective::all_reduce, Form::plain, 64 * kMiB},
-    {"h100", 2, Collective::reduce_scatter, Form::plain, 256 * kMiB},
+    {"h100", 2, Collective::reduce_scatter, Form::plain, 16 * kMiB},
+    {"h100", 2, Collective::all_reduce, Form::plain, 64 * kMiB},
 };
 
 constexpr Collective kTaken[] = {
