@@ -42,6 +42,7 @@ SIZES: dict[str, tuple[int, int, int, int]] = {  # width, inner width, layers, h
     "tiny": (64, 128, 3, 4),
     "1b": (2048, 8192, 18, 32),
     "3b": (3072, 8192, 28, 24),
+    "wide": (4096, 14336, 12, 32),  # about 3 B, in fewer layers: less work for the host
 }
 WORDS = 32000
 WARMUP = 3

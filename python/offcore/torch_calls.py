@@ -40,12 +40,15 @@ def seconds(timeout: datetime.timedelta | None) -> float | None:
 
 
 def all_on(device: str, tensors: Iterable[Any]) -> bool:
-    """Whether all are dense tensors on that type of device."""
+    """Whether all are dense tensors on that type of device, "cpu" or "cuda"."""
+    is_there = f"is_{device}"
     return all(
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == device
-        and tensor.layout == torch.strided
-        for tensor in tensors
+        [
+            isinstance(tensor, torch.Tensor)
+            and getattr(tensor, is_there)
+            and tensor.layout is torch.strided
+            for tensor in tensors
+        ]
     )
 
 

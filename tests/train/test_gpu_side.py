@@ -26,12 +26,13 @@ class Stream:
     """One that notes what is ordered in it."""
 
     here: "Stream"
+    device = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.did: list[Any] = []
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.did.append(("after", other))
+    def wait_event(self, event: "Event") -> None:
+        self.did.append(("after", event.stream))
 
 
 class Event:
@@ -106,6 +107,9 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
         yield
         Stream.here = before
 
+    def set_stream(stream: Stream) -> None:
+        Stream.here, Stream.device = stream, 0
+
     Stream.here = Stream()
     monkeypatch.setattr(sides, "_LOOK_S", 0.01)
     monkeypatch.setattr(torch.futures, "Future", Future)
@@ -116,8 +120,11 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
         ("Stream", Stream),
         ("Event", Event),
         ("stream", within),
+        ("set_stream", set_stream),
         ("current_stream", lambda _: Stream.here),
         ("is_current_stream_capturing", lambda: False),
+        ("current_device", lambda: Stream.device),
+        ("set_device", lambda device: setattr(Stream, "device", device)),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     return Stream.here
@@ -137,7 +144,7 @@ def body(handles: list[Handle], copies: Any = ()) -> Any:
     return start
 
 
-def test_calls_are_ordered_in_streams(current: Stream) -> None:
+def test_calls_are_ordered_in_streams(current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     handles: list[Handle] = []
     side, comm = side_of(told)
@@ -145,7 +152,10 @@ def test_calls_are_ordered_in_streams(current: Stream) -> None:
     assert handles[0].stream is current  # and nothing waited for it
     assert comm.timeout == 20
     out = torch.zeros(3)
+    monkeypatch.setattr(Stream, "device", 1)  # another one than the group's is current
     late = side.run("all_reduce", body(handles, [(out, torch.ones(3))]), [out], Call(True))
+    assert Stream.here is current
+    assert Stream.device == 1
     own = handles[1].stream
     assert own is not current
     assert own.did[0] == ("after", current)

@@ -229,7 +229,7 @@ class Collectives:
     def _run(
         self, op: str, body: Body, used: Any, outputs: Any, opts: Any, reduction: str | None = None
     ) -> Any:
-        if not used or not (all_on("cpu", used) or all_on("cuda", used)):
+        if not used or not (all_on("cuda", used) or all_on("cpu", used)):
             return None
         if reduction is not None and (
             not reduction or not all(reducible(tensor.dtype) for tensor in used)
@@ -243,6 +243,8 @@ class Collectives:
 
     def _side(self, device: Any) -> Side | None:
         kind = device.type
+        if (known := self._sides.get(kind)) is not None:
+            return known
         with self._lock:
             if kind not in self._sides and kind not in self.obstacles:
                 store = dist.PrefixStore(f"offcore/{kind}/", self._store)

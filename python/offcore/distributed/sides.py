@@ -325,6 +325,7 @@ class GpuSide(Side):
         super().__init__(comm, name, rank, timeout, told)
         self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._begun = torch.cuda.Event()  # a wait takes its state as it is when it is called
         self._lock = threading.Lock()  # of what follows
         self._late: collections.deque[tuple[float, _Label, Sequence[Handle], Body | None]] = (
             collections.deque()
@@ -344,8 +345,11 @@ class GpuSide(Side):
         self._check()
         self._collect()
         label, limit = self._label(op), self._limit(opts)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._begun.record(current)
+        self._stream.wait_event(self._begun)
+        here = torch.cuda.current_device()
+        torch.cuda.set_stream(self._stream)  # and its device
+        try:
             handles, copies = self._start(label, limit, body)
             copy_all(copies)
             for to, _ in copies:  # handles do not tell of the copies' end
@@ -354,6 +358,10 @@ class GpuSide(Side):
             work.end()
             # On a stream of its own a call's tensors are to live until it has ended.
             self._keep(label, limit, handles, body)
+        finally:
+            torch.cuda.set_stream(current)
+            if here != self.device.index:
+                torch.cuda.set_device(here)
         return work
 
     def call(self, op: str, body: Body) -> None:
