@@ -235,7 +235,7 @@ def test_the_table_has_the_columns_and_marks_the_best(offcore_cli, tmp_path):
     words = ("--sizes", "1K,4M", "--json", file, "--plot", picture)
     ran = offcore_cli("bench", "all_gather", *SIM, *words)
     assert ran.status == 0, ran.err
-    for column in ("size", "variant", "time us", "algbw", "busbw", "#wrong", "engines", "syncs"):
+    for column in ("size", "variant", "time", "us", "algbw", "busbw", "#wrong", "engines", "syncs"):
         assert column in ran.out
     assert "* best of its size" in ran.out
     rows = [json.loads(line) for line in file.read_text().splitlines()]

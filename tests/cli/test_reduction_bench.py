@@ -152,7 +152,7 @@ def test_the_table_names_what_is_reduced(offcore_cli):
     words = ("--sizes", "64K", "--dtype", "float16", "--reduction", "premul_sum")
     ran = offcore_cli("bench", "all_reduce", *SIM, *words)
     assert ran.status == 0, ran.err
-    assert "all_reduce (premul_sum of float16) on 8 ranks of mi300x-8 (sim)" in ran.out
+    assert "all_reduce (premul_sum of float16) on 8 ranks of mi300x-8 (simulated)" in ran.out
     assert "one_shot" in ran.out
 
 

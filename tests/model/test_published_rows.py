@@ -227,3 +227,11 @@ def test_the_threshold_to_more_engines_is_not_the_model_s() -> None:
             for engines in (1, 2)
         ]
         assert times[0] / times[1] > least
+
+
+@pytest.mark.needs("matplotlib")
+def test_figure_13_shows_the_published_points(found: figures.Results) -> None:
+    [drawn] = [one for one in figures.FIGURES if one.name == "figure-13"]
+    figure = drawn.draw(found)
+    stars = [line for line in figure.axes[0].get_lines() if line.get_marker() == "*"]
+    assert {line.get_ydata()[0] for line in stars if len(line.get_ydata())} == {0.16, 0.31, 0.6}

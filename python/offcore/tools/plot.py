@@ -21,7 +21,9 @@ from offcore.tools.bench.baselines import BASELINES
 from offcore.tools.records import check_records
 from offcore.tools.report import Row, differing, has_choice, rows_of, title_of
 
-_TICKS_MAX = 12
+_TICKS_MAX = 10
+_PANELS_ACROSS = 2
+PAGE_INCHES = 10.0  # no plot is wider than a page
 # Colours that stay apart for colour-blind readers (Okabe and Ito); a kind keeps its colour.
 COLOURS = {
     "pcpy": "#0072B2",
@@ -207,26 +209,36 @@ def rows_figure(rows: list[Row], metric: str | None = None) -> Any:
         rows = [row for row in rows if row.named is not False]
     ops = list(dict.fromkeys(row.op for row in rows))
     forms = list(dict.fromkeys(row.signals for row in rows if row.signals)) or [""]
+    wanted = list(itertools.product(forms, ops))
+    across = min(len(wanted), _PANELS_ACROSS)
+    down = -(-len(wanted) // across)
     figure, panels = pyplot().subplots(
-        len(forms),
-        len(ops),
-        figsize=(6.4 * len(ops) + 1.6, 4.6 * len(forms)),
+        down,
+        across,
+        figsize=(PAGE_INCHES if across > 1 else 6.4, 3.8 * down + 0.8),
         squeeze=False,
         layout="constrained",
     )
+    for axes in panels.flat[len(wanted) :]:
+        axes.set_visible(False)
     handles: dict[str, Any] = {}
-    for axes, (form, op) in zip(panels.flat, itertools.product(forms, ops), strict=True):
+    for axes, (form, op) in zip(panels.flat, wanted, strict=False):
         shown = [row for row in rows if row.op == op and row.signals in (form, "", None)]
         if not shown:
             axes.set_visible(False)
             continue
         _draw_lines(axes, shown, metric)
         title = title_of(shown) + (f", signals {form}" if len(forms) > 1 else "")
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=9)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(
-        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=4 if across > 1 else 3,
+        frameon=False,
+        fontsize=8,
     )
     return figure
 
@@ -291,7 +303,7 @@ def plot_phases(
 def phases_figure(sizes: Sequence[int], phases: Sequence[dict[str, float]], title: str) -> Any:
     """Each phase's share of a copy's time by size: DMA-Latte's figure 7."""
     figure, axes = pyplot().subplots(
-        figsize=(max(6.4, 0.62 * len(sizes) + 2.4), 4.2), layout="constrained"
+        figsize=(min(max(6.4, 0.62 * len(sizes) + 2.4), PAGE_INCHES), 4.2), layout="constrained"
     )
     bottoms = [0.0] * len(sizes)
     totals = [sum(one.values()) for one in phases]

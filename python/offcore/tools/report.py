@@ -28,10 +28,10 @@ import offcore
 from offcore import _core
 from offcore.errors import error
 from offcore.sizes import algbw_gbps, busbw_factor, format_bytes
+from offcore.tools import tables
 from offcore.tools.records import check_records
 
-_WIDTH_MIN = 100
-_WIDTH_WITHOUT_TERMINAL = 140
+_TENTHS = 10  # of the work, of which progress is told where no bar can be drawn
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,16 @@ class JsonLines:
 
 def console(stderr: bool = False) -> Console:
     """A console on which tables keep their columns, however narrow or absent the terminal is."""
-    found = Console(stderr=stderr)
-    found.width = max(found.width, _WIDTH_MIN) if found.is_terminal else _WIDTH_WITHOUT_TERMINAL
+    found = tables.Page(stderr=stderr)
+    found.width = max(found.width, tables.WIDTH) if found.is_terminal else tables.WIDTH
     return found
+
+
+def tell_plot(out: Path, rows: int, json_to: str | None) -> None:
+    """That a plot was drawn, of how many rows."""
+    with JsonLines(json_to) as lines:
+        lines.write({"plot": str(out), "rows": rows})
+    print(f"plot: {out}", file=sys.stderr if json_to == "-" else sys.stdout)
 
 
 def progress_bar() -> Progress:
@@ -248,11 +255,24 @@ def collect(
     stamp: Stamp,
     rows: list[Row],
     skips: list[Skip],
+    said: bool = False,
 ) -> None:
-    """Runs a measurement under a progress bar; what it has found is kept also when it fails."""
+    """Runs a measurement under a progress bar; what it has found is kept also when it fails.
+
+    said: without a terminal, progress is a line on stderr for each tenth."""
     with progress_bar() as bar:
         task = bar.add_task(label, total=steps)
-        for outcome in measure(lambda done: bar.advance(task, done)):
+        told = 0
+
+        def advance(done: float) -> None:
+            nonlocal told
+            bar.advance(task, done)
+            tenths = int(_TENTHS * bar.tasks[task].completed / max(steps, 1))
+            if said and bar.disable and tenths > told:
+                told = tenths
+                print(f"{label}: {100 // _TENTHS * tenths} % of {steps} runs", file=sys.stderr)
+
+        for outcome in measure(advance):
             if isinstance(outcome, Row):
                 rows.append(outcome)
                 lines.write(to_json(outcome, stamp))
@@ -337,6 +357,7 @@ def format_us(time_us: float) -> str:
 
 def title_of(rows: list[Row]) -> str:
     row = rows[0]
+    where = "simulated" if row.backend == "sim" else row.backend
     own = [one for one in rows if one.impl == "offcore"] or rows
     places = {one.in_place for one in own}
     place = ", in place" if places == {True} and row.op != "broadcast" else ""
@@ -344,7 +365,7 @@ def title_of(rows: list[Row]) -> str:
     if sms := max((one.sms or 0 for one in own), default=0):
         place += f", {sms} SMs"
     what = f" ({row.reduction} of {row.dtype})" if row.reduction else ""
-    return f"{row.op}{what} on {row.ranks} ranks of {row.machine} ({row.backend}{place})"
+    return f"{row.op}{what} on {row.ranks} ranks of {row.machine} ({where}{place})"
 
 
 def _optional(value: object) -> str:

@@ -131,8 +131,9 @@ def _submitted(
 
 
 def table(machine: str, backend: str, found: list[Copy]) -> Table:
+    where = "simulated" if backend == "sim" else backend
     result = Table(
-        title=f"one copy between two ranks of {machine} ({backend}): phases in us",
+        title=f"one copy between two ranks of {machine} ({where}): phases in us",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )

@@ -71,7 +71,8 @@ def measure(asked: Sequence[collectives.Request], json_to: str | None) -> list[d
     stamp = Stamp()
     steps = sum(request.steps for request in asked)
     with JsonLines(json_to) as lines:
-        collect(partial(collectives.run_processes, asked), steps, "tune", lines, stamp, rows, [])
+        run = partial(collectives.run_processes, asked)
+        collect(run, steps, "tune", lines, stamp, rows, [], said=True)
     if wrong := next((row for row in rows if row.wrong), None):
         raise error("verify", f"{wrong.variant} at {wrong.bytes} bytes: {wrong.wrong} wrong bytes")
     return [to_json(row, stamp) for row in rows]

@@ -165,6 +165,7 @@ def plot_command(
             help="DMA-Latte's figure: speedup over the loop, one request (16) or several (17).",
         ),
     ] = 16,
+    json: JsonOption = None,
 ) -> None:
     """Plot rows of offcore kv bench in the form of the paper's figures 16 and 17.
 
@@ -176,4 +177,4 @@ def plot_command(
         raise typer.BadParameter("16 or 17", param_hint="--figure")
     records = [record for path in files for record in read_records(path)]
     kv_plot.plot_rows(records, out, figure)
-    typer.echo(f"plot: {out}")
+    report.tell_plot(out, len(records), json)

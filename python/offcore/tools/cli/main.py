@@ -62,13 +62,16 @@ from offcore.tools.cli.options import (
     names_of,
     parsed,
 )
+from offcore.tools.cli.report import report_command
 from offcore.tools.cli.request import SIM_MACHINE, request_of
-from offcore.tools.papers.latte.calibrated import caution
+from offcore.tools.papers.latte.calibrated import assumed, caution
 from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Row, Skip, Stamp
 
 app = typer.Typer(
     help="GPU communication off the cores, on copy (DMA) engines.",
+    epilog="Exit codes: 0 done; 1 a failure (offcore: CODE: message), wrong bytes, or a claim that "
+    "is not met; 2 a wrong command line; 130 Ctrl-C. --json writes one object a line.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -167,8 +170,10 @@ def _measure(request: collectives.Request, json: str | None) -> list[Row]:
             rows.sort(key=lambda row: row.bytes)  # what came last may be of any size
             console = report.console(stderr=json == "-")
             report.print_rows(rows, skips, console)
-            if note := caution(request.machine) if request.backend == "sim" else "":
-                console.print(note, highlight=False, soft_wrap=True)
+            if request.backend == "sim":
+                machine = request.machine or SIM_MACHINE
+                for note in filter(None, (caution(machine), assumed(machine, request.op))):
+                    console.print(note, highlight=False, soft_wrap=True)
 
     try:
         with JsonLines(json) as lines:
@@ -271,6 +276,7 @@ def plot_command(
         ),
     ] = None,
     metric: MetricOption = None,
+    json: JsonOption = None,
 ) -> None:
     """Plot recorded rows: one panel per operation, or a figure of the paper.
 
@@ -286,7 +292,7 @@ def plot_command(
         plot.plot_figure(records, figure, out)
     else:
         raise typer.BadParameter("13 or 14", param_hint="--figure")
-    typer.echo(f"plot: {out}")
+    report.tell_plot(out, len(records), json)
 
 
 @app.command()
@@ -306,7 +312,11 @@ def show(
     reduction: ReductionOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Print the program of DMA commands of a collective."""
+    """Print the program of DMA commands of a collective.
+
+    \b
+    offcore show all_gather --ranks 4 --bytes 64K --variant bcst
+    """
     program = offcore.show_program(
         op.value,
         machine=machine,
@@ -346,7 +356,11 @@ def verify(
     file: Annotated[str, typer.Argument(metavar="FILE|-", help="A program's text.")],
     json: JsonOption = None,
 ) -> None:
-    """Check a program's text: form, bounds, hazards, unmatched polls, deadlock."""
+    """Check a program's text: form, bounds, hazards, unmatched polls, deadlock.
+
+    \b
+    offcore show all_gather --variant b2b | offcore verify -
+    """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as failure:
@@ -387,6 +401,11 @@ def doctor_command(
 
     With --stress: test on the GPUs in which signal forms flags never overtake data, and store the
     result.
+
+    \b
+    offcore doctor
+    offcore doctor --json -
+    offcore doctor --stress
     """
     console = report.console(stderr=json == "-")
     with JsonLines(json) as lines:
@@ -399,11 +418,18 @@ def doctor_command(
 
 
 @app.command("nccl-shim")
-def nccl_shim_command() -> None:
-    """Print the path of the NCCL shim; on stderr, how to use it."""
+def nccl_shim_command(json: JsonOption = None) -> None:
+    """Print the path of the NCCL shim; on stderr, how to use it.
+
+    \b
+    offcore nccl-shim
+    """
     found = nccl_shim.path()
     typer.echo(nccl_shim.USE, err=True)
-    typer.echo(found)
+    with JsonLines(json) as lines:
+        lines.write({"path": str(found)})
+    if json != "-":
+        typer.echo(found)
 
 
 @app.command("demo")
@@ -416,7 +442,11 @@ def demo_command(
     ] = demo.HOST_SIZES,
     json: JsonOption = None,
 ) -> None:
-    """Run collectives on the simulated MI300X machine, then between processes of this machine."""
+    """Run collectives on the simulated MI300X machine, then between processes of this machine.
+
+    \b
+    offcore demo --out demo-out
+    """
     sizes = parsed(parse_sizes, host_sizes, "--host-sizes")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -426,7 +456,7 @@ def demo_command(
         demo.run(folder, sizes, lines, report.console(stderr=json == "-"))
 
 
-for name, command in COMMANDS.items():
+for name, command in {**COMMANDS, "report": report_command}.items():
     app.command(name)(command)
 
 

@@ -59,6 +59,9 @@ def calibrate_command(
 
     Prints every parameter with its range, each row's residual in the fit and in fits without that
     row, and the quantities that the ratios leave undetermined. Needs scipy.
+
+    \b
+    offcore calibrate --out machines
     """
     folder = out or folders.machines()
     folders.prepare(folder)
@@ -85,6 +88,9 @@ def reproduce_command(
     Each number is marked as predicted, fitted to the published one, or true by construction.
     Without a name, lists the papers. The exit status is 1 if a claim is not met, which is so for
     conccl and mcast.
+
+    \b
+    offcore reproduce latte --out latte
     """
     if paper is None:
         for line in reproduce.known():
@@ -142,6 +148,10 @@ def breakdown_command(
     """Print the phases of a single copy by size (DMA-Latte section 3.2).
 
     Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
+
+    \b
+    offcore breakdown --machine mi300x-8
+    offcore breakdown --backend cuda
     """
     if plot_to is not None:
         plot.check_plot(plot_to)

@@ -104,6 +104,7 @@ def characterise_command(
         Path | None,
         typer.Option(metavar="FILE", help="The tables; default: in your folder of machines."),
     ] = None,
+    json: JsonOption = None,
 ) -> None:
     """Write the tables from which advise plans: slowdowns by cores, latencies, and what kernels
     cost each other; of the simulated machine, or from rows that were measured on GPUs.
@@ -114,22 +115,25 @@ def characterise_command(
     offcore overlap characterise --out machines/overlap/mi300x-8.json
     offcore overlap characterise --rows benchmarks/results/overlap-h200-2.jsonl
     """
+    tell = partial(typer.echo, err=json == "-")
     if rows is None:
         tables = sweep.characterise(models.load(machine)[0])
     else:
         measured = read_records(rows)
         tables = tabled.tables_of(measured, f"measured: {rows.name}")
-        typer.echo("\n".join(tabled.lines(tabled.judged(measured, tables))))
+        tell("\n".join(tabled.lines(tabled.judged(measured, tables))))
         for name, points in tabled.errors(measured, tables).items():
             if points:
-                typer.echo(
+                tell(
                     f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "
                     f"mean, {median(points):.1f} in the median, {max(points):.0f} at most"
                 )
     path = out or folders.machines() / "overlap" / f"{tables.machine}.json"
     folders.prepare(path.parent)
     path.write_text(tables.to_json(), "utf-8")
-    typer.echo(f"tables: {path}, {len(tables.rows)} rows")
+    with JsonLines(json) as lines:
+        lines.write({"tables": str(path), "rows": len(tables.rows), "source": tables.source})
+    tell(f"tables: {path}, {len(tables.rows)} rows")
 
 
 @app.command("calibrate")
@@ -141,14 +145,22 @@ def calibrate_command(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder of machines; default: yours.")
     ] = None,
+    json: JsonOption = None,
 ) -> None:
-    """Fit the interference model to ConCCL's published numbers (under a minute; needs scipy)."""
+    """Fit the interference model to ConCCL's published numbers (under a minute; needs scipy).
+
+    \b
+    offcore overlap calibrate --out machines
+    """
     folder = out or folders.machines()
     folders.prepare(folder)
     record = fit.calibrate(machine, seed, partial(typer.echo, err=True))
+    tell = partial(typer.echo, err=json == "-")
     for one in record["parameters"]:
-        typer.echo(f"{one['name']} {one['value']:g} {one['unit']}")
-    typer.echo(f"written: {fit.write(record, folder)}")
+        tell(f"{one['name']} {one['value']:g} {one['unit']}")
+    tell(f"written: {fit.write(record, folder)}")
+    with JsonLines(json) as lines:
+        lines.write(record)
 
 
 class FigureName(str, Enum):
@@ -177,6 +189,7 @@ def plot_command(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
         "overlap.png"
     ),
+    json: JsonOption = None,
 ) -> None:
     """Draw one of ConCCL's figures 5, 7, 8 and 10.
 
@@ -186,16 +199,18 @@ def plot_command(
     plot.check_plot(out)
     drawn: Any
     if figure is FigureName.slowdowns:
-        drawn = overlap_plot.draw_slowdowns(load(file))
+        tables = load(file)
+        count, drawn = len(tables.rows), overlap_plot.draw_slowdowns(tables)
     else:
         # Measured files have rows of other kinds too: curves, joules, what failed.
         rows = [row for row in read_records(file) if "strategy" in row and "speedup" in row]
         rows = overlap_plot.of_table_ii(rows) if published else rows
         if not rows:
             raise error("invalid", f"{file}: no rows of run")
+        count = len(rows)
         if figure is FigureName.ideals:
             drawn = overlap_plot.draw_ideals(rows)
         else:
             drawn = overlap_plot.draw_speedups(rows, int(figure.value))
     drawn.savefig(out, dpi=140)
-    typer.echo(f"plot: {out}")
+    report.tell_plot(out, count, json)

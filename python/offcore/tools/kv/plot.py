@@ -12,7 +12,7 @@ from typing import Any
 
 from offcore.errors import error
 from offcore.sizes import format_bytes
-from offcore.tools.plot import pyplot
+from offcore.tools.plot import PAGE_INCHES, pyplot
 from offcore.tools.records import check_records
 
 FIGURES = {16: "one request", 17: "several requests at once"}
@@ -99,7 +99,7 @@ def rows_figure(records: Sequence[dict[str, Any]], figure: int | None = None) ->
     most = max(len(cases) for _, cases in panels)
     drawn, all_axes = pyplot().subplots(
         len(panels),
-        figsize=(max(5.0, 1.1 * most + 2.5), 1.0 + 3.2 * len(panels)),
+        figsize=(min(max(5.0, 1.1 * most + 2.5), PAGE_INCHES), 1.0 + 3.2 * len(panels)),
         squeeze=False,
         layout="constrained",
     )

@@ -34,7 +34,7 @@ def tidy_axes(axes: Any) -> None:
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """Bandwidth received per leaf, and bytes through switch ports, by size."""
     plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     sizes = sorted({row.bytes for row in rows if row.bytes})
     names = list(dict.fromkeys(row.name for row in rows))
     for place, name in enumerate(names):

@@ -81,5 +81,5 @@ def outcome_table(found: Sequence[Outcome], machine: str) -> Table:
         table.add_row(one.op, one.tag, one.kind, one.bound, *values)
     table.add_section()
     shares = (f"{share(found, name):.0%}" for name in strategies)
-    table.add_row("", "of the ideal, of means", "", "", "", *shares)
+    table.add_row("of ideal", "mean", "", "", "", *shares)
     return table

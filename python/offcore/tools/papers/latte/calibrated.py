@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offcore import _core, machines
+from offcore.comm.programs import REDUCING
 from offcore.errors import error
 from offcore.tools.papers.latte import kv, power
 from offcore.tools.papers.latte.fit import Values, curves_of
@@ -27,6 +28,15 @@ def caution(machine: str | None) -> str:
     """What belongs beside times of a machine whose costs were fitted to ratios; else nothing."""
     fitted = machine is not None and machines.calibration_of(Path(machine).stem) is not None
     return f"{machine}, simulated: {ABSOLUTE}. Compare ratios." if fitted else ""
+
+
+def assumed(machine: str, op: str) -> str:
+    """What a simulated operation's time rests on that nobody measured; else nothing."""
+    if op not in REDUCING or machine.endswith(".json"):
+        return ""
+    sources = json.loads(machines.path_of(machine).read_text("utf-8"))["sources"]
+    told = sources.get("cost.reduce_gbps", "")
+    return f"how fast cores reduce is assumed: {told}" if "assum" in told else ""
 
 
 def span(residuals: Sequence[float]) -> str:

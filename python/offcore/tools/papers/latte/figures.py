@@ -10,7 +10,7 @@ import numpy as np
 
 from offcore import _core
 from offcore.sizes import format_bytes
-from offcore.tools.papers.latte import kv, power
+from offcore.tools.papers.latte import kv, power, rows
 from offcore.tools.papers.latte.calibrated import ABSOLUTE, Calibrated
 from offcore.tools.papers.latte.rows import best_ranges
 from offcore.tools.papers.latte.sweep import (
@@ -124,6 +124,11 @@ def _speedups(op: str) -> Callable[[Results], Any]:
                 linewidth=1.5,
                 label=variant,
             )
+        for variant, published in rows.AT_512K.items() if op == rows.OPS[0] else ():
+            colour = COLOURS[variant.removeprefix("prelaunch_")]
+            axes.plot(512 * 1024, published, "*", ms=13, mec="black", color=colour, zorder=3)
+        if op == rows.OPS[0]:
+            axes.plot([], [], "*", ms=10, mec="black", color="white", label="published, 512K")
         _speedup_axes(axes)
         axes.set_title(f"{op} by variant, 8 x MI300X (model)", fontsize=10)
         figure.legend(frameon=False, fontsize=9, loc="outside right upper")
@@ -186,7 +191,7 @@ def _by_length(
 ) -> Any:
     """groups: (name, slow, fast, field, colour); a panel for each prompt length."""
     answered = kv.requests(found.fetches, found.calibrated.kv)
-    figure, panels = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     for axes, length in zip(panels, kv.LENGTHS, strict=True):
         drawn = [
             (

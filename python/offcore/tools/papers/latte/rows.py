@@ -129,6 +129,9 @@ def _rows_of(op: str) -> Iterator[Row]:
 
 
 ROWS = tuple(row for op in OPS for row in _rows_of(op))
+AT_512K = {  # L16: published speedups over RCCL of single variants
+    row.claim.split()[0]: row.published for row in ROWS if row.key == "L16" and row.op == OPS[0]
+}
 
 
 def order_margins(sweep: Sweep) -> Iterator[float]:

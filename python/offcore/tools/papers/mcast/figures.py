@@ -108,7 +108,7 @@ def draw_phases(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
         "fetch": "#D55E00",
         "handshake": "#56B4E9",
     }
-    figure, panels = pyplot().subplots(1, 3, figsize=(11.5, 3.9), sharey=True, layout="constrained")
+    figure, panels = pyplot().subplots(1, 3, figsize=(10, 3.9), sharey=True, layout="constrained")
     for axes, (block, line) in zip(panels, found.phases.items(), strict=True):
         bottoms = [0.0] * len(line)
         for phase, colour in colours.items():
@@ -130,7 +130,7 @@ def draw_phases(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def draw_throughput(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
     palette = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-    figure, panels = pyplot().subplots(1, 2, figsize=(11.5, 4.2), layout="constrained")
+    figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for axes, (op, lines) in zip(panels, found.throughput.items(), strict=True):
         scale = 188 if op == "all_gather" else 1
         for colour, (name, line) in zip(palette, lines.items(), strict=False):
@@ -152,7 +152,7 @@ def draw_throughput(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def draw_ports(found: Results, rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, panels = pyplot().subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
+    figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.0), layout="constrained")
     names = {"multicast": "offcore", "ring": "ring"}
     for axes, (op, bars) in zip(panels, found.ports.items(), strict=True):
         own = bars["multicast"]
