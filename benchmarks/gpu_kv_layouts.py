@@ -76,7 +76,7 @@ class Step:
 
 
 STEPS = [Step("alone", 95, 140), Step("segments", 12, 35), Step("gemm", 15, 40)]
-QUICK_STEPS = [Step("alone", 30, 50), Step("gemm", 5, 20)]
+QUICK_STEPS = [Step("alone", 25, 42), Step("gemm", 5, 28)]
 RANDOM_LIMIT_S, RANDOM_QUICK_LIMIT_S = 60.0, 25.0
 
 
