@@ -63,6 +63,18 @@ Dwords pack_one(const std::string& kind, const Fields& fields) {
   return dwords;
 }
 
+using Place = std::tuple<std::string, uint32_t, uint32_t>;
+
+std::tuple<std::string, uint32_t, std::vector<Place>> packet_at(uint32_t header) {
+  const PacketLayout* layout = layout_at(header);
+  if (layout == nullptr) fail(Code::invalid, "no packet begins with ", hex(header));
+  std::vector<Place> fields;
+  for (const Bits& bits : layout->fields) {
+    fields.emplace_back(to_string(bits.field), bits.bit, bits.bits);
+  }
+  return {layout->name, packet_dwords(header), fields};
+}
+
 std::vector<nb::tuple> unpack_all(const Dwords& dwords) {
   std::vector<nb::tuple> packets;
   for (const Decoded& decoded : decode(dwords)) {
@@ -89,6 +101,9 @@ void bind_packets(nb::module_& module) {
   module.def(
       "sdma_unpack", &unpack_all, nb::arg("dwords"),
       "Rows of (kind, fields, first dword), nops left out. Raises invalid, naming the dword.");
+  module.def("sdma_packet_at", &packet_at, nb::arg("header"),
+             "(name, dwords, rows of (field, first bit, bits)) of the packet that begins with this "
+             "dword. Raises invalid where none does.");
   nb::class_<Encoder>(module, "SdmaEncoder", "See core/backend/sdma/encode.h.")
       .def(nb::init<uint64_t>(), nb::arg("copy_bytes_max") = kCopyBytesMax)
       .def("copy", &Encoder::copy, nb::arg("dst"), nb::arg("src"), nb::arg("bytes"))

@@ -35,6 +35,19 @@ def test_a_list_goes_there_and_back(offcore_cli):
     assert again.out == encoded.out
 
 
+def test_annotated_dwords_name_their_fields_and_decode(offcore_cli):
+    plain = offcore_cli("sdma", "encode", "-", stdin=json.dumps(COMMANDS)).out.splitlines()
+    named = offcore_cli("sdma", "encode", "--annotate", "-", stdin=json.dumps(COMMANDS)).out
+    lines = named.splitlines()
+    assert [line[:8] for line in lines] == plain
+    assert lines[0] == "00000001  # COPY_LINEAR"
+    assert lines[1] == "0000003f  # bytes"
+    assert lines[5] == "00001000  # dst[0:31]"
+    told = {line.partition("# ")[2].split(",")[0] for line in lines}
+    assert {"FENCE", "POLL_REGMEM", "ATOMIC", "TIMESTAMP", "TRAP", "CONST_FILL"} <= told
+    assert json.loads(offcore_cli("sdma", "decode", "-", stdin=named).out) == COMMANDS
+
+
 def test_a_program_goes_there_and_back(offcore_cli, tmp_path):
     shown = offcore_cli("show", "all_gather", "--variant", "prelaunch_bcst", "--bytes", "64K")
     (file := tmp_path / "program.dma").write_text(shown.out, "utf-8")

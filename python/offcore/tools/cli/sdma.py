@@ -57,7 +57,13 @@ def _queue_name(program: _core.Program, index: int) -> str:
 
 @app.command("encode")
 def encode_command(
-    file: FileArgument, machine: MachineOption = MACHINE, json: JsonOption = None
+    file: FileArgument,
+    machine: MachineOption = MACHINE,
+    annotate: Annotated[
+        bool,
+        typer.Option("--annotate", metavar="", help="Name packets and fields beside the dwords."),
+    ] = False,
+    json: JsonOption = None,
 ) -> None:
     """Print the dwords of commands, one per line, 8 hexadecimal digits.
 
@@ -66,6 +72,7 @@ def encode_command(
 
     \b
     echo '[{"op": "copy", "dst": 4096, "src": 0, "bytes": 64}]' | offcore sdma encode -
+    echo '[{"op": "copy", "dst": 4096, "src": 0, "bytes": 64}]' | offcore sdma encode --annotate -
     offcore show all_gather --variant b2b | offcore sdma encode -
     """
     text, largest = _read(file), _largest(machine)
@@ -74,7 +81,7 @@ def encode_command(
             dwords = sdma_text.encode_commands(sdma_text.parse_commands(text), largest)
             lines.write({"queue": None, "dwords": sdma_text.shown(dwords)})
             if json != "-":
-                _print_dwords(dwords)
+                _print_dwords(dwords, annotate)
             return
         program = offcore.Program.parse(text)
         addresses = _core.SdmaAddresses.model(program)
@@ -83,11 +90,12 @@ def encode_command(
             lines.write(sdma_text.stream_record(name, stream, program))
             if json != "-":
                 sys.stdout.write(f"# queue {name}\n")
-                _print_dwords(stream.dwords)
+                _print_dwords(stream.dwords, annotate)
 
 
-def _print_dwords(dwords: list[int]) -> None:
-    sys.stdout.write("".join(f"{word}\n" for word in sdma_text.shown(dwords)))
+def _print_dwords(dwords: list[int], annotate: bool) -> None:
+    lines = sdma_text.annotated(dwords) if annotate else sdma_text.shown(dwords)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 @app.command("decode")

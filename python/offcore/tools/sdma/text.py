@@ -42,6 +42,29 @@ def shown(dwords: list[int]) -> list[str]:
     return [f"{word:08x}" for word in dwords]
 
 
+def annotated(dwords: list[int]) -> list[str]:
+    """Dwords with comments: the packet's name beside its first one, the fields that each holds."""
+    lines: list[str] = []
+    while len(lines) < len(dwords):
+        name, count, fields = _core.sdma_packet_at(dwords[len(lines)])
+        start = len(lines)
+        for index, word in enumerate(dwords[start : start + count]):
+            told = [name] if index == 0 else []
+            told += [_piece(*one, index) for one in fields if _lies_in(*one[1:], index)]
+            lines.append(f"{word:08x}  # {', '.join(told)}".rstrip(" #"))
+    return lines
+
+
+def _lies_in(bit: int, bits: int, dword: int) -> bool:
+    return bit < 32 * (dword + 1) and bit + bits > 32 * dword
+
+
+def _piece(field: str, bit: int, bits: int, dword: int) -> str:
+    """A field's name, and which of its bits this dword has where it has not all."""
+    low, high = max(0, 32 * dword - bit), min(bits, 32 * (dword + 1) - bit)
+    return field if (low, high) == (0, bits) else f"{field}[{low}:{high - 1}]"
+
+
 def parse_commands(text: str) -> list[Command]:
     try:
         found = json.loads(text)
