@@ -17,6 +17,7 @@ namespace offcore {
   X(OFFCORE_JOB_SECRET, "", "", "secret shared by all ranks of a job, proved when they meet")     \
   X(OFFCORE_TIMEOUT_S, "30", "seconds",                                                           \
     "seconds after which a wait that names no timeout gives up")                                  \
+  X(OFFCORE_HOST, "", "", "a name that makes processes with it a host of their own, for tests")   \
   X(OFFCORE_HOST_CORES, "0", "count",                                                             \
     "cores for all ranks on backend host; 0: those it may run on")                                \
   X(OFFCORE_COMMIT, "", "", "commit for benchmark rows if the source is not a git checkout")      \

@@ -22,6 +22,7 @@ KINDS = {
         "docs/environment.md",
         "docs/errors.md",
         "docs/gpu-driven.md",
+        "docs/hosts.md",
         "docs/kv.md",
         "docs/loop.md",
         "docs/mcast-testbed.md",

@@ -3,6 +3,7 @@
 import datetime
 import faulthandler
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -18,17 +19,28 @@ LIMIT_S = 60
 warnings.filterwarnings("ignore", category=FutureWarning)  # names of several versions of torch
 
 
-def run(ranks: int, main: Callable[[int, int], None], backend: str, timeout_s: float = 30) -> None:
-    """Calls main(rank, ranks) in each, in a default group of that backend; all must end well."""
+def run(
+    ranks: int,
+    main: Callable[[int, int], None],
+    backend: str,
+    timeout_s: float = 30,
+    before: Callable[[int], None] = lambda rank: None,
+    killed: int | None = None,
+) -> None:
+    """Calls main(rank, ranks) in each, in a default group of that backend; all must end well, but
+    for the rank that is `killed`. `before` is called in each before it joins the group."""
     with tempfile.TemporaryDirectory() as folder:
         place = f"file://{Path(folder) / 'meeting'}"
         children = []
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
+                before(rank)
                 _be(rank, ranks, main, backend, place, timeout_s)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if killed is not None and codes[killed] == -signal.SIGKILL:
+        codes[killed] = 0
     if any(codes):
         sys.exit(f"{main.__name__}: ranks ended with {codes}")
 

@@ -4,8 +4,9 @@
     dist.init_process_group("offcore")
 
 All collectives are offcore's own where all ranks of a group are on one host and, on GPUs, reach
-each other's memory; sends, receives and what offcore cannot compute go by gloo and NCCL, and so
-does everything else of groups that span hosts. `report` says what went where. See docs/training.md.
+each other's memory; sends, receives and what offcore cannot compute go by gloo and NCCL. Groups
+that span hosts evenly use offcore inside each (docs/hosts.md). `report` says what went where. See
+docs/training.md.
 """
 
 from offcore.distributed.group import Options, configure, register

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed import reach
-from offcore.distributed.sides import Body, Side, log, open_side
+from offcore.distributed.hosts import Hosts, open_side
+from offcore.distributed.sides import Body, Side, log
 from offcore.errors import error
 from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
 
@@ -97,7 +98,8 @@ class Collectives:
         flattened = [part for parts in outputs for part in parts]
         if any(len(parts) != self.ranks for parts in outputs):
             raise error("invalid", f"all_gather: needs {self.ranks} outputs for an input")
-        return self._run("all_gather", body, [*flattened, *inputs], outputs, opts)
+        even = all(len({part.numel() for part in parts}) == 1 for parts in outputs)
+        return self._run("all_gather", body, [*flattened, *inputs], outputs, opts, even=even)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
@@ -126,7 +128,8 @@ class Collectives:
 
         op, scale = reduction_of(opts.reduceOp) or ("", 1.0)
         used = [*outputs, *(part for parts in inputs for part in parts)]
-        return self._run("reduce_scatter", body, used, outputs, opts, op)
+        even = len({part.numel() for part in inputs[0]}) == 1
+        return self._run("reduce_scatter", body, used, outputs, opts, op, even)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
@@ -159,7 +162,8 @@ class Collectives:
             counts = self._counts(comm, sent, taken, opts)
             return [comm.all_to_all_v(whole, given, counts)], back
 
-        return self._run("all_to_all", body, [out, inp], [out], opts)
+        even = not out_splits and not in_splits
+        return self._run("all_to_all", body, [out, inp], [out], opts, even=even)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
@@ -173,7 +177,7 @@ class Collectives:
             handle = comm.all_to_all_v(whole, inp, counts)
             return [handle], _pieces(outputs, whole, taken)
 
-        return self._run("all_to_all", body, [*outputs, *inputs], outputs, opts)
+        return self._run("all_to_all", body, [*outputs, *inputs], outputs, opts, even=False)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
@@ -214,6 +218,18 @@ class Collectives:
 
         return self._run("barrier", body, [torch.empty(0, device="cpu")], None, opts)
 
+    def hosts(self) -> dict[str, dict[str, int]]:
+        """Of a group that spans hosts, by type of device: how many, and what a rail brought."""
+        return {
+            kind: {
+                "hosts": side.comm.place.hosts,
+                "ranks": side.comm.place.locals,
+                "received": side.comm.received,
+            }
+            for kind, side in self._sides.items()
+            if isinstance(side.comm, Hosts)
+        }
+
     def close(self) -> None:
         """Once what is under way has ended."""
         self._each(Side.close)
@@ -227,7 +243,14 @@ class Collectives:
             do(side)
 
     def _run(
-        self, op: str, body: Body, used: Any, outputs: Any, opts: Any, reduction: str | None = None
+        self,
+        op: str,
+        body: Body,
+        used: Any,
+        outputs: Any,
+        opts: Any,
+        reduction: str | None = None,
+        even: bool = True,
     ) -> Any:
         if not used or not (all_on("cuda", used) or all_on("cpu", used)):
             return None
@@ -236,7 +259,9 @@ class Collectives:
         ):
             return None
         side = self._side(used[0].device)
-        if side is None:
+        if side is None or (
+            isinstance(side.comm, Hosts) and not side.comm.takes(op, reduction, used[0].dtype, even)
+        ):
             return None
         self.carried[op] = self.carried.get(op, 0) + 1
         return side.run(op, body, outputs, opts)
@@ -248,7 +273,8 @@ class Collectives:
         with self._lock:
             if kind not in self._sides and kind not in self.obstacles:
                 store = dist.PrefixStore(f"offcore/{kind}/", self._store)
-                why = reach.obstacle(self._told(store, reach.facts_of(device)))
+                told = self._told(store, reach.facts_of(device))
+                why = reach.obstacle(told)
                 if why:
                     self.obstacles[kind] = why
                     log.warning("group %s goes by torch's own backend: %s", self.name, why)
@@ -256,7 +282,7 @@ class Collectives:
                     self._sides[kind] = open_side(
                         store,
                         self.rank,
-                        self.ranks,
+                        reach.hosts_of(told),
                         self.name,
                         self.timeout,
                         device,

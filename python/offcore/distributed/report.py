@@ -12,8 +12,10 @@ from offcore.errors import error
 
 def report(group: Any = None) -> dict[str, Any]:
     """Calls since the group was made: `carried` by offcore and `handed` to torch's own backends,
-    by name; `obstacles`, why no call of a type of device can be carried, by its name. group: None
-    is the default one. Raises `Error`: invalid for a group of another backend.
+    by name; `obstacles`, why no call of a type of device can be carried, by its name; `hosts`, of a
+    group that spans hosts, by type of device: how many, the `ranks` of each, and bytes `received`
+    from others. group: None is the default one. Raises `Error`: invalid for a group of another
+    backend.
     """
     found = calls_of(group)
     if found is None:
@@ -23,6 +25,7 @@ def report(group: Any = None) -> dict[str, Any]:
         "carried": dict(core.carried),
         "handed": dict(found.handed),
         "obstacles": dict(core.obstacles),
+        "hosts": core.hosts(),
     }
 
 

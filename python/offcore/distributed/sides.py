@@ -29,7 +29,7 @@ from offcore.errors import error
 from offcore.torch_calls import Copies, HostWork, copy_all, seconds
 
 Told = Callable[[Result], None]
-Body = Callable[[Communicator], tuple[Sequence[Handle], Copies]]
+Body = Callable[[Any], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
 _OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
@@ -54,10 +54,11 @@ class _Label(NamedTuple):
 
 
 class Side(contextlib.AbstractContextManager["Side"]):
-    """A communicator of a group, and how its calls run. `told` hears of each operation's result."""
+    """A communicator of a group, or `Hosts`, and how its calls run. `told` hears of each
+    operation's result."""
 
     def __init__(
-        self, comm: Communicator, name: str, rank: int, timeout: float, told: Told = _nobody
+        self, comm: Any, name: str, rank: int, timeout: float, told: Told = _nobody
     ) -> None:
         self.comm = comm
         self._told = told
@@ -172,7 +173,7 @@ class HostSide(Side):
     where nothing waits, else by a thread, so that no call blocks whoever makes it."""
 
     def __init__(
-        self, comm: Communicator, name: str, rank: int, timeout: float, told: Told = _nobody
+        self, comm: Any, name: str, rank: int, timeout: float, told: Told = _nobody
     ) -> None:
         super().__init__(comm, name, rank, timeout, told)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -315,7 +316,7 @@ class GpuSide(Side):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Any,
         name: str,
         rank: int,
         timeout: float,
@@ -482,16 +483,8 @@ def open_communicator(
     return Communicator(backend="host", store=place, **given)
 
 
-def open_side(
-    store: Any, rank: int, ranks: int, name: str, timeout: float, device: Any, arguments: Any
-) -> Side:
-    """Of a group that meets at a store. Collective."""
-    comm = open_communicator(store, rank, ranks, timeout, device, arguments)
-    return side_of(comm, name, rank, timeout, device)
-
-
 def side_of(
-    comm: Communicator, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
+    comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
 ) -> Side:
     """How calls of that communicator run."""
     if device.type == "cuda":

@@ -207,13 +207,13 @@ def _gathered_bytes(param_group: Any) -> int:
     return total
 
 
-def _stays(group: Any, device: Any, made: _Enabled) -> bool:
+def _stays(group: Any, device: Any, made: _Enabled, spans: bool = False) -> bool:
     """Whether a group stays with its own backend, which all its ranks agree on."""
     if dist.get_world_size(group) == 1:
         return True
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, reach.facts_of(torch.device(device)), group=group)
-    why = reach.obstacle(told)
+    why = reach.obstacle(told, spans)
     if why:
         ranks = str(dist.get_process_group_ranks(group))
         made.obstacles[ranks] = why
@@ -226,7 +226,7 @@ def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
     if group not in made.replicas:
         if isinstance(calls_of(group), Calls):
             made.replicas[group] = group
-        elif not _stays(group, device, made):
+        elif not _stays(group, device, made, spans=True):
             ranks = dist.get_process_group_ranks(group)
             made.replicas[group] = dist.new_group(
                 ranks,
