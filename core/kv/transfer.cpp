@@ -11,6 +11,9 @@ namespace offcore::kv {
 namespace {
 
 constexpr double kEndS = 10;
+// A link copies more for a millisecond and longer: what the thread takes to wake is little of that,
+// and what a caller would enqueue meanwhile is much of its call.
+constexpr uint64_t kBeginsWithCaller = uint64_t{64} << 20;
 
 // A caller that submits while it waits.
 class WaitingCaller {
@@ -175,6 +178,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   }
   const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
+  const uint64_t bytes = request.blocks.size() * group.layout->row_bytes();
   const bool load = request.direction == Direction::load;
   const PageForms forms(backend_->machine(), !backend_->host_visible() && !options_.kernel,
                         options_.plain_from[static_cast<size_t>(request.direction)]);
@@ -207,7 +211,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
     group.pool->unpin(job->request_.slots);
     throw;
   }
-  if (queue_->asleep) worker_->help(false);
+  if (queue_->asleep && bytes <= kBeginsWithCaller) worker_->help(false);
   return job;
 }
 

@@ -1,5 +1,5 @@
-// The thread that submits what jobs copy, and sees it end. The caller pays for neither, but for
-// the first part of a job that finds the thread asleep: to wake it takes longer than to copy that.
+// The thread that submits what jobs copy, and sees it end. The caller pays for neither, but for the
+// first part of a small job that finds the thread asleep: to wake it takes longer than to copy it.
 // A caller that waits for a job submits by itself: beside other users of the driver a page takes
 // the thread, which has been idle, up to twice as long.
 //

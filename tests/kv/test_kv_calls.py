@@ -118,6 +118,24 @@ def test_the_caller_begins_while_the_thread_wakes() -> None:
     check_on_gpu(code)
 
 
+def test_of_a_large_job_the_caller_begins_nothing() -> None:
+    """What its thread takes to wake is little of that: the call returns at once."""
+    code = """
+    world = World(layers=2, blocks=66, page=512 << 10, plain_from=NEVER)
+    blocks = np.random.default_rng(5).permutation(66)
+    begun = []
+    for turn in range(8):
+        time.sleep(0.05)
+        before = calls("cuMemcpy2DAsync")
+        job = world.transfer.store(blocks, np.arange(66)[::-1])
+        begun.append(calls("cuMemcpy2DAsync") - before)
+        job.wait()
+    assert 0 in begun, begun  # unless the thread was awake in time
+    assert (world.rows(np.arange(66)[::-1]) == world.wanted(blocks)).all()
+    """
+    check_on_gpu(code)
+
+
 def test_a_kernel_copies_where_it_is_asked_for() -> None:
     code = """
     world = World(layers=5, blocks=64, page=4096 + 16, kernel=True)
