@@ -84,12 +84,12 @@ def test_what_does_not_fit_keeps_its_numbers(capsys):
 def test_what_is_the_same_in_all_rows_moves_to_the_title(capsys):
     console = tables.Page()
     console.width = 40
-    table: Table = tables.titled("load", ["model", "way"], ["time us", "#wrong"])
-    table.add_row("a-model-with-a-name", "kernel", "1.00", "0")
-    table.add_row("a-model-with-a-name", "copies-of-a-page", "2.00", "0")
+    table: Table = tables.titled("load", ["model", "way"], ["time us", "#wrong", ""])
+    table.add_row("a-model-with-a-name", "kernel", "1.00", "0", "met")
+    table.add_row("a-model-with-a-name", "copies-of-a-page", "2.00", "0", "met")
     console.print(table)
     assert capsys.readouterr().out.startswith("load, model: a-model-with-a-name\n")
-    assert [str(one.header) for one in table.columns] == ["way", "time\nus", "#wrong"]
+    assert [str(one.header) for one in table.columns] == ["way", "time\nus", "#wrong", ""]
 
 
 def test_times_of_the_simulator_are_marked(offcore_cli):

@@ -61,7 +61,10 @@ def _width(cell: object) -> int:
 
 
 def _is_constant(column: Column) -> bool:
-    return column.header != "#wrong" and len({str(cell) for cell in column.cells} - {""}) == 1
+    return (
+        column.header not in ("", "#wrong")
+        and len({str(cell) for cell in column.cells} - {""}) == 1
+    )
 
 
 def titled(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
