@@ -124,10 +124,10 @@ def _speedups(op: str) -> Callable[[Results], Any]:
                 linewidth=1.5,
                 label=variant,
             )
-        for variant, published in rows.AT_512K.items() if op == rows.OPS[0] else ():
+        for variant, published in rows.AT_512K.items() if op == "all_gather" else ():
             colour = COLOURS[variant.removeprefix("prelaunch_")]
             axes.plot(512 * 1024, published, "*", ms=13, mec="black", color=colour, zorder=3)
-        if op == rows.OPS[0]:
+        if op == "all_gather":
             axes.plot([], [], "*", ms=10, mec="black", color="white", label="published, 512K")
         _speedup_axes(axes)
         axes.set_title(f"{op} by variant, 8 x MI300X (model)", fontsize=10)
