@@ -14,6 +14,8 @@ import crew
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import offcore
 import offcore.distributed
@@ -129,6 +131,50 @@ def bytes_between(rank: int, ranks: int, local: int) -> None:
         assert offcore.distributed.report()["hosts"]["cpu"]["received"] - before == least, name
 
 
+def trained(whole: Any, rank: int) -> list[Any]:
+    """The weights after four steps, and before these the first step's loss."""
+    step = torch.optim.SGD(whole.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    losses = []
+    for _ in range(4):
+        loss = whole(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        step.step()
+        step.zero_grad()
+        losses.append(loss.detach())
+    weights = [one.detach() for one in whole.parameters()]
+    return [losses[0], *(getattr(one, "full_tensor", lambda one=one: one)() for one in weights)]
+
+
+def model() -> Any:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+
+def training(rank: int, ranks: int) -> None:
+    """DDP and FSDP2 as over gloo: what only moved, to the bit."""
+
+    def replicated(group: Any) -> Any:
+        return torch.nn.parallel.DistributedDataParallel(model(), process_group=group)
+
+    def sharded(group: Any) -> Any:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        whole = model()
+        for layer in whole:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(whole, mesh=mesh)
+
+    for make, needs in ((replicated, "all_reduce"), (sharded, "all_gather")):
+        groups = [dist.new_group(backend=backend) for backend in ("offcore", "gloo")]
+        ours, theirs = (trained(make(group), rank) for group in groups)
+        told = offcore.distributed.report(groups[0])
+        assert told["carried"][needs] >= 4
+        assert told["handed"] == {}
+        assert torch.equal(ours[0], theirs[0])  # of gathered or broadcast weights
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
 def uneven(rank: int, ranks: int) -> None:
     """Groups that offcore cannot divide say so and go by torch's own backend."""
     layouts = {
@@ -155,6 +201,7 @@ def even(local: int) -> Any:
         results(rank, ranks)
         scaled(rank, ranks)
         bytes_between(rank, ranks, local)
+        training(rank, ranks)
         if ranks == 4:
             uneven(rank, ranks)
         dist.barrier()
