@@ -52,6 +52,7 @@ def counted(call: Any) -> int:
     dist.barrier()
     before = sent()
     call()
+    dist.barrier()  # by then the kernel has sent all, since the others have got it
     return sent() - before
 
 
