@@ -45,6 +45,7 @@ KINDS = {
         "docs/questions.md",
         "docs/recipes.md",
         "docs/roadmap.md",
+        "docs/scaling.md",
         "docs/upgrading.md",
     },
     "reference": {"docs/api.md"},
