@@ -41,23 +41,17 @@ extern "C" __global__ void ping(const RequestPort* where, unsigned peer, Word ch
 }
 
 // The same by words alone, for streams that wait for `gate` and in the end raise the other side's
-// `arrived`. `fenced`: a release of the system's scope, or of the GPU's.
-template <typename T>
-__device__ void chase_words(T* gate, const T* arrived, unsigned rounds, unsigned begins,
-                            unsigned fenced, Word* times, unsigned* fault) {
+// `arrived`.
+extern "C" __global__ void chase(Word* gate, const Word* arrived, unsigned rounds, unsigned begins,
+                                 Word* times, unsigned* fault) {
   for (unsigned k = 1; k <= rounds; ++k) {
     const Word began = now_ns();
     for (unsigned turn = 0; turn < 2; ++turn) {
       if ((turn == 0) == (begins != 0)) {
-        if (fenced) {
-          offcore::proxy::GpuMemory::store(gate, T(k));
-        } else {
-          __threadfence();
-          *(volatile T*)gate = T(k);
-        }
+        offcore::proxy::GpuMemory::store(gate, Word{k});
         continue;
       }
-      while (offcore::proxy::GpuMemory::load(arrived) < T(k)) {
+      while (offcore::proxy::GpuMemory::load(arrived) < k) {
         if (now_ns() - began > 2000000000ull) {
           *fault = offcore::proxy::kTimeout;
           return;
@@ -65,17 +59,6 @@ __device__ void chase_words(T* gate, const T* arrived, unsigned rounds, unsigned
       }
     }
     times[k - 1] = now_ns() - began;
-  }
-}
-
-extern "C" __global__ void chase(Word gate, Word arrived, unsigned wide, unsigned rounds,
-                                 unsigned begins, unsigned fenced, Word* times, unsigned* fault) {
-  if (wide) {
-    chase_words(reinterpret_cast<Word*>(gate), reinterpret_cast<const Word*>(arrived), rounds,
-                begins, fenced, times, fault);
-  } else {
-    chase_words(reinterpret_cast<unsigned*>(gate), reinterpret_cast<const unsigned*>(arrived),
-                rounds, begins, fenced, times, fault);
   }
 }
 

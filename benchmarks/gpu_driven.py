@@ -13,7 +13,8 @@ put cost    What a put of it takes the kernel's thread, at the GPU's peak clock,
 held        The same ping-pong while blocks fill every SM but one of both GPUs.
 form        The same by words and streams alone (gpu_armed_forms.py).
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
-            a second from many blocks, until all have ended.
+            a second from many blocks, until all have ended (`bytes`: slots of the ring), and copies
+            that they became.
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
             beside a loop of cuMemcpyAsync of the same.
 
@@ -90,15 +91,20 @@ class Bench:
     def end(self, what: str) -> None:
         """Waits for both GPUs' kernels, and looks at what they reported."""
         for rank in RANKS:
-            with cupy.cuda.Device(rank):
-                self.streams[rank].synchronize()
+            with cupy.cuda.Device(rank), self.streams[rank] as stream:  # never the legacy stream
+                stream.synchronize()
                 fault = int(self.results[rank]["fault"].get()[0])
                 wrong = int(self.results[rank]["wrong"].get()[0])
-                self.results[rank]["fault"].fill(0)
-                self.results[rank]["wrong"].fill(0)
-                cupy.cuda.get_current_stream().synchronize()
+                if fault or wrong:
+                    self.results[rank]["fault"].fill(0)
+                    self.results[rank]["wrong"].fill(0)
+                stream.synchronize()
             if fault or wrong:
                 self.failures.append(f"{what}: rank {rank}: fault {fault}, {wrong} wrong words")
+
+    def median(self, name: str, count: int, first: int = 0) -> float:
+        with cupy.cuda.Device(0), self.streams[0]:
+            return float(statistics.median(self.results[0][name].get()[first:count].tolist()))
 
     def add(self, what: str, engine: str, nbytes: int, value: float, unit: str) -> None:
         row = {"what": what, "engine": engine, "bytes": nbytes, "value": value, "unit": unit}
@@ -135,8 +141,7 @@ def ping_pong(bench: Bench, requests: offcore.Requests, chunks: int, base: int) 
         ),
     )
     bench.end("ping-pong")
-    times = bench.results[0]["times"].get()[:rounds]
-    return float(statistics.median(times.tolist())) / 2e3
+    return bench.median("times", rounds) / 2e3
 
 
 def checked(bench: Bench, requests: offcore.Requests, nbytes: int, chunks: int, base: int) -> None:
@@ -174,8 +179,8 @@ def ping_pongs(bench: Bench, engine: str) -> None:
             ping_pong(bench, requests, chunks, 0)
             us = ping_pong(bench, requests, chunks, bench.rounds)
             bench.add("ping-pong", engine, nbytes, us, "us one way")
-            clocks = statistics.median(bench.results[0]["more"].get()[: bench.rounds].tolist())
-            bench.add("put cost", engine, nbytes, clocks / clock_khz * 1e3, "us at the peak clock")
+            cost = bench.median("more", bench.rounds) / clock_khz * 1e3
+            bench.add("put cost", engine, nbytes, cost, "us at the peak clock")
             checked(bench, requests, nbytes, chunks, 2 * bench.rounds)
             if nbytes == SIZES[0]:
                 held(bench, requests, engine, nbytes, chunks)
@@ -298,6 +303,12 @@ def timed(bench: Bench, call: Callable[[], None]) -> float:
 
 
 def pushes(bench: Bench) -> None:
+    push_costs(bench)
+    for slots, pushers in ((1 << 16, PUSHERS), (1 << 12, PUSHERS[-3:])):
+        push_rates(bench, slots, pushers)
+
+
+def push_costs(bench: Bench) -> None:
     with bench.comm.requests(bench.windows, chunk=64, limit=LIMIT_S, spin=5.0) as requests:
         port, peer = np.uint64(requests.port(0)), np.uint32(1)
         fault = bench.address(0, "fault")
@@ -314,11 +325,19 @@ def pushes(bench: Bench) -> None:
             )
             bench.launch(0, "push_cost", cost_args)
             bench.end("push cost")
-        cost = statistics.median(bench.results[0]["times"].get()[:1000].tolist())
-        taken = statistics.median(bench.results[0]["more"].get()[:1000].tolist())
+        cost, taken = (bench.median(name, 1000) for name in ("times", "more"))
         bench.add("push", "one thread", 8, cost / clock_khz * 1e3, "us at the peak clock")
         bench.add("push", "to and fro", 8, taken / 1e3, "us")
-        for blocks, threads in PUSHERS:
+        requests.check()
+
+
+def push_rates(bench: Bench, slots: int, pushers: tuple[tuple[int, int], ...]) -> None:
+    with bench.comm.requests(
+        bench.windows, chunk=64, limit=LIMIT_S, spin=5.0, slots=slots
+    ) as requests:
+        port, peer = np.uint64(requests.port(0)), np.uint32(1)
+        fault = bench.address(0, "fault")
+        for blocks, threads in pushers:
             each = max(1, 400_000 // (blocks * threads))
             args = (port, peer, np.uint32(each), np.uint64(BUFFER // 64), fault)
             before = requests.stats(0)
@@ -332,7 +351,9 @@ def pushes(bench: Bench) -> None:
             stats = requests.stats(0)
             if stats.requests - before.requests != count:
                 bench.failures.append(f"{count} pushed, {stats.requests - before.requests} came")
-            bench.add("push rate", f"{blocks} x {threads}", 8, count / ms / 1e3, "M requests/s")
+            bench.add("push rate", f"{blocks} x {threads}", slots, count / ms / 1e3, "M requests/s")
+            copies = (stats.copies - before.copies) / count
+            bench.add("push copies", f"{blocks} x {threads}", slots, copies, "copies a request")
         requests.check()
 
 

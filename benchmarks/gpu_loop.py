@@ -115,9 +115,8 @@ class Rank:
 
     def __init__(self, rank: int, given: argparse.Namespace) -> None:
         self.rank, self.given, self.failures = rank, given, 0
-        self.comm = offcore.Communicator(
-            backend=given.backend, store=given.store, rank=rank, world_size=2, timeout=20
-        )
+        where = {"backend": given.backend, "store": given.store, "rank": rank, "world_size": 2}
+        self.comm = offcore.Communicator(**where, timeout=20, signals=given.signals)
         self.engines = ("armed", "proxy") if given.backend == "cuda" else ("proxy",)
 
     def opened(self, graphs: list[loop.Graph], engine: str, windows: Any) -> loop.Loop:
@@ -189,6 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, default=Path("gpu-loop.jsonl"))
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--signals", default="auto", help="auto, fenced or copy_order")
     parser.add_argument("--bytes-max", type=int, default=SIZES[-1])
     parser.add_argument("--mlp", type=int, nargs=4, default=(128, 256, 512, 1000))
     parser.add_argument("--limit-s", type=float, default=140)

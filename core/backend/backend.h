@@ -349,14 +349,16 @@ class RequestEngine {
   // Before anything is parked: the memory that it writes, by any address of each window. Throws
   // unsupported.
   virtual void prepare_parking(std::span<std::byte* const> windows) = 0;
-  // The signal is written behind the data, `sent` behind both. The last one's words are enqueued
-  // only by hand_over().
+  // The signal is written behind the data, `sent` behind both.
   virtual void park(Rank peer, const ParkedRequest& request) = 0;
-  virtual void hand_over(Rank peer) = 0;
-  // How many of the peer's submissions have ended, at least.
-  virtual uint64_t ended(Rank peer) = 0;
   // Ends what is parked without effect, and waits for that. The gates get that value.
   virtual void recall(uint64_t closed) = 0;
+
+  // Of engines whose callers are kernels: loads, and launches in a stream (0: its own), the kernel
+  // of an exchange (core/proxy/exchange.h has its arguments). By any thread.
+  virtual bool launches() const { return false; }
+  virtual void prepare_launches() {}
+  virtual void launch(uintptr_t, void*) {}
 };
 
 // Where such engines come from.

@@ -6,8 +6,8 @@
 namespace offcore::proxy {
 
 inline constexpr uint64_t kTail = 0;
-inline constexpr uint64_t kHead = 64;
-inline constexpr uint64_t kStart = 128;
+inline constexpr uint64_t kHead = 256;
+inline constexpr uint64_t kStart = 512;
 inline constexpr uint64_t kSent = kStart + 8 * kRanksMax;
 inline constexpr uint64_t kFault = kSent + 8 * kRanksMax;
 inline constexpr uint64_t kPort = kFault + 8 * kRanksMax;
@@ -15,6 +15,7 @@ inline constexpr uint64_t kReceived = 4096;
 inline constexpr uint64_t kTaken = 0;
 inline constexpr uint64_t kFaultHere = 64;
 inline constexpr uint64_t kComplaints = 128;  // a 32-bit word a fault
+inline constexpr uint64_t kTold = 192;        // exchanges: the last one that has ended; a fault
 inline constexpr uint64_t kSlots = 4096;
 static_assert(kPort + sizeof(RequestPort) <= kReceived);
 

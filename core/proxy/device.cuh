@@ -60,7 +60,10 @@ struct GpuMemory {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
   }
-  __device__ __forceinline__ static void pause(unsigned) {}
+  // Thousands of threads that wait long would be in the way of those that they wait for.
+  __device__ __forceinline__ static void pause(unsigned looks) {
+    if (looks > 512) __nanosleep(128);
+  }
   __device__ __forceinline__ static void rest(unsigned looks) {
     __nanosleep(looks < 6 ? 32u << looks : 1024u);
   }
@@ -84,6 +87,7 @@ struct GpuMemory {
       __syncwarp(lanes_);  // what the lanes wrote is the leader's to release
       return __all_sync(lanes_, one) != 0;
     }
+    __device__ __forceinline__ void meet() const { __syncwarp(lanes_); }
 
    private:
     unsigned lanes_;

@@ -39,6 +39,7 @@ struct HostWords {
       return value;
     }
     static bool all(bool one) { return one; }
+    static void meet() {}
   };
 };
 

@@ -12,7 +12,7 @@ namespace offcore::proxy {
 namespace {
 
 constexpr uint64_t kChunkMin = 16;
-constexpr uint32_t kSlotsMin = kGroupWordsMax;
+constexpr uint32_t kSlotsMin = 2 * kGroupWordsMax;
 constexpr uint32_t kSlotsMax = 1 << 20;
 constexpr size_t kCopiesMax = 128;  // of a submission
 constexpr int64_t kLookNs = 2'000'000;
@@ -96,6 +96,7 @@ RequestProxy::RequestProxy(Backend& backend, Rank rank, std::shared_ptr<Window> 
     fail(Code::unsupported, "this backend has no engine that answers requests of kernels");
   }
   engine_ = engines->open_requests(rank);
+  if (options_.exchanges) engine_->prepare_launches();
   lay_port();
   lay_schedule();
   const SignalsBlocked blocked;
@@ -108,6 +109,7 @@ RequestProxy::~RequestProxy() {
   } catch (const Error&) {
   }
   if (thread_.joinable()) thread_.join();
+  if (exchanger_.joinable()) exchanger_.join();  // it has been told
 }
 
 std::byte* RequestProxy::control(Rank rank, uint64_t offset) const {
@@ -345,10 +347,7 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   try {
     engine_->store(words);
     if (port_.start != nullptr) {
-      started_ = read_started();
-      for (Rank peer = 0; peer < queues_.size(); ++peer) {
-        counted_[peer] = queues_[peer].planned.empty() ? 0 : engine_->ended(peer);
-      }
+      started_ = read_counts(kStart);
       recalled_.store(true, std::memory_order_release);
       engine_->recall(kClosed);  // kernels that wait have been told
     }

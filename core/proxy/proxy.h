@@ -50,10 +50,11 @@ using Schedule = std::vector<std::vector<PlannedRequest>>;  // by rank
 
 struct ProxyOptions {
   uint64_t chunk_bytes = 0;  // a power of two, from 16; 0: the smallest that all buffers allow
-  uint32_t slots = 4096;     // of the ring: a power of two
+  uint32_t slots = 65536;    // of the ring: a power of two
   double limit_s = 10;       // of a kernel's wait that names none
   double spin_s = -1;        // that the thread spins without requests; below 0: by the cores
   Schedule schedule = {};    // empty: requests come as they like
+  bool exchanges = false;    // exchange() is called
 };
 
 // What all ranks have to agree about. Throws invalid past the limits of a request's fields.
@@ -61,6 +62,17 @@ ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffe
 
 // Of memory that each rank has in a window: what engines write, and the port itself.
 uint64_t control_bytes(Rank ranks, const Schedule& schedule);
+
+// An all-to-all whose counts lie in memory of the rank's own processor.
+struct ExchangeCall {
+  const void* counts = nullptr;  // `unit_bytes` each, for each rank
+  void* received = nullptr;      // from each rank; null: nobody asks
+  bool wide = true;              // counts have 64 bits, not 32
+  uint64_t unit_bytes = 1;
+  uint32_t dst = 0;  // buffers
+  uint32_t src = 0;
+  uintptr_t stream = 0;  // the caller's; 0: the engine's own
+};
 
 struct ProxyStats {
   uint64_t requests = 0;
@@ -96,6 +108,12 @@ class RequestProxy : public OfProcess {
   void check();
   ProxyStats stats() const;
 
+  // Begins one, in the stream's order; its number. Every rank makes the same calls.
+  uint64_t exchange(const ExchangeCall& call);
+  bool exchanged(uint64_t call) const;
+  // Throws timeout, invalid (what was to be sent has no room; then nothing was), and as check().
+  void wait_exchange(uint64_t call, const Deadline& deadline);
+
  private:
   // What one or two words ask for.
   struct Decoded {
@@ -116,6 +134,9 @@ class RequestProxy : public OfProcess {
   };
 
   std::byte* control(Rank rank, uint64_t offset) const;
+  std::byte* at(uint32_t buffer) const {
+    return buffers_[buffer].window->base(rank_) + buffers_[buffer].offset;
+  }
   void lay_port();
   void lay_schedule();
   void run();
@@ -125,8 +146,7 @@ class RequestProxy : public OfProcess {
   void accept(const Word (&words)[2]);
   bool park();
   void park(Rank peer, PeerQueue& queue);
-  uint64_t ended(Rank peer) const;
-  std::array<Word, kRanksMax> read_started() const;
+  std::array<Word, kRanksMax> read_counts(uint64_t place) const;
   bool all_started_ended() const;
   void add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy);
   void submit(Rank peer, PeerQueue& queue);
@@ -148,10 +168,9 @@ class RequestProxy : public OfProcess {
   RequestPort port_{};
   std::unique_ptr<RequestEngine> engine_;
   RequestReader<struct HostWords> reader_;
-  std::vector<PeerQueue> queues_;              // by peer
-  uint64_t waiting_ = 0;                       // requests accepted and not submitted
-  std::array<Word, kRanksMax> started_{};      // armed: by kernels, once all are recalled
-  std::array<uint64_t, kRanksMax> counted_{};  // likewise: ended
+  std::vector<PeerQueue> queues_;          // by peer
+  uint64_t waiting_ = 0;                   // requests accepted and not submitted
+  std::array<Word, kRanksMax> started_{};  // armed: by kernels, once all are recalled
   std::atomic<bool> recalled_{false};
   Word refreshed_ = 0;  // the replica of the head
   bool ended_ = false;  // the thread's own
@@ -163,6 +182,9 @@ class RequestProxy : public OfProcess {
   std::optional<Error> error_;  // guarded by the mutex
   bool late_ = false;           // likewise: a kernel's wait ran past its limit
   std::atomic<bool> over_{false};
+  uint64_t exchanges_ = 0;  // so far
+  bool exchange_broken_ = false;
+  std::thread exchanger_;  // where kernels are threads of the host
   std::thread thread_;
 };
 

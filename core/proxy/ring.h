@@ -13,7 +13,7 @@
 //   void rest(looks)                        a longer one, where many wait
 //   Lanes(Word key)                         lanes of a warp that come together with one key (32 at
 //                                           most): size(), place(), leads(); tell(value) of the
-//                                           leader, all(bool), which meet
+//                                           leader, all(bool) and meet(), where they meet
 //
 // A request is one word (kPut, kPutSignal, kSignal) or two (kPutBytes, kPutBytesSignal):
 //
@@ -29,10 +29,10 @@
 // The ring: producers reserve words by adding to `tail` and fill them; the lap bit tells a word of
 // this lap from one of the lap before, so that nobody needs an order between words. A producer
 // fills a word only when the engine has taken what was there a lap ago. It compares with `head`, a
-// replica in its own memory that the engine refreshes; where that is behind it waits, and seldom
-// looks at the engine's own count as well: many that read host memory would stop the engine. Of a
-// group one lane does so for all: the ring has room for a whole group. Positions are 64-bit numbers
-// and only grow.
+// replica in its own memory, and where that is behind it waits for it; nobody reads host memory. Of
+// a group one lane does so for all. The engine refreshes `head` whenever it has taken a quarter of
+// the ring more: a group that waits is at most kGroupWordsMax, half a ring, ahead of the last place
+// that all see free, so that the engine gets that far. Positions are 64-bit numbers and only grow.
 //
 // Armed, `start` of the peer counts requests, and the peer's queue waits for it: one swap takes a
 // number and starts what has it.
@@ -73,7 +73,6 @@ constexpr Word kLapBit = Word{1} << 63;
 constexpr Word kClosed = Word{1} << 62;  // a head that leaves no room
 constexpr unsigned kSignalStride = kBuffersMax;
 constexpr unsigned kGroupWordsMax = 64;  // that lanes reserve together
-constexpr unsigned kTakenLooks = 16;     // for room, of which one reads host memory
 
 // Why a call did not do what it was asked for.
 enum PortFault : unsigned {
@@ -90,8 +89,8 @@ enum PortFault : unsigned {
 struct RequestPort {
   Word* slots;             // host memory, 1 << slots_log2 words
   Word* tail;              // own memory, like all below: the next position
-  const Word* head;        // replica of `taken`
-  const Word* taken;       // host memory: the position up to which the engine has taken words
+  const Word* head;        // up to where the engine has taken words, or less
+  const Word* taken;       // host memory: the same as it is, to be looked at
   const Word* sent;        // by peer
   const Word* received;    // by peer and buffer (kSignalStride)
   const Word* fault;       // by rank: why its engine has ended (PortFault)
@@ -205,7 +204,13 @@ struct RequestCalls {
   OFFCORE_INLINE static unsigned wait(const RequestPort& port, unsigned peer, unsigned buffer,
                                       Word count, Word limit_ns = 0) {
     if (peer >= port.ranks || buffer >= port.buffers) return refuse(port, peer).fault;
-    return spin(port, peer, limit_ns, [&] { return received(port, peer, buffer) >= count; });
+    return wait_word(port, peer, &port.received[peer * kSignalStride + buffer], count, limit_ns);
+  }
+
+  // Waits until a word that the peer raises is that large.
+  OFFCORE_INLINE static unsigned wait_word(const RequestPort& port, unsigned peer, const Word* word,
+                                           Word count, Word limit_ns = 0) {
+    return spin(port, peer, limit_ns, [&] { return Memory::load(word) >= count; });
   }
 
  private:
@@ -248,8 +253,9 @@ struct RequestCalls {
     unsigned fault = kNone;
     if (lanes.leads()) {
       const Word all = Word{count} * lanes.size();
+      const Word head = Memory::peek(port.head);  // with the next one under way
       position = Memory::add(port.tail, all);
-      fault = make_room(port, position + all);
+      fault = make_room(port, position + all, head);
     }
     fault = lanes.tell(fault);
     if (fault != kNone) return give_up(port, peer, fault);
@@ -264,17 +270,17 @@ struct RequestCalls {
         Memory::append(slot, word);
       }
     }
+    lanes.meet();
     return {position + count, peer, kNone};
   }
 
   // Waits until the ring takes all words before `end`.
-  OFFCORE_INLINE static unsigned make_room(const RequestPort& port, Word end) {
-    const auto fits = [&](Word head) { return end - head <= Word{1} << port.slots_log2; };
-    if (fits(Memory::peek(port.head))) return kNone;
-    unsigned looks = 0;
+  OFFCORE_INLINE static unsigned make_room(const RequestPort& port, Word end, Word head) {
+    const auto fits = [&] { return end - head <= Word{1} << port.slots_log2; };
+    if (fits()) return kNone;
     return spin<true>(port, port.rank, 0, [&] {
-      return fits(Memory::peek(port.head)) ||
-             (++looks % kTakenLooks == 0 && fits(Memory::load(port.taken)));
+      head = Memory::peek(port.head);
+      return fits();
     });
   }
 

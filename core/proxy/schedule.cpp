@@ -2,6 +2,7 @@
 #include "core/proxy/control.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace offcore::proxy {
 namespace {
@@ -10,12 +11,6 @@ constexpr size_t kPlannedMax = 1 << 16;  // requests of a rank's schedule
 constexpr uint64_t kParkedAtOnce = 16;
 
 }  // namespace
-
-uint64_t control_bytes(Rank ranks, const Schedule& schedule) {
-  size_t most = 0;
-  for (const auto& planned : schedule) most = std::max(most, planned.size());
-  return received_from(ranks) + 8 * most;
-}
 
 void check_schedule(const ProxyOptions& options, const std::vector<BufferPlace>& buffers,
                     Rank ranks) {
@@ -77,7 +72,6 @@ bool RequestProxy::park() {
     const uint64_t room = engine_->room(peer);
     if (room < kParkedAtOnce) continue;
     for (uint64_t i = 0; i < room; ++i) park(peer, queue);
-    engine_->hand_over(peer);
     parked = true;
   }
   return parked;
@@ -98,37 +92,28 @@ void RequestProxy::park(Rank peer, PeerQueue& queue) {
   engine_->park(peer, parked);
 }
 
-// Armed: the peer's requests that have ended, of those that kernels started.
-uint64_t RequestProxy::ended(Rank peer) const {
-  if (recalled_.load(std::memory_order_acquire)) return counted_[peer];
-  const uint64_t ended = engine_->ended(peer);
-  return recalled_.load(std::memory_order_acquire) ? counted_[peer] : ended;
-}
-
-std::array<Word, kRanksMax> RequestProxy::read_started() const {
-  std::array<Word, kRanksMax> started{};
-  control_->read(started.data(), rank_, kStart, 8 * queues_.size());
-  return started;
+std::array<Word, kRanksMax> RequestProxy::read_counts(uint64_t place) const {
+  std::array<Word, kRanksMax> counts{};
+  control_->read(counts.data(), rank_, place, 8 * queues_.size());
+  return counts;
 }
 
 // What kernels have started has ended.
 bool RequestProxy::all_started_ended() const {
-  auto started = read_started();
+  auto started = read_counts(kStart);
   if (recalled_.load(std::memory_order_acquire)) started = started_;
-  for (Rank peer = 0; peer < queues_.size(); ++peer) {
-    if (!queues_[peer].planned.empty() && ended(peer) < started[peer]) return false;
-  }
-  return true;
+  const auto ended = read_counts(kSent);
+  return std::equal(ended.begin(), ended.end(), started.begin(), std::greater_equal<>());
 }
 
 // Of what has ended: all of it was parked one by one.
 ProxyStats RequestProxy::parked_stats() const {
   ProxyStats stats;
+  const auto ended = read_counts(kSent);  // what was recalled has not written it
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
     const std::vector<Decoded>& planned = queues_[peer].planned;
-    const uint64_t ended = planned.empty() ? 0 : this->ended(peer);
     for (size_t i = 0; i < planned.size(); ++i) {
-      const uint64_t times = (ended + planned.size() - 1 - i) / planned.size();
+      const uint64_t times = (ended[peer] + planned.size() - 1 - i) / planned.size();
       stats.requests += times;
       stats.batches += times;
       stats.signals += planned[i].signals() ? times : 0;

@@ -1,4 +1,5 @@
 // Requests of running kernels: engines that answer them, and the calls of host threads.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "bytes.h"
@@ -71,7 +73,8 @@ std::vector<std::shared_ptr<RequestProxy>> open_requests(
     Communicator& self, const std::vector<std::tuple<const Window*, uint64_t, uint64_t>>& places,
     const std::vector<
         std::vector<std::tuple<uint32_t, Rank, uint32_t, uint32_t, uint64_t, uint64_t>>>& schedule,
-    uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, double timeout_s) {
+    uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, bool exchanges,
+    double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
   if (self.backend().capabilities().request_engines == nullptr) {
@@ -81,8 +84,11 @@ std::vector<std::shared_ptr<RequestProxy>> open_requests(
   for (const auto& [window, offset, bytes] : places) {
     buffers.push_back({const_cast<Window*>(window)->shared_from_this(), offset, bytes});
   }
-  proxy::ProxyOptions options{
-      .chunk_bytes = chunk_bytes, .slots = slots, .limit_s = limit_s, .spin_s = spin_s};
+  proxy::ProxyOptions options{.chunk_bytes = chunk_bytes,
+                              .slots = slots,
+                              .limit_s = limit_s,
+                              .spin_s = spin_s,
+                              .exchanges = exchanges};
   for (const auto& rank : schedule) {
     auto& planned = options.schedule.emplace_back();
     for (const auto& [op, peer, dst, src, chunk, chunks] : rank) {
@@ -218,11 +224,77 @@ void bind_trials(nb::module_& module) {
       "Threads of these ranks send stamped chunks to every other rank: how many were wrong.");
 }
 
-}  // namespace
+// An all-to-all with counts on the device, under way.
+struct Exchange {
+  std::vector<std::shared_ptr<RequestProxy>> proxies;
+  std::vector<uint64_t> calls;
+  nb::object kept;
+  double timeout_s;
 
-void bind_requests(nb::module_& module) {
-  bind_host_port(module);
-  bind_trials(module);
+  bool done() const {
+    for (size_t i = 0; i < proxies.size(); ++i) {
+      if (!proxies[i]->exchanged(calls[i])) return false;
+    }
+    return true;
+  }
+
+  // All ranks' parts end, or do not, before the first one's error.
+  void wait(std::optional<double> within_s) const {
+    LockReleased released;
+    const Deadline deadline = released.within(within_s.value_or(timeout_s));
+    std::optional<Error> failure;
+    for (size_t i = 0; i < proxies.size(); ++i) {
+      try {
+        proxies[i]->wait_exchange(calls[i], deadline);
+      } catch (const Error& error) {
+        if (!failure) failure = error;
+      }
+    }
+    if (failure) throw Error(*failure);
+  }
+};
+
+// Buffer 0 is written, buffer 1 is read. `received`, `streams`: empty, or one a local rank.
+Exchange start_exchange(const std::vector<std::shared_ptr<RequestProxy>>& proxies,
+                        const std::vector<std::pair<uintptr_t, uint64_t>>& counts,
+                        const std::vector<uintptr_t>& received, uint64_t width, uint64_t unit,
+                        const std::vector<uintptr_t>& streams, nb::object kept, double timeout_s) {
+  Exchange made{proxies, {}, std::move(kept), timeout_s};
+  LockReleased released;
+  for (size_t i = 0; i < proxies.size(); ++i) {
+    const uint64_t ranks = proxies[i]->port().ranks;
+    if (counts[i].second != width * ranks) {
+      fail(Code::invalid, "all_to_all_v: counts of ", counts[i].second, " bytes for ", ranks,
+           " ranks; each is ", width);
+    }
+  }
+  for (size_t i = 0; i < proxies.size(); ++i) {
+    made.calls.push_back(proxies[i]->exchange(
+        {.counts = reinterpret_cast<const void*>(counts[i].first),
+         .received = received.empty() ? nullptr : reinterpret_cast<void*>(received[i]),
+         .wide = width == 8,
+         .unit_bytes = unit,
+         .dst = 0,
+         .src = 1,
+         .stream = streams.empty() ? 0 : streams[i]}));
+  }
+  return made;
+}
+
+void bind_exchanges(nb::module_& module) {
+  nb::class_<Exchange>(module, "Exchange", "An all_to_all_v with counts on the device, under way.")
+      .def("done", &Exchange::done,
+           "Whether it has ended. Only `wait` tells whether it ended well.")
+      .def("wait", &Exchange::wait, nb::arg("timeout") = nb::none(),
+           "Waits until the output is complete and the input may be written again. Raises `Error`: "
+           "invalid (counts that have no room somewhere: on all ranks, and nothing was sent), "
+           "timeout, peer, driver. After the last three these buffers can have no other call.");
+  module.def("start_exchange", &start_exchange, nb::arg("proxies"), nb::arg("counts"),
+             nb::arg("received"), nb::arg("width"), nb::arg("unit"), nb::arg("streams"),
+             nb::arg("kept"), nb::arg("timeout_s"));
+}
+
+void bind_proxy(nb::module_& module) {
   nb::class_<RequestProxy>(module, "RequestProxy", "The engine of one local rank's requests.")
       .def_prop_ro("rank", &RequestProxy::rank)
       .def_prop_ro(
@@ -255,14 +327,23 @@ void bind_requests(nb::module_& module) {
             if (here != nullptr) here->stop(released.within(timeout_s));
           },
           nb::arg("timeout_s"));
+}
+
+}  // namespace
+
+void bind_requests(nb::module_& module) {
+  bind_host_port(module);
+  bind_trials(module);
+  bind_proxy(module);
+  bind_exchanges(module);
   module.def("open_requests", &open_requests, nb::arg("comm"), nb::arg("buffers"),
              nb::arg("schedule"), nb::arg("chunk_bytes"), nb::arg("slots"), nb::arg("limit_s"),
-             nb::arg("spin_s"), nb::arg("timeout_s"),
+             nb::arg("spin_s"), nb::arg("exchanges"), nb::arg("timeout_s"),
              nb::sig("def open_requests(comm: Communicator, buffers: collections.abc.Sequence["
                      "tuple[Window, int, int]], schedule: collections.abc.Sequence[collections.abc."
                      "Sequence[tuple[int, int, int, int, int, int]]], chunk_bytes: int, slots: "
                      "int, limit_s: float, "
-                     "spin_s: float, timeout_s: float) -> list[RequestProxy]"));
+                     "spin_s: float, exchanges: bool, timeout_s: float) -> list[RequestProxy]"));
   module.def(
       "place_of",
       [](Communicator& self, Rank rank, uintptr_t address, uint64_t bytes) {

@@ -12,7 +12,7 @@ from offcore import _core, machines
 KERNELS = Path(__file__).parents[2] / "core/backend/cuda/kernels"
 
 
-@pytest.mark.parametrize("kernels", ["reduce", "pack"])
+@pytest.mark.parametrize("kernels", ["reduce", "pack", "exchange"])
 def test_the_committed_ptx_is_what_the_source_compiles_to(kernels: str) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:

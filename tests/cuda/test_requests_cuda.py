@@ -24,7 +24,7 @@ def test_every_rank_to_every_other() -> None:
     ranks, producers, chunk = 3, 2, 1024
     comm = opened(ranks)
     windows = [comm.window(ranks * producers * chunk) for _ in range(2)]
-    requests = comm.requests(windows, chunk=chunk, slots=64)
+    requests = comm.requests(windows, chunk=chunk, slots=128)
     ports = [gpu_port(requests, rank) for rank in range(ranks)]
     places = [[seen(w.address(rank), w.nbytes) for rank in range(ranks)] for w in windows]
     before = live()
@@ -204,3 +204,46 @@ def test_a_schedule_needs_channels() -> None:
     """,
         CUDA_DEVICE_MAX_CONNECTIONS="8",
     )
+
+
+def test_an_all_to_all_whose_counts_lie_on_the_gpus() -> None:
+    """In the caller's stream order; nothing is allocated once the buffers are known."""
+    check_alone("""
+    ranks, row, rows = 3, 256, 64
+    comm = opened(ranks)
+    out, inp, words = comm.window(rows * row), comm.window(rows * row), comm.window(4096)
+    class Array:
+        def __init__(self, address, count):
+            self.__cuda_array_interface__ = {
+                "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 2}
+    counts = [Array(words.address(rank), ranks) for rank in range(ranks)]
+    received = [Array(words.address(rank) + 512, ranks) for rank in range(ranks)]
+    rng = np.random.default_rng(3)
+    for turn in range(12):
+        matrix = rng.integers(0, rows // ranks, (ranks, ranks))
+        data = rng.integers(0, 256, (ranks, rows * row), "uint8")
+        for rank in range(ranks):
+            words.write(matrix[rank].astype(np.int64) * row, 0, rank=rank)
+            inp.write(data[rank], rank=rank)
+            out.write(np.zeros(rows * row, np.uint8), rank=rank)
+        before = live()
+        handle = comm.all_to_all_v(out, inp, counts, counts_on_device=True, received=received)
+        handle.wait(20.0)
+        if turn > 0:
+            assert live() == before
+        for rank in range(ranks):
+            parts = [data[q][matrix[q][:rank].sum() * row:][:matrix[q][rank] * row]
+                     for q in range(ranks)]
+            wanted = np.concatenate(parts)
+            got = look(out, rank)
+            assert (got[:len(wanted)] == wanted).all() and not got[len(wanted):].any(), (turn, rank)
+            told = look(words, rank)[512:512 + 8 * ranks].view(np.int64)
+            assert (told == matrix[:, rank] * row).all()
+    words.write(np.full(ranks, rows * row, np.int64), 0, rank=1)
+    code, text = code_of(comm.all_to_all_v(out, inp, counts, counts_on_device=True).wait)
+    assert code == "invalid" and "nothing was sent" in text, (code, text)
+    host = [np.zeros(ranks, np.int64) for _ in range(ranks)]
+    code, text = code_of(lambda: comm.all_to_all_v(out, inp, host, counts_on_device=True))
+    assert code == "invalid" and "host memory" in text, (code, text)
+    comm.close()
+    """)

@@ -24,7 +24,7 @@ RANK = Path(__file__).with_name("request_rank.py")
 
 
 @pytest.mark.parametrize(
-    ("producers", "slots", "lanes"), [(1, 16, 1), (7, 16, 1), (4, 1024, 1), (6, 16, 3), (12, 8, 4)]
+    ("producers", "slots", "lanes"), [(1, 16, 1), (7, 16, 1), (4, 1024, 1), (6, 16, 3), (12, 16, 4)]
 )
 def test_racing_producers(producers: int, slots: int, lanes: int) -> None:
     """None lost, doubled, reordered or torn, over many laps; also where lanes push as one."""
@@ -43,7 +43,7 @@ def test_ten_million_requests(request: pytest.FixtureRequest) -> None:
 def test_every_rank_to_every_other(ranks: int, producers: int, chunk: int) -> None:
     with offcore.Communicator(backend="host", ranks=ranks) as comm:
         send, receive = (comm.empty(ranks * producers * chunk) for _ in range(2))
-        with comm.requests([send, receive], chunk=chunk, slots=64) as requests:
+        with comm.requests([send, receive], chunk=chunk, slots=128) as requests:
             ports = [requests.host_port(rank) for rank in range(ranks)]
             places = [[array.ctypes.data for array in side] for side in (send, receive)]
             assert _core.trial_exchange(ports, *places, producers, 40, chunk) == 0
@@ -62,7 +62,7 @@ def pair() -> Iterator[tuple[Any, list[Any], list[Any]]]:
     """Two ranks here: requests between them, their windows and their ports."""
     with offcore.Communicator(backend="host", ranks=2) as comm:
         windows = [comm.empty(1 << 16) for _ in range(2)]
-        with comm.requests(windows, chunk=256, slots=64, limit=5.0) as requests:
+        with comm.requests(windows, chunk=256, slots=128, limit=5.0) as requests:
             yield requests, windows, [requests.host_port(rank) for rank in range(2)]
 
 
@@ -217,13 +217,13 @@ def test_a_ring_that_stays_full() -> None:
     engine tells both sides and ends."""
     with offcore.Communicator(backend="host", ranks=2) as comm:
         window = comm.window(4096)
-        with comm.requests([window], slots=64, limit=0.2) as requests:
+        with comm.requests([window], slots=128, limit=0.2) as requests:
             port, other = requests.host_port(0), requests.host_port(1)
-            fields = requests._proxies[0].port
+            fields = requests.proxies[0].port
             tail = struct.unpack_from("<2Q", fields)[1]
             ctypes.c_uint64.from_address(tail).value += 1
-            faults = [port.put(1, 0, 0, 0, 1).fault for _ in range(64)]
-            assert faults == [NONE] * 63 + [FULL]
+            faults = [port.put(1, 0, 0, 0, 1).fault for _ in range(128)]
+            assert faults == [NONE] * 127 + [FULL]
             assert other.wait(0, 0, 1, limit_s=5.0) == FULL
             with pytest.raises(offcore.Error, match="no room in the ring") as told:
                 requests.check()

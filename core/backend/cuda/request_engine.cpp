@@ -1,6 +1,7 @@
 #include "core/backend/cuda/request_engine.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/backend/cuda/facts.h"
@@ -12,9 +13,17 @@ namespace {
 // Submissions of a peer that are under way at most, so that no call finds the driver's queue full
 // and waits in it. A stream of kernels that wait for each other needs fewer.
 constexpr uint64_t kInFlightMax = 64;
-constexpr uint64_t kTellEvery = 8;      // submissions; parked ones tell each time
+constexpr uint64_t kTellEvery = 8;      // submissions
 constexpr size_t kCallCopiesMax = 128;  // of a call
 constexpr uint64_t kLine = 64;
+constexpr uint32_t kExchangeThreads = 512;  // as kernels/exchange.cu has it
+
+constexpr struct {
+  const char* name;
+  const char* ptx;
+} kExchangePtx[] = {
+#include "core/backend/cuda/kernels/exchange_ptx.inc"
+};
 
 CUstreamMemOp write64(CUdeviceptr word, uint64_t value) {
   return {.operation = kOpWrite64, .address = word, .value = value};
@@ -65,6 +74,7 @@ CudaRequestEngine::~CudaRequestEngine() {
   // A GPU still holds them: kept for good.
   new auto(std::move(streams_));
   new auto(std::move(words_));
+  new auto(std::move(launches_));
   new auto(std::move(twins_));
   new std::shared_ptr<void>(told_);
 }
@@ -78,7 +88,7 @@ void CudaRequestEngine::enter() {
   check(Driver::get().cuCtxPushCurrent(device_->gpu().context()->handle()), "cuCtxPushCurrent");
 }
 
-uint64_t CudaRequestEngine::ended(Rank peer) {
+uint64_t CudaRequestEngine::ended(Rank peer) const {
   const auto* word =
       reinterpret_cast<const uint64_t*>(static_cast<const std::byte*>(told_.get()) + kLine * peer);
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -128,23 +138,31 @@ void CudaRequestEngine::copy(CUstream stream, std::span<const RequestCopy> copie
   }
 }
 
-void CudaRequestEngine::operate(CUstream stream, std::vector<CUstreamMemOp>& ops) {
-  for (size_t at = 0; at < ops.size(); at += kMemOpsMax) {
-    const size_t count = std::min<size_t>(kMemOpsMax, ops.size() - at);
-    check(Driver::get().cuStreamBatchMemOp(stream, static_cast<unsigned>(count), &ops[at], 0),
+void CudaRequestEngine::operate(CUstream stream) {
+  for (size_t at = 0; at < ops_.size(); at += kMemOpsMax) {
+    const size_t count = std::min<size_t>(kMemOpsMax, ops_.size() - at);
+    check(Driver::get().cuStreamBatchMemOp(stream, static_cast<unsigned>(count), &ops_[at], 0),
           "cuStreamBatchMemOp of requests");
   }
-  ops.clear();
+  ops_.clear();
+}
+
+// Counts a submission, and now and then says so behind it.
+void CudaRequestEngine::tell(Rank peer) {
+  PeerStream& to = streams_[peer];
+  if (++to.submitted % kTellEvery != 0) return;
+  const auto* word = static_cast<const std::byte*>(told_.get()) + kLine * peer;
+  ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(word), to.submitted));
 }
 
 void CudaRequestEngine::submit(Rank peer, std::span<const RequestCopy> copies,
                                std::span<const RequestWord> words) {
   enter();
-  PeerStream& to = streams_[peer];
-  copy(to.stream->handle(), copies);
+  const CUstream stream = streams_[peer].stream->handle();
+  copy(stream, copies);
   for (const RequestWord& word : words) ops_.push_back(write64(target(word.word), word.value));
-  if (++to.submitted % kTellEvery == 0) ops_.push_back(told(peer));
-  operate(to.stream->handle(), ops_);
+  tell(peer);
+  operate(stream);
 }
 
 void CudaRequestEngine::store(std::span<const RequestWord> words) {
@@ -152,12 +170,27 @@ void CudaRequestEngine::store(std::span<const RequestWord> words) {
   for (const RequestWord& word : words) {
     ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(word.word), word.value));
   }
-  operate(words_->handle(), ops_);
+  operate(words_->handle());
 }
 
-CUstreamMemOp CudaRequestEngine::told(Rank peer) const {
-  const auto* word = static_cast<const std::byte*>(told_.get()) + kLine * peer;
-  return write64(reinterpret_cast<CUdeviceptr>(word), streams_[peer].submitted);
+void CudaRequestEngine::prepare_launches() {
+  const CaptureGuard relaxed;
+  exchange_.emplace(device_->gpu().context(), kExchangePtx[0].ptx, kExchangePtx[0].name,
+                    "exchanges need a GPU of compute capability 8.0 or more, and the driver's own "
+                    "compiler of PTX, libnvidia-ptxjitcompiler");
+  std::array<std::byte, 1024> nothing{};
+  exchange_->warm_up(kExchangeThreads, nothing.data());
+  launches_ = device_->gpu().stream();
+}
+
+void CudaRequestEngine::launch(uintptr_t stream, void* arguments) {
+  const ContextGuard current = device_->current();
+  void* pointers[] = {arguments};
+  check(Driver::get().cuLaunchKernel(
+            exchange_->function(), 1 + executor_->options().sms, 1, 1, kExchangeThreads, 1, 1, 0,
+            stream != 0 ? reinterpret_cast<CUstream>(stream) : launches_->handle(), pointers,
+            nullptr),
+        "cuLaunchKernel of an exchange");
 }
 
 bool CudaRequestEngine::idle() {
@@ -207,27 +240,23 @@ void CudaRequestEngine::park(Rank peer, const ParkedRequest& request) {
   const CUstream stream = to.stream->handle();
   const bool copied = request.signal && executor_->options().signals == SignalForm::copy_order;
   to.gate = request.gate.word;
-  if (copied) to.ops.push_back(write64(to.word->address(), request.signal->value));
-  to.ops.push_back({.operation = kOpWait64,
-                    .address = reinterpret_cast<CUdeviceptr>(to.gate),
-                    .value = request.gate.value,
-                    .flags = kWaitGeq});
-  operate(stream, to.ops);
+  if (copied) ops_.push_back(write64(to.word->address(), request.signal->value));
+  ops_.push_back({.operation = kOpWait64,
+                  .address = reinterpret_cast<CUdeviceptr>(to.gate),
+                  .value = request.gate.value,
+                  .flags = kWaitGeq});
+  operate(stream);
   if (request.copy.bytes > 0) copy(stream, {&request.copy, 1});
   if (copied) {
     check(Driver::get().cuMemcpyAsync(target(request.signal->word), to.word->address(),
                                       sizeof(uint64_t), stream),
           "cuMemcpyAsync of a signal");
   } else if (request.signal) {
-    to.ops.push_back(write64(target(request.signal->word), request.signal->value));
+    ops_.push_back(write64(target(request.signal->word), request.signal->value));
   }
-  ++to.submitted;
-  to.ops.push_back(write64(target(request.sent.word), request.sent.value));
-  to.ops.push_back(told(peer));
-}
-
-void CudaRequestEngine::hand_over(Rank peer) {
-  operate(streams_[peer].stream->handle(), streams_[peer].ops);
+  ops_.push_back(write64(target(request.sent.word), request.sent.value));
+  tell(peer);
+  operate(stream);
 }
 
 void CudaRequestEngine::recall(uint64_t closed) {
@@ -237,7 +266,7 @@ void CudaRequestEngine::recall(uint64_t closed) {
     if (to.gate == nullptr) continue;
     ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(to.gate), closed));
   }
-  operate(words_->handle(), ops_);
+  operate(words_->handle());
   const Deadline deadline = Deadline::after_s(kRunOutS);
   while (!idle()) {
     if (deadline.passed()) fail(Code::driver, "parked requests on a GPU did not end");

@@ -26,8 +26,6 @@ class HostRequestEngine final : public RequestEngine {
     fail(Code::unsupported, "a schedule: this backend's engine parks nothing; cuda's does");
   }
   void park(Rank, const ParkedRequest&) override {}
-  void hand_over(Rank) override {}
-  uint64_t ended(Rank) override { return 0; }
   void recall(uint64_t) override {}
 };
 

@@ -13,6 +13,7 @@ from offcore import _core, defaults, machines
 from offcore.bootstrap import bootstrap_of, part_of
 from offcore.comm import numa, nvtx, signal_forms
 from offcore.comm.arrays import dense
+from offcore.comm.exchange import AllToAllCalls
 from offcore.comm.handle import Handle, View
 from offcore.comm.programs import program_of, variants
 from offcore.comm.reductions import Reduction, ReductionCalls, typed
@@ -37,10 +38,9 @@ from offcore.operands import (
 )
 
 Counts1 = Sequence[int]
-Counts2 = Sequence[Sequence[int]]
 
 
-class Communicator(ViewCalls, ReductionCalls):
+class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
     """Ranks that communicate by DMA engines.
 
     Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
@@ -145,6 +145,7 @@ class Communicator(ViewCalls, ReductionCalls):
         if near_gpu:
             numa.keep_near(self._gpus)
         self.phantom = phantom
+        self._exchanges: dict[Any, Requests] = {}
 
     def window(self, nbytes: int) -> Window:
         """Allocates window memory, `nbytes` on every rank. Collective. Raises `Error`: memory."""
@@ -190,7 +191,7 @@ class Communicator(ViewCalls, ReductionCalls):
         *,
         schedule: Sequence[Sequence[Put]] = (),
         chunk: int | None = None,
-        slots: int = 4096,
+        slots: int = 1 << 16,
         limit: float = 10.0,
         spin: float | None = None,
     ) -> Requests:
@@ -245,36 +246,6 @@ class Communicator(ViewCalls, ReductionCalls):
     ) -> Handle:
         """all_gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
         return self._start("all_gather", out, inp, counts, 0, variant, protocol, lane)
-
-    def all_to_all(
-        self,
-        out: Any,
-        inp: Any = None,
-        *,
-        variant: str = "auto",
-        protocol: str = "auto",
-        lane: int = 0,
-    ) -> Handle:
-        """Part q of rank r's input becomes part r of rank q's output: a transpose.
-
-        out, inp: as many bytes as each other, a multiple of the ranks. inp left out, or `out`
-        itself: in place, by swap (section 4.3). Raises as all_gather does.
-        """
-        return self._start("all_to_all", out, inp, None, 0, variant, protocol, lane)
-
-    def all_to_all_v(
-        self,
-        out: Any,
-        inp: Any,
-        counts: Counts2,
-        *,
-        variant: str = "auto",
-        protocol: str = "auto",
-        lane: int = 0,
-    ) -> Handle:
-        """all_to_all of uneven parts: `counts[r][q]` elements (bytes for windows) from r to q."""
-        flat = [count for row in counts for count in row]
-        return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
 
     def broadcast(
         self,
@@ -391,6 +362,7 @@ class Communicator(ViewCalls, ReductionCalls):
 
     def close(self) -> None:
         """Says goodbye to the peers. Windows and arrays stay valid for as long as they are held."""
+        self._exchanges.clear()
         self._core.close()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

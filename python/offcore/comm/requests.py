@@ -49,18 +49,20 @@ class Requests:
         slots: int,
         limit: float,
         spin: float | None,
+        exchanges: bool = False,
     ) -> None:
         self.timeout: float = comm.timeout
         self.local_ranks: list[int] = comm.local_ranks
         self._host_visible: bool = comm._core.host_visible
-        self._proxies: list[_core.RequestProxy] = _core.open_requests(
+        self.proxies: list[_core.RequestProxy] = _core.open_requests(
             comm._core,
-            [_place(comm, number, buffer) for number, buffer in enumerate(buffers)],
+            [place_of(comm, number, buffer) for number, buffer in enumerate(buffers)],
             [[_planned(put) for put in puts] for puts in schedule],
             0 if chunk is None else checked("chunk", chunk),
             checked("slots", slots, SLOTS_MAX),
             limit,
             -1.0 if spin is None else spin,
+            exchanges,
             comm.timeout,
         )
 
@@ -78,18 +80,18 @@ class Requests:
         """Raises `Error` with what ended an engine: invalid (a request of no registered buffer or
         range; stopped), timeout (the ring was full), peer (a rank died), driver. Also timeout,
         once, after a kernel's wait ran past its limit; the engine goes on then."""
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             proxy.check()
 
     def drain(self, timeout: float | None = None) -> None:
         """Waits for all that was pushed so far. Raises `Error` as check does, and timeout."""
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             proxy.drain(self.timeout if timeout is None else timeout)
 
     def stop(self, timeout: float | None = None) -> None:
         """Answers what was pushed, ends the engines, then wakes all who wait for them with
         `kStopped`. A second call does nothing. timeout: seconds. Raises `Error`: timeout."""
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             proxy.stop(self.timeout if timeout is None else timeout)
 
     def stats(self, rank: int | None = None) -> RequestStats:
@@ -103,11 +105,11 @@ class Requests:
         self.stop()
 
     def _proxy(self, rank: int | None) -> _core.RequestProxy:
-        if rank is None and len(self._proxies) == 1:
-            return self._proxies[0]
+        if rank is None and len(self.proxies) == 1:
+            return self.proxies[0]
         if rank is None or rank not in self.local_ranks:
             raise error("invalid", f"rank {rank} is not local; local ranks: {self.local_ranks}")
-        return self._proxies[self.local_ranks.index(rank)]
+        return self.proxies[self.local_ranks.index(rank)]
 
 
 def _planned(put: Put) -> tuple[int, int, int, int, int, int]:
@@ -119,7 +121,7 @@ def _planned(put: Put) -> tuple[int, int, int, int, int, int]:
     return op, peer, dst, src, chunk, chunks
 
 
-def _place(comm: Any, number: int, buffer: Any) -> tuple[_core.Window, int, int]:
+def place_of(comm: Any, number: int, buffer: Any) -> tuple[_core.Window, int, int]:
     """The window, offset and bytes of what is registered: the same on all local ranks."""
     if isinstance(buffer, Window):
         buffer = buffer.whole

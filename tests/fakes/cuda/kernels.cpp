@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "core/base/reduce.h"
+#include "core/proxy/exchange.h"
+#include "core/proxy/host_calls.h"
 #include "tests/fakes/cuda/memory.h"
 
 namespace fakecuda {
@@ -243,10 +245,49 @@ void reduce(const std::string& name, const std::vector<uint64_t>& words, Engine&
   }
 }
 
+// Where that lies for the CPU: memory of one allocation, or the host's.
+template <typename T>
+T* seen(Engine& engine, T* address, uint64_t bytes) {
+  if (address == nullptr) return nullptr;
+  std::vector<Piece> found;
+  require(addresses().pieces(reinterpret_cast<DevicePtr>(address), bytes, engine.context.physical,
+                             false, false, found) &&
+              found.size() == 1,
+          kIllegalAddress);
+  return reinterpret_cast<T*>(found.front().data);
+}
+
+// The kernel of kernels/exchange.cu, as one thread does it.
+void exchange(const std::vector<uint64_t>& words, unsigned grid, Engine& engine) {
+  using offcore::proxy::HostWords;
+  using offcore::proxy::RequestPort;
+  offcore::proxy::ExchangeArgs a{};
+  std::memcpy(&a, words.data(), sizeof a);
+  if (a.port == nullptr) return;
+  RequestPort port = *seen(engine, a.port, sizeof port);
+  const auto own = [&](auto& pointer) { pointer = seen(engine, pointer, 8); };
+  own(port.tail), own(port.head), own(port.sent), own(port.received), own(port.fault);
+  const uint64_t row = 8 * (uint64_t{port.ranks} + 1);
+  for (unsigned rank = 0; rank < port.ranks; ++rank) a.rows[rank] = seen(engine, a.rows[rank], row);
+  a.matrix = seen(engine, a.matrix, port.ranks * row);
+  const uint64_t count_bytes = port.ranks * (a.wide != 0 ? 8 : 4);
+  a.counts = seen(engine, static_cast<const char*>(a.counts), count_bytes);
+  a.received = seen(engine, static_cast<char*>(a.received), count_bytes);
+  a.out = seen(engine, a.out, a.out_units * a.unit);
+  a.in = seen(engine, a.in, a.in_units * a.unit);
+  own(a.ended);
+  a.port = &port;
+  if (const unsigned fault = offcore::proxy::ExchangeCalls<HostWords>::run(a)) {
+    HostWords::store(&a.told[1], fault);
+  }
+  if (HostWords::add(a.ended, grid) + grid == a.call * grid) HostWords::store(a.told, a.call);
+}
+
 void play(const std::string& name, const Launch& launch, Engine& engine) {
   const auto& a = launch.arguments;
   if (name == "gather") return gather(a, engine);
   if (name == "offcore_pack") return pack(a, launch.blocks, engine);
+  if (name == "offcore_exchange") return exchange(a, launch.blocks, engine);
   if (name.starts_with("offcore_")) return reduce(name, a, engine);
   if (name == "spinner") return spin(a, launch.blocks, engine);
   if (name == "toucher") return Memory(engine).store(a[0], static_cast<uint32_t>(a[1]));
@@ -276,6 +317,7 @@ Room::~Room() {
 std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
       {"gather", {2048, 8, 8, 4, 4, 4}},
+      {"offcore_exchange", {sizeof(offcore::proxy::ExchangeArgs)}},
       {"offcore_pack", {3896}},
       {"offcore_reduce_bfloat16", {2016}},
       {"offcore_reduce_float16", {2016}},

@@ -15,8 +15,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NVCC = ["nvcc", "-std=c++17", "-arch=compute_80", "-ptx", "-O3", "-fmad=false"]
+NVCC += [f"-I{FOLDER.parents[3]}"]
 VERSION = "7.4"
-NAMES = ("reduce", "pack")
+NAMES = ("reduce", "pack", "exchange")
 
 
 def compiled(name: str) -> str:

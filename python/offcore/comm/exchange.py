@@ -1,0 +1,91 @@
+"""All-to-alls whose counts lie in the memory of the ranks' GPUs (docs/gpu-driven.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from offcore import _core
+from offcore.comm.handle import Handle
+from offcore.comm.requests import Requests, place_of
+from offcore.errors import error
+from offcore.operands import OperandError, dtype_name, places_of, same_dtype
+
+
+class AllToAllCalls:
+    """A Communicator's all-to-alls."""
+
+    _exchanges: dict[Any, Requests]  # by the buffers' places
+    _start: Callable[..., Handle]
+
+    def all_to_all(
+        self,
+        out: Any,
+        inp: Any = None,
+        *,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Handle:
+        """Part q of rank r's input becomes part r of rank q's output: a transpose.
+
+        out, inp: as many bytes as each other, a multiple of the ranks. inp left out, or `out`
+        itself: in place, by swap (section 4.3). Raises as all_gather does.
+        """
+        return self._start("all_to_all", out, inp, None, 0, variant, protocol, lane)
+
+    def all_to_all_v(
+        self,
+        out: Any,
+        inp: Any,
+        counts: Any,
+        *,
+        counts_on_device: bool = False,
+        received: Any = None,
+        variant: str = "auto",
+        protocol: str = "auto",
+        lane: int = 0,
+    ) -> Any:
+        """all_to_all of uneven parts: `counts[r][q]` elements (bytes for windows) from r to q.
+
+        counts_on_device: `counts[q]` rows of the input (bytes for windows) go to q, as only this
+        rank's GPU knows; `received` gets those from each. By a kernel in the current stream, with
+        an `Exchange` for a handle: docs/gpu-driven.md. The first call of two buffers is collective.
+        """
+        if counts_on_device:
+            return _exchange(self, out, inp, counts, received)
+        flat = [count for row in counts for count in row]
+        return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
+
+
+def _exchange(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> _core.Exchange:
+    places = tuple(place_of(comm, number, side) for number, side in enumerate((out, inp)))
+    (window, at, nbytes), (other, start, length) = places
+    if window is other and at < start + length and start < at + nbytes:
+        raise error("invalid", "all_to_all_v: input and output overlap; pass separate buffers")
+    try:
+        sides, dtype, _ = _counts(comm, counts, writable=False)
+        told, kind, _ = (sides, dtype, 0) if received is None else _counts(comm, received, True)
+    except OperandError as refusal:
+        raise error("invalid", f"all_to_all_v: an array of counts{refusal}") from None
+    width = {"int32": 4, "int64": 8}.get(dtype_name(dtype), 0)
+    if not width or not same_dtype(dtype, kind) or {one[1] for one in told} != {sides[0][1]}:
+        raise error("invalid", "all_to_all_v: counts on the device are int64 or int32, one a rank")
+    requests = comm._exchanges.get(places)
+    if requests is None:
+        requests = Requests(comm, (out, inp), (), None, 4096, comm.timeout, None, exchanges=True)
+        comm._exchanges[places] = requests
+    shape = getattr(inp[0] if isinstance(inp, (list, tuple)) else inp, "shape", (length,))
+    unit = max(1, length // max(1, shape[0]))
+    got = [] if received is None else [one[0] for one in told]
+    kept = out, inp, counts, received
+    return _core.start_exchange(
+        requests.proxies, sides, got, width, unit, comm._streams(), kept, comm.timeout
+    )
+
+
+def _counts(comm: Any, given: Any, writable: bool) -> tuple[Any, Any, int]:
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        if comm._gpus[0] >= 0 and not hasattr(one, "__cuda_array_interface__"):
+            raise OperandError(" lies in host memory; counts_on_device is for those on the GPU")
+    return places_of(given, comm.local_ranks, comm._gpus, writable)
