@@ -15,6 +15,7 @@ from typing import Any
 from offcore.sizes import format_bytes
 from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure
 from offcore.tools.overlap import model as overlap_model
+from offcore.tools.papers import gpu_driven
 from offcore.tools.papers.conccl import rows as conccl_rows
 from offcore.tools.papers.findings import Finding
 from offcore.tools.papers.latte import calibrated, figures, kv, power, rows
@@ -78,6 +79,10 @@ def latte() -> list[str]:
 def conccl() -> list[str]:
     model, _ = overlap_model.load()
     return claims(conccl_rows.findings(conccl_rows.results(model)), "ours (model)")
+
+
+def driven() -> list[str]:
+    return claims(gpu_driven.findings(gpu_driven.recorded(RESULTS)), "ours (measured)")
 
 
 def mcast() -> list[str]:
@@ -288,6 +293,7 @@ def beside() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "latte": latte,
     "conccl": conccl,
+    "gpu-driven": driven,
     "mcast": mcast,
     "residuals": residuals,
     "simgrid": simgrid_beside,

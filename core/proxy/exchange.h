@@ -34,7 +34,7 @@ struct ExchangeArgs {
 
 template <typename Memory>
 struct ExchangeCalls {
-  using Calls = RequestCalls<Memory>;
+  using Pushes = RequestCalls<Memory>;
 
   OFFCORE_INLINE static Word count_at(const ExchangeArgs& args, unsigned rank) {
     return args.wide != 0 ? static_cast<const Word*>(args.counts)[rank]
@@ -57,7 +57,7 @@ struct ExchangeCalls {
   // Until that rank's counts are here.
   OFFCORE_INLINE static unsigned enter(const ExchangeArgs& args, unsigned rank) {
     const unsigned ranks = args.port->ranks;
-    return Calls::wait_word(*args.port, rank, &args.matrix[rank * (ranks + 1) + ranks], args.call);
+    return Pushes::wait_word(*args.port, rank, &args.matrix[rank * (ranks + 1) + ranks], args.call);
   }
 
   // Whether what that rank sends, and what it gets, has room there.
@@ -89,15 +89,15 @@ struct ExchangeCalls {
   OFFCORE_INLINE static PutTicket send(const ExchangeArgs& args, unsigned peer, bool all_fit) {
     const unsigned own = args.port->rank;
     const Word bytes = all_fit ? units(args, own, peer) * args.unit : 0;
-    if (bytes == 0) return Calls::signal(*args.port, peer, args.dst);
-    return Calls::put_bytes(*args.port, peer, args.dst, out_place(args, own, peer), args.src,
-                            in_place(args, own, peer), bytes, true);
+    if (bytes == 0) return Pushes::signal(*args.port, peer, args.dst);
+    return Pushes::put_bytes(*args.port, peer, args.dst, out_place(args, own, peer), args.src,
+                             in_place(args, own, peer), bytes, true);
   }
 
   OFFCORE_INLINE static unsigned finish(const ExchangeArgs& args, unsigned peer,
                                         const PutTicket& ticket) {
-    const unsigned fault = Calls::wait(*args.port, peer, args.dst, args.call);
-    return fault != kNone ? fault : Calls::wait_sent(*args.port, ticket);
+    const unsigned fault = Pushes::wait(*args.port, peer, args.dst, args.call);
+    return fault != kNone ? fault : Pushes::wait_sent(*args.port, ticket);
   }
 
   OFFCORE_INLINE static void tell_received(const ExchangeArgs& args, unsigned rank) {

@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import needs
 import offcore
 from offcore import _core, machines
+from offcore.errors import Error
 from offcore.tools import explain
-from offcore.tools.papers import reproduce
+from offcore.tools.papers import gpu_driven, reproduce
+from offcore.tools.papers.findings import tally
 from offcore.tools.papers.latte import figures, rows
 
 ROOT = Path(__file__).parents[2]
@@ -161,3 +164,22 @@ def test_explain_says_why(tmp_path: Path) -> None:
     )
     assert refused.returncode == 1
     assert refused.stderr == "offcore: invalid: machine mi300x-8 has 8 ranks, not 9\n"
+
+
+def test_gpu_driven_beside_what_was_recorded(tmp_path: Path) -> None:
+    """Every published number has a row; what was not measured says so and counts for nothing."""
+    needs.require("matplotlib")
+    findings = reproduce.run("gpu-driven", tmp_path, Console(width=200))
+    told = {one.published for one in findings}
+    assert told > {"39.3 us", "11.2 us", "3.5x", "4.32 us", "9.1x", "4 MB", "3.87x", "3.68 %"}
+    assert told > {"151.6 us", "2.35x", "2.00x", "2.46x, 2.12x", "64.5 %", "9.10 GB/s, 1.82x"}
+    assert all(one.met is None for one in findings if one.model == "not measured")
+    assert "17 measured, not counted" in tally(findings)
+    html = (tmp_path / "gpu-driven.html").read_text("utf-8")
+    assert "10.99 us" in html
+    assert (tmp_path / "figure-4.png").stat().st_size > 8000
+
+
+def test_gpu_driven_needs_what_was_recorded(tmp_path: Path) -> None:
+    with pytest.raises(Error, match="run this in a checkout"):
+        gpu_driven.recorded(tmp_path)

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 # Where our number comes from. "predicted": nothing that the claim states went into it. "fitted":
 # parameters were fitted to the published number, so that an agreement shows only that the model can
 # produce it. "by construction": it follows from a program's commands, from arithmetic, or is taken
-# from the paper. "circular": it is another of the paper's numbers in other units.
-Basis = Literal["predicted", "fitted", "by construction", "circular"]
+# from the paper. "circular": another of the paper's numbers in other units. "measured": on other
+# hardware than the paper's, as recorded.
+Basis = Literal["predicted", "fitted", "by construction", "circular", "measured"]
 
 
 @dataclass(frozen=True)

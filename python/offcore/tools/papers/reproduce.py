@@ -14,7 +14,7 @@ from rich.table import Table
 from offcore.errors import error
 from offcore.tools import plot
 from offcore.tools.overlap import model as overlap_model
-from offcore.tools.papers import calibrate
+from offcore.tools.papers import calibrate, gpu_driven
 from offcore.tools.papers.conccl import figures as conccl_figures
 from offcore.tools.papers.conccl import rows as conccl_rows
 from offcore.tools.papers.findings import Finding, tally
@@ -96,6 +96,19 @@ def conccl(folder: Path, console: Console) -> list[Finding]:
     return findings
 
 
+def driven(folder: Path, console: Console) -> list[Finding]:
+    """Paper 003's numbers beside those recorded on 2 x H200: copies that kernels ask for"""
+    plot.pyplot()
+    rows = gpu_driven.recorded(RESULTS)
+    findings = gpu_driven.findings(rows)
+    html = folder / "gpu-driven.html"
+    svg = _save(gpu_driven.draw(rows), folder / "figure-4")
+    html.write_text(gpu_driven.page(findings, svg), "utf-8")
+    console.print(table(findings))
+    console.print(f"page: {html}", highlight=False, soft_wrap=True)
+    return findings
+
+
 def _save(figure: Any, path: Path) -> bytes:
     """As PNG and SVG; the SVG's bytes, the same each time."""
     plt = plot.pyplot()
@@ -108,7 +121,12 @@ def _save(figure: Any, path: Path) -> bytes:
     return buffer.getvalue()
 
 
-PAPERS: dict[str, Reproduction] = {"latte": latte, "conccl": conccl, "mcast": mcast}
+PAPERS: dict[str, Reproduction] = {
+    "latte": latte,
+    "conccl": conccl,
+    "mcast": mcast,
+    "gpu-driven": driven,
+}
 
 
 def known() -> list[str]:

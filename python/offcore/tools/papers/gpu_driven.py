@@ -1,0 +1,140 @@
+"""Paper 003's published numbers, each beside what was measured here, if it was.
+
+Ours are rows that benchmarks/gpu_driven.py recorded on 2 x H200, in two runs; the paper's GPUs are
+V100 on PCIe. A time or a rate is met by being no worse, a factor by being no smaller.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from offcore.errors import error
+from offcore.tools import plot
+from offcore.tools.papers.findings import Finding, percent, tally
+
+FILES = "gpu-driven-h200-2.txt", "gpu-driven-h200-2-armed.txt"
+LINE = re.compile(r"^(ping-pong|throughput|push)\s+(\S.*?)\s+(\d+)\s+([\d.]+) ", re.MULTILINE)
+KIB, MIB = 1 << 10, 1 << 20
+TITLE = "GPU-driven copies: published and measured"
+
+Rows = dict[tuple[str, str, int], float]
+# Not measured here: key, claim, published, what would do it.
+UNMEASURED = (
+    ("T1", "trigger of an event, synchronisation of streams", "3.8, 11.6 us"),
+    ("T1", "polling gap, mutex, kernel launch", "58.3, 58.7, 19.2 us"),
+    ("T1", "all of them", "151.6 us"),
+    ("T2", "an FPGA's stack: ALMs, block RAM", "14253, 188"),
+    ("II-B", "a busy CPU sees an event; a GPU's signal by the host", "3 us; 2 to 3 us"),
+    ("II-B", "trigger of an event; waking a command", "4 us; 10 to 20 us"),
+    ("II-C", "a kernel of 1.96 TB/s from L2 beside NCCL's 64 MB all-gather", "2.35x"),
+    ("II-C", "a kernel of 2.02 instructions a cycle (99.2 % FFMA) beside it", "2.00x"),
+    ("II-C", "BERT-Large on 8 V100: computation; all-reduce", "-45.0 %; 5.0 GB/s, 53.6 %"),
+    ("II-C", "the same on 8 A100", "-14.3 %; 49.0 GB/s, 30.9 %"),
+    ("F4", "a hardware engine's peak below the software's", "3.68 %"),
+    ("F5", "training of BERT-Large by Megatron-LM, PT-TRT", "2.46x, 2.12x"),
+    ("F5", "share of the gap that is communication", "64.5 %"),
+    ("F5", "all-reduce beside training", "9.10 GB/s, 1.82x"),
+)
+
+
+def recorded(folder: Path) -> Rows:
+    """Raises invalid where they are not at hand."""
+    rows: Rows = {}
+    for name in FILES:
+        try:
+            text = (folder / name).read_text("utf-8")
+        except OSError:
+            raise error("invalid", f"{folder / name} is missing: run this in a checkout") from None
+        for what, engine, nbytes, value in LINE.findall(text):
+            rows[what, engine, int(nbytes)] = float(value)
+    return rows
+
+
+def _time(claim: str, published: float, ours: float) -> Finding:
+    off = percent(ours / published - 1)
+    met = ours <= published
+    return Finding("F4", claim, f"{published:g} us", f"{ours:.2f} us", off, "measured", met)
+
+
+def _factor(claim: str, published: float, ours: float) -> Finding:
+    off = percent(ours / published - 1)
+    met = ours >= published
+    return Finding("F4", claim, f"{published:g}x", f"{ours:.2f}x", off, "measured", met)
+
+
+def findings(rows: Rows) -> list[Finding]:
+    ping = {
+        engine: us
+        for (what, engine, at), us in rows.items()
+        if (what, at) == ("ping-pong", 4 * KIB)
+    }
+    rate = {
+        (engine, at): value for (what, engine, at), value in rows.items() if what == "throughput"
+    }
+    peak = max(rate["contiguous", at] for engine, at in rate if engine == "contiguous")
+    full = min(
+        at for (engine, at), gb in rate.items() if engine == "contiguous" and gb >= 0.9 * peak
+    )
+    events, host = f"events {ping['events']:.2f} us", f"the host {ping['host']:.2f} us"
+    loop = rate["memcpy loop", 8 * KIB]
+    found = [
+        Finding("F4", "CPU-driven: one way", "39.3 us", f"{events}, {host}", "", "measured", None),
+        _time("software engine: one way (ours: proxy, 4 KiB)", 11.2, ping["proxy"]),
+        _factor("software engine beside CPU-driven by events", 3.5, ping["events"] / ping["proxy"]),
+        _time("hardware engine: one way (ours: armed, fenced)", 4.32, ping["armed"]),
+        _time("the same (ours: armed in copy order)", 4.32, ping["armed co"]),
+        _factor("hardware engine beside CPU-driven", 9.1, ping["events"] / ping["armed co"]),
+        Finding("F4", "software engine: 90 % of its peak from", "4 MB", f"{full >> 10} KiB", "",
+                "measured", full <= 4 * MIB),
+        _factor("8 KB messages beside a loop of memcpy: side by side", 3.87,
+                rate["contiguous", 8 * KIB] / loop),
+        _factor("8 KB messages beside a loop of memcpy: apart", 3.87,
+                rate["apart", 8 * KIB] / loop),
+        Finding("III-A", "a request", "8 bytes", "8 bytes", "", "by construction", None),
+        Finding("II-B", "a GPU thread reads 4 bytes of the host (ours: push and echo)", "2 us",
+                f"{rows['push', 'to and fro', 8]:.2f} us", "", "measured", None),
+    ]  # fmt: skip
+    for key, claim, published in UNMEASURED:
+        found.append(Finding(key, claim, published, "not measured", "", "measured", None))
+    return found
+
+
+def draw(rows: Rows) -> Any:
+    """Figure 4's left half: throughput of many messages, by their size."""
+    figure, axes = plot.pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    for name in ("contiguous", "apart", "memcpy loop"):
+        points = sorted(
+            (at, gb)
+            for (what, engine, at), gb in rows.items()
+            if (what, engine) == ("throughput", name)
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of a message")
+    axes.set_ylabel("GB/s")
+    axes.legend()
+    return figure
+
+
+def page(found: Sequence[Finding], svg: bytes) -> str:
+    image = base64.b64encode(svg).decode()
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
+        for cells in (
+            (f.key, f.claim, f.published, f.model, f.difference, f.verdict) for f in found
+        )
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title></head><body>
+<h1>{TITLE}</h1>
+<p>The paper's: V100 on PCIe. Ours: 2 x H200, as recorded. Claims met: {escape(tally(found))}.</p>
+<table><tr><th>row<th>claim<th>published<th>measured<th>difference<th></tr>
+{body}</table>
+<img alt="Throughput by the size of a message" src="data:image/svg+xml;base64,{image}">
+</body></html>
+"""
