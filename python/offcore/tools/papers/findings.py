@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 # parameters were fitted to the published number, so that an agreement shows only that the model can
 # produce it. "by construction": it follows from a program's commands, from arithmetic, or is taken
 # from the paper. "circular": another of the paper's numbers in other units. "measured": on other
-# hardware than the paper's, as recorded.
-Basis = Literal["predicted", "fitted", "by construction", "circular", "measured"]
+# hardware than the paper's, as recorded. "not measured": there is no number of ours.
+Basis = Literal["predicted", "fitted", "by construction", "circular", "measured", "not measured"]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def recorded(folder: Path) -> Rows:
         try:
             text = (folder / name).read_text("utf-8")
         except OSError:
-            raise error("invalid", f"{folder / name} is missing: run this in a checkout") from None
+            raise error("invalid", f"{folder / name} is missing: install offcore again") from None
         for what, engine, nbytes, value in LINE.findall(text):
             rows[what, engine, int(nbytes)] = float(value)
     return rows
@@ -100,7 +100,7 @@ def findings(rows: Rows) -> list[Finding]:
                 f"{rows['push', 'to and fro', 8]:.2f} us", "", "measured", None),
     ]  # fmt: skip
     for key, claim, published in UNMEASURED:
-        found.append(Finding(key, claim, published, "not measured", "", "measured", None))
+        found.append(Finding(key, claim, published, "-", "", "not measured", None))
     return found
 
 

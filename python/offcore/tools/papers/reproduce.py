@@ -99,7 +99,7 @@ def conccl(folder: Path, console: Console) -> list[Finding]:
 def driven(folder: Path, console: Console) -> list[Finding]:
     """Paper 003's numbers beside those recorded on 2 x H200: copies that kernels ask for"""
     plot.pyplot()
-    rows = gpu_driven.recorded(RESULTS)
+    rows = gpu_driven.recorded(Path(__file__).with_name("recorded"))
     findings = gpu_driven.findings(rows)
     html = folder / "gpu-driven.html"
     svg = _save(gpu_driven.draw(rows), folder / "figure-4")
