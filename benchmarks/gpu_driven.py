@@ -43,8 +43,16 @@ from gpu_armed_forms import chases
 import offcore
 from offcore import _core
 
-KERNELS = ("ping", "ping_checked", "push_cost", "push_many", "messages", "stamp_time", "hold")
-KERNELS += ("chase",)
+KERNELS = [
+    "ping",
+    "ping_checked",
+    "push_cost",
+    "push_many",
+    "messages",
+    "stamp_time",
+    "hold",
+    "chase",
+]
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB)
 MESSAGES = (KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)

@@ -97,6 +97,13 @@ def work(rank: int, port: int) -> None:
     comm.close()
 
 
+def late_gather(out: Any, inp: Any, group: Any) -> None:
+    """As callers do who wait for the work that `async_op` gives them."""
+    import torch.distributed as dist
+
+    dist.all_gather_into_tensor(out, inp, group, async_op=True).wait()
+
+
 def training_calls(rank: int, out: Any, inp: Any) -> dict[str, Callable[[], Any]]:
     """As FSDP2 makes them (in place, after `allocate`), and as torch.distributed's users do."""
     import torch
@@ -144,9 +151,7 @@ def training_calls(rank: int, out: Any, inp: Any) -> dict[str, Callable[[], Any]
         }
     for name, group in (("c10d", ours), ("nccl", nccl)):
         made[f"{name}-now-small"] = partial(dist.all_gather_into_tensor, out, inp, group)
-        made[f"{name}-late-small"] = lambda group=group: dist.all_gather_into_tensor(
-            out, inp, group, async_op=True
-        ).wait()
+        made[f"{name}-late-small"] = partial(late_gather, out, inp, group)
     return made
 
 

@@ -131,7 +131,7 @@ def busy_ms(trainer: Trainer) -> float:
         trainer.step(batch)
         wait(trainer.device)
     found = [one for one in profile.events() if "ncclDevKernel" in one.name]
-    return sum(one.device_time for one in found) / 1e3
+    return float(sum(one.device_time for one in found)) / 1e3
 
 
 def trace(trainer: Trainer, file: Path) -> None:
@@ -149,14 +149,14 @@ def others_gib(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) / GIB
+    return float(total - free - torch.cuda.memory_reserved()) / GIB
 
 
 def peak_gib(device: torch.device) -> float:
     """Of torch's tensors, since the last call."""
     if device.type != "cuda":
         return 0.0
-    found = torch.cuda.max_memory_allocated() / GIB
+    found = float(torch.cuda.max_memory_allocated()) / GIB
     torch.cuda.reset_peak_memory_stats()
     return found
 
@@ -197,7 +197,10 @@ def sharded(arguments: argparse.Namespace, size: str, device: torch.device) -> A
     return model
 
 
-def calls_of(model: Any) -> list[tuple[Any, Any, Any]]:
+Calls = list[tuple[Any, Any, Any]]
+
+
+def calls_of(model: Any) -> Calls:
     """Where each of FSDP2's parameter groups communicates."""
     return [
         (group, group._all_gather_comm, group._reduce_scatter_comm)
@@ -205,12 +208,17 @@ def calls_of(model: Any) -> list[tuple[Any, Any, Any]]:
     ]
 
 
-def take(calls: list[tuple[Any, Any, Any]], gather: bool, reduce: bool) -> None:
+def take(calls: Calls, gather: bool, reduce: bool) -> None:
     for group, gathers, reduces in calls:
         if gather:
             group._all_gather_comm = gathers
         if reduce:
             group._reduce_scatter_comm = reduces
+
+
+def take_apart(gathers_of: Calls, reduces_of: Calls) -> None:
+    take(gathers_of, True, False)
+    take(reduces_of, False, True)
 
 
 def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
@@ -226,7 +234,7 @@ def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device)
         trainer.tokens = tokens
         choices: dict[str, Callable[[], None]] = {
             "own": lambda: take(own, True, True),
-            "gather": lambda: (take(own, False, True), take(ours, True, False))[0],
+            "gather": lambda: take_apart(ours, own),
             "offcore": lambda: take(ours, True, True),
         }
         arms = {arm: choices[arm] for arm in arguments.arms}
