@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import offcore
@@ -20,7 +21,7 @@ from offcore.distributed import reach
 from offcore.distributed.report import calls_of
 from offcore.fsdp.enable import _param_groups
 from offcore.fsdp.memory import Ring
-from offcore.fsdp.shards import Shards
+from offcore.fsdp.shards import Meeting, Shards
 
 WIDTH, LAYERS, STEPS = 32, 3, 4
 
@@ -171,6 +172,40 @@ def fewer_ranks(rank: int, ranks: int) -> None:
     )
 
 
+def across_hosts(rank: int, ranks: int) -> None:
+    """As over gloo; each rank gets from other hosts what its rail brings, and no byte twice."""
+    os.environ["OFFCORE_HOST"] = str(rank // 2)
+    plain, _ = trained(steps=2)
+    gathered, told = trained(with_offcore(reduce_scatter=False), steps=2)
+    same(plain, gathered, exactly=True)
+    everyone = str([*range(ranks)])
+    own = told["all_gather"]["bytes"] // ranks
+    assert told["hosts"] == {everyone: {"hosts": 2, "ranks": 2, "received": own}}
+    assert own > 0
+    assert (told["all_gather"]["staged"], told["refused"], told["obstacles"]) == (0, 0, {})
+    reduced, told = trained(with_offcore(), steps=2)
+    same(plain, reduced, exactly=False)
+    both = told["all_gather"]["bytes"] + told["reduce_scatter"]["bytes"]
+    assert told["hosts"][everyone]["received"] == both // ranks
+    assert told["reduce_scatter"]["calls"] == LAYERS + 1
+    staged, told = trained(with_offcore(memory=0, reduce_scatter=False), steps=2)
+    same(plain, staged, exactly=True)
+    assert told["all_gather"]["staged"] == told["all_gather"]["calls"] > 0
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, _ = trained(mesh=mesh, steps=2)
+    ours, told = trained(with_offcore(), mesh=mesh, steps=2)  # each host has a replica
+    same(plain, ours, exactly=True)
+    assert told["hosts"] == {}
+    assert told["reduce_scatter"]["calls"] > 0
+    assert told["all_reduce"]["carried"] == 0
+    assert "one rank only" in told["obstacles"][str([rank % 2, rank % 2 + 2])]
+
+
+def four(rank: int, ranks: int) -> None:
+    replicas(rank, ranks)
+    across_hosts(rank, ranks)
+
+
 def refusals(rank: int, ranks: int) -> None:
     model = torch.nn.Linear(4, 4)
     with pytest.raises(offcore.Error, match="no FSDPModule"):
@@ -184,7 +219,7 @@ def refusals(rank: int, ranks: int) -> None:
 
 
 def apart(rank: int, ranks: int) -> None:
-    """A group that spans hosts, as its ranks say, stays with its own backend."""
+    """A group with one rank on each host, as its ranks say, stays with its own backend."""
     told = reach.facts_of
     reach.facts_of = lambda device: told(device).replace('"place": "', f'"place": "{rank}')
     ours, report = trained(with_offcore(), steps=2)
@@ -219,7 +254,9 @@ def ring(rank: int, ranks: int) -> None:
 def places_follow_from_sizes(rank: int, ranks: int) -> None:
     """What an operation still holds, as one that is prelaunched does, does not keep a piece."""
     os.environ["OFFCORE_VARIANT"] = "prelaunch_pcpy"
-    shards = Shards(dist.group.WORLD, torch.device("cpu"), 20.0, 2048, {})
+    store = dist.PrefixStore("sizes", _get_process_group_store(dist.group.WORLD))
+    meeting = Meeting(store, [[0, 1]])
+    shards = Shards(dist.group.WORLD, torch.device("cpu"), 20.0, 2048, {}, meeting)
     for turn in range(6):
         out = shards.ring.take((512 * ranks,), torch.uint8)
         assert out is not None
@@ -276,7 +313,7 @@ def pair(rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     crew.run(2, pair, "gloo")
-    crew.run(4, replicas, "gloo")
+    crew.run(4, four, "gloo")
     if "long" in sys.argv:
         crew.run(4, fewer_ranks, "gloo")
     print("done")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed import reach
-from offcore.distributed.hosts import Hosts, open_side
-from offcore.distributed.sides import Body, Side, log
+from offcore.distributed.hosts import Hosts, open_ends
+from offcore.distributed.sides import Body, Side, log, side_of
 from offcore.errors import error
 from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
 
@@ -45,25 +45,14 @@ class Collectives:
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles: list[Any] = []
-            copies: list[tuple[Any, Any]] = []
-            for tensor in tensors:
-                whole, back = packed(tensor, self.rank == opts.rootRank)
-                handles.append(comm.broadcast(whole, root=opts.rootRank))
-                copies += back
-            return handles, copies
+            return _each(lambda one: comm.broadcast(one, root=root), tensors, (), self.rank == root)
 
+        root = opts.rootRank
         return self._run("broadcast", body, tensors, tensors, opts)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles: list[Any] = []
-            copies: list[tuple[Any, Any]] = []
-            for tensor in tensors:
-                whole, back = packed(tensor, False)
-                handles.append(comm.all_reduce(whole, op=op, scale=scale))
-                copies += back
-            return handles, copies
+            return _each(lambda one: comm.all_reduce(one, op=op, scale=scale), tensors)
 
         op, scale = reduction_of(opts.reduceOp) or ("", 1.0)
         return self._run("all_reduce", body, tensors, tensors, opts, op)
@@ -103,13 +92,7 @@ class Collectives:
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles: list[Any] = []
-            copies: list[tuple[Any, Any]] = []
-            for out, inp in zip(outputs, inputs, strict=True):
-                whole, back = packed(out, False)
-                handles.append(comm.all_gather(whole, packed(inp, True)[0]))
-                copies += back
-            return handles, copies
+            return _each(comm.all_gather, outputs, [inputs])
 
         return self._run("all_gather", body, [*outputs, *inputs], outputs, opts)
 
@@ -133,14 +116,10 @@ class Collectives:
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
-            handles: list[Any] = []
-            copies: list[tuple[Any, Any]] = []
-            for out, inp in zip(outputs, inputs, strict=True):
-                whole, back = packed(out, False)
-                given = packed(inp, True)[0]
-                handles.append(comm.reduce_scatter(whole, given, op, scale=scale))
-                copies += back
-            return handles, copies
+            def start(out: Any, inp: Any) -> Any:
+                return comm.reduce_scatter(out, inp, op, scale=scale)
+
+            return _each(start, outputs, [inputs])
 
         op, scale = reduction_of(opts.reduceOp) or ("", 1.0)
         return self._run("reduce_scatter", body, [*outputs, *inputs], outputs, opts, op)
@@ -221,11 +200,7 @@ class Collectives:
     def hosts(self) -> dict[str, dict[str, int]]:
         """Of a group that spans hosts, by type of device: how many, and what a rail brought."""
         return {
-            kind: {
-                "hosts": side.comm.place.hosts,
-                "ranks": side.comm.place.locals,
-                "received": side.comm.received,
-            }
+            kind: side.comm.facts()
             for kind, side in self._sides.items()
             if isinstance(side.comm, Hosts)
         }
@@ -279,15 +254,11 @@ class Collectives:
                     self.obstacles[kind] = why
                     log.warning("group %s goes by torch's own backend: %s", self.name, why)
                 else:
-                    self._sides[kind] = open_side(
-                        store,
-                        self.rank,
-                        reach.hosts_of(told),
-                        self.name,
-                        self.timeout,
-                        device,
-                        self._arguments,
+                    hosts = reach.hosts_of(told)
+                    (comm,) = open_ends(
+                        store, hosts, self.rank, self.timeout, device, self._arguments
                     )
+                    self._sides[kind] = side_of(comm, self.name, self.rank, self.timeout, device)
             return self._sides.get(kind)
 
     def _told(self, store: Any, own: str) -> list[str]:
@@ -321,6 +292,19 @@ class Collectives:
                     f"expects {taken[rank]}",
                 )
         return counts
+
+
+def _each(
+    start: Callable[..., Any], outputs: Any, inputs: Sequence[Any] = (), only_read: bool = False
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """An operation on each output, with its input where there are some, all contiguous."""
+    handles: list[Any] = []
+    copies: list[tuple[Any, Any]] = []
+    for out, *given in zip(outputs, *inputs, strict=True):
+        whole, back = packed(out, only_read)
+        handles.append(start(whole, *(packed(one, True)[0] for one in given)))
+        copies += back
+    return handles, copies
 
 
 def _alike(tensors: Sequence[Any]) -> None:

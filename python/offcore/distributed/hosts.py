@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import offcore
-from offcore.comm import Communicator, Handle, Result
-from offcore.distributed.sides import Side, log, open_communicator, side_of
+from offcore.comm import Communicator, Handle
+from offcore.distributed.sides import log, open_communicator
 from offcore.errors import error
 
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
@@ -35,23 +35,36 @@ class Place(NamedTuple):
     locals: int
 
 
+class Whole(NamedTuple):
+    """What a call's operations within the host were together: a `Result` in short."""
+
+    bytes: int  # of the whole array, over all hosts
+    variant: str  # the last operation's
+    staged: bool  # whether any was
+    sms: int
+
+
 class Spanning:
     """A call's operations within the host, once those between hosts have ended or, on a GPU, are
     enqueued."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[Handle], nbytes: int = 0) -> None:
         self._handles = handles
+        self._bytes = nbytes
 
     def done(self) -> bool:
         return all([handle.done() for handle in self._handles])
 
-    def wait(self, timeout: float) -> Result | None:
-        """The last operation's result."""
+    def wait(self, timeout: float) -> Whole:
+        """Raises what the operations raise."""
         end = time.monotonic() + timeout
-        result = None
-        for handle in self._handles:
-            result = handle.wait(max(0.0, end - time.monotonic()))
-        return result
+        all_ran = [handle.wait(max(0.0, end - time.monotonic())) for handle in self._handles]
+        return Whole(
+            self._bytes,
+            all_ran[-1].variant if all_ran else "none",
+            any([one.staged for one in all_ran]),
+            max([one.sms for one in all_ran], default=0),
+        )
 
 
 class Hosts:
@@ -61,6 +74,8 @@ class Hosts:
     def __init__(self, inside: Communicator, rail: Any, place: Place, on_gpu: bool) -> None:
         self.inside = inside
         self.place = place
+        # Where a tensor lies, for an operation; None: outside of the caller's own windows.
+        self.region_of: Callable[[Any], Any] = lambda _: None
         self.received = 0  # bytes of other hosts that this rank got by its rail, without headers
         self._rail = rail
         self._on_gpu = on_gpu
@@ -84,30 +99,38 @@ class Hosts:
             return False  # to scale before the sum rounds too early
         return reduction is None or dtype != torch.int16  # torch's own backends have none
 
-    def all_gather(self, out: Any, inp: Any) -> Spanning:
-        """Rank l's part goes to rank l of every host, and from there to its host's ranks."""
+    def all_gather(self, out: Any, inp: Any = None, *, lane: int = 0) -> Spanning:
+        """Rank l's part goes to rank l of every host, and from there to its host's ranks. inp:
+        None where it lies in `out`. lane: of the operations inside."""
         host, hosts, local, ranks = self.place
-        given = _raw(inp)
-        if not given.numel():
-            return Spanning(())
         wholes = _raw(out).view(hosts, -1)
         parts = wholes.view(hosts, ranks, -1)
+        given = parts[host, local] if inp is None else _raw(inp)
+        if not given.numel():
+            return Spanning(())
         self._begin()
-        far = given.new_empty(hosts * given.numel())
-        opts = self._options("Allgather")
-        work = self._across(lambda: self._rail._allgather_base(far, given, opts))
-        parts[host, local].copy_(given)
-        handles = [self.inside.all_gather(wholes[host])]
-        self._arrive(work, given.nbytes * (hosts - 1))
-        for other, part in enumerate(far.view(hosts, -1)):
-            if other != host:
-                parts[other, local].copy_(part)
-                handles.append(self.inside.all_gather(wholes[other]))
-        return Spanning(handles)
+        far = given.new_empty(hosts, given.numel())
+        handles = []
 
-    def reduce_scatter(self, out: Any, inp: Any, op: str, *, scale: float = 1.0) -> Spanning:
+        def put(origin: int, part: Any) -> None:
+            parts[origin, local].copy_(part)
+            region = self.region_of(wholes[origin])
+            whole = wholes[origin] if region is None else region
+            handles.append(self.inside.all_gather(whole, lane=lane))
+
+        opts, nbytes = self._options("Allgather"), given.nbytes * (hosts - 1)
+        start = lambda: self._rail._allgather_base(far.view(-1), given, opts)  # noqa: E731
+        self._cross(start, nbytes, meanwhile=lambda: put(host, given))
+        for other in range(hosts):
+            if other != host:
+                put(other, far[other])
+        return Spanning(handles, wholes.nbytes)
+
+    def reduce_scatter(
+        self, out: Any, inp: Any, op: str, *, scale: float = 1.0, lane: int = 0
+    ) -> Spanning:
         """Each host reduces all parts, in rank order; rails reduce the hosts' sums, in host order
-        on CPUs."""
+        on CPUs. lane: of the operations inside."""
         hosts = self.place.hosts
         op, scale = self._inside(op, scale)
         if not out.numel():
@@ -116,23 +139,19 @@ class Hosts:
         sums = out.new_empty(hosts, out.numel())
         parts = inp.view(-1).view(hosts, -1)
         handles = [
-            self.inside.reduce_scatter(one, part, op, scale=scale)
+            self.inside.reduce_scatter(one, part, op, scale=scale, lane=lane)
             for one, part in zip(sums, parts, strict=True)
         ]
         self._settle(handles)
-        kind = _TORCH.get(op, dist.ReduceOp.SUM)
+        far = out.nbytes * (hosts - 1)
         if self._on_gpu:
-            opts = self._options("ReduceScatter", kind)
-            work = self._across(lambda: self._rail._reduce_scatter_base(out.view(-1), sums, opts))
-            self._arrive(work, out.nbytes * (hosts - 1))
-            return Spanning(handles)
-        # gloo reduces whole arrays and sends twice as much.
-        got = torch.empty_like(sums)
-        opts = self._options("AllToAll")
-        work = self._across(lambda: self._rail.alltoall_base(got, sums, [], [], opts))
-        self._arrive(work, out.nbytes * (hosts - 1))
-        out.view(-1).copy_(_reduced(got, op))
-        return Spanning(())
+            opts = self._options("ReduceScatter", reduceOp=_TORCH.get(op, dist.ReduceOp.SUM))
+            self._cross(lambda: self._rail._reduce_scatter_base(out.view(-1), sums, opts), far)
+        else:  # gloo reduces whole arrays and sends twice as much
+            got, opts = torch.empty_like(sums), self._options("AllToAll")
+            self._cross(lambda: self._rail.alltoall_base(got, sums, [], [], opts), far)
+            out.view(-1).copy_(_reduced(got, op))
+        return Spanning(handles, inp.nbytes)
 
     def all_reduce(self, tensor: Any, *, op: str, scale: float = 1.0) -> Spanning:
         """A reduce-scatter inside, an all-reduce on each rail, an all-gather inside."""
@@ -147,9 +166,9 @@ class Hosts:
         reduced = self.inside.reduce_scatter_v(part, flat, counts, op, scale=scale)
         self._settle([reduced])
         if counts[local]:
-            opts = self._options("Allreduce", _TORCH.get(op, dist.ReduceOp.SUM))
-            work = self._across(lambda: self._rail.allreduce([part], opts))
-            self._arrive(work, 2 * part.nbytes * (hosts - 1) // hosts)
+            opts = self._options("Allreduce", reduceOp=_TORCH.get(op, dist.ReduceOp.SUM))
+            far = 2 * part.nbytes * (hosts - 1) // hosts
+            self._cross(lambda: self._rail.allreduce([part], opts), far)
         return Spanning([reduced, self.inside.all_gather_v(flat, part, counts)])
 
     def all_to_all(self, out: Any, inp: Any) -> Spanning:
@@ -160,9 +179,8 @@ class Hosts:
             return Spanning(())
         self._begin()
         far = torch.empty_like(given)
-        opts = self._options("AllToAll")
-        work = self._across(lambda: self._rail.alltoall_base(far, given, [], [], opts))
-        self._arrive(work, given.nbytes // hosts * (hosts - 1))
+        opts, nbytes = self._options("AllToAll"), given.nbytes // hosts * (hosts - 1)
+        self._cross(lambda: self._rail.alltoall_base(far, given, [], [], opts), nbytes)
         by_rank = far.view(hosts, ranks, -1).transpose(0, 1).contiguous()
         near = torch.empty_like(by_rank)
         moved = self.inside.all_to_all(near, by_rank)
@@ -186,18 +204,16 @@ class Hosts:
             handles.append(self.inside.scatter_v(part, whole, counts, root=near))
             self._settle(handles)
         if counts[local]:
-            opts = self._options("Broadcast")
-            opts.rootRank = origin
-            work = self._across(lambda: self._rail.broadcast([part], opts))
-            self._arrive(work, part.nbytes if host != origin else 0)
+            opts = self._options("Broadcast", rootRank=origin)
+            far = part.nbytes if host != origin else 0
+            self._cross(lambda: self._rail.broadcast([part], opts), far)
         return Spanning([*handles, self.inside.all_gather_v(flat, part, counts)])
 
     def barrier(self, timeout: float) -> None:
         """Nobody leaves before all of all hosts have come."""
         self._begin()
         self.inside.barrier(timeout)
-        work = self._across(lambda: self._rail.barrier(self._options("Barrier")))
-        self._arrive(work, 0)
+        self._cross(lambda: self._rail.barrier(self._options("Barrier")), 0)
         self.inside.barrier(timeout)
 
     def check(self) -> None:
@@ -209,6 +225,11 @@ class Hosts:
         self.inside.abort()
         with contextlib.suppress(RuntimeError):
             self._rail.abort()
+
+    def facts(self) -> dict[str, int]:
+        """How many hosts, of how many ranks each, and what this rank's rail brought."""
+        place = self.place
+        return {"hosts": place.hosts, "ranks": place.locals, "received": self.received}
 
     def close(self) -> None:
         """Frees both."""
@@ -227,27 +248,27 @@ class Hosts:
     def _left(self) -> float:
         return max(0.001, self._end - time.monotonic())
 
-    def _options(self, kind: str, reduction: Any = None) -> Any:
-        opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
-        opts.timeout = datetime.timedelta(seconds=self._left())
-        if reduction is not None:
-            opts.reduceOp = reduction
-        return opts
-
     def _settle(self, handles: Sequence[Handle]) -> None:
         """What follows reads their outputs: on a GPU the stream's order is enough."""
         if not self._on_gpu:
             for handle in handles:
                 handle.wait(self._left())
 
-    def _across(self, start: Callable[[], Any]) -> Any:
-        try:
-            return start()
-        except RuntimeError as failure:
-            raise _named(failure) from None
+    def _options(self, kind: str, **fields: Any) -> Any:
+        opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
+        opts.timeout = datetime.timedelta(seconds=self._left())
+        for name, value in fields.items():
+            setattr(opts, name, value)
+        return opts
 
-    def _arrive(self, work: Any, nbytes: int) -> None:
+    def _cross(
+        self, start: Callable[[], Any], nbytes: int, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """A call of the rail, which brings so many bytes."""
         try:
+            work = start()
+            if meanwhile is not None:
+                meanwhile()
             work.wait() if self._on_gpu else work.wait(datetime.timedelta(seconds=self._left()))
         except RuntimeError as failure:
             raise _named(failure) from None
@@ -280,39 +301,34 @@ def _named(failure: RuntimeError) -> Exception:
     return error(code, f"between hosts: {text.splitlines()[0]}")
 
 
-def open_side(
+def open_ends(
     store: Any,
-    rank: int,
     hosts: list[list[int]],
-    name: str,
+    rank: int,
     timeout: float,
     device: Any,
-    arguments: Any,
-) -> Side:
-    """Of a group that meets at a store, its ranks by host. Collective."""
-    comm: Any
-    if len(hosts) == 1:
-        comm = open_communicator(store, rank, len(hosts[0]), timeout, device, arguments)
-    else:
-        comm = _open_hosts(store, rank, hosts, timeout, device, arguments)
-        log.info("group %s spans %d hosts: offcore inside, torch's between", name, len(hosts))
-    return side_of(comm, name, rank, timeout, device)
-
-
-def _open_hosts(
-    store: Any, rank: int, hosts: list[list[int]], timeout: float, device: Any, arguments: Any
-) -> Hosts:
+    arguments: dict[str, Any],
+    lanes: int = 1,
+) -> list[Any]:
+    """Of ranks by host that meet at a store, for each lane: the communicator, or where there are
+    several hosts a `Hosts` with a rail of its own; they share what is inside. Collective."""
     host, local = divmod(rank, len(hosts[0]))
     place = Place(host, len(hosts), local, len(hosts[0]))
     inside = open_communicator(
         dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, arguments
     )
-    meeting = dist.PrefixStore(f"rail/{local}/", store)
+    if place.hosts == 1:
+        return [inside] * lanes
     limit = datetime.timedelta(seconds=timeout)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        rail = dist.ProcessGroupNCCL(meeting, host, place.hosts, options)
-    else:
-        rail = dist.ProcessGroupGloo(meeting, host, place.hosts, timeout=limit)
-    return Hosts(inside, rail, place, device.type == "cuda")
+    opened = []
+    for lane in range(lanes):
+        meeting = dist.PrefixStore(f"rail/{local}/{lane}/", store)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            rail = dist.ProcessGroupNCCL(meeting, host, place.hosts, options)
+        else:
+            rail = dist.ProcessGroupGloo(meeting, host, place.hosts, timeout=limit)
+        log.info("rail %d of %d hosts is open", local, place.hosts)
+        opened.append(Hosts(inside, rail, place, device.type == "cuda"))
+    return opened

@@ -31,15 +31,12 @@ def hosts_of(told: Sequence[str]) -> list[list[int]]:
     return [*hosts.values()]
 
 
-def obstacle(told: Sequence[str], spans: bool = True) -> str:
-    """Why ranks that told these facts cannot use offcore; empty: they can. The same on all.
-    spans: whether the caller has a use for several hosts, of as many ranks each."""
+def obstacle(told: Sequence[str]) -> str:
+    """Why ranks that told these facts cannot use offcore; empty: they can. The same on all."""
     facts = [json.loads(one) for one in told]
     hosts = hosts_of(told)
-    if len(hosts) > 1:
-        why = _uneven(hosts) if spans else "this needs one"
-        if why:
-            return f"ranks 0 and {hosts[1][0]} are on different hosts: {why}"
+    if len(hosts) > 1 and (why := _uneven(hosts)):
+        return f"ranks 0 and {hosts[1][0]} are on different hosts: {why}"
     for rank, one in enumerate(facts):
         if one["missing"]:
             return f"rank {rank}: {one['missing']}"

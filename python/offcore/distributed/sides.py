@@ -24,11 +24,11 @@ import offcore
 import offcore.torch
 from offcore import operands
 from offcore.bootstrap import bootstrap_of
-from offcore.comm import Communicator, Handle, Result
+from offcore.comm import Communicator, Handle
 from offcore.errors import error
 from offcore.torch_calls import Copies, HostWork, copy_all, seconds
 
-Told = Callable[[Result], None]
+Told = Callable[[Any], None]
 Body = Callable[[Any], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
 _OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
@@ -37,7 +37,7 @@ _KEPT = 8  # calls in the caller's order that may have ended and not been let go
 log = logging.getLogger("offcore.distributed")
 
 
-def _nobody(_: Result) -> None:
+def _nobody(_: Any) -> None:
     """Hears nothing."""
 
 
@@ -55,7 +55,7 @@ class _Label(NamedTuple):
 
 class Side(contextlib.AbstractContextManager["Side"]):
     """A communicator of a group, or `Hosts`, and how its calls run. `told` hears of each
-    operation's result."""
+    operation's result, a Result or Whole."""
 
     def __init__(
         self, comm: Any, name: str, rank: int, timeout: float, told: Told = _nobody

@@ -8,8 +8,9 @@
 
 Parameters are all-gathered into window memory, gradients reduce-scattered with FSDP2's own scaling
 folded in, each direction in a lane of its own; HSDP's all-reduce goes by a group of the backend
-"offcore". Models on CPUs go by shared memory. Groups that span hosts, or GPUs without peer access,
-stay with their own backend, and one line of the log says so. See docs/training.md.
+"offcore". Models on CPUs go by shared memory. Groups that span hosts evenly use offcore inside each
+(docs/hosts.md); others, and GPUs without peer access, stay with their own backend, and one line of
+the log says so. See docs/training.md.
 """
 
 from offcore.fsdp.enable import disable, enable, report

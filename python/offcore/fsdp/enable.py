@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import uuid
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.distributed.fsdp import FSDPModule
 
 from offcore import defaults
@@ -19,7 +21,7 @@ from offcore.distributed.report import calls_of
 from offcore.distributed.report import report as report_of_group
 from offcore.distributed.sides import log
 from offcore.errors import error
-from offcore.fsdp.shards import AllGather, ReduceScatter, Shards
+from offcore.fsdp.shards import AllGather, Meeting, ReduceScatter, Shards
 
 _ROUND = 1 << 21
 
@@ -31,7 +33,7 @@ class _Enabled:
     timeout: float
     arguments: dict[str, Any]  # of communicators
     shards: dict[Any, Shards] = dataclasses.field(default_factory=dict)
-    # Groups of HSDP's all-reduces, by the groups that they stand for.
+    # Groups of HSDP's all-reduces, by the groups that they stand for; None: these stay.
     replicas: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # Why a group stays with its own backend, by its ranks.
     obstacles: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -49,7 +51,7 @@ class _Enabled:
         for shards in self.shards.values():
             shards.close()
         for group, own in self.replicas.items():
-            if own is not group:
+            if own not in (None, group):
                 dist.destroy_process_group(own)
 
 
@@ -88,11 +90,12 @@ def enable(
     made = _Enabled(defaults.seconds(timeout), arguments)
     try:
         for group, device, nbytes in _groups_of(param_groups):
-            if not (all_gather or reduce_scatter) or _stays(group, device, made):
+            meeting = _meeting(group, device, made) if all_gather or reduce_scatter else None
+            if meeting is None:
                 continue
             size = nbytes if memory is None else memory
             ring = size if all_gather else 0
-            made.shards[group] = Shards(group, device, made.timeout, ring, arguments)
+            made.shards[group] = Shards(group, device, made.timeout, ring, arguments, meeting)
         for param_group in param_groups:
             _put_shards(made, param_group, all_gather, reduce_scatter)
             if all_reduce:
@@ -135,8 +138,9 @@ def report(model: Any) -> dict[str, Any]:
     name), staged (calls that went by way of slots, since an output lay outside of window memory),
     sms (the most that a call took) and handed (calls that the group's own backend made). For
     "all_reduce", HSDP's: calls carried and handed. "memory": bytes of window memory, "refused":
-    outputs that it had no room for. "obstacles": why groups stay with their own backends, by their
-    ranks. Raises `Error`: invalid where the model is not enabled.
+    outputs that it had no room for. "hosts", of groups that span some, by their ranks: how many,
+    the `ranks` of each, and bytes `received` from others. "obstacles": why groups stay with their
+    own backends, by their ranks. Raises `Error`: invalid where the model is not enabled.
     """
     made = _enabled.get(model)
     if made is None:
@@ -146,12 +150,20 @@ def report(model: Any) -> dict[str, Any]:
         shards.settle()
     for op in ("all_gather", "reduce_scatter"):
         facts[op] = _sum([shards.ran[op].facts() for shards in made.shards.values()])
-    told = [report_of_group(own) for own in {*made.replicas.values()}]
+    told = [report_of_group(own) for own in {*made.replicas.values()} - {None}]
     facts["all_reduce"] = {
         kind: sum(sum(one[kind].values()) for one in told) for kind in ("carried", "handed")
     }
     facts["memory"] = sum(shards.ring.nbytes for shards in made.shards.values())
     facts["refused"] = sum(shards.ring.refused for shards in made.shards.values())
+    facts["hosts"] = {
+        str(dist.get_process_group_ranks(group)): {
+            **shards.hosts[0].facts(),
+            "received": sum(one.received for one in shards.hosts),
+        }
+        for group, shards in made.shards.items()
+        if shards.hosts
+    }
     facts["obstacles"] = dict(made.obstacles)
     return facts
 
@@ -207,26 +219,30 @@ def _gathered_bytes(param_group: Any) -> int:
     return total
 
 
-def _stays(group: Any, device: Any, made: _Enabled, spans: bool = False) -> bool:
-    """Whether a group stays with its own backend, which all its ranks agree on."""
+def _meeting(group: Any, device: Any, made: _Enabled) -> Meeting | None:
+    """Where the ranks of a group are; None, on all of them: it stays with its own backend."""
     if dist.get_world_size(group) == 1:
-        return True
+        return None
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, reach.facts_of(torch.device(device)), group=group)
-    why = reach.obstacle(told, spans)
-    if why:
+    own = (reach.facts_of(torch.device(device)), uuid.uuid4().hex)
+    dist.all_gather_object(told, own, group=group)
+    facts = [one for one, _ in told]
+    if why := reach.obstacle(facts):
         ranks = str(dist.get_process_group_ranks(group))
         made.obstacles[ranks] = why
         log.warning("fsdp: ranks %s stay with backend %s: %s", ranks, dist.get_backend(group), why)
-    return bool(why)
+        return None
+    store = dist.PrefixStore(f"offcore.fsdp/{told[0][1]}/", _get_process_group_store(group))
+    return Meeting(store, reach.hosts_of(facts))
 
 
 def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
     """The group of the backend "offcore" that stands for one of HSDP; None: it stays."""
     if group not in made.replicas:
+        made.replicas[group] = None
         if isinstance(calls_of(group), Calls):
             made.replicas[group] = group
-        elif not _stays(group, device, made, spans=True):
+        elif _meeting(group, device, made) is not None:
             ranks = dist.get_process_group_ranks(group)
             made.replicas[group] = dist.new_group(
                 ranks,
@@ -236,5 +252,5 @@ def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
                 use_local_synchronization=True,
                 group_desc="offcore.fsdp",
             )
-    own = made.replicas.get(group)
+    own = made.replicas[group]
     return None if own is group else own

@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-from offcore.comm import Communicator, Result
-from offcore.distributed.sides import Body, open_communicator, side_of
+from offcore.comm import Communicator
+from offcore.distributed.hosts import Hosts, open_ends
+from offcore.distributed.sides import Body, side_of
 from offcore.fsdp.memory import Ring
 from offcore.torch_calls import reducible, reduction_of
 
@@ -39,7 +40,7 @@ class Ran:
         self._sms = 0
         self._variants: collections.Counter[str] = collections.Counter()
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Any) -> None:
         with self._lock:
             self._calls += 1
             self._bytes += result.bytes
@@ -59,27 +60,44 @@ class Ran:
             }
 
 
+class Meeting(NamedTuple):
+    """Where the ranks of a group find each other: their store, and which are on each host."""
+
+    store: Any
+    hosts: list[list[int]]
+
+
 class Shards:
-    """The ranks of one group, each with a shard, their communicator and its two lanes. Collective:
-    `memory` bytes of window memory on each."""
+    """The ranks of one group, each with a shard, and a lane for each direction. Where they are on
+    several hosts, their communicator is that of a host's. Collective: `memory` bytes of window
+    memory on each."""
 
     def __init__(
-        self, group: Any, device: Any, timeout: float, memory: int, arguments: dict[str, Any]
+        self,
+        group: Any,
+        device: Any,
+        timeout: float,
+        memory: int,
+        arguments: dict[str, Any],
+        meeting: Meeting,
     ) -> None:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        name = f"fsdp {dist.get_process_group_ranks(group)}"
+        self._rank = dist.get_rank(group)
         self.group = group
-        self.comm: Communicator = open_communicator(group, rank, ranks, timeout, device, arguments)
-        self.ring = Ring(self.comm, memory)
+        self._ends = open_ends(*meeting, self._rank, timeout, device, arguments, lanes=2)
+        self.hosts = [end for end in self._ends if isinstance(end, Hosts)]  # none: there is one
+        self.ring = Ring(self.hosts[0].inside if self.hosts else self._ends[0], memory)
+        for one in self.hosts:
+            one.region_of = self.ring.region
         self.ran = {"all_gather": Ran(), "reduce_scatter": Ran()}
-        name = str(dist.get_process_group_ranks(group))
         self._sides = {
-            op: side_of(self.comm, f"fsdp {name}", rank, timeout, device, ran.add)
-            for op, ran in self.ran.items()
+            op: side_of(end, name, self._rank, timeout, device, ran.add)
+            for end, (op, ran) in zip(self._ends, self.ran.items(), strict=True)
         }
 
     def all_gather(self, out: Any, inp: Any, late: bool) -> Any:
-        place = self.ring.region(out)
-        own = out.data_ptr() + self.comm.local_ranks[0] * inp.nbytes == inp.data_ptr()
+        place = None if self.hosts else self.ring.region(out)
+        own = out.data_ptr() + self._rank * inp.nbytes == inp.data_ptr()
         target, given = (out if place is None else place), (None if own else inp)
 
         def body(comm: Communicator) -> Any:
@@ -107,7 +125,8 @@ class Shards:
         """Once what is under way has ended, in both lanes."""
         for side in self._sides.values():
             side.stop()
-        self.comm.close()
+        for end in self._ends:
+            end.close()
 
 
 class AllGather(_AllGather):  # type: ignore[misc]
