@@ -83,7 +83,7 @@ def _views(spec: Any, kv_caches: Any) -> list[Any] | None:
     ]
     kept = ""
     views: list[Any] = []
-    if getattr(spec, "replicated_layout", False) or getattr(spec, "canonical_layout", False):
+    if getattr(spec, "replicated_layout", False):
         kept = "host memory that ranks share"
     elif any(group != refs[0] for group in refs):
         kept = "groups of layers whose pages differ"
