@@ -114,6 +114,7 @@ def test_operands_outlive_their_owners(as_threads: Any, call: str) -> None:
 
 def test_windows_outlive_their_owners(as_threads: Any) -> None:
     """As arrays do."""
+    gc.collect()  # what other tests left is not unmapped meanwhile
     dropped = threading.Event()
 
     def shares_mapped() -> int:

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import generated
-import graphs
+import loop_graphs
 import numpy as np
 import pytest
 
@@ -34,7 +34,7 @@ def comm():
 
 @pytest.mark.parametrize(("count", "blocks"), [(512, 1), (512, 3), (65536, 4)])
 def test_all_reduce(comm, count, blocks):
-    made = graphs.all_reduce(count)
+    made = loop_graphs.all_reduce(count)
     windows = [comm.window(count * 4) for _ in range(2)]
     data = [RNG.integers(0, 1 << 32, count, "uint32") for _ in range(2)]
     with loop.Loop(comm, made, buffers=windows, blocks=blocks) as looped:
@@ -42,7 +42,7 @@ def test_all_reduce(comm, count, blocks):
             looped.write(made[rank].buffers["data"][:], data[rank], rank)
         looped.run(3)
         looped.run(4)
-        want = graphs.all_reduce_expected(data, 7)
+        want = loop_graphs.all_reduce_expected(data, 7)
         for rank in range(2):
             assert (looped.read(made[rank].buffers["data"][:], rank) == want[rank]).all()
             assert looped.times(rank).shape == (7, 1)
@@ -51,14 +51,14 @@ def test_all_reduce(comm, count, blocks):
         time.sleep(0.05)
         ended = looped.stop()
         assert ended >= 7
-        want = graphs.all_reduce_expected(data, ended)
+        want = loop_graphs.all_reduce_expected(data, ended)
         for rank in range(2):
             assert (looped.read(made[rank].buffers["data"][:], rank) == want[rank]).all()
 
 
 def test_mlp(comm):
     rows, width, hidden, iterations = 70, 64, 96, 5
-    made = graphs.mlp(rows, width, hidden)
+    made = loop_graphs.mlp(rows, width, hidden)
     windows = [comm.window(rows * width * 4) for _ in range(3)]
     x = RNG.integers(0, 2, rows * width).astype(np.float32)
     weights = [
@@ -70,7 +70,7 @@ def test_mlp(comm):
             for name, one in (("x", x), ("w1", weights[rank][0]), ("w2", weights[rank][1])):
                 looped.write(made[rank].buffers[name][:], one, rank)
         looped.run(iterations)
-        want = graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
+        want = loop_graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
         for rank in range(2):
             assert (looped.read(made[rank].buffers["x"][:], rank) == want).all()
 
@@ -142,7 +142,7 @@ def test_requests_open_last_and_stop_first(comm, monkeypatch):
         (Requests, "stop"),
     ):
         noted(owner, name)
-    made = graphs.all_reduce(512)
+    made = loop_graphs.all_reduce(512)
     with loop.Loop(comm, made, buffers=[comm.window(2048) for _ in range(2)]) as looped:
         looped.run(1)
     made, stopped = order.index("Requests.__init__"), order.index("Requests.stop")
@@ -175,7 +175,7 @@ def test_what_is_refused(comm):
 
 
 def test_a_schedule_is_the_graphs_puts():
-    made = graphs.all_reduce(512)
+    made = loop_graphs.all_reduce(512)
     assert loop.schedule_of(made) == [
         [offcore.Put(1, 1, 0, 4, 4), offcore.Put(1, 0, 0, 0, 4)],
         [offcore.Put(0, 1, 0, 0, 4), offcore.Put(0, 0, 0, 4, 4)],
@@ -184,7 +184,7 @@ def test_a_schedule_is_the_graphs_puts():
 
 def test_instructions():
     """No wait that program order or an earlier wait implies."""
-    lists = loop.Plan(graphs.all_reduce(512)[0], 2).blocks
+    lists = loop.Plan(loop_graphs.all_reduce(512)[0], 2).blocks
     kinds = [one.kind for one in lists[0]]
     assert kinds.count(plan.RUN) == 3
     assert kinds.count(plan.ARRIVED) == 3
@@ -195,7 +195,7 @@ def test_instructions():
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_the_generated_kernel_as_host_code(comm, tmp_path):
     rows, width, hidden, iterations = 70, 64, 96, 5
-    made = graphs.mlp(rows, width, hidden)
+    made = loop_graphs.mlp(rows, width, hidden)
     sides = [comm.empty(rows * width, "float32") for _ in range(3)]
     x = RNG.integers(0, 2, rows * width).astype(np.float32)
     weights = [
@@ -221,7 +221,7 @@ def test_the_generated_kernel_as_host_code(comm, tmp_path):
             for one in kernels:
                 one.start(turn)
             assert [one.join() for one in kernels] == [0, 0]
-        want = graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
+        want = loop_graphs.mlp_expected(x, weights, rows, width, hidden, iterations)
         for one in kernels:
             assert (one.memory["x"] == want).all()
         for one in kernels:  # without an end, until both are told
@@ -234,7 +234,7 @@ def test_the_generated_kernel_as_host_code(comm, tmp_path):
         for one in kernels:
             one.shared.end = max(begun) + 1
         assert [one.join() for one in kernels] == [0, 0]
-        want = graphs.mlp_expected(x, weights, rows, width, hidden, max(begun))
+        want = loop_graphs.mlp_expected(x, weights, rows, width, hidden, max(begun))
         for one in kernels:
             assert (one.memory["x"] == want).all()
             one.args.base = max(begun)
@@ -248,7 +248,7 @@ def test_nvcc_compiles_the_text(tmp_path):
     if nvcc is None:
         pytest.skip("no nvcc")
     file = tmp_path / "loop.cu"
-    file.write_text(source.text_of(loop.Plan(graphs.mlp(70, 64, 96)[0], 8)), "utf-8")
+    file.write_text(source.text_of(loop.Plan(loop_graphs.mlp(70, 64, 96)[0], 8)), "utf-8")
     command = [nvcc, "-std=c++17", "-arch=sm_90", "-ptx", "-o", str(tmp_path / "loop.ptx")]
     command += [f"-I{one}" for one in source.include_paths()]
     done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=100)

@@ -75,6 +75,12 @@ def test_no_type_name_stands_twice_in_the_core() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_no_module_of_tests_has_the_name_of_another() -> None:
+    """pytest imports them by name alone: of two one worker may import the wrong one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_a_backend_is_a_small_interface() -> None:
     """Nine virtuals; what not every backend has is a capability that one asks for."""
     text = (ROOT / "core/backend/backend.h").read_text("utf-8")
