@@ -1,9 +1,8 @@
 #include "core/base/reduction.h"
 
 #include <cmath>
-#include <iterator>
 
-#include "core/base/error.h"
+#include "core/base/names.h"
 
 namespace offcore {
 namespace {
@@ -18,12 +17,7 @@ constexpr std::string_view kOps[] = {"sum", "avg", "premul_sum", "min", "max"};
 std::string_view to_string(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
 
 DType parse_dtype(std::string_view text) {
-  for (size_t i = 0; i < std::size(kDTypes); ++i) {
-    if (kDTypes[i] == text) return static_cast<DType>(i);
-  }
-  std::string known;
-  for (const std::string_view name : kDTypes) known += cat(known.empty() ? "" : ", ", name);
-  fail(Code::invalid, "no reduction of dtype '", text, "': known are ", known);
+  return parse_name<DType>("dtype of a reduction", text, kDTypes);
 }
 
 uint64_t size_of(DType dtype) { return kSizes[static_cast<size_t>(dtype)]; }
@@ -31,10 +25,7 @@ uint64_t size_of(DType dtype) { return kSizes[static_cast<size_t>(dtype)]; }
 std::string_view to_string(ReduceOp op) { return kOps[static_cast<size_t>(op)]; }
 
 ReduceOp parse_reduce_op(std::string_view text) {
-  for (size_t i = 0; i < std::size(kOps); ++i) {
-    if (kOps[i] == text) return static_cast<ReduceOp>(i);
-  }
-  fail(Code::invalid, "unknown reduction '", text, "': known are sum, avg, premul_sum, min, max");
+  return parse_name<ReduceOp>("reduction", text, kOps);
 }
 
 void check(const Reduction& reduction, std::string_view call) {

@@ -15,7 +15,7 @@ struct CachedPlan {
   std::shared_ptr<const Program> program;
   std::unique_ptr<Loaded> loaded;
   std::shared_ptr<const Result> result;
-  bool full_exchange = false;
+  bool proves_entry = false;
   // prelaunch, credits: words and slots that no other launch touches
   std::unique_ptr<LaneState> own_track;
   std::unique_ptr<Launch> armed;    // prelaunch: the next launch

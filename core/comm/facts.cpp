@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "core/base/error.h"
+#include "core/base/names.h"
 #include "core/comm/request.h"
 
 namespace offcore {
@@ -26,7 +26,7 @@ std::string_view to_string(Collective collective) {
   return kNames[static_cast<size_t>(collective)];
 }
 
-bool full_exchange(Collective collective) {
+bool proves_entry(Collective collective) {
   return collective == Collective::all_gather || collective == Collective::all_to_all ||
          reduces(collective);
 }
@@ -36,20 +36,12 @@ bool reduces(Collective collective) { return collective >= Collective::reduce_sc
 std::string_view to_string(Wanted wanted) { return kWanted[static_cast<size_t>(wanted)]; }
 
 Wanted parse_wanted(std::string_view text) {
-  for (size_t i = 0; i < std::size(kWanted); ++i) {
-    if (kWanted[i] == text) return static_cast<Wanted>(i);
-  }
-  fail(Code::invalid, "unknown protocol '", text,
-       "': known are auto, barrier, credits, promise, eager");
+  if (text == to_string(Wanted::view)) return Wanted::view;  // view calls ask for it, users do not
+  return parse_name<Wanted>("protocol", text, std::span(kWanted).first<5>());
 }
 
 Collective parse_collective(std::string_view text) {
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    if (kNames[i] == text) return static_cast<Collective>(i);
-  }
-  fail(Code::invalid, "unknown operation '", text,
-       "': known are all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter, "
-       "all_reduce, reduce");
+  return parse_name<Collective>("operation", text, kNames);
 }
 
 Facts shared(const Facts& facts) {

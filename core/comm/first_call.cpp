@@ -53,7 +53,7 @@ ProtocolForm decide(const Request& request, const Facts& facts, bool same_place,
   if (wanted == Wanted::promise || wanted == Wanted::view) return {.entry = false};
   if (reduces(request.collective)) return {.entry = false, .staged = staged};
   // Whoever has everyone's data has seen everyone enter: slots then need no round of their own.
-  const bool round = wanted == Wanted::barrier || !full_exchange(facts.collective);
+  const bool round = wanted == Wanted::barrier || !proves_entry(facts.collective);
   return {.entry = round || !staged, .staged = staged};
 }
 
@@ -283,7 +283,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
     plan->credits = all_or_none([&] { return backend_->load(std::move(halves.credits)); });
   }
   plan->loaded = all_or_none([&] { return backend_->load(plan->program); });
-  plan->full_exchange = full_exchange(facts.collective);
+  plan->proves_entry = proves_entry(facts.collective);
   plan->views = request.view();
   const bool own = std::any_of(local_ranks_.begin(), local_ranks_.end(),
                                [&](Rank rank) { return copies_within(*whole, rank); });

@@ -73,18 +73,18 @@ void Slots::grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t 
   turn_ = 0;
 }
 
-Slots::SlotPlace Slots::take(bool full_exchange) {
+Slots::SlotPlace Slots::take(bool turns) {
   SlotPlace place = upcoming();
-  if (!full_exchange) place.offset = turning_ * bytes_;
+  if (!turns) place.offset = turning_ * bytes_;
   // Whoever reads a former slot has been told to be done before this launch: so says the slot rule,
   // and on GPUs "done" means earlier in the stream. They may go when this launch has ended.
   if (turn_ + 2 >= turning_) place.former.swap(former_);
-  if (full_exchange) ++turn_;
+  if (turns) ++turn_;
   return place;
 }
 
-void Slots::give_back(SlotPlace place, bool full_exchange) {
-  if (full_exchange) --turn_;
+void Slots::give_back(SlotPlace place, bool turns) {
+  if (turns) --turn_;
   if (!place.former.empty()) former_.swap(place.former);
 }
 

@@ -63,8 +63,8 @@ struct Flags {
   }
 };
 
-// A ring of slots of equal size: a number that full exchanges take in turn and, behind them, one
-// that an entry signal guards, for the others.
+// A ring of slots of equal size: a number that are taken in turn by launches whose end proves that
+// all have entered and, behind them, one that an entry signal guards, for the others.
 class Slots {
  public:
   explicit Slots(uint32_t turning, bool guarded) : turning_(turning), guarded_(guarded) {}
@@ -86,12 +86,13 @@ class Slots {
   // keep the old ones.
   void grow(Backend& backend, Rendezvous* rendezvous, Rank ranks, uint64_t bytes,
             const Deadline& deadline);
-  // The slot that the next full exchange will take.
+  // The slot that the next launch that turns them will take.
   SlotPlace upcoming() const { return {.window = window_, .offset = turn_ % turning_ * bytes_}; }
-  // The slot of the next launch: in turn for full exchanges, the guarded one otherwise.
-  SlotPlace take(bool full_exchange);
+  // The slot of the next launch: in turn where its end proves that all have entered, else the
+  // guarded one.
+  SlotPlace take(bool turns);
   // Undoes the last `take`, which gave that: its launch was refused.
-  void give_back(SlotPlace place, bool full_exchange);
+  void give_back(SlotPlace place, bool turns);
 
  private:
   const uint32_t turning_;

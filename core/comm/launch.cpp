@@ -151,7 +151,7 @@ Communicator::Bound Communicator::bind(CachedPlan& plan, const Request& request,
     const auto id = static_cast<BufferId>(i);
     const Buffer& buffer = buffers[i];
     if (buffer.role == Role::slot) {
-      take(track.slots, captured || plan.full_exchange, id);
+      take(track.slots, captured || plan.proves_entry, id);
     } else if (buffer.role == Role::scratch) {
       for (const Share& share : track.scratch) binding.base(id, share.rank) = share.data;
     } else if (plan.views && buffer.role == Role::output) {

@@ -26,8 +26,9 @@ enum class Collective : uint8_t {
 std::string_view to_string(Collective collective);
 Collective parse_collective(std::string_view text);
 
-// Whether all of its ranks hear from all others before they end.
-bool full_exchange(Collective collective);
+// Whether a rank that has ended knows that all others have entered (the slot rule): it has heard
+// from each, by a full exchange or as a reduction's shares came.
+bool proves_entry(Collective collective);
 bool reduces(Collective collective);
 
 // The protocol that a caller asks for: one of a program's, or

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/base/names.h"
+
 namespace offcore::kv {
 namespace {
 
@@ -53,10 +55,8 @@ bool may_pay(const Layout& layout, std::span<const uint64_t> memories, const Mac
 }  // namespace
 
 Policy parse_policy(std::string_view name) {
-  if (name == "auto") return Policy::best;
-  if (name == "zero_sm") return Policy::zero_sm;
-  if (name == "pack") return Policy::pack;
-  fail(Code::invalid, "unknown policy '", name, "': auto, zero_sm or pack");
+  constexpr std::string_view kNames[] = {"auto", "zero_sm", "pack"};
+  return parse_name<Policy>("policy", name, kNames);
 }
 
 uint32_t sms_of_lane(uint32_t sms) { return sms / std::min(sms, kLanesMax); }

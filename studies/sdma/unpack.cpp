@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "core/base/error.h"
+#include "core/base/names.h"
 
 namespace offcore::sdma {
 namespace {
@@ -60,10 +60,7 @@ std::string rect_refusal(const Packet& packet) {
 std::string_view to_string(PacketKind kind) { return kKindNames[static_cast<size_t>(kind)]; }
 
 PacketKind parse_kind(std::string_view name) {
-  for (size_t i = 0; i < kKinds; ++i) {
-    if (kKindNames[i] == name) return static_cast<PacketKind>(i);
-  }
-  fail(Code::invalid, "no SDMA packet is named '", name, "'");
+  return parse_name<PacketKind>("SDMA packet", name, kKindNames);
 }
 
 Field parse_field(std::string_view name) {

@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[Call, str, tuple[str, ...]]] = {
     "unknown protocol": (
         lambda s: s.comm.all_gather(s.out, protocol="hope"),
         "invalid",
-        ("'hope'", "auto, barrier, credits, promise, eager"),
+        ("'hope'", "auto, barrier, credits, eager, promise"),
     ),
     "unknown operation": (
         lambda s: s.comm.program("rotate", 4096),

@@ -204,7 +204,8 @@ def test_what_cannot_be_packed() -> None:
     world = Apart()
     def opened(**options):
         return code_of(lambda: kv.BlockTransfer(world.layout, world.pool, **options))
-    assert opened(policy="fast") == ("invalid", "unknown policy 'fast': auto, zero_sm or pack")
+    told = "unknown policy 'fast': known are auto, zero_sm, pack"
+    assert opened(policy="fast") == ("invalid", told)
     for options in ({"kernel": True}, {"plain_from": 1}):
         assert opened(policy="pack", **options)[0] == "invalid"
     code, told = opened(policy="pack", pack_bytes=1 << 10)

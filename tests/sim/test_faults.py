@@ -132,7 +132,7 @@ def test_deadlock_is_a_timeout_not_a_hang() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _core.Fault("gone"), "unknown fault 'gone'; known: slow_engine"),
+        (lambda: _core.Fault("gone"), "unknown fault 'gone': known are slow_engine"),
         (lambda: _core.Fault("lost_signal", queue="all"), 'a number or "caller"'),
         (lambda: run(_core.Fault("dead_rank", rank=9)), "no such rank"),
         (lambda: run(_core.Fault("slow_engine", factor=0)), "factor must be above 0"),

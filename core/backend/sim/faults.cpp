@@ -1,6 +1,6 @@
 #include "core/backend/sim/faults.h"
 
-#include "core/base/error.h"
+#include "core/base/names.h"
 
 namespace offcore::sim {
 namespace {
@@ -13,11 +13,7 @@ constexpr std::string_view kFaultNames[] = {"slow_engine", "late_signal", "lost_
 std::string_view to_string(Fault::Kind kind) { return kFaultNames[static_cast<size_t>(kind)]; }
 
 Fault::Kind parse_fault_kind(std::string_view name) {
-  for (size_t i = 0; i < std::size(kFaultNames); ++i) {
-    if (name == kFaultNames[i]) return static_cast<Fault::Kind>(i);
-  }
-  fail(Code::invalid, "unknown fault '", name,
-       "'; known: slow_engine, late_signal, lost_signal, flipped_byte, dead_rank");
+  return parse_name<Fault::Kind>("fault", name, kFaultNames);
 }
 
 std::string to_string(const Fault& fault) {
