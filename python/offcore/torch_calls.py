@@ -65,6 +65,16 @@ def joined(parts: Sequence[Any]) -> Any:
     return torch.cat([packed(part, True)[0].detach().reshape(-1) for part in parts])
 
 
+def as_bytes(tensor: Any) -> Any:
+    """What only moves: torch's own backends do not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def split_evenly(count: int, ranks: int) -> list[int]:
+    """Each rank's part of so many elements."""
+    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+
+
 def reducible(dtype: Any) -> bool:
     """Whether offcore reduces that dtype."""
     return dtype in _REDUCIBLE

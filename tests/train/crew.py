@@ -36,7 +36,7 @@ def run(
             child = os.fork()
             if child == 0:
                 before(rank)
-                _be(rank, ranks, main, backend, place, timeout_s)
+                be(rank, ranks, main, backend, place, timeout_s)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if killed is not None and codes[killed] == -signal.SIGKILL:
@@ -45,7 +45,7 @@ def run(
         sys.exit(f"{main.__name__}: ranks ended with {codes}")
 
 
-def _be(
+def be(
     rank: int,
     ranks: int,
     main: Callable[[int, int], None],

@@ -61,11 +61,11 @@ def drawn(draw: random.Random, count: int, dtype: Any) -> Any:
     return torch.tensor([draw.randrange(5) for _ in range(count)], dtype=torch.float32).to(dtype)
 
 
-def results(rank: int, ranks: int) -> None:
+def results(rank: int, ranks: int, turns: int = 40) -> None:
     """Are gloo's to the bit where sums are exact."""
     gloo = dist.new_group(backend="gloo")
     shared = random.Random(3)
-    for turn in range(60):
+    for turn in range(turns):
         dtype, count = shared.choice(DTYPES), shared.choice([0, 1, 3, 17, 1000])
         kept = {"async_op": shared.random() < 0.5}
         root = shared.randrange(ranks)
@@ -77,6 +77,9 @@ def results(rank: int, ranks: int) -> None:
             gathered, swapped = torch.zeros_like(whole), torch.zeros_like(whole)
             scattered, summed, told = torch.zeros_like(part), part.clone(), part.clone()
             lists = [torch.zeros_like(part) for _ in range(ranks)]
+            taken, reduced = torch.zeros_like(part), part.clone()
+            parts = [torch.zeros_like(part) for _ in range(ranks)] if rank == root else None
+            given = [*whole.split(count)] if rank == root and count else None
             works = [
                 dist.all_gather_into_tensor(gathered, part, group=group, **kept),
                 dist.all_gather(lists, part, group=group, **kept),
@@ -84,11 +87,16 @@ def results(rank: int, ranks: int) -> None:
                 dist.all_reduce(summed, op=op, group=group, **kept),
                 dist.all_to_all_single(swapped, whole, group=group, **kept),
                 dist.broadcast(told, root, group=group, **kept),
+                dist.gather(part, parts, root, group=group, **kept),
+                dist.reduce(reduced, root, op, group=group, **kept),
             ]
+            if count:  # gloo has no list of empty parts
+                works.append(dist.scatter(taken, given, root, group=group, **kept))
             for work in works:
                 if work is not None:
                     work.wait()
-            outs.append([gathered, *lists, scattered, summed, swapped, told])
+            outs.append([gathered, *lists, scattered, summed, swapped, told, taken])
+            outs[-1] += [*parts, reduced] if rank == root else []
         for ours, theirs in zip(*outs, strict=True):
             assert torch.equal(ours, theirs), (turn, dtype, count)
     told = offcore.distributed.report()
@@ -116,20 +124,23 @@ def bytes_between(rank: int, ranks: int, local: int) -> None:
     part = torch.ones(1 << 18)
     whole = torch.ones(ranks << 18)
     far = (hosts - 1) * part.nbytes
-    cases = {
-        "all_gather": (lambda: dist.all_gather_into_tensor(whole, part), far),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), far),
-        "all_reduce": (lambda: dist.all_reduce(whole), 2 * far),
-        "all_to_all": (
-            lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-            far * local,
-        ),
+    parts = [torch.empty_like(part) for _ in range(ranks)] if rank == 0 else None
+    there, away = int(rank < local), int(rank >= local)  # of the root's host, or not
+    swapped = torch.empty_like(whole)
+    cases = {  # what a rank sends, and gets
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, part), far, far),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), far, far),
+        "all_reduce": (lambda: dist.all_reduce(whole), 2 * far, 2 * far),
+        "all_to_all": (lambda: dist.all_to_all_single(swapped, whole), far * local, far * local),
+        "gather": (lambda: dist.gather(part, parts), away * part.nbytes, there * far),
+        "scatter": (lambda: dist.scatter(part, parts), there * far, away * part.nbytes),
+        "reduce": (lambda: dist.reduce(whole, 0), far + away * part.nbytes, far + there * far),
     }
-    for name, (call, least) in cases.items():
+    for name, (call, sends, gets) in cases.items():
         before = offcore.distributed.report()["hosts"]["cpu"]["received"]
         count = counted(call)
-        assert least <= count <= least + HEADERS * hosts, (name, count, least)
-        assert offcore.distributed.report()["hosts"]["cpu"]["received"] - before == least, name
+        assert sends <= count <= sends + HEADERS * hosts, (name, count, sends)
+        assert offcore.distributed.report()["hosts"]["cpu"]["received"] - before == gets, name
 
 
 def trained(whole: Any, rank: int) -> list[Any]:

@@ -44,18 +44,12 @@ class Collectives:
         self._side(torch.device("cpu"))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        def body(comm: Communicator) -> Any:
-            return _each(lambda one: comm.broadcast(one, root=root), tensors, (), self.rank == root)
-
         root = opts.rootRank
-        return self._run("broadcast", body, tensors, tensors, opts)
+        return self._plain("broadcast", tensors, (), opts, self.rank == root, root=root)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        def body(comm: Communicator) -> Any:
-            return _each(lambda one: comm.all_reduce(one, op=op, scale=scale), tensors)
-
         op, scale = reduction_of(opts.reduceOp) or ("", 1.0)
-        return self._run("all_reduce", body, tensors, tensors, opts, op)
+        return self._plain("all_reduce", tensors, (), opts, op=op, scale=scale)
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         def body(comm: Communicator) -> Any:
@@ -91,10 +85,7 @@ class Collectives:
         return self._run("all_gather", body, [*flattened, *inputs], outputs, opts, even=even)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        def body(comm: Communicator) -> Any:
-            return _each(comm.all_gather, outputs, [inputs])
-
-        return self._run("all_gather", body, [*outputs, *inputs], outputs, opts)
+        return self._plain("all_gather", outputs, [inputs], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """inputs[0][r]: what goes to rank r; sizes may differ."""
@@ -115,14 +106,8 @@ class Collectives:
         return self._run("reduce_scatter", body, used, outputs, opts, op, even)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        def body(comm: Communicator) -> Any:
-            def start(out: Any, inp: Any) -> Any:
-                return comm.reduce_scatter(out, inp, op, scale=scale)
-
-            return _each(start, outputs, [inputs])
-
         op, scale = reduction_of(opts.reduceOp) or ("", 1.0)
-        return self._run("reduce_scatter", body, [*outputs, *inputs], outputs, opts, op)
+        return self._plain("reduce_scatter", outputs, [inputs], opts, op=op, scale=scale)
 
     def all_to_all_single(
         self, out: Any, inp: Any, out_splits: Sequence[int], in_splits: Sequence[int], opts: Any
@@ -217,6 +202,24 @@ class Collectives:
         for side in [*self._sides.values()]:
             do(side)
 
+    def _plain(
+        self, op: str, outputs: Any, inputs: Any, opts: Any, read: bool = False, /, **given: Any
+    ) -> Any:
+        """An operation on each output, with its input where there are some."""
+
+        def body(comm: Communicator) -> Any:
+            handles: list[Any] = []
+            copies: list[tuple[Any, Any]] = []
+            for out, *others in zip(outputs, *inputs, strict=True):
+                whole, back = packed(out, read)
+                packs = [packed(one, True)[0] for one in others]
+                handles.append(getattr(comm, op)(whole, *packs, **given))
+                copies += back
+            return handles, copies
+
+        used = [*outputs, *(one for tensors in inputs for one in tensors)]
+        return self._run(op, body, used, outputs, opts, given.get("op"))
+
     def _run(
         self,
         op: str,
@@ -292,19 +295,6 @@ class Collectives:
                     f"expects {taken[rank]}",
                 )
         return counts
-
-
-def _each(
-    start: Callable[..., Any], outputs: Any, inputs: Sequence[Any] = (), only_read: bool = False
-) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """An operation on each output, with its input where there are some, all contiguous."""
-    handles: list[Any] = []
-    copies: list[tuple[Any, Any]] = []
-    for out, *given in zip(outputs, *inputs, strict=True):
-        whole, back = packed(out, only_read)
-        handles.append(start(whole, *(packed(one, True)[0] for one in given)))
-        copies += back
-    return handles, copies
 
 
 def _alike(tensors: Sequence[Any]) -> None:

@@ -30,7 +30,8 @@ def configure(**arguments: Any) -> None:
 
 
 class Options(Arguments):
-    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8."""
+    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; and
+    `between`, offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md)."""
 
 
 class Together(dist.Work):  # type: ignore[misc]

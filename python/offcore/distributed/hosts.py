@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +19,23 @@ import torch
 import torch.distributed as dist
 
 import offcore
-from offcore.comm import Communicator, Handle
+from offcore.comm import Communicator, Handle, Result
 from offcore.distributed.sides import log, open_communicator
 from offcore.errors import error
+from offcore.mcast.torch import McastGroup
+from offcore.torch_calls import as_bytes, split_evenly
 
-_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+_OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "scatter",
+    "gather",
+)
 _TORCH = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _ORDERED = {"min": torch.minimum, "max": torch.maximum}
 
@@ -35,41 +49,26 @@ class Place(NamedTuple):
     locals: int
 
 
-class Whole(NamedTuple):
-    """What a call's operations within the host were together: a `Result` in short."""
-
-    bytes: int  # of the whole array, over all hosts
-    variant: str  # the last operation's
-    staged: bool  # whether any was
-    sms: int
-
-
 class Spanning:
     """A call's operations within the host, once those between hosts have ended or, on a GPU, are
     enqueued."""
 
-    def __init__(self, handles: Sequence[Handle], nbytes: int = 0) -> None:
+    def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        self._bytes = nbytes
 
     def done(self) -> bool:
         return all([handle.done() for handle in self._handles])
 
-    def wait(self, timeout: float) -> Whole:
-        """Raises what the operations raise."""
+    def wait(self, timeout: float) -> list[Result]:
+        """Each operation's result."""
         end = time.monotonic() + timeout
-        all_ran = [handle.wait(max(0.0, end - time.monotonic())) for handle in self._handles]
-        return Whole(
-            self._bytes,
-            all_ran[-1].variant if all_ran else "none",
-            any([one.staged for one in all_ran]),
-            max([one.sms for one in all_ran], default=0),
-        )
+        return [handle.wait(max(0.0, end - time.monotonic())) for handle in self._handles]
 
 
 class Hosts:
     """What a `Side` asks of a communicator. `inside` is that of this host's ranks, `rail` a group
-    of torch's own backend. On a CPU a call has passed the network when it returns."""
+    of torch's own backend, or one that multicasts. On a CPU a call has passed the network when it
+    returns."""
 
     def __init__(self, inside: Communicator, rail: Any, place: Place, on_gpu: bool) -> None:
         self.inside = inside
@@ -84,12 +83,13 @@ class Hosts:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take."""
+        """Seconds that a call may take, from when they are set."""
         return self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._timeout = self.inside.timeout = seconds
+        self._end = time.monotonic() + seconds
 
     def takes(self, op: str, reduction: str | None, dtype: Any, even: bool) -> bool:
         """Whether it has that operation; torch's own backend has it where it has not."""
@@ -103,12 +103,9 @@ class Hosts:
         """Rank l's part goes to rank l of every host, and from there to its host's ranks. inp:
         None where it lies in `out`. lane: of the operations inside."""
         host, hosts, local, ranks = self.place
-        wholes = _raw(out).view(hosts, -1)
-        parts = wholes.view(hosts, ranks, -1)
-        given = parts[host, local] if inp is None else _raw(inp)
-        if not given.numel():
-            return Spanning(())
-        self._begin()
+        wholes = _cut(as_bytes(out), hosts)
+        parts = _cut(wholes, hosts, ranks)
+        given = parts[host, local] if inp is None else as_bytes(inp)
         far = given.new_empty(hosts, given.numel())
         handles = []
 
@@ -119,12 +116,17 @@ class Hosts:
             handles.append(self.inside.all_gather(whole, lane=lane))
 
         opts, nbytes = self._options("Allgather"), given.nbytes * (hosts - 1)
-        start = lambda: self._rail._allgather_base(far.view(-1), given, opts)  # noqa: E731
-        self._cross(start, nbytes, meanwhile=lambda: put(host, given))
+
+        def start() -> Any:
+            work = self._rail._allgather_base(far.view(-1), given, opts)
+            put(host, given)  # meanwhile
+            return work
+
+        self._cross(start, nbytes)
         for other in range(hosts):
             if other != host:
                 put(other, far[other])
-        return Spanning(handles, wholes.nbytes)
+        return Spanning(handles)
 
     def reduce_scatter(
         self, out: Any, inp: Any, op: str, *, scale: float = 1.0, lane: int = 0
@@ -133,85 +135,121 @@ class Hosts:
         on CPUs. lane: of the operations inside."""
         hosts = self.place.hosts
         op, scale = self._inside(op, scale)
-        if not out.numel():
-            return Spanning(())
-        self._begin()
         sums = out.new_empty(hosts, out.numel())
-        parts = inp.view(-1).view(hosts, -1)
-        handles = [
+        parts = _cut(inp, hosts)
+        started = [
             self.inside.reduce_scatter(one, part, op, scale=scale, lane=lane)
             for one, part in zip(sums, parts, strict=True)
         ]
-        self._settle(handles)
+        handles = [self._now(handle) for handle in started]
         far = out.nbytes * (hosts - 1)
-        if self._on_gpu:
+        if self._on_gpu or isinstance(self._rail, McastGroup):
             opts = self._options("ReduceScatter", reduceOp=_TORCH.get(op, dist.ReduceOp.SUM))
-            self._cross(lambda: self._rail._reduce_scatter_base(out.view(-1), sums, opts), far)
+            flat, given = out.view(-1), sums.view(-1)
+            self._cross(lambda: self._rail._reduce_scatter_base(flat, given, opts), far)
         else:  # gloo reduces whole arrays and sends twice as much
             got, opts = torch.empty_like(sums), self._options("AllToAll")
             self._cross(lambda: self._rail.alltoall_base(got, sums, [], [], opts), far)
             out.view(-1).copy_(_reduced(got, op))
-        return Spanning(handles, inp.nbytes)
+        return Spanning(handles)
 
     def all_reduce(self, tensor: Any, *, op: str, scale: float = 1.0) -> Spanning:
         """A reduce-scatter inside, an all-reduce on each rail, an all-gather inside."""
-        _, hosts, local, ranks = self.place
-        op, scale = self._inside(op, scale)
         flat = tensor.view(-1)
-        if not flat.numel():
-            return Spanning(())
-        self._begin()
-        counts = _split(flat.numel(), ranks)
-        part = flat.new_empty(counts[local])
-        reduced = self.inside.reduce_scatter_v(part, flat, counts, op, scale=scale)
-        self._settle([reduced])
-        if counts[local]:
-            opts = self._options("Allreduce", reduceOp=_TORCH.get(op, dist.ReduceOp.SUM))
-            far = 2 * part.nbytes * (hosts - 1) // hosts
-            self._cross(lambda: self._rail.allreduce([part], opts), far)
+        part, counts, reduced = self._by_rail(flat, op, scale, None)
         return Spanning([reduced, self.inside.all_gather_v(flat, part, counts)])
+
+    def reduce(self, out: Any, inp: Any, op: str, *, scale: float = 1.0, root: int) -> Spanning:
+        """As an all-reduce, but to the root's host, and there to the root."""
+        host, _, local, ranks = self.place
+        origin, near = divmod(root, ranks)
+        part, counts, reduced = self._by_rail(inp.view(-1), op, scale, origin)
+        if host != origin:
+            return Spanning([reduced])
+        whole = out.view(-1) if local == near else None
+        return Spanning([reduced, self.inside.gather_v(whole, part, counts, root=near)])
+
+    def _by_rail(
+        self, flat: Any, op: str, scale: float, origin: int | None
+    ) -> tuple[Any, list[int], Handle]:
+        """This rail's part of the reduction: at that host, None: at all; all rails' counts."""
+        host, hosts, local, ranks = self.place
+        op, scale = self._inside(op, scale)
+        counts = split_evenly(flat.numel(), ranks)
+        part = flat.new_empty(counts[local])
+        reduced = self._now(self.inside.reduce_scatter_v(part, flat, counts, op, scale=scale))
+        kind, fields = ("Allreduce", {}) if origin is None else ("Reduce", {"rootRank": origin})
+        opts = self._options(kind, reduceOp=_TORCH.get(op, dist.ReduceOp.SUM), **fields)
+        far = (2 if origin in (None, host) else 1) * part.nbytes * (hosts - 1) // hosts
+        self._cross(lambda: getattr(self._rail, kind.lower())([part], opts), far)
+        return part, counts, reduced
 
     def all_to_all(self, out: Any, inp: Any) -> Spanning:
         """By rail to the host, then inside to the rank."""
         _, hosts, _, ranks = self.place
-        given = _raw(inp)
-        if not given.numel():
-            return Spanning(())
-        self._begin()
+        given = as_bytes(inp)
         far = torch.empty_like(given)
         opts, nbytes = self._options("AllToAll"), given.nbytes // hosts * (hosts - 1)
         self._cross(lambda: self._rail.alltoall_base(far, given, [], [], opts), nbytes)
-        by_rank = far.view(hosts, ranks, -1).transpose(0, 1).contiguous()
+        by_rank = _cut(far, hosts, ranks).transpose(0, 1).contiguous()
         near = torch.empty_like(by_rank)
-        moved = self.inside.all_to_all(near, by_rank)
-        self._settle([moved])
-        _raw(out).view(hosts, ranks, -1).copy_(near.transpose(0, 1))
+        moved = self._now(self.inside.all_to_all(near, by_rank))
+        _cut(as_bytes(out), hosts, ranks).copy_(near.transpose(0, 1))
+        return Spanning([moved])
+
+    def scatter(self, out: Any, parts: Any, *, root: int) -> Spanning:
+        """The root's host splits the parts by rail, and each rail brings its hosts theirs."""
+        host, hosts, _, ranks = self.place
+        origin, near = divmod(root, ranks)
+        own = as_bytes(out)
+        rows = own.new_empty(hosts, own.numel())
+        handles = []
+        if host == origin:
+            if parts is not None:
+                parts = _cut(as_bytes(parts), hosts, ranks).transpose(0, 1).contiguous()
+            handles.append(self._now(self.inside.scatter(rows, parts, root=near)))
+        opts = self._options("Scatter", rootRank=origin)
+        given = [[*rows]] if host == origin else []
+        far = own.nbytes if host != origin else 0
+        self._cross(lambda: self._rail.scatter([own], given, opts), far)
+        return Spanning(handles)
+
+    def gather(self, out: Any, inp: Any, *, root: int) -> Spanning:
+        """As a scatter, the other way."""
+        host, hosts, local, ranks = self.place
+        origin, near = divmod(root, ranks)
+        given = as_bytes(inp)
+        rows = given.new_empty(hosts, given.numel())
+        opts = self._options("Gather", rootRank=origin)
+        taken = [[*rows]] if host == origin else []
+        far = given.nbytes * (hosts - 1) if host == origin else 0
+        self._cross(lambda: self._rail.gather(taken, [given], opts), far)
+        if host != origin:
+            return Spanning(())
+        whole = given.new_empty(ranks, hosts, given.numel()) if local == near else None
+        moved = self._now(self.inside.gather(whole, rows, root=near))
+        if whole is not None:
+            _cut(as_bytes(out), hosts, ranks).copy_(whole.transpose(0, 1))
         return Spanning([moved])
 
     def broadcast(self, tensor: Any, *, root: int) -> Spanning:
         """The root's host splits it, each rail carries a part, each host puts it together."""
         host, _, local, ranks = self.place
-        flat = _raw(tensor)
-        if not flat.numel():
-            return Spanning(())
-        counts = _split(flat.numel(), ranks)
+        flat = as_bytes(tensor)
+        counts = split_evenly(flat.numel(), ranks)
         part = flat.new_empty(counts[local])
         origin, near = divmod(root, ranks)
-        self._begin()
         handles = []
         if host == origin:
             whole = flat if local == near else None
-            handles.append(self.inside.scatter_v(part, whole, counts, root=near))
-            self._settle(handles)
-        if counts[local]:
-            opts = self._options("Broadcast", rootRank=origin)
-            far = part.nbytes if host != origin else 0
-            self._cross(lambda: self._rail.broadcast([part], opts), far)
+            handles.append(self._now(self.inside.scatter_v(part, whole, counts, root=near)))
+        opts = self._options("Broadcast", rootRank=origin)
+        far = part.nbytes if host != origin else 0
+        self._cross(lambda: self._rail.broadcast([part], opts), far)
         return Spanning([*handles, self.inside.all_gather_v(flat, part, counts)])
 
     def barrier(self, timeout: float) -> None:
         """Nobody leaves before all of all hosts have come."""
-        self._begin()
         self.inside.barrier(timeout)
         self._cross(lambda: self._rail.barrier(self._options("Barrier")), 0)
         self.inside.barrier(timeout)
@@ -242,17 +280,14 @@ class Hosts:
             return op, scale
         return "premul_sum", 1.0 / (self.place.hosts * self.place.locals)
 
-    def _begin(self) -> None:
-        self._end = time.monotonic() + self._timeout
-
     def _left(self) -> float:
         return max(0.001, self._end - time.monotonic())
 
-    def _settle(self, handles: Sequence[Handle]) -> None:
-        """What follows reads their outputs: on a GPU the stream's order is enough."""
+    def _now(self, handle: Handle) -> Handle:
+        """What follows reads its output: on a GPU the stream's order is enough."""
         if not self._on_gpu:
-            for handle in handles:
-                handle.wait(self._left())
+            handle.wait(self._left())
+        return handle
 
     def _options(self, kind: str, **fields: Any) -> Any:
         opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
@@ -261,27 +296,19 @@ class Hosts:
             setattr(opts, name, value)
         return opts
 
-    def _cross(
-        self, start: Callable[[], Any], nbytes: int, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def _cross(self, start: Callable[[], Any], nbytes: int) -> None:
         """A call of the rail, which brings so many bytes."""
         try:
             work = start()
-            if meanwhile is not None:
-                meanwhile()
             work.wait() if self._on_gpu else work.wait(datetime.timedelta(seconds=self._left()))
         except RuntimeError as failure:
             raise _named(failure) from None
         self.received += nbytes
 
 
-def _raw(tensor: Any) -> Any:
-    """What only moves, as bytes: torch's own backends do not know every dtype."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _split(count: int, ranks: int) -> list[int]:
-    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+def _cut(tensor: Any, *shape: int) -> Any:
+    """Rows of one length, also of no elements."""
+    return tensor.view(*shape, tensor.numel() // math.prod(shape))
 
 
 def _reduced(rows: Any, op: str) -> Any:
@@ -296,9 +323,8 @@ def _reduced(rows: Any, op: str) -> Any:
 def _named(failure: RuntimeError) -> Exception:
     if isinstance(failure, offcore.Error):
         return failure
-    text = str(failure)
-    code = "timeout" if "imed out" in text or "timeout" in text.lower() else "peer"
-    return error(code, f"between hosts: {text.splitlines()[0]}")
+    code = "timeout" if re.search("timed out|timeout", str(failure), re.I) else "peer"
+    return error(code, f"between hosts: {str(failure).splitlines()[0]}")
 
 
 def open_ends(
@@ -314,8 +340,12 @@ def open_ends(
     several hosts a `Hosts` with a rail of its own; they share what is inside. Collective."""
     host, local = divmod(rank, len(hosts[0]))
     place = Place(host, len(hosts), local, len(hosts[0]))
+    given = {**arguments}
+    between = given.pop("between", None)
+    if between is not None and device.type == "cuda":
+        raise error("invalid", "between: multicast carries tensors on CPUs only")
     inside = open_communicator(
-        dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, arguments
+        dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, given
     )
     if place.hosts == 1:
         return [inside] * lanes
@@ -329,6 +359,8 @@ def open_ends(
             rail = dist.ProcessGroupNCCL(meeting, host, place.hosts, options)
         else:
             rail = dist.ProcessGroupGloo(meeting, host, place.hosts, timeout=limit)
+        if between is not None:
+            rail = McastGroup(meeting, host, place.hosts, limit, between.arguments, rail)
         log.info("rail %d of %d hosts is open", local, place.hosts)
         opened.append(Hosts(inside, rail, place, device.type == "cuda"))
     return opened

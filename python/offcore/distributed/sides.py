@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no lo
 _OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
 _KEPT = 8  # calls in the caller's order that may have ended and not been let go of
+_NOW = types.SimpleNamespace(asyncOp=False)  # torch's options of a call in the caller's order
 log = logging.getLogger("offcore.distributed")
 
 
@@ -53,23 +55,21 @@ class _Label(NamedTuple):
         return f"{self.op} (call {self.call} of rank {self.rank}, group {self.group})"
 
 
-class Side(contextlib.AbstractContextManager["Side"]):
+class Side:
     """A communicator of a group, or `Hosts`, and how its calls run. `told` hears of each
-    operation's result, a Result or Whole."""
+    operation's result, or all those of a call that spans hosts."""
 
     def __init__(
-        self, comm: Any, name: str, rank: int, timeout: float, told: Told = _nobody
+        self, comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
     ) -> None:
         self.comm = comm
+        self.device = device
         self._told = told
         self._name = name
         self._rank = rank
         self._timeout = timeout
         self._calls = 0
         self._failure: Exception | None = None
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def run(self, op: str, body: Body, outputs: Any, opts: Any) -> Any:
         """Starts a call; its work."""
@@ -137,12 +137,6 @@ class Side(contextlib.AbstractContextManager["Side"]):
             )
 
 
-class _Now:
-    """Options of a call in the caller's order, by torch's names."""
-
-    asyncOp = False  # noqa: N815
-
-
 class _Job:
     """A call that the thread makes."""
 
@@ -172,10 +166,8 @@ class HostSide(Side):
     """Tensors in host memory. One call at a time, in the order in which they were made: at once
     where nothing waits, else by a thread, so that no call blocks whoever makes it."""
 
-    def __init__(
-        self, comm: Any, name: str, rank: int, timeout: float, told: Told = _nobody
-    ) -> None:
-        super().__init__(comm, name, rank, timeout, told)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
         self._waiting = 0
@@ -190,7 +182,7 @@ class HostSide(Side):
         return HostWork(job, outputs, (), None)
 
     def call(self, op: str, body: Body) -> None:
-        self.run(op, body, None, _Now).wait()
+        self.run(op, body, None, _NOW).wait()
 
     def _begin(self, job: _Job, waits: bool) -> None:
         with self._lock:
@@ -314,18 +306,9 @@ class GpuSide(Side):
     of the group's own, behind what the current stream has. Training makes a call a layer, each on
     the host's way to the next kernel: nothing here is made before it is needed."""
 
-    def __init__(
-        self,
-        comm: Any,
-        name: str,
-        rank: int,
-        timeout: float,
-        device: Any,
-        told: Told = _nobody,
-    ) -> None:
-        super().__init__(comm, name, rank, timeout, told)
-        self.device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._begun = torch.cuda.Event()  # a wait takes its state as it is when it is called
         self._lock = threading.Lock()  # of what follows
         self._late: collections.deque[tuple[float, _Label, Sequence[Handle], Body | None]] = (
@@ -487,6 +470,5 @@ def side_of(
     comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
 ) -> Side:
     """How calls of that communicator run."""
-    if device.type == "cuda":
-        return GpuSide(comm, name, rank, timeout, device, told)
-    return HostSide(comm, name, rank, timeout, told)
+    kind = GpuSide if device.type == "cuda" else HostSide
+    return kind(comm, name, rank, timeout, device, told)

@@ -77,7 +77,8 @@ def enable(
         Outputs for which it has no room are torch's own memory and go by way of slots (`staged`).
     timeout: seconds after which a call that has not ended fails and the group is dead; a rank may
         be late by as much, as it is when it writes a checkpoint alone.
-    arguments: of offcore.Communicator, such as sms=8.
+    arguments: of offcore.Communicator, such as sms=8; and `between`, for multicast between hosts
+        (docs/hosts.md).
 
     Raises `Error`: invalid for a model without FSDPModules, or one that is enabled already; what
     offcore.Communicator raises.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-from offcore.comm import Communicator
+from offcore.comm import Communicator, Result
 from offcore.distributed.hosts import Hosts, open_ends
 from offcore.distributed.sides import Body, side_of
 from offcore.fsdp.memory import Ring
@@ -40,13 +40,15 @@ class Ran:
         self._sms = 0
         self._variants: collections.Counter[str] = collections.Counter()
 
-    def add(self, result: Any) -> None:
+    def add(self, told: Result | list[Result]) -> None:
+        """A call's result, or those of its parts, one for each host."""
+        results = told if isinstance(told, list) else [told]
         with self._lock:
             self._calls += 1
-            self._bytes += result.bytes
-            self._staged += result.staged
-            self._sms = max(self._sms, result.sms)
-            self._variants[result.variant] += 1
+            self._bytes += sum([one.bytes for one in results])
+            self._staged += any([one.staged for one in results])
+            self._sms = max([self._sms, *(one.sms for one in results)])
+            self._variants.update({one.variant for one in results})
 
     def facts(self) -> dict[str, Any]:
         with self._lock:

@@ -51,7 +51,8 @@ def configure(**arguments: Any) -> None:
 
 
 class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there for mypy
-    """A process group whose calls on CPU tensors go by multicast, and else to gloo."""
+    """A process group whose calls on CPU tensors go by multicast, and else to gloo, a group of the
+    same ranks, which it makes where none is given."""
 
     def __init__(
         self,
@@ -60,9 +61,11 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         ranks: int,
         timeout: datetime.timedelta,
         arguments: dict[str, Any],
+        gloo: Any = None,
     ) -> None:
         super().__init__(rank, ranks)
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, ranks, timeout=timeout)
+        meeting = dist.PrefixStore("gloo/", store)
+        gloo = gloo or dist.ProcessGroupGloo(meeting, rank, ranks, timeout=timeout)
         self._gloo = gloo
         # What nobody overrides, torch dispatches to the device's backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -151,9 +154,14 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         """For torch's messages."""
         return "offcore_mcast"
 
+    def abort(self) -> None:
+        """Calls under way fail, on the peers too."""
+        self.communicator.close()
+
     def shutdown(self) -> None:
         """What dist.destroy_process_group calls."""
         self.communicator.close()
+        self._gloo.shutdown()
 
 
 # What gloo does, by torch's name for it in a group and in gloo. For these a group that is a Python
