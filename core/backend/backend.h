@@ -267,6 +267,21 @@ class Graphs {
   virtual bool gone(uint64_t capture) = 0;
 };
 
+// From its first byte to the one behind its last.
+struct MemoryExtent {
+  const std::byte* first = nullptr;
+  const std::byte* last = nullptr;
+};
+
+// Memory that others have allocated at other addresses too. It stays allocated as long.
+class MappedAgain {
+ public:
+  virtual ~MappedAgain() = default;
+  virtual std::byte* at(size_t extent) const = 0;
+  // Whether it still lies where its owners had it.
+  virtual bool intact() const = 0;
+};
+
 // Local ranks that are GPUs.
 class GpuRanks {
  public:
@@ -277,6 +292,8 @@ class GpuRanks {
   virtual uint64_t memory_of(const std::byte* first, const std::byte* last) = 0;
   // Whether the rank's engines reach all of that.
   virtual bool reaches(Rank rank, const std::byte* first, const std::byte* last) = 0;
+  // Maps them once more, so that they begin at equal steps in one range. Null: that cannot be.
+  virtual std::unique_ptr<MappedAgain> at_steps(std::span<const MemoryExtent> extents) = 0;
 };
 
 // Windows of memory that others have allocated, as it lies.

@@ -123,11 +123,11 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
   });
 }
 
-std::vector<AddressSpan> Layout::extents() const {
-  std::vector<AddressSpan> extents;
+std::vector<MemoryExtent> Layout::extents() const {
+  std::vector<MemoryExtent> extents;
   for (const Piece& piece : pieces_) {
     if (piece.tensor >= extents.size()) extents.resize(piece.tensor + size_t{1});
-    AddressSpan& extent = extents[piece.tensor];
+    MemoryExtent& extent = extents[piece.tensor];
     const std::byte* end = piece.address + (blocks_ - 1) * piece.block_step + piece.bytes;
     if (extent.first == nullptr || piece.address < extent.first) extent.first = piece.address;
     extent.last = std::max(extent.last, end);

@@ -12,6 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "core/backend/backend.h"
+
 namespace offcore::kv {
 
 struct Piece {
@@ -34,11 +36,6 @@ struct Fold {
   uint32_t tensor = 0;  // of the first
 };
 
-struct AddressSpan {
-  const std::byte* first = nullptr;
-  const std::byte* last = nullptr;
-};
-
 class Layout : public std::enable_shared_from_this<Layout> {
  public:
   // Throws invalid for pieces that are empty, out of order or overlap.
@@ -52,7 +49,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
   std::byte* base() const { return base_; }
   uint64_t span() const { return span_; }
   // Of each tensor: its lowest byte, and the one behind its last.
-  std::vector<AddressSpan> extents() const;
+  std::vector<MemoryExtent> extents() const;
   // Whether their blocks of one number may share memory. Throws invalid where others do, or where
   // it cannot tell.
   bool meets(const Layout& other) const;

@@ -34,7 +34,7 @@ Share on_gpu(Backend& backend, const std::vector<PagePiece>& pieces) {
 // copies are refused alone.
 bool reached(Backend& backend, const Layout& layout) {
   GpuRanks* gpus = backend.capabilities().gpus;
-  const std::vector<AddressSpan> extents = layout.extents();
+  const std::vector<MemoryExtent> extents = layout.extents();
   return gpus != nullptr && std::all_of(extents.begin(), extents.end(), [&](const auto& extent) {
            return gpus->reaches(kOwner, extent.first, extent.last);
          });

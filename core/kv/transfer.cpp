@@ -37,7 +37,7 @@ class WaitingCaller {
 std::vector<uint64_t> memories_of(Backend& backend, const Layout& layout) {
   GpuRanks* gpus = backend.capabilities().gpus;
   std::vector<uint64_t> memories;
-  for (const AddressSpan& extent : layout.extents()) {
+  for (const MemoryExtent& extent : layout.extents()) {
     memories.push_back(gpus == nullptr ? 0 : gpus->memory_of(extent.first, extent.last));
   }
   return memories;
@@ -46,7 +46,7 @@ std::vector<uint64_t> memories_of(Backend& backend, const Layout& layout) {
 void check_reach(Backend& neighbour, const Layout& layout) {
   GpuRanks* gpus = neighbour.capabilities().gpus;
   if (gpus == nullptr) return;
-  for (const AddressSpan& extent : layout.extents()) {
+  for (const MemoryExtent& extent : layout.extents()) {
     if (gpus->reaches(kNeighbour, extent.first, extent.last)) continue;
     fail(Code::unsupported, "GPU ", gpus->device(kNeighbour), " does not reach the cache, ",
          "whose memory was mapped for its own GPU only (torch: expandable segments): allocate it ",
@@ -76,19 +76,34 @@ std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
                                            std::vector<std::shared_ptr<Backend>> neighbours,
                                            std::vector<CacheGroup> groups, TransferOptions options,
                                            std::shared_ptr<const void> keep) {
+  std::shared_ptr<const MappedAgain> memory;
+  // Groups may share memory, which their addresses tell; neighbours reach what is not mapped.
+  if (options.adopt && groups.size() == 1 && neighbours.empty()) {
+    const Layout& own = *groups[0].layout;
+    AdoptedCache cache = adopt(*backend, own, memories_of(*backend, own));
+    if (cache.layout != nullptr) {
+      groups[0].layout = std::move(cache.layout);
+      memory = std::move(cache.memory);
+      using Kept = std::pair<std::shared_ptr<const void>, std::shared_ptr<const MappedAgain>>;
+      keep = std::make_shared<const Kept>(std::move(keep), memory);
+    }
+  }
   std::unique_ptr<Transfer> transfer(new Transfer(std::move(backend), std::move(neighbours),
-                                                  std::move(groups), options, std::move(keep)));
+                                                  std::move(groups), options, std::move(memory),
+                                                  std::move(keep)));
   transfer->begin();
   return owned_by_process(std::move(transfer));
 }
 
 Transfer::Transfer(std::shared_ptr<Backend> backend,
                    std::vector<std::shared_ptr<Backend>> neighbours, std::vector<CacheGroup> groups,
-                   TransferOptions options, std::shared_ptr<const void> keep)
+                   TransferOptions options, std::shared_ptr<const MappedAgain> adopted,
+                   std::shared_ptr<const void> keep)
     : OfProcess("the transfer"),
       backend_(std::move(backend)),
       links_(1 + neighbours.size()),
       groups_(std::move(groups)),
+      adopted_(std::move(adopted)),
       options_(options),
       queue_(std::make_shared<JobQueue>(options.linger_ns)),
       named_(groups_.size()) {
@@ -175,6 +190,10 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   if (request.blocks.size() != request.slots.size()) {
     fail(Code::invalid, request.blocks.size(), " blocks and ", request.slots.size(),
          " slots: each block needs its slot");
+  }
+  if (adopted_ != nullptr && !adopted_->intact()) {
+    fail(Code::invalid, "the cache's memory was unmapped, or other memory was mapped there, since ",
+         "the transfer was made: close it and make another");
   }
   const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/kv/adopt.h"
 #include "core/kv/transfer_worker.h"
 
 namespace offcore::kv {
@@ -24,6 +25,7 @@ struct TransferOptions {
   uint64_t crossing_bytes = uint64_t{1}
                             << 30;  // of the host's, so that both engines copy small pages
   PackOptions packing;
+  bool adopt = true;  // what lies in VMM memory is mapped once more where it folds better
   int64_t linger_ns = usual_linger_ns();  // of the thread, before it sleeps
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together
 };
@@ -51,11 +53,13 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   void close(bool cancel, const Deadline& deadline);
 
   Backend& backend() const { return *backend_; }
+  bool adopted() const { return adopted_ != nullptr; }
 
  private:
+  // `adopted`: the memory of the one group's layout; null: it is its owner's.
   Transfer(std::shared_ptr<Backend> backend, std::vector<std::shared_ptr<Backend>> neighbours,
            std::vector<CacheGroup> groups, TransferOptions options,
-           std::shared_ptr<const void> keep);
+           std::shared_ptr<const MappedAgain> adopted, std::shared_ptr<const void> keep);
   void begin();
   void check(const TransferRequest& request);
   template <typename Ended>
@@ -66,6 +70,7 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   const std::shared_ptr<Backend> backend_;
   const size_t links_;  // the own one included
   const std::vector<CacheGroup> groups_;
+  const std::shared_ptr<const MappedAgain> adopted_;
   const TransferOptions options_;
   const std::shared_ptr<JobQueue> queue_;
   std::vector<std::vector<uint64_t>> memories_;  // by group, then tensor

@@ -106,15 +106,13 @@ nb::object row(const HostPool& pool, int64_t slot) {
       .cast();
 }
 
-std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
-                                        int device, std::vector<std::shared_ptr<Layout>> layouts,
-                                        const nb::list& pools, const std::vector<int>& links,
-                                        const Machine& pair, uint64_t link_bytes,
-                                        uint64_t crossing_bytes, nb::object keep,
-                                        uint64_t ahead_bytes, uint32_t ahead_commands,
-                                        std::array<std::optional<uint64_t>, 2> plain_from,
-                                        std::optional<double> linger_s, bool kernel, bool checked,
-                                        const std::tuple<std::string, uint32_t, uint64_t>& pack) {
+std::shared_ptr<Transfer> open_transfer(
+    const std::string& backend, const Machine& machine, int device,
+    std::vector<std::shared_ptr<Layout>> layouts, const nb::list& pools,
+    const std::vector<int>& links, const Machine& pair, uint64_t link_bytes,
+    uint64_t crossing_bytes, nb::object keep, uint64_t ahead_bytes, uint32_t ahead_commands,
+    std::array<std::optional<uint64_t>, 2> plain_from, std::optional<double> linger_s, bool kernel,
+    bool checked, bool adopt, const std::tuple<std::string, uint32_t, uint64_t>& pack) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -149,6 +147,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
        .link_bytes = link_bytes,
        .crossing_bytes = crossing_bytes,
        .packing = packing,
+       .adopt = adopt,
        .linger_ns = linger_ns,
        .kernel = kernel},
       kept);
@@ -310,6 +309,7 @@ void bind_jobs(nb::module_& module) {
       .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })
       .def_prop_ro("report", [](const Started& self) { return self.job->report(); });
   nb::class_<Transfer>(module, "Transfer", "core/kv/transfer.h")
+      .def_prop_ro("adopted", &Transfer::adopted)
       .def("start", &start, nb::arg("load"), nb::arg("group"), nb::arg("blocks"), nb::arg("slots"),
            nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"))
       .def(
@@ -324,7 +324,8 @@ void bind_jobs(nb::module_& module) {
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("crossing_bytes"), nb::arg("keep"),
              nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
-             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"), nb::arg("pack"));
+             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"), nb::arg("adopt"),
+             nb::arg("pack"));
 }
 
 }  // namespace

@@ -15,7 +15,6 @@ docs/cuda.md, Graphs). What it uses must then live as long as the graph is repla
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,14 +66,7 @@ class Communicator(communicator.Communicator):
         gone. Raises `Error`: memory; unsupported with more than 8 pools.
         """
         window = self.window(nbytes)
-        door = _core.open_pool(window._core, self.local_ranks[0])
-        allocator = torch.cuda.memory.CUDAPluggableAllocator(
-            str(_core.__file__), f"offcore_pool_take_{door}", f"offcore_pool_give_{door}"
-        )
-        pool = torch.cuda.MemPool(allocator.allocator())
-        pool.offcore_allocator = allocator  # torch holds only its address
-        weakref.finalize(pool, _core.close_pool, door)
-        return pool
+        return _core.mem_pool(_core.open_pool(window._core, self.local_ranks[0]))
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
         # What is passed nearly always, in fewer steps than what can be passed.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/backend/cuda/cache_memory.h"
 #include "core/backend/cuda/executor.h"
 #include "core/backend/cuda/foreign_memory.h"
 #include "core/backend/cuda/pointer_info.h"
@@ -274,6 +275,14 @@ class CudaBackend final : public Backend,
 
   bool reaches(Rank rank, const std::byte* first, const std::byte* last) override {
     return cuda::reaches(local(rank)->gpu(), first, last);
+  }
+
+  std::unique_ptr<MappedAgain> at_steps(std::span<const MemoryExtent> extents) override {
+    try {
+      return TensorsAtSteps::map(first_gpu(), extents);
+    } catch (const Error&) {  // the driver does not map it once more, or has no addresses left
+      return nullptr;
+    }
   }
 
   bool enable(Rank rank, const Reach& reach) override {

@@ -111,18 +111,12 @@ class ForeignShare final : public HeldMemory {
   }
 
   void take_allocations(uint64_t bytes) {
-    CUdeviceptr at = data_;
-    while (at < data_ + bytes) {
-      CUdeviceptr begin = 0;
-      const auto allocation = Allocation::find(*gpu_, at, begin);
-      if (allocation == nullptr && memory_.allocations.empty()) {
-        refuse("memory that no other GPU can open, such as that of cudaMallocAsync");
-      }
-      if (allocation == nullptr) leaves_by(data_ + bytes - at);
-      if (memory_.allocations.empty()) memory_.head = at - begin;
-      at = begin + allocation->bytes();
-      memory_.allocations.push_back(allocation);
+    memory_ = RankMemory::mapped_at(*gpu_, data_, bytes);
+    if (memory_.allocations.empty()) {
+      refuse("memory that no other GPU can open, such as that of cudaMallocAsync");
     }
+    const uint64_t mapped = memory_.bytes() - memory_.head;
+    if (mapped < bytes) leaves_by(bytes - mapped);
     layout_.head = memory_.head;
   }
 
@@ -165,6 +159,19 @@ const ShareMemory& memory_of(const Share& share) {
 }
 
 }  // namespace
+
+RankMemory RankMemory::mapped_at(const GpuContext& gpu, CUdeviceptr data, uint64_t bytes) {
+  RankMemory memory;
+  for (CUdeviceptr at = data; at < data + bytes;) {
+    CUdeviceptr begin = 0;
+    const auto allocation = Allocation::find(gpu, at, begin);
+    if (allocation == nullptr) break;
+    if (memory.allocations.empty()) memory.head = at - begin;
+    at = begin + allocation->bytes();
+    memory.allocations.push_back(allocation);
+  }
+  return memory;
+}
 
 CUdeviceptr ShareMemory::map(std::span<const std::shared_ptr<LocalGpu>> local) {
   if (plain != 0) {

@@ -261,7 +261,7 @@ void AddressRange::open(std::span<const std::shared_ptr<LocalGpu>> devices) {
   open(std::vector(ordinals.begin(), ordinals.end()));
 }
 
-void AddressRange::open(std::span<const int> ordinals) {
+void AddressRange::open(std::span<const int> ordinals, uint64_t from) {
   std::vector<CUmemAccessDesc> access;
   for (int ordinal : ordinals) {
     access.push_back(
@@ -269,6 +269,7 @@ void AddressRange::open(std::span<const int> ordinals) {
   }
   const ContextGuard current(context_->handle());
   for (const auto& [offset, part] : mapped_) {
+    if (offset < from) continue;
     check(Driver::get().cuMemSetAccess(base_ + offset, part->bytes(), access.data(), access.size()),
           "cuMemSetAccess (have the GPUs peer access to each other?)");
   }
@@ -280,6 +281,22 @@ void AddressRange::unmap() {
     check(Driver::get().cuMemUnmap(base_ + offset, part->bytes()), "cuMemUnmap");
   }
   mapped_.clear();
+}
+
+void AddressRange::unmap(uint64_t offset) {
+  const auto found = mapped_.find(offset);
+  const ContextGuard current(context_->handle());
+  check(Driver::get().cuMemUnmap(base_ + offset, found->second->bytes()), "cuMemUnmap");
+  mapped_.erase(found);
+}
+
+std::optional<uint64_t> AddressRange::room(uint64_t bytes) const {
+  uint64_t free = 0;
+  for (const auto& [offset, part] : mapped_) {
+    if (offset - free >= bytes) return free;
+    free = offset + part->bytes();
+  }
+  return bytes_ - free >= bytes ? std::optional(free) : std::nullopt;
 }
 
 uint64_t RankMemory::bytes() const {
@@ -304,7 +321,7 @@ PeerMapping::PeerMapping(std::vector<RankMemory> parts,
                          std::span<const std::shared_ptr<LocalGpu>> local)
     : parts_(std::move(parts)),
       layout_(StrideLayout::of(parts_)),
-      stride_(layout_.extent <= kPitchMax ? layout_.extent : rounded(layout_.extent, kSlice)),
+      stride_(layout_.stride()),
       laps_(local.front()->gpu().context(), 2 * parts_.size() * stride_) {
   for (const auto& device : local) {
     repeated_[device->rank()] =

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <vector>
@@ -64,6 +65,9 @@ struct RankMemory {
   std::vector<std::shared_ptr<const Allocation>> allocations;
   uint64_t head = 0;
 
+  // What is mapped from there on. None: that is no VMM memory; fewer bytes: it ends before.
+  static RankMemory mapped_at(const GpuContext& gpu, CUdeviceptr data, uint64_t bytes);
+
   uint64_t bytes() const;  // of all allocations
   friend bool operator==(const RankMemory&, const RankMemory&) = default;
 };
@@ -79,10 +83,13 @@ class AddressRange {
   CUdeviceptr base() const { return base_; }
   void map(uint64_t offset, std::shared_ptr<const Allocation> part);
   void map(uint64_t offset, const RankMemory& memory);  // one after the other
-  // All that is mapped may be read and written by these devices.
-  void open(std::span<const int> ordinals);
+  // All that is mapped from there on may be read and written by these devices.
+  void open(std::span<const int> ordinals, uint64_t from = 0);
   void open(std::span<const std::shared_ptr<LocalGpu>> devices);
   void unmap();
+  void unmap(uint64_t offset);
+  // The first place where nothing is mapped for so many bytes; nothing: there is none.
+  std::optional<uint64_t> room(uint64_t bytes) const;
 
  private:
   std::shared_ptr<const PrimaryContext> context_;
@@ -98,6 +105,7 @@ struct StrideLayout {
   uint64_t extent = 0;  // of a rank's place
   bool possible = true;
 
+  uint64_t stride() const { return extent <= kPitchMax ? extent : rounded(extent, kSlice); }
   static StrideLayout of(std::span<const RankMemory> parts);
 };
 

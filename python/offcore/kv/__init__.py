@@ -10,9 +10,10 @@
 No SM takes part. See docs/kv.md for the layouts, and for what is ordered with what.
 """
 
+from offcore._core import cache_pool
 from offcore.kv.layout import Layout
 from offcore.kv.pool import HostPool
 from offcore.kv.result import Transferred
 from offcore.kv.transfer import BlockTransfer, Job
 
-__all__ = ["BlockTransfer", "HostPool", "Job", "Layout", "Transferred"]
+__all__ = ["BlockTransfer", "HostPool", "Job", "Layout", "Transferred", "cache_pool"]

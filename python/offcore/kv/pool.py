@@ -13,8 +13,6 @@ from offcore.errors import Error, error
 from offcore.operands import OperandError, checked, keep_alive, memory_of
 
 Slots = NDArray[np.int64]
-
-
 open_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
 

@@ -139,6 +139,8 @@ class BlockTransfer:
         Not with `links`, `kernel` or `plain_from`; other backends never pack.
     pack_sms: how many SMs pack in a direction, at most, for `Transferred.sm_ms`; 0: as "zero_sm".
     pack_bytes: the GPU's memory for packed blocks, at most; blocks above a quarter are not packed.
+    adopt: cuda: tensors in VMM memory (cuMemCreate) are mapped once more, at equal steps, where a
+        block then takes fewer copies, and stay allocated until `close`; `adopted` says so.
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
@@ -166,6 +168,7 @@ class BlockTransfer:
         policy: str = "auto",
         pack_sms: int = 4,
         pack_bytes: int = 32 << 20,
+        adopt: bool = True,
         verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
@@ -176,9 +179,7 @@ class BlockTransfer:
                 if isinstance(caches, Layout)
                 else Layout(caches, block_axis=block_axis, layer_axis=layer_axis)
             ]
-        if not pools or any(
-            (p.backend, p.machine) != (pools[0].backend, pools[0].machine) for p in pools
-        ):
+        if len({(one.backend, one.machine) for one in pools}) != 1:
             raise error(
                 "invalid", "the host pools of a transfer must be of one backend and machine"
             )
@@ -202,7 +203,7 @@ class BlockTransfer:
             [layout._core for layout in groups],
             [pool._core for pool in pools],
             self.links,
-            machines.load(self._pair()),
+            machines.load(defaults.machine(self.backend, 2)),
             checked("link_bytes", link_bytes),
             checked("crossing_bytes", crossing_bytes),
             [layout.tensors for layout in groups],
@@ -212,8 +213,10 @@ class BlockTransfer:
             linger,
             kernel,
             verify,
+            adopt,
             (policy, checked("pack_sms", pack_sms, _SMS_MAX), checked("pack_bytes", pack_bytes)),
         )
+        self.adopted: bool = self._core.adopted
         _open_transfers.add(self)
 
     def _gpu(self, device: int | None) -> int:
@@ -264,10 +267,6 @@ class BlockTransfer:
         if len(set(lent)) < len(lent) or (visible is not None and self.device in lent):
             raise error("invalid", f"links {lent}: each once, and GPU {self.device} has its own")
         return lent
-
-    def _pair(self) -> str:
-        """The machine of this GPU and a neighbour."""
-        return defaults.machine(self.backend, 2)
 
     def load(
         self,

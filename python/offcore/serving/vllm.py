@@ -155,7 +155,8 @@ class Worker:
         self._result = result
         self._per_chunk = per_chunk
         self._pool = kv.HostPool(layout.block_bytes, chunks * per_chunk, **where)
-        self._transfer = kv.BlockTransfer(layout, self._pool, **options)
+        # Adopted memory would stay allocated while the engine sleeps.
+        self._transfer = kv.BlockTransfer(layout, self._pool, **{"adopt": False, **options})
         self._jobs: dict[int, _Job] = {}
         self._ready = False
         self._closed = False
