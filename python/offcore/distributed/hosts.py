@@ -342,8 +342,6 @@ def open_ends(
     place = Place(host, len(hosts), local, len(hosts[0]))
     given = {**arguments}
     between = given.pop("between", None)
-    if between is not None and device.type == "cuda":
-        raise error("invalid", "between: multicast carries tensors on CPUs only")
     inside = open_communicator(
         dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, given
     )
@@ -360,7 +358,7 @@ def open_ends(
         else:
             rail = dist.ProcessGroupGloo(meeting, host, place.hosts, timeout=limit)
         if between is not None:
-            rail = McastGroup(meeting, host, place.hosts, limit, between.arguments, rail)
+            rail = McastGroup(meeting, host, place.hosts, limit, between.arguments, rail, device)
         log.info("rail %d of %d hosts is open", local, place.hosts)
         opened.append(Hosts(inside, rail, place, device.type == "cuda"))
     return opened

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from offcore import mcast
 from offcore.errors import error
+from offcore.mcast import gpu
 from offcore.torch_calls import (
     Arguments,
     HostWork,
@@ -51,8 +52,8 @@ def configure(**arguments: Any) -> None:
 
 
 class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there for mypy
-    """A process group whose calls on CPU tensors go by multicast, and else to gloo, a group of the
-    same ranks, which it makes where none is given."""
+    """A process group whose calls go by multicast, and else to gloo. inner: another group of these
+    ranks instead of gloo; then this one is asked for its own calls only. device: of the tensors."""
 
     def __init__(
         self,
@@ -61,26 +62,29 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         ranks: int,
         timeout: datetime.timedelta,
         arguments: dict[str, Any],
-        gloo: Any = None,
+        inner: Any = None,
+        device: Any = None,
     ) -> None:
         super().__init__(rank, ranks)
         meeting = dist.PrefixStore("gloo/", store)
-        gloo = gloo or dist.ProcessGroupGloo(meeting, rank, ranks, timeout=timeout)
-        self._gloo = gloo
-        # What nobody overrides, torch dispatches to the device's backend.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        defaults = {"timeout": timeout.total_seconds()}
-        self.communicator = mcast.Communicator(
-            dist.PrefixStore("offcore/", store),
-            rank=rank,
-            world_size=ranks,
-            **{**defaults, **_configured, **arguments},
+        self._gloo = inner or dist.ProcessGroupGloo(meeting, rank, ranks, timeout=timeout)
+        self._on = "cpu" if device is None else device.type
+        kind = dist.ProcessGroup.BackendType.GLOO
+        if inner is None:  # what nobody overrides, torch dispatches to the device's backend
+            self._register_backend(torch.device("cpu"), kind, self._gloo)
+            self._set_default_backend(kind)
+        given = {"timeout": timeout.total_seconds(), **_configured, **arguments}
+        given |= {"rank": rank, "world_size": ranks}
+        meeting = dist.PrefixStore("offcore/", store)
+        self.communicator: Any = (
+            mcast.Communicator(meeting, **given)
+            if self._on == "cpu"
+            else gpu.Communicator(meeting, device=device.index, **given)
         )
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.broadcast."""
-        if not all_on("cpu", tensors) or len(tensors) != 1:
+        if not all_on(self._on, tensors) or len(tensors) != 1:
             return super().broadcast(tensors, *args, **kwargs)
         (tensor,) = tensors
         opts = option(args, kwargs)
@@ -90,7 +94,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather: also of tensors of different sizes, as the outputs say."""
-        if not all_on("cpu", inputs) or len(inputs) != 1:
+        if not all_on(self._on, inputs) or len(inputs) != 1:
             return super().allgather(outputs, inputs, *args, **kwargs)
         (parts,) = outputs
         if len(parts) != self.size() or any(part.dtype != inputs[0].dtype for part in parts):
@@ -98,7 +102,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
                 "invalid", f"all_gather: {self.size()} outputs of the input's dtype, please"
             )
         counts = [part.numel() for part in parts]
-        whole = torch.empty(sum(counts), dtype=inputs[0].dtype, device="cpu")
+        whole = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
         handle = self.communicator.all_gather_v(whole, inputs[0].contiguous(), counts)
         pieces = [
             (part, piece.view(part.shape))
@@ -108,7 +112,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
 
     def _allgather_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.all_gather_into_tensor."""
-        if not all_on("cpu", [output, inp]):
+        if not all_on(self._on, [output, inp]):
             return super()._allgather_base(output, inp, *args, **kwargs)
         flat, back = packed(output, False)
         handle = self.communicator.all_gather(flat, inp.contiguous())
@@ -122,7 +126,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
         """dist.reduce_scatter: also into tensors of different sizes, as the inputs say."""
         opts = option(args, kwargs)
         reduction = reduction_of(opts.reduceOp) if len(outputs) == 1 else None
-        if reduction is None or not _reduces([*outputs, *inputs[0]]):
+        if reduction is None or not self._reduces([*outputs, *inputs[0]]):
             return self._gloo.reduce_scatter(outputs, inputs, *args, **kwargs)
         flat, back = packed(outputs[0], False)
         counts = [part.numel() for part in inputs[0]]
@@ -135,7 +139,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     def _reduce_scatter_base(self, output: Any, inp: Any, *args: Any, **kwargs: Any) -> Any:
         """dist.reduce_scatter_tensor."""
         reduction = reduction_of(option(args, kwargs).reduceOp)
-        if reduction is None or not _reduces([output, inp]):
+        if reduction is None or not self._reduces([output, inp]):
             return self._gloo._reduce_scatter_base(output, inp, *args, **kwargs)
         flat, back = packed(output, False)
         op, scale = reduction
@@ -153,6 +157,11 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """For torch's messages."""
         return "offcore_mcast"
+
+    def _reduces(self, tensors: Sequence[Any]) -> bool:
+        """Whether offcore reduces these: numbers of one dtype."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        return len(dtypes) == 1 and all(map(reducible, dtypes)) and all_on(self._on, tensors)
 
     def abort(self) -> None:
         """Calls under way fail, on the peers too."""
@@ -198,12 +207,6 @@ def _hand(name: str, to: str) -> Callable[..., Any]:
 for _name, _to in _HANDED.items():
     if hasattr(dist.ProcessGroup, _name) and hasattr(dist.ProcessGroupGloo, _to):
         setattr(McastGroup, _name, _hand(_name, _to))
-
-
-def _reduces(tensors: Sequence[Any]) -> bool:
-    """Whether offcore reduces these: numbers of one dtype, on CPUs."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    return len(dtypes) == 1 and all(map(reducible, dtypes)) and all_on("cpu", tensors)
 
 
 def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:

@@ -1,0 +1,346 @@
+"""offcore.mcast for arrays on a GPU: staged through pinned host memory, piece by piece.
+
+    from offcore.mcast import gpu
+    with gpu.Communicator(group, device=0) as comm:
+        comm.all_gather(out, inp).wait()    # torch tensors on cuda:0
+
+Copy engines bring a piece to pinned memory, multicast brings it to the other hosts, copy engines to
+their GPUs; meanwhile the pieces before and behind it are on their other ways. See docs/mcast.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from offcore import batch, defaults, kv, mcast
+from offcore.errors import Error, error
+from offcore.operands import OperandError, checked, counts_in_bytes, dtype_name, memory_of
+
+__all__ = ["Communicator", "Handle"]
+
+_BUFFERS = 4  # pieces: on the way from the GPU, two between hosts, on the way to the GPU
+Entries = list[tuple[int, int, int]]  # to, from, bytes
+# A piece's copies to pinned memory, its operation between hosts, its copies to the GPU.
+Piece = tuple[Entries, Callable[[], mcast.Handle], Entries]
+Cut = Callable[[Any, int], Piece]  # of a pinned buffer, and where the piece begins
+
+
+class Handle:
+    """An operation under way. It goes on whether or not anybody waits for it."""
+
+    def __init__(
+        self, op: str, timeout: float, after: Any, places: range, cut: Cut, keep: Any
+    ) -> None:
+        self.after = after
+        self.places = places
+        self._op = op
+        self._timeout = timeout
+        self._kept: tuple[Cut, Any] | None = (cut, keep)
+        self._ended = threading.Event()
+        self._failure: Error | None = None
+        self._results: list[mcast.Result] = []
+
+    def done(self) -> bool:
+        """Whether it has ended. Only `wait` tells whether it ended well."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> mcast.Result:
+        """Until the output is complete, for every stream. The result is the sum over pieces.
+
+        timeout: seconds; None: the communicator's. Raises `Error`: timeout (it goes on, wait
+        again), and as offcore.mcast.Handle.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        if not self._ended.wait(seconds):
+            raise error("timeout", f"{self._op} has not ended within {seconds:g} s; wait again")
+        if self._failure is not None:
+            raise self._failure
+        return _sum(self._op, self._results)
+
+    def run(self, lane: _Lane) -> None:
+        """In the lane's thread."""
+        try:
+            assert self._kept is not None
+            self._results = lane.move(self._kept[0], self.places, self.after)
+        except Error as failure:
+            self._failure = failure
+        except Exception as failure:
+            self._failure = error("driver", f"{self._op}: {failure!r}")
+        self._kept = None
+        self._ended.set()
+
+
+class _Lane:
+    """A thread that makes the calls of a sequence, in their order, and its pinned memory."""
+
+    def __init__(self, device: int, nbytes: int, timeout: float) -> None:
+        self._timeout = timeout
+        self._pool = kv.HostPool(nbytes, _BUFFERS, backend="cuda", device=device)
+        slots = self._pool.allocate(_BUFFERS, timeout=timeout)
+        self._rows = [self._pool.row(int(slot)) for slot in slots]
+        self._streams = [_stream(device) for _ in range(2)]  # from the GPU, and to it
+        self.calls: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (call := self.calls.get()) is not None:
+            call.run(self)
+            del call  # and what it holds, until the next comes
+
+    def move(self, cut: Cut, places: range, after: Any) -> list[mcast.Result]:
+        """Each step of a piece runs beside the other steps of its neighbours."""
+        for stream in self._streams if after is not None else ():
+            stream.wait_event(after)
+        pieces = [cut(self._rows[n % _BUFFERS], at) for n, at in enumerate(places)]
+        leaves: list[batch.BatchHandle | None] = []
+        crosses: list[mcast.Handle] = []
+        enters: list[batch.BatchHandle | None] = []
+        results: list[mcast.Result] = []
+        try:
+            for turn in range(len(pieces) + 2):
+                if turn < len(pieces):
+                    _settle(enters[turn - _BUFFERS : turn - _BUFFERS + 1])
+                    leaves.append(self._copy(pieces[turn][0], 0))
+                if 1 <= turn <= len(pieces):
+                    _settle(leaves[turn - 1 : turn])
+                    crosses.append(pieces[turn - 1][1]())
+                if turn >= 2:
+                    results.append(crosses[turn - 2].wait())
+                    enters.append(self._copy(pieces[turn - 2][2], 1))
+        finally:  # nothing writes there any more when the call has ended
+            _settle([*leaves, *enters])
+        return results
+
+    def _copy(self, entries: Entries, direction: int) -> batch.BatchHandle | None:
+        if not any(size for _, _, size in entries):
+            return None
+        to, what, sizes = zip(*entries, strict=True)
+        return batch.batch_copy(
+            to,
+            what,
+            sizes,
+            stream=self._streams[direction],
+            backend="cuda",
+            timeout=self._timeout,
+        )
+
+    def close(self) -> None:
+        self.calls.put(None)
+        self._thread.join(self._timeout)
+        self._rows = []
+        with contextlib.suppress(Error):  # in a child of the process
+            self._pool.close()
+
+
+class Communicator:
+    """As offcore.mcast.Communicator, for arrays on a GPU: torch tensors, or what has CUDA's array
+    interface. Collective: all ranks open it alike.
+
+    device: the GPU. piece_bytes: of all ranks' blocks together that are staged at a time; each of
+    the two sequences takes four times as much pinned memory, at its first call.
+    meeting, and the others: offcore.mcast.Communicator's.
+
+    A call reads and writes behind what torch's current stream has by then; without torch there is
+    no order. Raises `Error`: as offcore.mcast.Communicator, and unavailable without a driver.
+    """
+
+    def __init__(
+        self,
+        meeting: Any = None,
+        *,
+        device: int = 0,
+        piece_bytes: int = 8 << 20,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._device = device
+        self._timeout = defaults.seconds(timeout)
+        self._net = mcast.Communicator(meeting, timeout=timeout, **options)
+        self._width = checked("piece_bytes", piece_bytes) // self.ranks // 256 * 256
+        if not self._width:
+            self._net.close()
+            raise error("invalid", f"piece_bytes is {piece_bytes}: 256 a rank are the least")
+        self._lock = threading.Lock()  # of what follows
+        self._lanes: dict[str, _Lane] | None = {}  # None: closed
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._net.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._net.ranks
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """As of offcore.mcast.Communicator."""
+        return self._net.counters
+
+    def broadcast(self, array: Any, root: int = 0) -> Handle:
+        """The root's array, to all."""
+        root = checked("root", root, self.ranks - 1)
+        start, size, _ = self._place("broadcast", array, self.rank != root)
+
+        def cut(row: Any, at: int) -> Piece:
+            part = row[: size - at]
+            here, there = part.ctypes.data, start + at
+            leave, enter = [(here, there, part.size)], [(there, here, part.size)]
+            roots = self.rank == root
+            cross = functools.partial(self._net.broadcast, part, root)
+            return (leave if roots else []), cross, ([] if roots else enter)
+
+        return self._submit("broadcast", size, self._width * self.ranks, cut, array)
+
+    def all_gather(self, out: Any, inp: Any = None) -> Handle:
+        """Every rank's `inp`, in the order of the ranks, in every rank's `out`. None: this rank's
+        part lies in `out` already."""
+        blocks = [self._place("all_gather", out, True)[1] // self.ranks] * self.ranks
+        return self._gather("all_gather", out, inp, blocks)
+
+    def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
+        """As all_gather, but rank r gives `counts[r]` elements."""
+        itemsize = self._place("all_gather_v", out, True)[2]
+        return self._gather(
+            "all_gather_v", out, inp, counts_in_bytes("all_gather", counts, itemsize)
+        )
+
+    def _gather(self, op: str, out: Any, inp: Any, blocks: list[int]) -> Handle:
+        start, size, _ = self._place(op, out, True)
+        own = start + sum(blocks[: self.rank])
+        source, block = own, blocks[self.rank]
+        if inp is not None:
+            source, block, _ = self._place(op, inp, False)
+        if len(blocks) != self.ranks or sum(blocks) != size or block != blocks[self.rank]:
+            raise error("invalid", f"{op}: out has {size} bytes, inp {block}, of parts of {blocks}")
+
+        def cut(row: Any, at: int) -> Piece:
+            parts = [max(0, min(self._width, one - at)) for one in blocks]
+            heres = [sum(parts[:rank]) for rank in range(self.ranks)]
+            mine = row[heres[self.rank] :][: parts[self.rank]]
+            leave = [(mine.ctypes.data, source + at, mine.size)]
+            if source != own:
+                leave.append((own + at, source + at, mine.size))
+            enter = [
+                (start + sum(blocks[:rank]) + at, row.ctypes.data + heres[rank], parts[rank])
+                for rank in range(self.ranks)
+                if rank != self.rank
+            ]
+            whole = row[: sum(parts)]
+            return leave, functools.partial(self._net.all_gather_v, whole, mine, parts), enter
+
+        return self._submit(op, max(blocks), self._width, cut, (out, inp))
+
+    def reduce_scatter(
+        self, out: Any, inp: Any, op: str = "sum", *, scale: float = 1.0, dtype: Any = None
+    ) -> Handle:
+        """Rank r's `out` becomes the reduction of every rank's part r of `inp`; arguments and
+        numerics are offcore.mcast.Communicator's."""
+        start, size, itemsize = self._place("reduce_scatter", out, True)
+        source, given, _ = self._place("reduce_scatter", inp, False)
+        if given != size * self.ranks:
+            raise error("invalid", f"reduce_scatter: out has {size} bytes, inp {given}")
+        kind = dtype_name(memory_of(out, True, self._device)[1] if dtype is None else dtype)
+
+        def cut(row: Any, at: int) -> Piece:
+            part = min(self._width, size - at)
+            bits = row[: part * self.ranks].view(f"u{itemsize}")
+            mine = bits.reshape(self.ranks, -1)[self.rank]
+            leave = [
+                (row.ctypes.data + rank * part, source + rank * size + at, part)
+                for rank in range(self.ranks)
+            ]
+            reduce = functools.partial(self._net.reduce_scatter, mine, bits, op, scale=scale)
+            return (
+                leave,
+                functools.partial(reduce, dtype=kind),
+                [(start + at, mine.ctypes.data, part)],
+            )
+
+        keep = (out, inp)
+        return self._submit("reduce_scatter", size, self._width, cut, keep, "reductions")
+
+    def barrier(self) -> Handle:
+        """Ends once all ranks have called it."""
+        return self._submit("barrier", 0, 1, lambda *_: ([], self._net.barrier, []), None)
+
+    def _place(self, op: str, array: Any, writable: bool) -> tuple[int, int, int]:
+        """Address, bytes and item size."""
+        try:
+            (start, size), _, itemsize = memory_of(array, writable, self._device)
+        except OperandError as refusal:
+            raise error("invalid", f"{op}: {'out' if writable else 'inp'}{refusal}") from None
+        return start, size, itemsize
+
+    def _submit(
+        self, op: str, size: int, width: int, cut: Cut, keep: Any, sequence: str = "gathers"
+    ) -> Handle:
+        _ = self._net.counters  # raises in a child of this process
+        with self._lock:
+            if self._lanes is None:
+                raise error("cancelled", f"{op}: the communicator was closed")
+            if sequence not in self._lanes:
+                nbytes = self._width * self.ranks
+                self._lanes[sequence] = _Lane(self._device, nbytes, self._timeout)
+            places, after = range(0, max(size, 1), width), _event(self._device)
+            handle = Handle(op, self._timeout + 1.0, after, places, cut, keep)
+            self._lanes[sequence].calls.put(handle)
+        return handle
+
+    def close(self) -> None:
+        """Operations that have not ended fail as cancelled."""
+        self._net.close()
+        with self._lock:
+            lanes, self._lanes = self._lanes, None
+        for lane in (lanes or {}).values():
+            lane.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _settle(copies: Sequence[batch.BatchHandle | None]) -> None:
+    for one in copies:
+        if one is not None:
+            one.wait()
+
+
+def _sum(op: str, results: Sequence[mcast.Result]) -> mcast.Result:
+    total = dict(vars(results[0]))
+    for one in results[1:]:
+        for name, value in vars(one).items():
+            if name not in ("op", "ranks"):
+                total[name] += value if name != "path" else f"+{value}"
+    ways = [way for way in ("multicast", "ring", "shares") if way in total["path"].split("+")]
+    return mcast.Result(**{**total, "op": op, "path": "+".join(ways) or "none"})
+
+
+def _cuda() -> Any:
+    """torch.cuda, where this process uses it; else None."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _stream(device: int) -> Any:
+    cuda = _cuda()
+    return None if cuda is None else cuda.Stream(device, priority=-1)
+
+
+def _event(device: int) -> Any:
+    """Of torch's current stream, as it is now."""
+    if (cuda := _cuda()) is None:
+        return None
+    event = cuda.Event()
+    event.record(cuda.current_stream(device))
+    return event
