@@ -110,11 +110,13 @@ def training_calls(rank: int, out: Any, inp: Any) -> dict[str, Callable[[], Any]
     import torch.distributed as dist
 
     import offcore.distributed  # noqa: F401
-    from offcore.fsdp.shards import AllGather, ReduceScatter, Shards
+    from offcore.fsdp.shards import AllGather, Meeting, ReduceScatter, Shards
 
     device = torch.device("cuda", rank)
     nccl, ours = dist.new_group(backend="nccl"), dist.new_group(backend="offcore")
-    shards = Shards(None, device, 60.0, 4 * LARGE, {})
+    store = dist.PrefixStore("shards", dist.distributed_c10d._get_default_store())
+    meeting = Meeting(store, [[*range(dist.get_world_size())]])
+    shards = Shards(None, device, 60.0, 4 * LARGE, {}, meeting)
 
     class Group:  # what AllGather asks of FSDP2's parameters
         _all_gather_process_group = nccl

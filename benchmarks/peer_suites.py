@@ -1,13 +1,19 @@
-"""torch's own tests of torch.distributed, with the backend "offcore" and with gloo.
+"""Other people's tests of torch.distributed, with the backend "offcore" and with torch's own.
 
-    python benchmarks/peer_suites.py [--tests WORDS] [--ranks N] [--record FILE]
+    python benchmarks/peer_suites.py [--suites ...] [--tests WORDS] [--ranks N] [--record FILE]
+    python benchmarks/peer_suites.py --nccl-tests FOLDER
 
-Runs the tests of torch/testing/_internal/distributed/distributed_test.py, which lie in torch's
-wheel, on CPU tensors, one backend after the other, and prints for each what passed, failed and was
-skipped, and the tests that differ. The suite skips what a backend of an unknown name might not do,
-so it is told that it runs with gloo both times, and the default group is made with the backend.
-Each test has processes of its own, forked from one that has imported torch. Needs
-`pip install expecttest`; takes two minutes for each backend.
+distributed: torch/testing/_internal/distributed/distributed_test.py of torch's wheel. It skips what
+a backend of an unknown name might not do, so it is told that it runs with torch's own both times,
+and the default group is made with the backend.
+dtensor, fsdp: tests on the bases that the wheel has for them (peer_bases.py).
+accelerate: `test_ops` and `test_script` of the package, by torchrun, a test each.
+
+torch's own backend is NCCL where there are as many GPUs as ranks, else gloo, on CPU tensors. One
+after the other; prints for each what passed, failed and was skipped, and the tests that
+differ. Tests have processes of their own, forked from one that has imported torch. Needs `pip
+install expecttest accelerate`; takes three minutes for each backend. --nccl-tests runs the programs
+of nccl-tests in that folder beside the same through the NCCL shim (gpu_nccl_shim.py): needs GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -28,27 +35,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("gloo", "offcore")
+SUITES = ("distributed", "dtensor", "fsdp", "accelerate")
+SCRIPTS = ("test_ops", "test_script")  # accelerate's
 LIMIT_S = 60  # of one test
+SCRIPT_LIMIT_S = 300
 OPTIONS = ("SUITE_BACKEND", "WORLD_SIZE", "TEMP_DIR", "MASTER_ADDR", "BACKEND")
 
 
-def load() -> type[unittest.TestCase]:
-    """The suite, as a class that starts its ranks by fork. Its options lie in the environment."""
+def load(suite: str) -> type[unittest.TestCase]:
+    """A class that starts its ranks by fork. Its options lie in the environment."""
     import torch
-    import torch.distributed as dist
     from torch.testing._internal import common_distributed
     from torch.testing._internal.distributed import distributed_test
 
     import offcore.distributed  # noqa: F401  # registers the backend
 
-    begin = dist.init_process_group
+    common_distributed.TIMEOUT_DEFAULT = LIMIT_S
+    torch.set_num_threads(1)
+    if suite != "distributed":
+        import peer_bases
 
-    def begin_with(backend: str, **options: Any) -> None:
-        assert backend == "gloo"
-        begin(os.environ["SUITE_BACKEND"], **options)
-
-    dist.init_process_group = begin_with
+        return peer_bases.classes()[suite]
+    begin_with_backend()
 
     bases: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
 
@@ -57,9 +65,27 @@ def load() -> type[unittest.TestCase]:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    common_distributed.TIMEOUT_DEFAULT = LIMIT_S
-    torch.set_num_threads(1)
     return Suite
+
+
+def begin_with_backend() -> None:
+    """From now on default groups have the backend of the environment, whatever they ask for."""
+    import torch.distributed as dist
+
+    begin = dist.init_process_group
+
+    def begin_with(backend: str | None = None, **options: Any) -> None:
+        begin(os.environ["SUITE_BACKEND"], **options)
+
+    dist.init_process_group = begin_with
+
+
+def run_script(name: str) -> None:
+    """A script of accelerate's, in a process that torchrun has started."""
+    import offcore.distributed  # noqa: F401  # registers the backend
+
+    begin_with_backend()
+    runpy.run_module(f"accelerate.test_utils.scripts.{name}", run_name="script")["main"]()
 
 
 class Outcomes(unittest.TestResult):
@@ -94,23 +120,61 @@ class Outcomes(unittest.TestResult):
     addFailure = addError  # noqa: N815
 
 
-def run_here(words: list[str]) -> None:
+def run_here(suite_name: str, words: list[str]) -> None:
     """Runs the tests in this process, a line of JSON for each on stdout."""
-    suite = load()
+    suite = load(suite_name)
     names = unittest.defaultTestLoader.getTestCaseNames(suite)
     chosen = [name for name in names if not words or any(word in name for word in words)]
     unittest.TestSuite(suite(name) for name in chosen).run(Outcomes())
 
 
-def run_backend(backend: str, ranks: int, words: list[str]) -> dict[str, dict[str, Any]]:
+def own(ranks: int) -> str:
+    """torch's own backend."""
+    import torch
+
+    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+
+
+def run_scripts(backend: str, ranks: int) -> dict[str, dict[str, Any]]:
+    """What became of accelerate's scripts."""
+    found = {}
+    env = os.environ | {
+        "SUITE_BACKEND": backend,
+        "ACCELERATE_USE_CPU": str(int(own(ranks) == "gloo")),
+    }
+    for name in SCRIPTS:
+        began = time.monotonic()
+        words = ["torch.distributed.run", "--nproc-per-node", str(ranks), __file__, "--script"]
+        done = subprocess.run(
+            [sys.executable, "-m", *words, name],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=SCRIPT_LIMIT_S,
+        )
+        errors = re.findall(r"\w*(?:Error|Exception): .*", done.stderr)
+        took = round(time.monotonic() - began, 1)
+        outcome = "failed" if done.returncode else "passed"
+        reason = errors[0][:300] if done.returncode and errors else ""
+        found[f"accelerate {name}"] = {"outcome": outcome, "reason": reason, "seconds": took}
+        print(f"{backend:8} {outcome:8} {took:5.1f} s  accelerate {name}", flush=True)
+    return found
+
+
+def run_backend(
+    backend: str, suite: str, ranks: int, words: list[str]
+) -> dict[str, dict[str, Any]]:
     """What became of each test."""
+    if suite == "accelerate":
+        return run_scripts(backend, ranks)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("barrier", "test_dir", "init_dir"):
             (Path(folder) / name).mkdir()
-        given = (backend, str(ranks), folder, "127.0.0.1", "gloo")
+        given = (backend, str(ranks), folder, "127.0.0.1", own(ranks))
         env = os.environ | dict(zip(OPTIONS, given, strict=True))
-        command = [sys.executable, __file__, "--here", *(("--tests", *words) if words else ())]
+        command = [sys.executable, __file__, "--here", suite]
+        command += ["--tests", *words] if words else []
         with subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         ) as process:
@@ -131,17 +195,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tests", nargs="*", default=[], help="only those with one of these words")
-    parser.add_argument("--backends", nargs="*", default=BACKENDS)
+    parser.add_argument("--backends", nargs="*", help="by default torch's own, and offcore")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--record", type=Path, help="where the outcome is written, as text")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--suites", nargs="*", default=SUITES, choices=SUITES)
+    parser.add_argument("--nccl-tests", type=Path, help="where its built programs are")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--script", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.here:
-        run_here(args.tests)
+    if args.here or args.script:
+        run_here(args.here, args.tests) if args.here else run_script(args.script)
         return
-    if importlib.util.find_spec("expecttest") is None:
-        raise SystemExit("torch's tests need expecttest: pip install expecttest")
-    found = {backend: run_backend(backend, args.ranks, args.tests) for backend in args.backends}
+    if args.nccl_tests:
+        shim = Path(__file__).with_name("gpu_nccl_shim.py")
+        command = [sys.executable, str(shim), "--nccl-tests", str(args.nccl_tests)]
+        raise SystemExit(subprocess.run(command).returncode)
+    for package in ("expecttest", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise SystemExit("these tests need packages: pip install expecttest accelerate")
+    backends = args.backends or (own(args.ranks), "offcore")
+    found: dict[str, dict[str, Any]] = {backend: {} for backend in backends}
+    for backend in backends:
+        for suite in args.suites:
+            found[backend] |= run_backend(backend, suite, args.ranks, args.tests)
     lines = [*summary(found)]
     print("\n".join(lines))
     if args.record:
@@ -171,15 +247,18 @@ def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 def header(ranks: int) -> Iterator[str]:
     from offcore.tools.report import Stamp
 
-    yield f"torch's distributed_test.py with {ranks} ranks on CPU tensors, over gloo and offcore"
+    plain = own(ranks)
+    place = "CPU tensors" if plain == "gloo" else "GPUs"
+    yield f"torch's and accelerate's tests with {ranks} ranks on {place}, over {plain} and offcore"
     yield f"command: python benchmarks/peer_suites.py --ranks {ranks} --record FILE"
     yield from (f"{name}: {value}" for name, value in vars(Stamp()).items())
     yield ""
 
 
 def passed(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    names = [name for name, one in found[BACKENDS[-1]].items() if one["outcome"] == "passed"]
-    yield f"passed with {BACKENDS[-1]}:"
+    last = [*found][-1]
+    names = [name for name, one in found[last].items() if one["outcome"] == "passed"]
+    yield f"passed with {last}:"
     yield from (f"  {name}" for name in sorted(names))
 
 

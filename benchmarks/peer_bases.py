@@ -1,0 +1,152 @@
+"""Tests on the bases that torch's wheel has for DTensor and FSDP, whose own tests it lacks.
+
+Run by peer_suites.py, which says with which backend. DTensor: torch's converter shards every
+argument of an operation in every way, and compares with the operation on whole tensors. FSDP:
+torch's models train sharded and beside DDP, and end with the same losses and weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from torch.testing._internal import common_fsdp
+from torch.testing._internal.distributed._tensor import common_dtensor
+
+RANKS = int(os.environ.get("WORLD_SIZE", "2"))
+FORK = torch.multiprocessing.get_context("fork").Process
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# Operations, and whole tensors that they are tried with: every ordering of shards of these.
+OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "add": (torch.add, (drawn(8, 12), drawn(8, 12))),
+    "addmm": (torch.addmm, (drawn(12), drawn(8, 16), drawn(16, 12))),
+    "bmm": (torch.bmm, (drawn(4, 8, 12), drawn(4, 12, 6))),
+    "cat": (lambda a, b: torch.cat([a, b], 1), (drawn(8, 12), drawn(8, 12))),
+    "cumsum": (lambda a: a.cumsum(1), (drawn(8, 12),)),
+    "embedding": (functional.embedding, (torch.arange(16).view(4, 4) % 8, drawn(8, 12))),
+    "gelu": (functional.gelu, (drawn(8, 12),)),
+    "layer_norm": (lambda a: functional.layer_norm(a, (12,)), (drawn(8, 4, 12),)),
+    "linear": (functional.linear, (drawn(4, 8, 16), drawn(12, 16), drawn(12))),
+    "matmul": (torch.matmul, (drawn(8, 16), drawn(16, 12))),
+    "max": (lambda a: a.amax(0), (drawn(8, 12),)),
+    "mean": (lambda a: a.mean(), (drawn(8, 12),)),
+    "prod": (lambda a: a.prod(1), (drawn(8, 12),)),
+    "slice": (lambda a: a[2:7, 1:], (drawn(8, 12),)),
+    "softmax": (lambda a: a.softmax(-1), (drawn(8, 12),)),
+    "sum": (lambda a: a.sum(1), (drawn(8, 12),)),
+    "transpose": (lambda a: a.transpose(0, 2), (drawn(4, 8, 12),)),
+    "var": (lambda a: a.var(0), (drawn(8, 12),)),
+    "where": (torch.where, (drawn(8, 12) > 0, drawn(8, 12), drawn(8, 12))),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8)
+
+
+class DTensor(common_dtensor.DTensorTestBase):  # type: ignore[misc]
+    @property
+    def world_size(self) -> int:
+        return RANKS
+
+    def setUp(self) -> None:
+        super(common_dtensor.DTensorTestBase, self).setUp()
+        self._start_processes(FORK)
+
+    def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
+        dist.init_process_group(
+            os.environ["SUITE_BACKEND"],
+            world_size=RANKS,
+            rank=self.rank,
+            init_method=f"file://{self.file_name}",
+        )
+
+
+def _operation(name: str) -> Callable[[Any], None]:
+    def test(self: Any) -> None:
+        call, tensors = OPERATIONS[name]
+        self._test_op(self.build_device_mesh(), call, *tensors)
+
+    return test
+
+
+def _redistribution(dtype: torch.dtype) -> Callable[[Any], None]:
+    def test(self: Any) -> None:
+        mesh = self.build_device_mesh()
+        whole = (drawn(2 * RANKS + 1, 3 * RANKS) * 8).to(dtype)  # rows that ranks do not divide
+        kinds = (Shard(0), Shard(1), Replicate())
+        for before, after in itertools.product(kinds, kinds):
+            shards = distribute_tensor(whole, mesh, [before])
+            assert torch.equal(shards.redistribute(mesh, [after]).full_tensor(), whole)
+        for op, after in itertools.product(("sum", "max", "min"), kinds):
+            local = common_dtensor.DTensor.from_local(whole, mesh, [Partial(op)], run_check=False)
+            total = whole * RANKS if op == "sum" else whole
+            assert torch.equal(local.redistribute(mesh, [after]).full_tensor(), total)
+
+    return test
+
+
+class Fsdp(common_fsdp.FSDPTest):  # type: ignore[misc]
+    @property
+    def world_size(self) -> int:
+        return RANKS
+
+    def setUp(self) -> None:
+        super(common_fsdp.FSDPTest, self).setUp()
+        self._start_processes(FORK)
+
+
+def _parity(model: Any, **options: Any) -> Callable[[Any], None]:
+    def test(self: Any) -> None:
+        mode, where = common_fsdp.FSDPInitMode.RECURSIVE, common_fsdp.DEVICEInitMode.DEVICE_BEFORE
+        if common_fsdp.DEVICE_TYPE == "cpu":  # which FSDP takes only where it is told
+            options["device_id"] = torch.device("cpu")
+        self._test_fsdp_parity(model, mode, where, **options)
+
+    return test
+
+
+def _fill() -> None:
+    for name in OPERATIONS:
+        setattr(DTensor, f"test_dtensor_{name}", common_dtensor.with_comms(_operation(name)))
+    for dtype in DTYPES:
+        name = f"test_dtensor_redistribute_{str(dtype).removeprefix('torch.')}"
+        setattr(DTensor, name, common_dtensor.with_comms(_redistribution(dtype)))
+    models = (
+        common_fsdp.NestedWrappedModule,
+        common_fsdp.AlwaysWrapNestedWrappedModule,
+        common_fsdp.TransformerWithSharedParams,
+    )
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    for model, strategy in itertools.product(models, strategies):
+        for prefetch, orig in itertools.product((None, *BackwardPrefetch), (False, True)):
+            words = ["test_fsdp", model.__name__, strategy.lower()]
+            words.append(prefetch.name.lower() if prefetch else "no_prefetch")
+            test = _parity(
+                model,
+                sharding_strategy=ShardingStrategy[strategy],
+                backward_prefetch=prefetch,
+                use_orig_params=orig,
+            )
+            setattr(Fsdp, "_".join(words) + ("_orig_params" if orig else ""), test)
+
+
+@functools.cache
+def classes() -> dict[str, type[unittest.TestCase]]:
+    """By name of the suite."""
+    _fill()
+    common_fsdp.DISTRIBUTED_BACKEND = os.environ["SUITE_BACKEND"]
+    if common_fsdp.DEVICE_TYPE == "cpu":  # else the base finds too few devices
+        torch.accelerator.device_count = lambda: RANKS
+    return {"dtensor": DTensor, "fsdp": Fsdp}
