@@ -213,6 +213,7 @@ def main() -> None:
     for package in ("expecttest", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise SystemExit("these tests need packages: pip install expecttest accelerate")
+    head = [*header(args.ranks)]  # the commit that runs, whatever is edited meanwhile
     backends = args.backends or (own(args.ranks), "offcore")
     found: dict[str, dict[str, Any]] = {backend: {} for backend in backends}
     for backend in backends:
@@ -221,7 +222,7 @@ def main() -> None:
     lines = [*summary(found)]
     print("\n".join(lines))
     if args.record:
-        args.record.write_text("\n".join([*header(args.ranks), *lines, *passed(found)]) + "\n")
+        args.record.write_text("\n".join([*head, *lines, *passed(found)]) + "\n")
 
 
 def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -9,16 +9,25 @@ rank's; a row counts as the one command that it is part of. `flag_bytes` are a r
 `meet` starts a process a rank on this host: CPU seconds of all of them, and the time from the first
 start until the last one has a communicator.
 
+`hosts` is a group of torch.distributed that spans hosts of 8 ranks (docs/hosts.md), 1,024 of them
+at most. A rank's `inside` operations are planned and simulated on nvidia-8, the fastest variant of
+each; its rail on a tree of its own, by a ring, and where the engine is multicast by that; nothing
+of the two overlaps. `memory_bytes` is what a rank needs beside its tensors on a GPU, and
+`received_bytes` what it gets from other hosts. `store` is what a rank reads before the group opens,
+and how long that and its conclusions take: measured, with a store on this host.
+
 `broadcast` is a multicast on a full-bandwidth fat-tree: simulated time, CPU seconds to simulate it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -32,6 +41,9 @@ from offcore.tools.report import JsonLines, Stamp
 NBYTES = 64 << 20  # of an all-gather's or all-reduce's output, and a broadcast
 VARIANTS = ("pcpy", "bcst", "fan", "b2b")
 MEETING = (2, 8, 32, 72)  # processes
+HOSTS, LOCAL = (2, 16, 128, 1024), 8
+SPANNING = (64 << 20, 1 << 30)  # whole tensors
+TREE = "radix:64"
 TREES = ((8, "radix:64"), (72, "radix:64"), (1024, "radix:64"), (65536, "radix:64"))
 Row = dict[str, Any]
 
@@ -125,6 +137,110 @@ def meet(ranks: int) -> Row:
     }
 
 
+def inside(op: str, nbytes: int) -> tuple[float, float]:
+    """(us simulated, CPU seconds to plan) of an operation of a host's ranks."""
+    machine, form = machine_of("nvidia-8", LOCAL), _core.Protocol()
+    counts = [nbytes // LOCAL // 4 * 4] * LOCAL
+    start_s = time.process_time()
+    if op == "all_gather":
+        moves = _core.moves_all_gather(counts)
+        programs = [_core.plan(moves, variant, machine, form) for variant in VARIANTS]
+    else:
+        programs = [_core.plan_reduction(op, counts, "sum", "float32", "auto", machine, form)]
+    planned_s = time.process_time() - start_s
+    session = _core.Session("sim", machine, LOCAL, phantom=True)
+    return min(session.run(one, checked=False).time_ns for one in programs) / 1e3, planned_s
+
+
+def rail(op: str, algorithm: str, hosts: int, nbytes: int) -> float:
+    load = fat_tree.Load(op, algorithm, nbytes, chains=4 if algorithm == "multicast" else 1)
+    [found] = fat_tree.measure(fat_tree.tree_of(TREE, hosts), fat_tree.Wire(), [load])
+    return found.time_us
+
+
+def spanning(hosts: int, nbytes: int) -> list[Row]:
+    """A group of so many hosts: its calls of a whole tensor."""
+    block, part = nbytes // hosts // LOCAL, nbytes // LOCAL
+    far = (hosts - 1) * block
+    ways = {  # operations inside, with their bytes; by rail; memory; bytes from other hosts
+        "all_gather": ([("all_gather", hosts, nbytes // hosts)], ["all_gather"], part, far),
+        "reduce_scatter": (
+            [("reduce_scatter", hosts, nbytes // hosts)],
+            ["reduce_scatter"],
+            part,
+            far,
+        ),
+        "all_reduce": (
+            [("reduce_scatter", 1, nbytes), ("all_gather", 1, nbytes)],
+            ["reduce_scatter", "all_gather"],
+            part,
+            2 * far,
+        ),
+    }
+    rows = []
+    for op, (operations, steps, memory, received) in ways.items():
+        told = [(count, *inside(kind, size)) for kind, count, size in operations]
+        row: Row = {
+            "measure": "hosts",
+            "op": op,
+            "hosts": hosts,
+            "ranks": LOCAL,
+            "bytes": nbytes,
+            "operations": sum(count for count, _, _ in told),
+            "plan_cpu_s": round(sum(planned for _, _, planned in told), 5),
+            "inside_us": round(sum(count * took for count, took, _ in told), 1),
+            "ring_us": round(sum(rail(step, "ring", hosts, part) for step in steps), 1),
+            "memory_bytes": memory,
+            "received_bytes": received,
+        }
+        if op == "all_gather":
+            row["multicast_us"] = round(rail(op, "multicast", hosts, part), 1)
+        rows.append(row)
+    return rows
+
+
+def store(hosts: int) -> Row:
+    """What a rank of a group that spans hosts reads of the others, and how long that takes."""
+    import torch.distributed as dist
+
+    from offcore.distributed import reach
+
+    ranks = hosts * LOCAL
+    facts = [
+        json.dumps(
+            {
+                "place": f"{rank // LOCAL:032x} 4026531840",
+                "missing": "",
+                "gpu": str(uuid.UUID(int=rank)),
+                "not_peers": [],
+            }
+        )
+        for rank in range(ranks)
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = dist.TCPStore("127.0.0.1", port, is_master=True)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for rank, one in enumerate(facts):
+        client.set(f"facts/{rank}", one)
+    start_s = time.perf_counter()
+    told = [one.decode() for one in client.multi_get([f"facts/{rank}" for rank in range(ranks)])]
+    read_s = time.perf_counter() - start_s
+    found = reach.hosts_of(told)
+    if reach.obstacle(told) or len(found) != hosts:
+        raise SystemExit("the facts are not those of these hosts")
+    decided_s = time.perf_counter() - start_s - read_s
+    del server
+    return {
+        "measure": "store",
+        "hosts": hosts,
+        "ranks": LOCAL,
+        "bytes": sum(map(len, told)),
+        "read_s": round(read_s, 4),
+        "decided_s": round(decided_s, 4),
+    }
+
+
 def multicast(hosts: int, tree: str) -> Row:
     start_s = time.process_time()
     found = fat_tree.measure(
@@ -143,28 +259,37 @@ def multicast(hosts: int, tree: str) -> Row:
     }
 
 
-def rows(given: list[int]) -> Iterator[Row]:
-    for ranks in given:
+def rows(given: list[int], only: list[str]) -> Iterator[Row]:
+    def wanted(measure: str) -> bool:
+        return not only or measure in only
+
+    for ranks in given if wanted("plan") else ():
         for name in ("nvidia-8", "mi300x-8"):
             if name == "mi300x-8" and ranks > 256:
                 continue  # its pcpy takes minutes to simulate, and there is no such machine
             for variant in VARIANTS:
                 yield in_child((plan, "all_gather", variant, name, ranks))
             yield in_child((plan, "all_reduce", "auto", name, ranks))
-    for ranks in MEETING:
+    for ranks in MEETING if wanted("meet") else ():
         yield in_child((meet, ranks))
-    for hosts, tree in TREES:
+    for hosts in HOSTS:
+        for nbytes in SPANNING if wanted("hosts") else ():
+            yield from in_child((spanning, hosts, nbytes))
+        if wanted("store"):
+            yield in_child((store, hosts))
+    for hosts, tree in TREES if wanted("broadcast") else ():
         yield in_child((multicast, hosts, tree))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="8,72,256,1024", help="of the plans, with commas")
+    parser.add_argument("--only", nargs="*", default=[], help="measures, such as hosts store")
     parser.add_argument("--json", metavar="FILE", help="also write the rows there; - is stdout")
     given = parser.parse_args()
     stamp = asdict(Stamp())
     with JsonLines(given.json) as lines:
-        for row in rows([int(ranks) for ranks in given.ranks.split(",")]):
+        for row in rows([int(ranks) for ranks in given.ranks.split(",")], given.only):
             lines.write({"impl": "offcore"} | row | stamp)
             if not lines.to_stdout:
                 print(*(f"{key}={value}" for key, value in row.items()), flush=True)

@@ -1,5 +1,6 @@
 """The ranks of test_distributed.py: the backend "offcore" beside gloo, on CPU tensors."""
 
+import contextlib
 import copy
 import datetime
 import json
@@ -160,6 +161,17 @@ def reductions(rank: int, ranks: int) -> None:
             dist.all_to_all_single(torch.ones(ranks), torch.ones(ranks), splits, [1] * ranks)
     with pytest.raises(offcore.Error, match="all_to_all: needs"):
         dist.all_to_all([torch.ones(1)], [torch.ones(1)])
+    eighths = torch.ones(4).to(torch.float8_e4m3fn)
+    unlike = torch.ones(2 * ranks, device="meta")
+    for call in (  # neither torch's own backend nor offcore has these
+        lambda: dist.all_reduce(eighths),
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.complex64), op=dist.ReduceOp.MAX),
+        lambda: dist.group.WORLD._allgather_base(torch.ones(2 * ranks), unlike[:2]).wait(),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            call()
+    with pytest.raises(offcore.Error, match="has no backend for meta"):
+        dist.broadcast(unlike, 0)
     if rank == 0:
         dist.send(torch.ones(3), 1)
     elif rank == 1:
@@ -232,10 +244,12 @@ def data_parallel(rank: int, ranks: int) -> None:
         )
         step = torch.optim.SGD(whole.parameters(), lr=0.1)
         torch.manual_seed(rank)
-        for _ in range(4):
-            whole(torch.randn(8, 16)).square().mean().backward()
-            step.step()
-            step.zero_grad()
+        for turn in range(8):  # gradients are added up every second step
+            with whole.no_sync() if turn % 2 == 0 else contextlib.nullcontext():
+                whole(torch.randn(8, 16)).square().mean().backward()
+            if turn % 2 == 1:
+                step.step()
+                step.zero_grad()
         weights.append([parameter.detach() for parameter in whole.parameters()])
     for ours, theirs in zip(*weights, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import time
 import weakref
@@ -11,6 +12,7 @@ import crew
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -37,10 +39,15 @@ class Block(torch.nn.Module):
         return given + self.down(torch.nn.functional.silu(self.up(self.norm(given))))
 
 
-def trained(prepare: Any = None, mesh: Any = None, steps: int = STEPS, **sharding: Any) -> Any:
-    """A model after some steps, its weights, and the report before it was disabled."""
+def trained(
+    prepare: Any = None, mesh: Any = None, steps: int = STEPS, again: bool = False, **sharding: Any
+) -> Any:
+    """A model after some steps, its weights, and the report before it was disabled. again: blocks
+    are computed again in backward."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(Block() for _ in range(LAYERS)), torch.nn.Linear(WIDTH, 7))
+    for block in model[:-1] if again else ():
+        checkpoint(block)
     for layer in model:
         fully_shard(layer, mesh=mesh, **sharding)
     fully_shard(model, mesh=mesh, **sharding)
@@ -229,6 +236,46 @@ def apart(rank: int, ranks: int) -> None:
     assert "different hosts" in report["obstacles"]["[0, 1]"]
 
 
+def two_models(rank: int, ranks: int) -> None:
+    """Steps of two models in turns, inputs from a loader's process, forked after `enable`."""
+
+    def both(enables: bool) -> list[Any]:
+        torch.manual_seed(5)
+        models = [fully_shard(torch.nn.Linear(8, 8, bias=bias)) for bias in (False, True)]
+        for model in models if enables else ():
+            offcore.fsdp.enable(model)
+        loader = torch.utils.data.DataLoader(
+            [torch.full((8,), 1.0 + turn + rank) for turn in range(4)],
+            num_workers=1,
+            multiprocessing_context="fork",
+        )
+        for given in loader:
+            losses = [model(given).square().mean() for model in models]
+            for loss in losses:
+                loss.backward()
+        if enables:
+            assert all(offcore.fsdp.report(one)["all_gather"]["calls"] for one in models)
+            for model in models:
+                offcore.fsdp.disable(model)
+        return [one.grad.full_tensor() for model in models for one in model.parameters()]
+
+    same(both(False), both(True), exactly=ranks == 2)
+
+
+def killed_in_a_step(rank: int, ranks: int) -> None:
+    model = torch.nn.Sequential(*(fully_shard(torch.nn.Linear(8, 8)) for _ in range(3)))
+    offcore.fsdp.enable(fully_shard(model), timeout=5.0)
+    model(torch.ones(2, 8)).sum().backward()
+    began = time.monotonic()
+    loss = model(torch.ones(2, 8)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(offcore.Error, match=r"fsdp \[0, 1\]") as caught:
+        loss.backward()
+    assert caught.value.code == "peer"
+    assert time.monotonic() - began < 10
+
+
 def ring(rank: int, ranks: int) -> None:
     with offcore.Communicator(backend="host", store=dist.group.WORLD) as comm:
         memory = Ring(comm, 4096)
@@ -308,12 +355,15 @@ def pair(rank: int, ranks: int) -> None:
     ring(rank, ranks)
     places_follow_from_sizes(rank, ranks)
     behind_a_late_call(rank, ranks)
+    two_models(rank, ranks)
+    same(trained(again=True)[0], trained(with_offcore(), again=True)[0], exactly=True)
     forgotten(rank, ranks)
 
 
 if __name__ == "__main__":
     crew.run(2, pair, "gloo")
     crew.run(4, four, "gloo")
+    crew.run(2, killed_in_a_step, "gloo", killed=1)
     if "long" in sys.argv:
         crew.run(4, fewer_ranks, "gloo")
     print("done")

@@ -6,6 +6,7 @@ import datetime
 import gc
 import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -220,6 +221,12 @@ def test_who_keeps_what(current: Stream) -> None:
     places, dtype, itemsize, kept = comm._side(tensor, "all_gather", writable=True)
     assert ([*places], dtype, itemsize) == ([(tensor.data_ptr(), 12)], torch.float32, 4)
     assert kept is None
+    wrong = types.SimpleNamespace(
+        is_cuda=True, is_cpu=False, device="cuda:1", get_device=lambda: 1, data_ptr=lambda: 4096
+    )
+    comm._gpus = [0]
+    with pytest.raises(offcore.Error, match=r"lies on cuda:1; this rank needs memory of cuda:0"):
+        comm._side(wrong, "all_gather", writable=True)
     side, _ = side_of([])
     side.run("all_gather", body([]), [], Call(False))
     seen = weakref.ref(side)

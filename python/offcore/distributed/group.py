@@ -163,10 +163,12 @@ class Calls:
 
     def _inner_of(self, args: Any) -> Any:
         found = _first_tensor(args)
-        if found is not None:
-            return self.inner[found.device.type]
         # A barrier of a process that uses a GPU is one of its current stream, too.
-        return self.inner["cuda" if "cuda" in self.inner and torch.cuda.is_initialized() else "cpu"]
+        gpu = "cuda" in self.inner and torch.cuda.is_initialized()
+        kind = found.device.type if found is not None else "cuda" if gpu else "cpu"
+        if kind not in self.inner:
+            raise error("unsupported", f"group {self.collectives.name} has no backend for {kind}")
+        return self.inner[kind]
 
     def _log(self, name: str) -> None:
         self.handed[name] = self.handed.get(name, 0) + 1
