@@ -19,6 +19,7 @@
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/requests/timed.h"
 #include "studies/requests/trial.h"
 
 namespace offcore {
@@ -224,6 +225,57 @@ void bind_trials(nb::module_& module) {
       "Threads of these ranks send stamped chunks to every other rank: how many were wrong.");
 }
 
+void bind_times(nb::module_& module) {
+  module.def(
+      "time_trips",
+      [](const HostPort& first, const HostPort& second, uint64_t chunks, uint32_t rounds) {
+        LockReleased released;
+        return time_trips(first.port, second.port, chunks, rounds);
+      },
+      nb::arg("first"), nb::arg("second"), nb::arg("chunks"), nb::arg("rounds"),
+      "Round trips between two ranks' threads, ns; empty: a call failed.");
+  module.def(
+      "time_plain_trips",
+      [](std::pair<uintptr_t, uintptr_t> dst, std::pair<uintptr_t, uintptr_t> src, uint64_t bytes,
+         uint32_t rounds) {
+        std::byte* dsts[] = {reinterpret_cast<std::byte*>(dst.first),
+                             reinterpret_cast<std::byte*>(dst.second)};
+        const std::byte* srcs[] = {reinterpret_cast<const std::byte*>(src.first),
+                                   reinterpret_cast<const std::byte*>(src.second)};
+        LockReleased released;
+        return time_plain_trips(dsts, srcs, bytes, rounds);
+      },
+      nb::arg("dsts"), nb::arg("srcs"), nb::arg("nbytes"), nb::arg("rounds"),
+      "The same by threads that copy for themselves.");
+  module.def(
+      "time_pushes",
+      [](const HostPort& port, uint32_t rounds) {
+        LockReleased released;
+        PushTimes times = time_pushes(port.port, rounds);
+        return std::pair(std::move(times.pushed), std::move(times.taken));
+      },
+      nb::arg("port"), nb::arg("rounds"),
+      "What a push takes its thread, and until the engine has taken it: ns.");
+  module.def(
+      "time_messages",
+      [](const HostPort& port, uint32_t threads, uint64_t each, uint64_t chunks, uint64_t stride,
+         uint64_t chunks_of_buffer) {
+        LockReleased released;
+        return time_messages(port.port, {threads, each, chunks, stride, chunks_of_buffer});
+      },
+      nb::arg("port"), nb::arg("threads"), nb::arg("each"), nb::arg("chunks"), nb::arg("stride"),
+      nb::arg("chunks_of_buffer"), "ns until all have ended; 0: a call failed.");
+  module.def(
+      "time_copies",
+      [](uintptr_t dst, uintptr_t src, uint64_t bytes, uint64_t count, uint64_t bytes_of_buffer) {
+        LockReleased released;
+        return time_copies(reinterpret_cast<std::byte*>(dst),
+                           reinterpret_cast<const std::byte*>(src), bytes, count, bytes_of_buffer);
+      },
+      nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("count"),
+      nb::arg("bytes_of_buffer"), "The same by a loop of memcpy: ns.");
+}
+
 // An all-to-all with counts on the device, under way.
 struct Exchange {
   std::vector<std::shared_ptr<RequestProxy>> proxies;
@@ -334,6 +386,7 @@ void bind_proxy(nb::module_& module) {
 void bind_requests(nb::module_& module) {
   bind_host_port(module);
   bind_trials(module);
+  bind_times(module);
   bind_proxy(module);
   bind_exchanges(module);
   module.def("open_requests", &open_requests, nb::arg("comm"), nb::arg("buffers"),

@@ -21,6 +21,7 @@ FITTING = (
     "breakdown",
     "doctor",
     "explain all_reduce --machine h200-4 --bytes 4M",
+    "gpu bench --backend host --only ping-pong,push --rounds 3",
     "kv bench --tokens 256,512 --direction load,both --iters 1",
     "mcast simulate all_gather --hosts 16 --sizes 64K,1G",
     "overlap run cb1_896M,mb1_4G",

@@ -1,4 +1,4 @@
-"""The command line: `offcore bench | kv | tune | plot | breakdown | show | explain | ...`.
+"""The command line: `offcore bench | kv | gpu | tune | plot | breakdown | show | explain | ...`.
 
 Results go to stdout, everything else to stderr. A failure is one line, `offcore: CODE: message`,
 and exit status 1; a wrong call is status 2; wrong bytes are a failure.
@@ -21,6 +21,7 @@ from offcore.errors import error
 from offcore.sizes import parse_bytes, parse_sizes
 from offcore.tools import demo, doctor, nccl_shim, plot, report
 from offcore.tools.bench import collectives, tune
+from offcore.tools.cli import gpu as gpu_commands
 from offcore.tools.cli import kv as kv_commands
 from offcore.tools.cli import mcast as mcast_commands
 from offcore.tools.cli import overlap as overlap_commands
@@ -79,6 +80,7 @@ app = typer.Typer(
 )
 app.add_typer(sdma_commands.app, name="sdma")
 app.add_typer(kv_commands.app, name="kv")
+app.add_typer(gpu_commands.app, name="gpu")
 app.add_typer(mcast_commands.app, name="mcast")
 app.add_typer(overlap_commands.app, name="overlap")
 

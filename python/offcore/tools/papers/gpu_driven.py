@@ -1,6 +1,6 @@
 """Paper 003's published numbers, each beside what was measured here, if it was.
 
-Ours are rows that benchmarks/gpu_driven.py recorded on 2 x H200, in two runs; the paper's GPUs are
+Ours are rows that `offcore gpu bench` recorded on 2 x H200, in two runs; the paper's GPUs are
 V100 on PCIe. A time or a rate is met by being no worse, a factor by being no smaller.
 """
 

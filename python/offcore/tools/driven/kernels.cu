@@ -1,4 +1,4 @@
-// Kernels of gpu_driven.py, compiled by NVRTC; device.cuh comes from the installed package.
+// Kernels of `offcore gpu bench`, compiled by NVRTC.
 #include <offcore/device.cuh>
 
 using offcore::RequestPort;
@@ -158,6 +158,40 @@ extern "C" __global__ void messages(const RequestPort* where, unsigned peer, uns
 }
 
 extern "C" __global__ void stamp_time(Word* at) { *at = now_ns(); }
+
+extern "C" __global__ void tell_host(Word* at, Word value) {
+  offcore::proxy::GpuMemory::store(at, value);
+}
+
+// Reads what lies in L2, past L1, again and again: `words` is a power of two.
+extern "C" __global__ void read_l2(const uint4* data, unsigned words, unsigned passes,
+                                   unsigned* sum) {
+  unsigned at = (blockIdx.x * blockDim.x + threadIdx.x) & (words - 1);
+  unsigned seen = 0;
+  for (unsigned i = 0; i < passes; ++i) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(data + at));
+    seen ^= value.x ^ value.y ^ value.z ^ value.w;
+    at = (at + 32 * 1021) & (words - 1);
+  }
+  if (seen == 1) *sum = seen;
+}
+
+// Multiplies and adds in registers, as many at once as a scheduler can issue.
+extern "C" __global__ void multiply(const uint4*, unsigned words, unsigned passes, unsigned* sum) {
+  float values[8];
+  for (unsigned k = 0; k < 8; ++k) values[k] = float(threadIdx.x + k);
+  const float by = float(words) * 1e-9f;
+#pragma unroll 64
+  for (unsigned i = 0; i < passes; ++i) {
+    for (unsigned k = 0; k < 8; ++k) values[k] = fmaf(values[k], by, by);
+  }
+  float all = 0;
+  for (unsigned k = 0; k < 8; ++k) all += values[k];
+  if (all == 1.0f) *sum = 1;
+}
 
 // Fills SMs until released, or for 10 s; counts blocks that have started, and ended.
 extern "C" __global__ void hold(unsigned* started, const unsigned* release, unsigned* ended) {

@@ -1,36 +1,20 @@
-"""Copies that running kernels ask for, between two GPUs of this machine, beside copies that the
-host submits. Needs cupy.
-
-    CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER \\
-        timeout 300 python benchmarks/gpu_driven.py --json FILE
+"""Copies that running kernels ask for, between two GPUs of this process. Needs cupy.
 
 ping-pong   One way: half of a round trip, by the GPU's clock, median. `proxy`: requests; `armed`:
-            by a schedule, with signals that are written or, `armed co`, copied in copy order;
-            `events`: two events and two waits of streams for them a way (C-Drv),
-            all enqueued ahead; `host`: the host synchronises twice a way, Python's time included.
+            by a schedule, with signals that are written or, `armed co`, copied in copy order.
             Then rounds in which a block fills and checks every byte.
 put cost    What a put of it takes the kernel's thread, at the GPU's peak clock, median.
 held        The same ping-pong while blocks fill every SM but one of both GPUs.
-form        The same by words and streams alone (gpu_armed_forms.py).
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
             a second from many blocks, until all have ended (`bytes`: slots of the ring), and copies
             that they became.
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
             beside a loop of cuMemcpyAsync of the same.
-
-Each section (--only) is a process of its own with a limit (--section-s), and its rows are written
-as they come, so that one which fails or hangs loses no other's. The exit status is 0 where no byte
-was wrong and no call failed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,12 +22,12 @@ from typing import Any
 
 import cupy  # type: ignore[import-not-found]
 import numpy as np
-from gpu_armed_forms import chases
 
 import offcore
 from offcore import _core
+from offcore.tools.driven.rows import KIB, LIMIT_S, MESSAGES, MIB, SIZES, Rows
 
-KERNELS = [
+KERNELS = (
     "ping",
     "ping_checked",
     "push_cost",
@@ -52,29 +36,27 @@ KERNELS = [
     "stamp_time",
     "hold",
     "chase",
-]
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (4 * KIB, 64 * KIB, MIB)
-MESSAGES = (KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
+    "tell_host",
+    "read_l2",
+    "multiply",
+)
 BUFFER = 64 * MIB
 PUSHERS = ((1, 1), (1, 32), (64, 1), (64, 32), (128, 32), (128, 128), (128, 512))
 RANKS = (0, 1)
-LIMIT_S = 5.0
 
 
-class Bench:
+class Bench(Rows):
     """Two ranks, their kernels and streams."""
 
     def __init__(self, rounds: int, file: Path, signals: str = "fenced") -> None:
+        super().__init__(file)
         self.rounds = rounds
-        self.file = file
         self.comm = offcore.Communicator(backend="cuda", ranks=2, timeout=20, signals=signals)
         self.windows = [self.comm.window(BUFFER) for _ in range(2)]
-        self.failures: list[str] = []
         self.kernels: list[dict[str, Any]] = []
         self.streams: list[Any] = []
         self.results: list[dict[str, Any]] = []
-        source = Path(__file__).with_suffix(".cu").read_text("utf-8")
+        source = Path(__file__).with_name("kernels.cu").read_text("utf-8")
         options = ("-std=c++17", f"-I{offcore.device.include_path()}")
         for rank in RANKS:
             with cupy.cuda.Device(rank):
@@ -113,12 +95,6 @@ class Bench:
     def median(self, name: str, count: int, first: int = 0) -> float:
         with cupy.cuda.Device(0), self.streams[0]:
             return float(statistics.median(self.results[0][name].get()[first:count].tolist()))
-
-    def add(self, what: str, engine: str, nbytes: int, value: float, unit: str) -> None:
-        row = {"what": what, "engine": engine, "bytes": nbytes, "value": value, "unit": unit}
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{what:<12} {engine:<12} {nbytes:>9} {value:>12.2f} {unit}", flush=True)
 
     def both(
         self,
@@ -225,78 +201,6 @@ def held(bench: Bench, requests: offcore.Requests, engine: str, nbytes: int, chu
         if gone:
             bench.failures.append(f"rank {rank}: {gone} blocks had gone before the ping-pong ended")
     bench.add("held", engine, nbytes, us, "us one way")
-
-
-def by_events(bench: Bench, nbytes: int) -> None:
-    """Kernel, event, copy, event, kernel on the other GPU; all enqueued ahead of the first."""
-    rounds = 40
-    copies = []
-    flags = bench.results[0]["flags"]
-    for rank in RANKS:
-        with cupy.cuda.Device(rank):
-            copies.append(cupy.cuda.Stream(non_blocking=True))
-    with cupy.cuda.Device(0):
-        flags.fill(0)
-        cupy.cuda.get_current_stream().synchronize()
-    gate = np.uint64(flags.data.ptr)
-    bench.launch(0, "hold", (gate, gate + np.uint64(8), gate + np.uint64(16)))
-    kept = []
-    for k in range(rounds):
-        for rank in RANKS:
-            bench.launch(rank, "stamp_time", (bench.address(rank, "times") + np.uint64(8 * k),))
-            for after, before in (
-                (bench.streams[rank], copies[rank]),
-                (copies[rank], bench.streams[1 - rank]),
-            ):
-                with cupy.cuda.Device(rank):
-                    event = cupy.cuda.Event(disable_timing=True)
-                    event.record(after)
-                    if before is copies[rank]:
-                        before.wait_event(event)
-                        cupy.cuda.runtime.memcpyAsync(
-                            bench.windows[1].address(1 - rank),
-                            bench.windows[0].address(rank),
-                            nbytes,
-                            4,
-                            before.ptr,
-                        )
-                if before is not copies[rank]:
-                    with cupy.cuda.Device(1 - rank):
-                        before.wait_event(event)
-                kept.append(event)
-    with cupy.cuda.Device(0):
-        side = cupy.cuda.Stream(non_blocking=True)
-        flags[1:2].set(np.ones(1, "uint64"), stream=side)
-    bench.end("events")
-    times = np.diff(bench.results[0]["times"].get()[:rounds].astype(np.int64))[5:]
-    us = statistics.median(times.tolist()) / 2e3
-    bench.add("ping-pong", "events", nbytes, us, "us one way")
-
-
-def by_host(bench: Bench, nbytes: int) -> None:
-    rounds, times = 200, []
-    for k in range(rounds):
-        rank = k % 2
-        began = time.perf_counter_ns()
-        bench.launch(rank, "stamp_time", (bench.address(rank, "times"),))
-        with cupy.cuda.Device(rank):
-            bench.streams[rank].synchronize()
-            cupy.cuda.runtime.memcpyAsync(
-                bench.windows[1].address(1 - rank),
-                bench.windows[0].address(rank),
-                nbytes,
-                4,
-                bench.streams[rank].ptr,
-            )
-            bench.streams[rank].synchronize()
-        times.append(time.perf_counter_ns() - began)
-    bench.add("ping-pong", "host", nbytes, statistics.median(times) / 1e3, "us one way")
-
-
-def by_the_host(bench: Bench) -> None:
-    for nbytes in SIZES:
-        by_events(bench, nbytes)
-        by_host(bench, nbytes)
 
 
 def timed(bench: Bench, call: Callable[[], None]) -> float:
@@ -411,74 +315,3 @@ def throughput(bench: Bench) -> None:
             rate = count * nbytes / statistics.median(spans)
             bench.add("throughput", "memcpy loop", nbytes, rate, "GB/s")
         requests.check()
-
-
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "proxy": lambda bench: ping_pongs(bench, "proxy"),
-    "armed": lambda bench: ping_pongs(bench, "armed"),
-    "armed-co": lambda bench: ping_pongs(bench, "armed co"),
-    "forms": lambda bench: chases(bench, bench.windows),
-    "host": by_the_host,
-    "push": pushes,
-    "throughput": throughput,
-}
-
-
-def measure(section: str, rounds: int, rows: Path) -> int:
-    """One section, in this process."""
-    bench = None
-    try:
-        bench = Bench(rounds, rows, "copy_order" if section == "armed-co" else "fenced")
-        SECTIONS[section](bench)
-    except Exception as error:  # a driver's too: told like the others
-        print(f"{section}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # nothing of a failed context is taken down
-    for failure in bench.failures:
-        print(f"{section}: {failure}", file=sys.stderr, flush=True)
-    return len(bench.failures) > 0
-
-
-def run_section(section: str, rounds: int, rows: Path, limit_s: float) -> str:
-    """Why it failed; empty: it did not."""
-    command = [sys.executable, str(Path(__file__)), "--section", section]
-    command += ["--rounds", str(rounds), "--json", str(rows)]
-    try:
-        done = subprocess.run(command, timeout=limit_s, stderr=subprocess.PIPE, text=True)
-    except subprocess.TimeoutExpired:
-        return f"{section}: did not end within {limit_s:g} s"
-    lines = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else "\n".join(lines[-8:]) or f"{section}: it crashed"
-
-
-def table(rows: list[dict[str, Any]]) -> None:
-    print("what         engine           bytes        value unit")
-    for row in rows:
-        print(
-            f"{row['what']:<12} {row['engine']:<12} {row['bytes']:>9} "
-            f"{row['value']:>12.2f} {row['unit']}"
-        )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("gpu-driven.jsonl"))
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--section-s", type=float, default=55, help="seconds that each may take")
-    parser.add_argument("--section", choices=SECTIONS, help="just this one, in this process")
-    given = parser.parse_args()
-    if given.section:
-        return measure(given.section, given.rounds, given.json)
-    given.json.write_text("", "utf-8")
-    failures = [
-        failure
-        for section in given.only.split(",")
-        if (failure := run_section(section, given.rounds, given.json, given.section_s))
-    ]
-    print("\n" + "\n".join(failures or ["no failure, every byte right"]))
-    table([json.loads(line) for line in given.json.read_text("utf-8").splitlines()])
-    return len(failures) > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

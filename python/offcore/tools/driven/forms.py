@@ -1,4 +1,4 @@
-"""What lies between a kernel's word and its peer's, form by form: gpu_driven.py's section `forms`.
+"""What lies between a kernel's word and its peer's: section `forms` of `offcore gpu bench`.
 
 A kernel on each of two GPUs raises a word of its own GPU. A stream that waits for it copies 4 KiB
 to the other GPU and raises the word that the other kernel looks at. A form lists what a stream does
@@ -106,9 +106,9 @@ def park(to: Streams, form: str, stream: int, places: dict[str, int]) -> None:
                 to.one(stream, *ops[0])
 
 
-def chases(bench: Any, windows: list[Any]) -> None:
+def chases(bench: Any) -> None:
     to = Streams()
-    send, receive = windows
+    send, receive = bench.windows
     lines = 1 << 20  # of the send window: a rank's words
     words = [send.address(rank) + lines for rank in range(2)]
     told = bench.comm.host_array(8, "uint64")

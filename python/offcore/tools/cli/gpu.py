@@ -1,0 +1,89 @@
+"""`offcore gpu bench`: copies that running kernels ask for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from offcore.errors import error
+from offcore.tools import report
+from offcore.tools.bench import collectives
+from offcore.tools.cli.options import (
+    COUNT_MAX,
+    BackendName,
+    JsonOption,
+    TimeoutOption,
+    known_names,
+)
+from offcore.tools.driven import rows as driven
+from offcore.tools.driven import sections
+from offcore.tools.report import JsonLines, Stamp
+
+app = typer.Typer(
+    help="Measure copies that running kernels ask for, beside those that the host submits.",
+    no_args_is_help=True,
+)
+
+
+@app.command("bench")
+def bench_command(
+    backend: Annotated[
+        BackendName,
+        typer.Option(
+            metavar="NAME", help="cuda (two GPUs, cupy), host (threads push), or auto: this one's."
+        ),
+    ] = BackendName.auto,
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="all|NAME,...",
+            help=f"On host of {', '.join(sections.HOST)}; on cuda of {', '.join(sections.CUDA)}.",
+        ),
+    ] = "all",
+    rounds: Annotated[
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Of a ping-pong, to and fro.")
+    ] = 500,
+    timeout: TimeoutOption = 55.0,
+    json: JsonOption = None,
+) -> None:
+    """Time ping-pongs, pushes and throughput of requests, and check every byte.
+
+    On cuda beside copies by events, synchronisation and polling, and beside kernels that read L2 or
+    multiply during all-gathers, offcore's and NCCL's. A section is a process of its own there,
+    and may take --timeout seconds.
+
+    \b
+    offcore gpu bench --backend host --only ping-pong,push
+    offcore gpu bench --backend cuda --json gpu-driven.jsonl
+    """
+    name = collectives.resolve_backend(backend.value, None)
+    if name not in ("cuda", "host"):
+        raise error("unsupported", f"backend {name} has no requests; cuda and host have")
+    known = list(sections.CUDA if name == "cuda" else sections.HOST)
+    wanted = known if only == "all" else known_names(only, "--only", known)
+    if name == "cuda":
+        sections.check_cuda()
+    console = report.console(stderr=json == "-")
+    stamp = asdict(Stamp()) | {"backend": name}
+    failed = False
+    with JsonLines(json) as lines:
+        for section, (rows, failures) in zip(
+            wanted, sections.run(name, wanted, rounds, timeout), strict=True
+        ):
+            for row in rows:
+                lines.write(row | {"section": section} | stamp)
+            values = [row for row in rows if "value" in row]
+            if values:
+                console.print(driven.table(values, f"{section}, {name}"))
+            for row in rows:
+                if "note" in row:
+                    console.print(row["note"], highlight=False, soft_wrap=True)
+            for failure in failures:
+                print(f"offcore: {failure}", file=sys.stderr)
+            failed = failed or bool(failures)
+    if failed:
+        raise typer.Exit(1)
+    console.print("every byte right", highlight=False)

@@ -1,0 +1,62 @@
+"""`offcore gpu bench`: on backend host in full; on cuda what is told before and when it fails."""
+
+import pytest
+
+from offcore.tools.driven import host, sections
+from offcore.tools.driven.rows import MESSAGES, SIZES
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("ping-pong", {("ping-pong", e, n) for e in ("proxy", "memcpy") for n in SIZES}),
+        (
+            "throughput",
+            {
+                ("throughput", e, n)
+                for e in ("contiguous", "apart", "memcpy loop")
+                for n in MESSAGES
+            },
+        ),
+    ],
+)
+def test_rows_of_host(section, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "MOVED", 4 << 20)
+    [(rows, failures)] = sections.run("host", [section], 3, 1.0)
+    assert failures == []
+    assert {(row["what"], row["engine"], row["bytes"]) for row in rows} == expected
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_wrong_bytes_are_told(monkeypatch):
+    look = host.Bench.looked_at
+    monkeypatch.setattr(host, "MESSAGES", (1024,))
+    monkeypatch.setattr(host, "MOVED", 1 << 14)
+    monkeypatch.setattr(host.Bench, "looked_at", lambda *args: look(*args[:3], args[3] + 1))
+    [(rows, failures)] = sections.run("host", ["throughput"], 3, 1.0)
+    assert len(rows) == 3
+    assert failures[0] == "throughput: contiguous messages of 1024: wrong bytes"
+
+
+def test_rows_in_a_file_and_a_table(offcore_cli, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    ran = offcore_cli("gpu", "bench", "--backend", "host", "--only", "push", "--json", file)
+    assert ran.status == 0, ran.err
+    assert "every byte right" in ran.out
+    assert "M requests/s" in ran.out
+    assert '"section": "push"' in file.read_text("utf-8")
+
+
+def test_what_cannot_run_says_why(offcore_cli, gpu_cli):
+    ran = offcore_cli("gpu", "bench", "--backend", "host", "--only", "contention")
+    assert ran.status == 2
+    assert "ping-pong" in ran.err
+    ran = offcore_cli("gpu", "bench", "--backend", "sim")
+    assert ran.err.startswith("offcore: unsupported: backend sim has no requests")
+    ran = gpu_cli("gpu", "bench", "--backend", "cuda")
+    assert ran.err.startswith("offcore: unavailable: gpu bench: cupy is missing")
+
+
+def test_a_section_that_does_not_end(tmp_path):
+    found = sections._on_cuda("proxy", 1, tmp_path / "rows", 0.01)
+    assert found == ["proxy: it did not end within 0.01 s"]
