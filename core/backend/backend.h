@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -368,8 +369,10 @@ class RequestEngine {
   virtual void prepare_parking(std::span<std::byte* const> windows) = 0;
   // The signal is written behind the data, `sent` behind both.
   virtual void park(Rank peer, const ParkedRequest& request) = 0;
-  // Ends what is parked without effect, and waits for that. The gates get that value.
-  virtual void recall(uint64_t closed) = 0;
+  // Ends what is parked without effect. The gates get `held`, which starts nothing; once nothing
+  // that has started `is_under_way`, they get `closed`. Waits for that; throws driver.
+  virtual void recall(uint64_t held, uint64_t closed,
+                      const std::function<bool()>& is_under_way) = 0;
 
   // Of engines whose callers are kernels: loads, and launches in a stream (0: its own), the kernel
   // of an exchange (core/proxy/exchange.h has its arguments). By any thread.

@@ -17,6 +17,7 @@ inline constexpr uint64_t kFaultHere = 64;
 inline constexpr uint64_t kComplaints = 128;  // a 32-bit word a fault
 inline constexpr uint64_t kTold = 192;        // exchanges: the last one that has ended; a fault
 inline constexpr uint64_t kSlots = 4096;
+inline constexpr double kDrainS = 10;  // that requests in flight get once the proxy is to end
 static_assert(kPort + sizeof(RequestPort) <= kReceived);
 
 // What has come from a rank, by buffer; behind the last rank lies the schedule.

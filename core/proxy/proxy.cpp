@@ -17,7 +17,6 @@ constexpr uint32_t kSlotsMax = 1 << 20;
 constexpr size_t kCopiesMax = 128;  // of a submission
 constexpr int64_t kLookNs = 2'000'000;
 constexpr int64_t kSeenNs = 1'000'000'000;
-constexpr double kDrainS = 10;  // that requests in flight get once the proxy is to end
 
 // The thread shares two cores with those that it serves, or has one of many.
 int64_t spin_ns_of(double spin_s) {
@@ -347,9 +346,7 @@ void RequestProxy::end(PortFault fault, std::optional<Error> error) {
   try {
     engine_->store(words);
     if (port_.start != nullptr) {
-      started_ = read_counts(kStart);
-      recalled_.store(true, std::memory_order_release);
-      engine_->recall(kClosed);  // kernels that wait have been told
+      recall();  // kernels that wait have been told
     }
   } catch (const Error& failure) {  // of a device that has failed: whoever waits there looks here
     const std::scoped_lock lock(mutex_);

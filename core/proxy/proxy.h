@@ -146,6 +146,7 @@ class RequestProxy : public OfProcess {
   void accept(const Word (&words)[2]);
   bool park();
   void park(Rank peer, PeerQueue& queue);
+  void recall();
   std::array<Word, kRanksMax> read_counts(uint64_t place) const;
   bool all_started_ended() const;
   void add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy);

@@ -70,7 +70,8 @@ constexpr Word kChunksMax = (Word{1} << kChunkBits) - 1;    // of a put, and of 
 constexpr Word kOffsetMax = (Word{1} << kOffsetBits) - 1;   // of a buffer's last byte
 constexpr Word kBytesMax = (Word{1} << kBytesBits) - 4096;  // of one request; whole pages
 constexpr Word kLapBit = Word{1} << 63;
-constexpr Word kClosed = Word{1} << 62;  // a head that leaves no room
+constexpr Word kClosed = Word{1} << 62;         // a head that leaves no room; a start that is over
+constexpr Word kHeld = kClosed | kClosed << 1;  // the same, and behind all numbers modulo 2^64
 constexpr unsigned kSignalStride = kBuffersMax;
 constexpr unsigned kGroupWordsMax = 64;  // that lanes reserve together
 

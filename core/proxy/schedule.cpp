@@ -3,12 +3,23 @@
 
 #include <algorithm>
 #include <functional>
+#include <utility>
+
+#include "core/base/threads.h"
 
 namespace offcore::proxy {
 namespace {
 
 constexpr size_t kPlannedMax = 1 << 16;  // requests of a rank's schedule
 constexpr uint64_t kParkedAtOnce = 16;
+constexpr int64_t kQuietNs = 5'000'000;
+constexpr double kSlowestNsPerByte = 0.1;  // of a copy to a peer
+
+using PeerCounts = std::array<Word, kRanksMax>;
+
+bool ended(const PeerCounts& sent, const PeerCounts& started) {
+  return std::equal(sent.begin(), sent.end(), started.begin(), std::greater_equal<>());
+}
 
 }  // namespace
 
@@ -98,12 +109,38 @@ std::array<Word, kRanksMax> RequestProxy::read_counts(uint64_t place) const {
   return counts;
 }
 
+// Takes back what no kernel has started, once what was has ended. Until the gates are held a kernel
+// may start more, which nothing counts: it has ended when no `sent` has moved for as long as the
+// largest copy takes.
+void RequestProxy::recall() {
+  started_ = read_counts(kStart);
+  recalled_.store(true, std::memory_order_release);
+  PeerCounts parked = started_;
+  uint64_t most = 0;
+  for (Rank peer = 0; peer < queues_.size(); ++peer) {
+    parked[peer] = std::min<Word>(parked[peer], queues_[peer].parked);
+    for (const Decoded& one : queues_[peer].planned) most = std::max(most, one.copy.bytes);
+  }
+  const Deadline deadline = Deadline::after_s(kDrainS);
+  while (!ended(read_counts(kSent), parked)) {
+    if (deadline.passed()) fail(Code::driver, "rank ", rank_, ": started requests did not end");
+    nap(0);
+  }
+  const int64_t quiet_ns = kQuietNs + static_cast<int64_t>(most * kSlowestNsPerByte);
+  PeerCounts last{};
+  int64_t since_ns = now_ns();
+  engine_->recall(kHeld, kClosed, [&] {
+    const PeerCounts sent = read_counts(kSent);
+    if (std::exchange(last, sent) != sent) since_ns = now_ns();
+    return now_ns() - since_ns < quiet_ns;
+  });
+}
+
 // What kernels have started has ended.
 bool RequestProxy::all_started_ended() const {
   auto started = read_counts(kStart);
   if (recalled_.load(std::memory_order_acquire)) started = started_;
-  const auto ended = read_counts(kSent);
-  return std::equal(ended.begin(), ended.end(), started.begin(), std::greater_equal<>());
+  return ended(read_counts(kSent), started);
 }
 
 // Of what has ended: all of it was parked one by one.

@@ -193,19 +193,6 @@ def test_what_the_schedule_does_not_have() -> None:
     )
 
 
-def test_a_schedule_needs_channels() -> None:
-    check_alone(
-        ARMED,
-        """
-    code, text = code_of(lambda: comm.requests(windows, schedule=plan, chunk=chunk))
-    assert code == "unsupported" and "CUDA_DEVICE_MAX_CONNECTIONS=32" in text, (code, text)
-    with comm.requests(windows, chunk=chunk) as requests:
-        requests.check()
-    """,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )
-
-
 def test_an_all_to_all_whose_counts_lie_on_the_gpus() -> None:
     """In the caller's stream order; nothing is allocated once the buffers are known."""
     check_alone("""

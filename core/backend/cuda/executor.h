@@ -94,8 +94,10 @@ class CudaExecutor final : public exec::Executor {
   // As dismiss, while the communicator lives on: waits for launches of the program before.
   void recall(const CudaProgram& compiled, const ArmedSubmissions& armed,
               ArmedStreams& armed_streams);
+  // Throws unsupported where streams share channels sooner than they must.
+  void check_channels(const char* why) const;
   // Streams of a device that hold parked commands besides programs'. Throws unsupported where there
-  // is no room for so many more, or too few channels.
+  // is no room for so many more.
   void take_armed(const LocalGpu& device, size_t streams);
   void give_armed(const LocalGpu& device, size_t streams);
   // Makes a stream wait for the launch's end.

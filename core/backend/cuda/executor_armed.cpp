@@ -83,13 +83,15 @@ bool CudaExecutor::make_bays(const CudaProgram& compiled, ArmedStreams& armed_st
   return true;
 }
 
+void CudaExecutor::check_channels(const char* why) const {
+  if (channels_ == kChannels) return;
+  fail(Code::unsupported, why, ": set CUDA_DEVICE_MAX_CONNECTIONS=", kChannels,
+       " before the process starts");
+}
+
 void CudaExecutor::take_armed(const LocalGpu& device, size_t streams) {
   const ExecutorLock lock(mutex_);
   check_open();
-  if (channels_ != kChannels) {
-    fail(Code::unsupported, "parked commands could block other streams: set ",
-         "CUDA_DEVICE_MAX_CONNECTIONS=", kChannels, " before the process starts");
-  }
   size_t& besides = armed_besides_[device.ordinal()];
   if (armed_lines_ + besides + streams > kArmedStreamsMax) {
     fail(Code::unsupported, "parked commands: ", armed_lines_ + besides,

@@ -38,6 +38,8 @@ CudaRequestEngine::CudaRequestEngine(std::shared_ptr<CudaExecutor> executor,
       told_(allocate_pinned(device_->gpu().context(), kLine * executor_->ranks())),
       streams_(executor_->ranks()),
       words_(device_->gpu().stream()) {
+  executor_->check_channels(
+      "requests: a launch behind a waiting kernel could hold up the copy that it waits for");
   const int ordinal = device_->ordinal();
   if (attribute(ordinal, Attribute::wide_stream_words) == 0 ||
       attribute(ordinal, Attribute::can_use_host_pointer) == 0) {
@@ -77,6 +79,15 @@ CudaRequestEngine::~CudaRequestEngine() {
   new auto(std::move(launches_));
   new auto(std::move(twins_));
   new std::shared_ptr<void>(told_);
+}
+
+// Whether the stream has nothing to do.
+bool CudaRequestEngine::done(const std::unique_ptr<CudaStream>& stream) {
+  if (stream == nullptr) return true;
+  const CUresult result = Driver::get().cuStreamQuery(stream->handle());
+  if (result == kNotReady) return false;
+  check(result, "a GPU failed: cuStreamQuery");
+  return true;
 }
 
 // The thread keeps the context, and what it calls disturbs no capture.
@@ -199,13 +210,6 @@ bool CudaRequestEngine::idle() {
 }
 
 bool CudaRequestEngine::quiet() {
-  const auto done = [](const std::unique_ptr<CudaStream>& stream) {
-    if (stream == nullptr) return true;
-    const CUresult result = Driver::get().cuStreamQuery(stream->handle());
-    if (result == kNotReady) return false;
-    check(result, "a GPU failed: cuStreamQuery");
-    return true;
-  };
   const ContextGuard current = device_->current();
   return done(words_) && std::all_of(streams_.begin(), streams_.end(),
                                      [&](const PeerStream& to) { return done(to.stream); });
@@ -259,19 +263,31 @@ void CudaRequestEngine::park(Rank peer, const ParkedRequest& request) {
   operate(stream);
 }
 
-void CudaRequestEngine::recall(uint64_t closed) {
-  const ContextGuard current = device_->current();
-  for (auto& [mapping, twin] : twins_) twin->blank(executor_->devices());
+void CudaRequestEngine::write_gates(uint64_t value) {
   for (const PeerStream& to : streams_) {
     if (to.gate == nullptr) continue;
-    ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(to.gate), closed));
+    ops_.push_back(write64(reinterpret_cast<CUdeviceptr>(to.gate), value));
   }
   operate(words_->handle());
+}
+
+// A copy that is under way would meet no memory while a twin is blanked, and the GPU would fail.
+void CudaRequestEngine::recall(uint64_t held, uint64_t closed,
+                               const std::function<bool()>& is_under_way) {
+  const ContextGuard current = device_->current();
   const Deadline deadline = Deadline::after_s(kRunOutS);
-  while (!idle()) {
-    if (deadline.passed()) fail(Code::driver, "parked requests on a GPU did not end");
-    nap(0);
-  }
+  const auto until = [&](const auto& holds) {
+    while (!holds()) {
+      if (deadline.passed()) fail(Code::driver, "parked requests on a GPU did not end");
+      nap(0);
+    }
+  };
+  write_gates(held);
+  until([&] { return done(words_); });
+  until([&] { return !is_under_way(); });
+  for (auto& [mapping, twin] : twins_) twin->blank(executor_->devices());
+  write_gates(closed);
+  until([&] { return quiet(); });
 }
 
 }  // namespace offcore::cuda

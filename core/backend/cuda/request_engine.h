@@ -37,7 +37,7 @@ class CudaRequestEngine final : public RequestEngine {
   bool idle() override;
   void prepare_parking(std::span<std::byte* const> windows) override;
   void park(Rank peer, const ParkedRequest& request) override;
-  void recall(uint64_t closed) override;
+  void recall(uint64_t held, uint64_t closed, const std::function<bool()>& is_under_way) override;
   bool launches() const override { return true; }
   void prepare_launches() override;
   void launch(uintptr_t stream, void* arguments) override;
@@ -51,7 +51,9 @@ class CudaRequestEngine final : public RequestEngine {
   };
 
   void enter();
+  static bool done(const std::unique_ptr<CudaStream>& stream);
   bool quiet();
+  void write_gates(uint64_t value);
   CUdeviceptr target(const std::byte* address) const;
   void copy(CUstream stream, std::span<const RequestCopy> copies);
   uint64_t ended(Rank peer) const;

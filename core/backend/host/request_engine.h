@@ -26,7 +26,7 @@ class HostRequestEngine final : public RequestEngine {
     fail(Code::unsupported, "a schedule: this backend's engine parks nothing; cuda's does");
   }
   void park(Rank, const ParkedRequest&) override {}
-  void recall(uint64_t) override {}
+  void recall(uint64_t, uint64_t, const std::function<bool()>&) override {}
 };
 
 }  // namespace offcore::host
