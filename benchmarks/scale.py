@@ -12,9 +12,10 @@ start until the last one has a communicator.
 `hosts` is a group of torch.distributed that spans hosts of 8 ranks (docs/hosts.md), 1,024 of them
 at most. A rank's `inside` operations are planned and simulated on nvidia-8, the fastest variant of
 each; its rail on a tree of its own, by a ring, and where the engine is multicast by that; nothing
-of the two overlaps. `memory_bytes` is what a rank needs beside its tensors on a GPU, and
-`received_bytes` what it gets from other hosts. `store` is what a rank reads before the group opens,
-and how long that and its conclusions take: measured, with a store on this host.
+of the two overlaps. `copied_bytes` are put in order within the GPU, which takes no time here.
+`memory_bytes` is what a rank needs beside its tensors on a GPU, `received_bytes` what it gets from
+other hosts. `store` is what a rank reads before the group opens, and how long that and its
+conclusions take: measured, with a store on this host.
 
 `broadcast` is a multicast on a full-bandwidth fat-tree: simulated time, CPU seconds to simulate it.
 """
@@ -160,16 +161,16 @@ def rail(op: str, algorithm: str, hosts: int, nbytes: int) -> float:
 
 def spanning(hosts: int, nbytes: int) -> list[Row]:
     """A group of so many hosts: its calls of a whole tensor."""
+    from offcore.distributed.hosts import _SMALL  # imports torch
+
     block, part = nbytes // hosts // LOCAL, nbytes // LOCAL
     far = (hosts - 1) * block
+    joined = nbytes // hosts < _SMALL
+    count, size = (1, nbytes) if joined else (hosts, nbytes // hosts)
+    memory = part + nbytes * joined
     ways = {  # operations inside, with their bytes; by rail; memory; bytes from other hosts
-        "all_gather": ([("all_gather", hosts, nbytes // hosts)], ["all_gather"], part, far),
-        "reduce_scatter": (
-            [("reduce_scatter", hosts, nbytes // hosts)],
-            ["reduce_scatter"],
-            part,
-            far,
-        ),
+        "all_gather": ([("all_gather", count, size)], ["all_gather"], memory, far),
+        "reduce_scatter": ([("reduce_scatter", count, size)], ["reduce_scatter"], memory, far),
         "all_reduce": (
             [("reduce_scatter", 1, nbytes), ("all_gather", 1, nbytes)],
             ["reduce_scatter", "all_gather"],
@@ -190,6 +191,7 @@ def spanning(hosts: int, nbytes: int) -> list[Row]:
             "plan_cpu_s": round(sum(planned for _, _, planned in told), 5),
             "inside_us": round(sum(count * took for count, took, _ in told), 1),
             "ring_us": round(sum(rail(step, "ring", hosts, part) for step in steps), 1),
+            "copied_bytes": nbytes if joined and op != "all_reduce" else 0,
             "memory_bytes": memory,
             "received_bytes": received,
         }

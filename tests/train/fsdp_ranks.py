@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import offcore
 import offcore.fsdp
-from offcore.distributed import reach
+from offcore.distributed import hosts, reach
 from offcore.distributed.report import calls_of
 from offcore.fsdp.enable import _param_groups
 from offcore.fsdp.memory import Ring
@@ -183,6 +183,7 @@ def across_hosts(rank: int, ranks: int) -> None:
     """As over gloo; each rank gets from other hosts what its rail brings, and no byte twice."""
     os.environ["OFFCORE_HOST"] = str(rank // 2)
     plain, _ = trained(steps=2)
+    hosts._SMALL = 0  # as if the model were large
     gathered, told = trained(with_offcore(reduce_scatter=False), steps=2)
     same(plain, gathered, exactly=True)
     everyone = str([*range(ranks)])
@@ -195,6 +196,7 @@ def across_hosts(rank: int, ranks: int) -> None:
     both = told["all_gather"]["bytes"] + told["reduce_scatter"]["bytes"]
     assert told["hosts"][everyone]["received"] == both // ranks
     assert told["reduce_scatter"]["calls"] == LAYERS + 1
+    hosts._SMALL = 1 << 24
     staged, told = trained(with_offcore(memory=0, reduce_scatter=False), steps=2)
     same(plain, staged, exactly=True)
     assert told["all_gather"]["staged"] == told["all_gather"]["calls"] > 0

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import offcore
 import offcore.distributed
+from offcore.distributed import hosts
 
 SENT_AT = 200  # tcpi_bytes_sent and then tcpi_bytes_retrans in the kernel's tcp_info
 HEADERS = 4096  # more than gloo's headers of a call
@@ -210,6 +211,8 @@ def even(local: int) -> Any:
     def ranks_of_hosts(rank: int, ranks: int) -> None:
         told = offcore.distributed.report()["hosts"]["cpu"]
         assert told == {"hosts": ranks // local, "ranks": local, "received": 0}
+        if ranks == 6:
+            hosts._SMALL = 64  # both ways, by what comes
         results(rank, ranks)
         scaled(rank, ranks)
         bytes_between(rank, ranks, local)

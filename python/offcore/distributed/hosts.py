@@ -37,7 +37,10 @@ _OPS = (
     "gather",
 )
 _TORCH = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-_ORDERED = {"min": torch.minimum, "max": torch.maximum}
+_SMALL = 16 << 20  # bytes of a host's part; below, a call for each host costs more than a copy
+
+
+ByHost = list[list[int]]  # the ranks of each
 
 
 class Place(NamedTuple):
@@ -73,8 +76,8 @@ class Hosts:
     def __init__(self, inside: Communicator, rail: Any, place: Place, on_gpu: bool) -> None:
         self.inside = inside
         self.place = place
-        # Where a tensor lies, for an operation; None: outside of the caller's own windows.
-        self.region_of: Callable[[Any], Any] = lambda _: None
+        # Where a tensor lies in the caller's own windows, for an operation; else the tensor.
+        self.region_of: Callable[[Any], Any] = lambda tensor: tensor
         self.received = 0  # bytes of other hosts that this rank got by its rail, without headers
         self._rail = rail
         self._on_gpu = on_gpu
@@ -93,10 +96,9 @@ class Hosts:
 
     def takes(self, op: str, reduction: str | None, dtype: Any, even: bool) -> bool:
         """Whether it has that operation; torch's own backend has it where it has not."""
-        if op not in _OPS or not even:
-            return False
-        if reduction in ("avg", "premul_sum") and not dtype.is_floating_point:
-            return False  # to scale before the sum rounds too early
+        scales = reduction in ("avg", "premul_sum")
+        if op not in _OPS or not even or (scales and not dtype.is_floating_point):
+            return False  # to scale integers before the sum rounds too early
         return reduction is None or dtype != torch.int16  # torch's own backends have none
 
     def all_gather(self, out: Any, inp: Any = None, *, lane: int = 0) -> Spanning:
@@ -107,15 +109,18 @@ class Hosts:
         parts = _cut(wholes, hosts, ranks)
         given = parts[host, local] if inp is None else as_bytes(inp)
         far = given.new_empty(hosts, given.numel())
+        opts, nbytes = self._options("Allgather"), given.nbytes * (hosts - 1)
+        if wholes[0].nbytes < _SMALL:
+            self._cross(lambda: self._rail._allgather_base(far.view(-1), given, opts), nbytes)
+            near = given.new_empty(ranks, hosts, given.numel())
+            moved = self._now(self.inside.all_gather(near, far, lane=lane))
+            parts.copy_(near.transpose(0, 1))
+            return Spanning([moved])
         handles = []
 
         def put(origin: int, part: Any) -> None:
             parts[origin, local].copy_(part)
-            region = self.region_of(wholes[origin])
-            whole = wholes[origin] if region is None else region
-            handles.append(self.inside.all_gather(whole, lane=lane))
-
-        opts, nbytes = self._options("Allgather"), given.nbytes * (hosts - 1)
+            handles.append(self.inside.all_gather(self.region_of(wholes[origin]), lane=lane))
 
         def start() -> Any:
             work = self._rail._allgather_base(far.view(-1), given, opts)
@@ -133,13 +138,16 @@ class Hosts:
     ) -> Spanning:
         """Each host reduces all parts, in rank order; rails reduce the hosts' sums, in host order
         on CPUs. lane: of the operations inside."""
-        hosts = self.place.hosts
+        _, hosts, _, ranks = self.place
         op, scale = self._inside(op, scale)
         sums = out.new_empty(hosts, out.numel())
-        parts = _cut(inp, hosts)
+        rows, parts = sums, _cut(inp, hosts)
+        if parts[0].nbytes < _SMALL:  # one call for all hosts
+            rows = _cut(sums, 1)
+            parts = _cut(_cut(inp, hosts, ranks).transpose(0, 1).contiguous(), 1)
         started = [
             self.inside.reduce_scatter(one, part, op, scale=scale, lane=lane)
-            for one, part in zip(sums, parts, strict=True)
+            for one, part in zip(rows, parts, strict=True)
         ]
         handles = [self._now(handle) for handle in started]
         far = out.nbytes * (hosts - 1)
@@ -302,7 +310,10 @@ class Hosts:
             work = start()
             work.wait() if self._on_gpu else work.wait(datetime.timedelta(seconds=self._left()))
         except RuntimeError as failure:
-            raise _named(failure) from None
+            if isinstance(failure, offcore.Error):
+                raise
+            code = "timeout" if re.search("timed out|timeout", str(failure), re.I) else "peer"
+            raise error(code, f"between hosts: {str(failure).splitlines()[0]}") from None
         self.received += nbytes
 
 
@@ -313,34 +324,23 @@ def _cut(tensor: Any, *shape: int) -> Any:
 
 def _reduced(rows: Any, op: str) -> Any:
     """In row order; sums of short floats in fp32, rounded once."""
+    if op in _TORCH:
+        return rows.amin(0) if op == "min" else rows.amax(0)
     short = rows.dtype in (torch.float16, torch.bfloat16)
     total = rows[0].to(torch.float32) if short else rows[0].clone()
     for row in rows[1:]:
-        total = _ORDERED[op](total, row.to(total.dtype)) if op in _ORDERED else total.add_(row)
+        total.add_(row)
     return total
 
 
-def _named(failure: RuntimeError) -> Exception:
-    if isinstance(failure, offcore.Error):
-        return failure
-    code = "timeout" if re.search("timed out|timeout", str(failure), re.I) else "peer"
-    return error(code, f"between hosts: {str(failure).splitlines()[0]}")
-
-
 def open_ends(
-    store: Any,
-    hosts: list[list[int]],
-    rank: int,
-    timeout: float,
-    device: Any,
-    arguments: dict[str, Any],
-    lanes: int = 1,
+    store: Any, hosts: ByHost, rank: int, timeout: float, device: Any, given: Any, lanes: int = 1
 ) -> list[Any]:
     """Of ranks by host that meet at a store, for each lane: the communicator, or where there are
     several hosts a `Hosts` with a rail of its own; they share what is inside. Collective."""
     host, local = divmod(rank, len(hosts[0]))
     place = Place(host, len(hosts), local, len(hosts[0]))
-    given = {**arguments}
+    given = {**given}
     between = given.pop("between", None)
     inside = open_communicator(
         dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, given

@@ -90,7 +90,7 @@ class Shards:
         self.hosts = [end for end in self._ends if isinstance(end, Hosts)]  # none: there is one
         self.ring = Ring(self.hosts[0].inside if self.hosts else self._ends[0], memory)
         for one in self.hosts:
-            one.region_of = self.ring.region
+            one.region_of = self._operand
         self.ran = {"all_gather": Ran(), "reduce_scatter": Ran()}
         self._sides = {
             op: side_of(end, name, self._rank, timeout, device, ran.add)
@@ -98,14 +98,17 @@ class Shards:
         }
 
     def all_gather(self, out: Any, inp: Any, late: bool) -> Any:
-        place = None if self.hosts else self.ring.region(out)
         own = out.data_ptr() + self._rank * inp.nbytes == inp.data_ptr()
-        target, given = (out if place is None else place), (None if own else inp)
+        target, given = (out if self.hosts else self._operand(out)), (None if own else inp)
 
         def body(comm: Communicator) -> Any:
             return [comm.all_gather(target, given, lane=GATHERS)], ()
 
         return self._run("all_gather", body, out, late)
+
+    def _operand(self, tensor: Any) -> Any:
+        region = self.ring.region(tensor)
+        return tensor if region is None else region
 
     def reduce_scatter(self, out: Any, inp: Any, op: str, scale: float, late: bool) -> Any:
         def body(comm: Communicator) -> Any:
