@@ -103,6 +103,8 @@ class Binding {
   std::vector<std::byte*> bases_;
 };
 
+class Mark;
+
 struct Launch {
   Binding binding;
   uint32_t epoch = 0;            // flag values of this launch are epoch + the program's
@@ -113,6 +115,8 @@ struct Launch {
   // Strided copies between the host and a rank are made by the engine of the other direction, where
   // they can be (CrossedCopies).
   bool crossed = false;
+  // Of this backend's streams: the program begins once it has passed. Null: at once.
+  const Mark* after = nullptr;
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.
   // Null: they outlive the backend.
   std::shared_ptr<void> owner = nullptr;

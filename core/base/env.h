@@ -31,6 +31,7 @@ namespace offcore {
   X(OFFCORE_NCCL_MIN_BYTES, "", "",                                                               \
     "from which sizes the NCCL shim takes which collectives, reduce_scatter=16M,...; never")      \
   X(OFFCORE_NCCL_REPORT, "0", "0, 1", "1: the NCCL shim tells what it took as communicators end") \
+  X(OFFCORE_SGLANG, "0", "", "1, or a JSON object: SGLang's transfers go by offcore")             \
   X(OFFCORE_LOG, "off", "off, info, debug",                                                       \
     "lines on stderr: off, info (what was chosen), debug (every call)")                           \
   X(OFFCORE_NVTX, "0", "0, 1", "1: NVTX ranges around operations; needs the nvtx package")        \

@@ -62,6 +62,7 @@ struct TransferRequest {
   int32_t priority = 0;
   uint32_t layers_together = 0;  // 0: all
   std::unique_ptr<Mark> after = nullptr;
+  bool held = false;  // engines wait for `after`, not the thread: all behind it waits, too
 };
 
 // What a job did. All that was enqueued has been copied.

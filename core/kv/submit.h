@@ -16,6 +16,7 @@ struct SubmitTarget {
   bool crossed = false;        // strided copies are the other direction's engine's
   std::byte* stage = nullptr;  // the lane's own memory of that rank
   uint64_t stage_bytes = 0;
+  const Mark* after = nullptr;  // that it begins after
 };
 
 // `keep` is held until the part has ended. `checked`: verifies the program first. Throws what a

@@ -195,6 +195,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
     fail(Code::invalid, "the cache's memory was unmapped, or other memory was mapped there, since ",
          "the transfer was made: close it and make another");
   }
+  request.held = options_.hold;
   const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
   const uint64_t bytes = request.blocks.size() * group.layout->row_bytes();

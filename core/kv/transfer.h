@@ -25,6 +25,7 @@ struct TransferOptions {
   uint64_t crossing_bytes = uint64_t{1}
                             << 30;  // of the host's, so that both engines copy small pages
   PackOptions packing;
+  bool hold = false;  // TransferRequest::held of all jobs
   bool adopt = true;  // what lies in VMM memory is mapped once more where it folds better
   int64_t linger_ns = usual_linger_ns();  // of the thread, before it sleeps
   bool kernel = false;  // the backend copies by a kernel, for which more plain copies go together

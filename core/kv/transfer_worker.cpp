@@ -313,7 +313,7 @@ bool TransferWorker::may_begin(Job& job) const {
   });
   if (!job.waits_.empty()) return false;
   if (job.request_.after != nullptr && job.request_.after->passed()) job.request_.after = nullptr;
-  return job.request_.after == nullptr;
+  return job.request_.after == nullptr || job.request_.held;
 }
 
 // Nothing more of the job is enqueued. It ends with its last part that is.

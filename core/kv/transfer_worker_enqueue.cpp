@@ -30,14 +30,15 @@ constexpr uint64_t kPackedGrowth = 2;  // a part is larger by this share of all 
 constexpr uint64_t kPackedRest = 2;    // of a load's bytes that are left
 constexpr uint64_t kPackedBlocks = 512;
 
-SubmitTarget target(const Link& link, const LinkLane& lane, Direction direction) {
+SubmitTarget target(const Link& link, const LinkLane& lane, const TransferRequest& request) {
   return {.backend = *link.backend,
-          .direction = direction,
+          .direction = request.direction,
           .rank = link.rank,
           .lane = lane.number,
           .crossed = lane.crossed,
           .stage = lane.stage,
-          .stage_bytes = link.stage_bytes};
+          .stage_bytes = link.stage_bytes,
+          .after = request.after.get()};
 }
 
 Link& packing_link(std::vector<Link>& links) {
@@ -95,8 +96,8 @@ void TransferWorker::refuse(Link& link, LinkLane& lane, const std::shared_ptr<Jo
   }
   try {
     EnqueuedPart submission{.job = job};
-    submission.run = kv::submit(target(link, lane, request.direction),
-                                *groups_[request.group].layout, {}, keep_, false);
+    submission.run =
+        kv::submit(target(link, lane, request), *groups_[request.group].layout, {}, keep_, false);
     link.add(lane, std::move(submission), now_ns());
     ++job->parts_ahead_;
   } catch (const std::exception&) {  // the GPU has failed, or no memory is left: nothing would tell
@@ -117,10 +118,10 @@ bool TransferWorker::in_order(const Job& job) const {
   return neighbours_.empty() && !may_cross(job) && !job.packed_;
 }
 
-// Whether both engines may copy some of it.
+// Whether both engines may copy some of it. One that is held would hold the other direction up.
 bool TransferWorker::may_cross(const Job& job) const {
-  return crossing_.any() && !job.packed_ && crossing_.groups[job.request_.group] &&
-         job.together_ == job.layers_;
+  return crossing_.any() && !job.packed_ && !job.request_.held &&
+         crossing_.groups[job.request_.group] && job.together_ == job.layers_;
 }
 
 // Whether both engines are to copy the job's next blocks: while the other direction has nothing on
@@ -264,7 +265,7 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
     report.queued_ns = job->began_ns_ - job->called_ns_;
   }
   const int64_t began_ns = now_ns();
-  submission.run = kv::submit(target(link, lane, request.direction), *groups_[request.group].layout,
+  submission.run = kv::submit(target(link, lane, request), *groups_[request.group].layout,
                               std::move(part), keep_, checked_);
   const int64_t took_ns = now_ns() - began_ns;
   if (strided == 0 && submission.commands >= kPlainMany)

@@ -106,13 +106,16 @@ nb::object row(const HostPool& pool, int64_t slot) {
       .cast();
 }
 
-std::shared_ptr<Transfer> open_transfer(
-    const std::string& backend, const Machine& machine, int device,
-    std::vector<std::shared_ptr<Layout>> layouts, const nb::list& pools,
-    const std::vector<int>& links, const Machine& pair, uint64_t link_bytes,
-    uint64_t crossing_bytes, nb::object keep, uint64_t ahead_bytes, uint32_t ahead_commands,
-    std::array<std::optional<uint64_t>, 2> plain_from, std::optional<double> linger_s, bool kernel,
-    bool checked, bool adopt, const std::tuple<std::string, uint32_t, uint64_t>& pack) {
+std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machine& machine,
+                                        int device, std::vector<std::shared_ptr<Layout>> layouts,
+                                        const nb::list& pools, const std::vector<int>& links,
+                                        const Machine& pair, uint64_t link_bytes,
+                                        uint64_t crossing_bytes, nb::object keep,
+                                        uint64_t ahead_bytes, uint32_t ahead_commands,
+                                        std::array<std::optional<uint64_t>, 2> plain_from,
+                                        std::optional<double> linger_s, bool kernel,
+                                        const std::tuple<bool, bool, bool>& flags,
+                                        const std::tuple<std::string, uint32_t, uint64_t>& pack) {
   if (layouts.size() != pools.size()) {
     fail(Code::invalid, layouts.size(), " caches and ", pools.size(),
          " host pools: each cache needs its pool");
@@ -127,6 +130,7 @@ std::shared_ptr<Transfer> open_transfer(
   }
   const auto linger_ns = linger_s ? static_cast<int64_t>(*linger_s * 1e9) : kv::usual_linger_ns();
   const auto& [policy, pack_sms, pack_bytes] = pack;
+  const auto& [adopt, hold, checked] = flags;
   const kv::PackOptions packing{
       .policy = kv::parse_policy(policy), .sms = pack_sms, .bytes = pack_bytes};
   const bool packs = device >= 0 && packing.policy != kv::Policy::zero_sm && pack_sms > 0;
@@ -147,6 +151,7 @@ std::shared_ptr<Transfer> open_transfer(
        .link_bytes = link_bytes,
        .crossing_bytes = crossing_bytes,
        .packing = packing,
+       .hold = hold,
        .adopt = adopt,
        .linger_ns = linger_ns,
        .kernel = kernel},
@@ -324,8 +329,7 @@ void bind_jobs(nb::module_& module) {
              nb::arg("device"), nb::arg("layouts"), nb::arg("pools"), nb::arg("links"),
              nb::arg("pair"), nb::arg("link_bytes"), nb::arg("crossing_bytes"), nb::arg("keep"),
              nb::arg("ahead_bytes"), nb::arg("ahead_commands"), nb::arg("plain_from"),
-             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("checked"), nb::arg("adopt"),
-             nb::arg("pack"));
+             nb::arg("linger_s"), nb::arg("kernel"), nb::arg("flags"), nb::arg("pack"));
 }
 
 }  // namespace

@@ -42,12 +42,13 @@ class RecordedRun final : public Run {
 };
 
 // The place that a stream has come to.
-class StreamMark : public Mark {
+class StreamMark : public CudaMark {
  public:
   StreamMark(const GpuContext& gpu, CUstream stream) : event_(gpu.event()) {
     event_.record(stream);
   }
   bool passed() override { return event_.passed(); }
+  void enqueue_wait(CUstream stream) const override { event_.enqueue_wait(stream); }
 
  private:
   CudaEvent event_;
@@ -55,7 +56,7 @@ class StreamMark : public Mark {
 
 // What an event of the caller's stands for now. It may be recorded anew or destroyed meanwhile, so
 // a stream of ours waits for it, and an event of ours behind that is looked at.
-class EventMark final : public Mark {
+class EventMark final : public CudaMark {
  public:
   // The stream waits for the event already.
   EventMark(std::shared_ptr<const GpuContext> gpu, std::unique_ptr<CudaStream> stream)
@@ -66,6 +67,7 @@ class EventMark final : public Mark {
     if (stream_ != nullptr) gpu_->give_idle_stream(std::move(stream_));
     return true;
   }
+  void enqueue_wait(CUstream stream) const override { mark_.enqueue_wait(stream); }
 
  private:
   std::shared_ptr<const GpuContext> gpu_;

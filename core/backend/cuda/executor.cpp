@@ -130,6 +130,9 @@ CudaExecutor::RankSubmission CudaExecutor::begin(CudaSubmission& submission,
   if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
   if (own.last_done != nullptr && own.last_stream != turn.stream)
     own.last_done->enqueue_wait(turn.stream);
+  if (submission.launch.after != nullptr) {
+    static_cast<const CudaMark*>(submission.launch.after)->enqueue_wait(turn.stream);
+  }
   own.signal_table->prepare(submission.launch.epoch + 1, submission.program->flag_span);
   if (named) {
     turn.named = reinterpret_cast<CUstream>(given);

@@ -21,6 +21,12 @@
 
 namespace offcore::cuda {
 
+// Work of the driver's streams that a launch may come after.
+class CudaMark : public Mark {
+ public:
+  virtual void enqueue_wait(CUstream stream) const = 0;
+};
+
 // A stream and a word of its own.
 class OrderedStream {
  public:

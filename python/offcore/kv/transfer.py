@@ -141,6 +141,8 @@ class BlockTransfer:
     pack_bytes: the GPU's memory for packed blocks, at most; blocks above a quarter are not packed.
     adopt: cuda: tensors in VMM memory (cuMemCreate) are mapped once more, at equal steps, where a
         block then takes fewer copies, and stay allocated until `close`; `adopted` says so.
+    hold: copies are enqueued at once, and engines wait for a job's `after`: a stream can then wait
+        for the job soon, but what is enqueued behind it in that direction waits too.
     verify: check every program of commands before it runs. For tests: it is slow.
 
     Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
@@ -169,6 +171,7 @@ class BlockTransfer:
         pack_sms: int = 4,
         pack_bytes: int = 32 << 20,
         adopt: bool = True,
+        hold: bool = False,
         verify: bool = False,
     ) -> None:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
@@ -212,8 +215,7 @@ class BlockTransfer:
             (plain_load, plain_store),
             linger,
             kernel,
-            verify,
-            adopt,
+            (adopt, hold, verify),
             (policy, checked("pack_sms", pack_sms, _SMS_MAX), checked("pack_bytes", pack_bytes)),
         )
         self.adopted: bool = self._core.adopted

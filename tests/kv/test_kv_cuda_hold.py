@@ -1,0 +1,39 @@
+"""Jobs that are enqueued before what they come after has run. On the stand-in driver."""
+
+import pytest
+from test_kv_cuda import check_on_gpu
+
+
+@pytest.mark.parametrize("policy", ["zero_sm", "pack"])
+def test_engines_wait_for_what_a_held_job_comes_after(policy: str) -> None:
+    """Its copies are enqueued at once, so that a stream can wait for them before they may begin."""
+    code = """
+    world, gate = World(hold=True, policy=sys.argv[1]), _core.GpuTimer(0)
+    stream = driver.stream()
+    gate.shut()
+    blocks = [5, 9, 63]
+    job = world.transfer.store(blocks, [0, 1, 2], after=gate.stream, by_layer=2)
+    job.wait_layer(1, stream, timeout=5)
+    job.wait_stream(stream, timeout=5)
+    assert driver.code("cuStreamQuery", stream) != 0
+    behind = world.transfer.store([7], [3])
+    assert world.transfer.load([8], [4]).wait(5).blocks == 1  # the other direction
+    assert code_of(lambda: job.wait(0.02))[0] == "timeout"
+    assert not behind.done() or sys.argv[1] == "pack"  # which has two lanes
+    world.fill(2)
+    gate.open()
+    assert (job.wait(10).blocks, behind.wait(10).blocks) == (3, 1)
+    driver("cuStreamSynchronize", stream)
+    assert (world.rows([0, 1, 2]) == world.wanted(blocks)).all()
+    # What is cancelled before it was enqueued, and what was enqueued, end.
+    gate.shut()
+    load = world.transfer.load
+    jobs = [load([block], [block - 16], after=gate.stream) for block in range(20, 30)]
+    jobs[-1].cancel()
+    gate.open()
+    for job in jobs[:-1]:
+        assert job.wait(10).blocks == 1
+    jobs[-1].wait(10)
+    world.transfer.close()
+    """
+    check_on_gpu(code, policy)
