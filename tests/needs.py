@@ -25,7 +25,7 @@ TOOLS = {
     "tc": "iproute2",
     "unshare": "util-linux",
 }
-PACKAGES = ("matplotlib", "scipy", "torch", "transformers", "vllm", "sglang")
+PACKAGES = ("matplotlib", "scipy", "torch", "transformers", "triton", "vllm", "sglang")
 # What it takes more than a name to know: why it cannot be had here, or nothing.
 OTHERS: dict[str, Callable[[], str | None]] = {"namespaces": namespaces.refused}
 

@@ -1,6 +1,7 @@
 """Requests of kernels on the stand-in driver, whose GPU threads are threads: every byte checked."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
 from test_capture import PATHS
@@ -166,6 +167,34 @@ def test_armed_requests_start_without_the_host(signals: str) -> None:
     """,
         CUDA_DEVICE_MAX_CONNECTIONS="32",
         SIGNALS=signals,
+    )
+
+
+def test_a_schedules_signals_by_default(tmp_path: Path) -> None:
+    """Copied in copy order only where the stress has passed, else written behind the data."""
+    check_alone(
+        """
+    from offcore.comm import signal_forms
+    facts = _core.cuda_facts()
+    passed = signal_forms.Verdict(
+        signal_forms.driver_name(facts), facts["gpus"][0]["name"], "copy_order", True, "", 2000, 0,
+        1, True, 2, "2026-11-27")
+    for form, copies in (("fenced", 1), ("copy_order", 2)):
+        comm = opened(2)
+        windows = [comm.window(4096) for _ in range(2)]
+        plan = [[offcore.Put(1 - rank, 1, 0, 0, 1)] for rank in range(2)]
+        with comm.requests(windows, schedule=plan, chunk=4096, limit=20.0) as requests:
+            port, other = gpu_port(requests, 0), gpu_port(requests, 1)
+            before = done("plain")[0]
+            assert port.put_signal(1, 1, 0, 0, 1).fault == NONE
+            wake(requests, 0, 1)
+            assert other.wait(0, 1, 1) == NONE
+            assert port.flush(1) == NONE
+            assert done("plain")[0] - before == copies, form
+        comm.close()
+        signal_forms.remember([passed])
+    """,
+        OFFCORE_CACHE=str(tmp_path),
     )
 
 

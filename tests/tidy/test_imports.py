@@ -15,6 +15,7 @@ BESIDE = {
     "offcore.fsdp": 600,
     "offcore.serving": 1300,
     "offcore.loop": 1400,
+    "offcore.device.triton": 330,
     "offcore.torch": 95,
     "offcore.torch_matmul": 135,
     "offcore.mcast.torch": 230,

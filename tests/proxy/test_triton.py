@@ -1,0 +1,83 @@
+"""The Triton form of the device API: its numbers are ring.h's, and its PTX assembles."""
+
+import ast
+import ctypes
+import importlib.util
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import offcore
+
+MODULE = Path(offcore.device.__file__).with_name("triton.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "triton_put.py"
+
+
+def numbers() -> dict[str, int]:
+    """The module's constants, by name; without importing Triton."""
+    found = {}
+    for line in ast.parse(MODULE.read_text("utf-8")).body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Call):
+            value = line.value.args[0]
+            if not (isinstance(value, ast.Constant) and isinstance(value.value, str)):
+                found[ast.unparse(line.target)] = eval(ast.unparse(value))
+    return found
+
+
+def test_fields_lie_where_the_port_has_them() -> None:
+    at = numbers()
+    with offcore.Communicator(backend="host", ranks=3) as comm:
+        windows = [comm.window(4096) for _ in range(2)]
+        with comm.requests(windows, chunk=256, slots=128, limit=5.0) as requests:
+            port = requests.proxies[1].port
+
+            def word(name: str, kind: str = "Q") -> int:
+                return int(struct.unpack_from(f"<{kind}", port, at[name])[0])
+
+            def seen(name: str, index: int = 0) -> int:
+                return ctypes.c_uint64.from_address(word(name) + 8 * index).value
+
+            assert [word(f"_{one}", "I") for one in ("SLOTS_LOG2", "RANK", "RANKS")] == [7, 1, 3]
+            assert word("_BUFFER_COUNT", "I") == 2
+            assert word("_LIMIT_NS") == 5_000_000_000
+            assert word("_START") == word("_SCHEDULE") == 0
+            assert len(port) == at["_PERIOD"] + 4 * 64 == at["_FIRST"] + 2 * 4 * 64
+            host = requests.host_port(1)
+            ticket = host.put_signal(2, 1, 0, 5, 3)
+            assert host.wait_sent(ticket) == 0
+            assert seen("_TAIL") == seen("_SENT", 2) == ticket.position == 1
+            lap, op = 1 << 63, at["_PUT_SIGNAL"] << 60
+            place = 5 << at["_CHUNK_BITS"] | 3
+            assert seen("_SLOTS") == lap | op | 2 << 54 | 1 << 48 | place
+            other = requests.proxies[2].port
+            received = struct.unpack_from("<Q", other, at["_RECEIVED"])[0]
+            index = 1 * at["_BUFFERS"] + 1
+            assert ctypes.c_uint64.from_address(received + 8 * index).value == 1
+            assert [seen(f"_{one}") for one in ("HEAD", "FAULT_HERE")] == [0, 0]
+            assert host.put(2, 5, 0, 0, 1).fault == at["_INVALID"]
+            complaints = word("_COMPLAINTS") + 4 * at["_INVALID"]
+            assert ctypes.c_uint32.from_address(complaints).value == 1
+            assert host.wait(2, 1, 1) == at["_INVALID"]
+            assert seen("_FAULT_HERE") == at["_INVALID"]
+            assert seen("_FAULT", 1) == at["_INVALID"]
+            assert seen("_HEAD") == at["_CLOSED"]
+
+
+@pytest.mark.needs("torch", "triton")
+def test_the_example_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spec = importlib.util.spec_from_file_location("triton_put", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    ptx = example.compiled_for(90)  # which assembles it, too
+    assert "st.release.sys.global.u64" in ptx
+    assert "ld.acquire.sys.global.u64" in ptx
+    if shutil.which("ptxas"):
+        file = tmp_path / "kernel.ptx"
+        file.write_text(ptx, "utf-8")
+        subprocess.run(["ptxas", "-arch=sm_90a", str(file), "-o", str(tmp_path / "o")], check=True)
