@@ -1,7 +1,7 @@
 """Measures transfers of KV caches as engines allocate them, on one GPU, beside all peers, in turns.
 
-    python benchmarks/gpu_kv_layouts.py           # 240 s at most
-    python benchmarks/gpu_kv_layouts.py --quick   # 95 s at most: the first cases only
+    python benchmarks/gpu_kv_layouts.py           # 345 s at most
+    python benchmarks/gpu_kv_layouts.py --quick   # 145 s at most: the first cases only
 
 Cases, each tensor an allocation of its own of 64 MiB or more: `kv-apart`, a tensor a layer with K
 and V apart (vLLM 0.26); `kv-tensors`, K and V in tensors of their own (transformers); `tensors`, a
@@ -9,8 +9,9 @@ tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Way
 (`offcore`), without SMs (`zero-sm`), packed by 2, 4 and 8 SMs, its kernel of 16 blocks; one batch
 call of all pages, calls of 32 and of 64, copies one by one; torch's index_select and a copy a
 tensor. Steps, each a process of its own: `alone`; `segments`, the same from torch's expandable
-segments; `gemm`, how much a product of matrices of 8192 slows down meanwhile; then random jobs of
-all layouts and policies (kv_check.py). Every byte is checked.
+segments (* in the table); `pool`, from kv.cache_pool() (+); `adopted`, in VMM memory at unequal
+steps, which transfers map again (=); `gemm`, how much a product of matrices of 8192 slows down
+meanwhile; then random jobs of all layouts and policies (kv_check.py). Every byte is checked.
 Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to benchmarks/results; the table comes
 last.
 """
@@ -18,6 +19,7 @@ last.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -29,6 +31,7 @@ from typing import Any
 
 from gpu_steps import run_step
 
+from offcore import kv
 from offcore.sizes import format_bytes
 from offcore.tools.kv import bench
 from offcore.tools.kv.models import Geometry
@@ -64,6 +67,8 @@ CASES = [
 ]
 QUICK = 3  # cases
 SEGMENTS = "expandable_segments:True"
+MEMORIES = {"segments": "*", "pool": "+", "adopted": "="}  # other than torch's usual one
+LAYERS_MAX = 32
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,17 @@ class Step:
     limit_s: float
 
 
-STEPS = [Step("alone", 95, 140), Step("segments", 12, 35), Step("gemm", 15, 40)]
-QUICK_STEPS = [Step("alone", 25, 42), Step("gemm", 5, 28)]
+STEPS = [
+    Step("alone", 95, 140),
+    *(Step(name, 12, 35) for name in MEMORIES),
+    Step("gemm", 15, 40),
+]
+QUICK_STEPS = [
+    Step("alone", 25, 42),
+    Step("pool", 5, 25),
+    Step("adopted", 5, 25),
+    Step("gemm", 5, 28),
+]
 RANDOM_LIMIT_S, RANDOM_QUICK_LIMIT_S = 60.0, 25.0
 
 
@@ -98,8 +112,9 @@ def plans(args: argparse.Namespace) -> Iterator[bench.Plan]:
             yield bench.Plan(directions=("load", "store"), **common | case | gemm)
         return
     cases = CASES[: QUICK if args.quick else None]
-    if args.step == "segments":
-        cases = [("kv-apart", 32, 28, 64, FEW), ("kv-apart", 64, 32, 256, FEW)]
+    if args.step in MEMORIES:
+        cases = [("kv-apart", 32, 28, 64, FEW), ("kv-apart", 64, LAYERS_MAX, 256, FEW)]
+        cases = cases[: 1 if args.quick else None]
     for layout, page, layers, blocks, peers in cases:
         case = shape(layout, page, layers, blocks)
         yield bench.Plan(directions=("store", "load"), peers=peers, **common | case)
@@ -109,11 +124,30 @@ def plans(args: argparse.Namespace) -> Iterator[bench.Plan]:
         yield bench.Plan(directions=("both",), peers=peers, **common | case)
 
 
+@contextlib.contextmanager
+def memory(args: argparse.Namespace) -> Iterator[None]:
+    """Where torch's tensors come from meanwhile."""
+    if args.step not in ("pool", "adopted") or args.backend != "cuda":
+        yield
+        return
+    import torch
+
+    with torch.cuda.use_mem_pool(kv.cache_pool()):
+        kept, holes = [], []
+        # Holes for tensors of 64 MiB, no two of them as far apart, which torch gives out next.
+        for number in range(LAYERS_MAX + 2 if args.step == "adopted" else 0):
+            holes.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+            kept.append(torch.empty(20 + 2 * number << 20, dtype=torch.uint8, device="cuda"))
+        holes.clear()
+        yield
+        kept.clear()
+
+
 def measure(args: argparse.Namespace) -> int:
     """In a process of its own: a row a line to the file that the parent has named."""
     end = time.monotonic() + args.seconds
     wrong = 0
-    with Path(args.rows).open("a", encoding="utf-8") as out:
+    with memory(args), Path(args.rows).open("a", encoding="utf-8") as out:
         for plan in plans(args):
             if time.monotonic() > end:
                 print(f"{args.step}: no time is left for further cases")
@@ -154,7 +188,7 @@ def show(rows: list[Row]) -> None:
     print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
-        layout += "*" if step == "segments" else ""
+        layout += MEMORIES.get(step, "")
         rates = " ".join(rate(ways, name) for name in ("offcore", *ALL))
         peers = ("kernel", *BY_ENGINES, "torch")
         kernel = f"{sm_ms(ways['kernel']):4.0f}" if "kernel" in ways else "   -"
