@@ -82,7 +82,7 @@ def conccl() -> list[str]:
 
 
 def driven() -> list[str]:
-    return claims(gpu_driven.findings(gpu_driven.recorded(RESULTS)), "ours (measured)")
+    return claims(gpu_driven.findings(gpu_driven.recorded(RESULTS)), "ours")
 
 
 def mcast() -> list[str]:

@@ -97,7 +97,7 @@ def conccl(folder: Path, console: Console) -> list[Finding]:
 
 
 def driven(folder: Path, console: Console) -> list[Finding]:
-    """Paper 003's numbers beside those recorded on 2 x H200: copies that kernels ask for"""
+    """Paper 003's numbers beside those recorded on 2 x H200, and beside a model of its engines"""
     plot.pyplot()
     rows = gpu_driven.recorded(Path(__file__).with_name("recorded"))
     findings = gpu_driven.findings(rows)
