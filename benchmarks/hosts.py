@@ -1,11 +1,13 @@
 """Groups that span hosts beside torch's own backend, on one machine that says it is several.
 
-    python benchmarks/hosts.py [--gpus] [--hosts H] [--ranks L] [--sizes BYTES ...]
+    python benchmarks/hosts.py [--gpus] [--mcast INTERFACE] [--hosts H] [--ranks L] [--sizes ...]
 
 Starts H x L ranks, by default 2 x 2, checks every collective against torch's own backend (gloo, or
 with --gpus NCCL) and prints the median time of both, in microseconds, by the bytes of the whole
 tensor, and what a rank got from other hosts. The hosts share one machine and its links, so the
-times say what the steps cost, not what a network saves. With --gpus each rank has a GPU.
+times say what the steps cost, not what a network saves. With --gpus each rank has a GPU. With
+--mcast all-gathers, broadcasts and reduce-scatters go between hosts by multicast on that interface,
+such as lo; tensors on GPUs are staged in pinned memory.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch.multiprocessing
 
 import offcore
 import offcore.distributed
+from offcore.mcast.torch import McastOptions
 
 CALLS = 20
 
@@ -73,6 +76,8 @@ def rank_main(rank: int, given: Any, place: str) -> None:
     else:
         torch.set_num_threads(1)
     os.environ["OFFCORE_HOST"] = str(rank // given.ranks)
+    if given.mcast:
+        offcore.distributed.configure(between=McastOptions(interface=given.mcast))
     dist.init_process_group("offcore", init_method=place, rank=rank, world_size=ranks)
     plain = dist.new_group(backend="nccl" if given.gpus else "gloo")
     torch.manual_seed(rank)
@@ -100,6 +105,7 @@ def rank_main(rank: int, given: Any, place: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", action="store_true")
+    parser.add_argument("--mcast", metavar="INTERFACE")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 24])

@@ -1,8 +1,10 @@
 """Multicast of arrays on GPUs, on the stand-in driver: ranks are threads, all on one GPU."""
 
+import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_cuda import run
 
 from offcore.mcast import gpu
@@ -58,7 +60,7 @@ def drawn(seed, count, dtype):
 def test_every_byte_arrives() -> None:
     code = """
     def body(comm, rank):
-        for turn, size in enumerate([0, 1, 1280, 1281, 5000, 40_001]):
+        for turn, size in enumerate([0, 1, 1281, 9000]):
             whole = np.concatenate([drawn(9 * turn + r, size, np.uint8) for r in range(RANKS)])
             own = whole[rank * size : (rank + 1) * size]
             out, place = Array(np.zeros_like(whole)), Array(np.zeros_like(whole))
@@ -90,7 +92,7 @@ def test_every_byte_arrives() -> None:
         comm.reduce_scatter(half, Array(bits[rank]), dtype="bfloat16").wait()
         assert (half.read() == 0x40C0).all()  # 1 + 2 + 3
         return comm.counters["operations"]
-    assert min(on_ranks(body)) > 100
+    assert min(on_ranks(body)) > 60
     """
     assert run(code, prelude=WORLD) == ""
 
@@ -135,8 +137,16 @@ def test_a_rank_that_leaves_ends_the_others_calls() -> None:
     assert run(code, prelude=WORLD) == ""
 
 
-def test_steps_of_neighbouring_pieces_run_beside_each_other() -> None:
+def test_steps_of_neighbouring_pieces_run_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     did: list[str] = []
+
+    class Stream:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def wait_event(self, event: str) -> None:
+            did.append(f"after {event}")
 
     class Step:
         def __init__(self, name: str) -> None:
@@ -147,7 +157,8 @@ def test_steps_of_neighbouring_pieces_run_beside_each_other() -> None:
             did.append(f"{self.name} ended")
 
     lane: Any = object.__new__(gpu._Lane)
-    lane._streams, lane._rows = [None, None], [*range(4)]
+    lane._streams, lane._rows, lane._device = [None, None], [*range(4)], 0
+    monkeypatch.setattr(gpu, "_cuda", lambda: types.SimpleNamespace(Stream=Stream))
     lane._copy = lambda entries, direction: Step(f"{'enter' if direction else 'leave'} {entries}")
     rows = []
 
@@ -155,7 +166,8 @@ def test_steps_of_neighbouring_pieces_run_beside_each_other() -> None:
         rows.append(row)
         return at, lambda: Step(f"cross {at}"), at
 
-    lane.move(cut, range(6), None)
+    lane.move(cut, range(6), "the caller's work")
+    assert did[:2] == ["after the caller's work"] * 2  # both streams of copies
     assert rows == [0, 1, 2, 3, 0, 1]
     for piece in range(6):
         at = {name: did.index(f"{name} {piece}") for name in ("leave", "cross", "enter")}

@@ -84,7 +84,8 @@ class _Lane:
         self._pool = kv.HostPool(nbytes, _BUFFERS, backend="cuda", device=device)
         slots = self._pool.allocate(_BUFFERS, timeout=timeout)
         self._rows = [self._pool.row(int(slot)) for slot in slots]
-        self._streams = [_stream(device) for _ in range(2)]  # from the GPU, and to it
+        self._device = device
+        self._streams: list[Any] = [None, None]  # torch's, from the GPU and to it
         self.calls: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -96,8 +97,12 @@ class _Lane:
 
     def move(self, cut: Cut, places: range, after: Any) -> list[mcast.Result]:
         """Each step of a piece runs beside the other steps of its neighbours."""
-        for stream in self._streams if after is not None else ():
-            stream.wait_event(after)
+        if after is not None:
+            self._streams = [
+                one or _cuda().Stream(self._device, priority=-1) for one in self._streams
+            ]
+            for stream in self._streams:
+                stream.wait_event(after)
         pieces = [cut(self._rows[n % _BUFFERS], at) for n, at in enumerate(places)]
         leaves: list[batch.BatchHandle | None] = []
         crosses: list[mcast.Handle] = []
@@ -330,11 +335,6 @@ def _cuda() -> Any:
     """torch.cuda, where this process uses it; else None."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
-
-
-def _stream(device: int) -> Any:
-    cuda = _cuda()
-    return None if cuda is None else cuda.Stream(device, priority=-1)
 
 
 def _event(device: int) -> Any:
