@@ -38,6 +38,7 @@ NOT_SANITIZED = {
         "cuda",
         "fakes",
         "test_mcast_bench.py",
+        "test_mcast_gpu.py",
         "test_testbed.py",
     },
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import offcore
 from offcore import mcast
 from offcore.mcast import torch as mcast_torch
 
@@ -158,6 +159,18 @@ def communicators_of_groups(rank: int, ranks: int) -> None:
             assert (tensor == 1).all()
 
 
+def aborted(rank: int, ranks: int) -> None:
+    """Calls of the other ranks end, and other groups go on."""
+    group = dist.new_group()
+    dist.barrier(group=group)
+    if rank == 0:
+        group.abort()
+    with pytest.raises(offcore.Error) as caught:
+        dist.barrier(group=group)
+    assert caught.value.code in ("peer", "cancelled")
+    dist.barrier()
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(60, exit=True)  # where it hangs
     rank, ranks, port = map(int, sys.argv[1:])
@@ -175,6 +188,7 @@ def main() -> None:
     handed_to_gloo(rank, ranks)
     groups(rank, ranks)
     communicators_of_groups(rank, ranks)
+    aborted(rank, ranks)
     dist.barrier()
     dist.destroy_process_group()
     print("done")

@@ -166,6 +166,7 @@ class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there
     def abort(self) -> None:
         """Calls under way fail, on the peers too."""
         self.communicator.close()
+        self._gloo.abort()
 
     def shutdown(self) -> None:
         """What dist.destroy_process_group calls."""
