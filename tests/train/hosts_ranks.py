@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import offcore
 import offcore.distributed
 from offcore.distributed import hosts
+from offcore.mcast.torch import McastOptions
 
 SENT_AT = 200  # tcpi_bytes_sent and then tcpi_bytes_retrans in the kernel's tcp_info
 HEADERS = 4096  # more than gloo's headers of a call
@@ -228,13 +229,13 @@ def even(local: int) -> Any:
 def killed(rank: int, ranks: int) -> None:
     """The others raise within the timeout, also those on other hosts."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=5))
-    whole = torch.ones(1 << 16)
-    dist.all_reduce(whole, group=group)
+    whole, part = torch.ones(ranks << 16), torch.ones(1 << 16)
+    dist.all_gather_into_tensor(whole, part, group=group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(offcore.Error, match=r"all_reduce \(call") as caught:
-        dist.all_reduce(whole, group=group)
+    with pytest.raises(offcore.Error, match=r"all_gather \(call") as caught:
+        dist.all_gather_into_tensor(whole, part, group=group)
     assert caught.value.code in ("peer", "timeout")
     with pytest.raises(offcore.Error, match="is dead since"):
         dist.all_reduce(whole, group=group)
@@ -244,6 +245,8 @@ def killed(rank: int, ranks: int) -> None:
 if __name__ == "__main__":
     crew.run(4, even(2), "offcore", before=lambda rank: place(rank, 2))
     crew.run(6, even(2), "offcore", before=lambda rank: place(rank, 2))
+    crew.run(4, killed, "offcore", before=lambda rank: place(rank, 2), killed=1)
+    offcore.distributed.configure(between=McastOptions(interface="lo", multicast=False))
     crew.run(4, killed, "offcore", before=lambda rank: place(rank, 2), killed=1)
     print("done")
     sys.exit()
