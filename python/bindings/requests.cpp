@@ -19,6 +19,7 @@
 #include "module.h"
 #include "process.h"
 #include "released.h"
+#include "studies/requests/simulated.h"
 #include "studies/requests/timed.h"
 #include "studies/requests/trial.h"
 
@@ -207,6 +208,15 @@ void bind_trials(nb::module_& module) {
       nb::arg("producers"), nb::arg("requests"), nb::arg("slots"), nb::arg("lanes") = 1,
       "Racing threads and one reader of a ring: requests lost, doubled, reordered or torn, and "
       "ns.");
+  module.def(
+      "simulate_ring",
+      [](uint32_t producers, uint64_t requests, uint32_t slots, uint64_t seed) {
+        LockReleased released;
+        const SimulatedRing found = simulate_ring(producers, requests, slots, seed);
+        return std::tuple(found.wrong, found.time_ns, found.operations, found.waits);
+      },
+      nb::arg("producers"), nb::arg("requests"), nb::arg("slots"), nb::arg("seed"),
+      "The ring in virtual time: wrong requests, ns, operations of memory, looks for room.");
   module.def(
       "trial_exchange",
       [](const std::vector<HostPort*>& ports, const std::vector<uintptr_t>& sends,

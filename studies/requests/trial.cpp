@@ -10,6 +10,7 @@
 #include "core/base/clock.h"
 #include "core/base/threads.h"
 #include "core/proxy/host_calls.h"
+#include "studies/requests/numbered.h"
 
 namespace offcore {
 namespace {
@@ -18,8 +19,6 @@ using proxy::HostCalls;
 using proxy::HostWords;
 using proxy::RequestPort;
 using proxy::Word;
-
-constexpr uint64_t kWide = 3;  // every third request has two words
 
 std::byte stamp(uint64_t round, uint64_t chunk, uint64_t at) {
   return static_cast<std::byte>((round * 131 + chunk * 31 + at * 7) % 251);
@@ -63,30 +62,6 @@ class LaneWords : public HostWords {
 thread_local LaneWords::Warp* LaneWords::warp_ = nullptr;
 thread_local uint32_t LaneWords::lane_ = 0;
 
-// A producer's number is the buffer that it names; its request's number is what it would copy.
-template <typename Calls>
-void push_all(const RequestPort& port, uint32_t producer, uint64_t count,
-              std::atomic<uint64_t>& wrong) {
-  for (uint64_t number = 0; number < count; ++number) {
-    const proxy::PutTicket ticket =
-        number % kWide == 0
-            ? Calls::put_bytes(port, 1, producer, number, 0, ~number & proxy::kOffsetMax, 1)
-            : Calls::put(port, 1, producer, 0, number & proxy::kChunksMax, 1);
-    if (ticket.fault != proxy::kNone) ++wrong;
-  }
-}
-
-bool is_next(const Word (&words)[2], uint64_t number) {
-  const unsigned op = proxy::op_of(words[0]);
-  if (number % kWide != 0) {
-    const Word chunk = words[0] >> proxy::kChunkBits & proxy::kChunksMax;
-    return op == proxy::kPut && chunk == (number & proxy::kChunksMax);
-  }
-  const Word src = words[0] >> 4 & proxy::kOffsetMax;
-  return op == proxy::kPutBytes && words[1] >> proxy::kLowBytesBits == number &&
-         src == (~number & proxy::kOffsetMax);
-}
-
 }  // namespace
 
 RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots, uint32_t lanes) {
@@ -119,9 +94,12 @@ RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots, uint
   for (uint32_t producer = 0; producer < producers; ++producer) {
     if (producer % lanes == 0) warps.push_back(std::make_unique<LaneWords::Warp>(lanes));
     threads.emplace_back([&, producer, warp = warps.back().get()] {
-      if (lanes == 1) return push_all<HostCalls>(port, producer, each, wrong);
+      if (lanes == 1) {
+        wrong += push_numbered<HostCalls>(port, producer, each);
+        return;
+      }
       LaneWords::enter(*warp, producer % lanes);
-      push_all<proxy::RequestCalls<LaneWords>>(port, producer, each, wrong);
+      wrong += push_numbered<proxy::RequestCalls<LaneWords>>(port, producer, each);
     });
   }
   proxy::RequestReader<HostWords> reader(ring.data(), log2);
@@ -132,8 +110,7 @@ RingTrial trial_ring(uint32_t producers, uint64_t requests, uint32_t slots, uint
     uint32_t empty = 0;
     while (reader.take(words) == 0 && ++empty < 10'000'000) HostWords::pause(empty);
     if (empty == 10'000'000) break;
-    const uint64_t producer = words[0] >> 48 & 63;
-    if (producer >= producers || !is_next(words, next[producer]++)) ++wrong;
+    if (!is_numbered(words, next)) ++wrong;
     ++got;
     HostWords::store(&taken.word, reader.position());
     if (reader.position() - refreshed >= slots / 4) {

@@ -32,6 +32,18 @@ def test_racing_producers(producers: int, slots: int, lanes: int) -> None:
     assert wrong == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_simulated_gpu_threads(seed: int) -> None:
+    """Words that arrive late and out of order, in virtual time; a seed repeats its run."""
+    told = _core.simulate_ring(5, 60, 128, seed)
+    wrong, time_ns, _, waits = told
+    assert wrong == 0
+    assert 0 < time_ns < 50_000_000
+    assert waits > 0
+    assert _core.simulate_ring(5, 60, 128, seed) == told
+    assert _core.simulate_ring(5, 60, 128, seed + 100) != told
+
+
 def test_ten_million_requests(request: pytest.FixtureRequest) -> None:
     sanitized = request.config.getoption("--sanitized")
     wrong, time_ns = _core.trial_ring(8, 200_000 if sanitized else 10_000_000, 4096)
