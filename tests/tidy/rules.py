@@ -35,6 +35,7 @@ FOREIGN = re.compile(r"^(torch|ATen|c10|cuda|cupti|nvml|nccl|hip|hsa|rocm|rccl|n
 # Where the environment may be read, and why there.
 ENVIRONMENT_READERS = {
     "core/base/env.cpp": "the one table of variables",
+    "python/offcore/serving/lmcache.py": "LMCache's own variable names the device",
     "python/offcore/tools/bench/rank_processes.py": "hands its environment to its ranks",
     "python/offcore/tools/doctor.py": "tells variables that are set from those left alone",
     "python/offcore/tools/testbed/launcher.py": "gives the hosts of a testbed a secret",

@@ -197,8 +197,9 @@ class Cache:
         for number, step in enumerate(self._steps):
             for job in jobs[2 * number : 2 * number + 2]:
                 self._follow(job, stream)
-            for layer in step if on_layer_done else ():
-                on_layer_done(layer)
+            for layer in step:
+                if on_layer_done is not None:
+                    on_layer_done(layer)
 
     def _begin(self, start: Any, device: Pages, host: Pages, stream: Any) -> list[Any]:
         # A failed one has let the stream pass: its blocks must not be used.
