@@ -28,7 +28,7 @@ class PoolMemory {
   virtual ~PoolMemory() = default;
   virtual void* take(uint64_t bytes, int device) = 0;  // null: there is no room
   virtual void give(std::byte* part, void* stream) = 0;
-  virtual uint64_t taken_bytes() const = 0;
+  virtual uint64_t taken_bytes() = 0;
 };
 
 class WindowMemory final : public PoolMemory {
@@ -42,7 +42,7 @@ class WindowMemory final : public PoolMemory {
     return offset ? base_ + *offset : nullptr;
   }
   void give(std::byte* part, void*) override { arena_.give(static_cast<uint64_t>(part - base_)); }
-  uint64_t taken_bytes() const override { return arena_.taken_bytes(); }
+  uint64_t taken_bytes() override { return arena_.taken_bytes(); }
 
  private:
   std::shared_ptr<Window> window_;
@@ -59,7 +59,7 @@ class CacheMemory final : public PoolMemory {
   void give(std::byte* part, void* stream) override {
     pool_.give(part, static_cast<cuda::CUstream>(stream));
   }
-  uint64_t taken_bytes() const override { return pool_.taken_bytes(); }
+  uint64_t taken_bytes() override { return pool_.taken_bytes(); }
 
  private:
   int device_;
@@ -93,10 +93,10 @@ struct Door {
     if (!pool || part == nullptr) return;
     try {
       pool->memory->give(static_cast<std::byte*>(part), stream);
+      done = left();
     } catch (const std::exception& why) {  // a GPU that has failed, or a driver that is going
       Log("memory pool").info("keeps what came back: ", why.what());
     }
-    if (pool->closed && pool->memory->taken_bytes() == 0) done = std::move(pool);
   }
 
   void close() {
@@ -104,7 +104,13 @@ struct Door {
     const std::scoped_lock lock(mutex);
     if (!pool) return;
     pool->closed = true;
-    if (pool->memory->taken_bytes() == 0) done = std::move(pool);
+    done = left();
+  }
+
+  // The pool, if it is closed and all has come back. The caller locks.
+  std::unique_ptr<Pool> left() {
+    const bool gone = pool && pool->closed && pool->memory->taken_bytes() == 0;
+    return gone ? std::move(pool) : nullptr;
   }
 };
 
@@ -119,6 +125,7 @@ uint32_t open_door(std::unique_ptr<PoolMemory> memory) {
   for (uint32_t number = 0; number < doors().size(); ++number) {
     Door& door = doors()[number];
     const std::scoped_lock lock(door.mutex);
+    const std::unique_ptr<Pool> done = door.left();  // a stream was still using its memory
     if (door.pool) continue;
     door.pool = std::make_unique<Pool>(Pool{.memory = std::move(memory)});
     return number;

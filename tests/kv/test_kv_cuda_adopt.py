@@ -95,6 +95,20 @@ def test_a_pool_gives_memory_at_equal_steps() -> None:
     assert calls("cuMemUnmap") == before + 1
     _core.close_pool(door)
     assert take(size, 0, None) is None
+
+    # A pool whose last part a stream still uses stays until that is through.
+    door = _core.open_cache_pool(0, 0)
+    take, give = door_functions(door)
+    part = take(size, 0, None)
+    gate.shut()
+    _core.close_pool(door)
+    give(part, size, 0, gate.stream)
+    assert _core.pool_taken_bytes(door) == 4 * MIB
+    gate.open()
+    driver("cuStreamSynchronize", gate.stream)
+    kept = live()["reservations"]
+    assert _core.open_cache_pool(0, 64 * MIB) == door
+    assert live()["reservations"] == kept
     """
     check_on_gpu(code)
 

@@ -59,10 +59,9 @@ void CachePool::give(std::byte* part, CUstream stream) {
   if (found == parts_.end()) return;
   const auto [offset, bytes] = *found;
   parts_.erase(found);
-  taken_ -= bytes;
   {
     const ContextGuard current = gpu_->current();
-    leaving_.push_back({offset, gpu_->event()});
+    leaving_.push_back({offset, bytes, gpu_->event()});
     leaving_.back().through.record(stream);
   }
   const Deadline deadline = Deadline::after_s(kThroughS);
@@ -74,6 +73,7 @@ void CachePool::sweep() {
   std::erase_if(leaving_, [&](const LeavingPart& part) {
     if (!part.through.passed()) return false;
     range_.unmap(part.offset);
+    taken_ -= part.bytes;
     return true;
   });
 }

@@ -20,12 +20,16 @@ class CachePool {
   std::byte* take(uint64_t bytes);
   // Its memory goes once the stream is through, for which this waits a moment.
   void give(std::byte* part, CUstream stream);
-  bool empty() const { return taken_ == 0; }
-  uint64_t taken_bytes() const { return taken_; }
+  // Memory that a stream may still use is taken. Throws driver.
+  uint64_t taken_bytes() {
+    sweep();
+    return taken_;
+  }
 
  private:
   struct LeavingPart {
     uint64_t offset;
+    uint64_t bytes;
     CudaEvent through;
   };
   void sweep();
