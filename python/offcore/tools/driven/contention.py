@@ -157,9 +157,12 @@ def beside(kernel: Kernel, call: Call) -> tuple[float, float]:
 def contention(bench: Bench) -> None:
     calls = {"offcore": own_call(bench)}
     try:
-        calls["NCCL"] = nccl_call(importlib.import_module("torch"))
-    except ImportError:
-        bench.note("contention: torch is missing, so that NCCL was left out")
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            raise ImportError("it has no CUDA")
+        calls["NCCL"] = nccl_call(torch)
+    except ImportError as failure:
+        bench.note(f"contention: NCCL was left out, since torch cannot be used: {failure}")
     alone = {}
     for name, call in calls.items():
         for_a_while(call)
