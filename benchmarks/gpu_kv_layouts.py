@@ -10,8 +10,9 @@ tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Way
 call of all pages, calls of 32 and of 64, copies one by one; torch's index_select and a copy a
 tensor. Steps, each a process of its own: `alone`; `segments`, the same from torch's expandable
 segments (* in the table); `pool`, from kv.cache_pool() (+); `adopted`, in VMM memory at unequal
-steps, which transfers map again (=); `gemm`, how much a product of matrices of 8192 slows down
-meanwhile; then random jobs of all layouts and policies (kv_check.py). Every byte is checked.
+steps, which transfers map again (=, or ! where they did not); `gemm`, how much a product of
+matrices of 8192 slows down meanwhile; then random jobs of all layouts and policies (kv_check.py).
+Every byte is checked.
 Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to benchmarks/results; the table comes
 last.
 """
@@ -188,7 +189,7 @@ def show(rows: list[Row]) -> None:
     print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
-        layout += MEMORIES.get(step, "")
+        layout += MEMORIES.get(step, "") if step != "adopted" or own["adopted"] else "!"
         rates = " ".join(rate(ways, name) for name in ("offcore", *ALL))
         peers = ("kernel", *BY_ENGINES, "torch")
         kernel = f"{sm_ms(ways['kernel']):4.0f}" if "kernel" in ways else "   -"

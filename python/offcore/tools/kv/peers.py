@@ -35,7 +35,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN)
 PEERS = IMPLS[1:]
-_FACTS = ("path", "links", "commands", "calls", "enqueue_us", "sms", "sm_ms")
+_FACTS = ("path", "links", "commands", "calls", "enqueue_us", "sms", "sm_ms", "adopted")
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
 
 
@@ -94,6 +94,7 @@ class Transfers:
             "enqueue_us": round(sum(result.enqueue_us for result in results), 2),
             "sms": max(result.sms for result in results),
             "sm_ms": round(sum(result.sm_ms for result in results), 4),
+            "adopted": self._transfer.adopted,
         }
 
     def leave(self) -> None:
