@@ -62,7 +62,7 @@ asan: build build/asan/.installed  ## tests under asan, and ubsan in the core
 	UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	LSAN_OPTIONS=exitcode=0:print_suppressions=0:suppressions=$(CURDIR)/tests/leaks.supp \
 	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
-	! grep -B 9 -A 9 '/offcore/_core\.cpython' build/asan/report.*
+	! grep -B 9 -A 9 '/offcore/_core\.' build/asan/report.*
 
 tsan: build build/tsan/.installed  ## tests under the thread sanitizer
 	PYTHONPATH=$(CURDIR)/build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
