@@ -28,7 +28,7 @@ os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
 # the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
-# the network's, and under the thread sanitizer also what starts no thread.
+# the network's, what bounds times, and under the thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
     "asan": {
         "cli",
@@ -39,6 +39,7 @@ NOT_SANITIZED = {
         "fakes",
         "test_mcast_bench.py",
         "test_mcast_gpu.py",
+        "test_scale.py",
         "test_testbed.py",
     },
 }
