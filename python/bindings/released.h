@@ -1,5 +1,6 @@
 // A call without the interpreter's lock, and how Ctrl-C ends its waits.
 #pragma once
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <exception>
@@ -36,7 +37,7 @@ class LockReleased final : Waiter {
     const int64_t now = now_ns();
     if (stopped_ || now - heard_ns_ < kListenNs) return;
     heard_ns_ = now;
-    if (gettid() != getpid()) return;
+    if (syscall(SYS_gettid) != getpid()) return;  // gettid() is not in all C libraries
     take_back();
     if (PyErr_CheckSignals() != 0) {
       raised_.emplace();
