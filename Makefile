@@ -83,7 +83,7 @@ clean:  ## remove .venv and everything that was built
 	@command -v $(CXX) >/dev/null || { \
 	  echo "$(CXX) not found: install g++ 12 or newer, or choose another with 'make CXX=...'"; exit 1; }
 	$(PY) -m venv .venv
-	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(BIN)/pip install -q 'scikit-build-core>=1.1' 'nanobind>=2.4' cmake ninja
 	touch $@
 
 .venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt

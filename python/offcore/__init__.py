@@ -24,7 +24,7 @@ from offcore.comm import (
 from offcore.errors import Error
 from offcore.facts import Phases
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchHandle",

@@ -38,6 +38,7 @@ ENVIRONMENT_READERS = {
     "python/offcore/serving/lmcache.py": "LMCache's own variable names the device",
     "python/offcore/tools/bench/rank_processes.py": "hands its environment to its ranks",
     "python/offcore/tools/doctor.py": "tells variables that are set from those left alone",
+    "python/pypi.py": "runs while a wheel is built, beside no core",
     "python/offcore/tools/testbed/launcher.py": "gives the hosts of a testbed a secret",
 }
 
