@@ -1,8 +1,10 @@
 """Processes that have imported the package when they start: copies of one that has, since to start
 Python anew takes longer than most of what they are asked."""
 
+import contextlib
 import ctypes
 import functools
+import io
 import multiprocessing
 import os
 import sys
@@ -16,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from offcore.tools.cli import main as cli
 
-typer.main.get_command(cli.app)  # typer imports much of itself only now
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    cli.app(["bench", "--help"])  # typer imports much of itself only now
 
 
 @functools.cache
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ready"])
+    context.set_forkserver_preload(["ready", "matplotlib.pyplot"])
     with pytest.MonkeyPatch.context() as patch:  # it looks only there before Python 3.12
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()

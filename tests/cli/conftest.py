@@ -1,6 +1,6 @@
 """Runs the command line in a process of its own, as a user does.
 
-Most of these processes are ready ones. test_shown_commands.py and `start_cli` start Python anew.
+Most of these processes are ready ones. `start_cli` and `cli_without` start Python anew.
 """
 
 import json
