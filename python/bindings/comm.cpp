@@ -23,6 +23,7 @@
 #include "released.h"
 #include "studies/pattern.h"
 #include "studies/sdma/packet_path.h"
+#include "tensors.h"
 
 namespace offcore {
 namespace {
@@ -70,7 +71,12 @@ Operand operand_of(const Region& region, Rank rank) {
           .given = true};
 }
 
-// (address, bytes): what the Python layer has checked to be contiguous host memory. None: absent.
+Operand operand_at(uintptr_t address, uint64_t bytes) {
+  return {.data = reinterpret_cast<std::byte*>(address), .bytes = bytes, .given = true};
+}
+
+// A region; the one local rank's tensor; or for each local rank (address, bytes), or None: absent.
+// What the Python layer has checked.
 std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_ranks) {
   std::vector<Operand> result;
   if (given.is_none()) return result;
@@ -80,15 +86,18 @@ std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_r
     }
     return result;
   }
+  if (is_tensor(given)) {
+    const auto [address, bytes] = place_of_tensor(given);
+    result.push_back(operand_at(address, bytes));
+    return result;
+  }
   for (nb::handle item : given) {
     if (item.is_none()) {
       result.emplace_back();
       continue;
     }
     const auto pair = nb::cast<nb::tuple>(item);
-    result.push_back({.data = reinterpret_cast<std::byte*>(nb::cast<uint64_t>(pair[0])),
-                      .bytes = nb::cast<uint64_t>(pair[1]),
-                      .given = true});
+    result.push_back(operand_at(nb::cast<uintptr_t>(pair[0]), nb::cast<uint64_t>(pair[1])));
   }
   return result;
 }

@@ -10,6 +10,7 @@ NB_MODULE(_core, module) {
   offcore::bind_batch(module);
   offcore::bind_backend(module);
   offcore::bind_window(module);
+  offcore::bind_tensors(module);
   offcore::bind_comm(module);
   offcore::bind_proof(module);
   offcore::bind_requests(module);

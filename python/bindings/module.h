@@ -13,6 +13,7 @@ void bind_plan(nb::module_& module);
 void bind_batch(nb::module_& module);
 void bind_backend(nb::module_& module);
 void bind_window(nb::module_& module);
+void bind_tensors(nb::module_& module);
 void bind_comm(nb::module_& module);
 void bind_proof(nb::module_& module);
 void bind_requests(nb::module_& module);  // after bind_comm

@@ -31,11 +31,11 @@ class OperandError(Exception):
 
 
 # What the core needs of one array, its address and bytes; and what its other sides must be alike
-# in, the dtype, numpy's or torch's, with its bytes. A plain tuple: every call makes some.
-Memory = tuple[tuple[int, int], Any, int]
-# One side of an operation: what the core takes, its arrays' dtype and item size, and what must live
-# as long as the operation besides a window.
-Side = tuple[Any, Any, int, Any]
+# in, the dtype, numpy's or torch's. A plain tuple: every call makes some.
+Memory = tuple[tuple[int, int], Any]
+# One side of an operation: what the core takes, its arrays' dtype, and what must live as long as
+# the operation besides a window.
+Side = tuple[Any, Any, Any]
 
 
 def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
@@ -45,14 +45,14 @@ def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
         if array.dtype.hasobject:
             raise OperandError(" holds Python objects, which mean nothing elsewhere")
         place = _core.buffer_of(array, writable) or _place_of(array, writable)
-        return place, array.dtype, array.itemsize
+        return place, array.dtype
     if hasattr(array, "data_ptr"):  # a torch tensor, whose dtypes numpy may not know
         if not ((array.is_cuda and array.get_device() == gpu) or array.is_cpu):
             wanted = "host memory" if gpu == _HOST else f"memory of cuda:{gpu}"
             raise OperandError(f" lies on {array.device}; this rank needs {wanted}")
         if not array.is_contiguous():
             raise OperandError(" is not contiguous; pass array.contiguous()")
-        return (array.data_ptr(), array.nbytes), array.dtype, array.itemsize
+        return (array.data_ptr(), array.nbytes), array.dtype
     if gpu != _HOST and hasattr(array, "__cuda_array_interface__"):
         return _by_interface(array.__cuda_array_interface__, writable)
     return memory_of(_as_numpy(array), writable)
@@ -83,7 +83,7 @@ def _by_interface(facts: dict[str, Any], writable: bool) -> Memory:
     address, read_only = facts["data"]
     if writable and read_only:
         raise OperandError(_READ_ONLY)
-    return (address or 0, kind.itemsize * math.prod(shape)), kind, kind.itemsize
+    return (address or 0, kind.itemsize * math.prod(shape)), kind
 
 
 def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
@@ -114,13 +114,13 @@ def keep_alive(given: Any) -> Any:
 
 def places_of(
     given: Any, local_ranks: Sequence[int], gpus: Sequence[int], writable: bool
-) -> tuple[Sequence[tuple[int, int] | None], Any, int]:
-    """Each local rank's (address, bytes), and the arrays' dtype and item size (None and 0: there is
-    no array). Of one array where one rank is local, else of a sequence; a rank's GPU may be -1.
-    Raises OperandError, also where the dtypes differ."""
+) -> tuple[Sequence[tuple[int, int] | None], Any]:
+    """Each local rank's (address, bytes), and the arrays' dtype (None: there is no array). Of one
+    array where one rank is local, else of a sequence; a rank's GPU may be -1. Raises OperandError,
+    also where the dtypes differ."""
     if len(local_ranks) == 1 and not isinstance(given, (list, tuple)):
-        place, dtype, itemsize = _memory_of_rank(given, writable, local_ranks[0], gpus[0])
-        return (place,), dtype, itemsize
+        place, dtype = _memory_of_rank(given, writable, local_ranks[0], gpus[0])
+        return (place,), dtype
     if not isinstance(given, (list, tuple)) or len(given) != len(local_ranks):
         raise OperandError(
             f": this communicator drives {len(local_ranks)} ranks; pass a Window, a region, "
@@ -128,17 +128,16 @@ def places_of(
         )
     places: list[tuple[int, int] | None] = []
     dtype = None
-    itemsize = 0
     for array, rank, gpu in zip(given, local_ranks, gpus, strict=True):
         if array is None:
             places.append(None)
             continue
-        place, kind, itemsize = _memory_of_rank(array, writable, rank, gpu)
+        place, kind = _memory_of_rank(array, writable, rank, gpu)
         if dtype is not None and not same_dtype(kind, dtype):
             raise OperandError(": the arrays' dtypes differ")
         dtype = kind
         places.append(place)
-    return places, dtype, itemsize
+    return places, dtype
 
 
 def dtype_name(dtype: Any) -> str:
@@ -178,10 +177,12 @@ def faults_of(given: Sequence[dict[str, Any]]) -> list[_core.Fault]:
         ) from None
 
 
-def counts_in_bytes(op: str, counts: Sequence[int], itemsize: int) -> list[int]:
-    """The counts of a _v form, given in elements. Raises `Error`: invalid."""
+def counts_in_bytes(op: str, counts: Sequence[int], dtype: Any) -> list[int]:
+    """The counts of a _v form, given in elements; without a dtype in bytes. Raises `Error`:
+    invalid."""
     if not counts:
         raise error("invalid", f"{op}_v: counts are missing")
+    itemsize = 1 if dtype is None else dtype.itemsize
     return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
 
 

@@ -28,6 +28,7 @@ from offcore.torch_matmul import all_gather_matmul, matmul_shard
 
 __all__ = ["Communicator", "all_gather_matmul", "matmul_shard"]
 
+_core.tensor_class(torch.Tensor)
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
 
@@ -69,14 +70,10 @@ class Communicator(communicator.Communicator):
         return _core.mem_pool(_core.open_pool(window._core, self.local_ranks[0]))
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
-        # What is passed nearly always, in fewer steps than what can be passed.
-        if (
-            type(given) is torch.Tensor
-            and given.is_cuda
-            and given.get_device() == self._device
-            and given.is_contiguous()
-        ):
-            return ((given.data_ptr(), given.nbytes),), given.dtype, given.itemsize, given
+        # What is passed nearly always the core reads by itself.
+        dtype = _core.plain_dtype(given, self._device)
+        if dtype is not None:
+            return given, dtype, given
         return super()._side(given, op, writable)
 
     def _streams(self) -> list[int]:

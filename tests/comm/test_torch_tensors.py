@@ -7,9 +7,12 @@ import pytest
 
 import needs
 import offcore
+from offcore import _core
 
 needs.require("torch")
 import torch  # noqa: E402
+
+import offcore.torch  # noqa: E402
 
 DTYPES = "bool uint8 int16 uint16 int64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn"
 
@@ -43,6 +46,27 @@ def test_every_dtype(name: str) -> None:
             for out in view.out:
                 assert (out.dtype, tuple(out.shape)) == (dtype, (2, *shape))
                 assert np.array_equal(bits(out), np.concatenate([bits(s) for s in sent]))
+
+
+def test_the_core_reads_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on the rank's GPU, of torch's own class and contiguous; others go another way."""
+    out, inp = torch.zeros(6, dtype=torch.bfloat16), torch.arange(6, dtype=torch.bfloat16)
+    assert _core.plain_dtype(out, -1) is None
+    with offcore.Communicator(backend="host", ranks=1) as comm:
+        started = comm._core.start(
+            "all_gather", out, inp, (), 0, "auto", "auto", 0, None, [], (out, inp), 20.0
+        )
+        started.wait(20.0)
+    assert torch.equal(out, inp)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 3)
+    assert _core.plain_dtype(out, 3) is torch.bfloat16
+    others = (None, 7, out[::2], torch.nn.Parameter(out), [out])
+    assert [_core.plain_dtype(other, 3) for other in others] == [None] * len(others)
+    assert _core.plain_dtype(out, 2) is None
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: "none")
+    with pytest.raises(RuntimeError, match="cast"):
+        _core.plain_dtype(out, 3)
 
 
 def test_each_call_has_its_own_memory_and_tensors() -> None:

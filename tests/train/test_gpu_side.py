@@ -218,8 +218,8 @@ def test_who_keeps_what(current: Stream) -> None:
     comm: Any = object.__new__(sides.OnStreams)
     comm.__dict__.update(_device=0, local_ranks=[0], _gpus=[-1])
     tensor = torch.ones(3)
-    places, dtype, itemsize, kept = comm._side(tensor, "all_gather", writable=True)
-    assert ([*places], dtype, itemsize) == ([(tensor.data_ptr(), 12)], torch.float32, 4)
+    places, dtype, kept = comm._side(tensor, "all_gather", writable=True)
+    assert ([*places], dtype) == ([(tensor.data_ptr(), 12)], torch.float32)
     assert kept is None
     wrong = types.SimpleNamespace(
         is_cuda=True, is_cpu=False, device="cuda:1", get_device=lambda: 1, data_ptr=lambda: 4096

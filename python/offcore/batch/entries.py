@@ -102,7 +102,7 @@ class _Side:
             else:
                 array = keep_alive(array)
                 self.exports.append(array)
-        place, _, _ = memory_of(array, writable, gpu)
+        place, _ = memory_of(array, writable, gpu)
         return place
 
 

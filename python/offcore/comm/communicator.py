@@ -176,7 +176,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         places: list[tuple[int, int]] = []
         refusal = held = None
         try:
-            given, _, _, held = self._side(tensor, "register", writable=True)
+            given, _, held = Communicator._side(self, tensor, "register", writable=True)
             if isinstance(given, _core.Region) or None in given:
                 raise error("invalid", "register: pass a tensor for each local rank")
             places = list(given)
@@ -402,8 +402,8 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         lane: int,
         reduction: Reduction | None = None,
     ) -> Handle:
-        out_core, out_dtype, out_itemsize, out_held = self._side(out, op, writable=True)
-        in_core, in_dtype, in_itemsize, in_held = self._side(inp, op, writable=False)
+        out_core, out_dtype, out_held = self._side(out, op, writable=True)
+        in_core, in_dtype, in_held = self._side(inp, op, writable=False)
         both = out_dtype is not None and in_dtype is not None
         if both and not same_dtype(out_dtype, in_dtype):
             raise error(
@@ -411,14 +411,14 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
                 f"{op}: the output's dtype is {dtype_name(out_dtype)}, "
                 f"the input's {dtype_name(in_dtype)}",
             )
-        itemsize = out_itemsize or in_itemsize or 1
+        dtype = in_dtype if out_dtype is None else out_dtype
         if reduction is not None:
-            reduction = typed(op, reduction, out_dtype if out_dtype is not None else in_dtype)
+            reduction = typed(op, reduction, dtype)
         pending = self._core.start(
             op,
             out_core,
             in_core,
-            () if counts is None else counts_in_bytes(op, counts, itemsize),
+            () if counts is None else counts_in_bytes(op, counts, dtype),
             checked("root", root, NUMBER_MAX),
             variant,
             protocol,
@@ -433,7 +433,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
     def _start_view(
         self, op: str, inp: Any, rows: tuple[int, ...], variant: str, lane: int
     ) -> View:
-        side, dtype, _, kept = self._side(inp, op + "_view", writable=False)
+        side, dtype, kept = self._side(inp, op + "_view", writable=False)
         specs: list[Spec]
         if type(side) is _core.Region:
             specs = [((side.nbytes,), np.dtype("uint8"))] * len(self.local_ranks)
@@ -459,11 +459,11 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
         if given is None:
-            return [None] * len(self.local_ranks) if writable else None, None, 0, None
+            return [None] * len(self.local_ranks) if writable else None, None, None
         if isinstance(given, Window):
-            return given.whole, None, 0, None
+            return given.whole, None, None
         if type(given) is _core.Region:
-            return given, None, 0, None
+            return given, None, None
         try:
             return *places_of(given, self.local_ranks, self._gpus, writable), keep_alive(given)
         except OperandError as refusal:

@@ -64,8 +64,8 @@ def _exchange(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> _cor
     if window is other and at < start + length and start < at + nbytes:
         raise error("invalid", "all_to_all_v: input and output overlap; pass separate buffers")
     try:
-        sides, dtype, _ = _counts(comm, counts, writable=False)
-        told, kind, _ = (sides, dtype, 0) if received is None else _counts(comm, received, True)
+        sides, dtype = _counts(comm, counts, writable=False)
+        told, kind = (sides, dtype) if received is None else _counts(comm, received, True)
     except OperandError as refusal:
         raise error("invalid", f"all_to_all_v: an array of counts{refusal}") from None
     width = {"int32": 4, "int64": 8}.get(dtype_name(dtype), 0)
@@ -84,7 +84,7 @@ def _exchange(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> _cor
     )
 
 
-def _counts(comm: Any, given: Any, writable: bool) -> tuple[Any, Any, int]:
+def _counts(comm: Any, given: Any, writable: bool) -> tuple[Any, Any]:
     for one in given if isinstance(given, (list, tuple)) else [given]:
         if comm._gpus[0] >= 0 and not hasattr(one, "__cuda_array_interface__"):
             raise OperandError(" lies in host memory; counts_on_device is for those on the GPU")

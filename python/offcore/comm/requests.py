@@ -128,7 +128,7 @@ def place_of(comm: Any, number: int, buffer: Any) -> tuple[_core.Window, int, in
     if type(buffer) is _core.Region:
         return buffer.window, buffer.offset, buffer.nbytes
     try:
-        sides, _, _ = places_of(buffer, comm.local_ranks, comm._gpus, writable=True)
+        sides, _ = places_of(buffer, comm.local_ranks, comm._gpus, writable=True)
     except OperandError as refusal:
         raise error("invalid", f"requests: buffer {number}{refusal}") from None
     found = set()

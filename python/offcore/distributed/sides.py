@@ -448,8 +448,8 @@ class OnStreams(offcore.torch.Communicator):
     layers as the host is ahead by."""
 
     def _side(self, given: Any, op: str, writable: bool) -> operands.Side:
-        place, dtype, itemsize, _ = super()._side(given, op, writable)
-        return place, dtype, itemsize, None
+        place, dtype, _ = super()._side(given, op, writable)
+        return place, dtype, None
 
 
 def open_communicator(

@@ -86,7 +86,7 @@ class HostPool:
                 raise error("invalid", "row_stride is of `memory`; a pool's own rows are adjacent")
             return (0, 0), 0, None
         try:
-            place, _, _ = memory_of(memory, True)
+            place, _ = memory_of(memory, True)
         except OperandError as refusal:
             raise error("invalid", f"memory{refusal}") from None
         stride = self.block_bytes if row_stride is None else checked("row_stride", row_stride)

@@ -263,7 +263,7 @@ class Communicator:
         place, dtype = self._place("all_gather_v", out, "out", True)
         if len(counts) != self._ranks:
             raise error("invalid", f"all_gather_v: {len(counts)} counts, but {self._ranks} ranks")
-        itemsize: int = memory_of(out, True)[2]
+        itemsize: int = memory_of(out, True)[1].itemsize
         in_bytes = [checked("all_gather_v: a count", count) * itemsize for count in counts]
         if sum(in_bytes) != place[1]:
             raise error(
@@ -344,7 +344,7 @@ class Communicator:
             raise error("invalid", f"{op}: out has dtype {kind}, inp {source_kind}")
         parts = [size] * self._ranks
         if counts is not None:
-            parts = counts_in_bytes("reduce_scatter", counts, memory_of(out, True)[2])
+            parts = counts_in_bytes("reduce_scatter", counts, memory_of(out, True)[1])
         if size != parts[self._rank] or source_size != sum(parts):
             raise error(
                 "invalid",
@@ -359,7 +359,7 @@ class Communicator:
 
     def _place(self, op: str, array: Any, name: str, writable: bool) -> tuple[tuple[int, int], Any]:
         try:
-            place, dtype, _ = memory_of(array, writable)
+            place, dtype = memory_of(array, writable)
         except OperandError as refusal:
             raise error("invalid", f"{op}: {name}{refusal}") from None
         return place, dtype

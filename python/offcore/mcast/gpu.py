@@ -213,10 +213,8 @@ class Communicator:
 
     def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
         """As all_gather, but rank r gives `counts[r]` elements."""
-        itemsize = self._place("all_gather_v", out, True)[2]
-        return self._gather(
-            "all_gather_v", out, inp, counts_in_bytes("all_gather", counts, itemsize)
-        )
+        dtype = self._place("all_gather_v", out, True)[2]
+        return self._gather("all_gather_v", out, inp, counts_in_bytes("all_gather", counts, dtype))
 
     def _gather(self, op: str, out: Any, inp: Any, blocks: list[int]) -> Handle:
         start, size, _ = self._place(op, out, True)
@@ -249,7 +247,7 @@ class Communicator:
     ) -> Handle:
         """Rank r's `out` becomes the reduction of every rank's part r of `inp`; arguments and
         numerics are offcore.mcast.Communicator's."""
-        start, size, itemsize = self._place("reduce_scatter", out, True)
+        start, size, given_dtype = self._place("reduce_scatter", out, True)
         source, given, _ = self._place("reduce_scatter", inp, False)
         if given != size * self.ranks:
             raise error("invalid", f"reduce_scatter: out has {size} bytes, inp {given}")
@@ -257,7 +255,7 @@ class Communicator:
 
         def cut(row: Any, at: int) -> Piece:
             part = min(self._width, size - at)
-            bits = row[: part * self.ranks].view(f"u{itemsize}")
+            bits = row[: part * self.ranks].view(f"u{given_dtype.itemsize}")
             mine = bits.reshape(self.ranks, -1)[self.rank]
             leave = [
                 (row.ctypes.data + rank * part, source + rank * size + at, part)
@@ -277,13 +275,13 @@ class Communicator:
         """Ends once all ranks have called it."""
         return self._submit("barrier", 0, 1, lambda *_: ([], self._net.barrier, []), None)
 
-    def _place(self, op: str, array: Any, writable: bool) -> tuple[int, int, int]:
-        """Address, bytes and item size."""
+    def _place(self, op: str, array: Any, writable: bool) -> tuple[int, int, Any]:
+        """Address, bytes and dtype."""
         try:
-            (start, size), _, itemsize = memory_of(array, writable, self._device)
+            (start, size), dtype = memory_of(array, writable, self._device)
         except OperandError as refusal:
             raise error("invalid", f"{op}: {'out' if writable else 'inp'}{refusal}") from None
-        return start, size, itemsize
+        return start, size, dtype
 
     def _submit(
         self, op: str, size: int, width: int, cut: Cut, keep: Any, sequence: str = "gathers"

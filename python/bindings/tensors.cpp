@@ -1,0 +1,73 @@
+#include "tensors.h"
+
+namespace offcore {
+namespace {
+
+PyTypeObject* tensor_type = nullptr;
+
+// Names as the interpreter's own tables have them, so that a look-up compares pointers.
+struct Names {
+  static PyObject* of(const char* name) {
+    PyObject* interned = PyUnicode_InternFromString(name);
+    if (interned == nullptr) throw nb::python_error();
+    return interned;
+  }
+  PyObject* is_cuda = of("is_cuda");
+  PyObject* get_device = of("get_device");
+  PyObject* is_contiguous = of("is_contiguous");
+  PyObject* data_ptr = of("data_ptr");
+  PyObject* nbytes = of("nbytes");
+  PyObject* dtype = of("dtype");
+};
+
+const Names& names() {
+  static const Names* const all = new Names();  // the interpreter may end before they do
+  return *all;
+}
+
+nb::object checked(PyObject* object) {
+  if (object == nullptr) throw nb::python_error();
+  return nb::steal(object);
+}
+
+nb::object attribute(nb::handle tensor, PyObject* name) {
+  return checked(PyObject_GetAttr(tensor.ptr(), name));
+}
+
+nb::object call(nb::handle tensor, PyObject* name) {
+  return checked(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+}
+
+nb::object plain_dtype(nb::handle given, int device) {
+  const bool plain = is_tensor(given) &&
+                     attribute(given, names().is_cuda).is(nb::handle(Py_True)) &&
+                     nb::cast<int>(call(given, names().get_device)) == device &&
+                     call(given, names().is_contiguous).is(nb::handle(Py_True));
+  return plain ? attribute(given, names().dtype) : nb::none();
+}
+
+}  // namespace
+
+bool is_tensor(nb::handle given) {
+  return tensor_type != nullptr && Py_TYPE(given.ptr()) == tensor_type;
+}
+
+std::pair<uintptr_t, uint64_t> place_of_tensor(nb::handle tensor) {
+  return {nb::cast<uintptr_t>(call(tensor, names().data_ptr)),
+          nb::cast<uint64_t>(attribute(tensor, names().nbytes))};
+}
+
+void bind_tensors(nb::module_& module) {
+  module.def(
+      "tensor_class",
+      [](nb::type_object type) {
+        tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+      },
+      nb::arg("type"), "Makes calls take tensors of that class, torch's.");
+  module.def(
+      "plain_dtype", &plain_dtype, nb::arg("given").none(), nb::arg("device"),
+      "The dtype of a tensor that calls of a rank on that GPU take as it is; None: it is none,\n"
+      "of another class, elsewhere or not contiguous.");
+}
+
+}  // namespace offcore
