@@ -292,17 +292,31 @@ void TransferWorker::end_layer_groups(Job& job) {
   }
 }
 
+// The first that may begin. Jobs by layer, of one urgency, go on together: what reads the first
+// layers of all of them does not wait for the last layers of any.
 std::shared_ptr<Job> TransferWorker::pick(DirectionQueue& direction) {
+  std::shared_ptr<Job> best;
   for (size_t i = 0; i < direction.jobs.size(); ++i) {
     const std::shared_ptr<Job> job = direction.jobs[i];
+    if (best != nullptr && (best->urgency_ > job->urgency_ || !goes_before(*job, *best))) continue;
     try {
-      if (may_begin(*job)) return job;
+      if (may_begin(*job)) best = job;
     } catch (const Error& error) {  // the GPU that its mark is on has failed
       stop(job, error);
       --i;
     }
+    if (best != nullptr && best->together_ == best->layers_) break;
   }
-  return nullptr;
+  return best;
+}
+
+// Of two jobs, the second of which came first: layers that a stream waits for, then lower ones.
+bool TransferWorker::goes_before(const Job& job, const Job& earlier) {
+  const auto rank = [](const Job& one) {
+    const uint32_t next = one.builder_->layer_group();
+    return std::pair(next >= one.urgent_, uint64_t{next} * one.together_);
+  };
+  return job.together_ < job.layers_ && rank(job) < rank(earlier);
 }
 
 bool TransferWorker::may_begin(Job& job) const {

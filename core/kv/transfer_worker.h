@@ -4,7 +4,8 @@
 // the thread, which has been idle, up to twice as long.
 //
 // - It keeps a bounded amount enqueued: what is not enqueued yet can be cancelled or overtaken.
-// - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls.
+// - Of the jobs of a direction the most urgent goes first; equals go in the order of their calls,
+//   but jobs by layer together, the lowest layer first.
 // - Jobs that touch the same block or slot, one of them writing, are copied in the order of their
 //   calls, whatever their priorities and directions: the later one begins when the earlier one's
 //   copies have ended, or (in one direction, where one engine copies) are enqueued. Waiting makes
@@ -78,6 +79,7 @@ class TransferWorker {
   bool submit(DirectionQueue& direction, uint32_t plain_max, bool goes_on);
   void refuse(Link& link, LinkLane& lane, const std::shared_ptr<Job>& job, const Error& failure);
   std::shared_ptr<Job> pick(DirectionQueue& direction);
+  static bool goes_before(const Job& job, const Job& earlier);
   bool may_begin(Job& job) const;
   bool may_cross(const Job& job) const;
   bool crosses(const Job& job) const;

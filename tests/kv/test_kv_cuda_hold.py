@@ -37,3 +37,40 @@ def test_engines_wait_for_what_a_held_job_comes_after(policy: str) -> None:
     world.transfer.close()
     """
     check_on_gpu(code, policy)
+
+
+def test_jobs_by_layer_go_on_together() -> None:
+    """What reads a layer of all of them waits for no other layer, and its wait can be enqueued
+    while nothing is copied yet, past all bounds on what is enqueued ahead."""
+    code = """
+    world, gate = World(hold=True, ahead_bytes=1), _core.GpuTimer(0)
+    reader, other = _core.GpuTimer(0), driver.stream()
+    for slot in world.slots:
+        world.pool.row(slot)[:] = slot
+    gate.shut()
+    parts = np.arange(64).reshape(4, 16)
+    load = world.transfer.load
+    jobs = [load(part, part, by_layer=True, after=gate.stream) for part in parts]
+    for job in jobs:
+        job.wait_layer(0, reader.stream, timeout=5)
+    jobs[0].wait_layer(1, other, timeout=5)
+    assert driver.code("cuStreamQuery", reader.stream) != 0
+    # They are in the engine's queue, one layer after the other; without bounds all of it is.
+    for layer in (1, 2, 3):
+        for job in jobs:
+            job.wait_layer(layer, other, timeout=5)
+    gate.open()
+    assert passed(reader)
+    assert (world.read()[0] == np.arange(64)[:, np.newaxis]).all()
+    assert [job.wait(10).layers for job in jobs] == [4] * 4
+    assert (world.read() == np.arange(64)[:, np.newaxis]).all()
+    gate.shut()
+    jobs = [load(part, part + 64, after=gate.stream) for part in parts]
+    for job in jobs:
+        job.wait_stream(other, timeout=5)
+    gate.open()
+    driver("cuStreamSynchronize", other)
+    assert (world.read() == np.arange(64, 128)[:, np.newaxis]).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)

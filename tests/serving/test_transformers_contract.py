@@ -106,6 +106,32 @@ def test_the_model_begins_with_the_first_layers(
     assert tier.counts["loaded"] == 6
 
 
+def test_a_batchs_requests_wait_for_a_layer_of_all_of_them(
+    model: engine.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All loads have begun before the model does; before a layer it waits for that one of each."""
+    monkeypatch.setattr(serving, "_STEPPED_FROM", 0)
+    tier = serving.enable(model, 1 << 20)
+    prompts = {name: [ord(name) * 50 + at for at in range(14)] for name in "ab"}
+    alone = {name: running(model, tier).generate(request(name, prompts[name])) for name in "ab"}
+    run = running(model, tier)
+    found = {name: run.begin(request(name, prompts[name])) for name in "ab"}
+    jobs = [job for job, _ in run.cache._loading]
+    waited: list[tuple[int, int, int]] = []
+    for number, job in enumerate(jobs):
+        wait_layer = job.wait_layer
+
+        def layer_waited(layer: int, *rest: Any, own: int = number, wait: Any = wait_layer) -> None:
+            waited.append((layer, own, run.order[-1] if run.order else -1))
+            wait(layer, *rest)
+
+        monkeypatch.setattr(job, "wait_layer", layer_waited)
+        monkeypatch.setattr(job, "done", lambda: False)
+    for name in "ab":
+        assert run.forward(request(name, prompts[name]), found[name]) == alone[name]
+    assert waited == [(layer, own, layer) for layer in range(4) for own in range(2)]
+
+
 def test_a_failed_load_ends_the_batch(model: engine.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = serving.enable(model, 1 << 20)
     running(model, tier).generate(request("a", PROMPT))

@@ -79,11 +79,9 @@ class HostTier:
         return kv.HostPool(layout.block_bytes, blocks, backend="cuda", device=layout.device)
 
     def transfer_of(self, layout: kv.Layout, pool: kv.HostPool) -> Any:
-        """What copies between them. All copies are enqueued at once, as far as the stream takes
-        them: the host, which waits for that, then launches the model beside them. Pages of 64 KiB
-        and more lose nothing by one engine, whose copies are enqueued ahead; both engines' are
-        not."""
-        options = {"ahead_bytes": pool.blocks * pool.block_bytes, **self.options}
+        """What copies between them. Pages of 64 KiB and more lose nothing by one engine, whose
+        copies can be enqueued ahead; both engines' are not."""
+        options = dict(self.options)
         if all(row >= _LARGE_ROW for _, row in layout.copies()):
             options.setdefault("crossing_bytes", 0)
         return kv.BlockTransfer(layout, pool, **options)
