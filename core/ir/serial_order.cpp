@@ -1,7 +1,8 @@
 #include "core/ir/serial_order.h"
 
 #include <algorithm>
-#include <map>
+
+#include "core/ir/word_numbers.h"
 
 namespace offcore {
 namespace {
@@ -9,7 +10,10 @@ namespace {
 class SerialOrder {
  public:
   explicit SerialOrder(const Program& program)
-      : program_(program), next_(program.queues.size(), 0) {}
+      : program_(program),
+        next_(program.queues.size(), 0),
+        numbers_(program),
+        words_(numbers_.count(), kUnsignalled) {}
 
   std::vector<SerialStep> run() {
     // Reductions signal nothing that engines wait for first; a kernel then takes all that follows.
@@ -43,9 +47,8 @@ class SerialOrder {
     return next > first;
   }
 
-  std::pair<Rank, uint64_t> word(const Command& command, uint32_t row) const {
-    const Slice place = row_of(command.dst, command.dst_step, row, program_.ranks);
-    return {place.rank, place.offset};
+  size_t word(const Command& command, uint32_t row) const {
+    return numbers_.of(row_of(command.dst, command.dst_step, row, program_.ranks));
   }
 
   void signal(const Command& command) {
@@ -55,15 +58,17 @@ class SerialOrder {
   bool passes(const Command& command) const {
     if (command.op != Op::poll) return true;
     for (uint32_t row = 0; row < command.rows; ++row) {
-      const auto found = words_.find(word(command, row));
-      if (found == words_.end() || found->second < command.value) return false;
+      if (words_[word(command, row)] < command.value) return false;
     }
     return true;
   }
 
+  static constexpr int32_t kUnsignalled = -1;
+
   const Program& program_;
   std::vector<uint32_t> next_;
-  std::map<std::pair<Rank, uint64_t>, uint16_t> words_;
+  const WordNumbers numbers_;
+  std::vector<int32_t> words_;  // their values
   std::vector<SerialStep> steps_;
 };
 

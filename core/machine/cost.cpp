@@ -29,7 +29,7 @@ class Estimate {
         words_(numbers_.count()),
         asides_(machine.native.signals_aside && submit_times_.serial()) {}
 
-  Phases run() {
+  Phases run(double limit_ns) {
     count_users();
     count_pushes();
     for (uint32_t i = 0; i < actors_.size(); ++i) {
@@ -39,7 +39,15 @@ class Estimate {
       const NextQueue turn = heap_.top();
       heap_.pop();
       now_ns_ = turn.at_ns;
-      step(turn.actor);
+      while (step(turn.actor)) {  // on while no other queue's turn comes first
+        const NextQueue next{actors_[turn.actor].now.at_ns, turn.actor};
+        if (!heap_.empty() && next < heap_.top()) {
+          heap_.push(next);
+          break;
+        }
+        now_ns_ = next.at_ns;
+      }
+      if (now_ns_ >= limit_ns) return {.copy_ns = now_ns_};
     }
     Moment last;
     for (uint32_t i = 0; i < actors_.size(); ++i) {
@@ -53,19 +61,29 @@ class Estimate {
   }
 
  private:
+  static constexpr uint32_t kNone = UINT32_MAX;
+
   struct QueueClock {
     Moment now;  // the end of the last command
     uint32_t next = 0;
+    uint32_t data_end = 0;   // behind its last data
+    bool reduced = false;    // signals follow its reduction directly
+    bool reducing = false;   // or polls and signals do
+    uint32_t waits = kNone;  // the next queue that waits for the same word
   };
-  struct WordHistory {
-    struct Change {
-      uint16_t value;
-      Moment at;
-    };
-    std::vector<Change> changes;
-    std::vector<uint32_t> waiting;
-    uint16_t noticed = 0;  // the value that the host thread has read
-    Moment noticed_at;
+  struct Change {
+    uint32_t before;  // another one of the word
+    uint32_t moment;  // of all words that a command signals
+    uint16_t value;
+  };
+  struct Notice {
+    uint16_t value;
+    Moment at;
+  };
+  struct WordHistory {         // small: programs name many words, and use some of them
+    uint32_t change = kNone;   // the last one
+    uint32_t waiting = kNone;  // the last queue that came to wait
+    uint32_t notice = kNone;   // what the host thread has read last
   };
   struct NextQueue {
     double at_ns;
@@ -77,12 +95,14 @@ class Estimate {
 
   void push(uint32_t i, const Moment& at) { heap_.push({at.at_ns, i}); }
 
-  // How many queues use each resource.
+  // How many queues use each resource, and where each queue's data end.
   void count_users() {
-    std::vector<uint32_t> last(users_.size(), UINT32_MAX);
+    std::vector<uint32_t> last(users_.size(), kNone);
     for (uint32_t i = 0; i < program_.queues.size(); ++i) {
-      for (const Command& command : program_.queues[i].commands) {
+      const std::vector<Command>& commands = program_.queues[i].commands;
+      for (const Command& command : commands) {
         if (!moves_data(command.op)) continue;
+        actors_[i].data_end = static_cast<uint32_t>(&command - commands.data()) + 1;
         for_each_flow(command, program_.ranks, [&](Rank dst, Rank src, uint64_t) {
           const Resources::Path path = resources_.path(src, dst);
           for (uint32_t k = 0; k < path.count; ++k) {
@@ -116,10 +136,11 @@ class Estimate {
                            machine_.cost.wake_ns + machine_.cost.fetch_ns * count);
   }
 
-  void step(uint32_t i) {
+  // Takes the queue's next commands, if it can. False: it has ended, or is to be called again.
+  bool step(uint32_t i) {
     QueueClock& actor = actors_[i];
     const Queue& queue = program_.queues[i];
-    if (actor.next == queue.commands.size()) return;
+    if (actor.next == queue.commands.size()) return false;
     const bool caller = queue.index == kCallerQueue;
     const Command& command = queue.commands[actor.next];
     const Moment start = latest(actor.now, fetched(i, caller, actor.next + 1));
@@ -127,20 +148,23 @@ class Estimate {
       const CopyGroup group = take_group(queue, actor);
       actor.now = latest(start.after(&Phases::copy_ns, group.whole_ns),
                          fetched(i, caller, actor.next).after(&Phases::copy_ns, group.last_ns));
+      actor.reduced = actor.reducing = false;
     } else if (command.op == Op::signal) {
       signal(queue, actor, command, start);
     } else if (command.op == Op::poll) {
-      if (!poll(i, command, start)) return;
+      if (!poll(i, command, start)) return false;
+      actor.reduced = false;
     } else {
+      const bool reduces = command.op == Op::reduce;
       actor.now =
-          command.op == Op::reduce
-              ? start.after(&Phases::copy_ns,
-                            reduce_ns(command, machine_) -
-                                (follows_reduce(queue, actor.next) ? machine_.cost.trigger_ns : 0))
-              : start;
+          reduces ? start.after(&Phases::copy_ns,
+                                reduce_ns(command, machine_) -
+                                    (follows_reduce(queue, actor) ? machine_.cost.trigger_ns : 0))
+                  : start;
+      actor.reduced = actor.reducing = reduces;
       ++actor.next;
     }
-    push(i, actor.now);
+    return true;
   }
 
   // How long a group of data commands takes, and its last one alone.
@@ -195,42 +219,51 @@ class Estimate {
     const Cost& cost = machine_.cost;
     if (queue.index == kCallerQueue) {
       Moment& host = hosts_[host_thread_of(machine_, queue.rank)];
-      const double trigger_ns = behind_reduce(queue, actor.next) ? 0 : cost.trigger_ns;
+      const double trigger_ns = actor.reduced ? 0 : cost.trigger_ns;
       host = latest(start, host).after(&Phases::schedule_ns, trigger_ns * command_steps(command));
       actor.now = host;
     } else {
       actor.now = start.after(&Phases::sync_ns, cost.sync_ns * command_steps(command));
     }
     Moment seen = actor.now;
-    if (queue.index != kCallerQueue && asides_ && more_data(queue, actor.next)) {
+    if (queue.index != kCallerQueue && asides_ && actor.next < actor.data_end) {
       seen = seen.after(&Phases::sync_ns, cost.poll_ns);  // of the stream that signals
       actor.now = start;
     }
     ++actor.next;
+    moments_.push_back(seen);
     for (uint32_t row = 0; row < command.rows; ++row) {
       WordHistory& word = words_[index_of(command, row)];
-      word.changes.push_back({command.value, seen});
-      for (const uint32_t waiting : word.waiting) push(waiting, seen);
-      word.waiting.clear();
+      changes_.push_back({.before = word.change,
+                          .moment = static_cast<uint32_t>(moments_.size() - 1),
+                          .value = command.value});
+      word.change = static_cast<uint32_t>(changes_.size() - 1);
+      while (word.waiting != kNone) {
+        push(word.waiting, seen);
+        word.waiting = std::exchange(actors_[word.waiting].waits, kNone);
+      }
     }
   }
 
-  static bool more_data(const Queue& queue, uint32_t from) {
-    return std::any_of(queue.commands.begin() + from, queue.commands.end(),
-                       [](const Command& command) { return moves_data(command.op); });
+  // When the word first had the value, or null.
+  const Moment* first_change(const WordHistory& word, uint16_t value) const {
+    const Moment* first = nullptr;
+    for (uint32_t i = word.change; i != kNone; i = changes_[i].before) {
+      const Change& change = changes_[i];
+      if (change.value < value) continue;
+      const Moment& at = moments_[change.moment];
+      if (first == nullptr || at.at_ns <= first->at_ns) first = &at;
+    }
+    return first;
   }
 
   bool poll(uint32_t i, const Command& command, const Moment& start) {
     Moment changed;
     for (uint32_t row = 0; row < command.rows; ++row) {
       WordHistory& word = words_[index_of(command, row)];
-      const Moment* change = nullptr;
-      for (const WordHistory::Change& candidate : word.changes) {
-        if (candidate.value < command.value) continue;
-        if (change == nullptr || candidate.at.at_ns < change->at_ns) change = &candidate.at;
-      }
+      const Moment* change = first_change(word, command.value);
       if (change == nullptr && command.value > 0) {
-        word.waiting.push_back(i);
+        actors_[i].waits = std::exchange(word.waiting, i);
         return false;
       }
       if (change != nullptr) changed = latest(changed, *change);
@@ -250,19 +283,13 @@ class Estimate {
       return true;
     }
     // A kernel that reduces several chunks waits for them itself.
-    actor.now = follows_reduce(queue, actor.next - 1)
-                    ? latest(start, changed)
-                    : notice(queue, command, latest(start, changed));
+    actor.now = follows_reduce(queue, actor) ? latest(start, changed)
+                                             : notice(queue, command, latest(start, changed));
     return true;
   }
 
-  bool follows_reduce(const Queue& queue, size_t at) const {
-    if (!asides_ || queue.index != kCallerQueue) return false;
-    while (at > 0 &&
-           (queue.commands[at - 1].op == Op::poll || queue.commands[at - 1].op == Op::signal)) {
-      --at;
-    }
-    return at > 0 && queue.commands[at - 1].op == Op::reduce;
+  bool follows_reduce(const Queue& queue, const QueueClock& actor) const {
+    return asides_ && queue.index == kCallerQueue && actor.reducing;
   }
 
   // A caller reads the words of its poll; one host thread reads a word once for all its ranks.
@@ -271,19 +298,26 @@ class Estimate {
     const bool shared = hosts_.size() == 1;
     uint32_t words = shared ? 0 : command_steps(command);
     for (uint32_t row = 0; row < command.rows && shared; ++row) {
-      const WordHistory& word = words_[index_of(command, row)];
-      if (word.noticed < command.value) ++words;
-      if (word.noticed >= command.value) seen = latest(seen, word.noticed_at);
+      const Notice* noticed = noticed_of(words_[index_of(command, row)], command.value);
+      if (noticed == nullptr) ++words;
+      if (noticed != nullptr) seen = latest(seen, noticed->at);
     }
     if (words == 0) return seen;
     host = latest(seen, host).after(&Phases::sync_ns, machine_.cost.host_poll_ns * words);
     for (uint32_t row = 0; row < command.rows && shared; ++row) {
       WordHistory& word = words_[index_of(command, row)];
-      if (word.noticed >= command.value) continue;
-      word.noticed = command.value;
-      word.noticed_at = host;
+      if (noticed_of(word, command.value) != nullptr) continue;
+      word.notice = static_cast<uint32_t>(notices_.size());
+      notices_.push_back({.value = command.value, .at = host});
     }
     return host;
+  }
+
+  // What the host thread has read, if it was that value or a later one. Null: it was not.
+  const Notice* noticed_of(const WordHistory& word, uint16_t value) const {
+    static constexpr Notice kNothing{.value = 0, .at = {}};
+    const Notice& notice = word.notice == kNone ? kNothing : notices_[word.notice];
+    return notice.value >= value ? &notice : nullptr;
   }
 
   // A command of several flag words is one step only where the machine has such commands.
@@ -307,6 +341,9 @@ class Estimate {
   std::vector<QueueClock> actors_;
   const WordNumbers numbers_;
   std::vector<WordHistory> words_;
+  std::vector<Change> changes_;
+  std::vector<Moment> moments_;
+  std::vector<Notice> notices_;
   const bool asides_;  // signals amid data
   std::priority_queue<NextQueue> heap_;
   double now_ns_ = 0;
@@ -314,9 +351,9 @@ class Estimate {
 
 }  // namespace
 
-Phases estimate(const Program& program, const Machine& machine) {
+Phases estimate(const Program& program, const Machine& machine, double limit_ns) {
   check_places(program);
-  return Estimate(program, machine).run();
+  return Estimate(program, machine).run(limit_ns);
 }
 
 }  // namespace offcore

@@ -1,6 +1,8 @@
 // The cost model: a program's estimated time on a machine, phase by phase. What choose() asks, and
 // what the simulator must agree with in shape (same parameters, no event queue here).
 #pragma once
+#include <limits>
+
 #include "core/ir/program.h"
 #include "core/machine/machine.h"
 
@@ -15,6 +17,10 @@ struct Phases {
   double total_ns() const { return control_ns + schedule_ns + copy_ns + sync_ns; }
 };
 
-Phases estimate(const Program& program, const Machine& machine);
+inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+// What takes `limit_ns` or longer is not followed to its end: then the total is the time that it
+// takes at least.
+Phases estimate(const Program& program, const Machine& machine, double limit_ns = kNoLimit);
 
 }  // namespace offcore

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/ir/word_numbers.h"
 #include "core/machine/cost.h"
 
 namespace offcore {
@@ -71,12 +72,6 @@ inline double reduce_ns(const Command& command, const Machine& machine) {
   return cost.trigger_ns + bytes / (pushes ? cost.push_gbps : cost.reduce_gbps);
 }
 
-// Whether a caller's signal follows its reduction directly: who reduces also signals, at no cost.
-inline bool behind_reduce(const Queue& queue, size_t at) {
-  while (at > 0 && queue.commands[at].op == Op::signal) --at;
-  return queue.commands[at].op == Op::reduce;
-}
-
 // Calls flow(dst rank, src rank, bytes) for what a data command moves: rows between the same two
 // ranks are one flow, and a swap flows both ways.
 template <typename Flow>
@@ -97,26 +92,5 @@ void for_each_flow(const Command& command, Rank ranks, Flow&& flow) {
 // Throws verify where a command names a rank or a flag word that the program does not have. What
 // follows here indexes by these.
 void check_places(const Program& program);
-
-// Numbers the flag words that a program names. Where they live in host memory there are many, and
-// none in the ranks'.
-class WordNumbers {
- public:
-  explicit WordNumbers(const Program& program);
-  size_t count() const { return count_; }
-  size_t of(const Slice& word) const {
-    const WordRange& range = homes_[word.rank == kHostRank ? homes_.size() - 1 : word.rank];
-    return range.number + (word.offset - range.begin);
-  }
-
- private:
-  struct WordRange {
-    uint64_t begin = UINT64_MAX;  // the words named lie in [begin, end)
-    uint64_t end = 0;
-    size_t number = 0;  // of the first
-  };
-  std::vector<WordRange> homes_;  // of the ranks, then the host's
-  size_t count_ = 0;
-};
 
 }  // namespace offcore

@@ -288,11 +288,11 @@ Program lower_pipelined(const Moves& moves, uint64_t chunk_bytes, const Machine&
   PipelineLowering given(moves, chunk_bytes, machine, form);
   if (chunk_bytes != 0) return given.run();
   std::optional<Program> best;
-  double best_ns = 0;
+  double best_ns = kNoLimit;
   for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax)) {
     Program program = PipelineLowering(moves, bytes, machine, form).run();
-    const double total_ns = estimate(program, machine).total_ns();
-    if (best && total_ns >= best_ns) continue;
+    const double total_ns = estimate(program, machine, best_ns).total_ns();
+    if (total_ns >= best_ns) continue;
     best = std::move(program);
     best_ns = total_ns;
   }

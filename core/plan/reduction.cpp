@@ -365,9 +365,10 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   double best_ns = 0;
   const auto consider = [&](Program program) {
     program = legalize(std::move(program), machine);
-    const double total_ns = estimate(program, machine).total_ns();
     const bool alike = best && best->variant == program.variant;
-    if (best && total_ns >= (alike ? kClearly : kSteps) * best_ns) return;
+    const double limit_ns = best ? (alike ? kClearly : kSteps) * best_ns : kNoLimit;
+    const double total_ns = estimate(program, machine, limit_ns).total_ns();
+    if (total_ns >= limit_ns) return;
     best = std::move(program);
     best_ns = total_ns;
   };

@@ -119,8 +119,10 @@ void bind_machine(nb::module_& module) {
       .def_ro("copy_ns", &Phases::copy_ns)
       .def_ro("sync_ns", &Phases::sync_ns)
       .def_prop_ro("total_ns", &Phases::total_ns);
-  module.def("estimate", &estimate, nb::arg("program"), nb::arg("machine"),
-             "A program's estimated phases on a machine.");
+  module.def(
+      "estimate",
+      [](const Program& program, const Machine& machine) { return estimate(program, machine); },
+      nb::arg("program"), nb::arg("machine"), "A program's estimated phases on a machine.");
 }
 
 }  // namespace offcore

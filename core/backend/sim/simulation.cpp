@@ -9,6 +9,12 @@
 namespace offcore::sim {
 namespace {
 
+// Whether a caller's signal follows its reduction directly: who reduces also signals, at no cost.
+bool behind_reduce(const Queue& queue, size_t at) {
+  while (at > 0 && queue.commands[at].op == Op::signal) --at;
+  return queue.commands[at].op == Op::reduce;
+}
+
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
