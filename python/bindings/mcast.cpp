@@ -98,15 +98,19 @@ nb::dict dict_of(const EndpointCounters& counters) {
 // (operation, dtype, scale), of a reduce-scatter.
 using ReductionWords = std::tuple<std::string, std::string, double>;
 
+Reduction parse_reduction(const ReductionWords& words) {
+  const auto& [op, dtype, scale] = words;
+  const Reduction reduction{.op = parse_reduce_op(op), .dtype = parse_dtype(dtype), .scale = scale};
+  check(reduction, "reduce_scatter");
+  return reduction;
+}
+
 std::shared_ptr<Operation> submit(Endpoint& endpoint, const std::string& kind, GroupRank root,
                                   uintptr_t out, std::vector<uint64_t> counts, nb::object keep,
                                   uintptr_t in, const std::optional<ReductionWords>& words) {
   Released::drop();
   std::optional<Reduction> reduction;
-  if (words) {
-    const auto& [op, dtype, scale] = *words;
-    reduction = {.op = parse_reduce_op(op), .dtype = parse_dtype(dtype), .scale = scale};
-  }
+  if (words) reduction = parse_reduction(*words);
   mcast::OperationRequest request{.kind = kind_of(kind),
                                   .root = root,
                                   .out = reinterpret_cast<std::byte*>(out),
@@ -330,6 +334,9 @@ void bind_formats(nb::module_& module) {
 }  // namespace
 
 void bind_mcast(nb::module_& module) {
+  module.def(
+      "check_reduction", [](const ReductionWords& words) { parse_reduction(words); },
+      nb::arg("reduction"), "Raises invalid for what no reduce-scatter does.");
   bind_group(module);
   bind_udp(module);
   bind_node(module);

@@ -1,5 +1,6 @@
 """Multicast of arrays on GPUs, on the stand-in driver: ranks are threads, all on one GPU."""
 
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from test_cuda import run
 
+from offcore.errors import Error, error
 from offcore.mcast import gpu
 
 TESTS = Path(__file__).parents[1]
@@ -101,11 +103,20 @@ def test_refusals_leave_it_usable() -> None:
     code = """
     def body(comm, rank):
         small, large = Array(np.zeros(5, np.uint8)), Array(np.zeros(16, np.uint8))
+        whole, elsewhere = Array(np.zeros(24, np.uint8)), Array(np.zeros(8, np.uint8))
+        elsewhere.__cuda_array_interface__["data"] = (whole.at + (12, 0, 4)[rank], False)
         for call, words in [
             (lambda: comm.all_gather(large, small), "out has 16 bytes, inp 5"),
             (lambda: comm.all_gather_v(large, small, [5, 5, 5]), "out has 16 bytes"),
             (lambda: comm.reduce_scatter(small, large), "out has 5 bytes, inp 16"),
             (lambda: comm.broadcast(small, RANKS), "root"),
+            (lambda: comm.all_gather(large, np.zeros(5, np.uint8)), "host memory"),
+            (lambda: comm.all_gather(whole, Array(np.zeros(4, np.float16))), "inp float16"),
+            (lambda: comm.all_gather(whole, elsewhere), "overlaps"),
+            (lambda: comm.reduce_scatter(elsewhere, whole), "overlaps"),
+            (lambda: comm.reduce_scatter(Array(np.zeros(8, np.uint8)), whole, "mul"), "mul"),
+            (lambda: comm.reduce_scatter(Array(np.zeros(8, bool)), Array(np.zeros(24, bool))),
+             "bool"),
         ]:
             code, told = code_of(call)
             assert code == "invalid" and words in told, told
@@ -129,7 +140,7 @@ def test_a_rank_that_leaves_ends_the_others_calls() -> None:
             return ""
         array = Array(np.zeros(1 << 20, np.uint8))
         first = code_of(comm.broadcast(array, 0).wait)[0]
-        assert code_of(comm.barrier().wait)[0]
+        assert code_of(lambda: comm.barrier().wait())[0]
         return first
     told = on_ranks(body)
     assert told[0] == "" and set(told[1:]) <= {"peer", "cancelled"}, told
@@ -178,3 +189,55 @@ def test_steps_of_neighbouring_pieces_run_beside_each_other(
             assert did.index(f"cross {piece + 1}") < did.index(f"cross {piece} ended")
         if piece < 2:  # the buffer is free
             assert did.index(f"enter {piece} ended") < did.index(f"leave {piece + 4}")
+
+
+class Copy:
+    """A copy that has failed, or has not ended."""
+
+    def __init__(self, ended: bool) -> None:
+        self.ended = ended
+
+    def wait(self, timeout: float = 1.0) -> None:
+        raise error("driver" if self.ended else "timeout", "no")
+
+    def done(self) -> bool:
+        return self.ended
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_copy_that_fails_ends_the_group_and_keeps_what_it_may_write(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    closed: list[bool] = []
+    monkeypatch.setattr(gpu, "_held", held)
+    monkeypatch.setattr(gpu, "_GRACE_S", 0.0)
+    lane: Any = object.__new__(gpu._Lane)
+    lane.failure, lane.settled, lane._rows = None, True, [*range(4)]
+    lane._net = types.SimpleNamespace(close=lambda: closed.append(True))
+    lane._copy = lambda entries, direction: Copy(ended)
+    kept = object()
+    handle = gpu.Handle("all_gather", 1.0, None, range(3), lambda *_: (1, None, 2), kept)
+    handle.run(lane)
+    with pytest.raises(Error) as told:
+        handle.wait()
+    assert lane.failure is told.value
+    assert closed == [True]  # peers hear of it, and no later call meets their rest of this one
+    assert [one[1] for one in held] == ([] if ended else [kept])
+
+    comm: Any = object.__new__(gpu.Communicator)
+    comm._net = types.SimpleNamespace(counters={}, ranks=2, rank=0)
+    comm._device, comm._lock, comm._lanes = 0, threading.Lock(), {"gathers": lane}
+    with pytest.raises(Error, match="dead since"):
+        comm.barrier()
+
+
+def test_a_capture_is_refused_before_anything_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = types.SimpleNamespace(is_current_stream_capturing=lambda: True)
+    monkeypatch.setattr(gpu, "_cuda", lambda: cuda)
+    comm: Any = object.__new__(gpu.Communicator)
+    comm._net = types.SimpleNamespace(counters={})
+    comm._device = 0
+    with pytest.raises(Error) as told:
+        comm.barrier()
+    assert told.value.code == "unsupported"

@@ -19,7 +19,7 @@ BESIDE = {
     "offcore.torch": 95,
     "offcore.torch_matmul": 135,
     "offcore.mcast.torch": 230,
-    "offcore.mcast.gpu": 350,
+    "offcore.mcast.gpu": 410,
     "offcore.torch_calls": 185,
 }
 

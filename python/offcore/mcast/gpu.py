@@ -15,16 +15,21 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from offcore import batch, defaults, kv, mcast
+from offcore import _core, batch, defaults, kv, mcast
+from offcore.comm.reductions import named, typed
 from offcore.errors import Error, error
-from offcore.operands import OperandError, checked, counts_in_bytes, dtype_name, memory_of
+from offcore.operands import OperandError, checked, counts_in_bytes, memory_of, same_dtype
 
 __all__ = ["Communicator", "Handle"]
 
 _BUFFERS = 4  # pieces: on the way from the GPU, two between hosts, on the way to the GPU
+_GRACE_S = 2.0  # what copies get to end in, once their call has failed
+_held: list[Any] = []  # memory of copies that have not: a GPU may still reach it
 Entries = list[tuple[int, int, int]]  # to, from, bytes
 # A piece's copies to pinned memory, its operation between hosts, its copies to the GPU.
 Piece = tuple[Entries, Callable[[], mcast.Handle], Entries]
@@ -68,18 +73,24 @@ class Handle:
         try:
             assert self._kept is not None
             self._results = lane.move(self._kept[0], self.places, self.after)
-        except Error as failure:
-            self._failure = failure
         except Exception as failure:
-            self._failure = error("driver", f"{self._op}: {failure!r}")
+            if not isinstance(failure, Error):
+                failure = error("driver", f"{self._op}: {failure!r}")
+            self._failure = lane.failure = failure
+            if not lane.settled:
+                _held.append(self._kept)
         self._kept = None
         self._ended.set()
 
 
 class _Lane:
-    """A thread that makes the calls of a sequence, in their order, and its pinned memory."""
+    """A thread that makes the calls of a sequence, in their order, and its pinned memory. After a
+    call that has failed ranks are not in step: it closes the communicator between the hosts."""
 
-    def __init__(self, device: int, nbytes: int, timeout: float) -> None:
+    def __init__(self, net: mcast.Communicator, device: int, nbytes: int, timeout: float) -> None:
+        self.failure: Error | None = None
+        self.settled = True  # no copy is under way
+        self._net = net
         self._timeout = timeout
         self._pool = kv.HostPool(nbytes, _BUFFERS, backend="cuda", device=device)
         slots = self._pool.allocate(_BUFFERS, timeout=timeout)
@@ -94,6 +105,12 @@ class _Lane:
         while (call := self.calls.get()) is not None:
             call.run(self)
             del call  # and what it holds, until the next comes
+        if not self.settled:
+            _held.append(self._pool)
+            return
+        self._rows = []
+        with contextlib.suppress(Error):
+            self._pool.close()
 
     def move(self, cut: Cut, places: range, after: Any) -> list[mcast.Result]:
         """Each step of a piece runs beside the other steps of its neighbours."""
@@ -119,14 +136,18 @@ class _Lane:
                 if turn >= 2:
                     results.append(crosses[turn - 2].wait())
                     enters.append(self._copy(pieces[turn - 2][2], 1))
-        finally:  # nothing writes there any more when the call has ended
-            _settle([*leaves, *enters])
+            _settle(enters)
+        except Exception:
+            self._net.close()  # before the buffers are anybody else's
+            self.settled = self.settled and _ended([*leaves, *enters])
+            raise
         return results
 
     def _copy(self, entries: Entries, direction: int) -> batch.BatchHandle | None:
-        if not any(size for _, _, size in entries):
+        whole = [entry for entry in entries if entry[2]]
+        if not whole:
             return None
-        to, what, sizes = zip(*entries, strict=True)
+        to, what, sizes = zip(*whole, strict=True)
         return batch.batch_copy(
             to,
             what,
@@ -137,11 +158,9 @@ class _Lane:
         )
 
     def close(self) -> None:
+        """The thread gives the memory back: later, where a copy is late."""
         self.calls.put(None)
-        self._thread.join(self._timeout)
-        self._rows = []
-        with contextlib.suppress(Error):  # in a child of the process
-            self._pool.close()
+        self._thread.join(_GRACE_S)
 
 
 class Communicator:
@@ -217,11 +236,12 @@ class Communicator:
         return self._gather("all_gather_v", out, inp, counts_in_bytes("all_gather", counts, dtype))
 
     def _gather(self, op: str, out: Any, inp: Any, blocks: list[int]) -> Handle:
-        start, size, _ = self._place(op, out, True)
+        start, size, kind = self._place(op, out, True)
         own = start + sum(blocks[: self.rank])
         source, block = own, blocks[self.rank]
         if inp is not None:
-            source, block, _ = self._place(op, inp, False)
+            source, block, given_kind = self._place(op, inp, False)
+            _check_apart(op, (start, size, kind), (source, block, given_kind), source == own)
         if len(blocks) != self.ranks or sum(blocks) != size or block != blocks[self.rank]:
             raise error("invalid", f"{op}: out has {size} bytes, inp {block}, of parts of {blocks}")
 
@@ -247,15 +267,18 @@ class Communicator:
     ) -> Handle:
         """Rank r's `out` becomes the reduction of every rank's part r of `inp`; arguments and
         numerics are offcore.mcast.Communicator's."""
-        start, size, given_dtype = self._place("reduce_scatter", out, True)
-        source, given, _ = self._place("reduce_scatter", inp, False)
+        start, size, of_out = self._place("reduce_scatter", out, True)
+        source, given, of_inp = self._place("reduce_scatter", inp, False)
         if given != size * self.ranks:
             raise error("invalid", f"reduce_scatter: out has {size} bytes, inp {given}")
-        kind = dtype_name(memory_of(out, True, self._device)[1] if dtype is None else dtype)
+        own = start == source + self.rank * size
+        _check_apart("reduce_scatter", (start, size, of_out), (source, given, of_inp), own)
+        reduction = typed("reduce_scatter", named("reduce_scatter", op, dtype, scale), of_out)
+        _core.check_reduction(reduction)
 
         def cut(row: Any, at: int) -> Piece:
             part = min(self._width, size - at)
-            bits = row[: part * self.ranks].view(f"u{given_dtype.itemsize}")
+            bits = row[: part * self.ranks].view(f"u{of_out.itemsize}")
             mine = bits.reshape(self.ranks, -1)[self.rank]
             leave = [
                 (row.ctypes.data + rank * part, source + rank * size + at, part)
@@ -264,7 +287,7 @@ class Communicator:
             reduce = functools.partial(self._net.reduce_scatter, mine, bits, op, scale=scale)
             return (
                 leave,
-                functools.partial(reduce, dtype=kind),
+                functools.partial(reduce, dtype=reduction[1]),
                 [(start + at, mine.ctypes.data, part)],
             )
 
@@ -277,23 +300,32 @@ class Communicator:
 
     def _place(self, op: str, array: Any, writable: bool) -> tuple[int, int, Any]:
         """Address, bytes and dtype."""
+        side = "out" if writable else "inp"
         try:
             (start, size), dtype = memory_of(array, writable, self._device)
         except OperandError as refusal:
-            raise error("invalid", f"{op}: {'out' if writable else 'inp'}{refusal}") from None
+            raise error("invalid", f"{op}: {side}{refusal}") from None
+        if not getattr(array, "is_cuda", hasattr(array, "__cuda_array_interface__")):
+            raise error("invalid", f"{op}: {side} lies in host memory, which is for offcore.mcast")
         return start, size, dtype
 
     def _submit(
         self, op: str, size: int, width: int, cut: Cut, keep: Any, sequence: str = "gathers"
     ) -> Handle:
         _ = self._net.counters  # raises in a child of this process
+        after = _event(op, self._device)
         with self._lock:
             if self._lanes is None:
                 raise error("cancelled", f"{op}: the communicator was closed")
+            for lane in self._lanes.values():
+                if lane.failure is not None:
+                    raise error(lane.failure.code, f"{op}: the group is dead since {lane.failure}")
             if sequence not in self._lanes:
                 nbytes = self._width * self.ranks
-                self._lanes[sequence] = _Lane(self._device, nbytes, self._timeout)
-            places, after = range(0, max(size, 1), width), _event(self._device)
+                lane = _Lane(self._net, self._device, nbytes, self._timeout)
+                weakref.finalize(self, lane.calls.put, None)
+                self._lanes[sequence] = lane
+            places = range(0, max(size, 1), width)
             handle = Handle(op, self._timeout + 1.0, after, places, cut, keep)
             self._lanes[sequence].calls.put(handle)
         return handle
@@ -313,10 +345,20 @@ class Communicator:
         self.close()
 
 
-def _settle(copies: Sequence[batch.BatchHandle | None]) -> None:
+def _settle(copies: Iterable[batch.BatchHandle | None]) -> None:
     for one in copies:
         if one is not None:
             one.wait()
+
+
+def _ended(copies: Iterable[batch.BatchHandle | None]) -> bool:
+    """Whether all have, well or not, after a while."""
+    end = time.monotonic() + _GRACE_S
+    for one in copies:
+        with contextlib.suppress(Error):
+            if one is not None:
+                one.wait(max(0.0, end - time.monotonic()))
+    return all([one is None or one.done() for one in copies])
 
 
 def _sum(op: str, results: Sequence[mcast.Result]) -> mcast.Result:
@@ -335,10 +377,24 @@ def _cuda() -> Any:
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
-def _event(device: int) -> Any:
+def _event(op: str, device: int) -> Any:
     """Of torch's current stream, as it is now."""
     if (cuda := _cuda()) is None:
         return None
+    if cuda.is_current_stream_capturing():
+        raise error("unsupported", f"{op}: no graph has what goes between hosts; do not capture it")
     event = cuda.Event()
     event.record(cuda.current_stream(device))
     return event
+
+
+Side = tuple[int, int, Any]  # address, bytes, dtype
+
+
+def _check_apart(op: str, out: Side, inp: Side, own: bool) -> None:
+    """Of one dtype, and without common memory; `own`: but for this rank's own part."""
+    (start, size, kind), (source, given, other) = out, inp
+    if not same_dtype(kind, other):
+        raise error("invalid", f"{op}: out has dtype {kind}, inp {other}")
+    if not own and start < source + given and source < start + size:
+        raise error("invalid", f"{op}: out overlaps inp, and not only in this rank's part of it")
