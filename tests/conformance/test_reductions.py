@@ -228,15 +228,17 @@ def test_many_chunks(reducing: Target) -> None:
     """More chunks than a slot has, and slots that take turns."""
     if reducing.backend == "cuda" or reducing.backend == "toy":
         pytest.skip("takes too long on these stand-ins: only GPUs run it on cuda (gpu_reduce.py)")
+    if reducing.name(2) in ("mi300x-8", "h200-8"):
+        pytest.skip("two ranks run as on h200-4 there")
     with reducing.communicator(2) as comm:
-        inp = Operands(comm, "array", 20 << 20, "bfloat16")
-        out = Operands(comm, "array", 20 << 20, "bfloat16")
+        inp = Operands(comm, "array", 10 << 20, "float32")
+        out = Operands(comm, "array", 10 << 20, "float32")
         for seed in range(3):
-            inputs = [numbers(20 << 20, "bfloat16", 2 * seed + rank) for rank in range(2)]
+            inputs = [numbers(10 << 20, "float32", 2 * seed + rank) for rank in range(2)]
             inp.fill(inputs)
-            comm.all_reduce(out.body, inp.body, dtype="bfloat16").wait()
+            comm.all_reduce(out.body, inp.body, dtype="float32").wait()
             for rank in range(2):
-                out.assert_hold(rank, reduced(inputs, "sum", "bfloat16"), seed)
+                out.assert_hold(rank, reduced(inputs, "sum", "float32"), seed)
 
 
 @pytest.mark.parametrize(

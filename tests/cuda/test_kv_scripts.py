@@ -25,16 +25,8 @@ def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
 
 
 def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
-    words = (
-        "--only",
-        "pages,alone,scattered,gemm",
-        "--pages",
-        "512",
-        "--layers",
-        "3",
-        "--rounds",
-        "1",
-    )
+    words = ("--only", "pages,alone,scattered,gemm", "--pages", "512")
+    words += ("--layers", "1", "--rounds", "1", "--jobs", "20")
     alone = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "1"}
     done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **alone)
     assert done.returncode == 0, done.stdout + done.stderr
