@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
 
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
+_REDUCTIONS = {  # by number: torch's own objects are slow to compare
+    int(dist.ReduceOp.SUM): ("sum", 1.0),
+    int(dist.ReduceOp.AVG): ("avg", 1.0),
+    int(dist.ReduceOp.MIN): ("min", 1.0),
+    int(dist.ReduceOp.MAX): ("max", 1.0),
 }
+_PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
 _REDUCIBLE = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
 _REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -41,15 +42,12 @@ def seconds(timeout: datetime.timedelta | None) -> float | None:
 
 def all_on(device: str, tensors: Iterable[Any]) -> bool:
     """Whether all are dense tensors on that type of device, "cpu" or "cuda"."""
-    is_there = f"is_{device}"
-    return all(
-        [
-            isinstance(tensor, torch.Tensor)
-            and getattr(tensor, is_there)
-            and tensor.layout is torch.strided
-            for tensor in tensors
-        ]
-    )
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return False
+        if not (tensor.is_cuda if device == "cuda" else tensor.is_cpu):
+            return False
+    return True
 
 
 def packed(tensor: Any, only_read: bool) -> tuple[Any, Copies]:
@@ -82,14 +80,12 @@ def reducible(dtype: Any) -> bool:
 
 def reduction_of(op: Any) -> tuple[str, float] | None:
     """The reduction of that name and its scale; None: offcore has none."""
-    if isinstance(op, dist.ReduceOp.RedOpType):
-        kind, factor = op, None
-    else:
-        kind, factor = op.__getstate__()
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return ("premul_sum", float(factor)) if isinstance(factor, (int, float)) else None
-    name = _REDUCTIONS.get(kind)
-    return None if name is None else (name, 1.0)
+    plain = isinstance(op, dist.ReduceOp.RedOpType)
+    kind = int(op) if plain else int(op.op)
+    if kind != _PREMUL_SUM:
+        return _REDUCTIONS.get(kind)
+    factor = None if plain else op.__getstate__()[1]
+    return ("premul_sum", float(factor)) if isinstance(factor, (int, float)) else None
 
 
 class UnderWay(Protocol):

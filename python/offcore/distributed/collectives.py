@@ -41,7 +41,7 @@ class Collectives:
         self._arguments = arguments.arguments
         self._sides: dict[str, Side] = {}
         self._lock = threading.Lock()
-        self._side(torch.device("cpu"))
+        self._open(torch.device("cpu"))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         root = opts.rootRank
@@ -230,13 +230,14 @@ class Collectives:
         reduction: str | None = None,
         even: bool = True,
     ) -> Any:
-        if not used or not (all_on("cuda", used) or all_on("cpu", used)):
+        kind = "cuda" if all_on("cuda", used) else "cpu"
+        if not used or (kind == "cpu" and not all_on("cpu", used)):
             return None
         if reduction is not None and (
-            not reduction or not all(reducible(tensor.dtype) for tensor in used)
+            not reduction or not all([reducible(tensor.dtype) for tensor in used])
         ):
             return None
-        side = self._side(used[0].device)
+        side = self._sides.get(kind) or self._open(used[0].device)
         if side is None or (
             isinstance(side.comm, Hosts) and not side.comm.takes(op, reduction, used[0].dtype, even)
         ):
@@ -244,10 +245,8 @@ class Collectives:
         self.carried[op] = self.carried.get(op, 0) + 1
         return side.run(op, body, outputs, opts)
 
-    def _side(self, device: Any) -> Side | None:
+    def _open(self, device: Any) -> Side | None:
         kind = device.type
-        if (known := self._sides.get(kind)) is not None:
-            return known
         with self._lock:
             if kind not in self._sides and kind not in self.obstacles:
                 store = dist.PrefixStore(f"offcore/{kind}/", self._store)

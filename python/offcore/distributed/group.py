@@ -194,12 +194,10 @@ class Calls:
 
 def _options(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = option(args, kwargs)
-    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        kwargs, given = {"op": given, **kwargs}, None
-    elif isinstance(given, int):
-        kwargs, given = {"root": given, **kwargs}, None
     if given is not None:
-        return given
+        if not isinstance(given, (int, dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return given
+        kwargs = {"root" if isinstance(given, int) else "op": given, **kwargs}
     opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
     for name, field in (("op", "reduceOp"), ("root", "rootRank"), ("timeout", "timeout")):
         if kwargs.get(name) is not None:
