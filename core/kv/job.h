@@ -125,7 +125,7 @@ class Job {
   uint64_t number_ = 0;
   uint32_t parts_ahead_ = 0;                                          // enqueued and not ended
   std::vector<uint32_t> layer_groups_ahead_;                          // the same, by layer group
-  std::map<std::pair<size_t, uint16_t>, std::shared_ptr<Run>> last_;  // of the layer group, by lane
+  std::map<std::pair<size_t, uint16_t>, std::shared_ptr<Run>> last_;  // by lane
   int64_t called_ns_ = 0;
 
   // By JobQueue::mutex; the report is the worker's until the job has ended.

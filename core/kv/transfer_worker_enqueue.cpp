@@ -281,8 +281,7 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
   ++job->layer_groups_ahead_[layer_group];
   if (ends_layer_group) {
     const std::scoped_lock lock(queue_->mutex);
-    for (auto& [where, run] : job->last_) job->layer_groups_[layer_group].push_back(std::move(run));
-    job->last_.clear();
+    for (const auto& [where, run] : job->last_) job->layer_groups_[layer_group].push_back(run);
     job->enqueued_ = layer_group + 1;
     report.layers = std::min(job->layers_, (layer_group + 1) * job->together_);
     queue_->changed.notify_all();
