@@ -27,6 +27,9 @@ class TorchJob:
     def wait_stream(self, stream: Any) -> None:
         """The copies and all that follows are in one stream."""
 
+    def wait_layer(self, layer: int, stream: Any) -> None:
+        """The same: all layers have come before."""
+
 
 class TorchTransfer:
     """Copies as the engine's OffloadingManager makes them, between a cache and rows of a pool."""
@@ -49,7 +52,9 @@ class TorchTransfer:
         ]
         return [(slots[a], a, b - a) for a, b in zip([0, *ends], ends, strict=False)]
 
-    def load(self, blocks: Sequence[int], slots: Any, after: Any = None) -> TorchJob:
+    def load(
+        self, blocks: Sequence[int], slots: Any, after: Any = None, by_layer: int = 0
+    ) -> TorchJob:
         places = self._runs([int(slot) for slot in slots])
         with torch.cuda.stream(after):  # of None: no change
             device = self._views[0].device

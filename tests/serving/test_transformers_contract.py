@@ -58,7 +58,7 @@ def request(name: str, tokens: list[int]) -> engine.Request:
 def test_what_one_engine_computed_another_loads(
     model: engine.Model, one_allocation: bool, stepped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_STEPPED_FROM", 0 if stepped else 1 << 40)
+    monkeypatch.setattr(engines, "STEPPED_FROM", 0 if stepped else 1 << 40)
     alone = engine.Engine(model).generate(request("a", PROMPT))
     tier = serving.enable(model, 1 << 20, one_allocation=one_allocation)
     assert running(model, tier).generate(request("a", PROMPT)) == alone
@@ -85,7 +85,7 @@ def test_the_model_begins_with_the_first_layers(
 ) -> None:
     """It waits for a layer when it takes that one out, not for all layers before it begins; where
     graphs may replay the model, for all."""
-    monkeypatch.setattr(serving, "_STEPPED_FROM", 0)
+    monkeypatch.setattr(engines, "STEPPED_FROM", 0)
     tier = serving.enable(model, 1 << 20)
     alone = running(model, tier).generate(request("a", PROMPT))
     run = running(model, tier, engine.Batching(use_cuda_graph=graphs))
@@ -110,7 +110,7 @@ def test_a_batchs_requests_wait_for_a_layer_of_all_of_them(
     model: engine.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All loads have begun before the model does; before a layer it waits for that one of each."""
-    monkeypatch.setattr(serving, "_STEPPED_FROM", 0)
+    monkeypatch.setattr(engines, "STEPPED_FROM", 0)
     tier = serving.enable(model, 1 << 20)
     prompts = {name: [ord(name) * 50 + at for at in range(14)] for name in "ab"}
     alone = {name: running(model, tier).generate(request(name, prompts[name])) for name in "ab"}

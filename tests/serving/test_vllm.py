@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ def _one_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Iterator[None]:
     engine.install(monkeypatch, version)
     monkeypatch.setattr(engines, "_said", set())
     yield
-    vars(vllm).pop(vllm.NAME, None)
+    for name in (vllm.NAME, vllm.CONNECTOR):
+        vars(vllm).pop(name, None)
 
 
 def caches(layers: int = 3, groups: int = 1, seed: int = 0) -> engine.Caches:
@@ -298,7 +300,8 @@ def test_another_signature(
 def test_the_plugin_registers_the_name_as_often_as_it_is_called() -> None:
     vllm.register()
     vllm.register()
-    assert engine.Factory.known == {vllm.NAME: ("offcore.serving.vllm", vllm.NAME)}
+    names = (vllm.NAME, vllm.CONNECTOR)
+    assert engine.Factory.known == {name: ("offcore.serving.vllm", name) for name in names}
     assert issubclass(getattr(sys.modules["offcore.serving.vllm"], vllm.NAME), engine.Spec)
 
 
@@ -333,3 +336,127 @@ def test_a_forked_child_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.submit_store(1, gpu([1]), cpu(1))
     finished(worker, 1)
     worker.shutdown()
+
+
+def connected(given: engine.Caches, **extra: Any) -> Any:
+    """A connector of vLLM's worker, with these caches of layers l0, l1 and so on."""
+    names = [f"l{number}" for number in range(len(given.tensors))]
+    connector: Any = vllm.OffcoreConnector(
+        SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)),
+        None,
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names)]),
+    )
+    connector.register_kv_caches(given)
+    return connector
+
+
+def test_attention_of_a_layer_waits_for_that_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the step begins: there the loads of all requests have only been started."""
+    monkeypatch.setattr(engines, "STEPPED_FROM", 0)
+    given = caches()
+    connector = connected(given)
+    worker = connector.connector_worker.worker
+    worker.submit_store(1, gpu([3, 9, 4]), cpu(7, 0, 2))
+    finished(worker, 1)
+    waited: list[tuple[int, int]] = []
+    start = worker._transfer.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        assert (options["by_layer"], options["priority"]) == (1, 1)
+        job = start(*args, **options)
+        wait_layer, blocks = job.wait_layer, len(args[0])
+
+        def layer_waited(layer: int, *rest: Any) -> None:
+            waited.append((layer, blocks))
+            wait_layer(layer, *rest)
+
+        monkeypatch.setattr(job, "wait_layer", layer_waited)
+        return job
+
+    monkeypatch.setattr(worker._transfer, "load", load)
+    jobs = {2: engine.Job(cpu(7, 0), gpu([20, 1])), 3: engine.Job(cpu(2), gpu([31]))}
+    connector.start_load_kv(jobs, expedited=True)
+    for layer, one in enumerate(given.tensors):
+        assert waited == [(number, blocks) for number in range(layer) for blocks in (2, 1)]
+        connector.wait_for_layer_load(f"l{layer}")
+        assert torch.equal(one.tensor[[20, 1, 31], :USED], one.tensor[[3, 9, 4], :USED])
+    connector.wait_for_save()
+    assert connector.saved
+    assert len(waited) == 6  # nothing is waited for twice
+    worker.wait({2, 3})
+    assert sorted(one.job_id for one in worker.get_finished()) == [2, 3]
+    worker.shutdown()
+
+
+def test_layers_that_no_attention_asked_for_are_there_after_the_step() -> None:
+    given = caches()
+    connector = connected(given)
+    worker = connector.connector_worker.worker
+    worker.submit_store(1, gpu([4]), cpu(2))
+    finished(worker, 1)
+    connector.start_load_kv({2: engine.Job(cpu(2), gpu([9]))}, expedited=True)
+    connector.wait_for_save()
+    assert torch.equal(bytes_of(given, [9]), bytes_of(given, [4]))
+    # Without a step that reads it, the load is waited for as ever.
+    connector.start_load_kv({3: engine.Job(cpu(2), gpu([11]))})
+    assert torch.equal(bytes_of(given, [11]), bytes_of(given, [4]))
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_load_of_the_step_that_failed_is_tried_again(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = caches()
+    connector = connected(given)
+    worker = connector.connector_worker.worker
+    worker.submit_store(1, gpu([4]), cpu(2))
+    finished(worker, 1)
+    right, left = worker._transfer.load, [times]
+
+    class Gone(Failing):
+        def wait_layer(self, layer: int, stream: Any = None) -> None:
+            self.wait()
+
+    def load(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        return Gone() if left[0] >= 0 else right(*args, **options)
+
+    monkeypatch.setattr(worker._transfer, "load", load)
+    connector.start_load_kv({2: engine.Job(cpu(2), gpu([9]))}, expedited=True)
+    if times == 3:
+        with pytest.raises(offcore.Error, match="the copy failed"):
+            connector.wait_for_layer_load("l0")
+    else:
+        connector.wait_for_layer_load("l2")
+        assert torch.equal(bytes_of(given, [9]), bytes_of(given, [4]))
+    worker.shutdown()
+
+
+def test_what_the_connector_asks_of_vllm(version: str) -> None:
+    connector = connected(caches())
+    assert connector.extra["spec_name"] == vllm.NAME
+    assert connector.extra["sync_load_budget_bytes"] == vllm.BUDGET
+    # Graphs may not hide the waits; 0.26 loads all layers before a request runs.
+    piecewise = connector.requires_piecewise_for_cudagraph
+    assert piecewise({}) == version.startswith("0.33")
+    assert not piecewise({"sync_load_budget_bytes": 0})
+    connector.connector_worker.worker.shutdown()
+    other = connected(caches(), sync_load_budget_bytes=7)
+    assert other.extra["sync_load_budget_bytes"] == 7
+    other.connector_worker.worker.shutdown()
+
+
+@pytest.mark.parametrize("version", ["0.27.1"], indirect=True)
+def test_another_versions_connector_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    made = vllm.OffcoreConnector
+    assert issubclass(made, engine.OffloadingConnector)
+    assert not issubclass(made, vllm.Connector)
+    assert "is not known to offcore" in caplog.text
+
+
+def test_a_worker_of_vllms_own_waits_by_itself() -> None:
+    connector = connected(caches(), spec_name="OWN_SPEC", spec_module_path="vllm_engine")
+    connector.wait_for_layer_load("l0")
+    connector.wait_for_save()
+    assert connector.saved

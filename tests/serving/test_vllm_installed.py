@@ -20,6 +20,12 @@ needs.require("torch", "vllm")
 import torch  # noqa: E402
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker")
+from vllm.distributed.kv_transfer.kv_connector.v1 import (  # noqa: E402
+    base as base_v1,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1 import (  # noqa: E402
+    offloading_connector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (  # noqa: E402
     common,
     worker,
@@ -137,7 +143,8 @@ def placement(layout: str) -> list[Any]:
     ]
 
 
-def started(layout: str = "LBNHC", per_chunk: int = 1, groups: int = 1, **extra: Any) -> Engine:
+def worlds(layout: str, groups: int) -> tuple[Any, Any]:
+    """vLLM's configuration, and that of its caches."""
     attention = made(
         caches.FullAttentionSpec,
         block_size=TOKENS,
@@ -155,7 +162,6 @@ def started(layout: str = "LBNHC", per_chunk: int = 1, groups: int = 1, **extra:
             for _ in range(groups)
         ],
     )
-    spec = factory.OffloadingSpecFactory.create_spec(offloading(per_chunk, groups, **extra))
     grid = SimpleNamespace(
         tensor_parallel_size=1,
         decode_context_parallel_size=1,
@@ -165,23 +171,34 @@ def started(layout: str = "LBNHC", per_chunk: int = 1, groups: int = 1, **extra:
         rank=0,
     )
     vllm_config = SimpleNamespace(
-        parallel_config=grid, model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
+        parallel_config=grid,
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
     )
+    return vllm_config, kv_config
+
+
+def filled(kv_config: Any, layout: str) -> dict[str, Any]:
+    """Caches with bytes of which no two blocks have the same."""
+    kv_caches = allocated(kv_config, layout)
+    generator = torch.Generator().manual_seed(1)
+    for layer in kv_caches.values():
+        noise = torch.randint(-128, 128, (layer.nbytes,), generator=generator)
+        layer.copy_(noise.to(torch.int8).view(layer.dtype).view(layer.shape))
+    return kv_caches
+
+
+def started(layout: str = "LBNHC", per_chunk: int = 1, groups: int = 1, **extra: Any) -> Engine:
+    vllm_config, kv_config = worlds(layout, groups)
+    spec = factory.OffloadingSpecFactory.create_spec(offloading(per_chunk, groups, **extra))
     given = {"spec": spec, "vllm_config": vllm_config, "kv_cache_config": kv_config}
     wanted = inspect.signature(worker.OffloadingConnectorWorker).parameters
     connector = worker.OffloadingConnectorWorker(
         **{name: value for name, value in given.items() if name in wanted}
     )
-    kv_caches = allocated(kv_config, layout)
+    kv_caches = filled(kv_config, layout)
     connector.register_kv_caches(kv_caches)
-    generator = torch.Generator().manual_seed(1)
-    layers = []
-    for name in NAMES:
-        layer = kv_caches[name]
-        noise = torch.randint(-128, 128, (layer.nbytes,), generator=generator)
-        layer.copy_(noise.to(torch.int8).view(layer.dtype).view(layer.shape))
-        layers.append(layer)
-    return Engine(spec, connector, layers)
+    return Engine(spec, connector, [kv_caches[name] for name in NAMES])
 
 
 @pytest.fixture(autouse=True)
@@ -271,3 +288,88 @@ def test_memory_that_ranks_share_stays_vllms() -> None:
     engine.spec.replicated_layout = True
     assert vllm._views(engine.spec, SimpleNamespace(tensors=[], group_data_refs=[[]])) is None
     engine.connector.shutdown()
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, layout: str) -> tuple[Any, list[Any]]:
+    """A worker's connector as vLLM's factory makes it, and its layers."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    vllm_config, kv_config = worlds(layout, 1)
+    of_vllm = vllm_config.kv_transfer_config
+    of_vllm.kv_connector, of_vllm.kv_connector_module_path = vllm.CONNECTOR, None
+    of_vllm.engine_id = "engine"
+    vllm_config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    monkeypatch.setattr(
+        offloading_connector,
+        "build_offloading_config",
+        lambda vllm_config, _: offloading(
+            1, 1, **vllm_config.kv_transfer_config.kv_connector_extra_config
+        ),
+    )
+    role = base_v1.KVConnectorRole.WORKER
+    connector: Any = KVConnectorFactory.create_connector(vllm_config, role, kv_config)
+    kv_caches = filled(kv_config, layout)
+    connector.register_kv_caches(kv_caches)
+    return connector, [kv_caches[name] for name in NAMES]
+
+
+def step(connector: Any, load: dict[int, Any], store: dict[int, Any]) -> None:
+    """What vLLM's runner does around a forward of all layers."""
+    metadata = common.OffloadingConnectorMetadata(load_jobs=load, store_jobs=store)
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    for name in NAMES:
+        connector.wait_for_layer_load(name)
+        connector.save_kv_layer(name, None, None)
+    connector.wait_for_save()
+    connector.get_finished(set())
+    connector.clear_connector_metadata()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_waits_for_itself_alone(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's connector with ours before it: a load of the step is waited for by layer, others as
+    ever, and the scheduler hears of each once."""
+    monkeypatch.setattr(engines, "STEPPED_FROM", 0)
+    connector, layers = connected(monkeypatch, layout)
+    ours = connector.connector_worker.worker
+    assert isinstance(ours, vllm.Worker)
+    waited: list[str] = []
+    own = ours.wait_layer
+    monkeypatch.setattr(ours, "wait_layer", lambda name: (waited.append(name), own(name)))
+    manager = connector.connector_worker.spec.get_manager()
+    request = base.ReqContext(req_id="request")
+    keys = [base.make_offload_key(bytes([key]) * 32, 0) for key in range(3)]
+    source, target = [3, 9, 4], [8, 1, 12]
+    granted = manager.prepare_store(keys, request)
+    job = made(
+        common.TransferJob, req_id="request", src_spec=gpu(source), dst_spec=granted.store_spec
+    )
+    step(connector, {}, {1: job})
+    step(connector, {}, {})  # stores leave with the step after theirs
+    ours.wait({1})
+    manager.complete_store(granted.keys_to_store, request)
+    job = made(
+        common.TransferJob,
+        req_id="request",
+        src_spec=manager.prepare_load(keys, request),
+        dst_spec=gpu(target),
+        sync=True,
+    )
+    wanted = [layer[source].view(torch.int8) for layer in layers]
+    waited.clear()
+    step(connector, {2: job}, {})
+    assert waited == [*NAMES, ""]
+    if NEW:  # others loads come before a request runs: nothing waits for them
+        for layer, bytes_wanted in zip(layers, wanted, strict=True):
+            assert torch.equal(layer[target].view(torch.int8), bytes_wanted)
+    ours.wait({2})
+    assert all(
+        torch.equal(layer[target].view(torch.int8), one)
+        for layer, one in zip(layers, wanted, strict=True)
+    )
+    step(connector, {}, {})
+    assert connector.build_connector_worker_meta().completed_jobs == {1: 1, 2: 1}
+    assert connector.requires_piecewise_for_cudagraph({}) == NEW
+    connector.shutdown()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 OWN = "vLLM's own worker"
+_CONNECT = "vllm.distributed.kv_transfer.kv_connector"
 
 
 class OffloadingWorker:
@@ -86,8 +88,11 @@ class Spec026(Spec):
     count = "num_blocks"
 
 
+OWN_SPEC = Spec
+
+
 class Factory:
-    """OffloadingSpecFactory."""
+    """OffloadingSpecFactory and KVConnectorFactory."""
 
     known: dict[str, tuple[str, str]]
 
@@ -96,6 +101,49 @@ class Factory:
         if name in cls.known:
             raise ValueError(name)
         cls.known[name] = (module_path, class_name)
+
+    register_connector = register_spec
+
+
+@dataclass
+class Job:
+    """TransferJob."""
+
+    src_spec: Any
+    dst_spec: Any
+
+
+@dataclass
+class SyncJob(Job):
+    sync: bool = False
+
+
+class OffloadingConnector:
+    """With its worker's side, for one group of layers."""
+
+    saved = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._kv_cache_config = kv_cache_config
+        self.extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.connector_worker: Any = SimpleNamespace(worker=None)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        module = importlib.import_module(self.extra["spec_module_path"])
+        spec = getattr(module, self.extra["spec_name"])(Config(extra=self.extra))
+        self.connector_worker.worker = spec.create_worker(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        worker = self.connector_worker.worker
+        for number, job in forward_context.items():
+            worker.submit_load(number, job.src_spec, job.dst_spec, **kwargs)
+        worker.wait(set(forward_context))  # as 0.33 does
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        self.saved = True
 
 
 def install(patch: pytest.MonkeyPatch, version: str) -> None:
@@ -113,6 +161,16 @@ def install(patch: pytest.MonkeyPatch, version: str) -> None:
             "TransferResult": TransferResult,
         },
         "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": Factory},
+        "vllm.distributed": {},
+        "vllm.distributed.kv_transfer": {},
+        _CONNECT: {},
+        f"{_CONNECT}.factory": {"KVConnectorFactory": Factory},
+        f"{_CONNECT}.v1": {},
+        f"{_CONNECT}.v1.offloading": {},
+        f"{_CONNECT}.v1.offloading.common": {
+            "TransferJob": Job if version.startswith("0.26") else SyncJob
+        },
+        f"{_CONNECT}.v1.offloading_connector": {"OffloadingConnector": OffloadingConnector},
     }
     Factory.known = {}
     for name, members in parts.items():

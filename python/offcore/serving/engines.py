@@ -1,4 +1,4 @@
-"""Which version of an engine is installed, and whether an adapter knows it."""
+"""What adapters share: which version of an engine is installed, and host memory for a cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from offcore import kv
+
+STEPS = 8  # of a load that comes layer by layer
+STEPPED_FROM = 16 << 20  # bytes: smaller ones come together, by fewer commands
 log = logging.getLogger("offcore.serving")
 _said: set[str] = set()
 
@@ -40,3 +44,15 @@ def fits(engine: str, function: Callable[..., Any], arguments: Sequence[str]) ->
         f"({', '.join(arguments)}): {engine} keeps its own copies"
     )
     return False
+
+
+def layers_together(layers: int, nbytes: int) -> int:
+    """How many layers of a load come together; 0: all."""
+    return -(-layers // STEPS) if nbytes >= STEPPED_FROM else 0
+
+
+def pool_for(layout: kv.Layout, rows: int, **options: Any) -> kv.HostPool:
+    """Host memory with so many rows for blocks of a cache, near the GPU that it lies on."""
+    if layout.device == -1:
+        return kv.HostPool(layout.block_bytes, rows, backend="host", **options)
+    return kv.HostPool(layout.block_bytes, rows, backend="cuda", device=layout.device, **options)

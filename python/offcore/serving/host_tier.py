@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offcore import kv
 from offcore.errors import Error, error
-from offcore.serving.engines import log
+from offcore.serving.engines import log, pool_for
 
 Slots = NDArray[np.int64]
 _LARGE_ROW = 64 << 10
@@ -74,9 +74,7 @@ class HostTier:
 
     def pool_of(self, layout: kv.Layout, blocks: int) -> kv.HostPool:
         """The memory, with a row for each block."""
-        if layout.device == -1:
-            return kv.HostPool(layout.block_bytes, blocks, backend="host")
-        return kv.HostPool(layout.block_bytes, blocks, backend="cuda", device=layout.device)
+        return pool_for(layout, blocks)
 
     def transfer_of(self, layout: kv.Layout, pool: kv.HostPool) -> Any:
         """What copies between them. Pages of 64 KiB and more lose nothing by one engine, whose

@@ -94,25 +94,17 @@ def _ops(own: Any) -> type:
             if not hasattr(ops, "execute_direct_copy_transfer"):
                 say_once("LMCache keeps its own copies: its extension has none by copy engines")
                 return
-            kept = Own(
-                ops.DirectCopyGroupSpec, ops.DirectCopyObject, ops.execute_direct_copy_transfer
-            )
-            ops.DirectCopyGroupSpec, ops.DirectCopyObject = Group, Object
-            ops.execute_direct_copy_transfer = functools.partial(transfer, kept)
+            names = ("DirectCopyGroupSpec", "DirectCopyObject", "execute_direct_copy_transfer")
+            kept = [getattr(ops, name) for name in names]
+            new = (Group, Object, functools.partial(transfer, kept))
+            for name, value in zip(names, new, strict=True):
+                setattr(ops, name, value)
 
     return OffcoreDeviceOps
 
 
-class Own(NamedTuple):
-    """What LMCache's extension has instead."""
-
-    group: Callable[..., Any]
-    object: Callable[..., Any]
-    transfer: Callable[..., Any]
-
-
 def transfer(
-    own: Own,
+    own: Sequence[Callable[..., Any]],
     direction: Any,
     device: Any,
     host_buffer_alignment: int,
@@ -121,14 +113,16 @@ def transfer(
 ) -> None:
     """Copies the blocks of all objects, or from them, in the device's current stream.
 
+    own: what LMCache's extension has for a group, an object, and this.
     host_buffer_alignment: no copy goes over a multiple of it, counted by `host_offset`.
     """
     unknown = [g.engine_kv_format.name for g in group_specs if _places(g) is None]
     if unknown:
         say_once(f"LMCache keeps its own copies for layout {unknown[0]}")
-        groups = [own.group(*group) for group in group_specs]
-        items = [own.object(*item) for item in objects]
-        own.transfer(direction, device, host_buffer_alignment, groups, items)
+        group_of, object_of, copies = own
+        groups = [group_of(*group) for group in group_specs]
+        items = [object_of(*item) for item in objects]
+        copies(direction, device, host_buffer_alignment, groups, items)
         return
     parts = [part for item in objects for part in _pages(item, group_specs)]
     if not parts:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from offcore import _core, kv
 from offcore.errors import error
-from offcore.serving.engines import known, say_once
+from offcore.serving.engines import known, pool_for, say_once
 
 VERSIONS = ("0.5.23",)
 VARIABLE = "OFFCORE_SGLANG"
@@ -75,28 +75,15 @@ class Around:
         return completion
 
     def submit_host_to_device(
-        self,
-        original: Callable[..., Any],
-        engine: Any,
-        transfers: list[Any],
-        *,
-        transfer_layer_id_max: int,
-        start_event: Any = None,
-        on_layer_done: Callable[[int], None] | None = None,
+        self, original: Callable[..., Any], engine: Any, transfers: list[Any], **how: Any
     ) -> Any:
         pages = self._pages(engine, transfers)
-        if pages is None or transfer_layer_id_max != transfers[0].host_pool.layer_num:
-            return original(
-                engine,
-                transfers,
-                transfer_layer_id_max=transfer_layer_id_max,
-                start_event=start_event,
-                on_layer_done=on_layer_done,
-            )
+        if pages is None or how["transfer_layer_id_max"] != transfers[0].host_pool.layer_num:
+            return original(engine, transfers, **how)
         stream = engine.host_to_device_stream
-        submission = engine._submission(transfers, stream, "host_to_device", start_event)
-        with submission as (_, completion):
-            self._cache(transfers[0]).load(*pages, stream, on_layer_done)
+        after = how.get("start_event")
+        with engine._submission(transfers, stream, "host_to_device", after) as (_, completion):
+            self._cache(transfers[0]).load(*pages, stream, how.get("on_layer_done"))
         return completion
 
     def _pages(self, engine: Any, transfers: list[Any]) -> tuple[Pages, Pages] | None:
@@ -169,14 +156,8 @@ class Cache:
                 layout = kv.Layout(pages)
                 if layout.block_bytes != len(step) * layer:
                     raise error("invalid", "pages of SGLang's host memory are not the GPU's")
-                where: dict[str, Any] = {"backend": "host"}
-                if layout.device != -1:
-                    where = {"backend": "cuda", "device": layout.device}
                 rows = plane.reshape(-1).view(torch.uint8)[step.start * layer :]
-                count = host.page_num
-                pools.append(
-                    kv.HostPool(layout.block_bytes, count, memory=rows, row_stride=row, **where)
-                )
+                pools.append(pool_for(layout, host.page_num, memory=rows, row_stride=row))
                 layouts.append(layout)
         self._transfer = kv.BlockTransfer(layouts, pools, **{"hold": True, **options})
         self._jobs: list[Any] = []

@@ -20,38 +20,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from offcore.errors import error
-from offcore.serving.engines import fits, known, say_once
+from offcore.serving.engines import fits, known, layers_together, say_once
 from offcore.serving.host_tier import HostTier
 
 VERSIONS = ("5.17",)
-_STEPS = 8  # of a load that comes layer by layer
-_STEPPED_FROM = 16 << 20  # bytes: smaller ones come together, by fewer commands
 _PACKAGE = "transformers.generation.continuous_batching"
 # What the engine must offer for the parts here to take its place: module, function, arguments.
 _SEAMS = (
-    ("cache", "PagedAttentionCache.free_blocks", ("request_id",)),
-    ("cache", "PagedAttentionCache.search_prefix_match", ("request_id", "prompt_ids")),
-    (
-        "cache_manager",
-        "BlockManager.get_free_blocks",
-        ("n_blocks", "last_block_id", "shareable", "group_id"),
-    ),
-    ("cache_manager", "BlockManager.compute_hash", ("parent_hash", "tokens", "group_id")),
+    ("cache", "PagedAttentionCache.free_blocks", "request_id"),
+    ("cache", "PagedAttentionCache.search_prefix_match", "request_id prompt_ids"),
+    ("cache_manager", "BlockManager.get_free_blocks", "n_blocks last_block_id shareable group_id"),
+    ("cache_manager", "BlockManager.compute_hash", "parent_hash tokens group_id"),
     (
         "offloading_manager",
         "OffloadingManager.__init__",
-        (
-            *("cache", "scheduler", "cpu_offload_space_gib", "safety_threshold"),
-            *("compute_stream", "distributed_helper"),
-        ),
+        "cache scheduler cpu_offload_space_gib safety_threshold compute_stream distributed_helper",
     ),
-    ("offloading_manager", "OffloadingManager._offload_to_cpu", ("victims",)),
-    ("offloading_manager", "OffloadingManager._return_cpu_blocks", ("request_id",)),
-    (
-        "offloading_manager",
-        "OffloadingManager.restore_scheduled_requests",
-        ("requests_in_batch",),
-    ),
+    ("offloading_manager", "OffloadingManager._offload_to_cpu", "victims"),
+    ("offloading_manager", "OffloadingManager._return_cpu_blocks", "request_id"),
+    ("offloading_manager", "OffloadingManager.restore_scheduled_requests", "requests_in_batch"),
 )
 # The tier of a model, by its text config, which caches are made with. The config is kept, so that
 # its id stays its own.
@@ -106,7 +93,7 @@ def _install() -> bool:
     for module, name, arguments in _SEAMS:
         owner, function = name.split(".")
         engine_class = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), owner)
-        if not fits("transformers", getattr(engine_class, function), arguments):
+        if not fits("transformers", getattr(engine_class, function), arguments.split()):
             return False
     api = importlib.import_module(f"{_PACKAGE}.continuous_api")
     for name, part in (("PagedAttentionCache", _Cache), ("OffloadingManager", _Swapping)):
@@ -227,18 +214,11 @@ class _Cache:
         given = self._batching
         graphs = getattr(given, "use_cuda_graph", None)
         eager = graphs is not None and not (any(graphs) if isinstance(graphs, tuple) else graphs)
-        compiled = (
-            getattr(given, "varlen_compile_config", None) is not None
-            or getattr(given, "decode_compile_config", None) is not None
-            or getattr(given, "default_compile_level", 0) != 0
-        )
-        if not eager or compiled or len(blocks) * self._block_bytes() < _STEPPED_FROM:
+        names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
+        if not eager or any(getattr(given, name, None) for name in names):
             return 0
-        return -(-len(self.key_cache) // _STEPS)
-
-    def _block_bytes(self) -> int:
-        nbytes: int = self.transfer.pools[0].block_bytes
-        return nbytes
+        nbytes = len(blocks) * self.transfer.pools[0].block_bytes
+        return layers_together(len(self.key_cache), nbytes)
 
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Loads rows of the tier into blocks, before the next batch."""
@@ -336,28 +316,13 @@ class _Swapping:
     _request_id_to_cpu_blocks: dict[str, list[int]]
     _request_id_to_group_block_counts: dict[str, list[int]]
 
-    def __init__(
-        self,
-        cache: Any,
-        scheduler: Any,
-        cpu_offload_space_gib: float | None,
-        safety_threshold: float,
-        compute_stream: Any,
-        distributed_helper: Any,
-    ) -> None:
+    def __init__(self, *, cache: Any, compute_stream: Any, **given: Any) -> None:
         self.tier: HostTier | None = getattr(cache, "tier", None)
         if self.tier is not None:
             cache.attach(compute_stream)
-            cpu_offload_space_gib = 0.0  # the tier's memory takes its place
+            given["cpu_offload_space_gib"] = 0.0  # the tier's memory takes its place
         engine: Any = super()
-        engine.__init__(
-            cache=cache,
-            scheduler=scheduler,
-            cpu_offload_space_gib=cpu_offload_space_gib,
-            safety_threshold=safety_threshold,
-            compute_stream=compute_stream,
-            distributed_helper=distributed_helper,
-        )
+        engine.__init__(cache=cache, compute_stream=compute_stream, **given)
 
     def _tables(self, request_id: str) -> list[list[int]]:
         """A request's blocks in each group of layers."""

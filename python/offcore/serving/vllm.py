@@ -7,11 +7,13 @@
 vLLM finds the name by the entry point of this package. Without entry points, add
 "spec_module_path": "offcore.serving.vllm". The scheduler's side (lookup, eviction, numbering of
 chunks) stays vLLM's; the worker's copies and its host memory are offcore's. The key "offcore" of
-the extra configuration has arguments of `kv.BlockTransfer`.
+the extra configuration has arguments of `kv.BlockTransfer`. With the connector "OffcoreConnector"
+and "cpu_bytes_to_use" there, a step loads what it reads, and each layer waits for itself alone.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Iterable
@@ -23,38 +25,54 @@ from numpy.typing import NDArray
 
 from offcore import kv
 from offcore.errors import Error, error
-from offcore.serving.engines import fits, known, log, say_once
+from offcore.serving.engines import fits, known, layers_together, log, pool_for, say_once
 
 VERSIONS = ("0.26", "0.33")
 NAME = "OffcoreOffloadingSpec"
+CONNECTOR = "OffcoreConnector"
+BUDGET = 1 << 30  # bytes that a step loads of what it reads; more is loaded before
 _OFFLOAD = "vllm.v1.kv_offload"
+_CONNECT = "vllm.distributed.kv_transfer.kv_connector"
 _ATTEMPTS = 3  # a failed copy is tried again, as vLLM stops at a job that failed
 
 
 def register() -> None:
-    """vLLM's plugin: makes `spec_name` known, in each process and as often as it is called."""
-    try:
-        factory = importlib.import_module(f"{_OFFLOAD}.factory").OffloadingSpecFactory
-        factory.register_spec(NAME, __name__, NAME)
-    except (ImportError, AttributeError, ValueError):  # a vLLM without it, or registered already
-        return
+    """vLLM's plugin: makes both names known, in each process and as often as it is called."""
+    for module, kind, call, name in (
+        (f"{_OFFLOAD}.factory", "OffloadingSpecFactory", "register_spec", NAME),
+        (f"{_CONNECT}.factory", "KVConnectorFactory", "register_connector", CONNECTOR),
+    ):
+        try:
+            getattr(getattr(importlib.import_module(module), kind), call)(name, __name__, name)
+        except (ImportError, AttributeError, ValueError):  # a vLLM without it, or known already
+            continue
 
 
 def __getattr__(name: str) -> Any:
-    """The spec is a subclass of vLLM's, which is imported when it is first asked for."""
-    if name != NAME:
+    """Subclasses of vLLM's classes, which are imported when one is first asked for."""
+    if name not in (NAME, CONNECTOR):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[NAME] = made = _spec()
+    try:
+        globals()[name] = made = _spec() if name == NAME else _connector()
+    except (ImportError, AttributeError) as why:
+        raise error("unsupported", f"vLLM's CPU offloading cannot be imported: {why}") from None
     return made
 
 
+def _connector() -> type:
+    version = importlib.import_module("vllm").__version__
+    own: Any = importlib.import_module(f"{_CONNECT}.v1.offloading_connector").OffloadingConnector
+    common = importlib.import_module(f"{_CONNECT}.v1.offloading.common")
+    if not known("vLLM", version, VERSIONS):
+        return type(CONNECTOR, (own,), {"__module__": __name__})
+    made = {"__module__": __name__, "layered": hasattr(common.TransferJob, "sync")}
+    return type(CONNECTOR, (Connector, own), made)
+
+
 def _spec() -> type:
-    try:
-        version = importlib.import_module("vllm").__version__
-        own: Any = importlib.import_module(f"{_OFFLOAD}.cpu.spec").CPUOffloadingSpec
-        base: Any = importlib.import_module(f"{_OFFLOAD}.base")
-    except (ImportError, AttributeError) as why:
-        raise error("unsupported", f"vLLM's CPU offloading cannot be imported: {why}") from None
+    version = importlib.import_module("vllm").__version__
+    own: Any = importlib.import_module(f"{_OFFLOAD}.cpu.spec").CPUOffloadingSpec
+    base: Any = importlib.import_module(f"{_OFFLOAD}.base")
     fit = known("vLLM", version, VERSIONS) and fits("vLLM", own.create_worker, ("kv_caches",))
 
     def create_worker(self: Any, kv_caches: Any) -> Any:
@@ -149,33 +167,35 @@ class Worker:
         self, result: Any, views: list[Any], chunks: int, per_chunk: int, options: dict[str, Any]
     ) -> None:
         layout = kv.Layout(views)
-        where: dict[str, Any] = {"backend": "host"}
-        if layout.device != -1:
-            where = {"backend": "cuda", "device": layout.device}
         self._result = result
         self._per_chunk = per_chunk
-        self._pool = kv.HostPool(layout.block_bytes, chunks * per_chunk, **where)
+        self._pool = pool_for(layout, chunks * per_chunk)
         # Adopted memory would stay allocated while the engine sleeps.
         self._transfer = kv.BlockTransfer(layout, self._pool, **{"adopt": False, **options})
         self._jobs: dict[int, _Job] = {}
+        self._coming: list[_Job] = []  # of the step under way, which waits for layers
+        self.layers: dict[str, int] = {}  # by name; none: the step waits for all of its loads
         self._ready = False
         self._closed = False
         self._process = os.getpid()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Starts to copy GPU blocks to chunks, after what the current stream has been given."""
-        return self._submit(job_id, self._transfer.store, src_spec, dst_spec.block_ids, 0)
+        return self._submit(job_id, self._transfer.store, src_spec, dst_spec.block_ids)
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
         """Starts to copy chunks to GPU blocks; expedited: ahead of others not enqueued yet."""
-        priority = int(expedited)
-        return self._submit(job_id, self._transfer.load, dst_spec, src_spec.block_ids, priority)
+        nbytes = len(dst_spec.block_ids) * self._pool.block_bytes
+        by_layer = layers_together(len(self.layers), nbytes) if expedited else 0
+        start = functools.partial(self._transfer.load, priority=int(expedited), by_layer=by_layer)
+        self._submit(job_id, start, dst_spec, src_spec.block_ids)
+        if expedited and self.layers:
+            self._coming.append(self._jobs[job_id])
+        return True
 
-    def _submit(
-        self, number: int, start: Any, gpu: Any, chunks: NDArray[Any], priority: int
-    ) -> bool:
+    def _submit(self, number: int, start: Any, gpu: Any, chunks: NDArray[Any]) -> bool:
         if self._closed:
             raise error("cancelled", f"job {number}: the offloading worker is shut down")
         if os.getpid() != self._process:
@@ -190,16 +210,30 @@ class Worker:
             self._pool.allocate(self._pool.blocks)  # the scheduler gives rows out, all of them
             self._ready = True
         blocks, slots = np.asarray(gpu.block_ids, np.int64), slots_of(gpu, chunks, self._per_chunk)
-        after = None
-        if self._transfer.backend == "cuda":
-            torch = importlib.import_module("torch")
-            after = torch.cuda.current_stream(self._transfer.device)
-
-        def copies() -> Any:
-            return start(blocks, slots, priority=priority, after=after)
-
+        copies = functools.partial(start, blocks, slots, after=self._stream())
         self._jobs[number] = _Job(number, copies, copies())
         return True
+
+    def _stream(self) -> Any:
+        """The stream that the model runs in; None on a CPU."""
+        if self._transfer.backend != "cuda":
+            return None
+        return importlib.import_module("torch").cuda.current_stream(self._transfer.device)
+
+    def wait_layer(self, name: str) -> None:
+        """What is enqueued later comes after this layer of the step's loads; "": after all."""
+        last = self._transfer.layouts[0].layers - 1
+        layer = min(self.layers.get(name, last), last)
+        for job in self._coming:
+            while True:
+                try:
+                    job.copies.wait_layer(layer, self._stream())
+                    break
+                except Error as why:
+                    if why.code == "timeout" or self._succeeded(job):
+                        raise
+        if layer == last:
+            self._coming.clear()
 
     def get_finished(self) -> list[Any]:
         """Results of the jobs that have ended since the last call. Raises `Error` for copies that
@@ -226,10 +260,11 @@ class Worker:
         return self._result(job.number, True, done.bytes, done.copy_us / 1e6)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Until these jobs have ended; `get_finished` still tells of them."""
+        """Until these jobs have ended, but for those whose layers the step under way waits for;
+        `get_finished` still tells of them."""
         for number in job_ids:
             job = self._jobs.get(number)
-            while job is not None and not self._succeeded(job):
+            while job is not None and job not in self._coming and not self._succeeded(job):
                 pass
 
     def shutdown(self) -> None:
@@ -240,3 +275,37 @@ class Worker:
         self._transfer.close()
         self._jobs.clear()
         self._pool.close()
+
+
+class Connector:
+    """Before vLLM's OffloadingConnector: a step begins with the first layers that it loads."""
+
+    layered: bool  # whether a request runs in the step that loads its blocks
+    _ours: Worker | None = None
+
+    def __init__(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if "spec_name" not in extra:
+            extra |= {"spec_name": NAME, "spec_module_path": __name__}
+        extra.setdefault("sync_load_budget_bytes", BUDGET)
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return cls.layered and bool(extra_config.get("sync_load_budget_bytes", BUDGET))
+
+    def register_kv_caches(self: Any, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)  # type: ignore[misc]
+        worker = self.connector_worker.worker
+        if isinstance(worker, Worker):
+            groups = self._kv_cache_config.kv_cache_groups
+            worker.layers = {name: at for one in groups for at, name in enumerate(one.layer_names)}
+            self._ours = worker
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._ours is not None:
+            self._ours.wait_layer(layer_name)
+
+    def wait_for_save(self: Any) -> None:
+        self.wait_for_layer_load("")
+        super().wait_for_save()  # type: ignore[misc]
