@@ -40,7 +40,8 @@ namespace offcore {
     "XDG_CACHE_HOME")                                                                             \
   X(XDG_CACHE_HOME, "~/.cache", "", "where OFFCORE_CACHE is by default")                          \
   X(XDG_CONFIG_HOME, "~/.config", "", "where OFFCORE_MACHINES is by default")                     \
-  X(CUDA_DEVICE_MAX_CONNECTIONS, "8", "", "NVIDIA's: channels of a GPU; 32: programs may be parked")
+  X(CUDA_DEVICE_MAX_CONNECTIONS, "8", "",                                                         \
+    "NVIDIA's: channels of a GPU; 32: programs may be parked, and kernels ask for copies")
 
 struct EnvVariable {
   const char* name;
