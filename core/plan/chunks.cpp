@@ -55,18 +55,18 @@ std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pie
 std::vector<Chunks> chunkings(uint64_t largest, const CutLimits& limits, uint64_t first) {
   largest = std::max<uint64_t>(largest, 1);
   if (first == largest) return {Chunks(first)};
+  if (limits.captured) return {Chunks(1, Taper::none, largest)};
   const uint64_t most = round_up(bytes_max(largest, limits.peers, limits.shared), kChunkAlign);
   const uint64_t rest = largest - first;
   std::vector<Taper> tapers{Taper::end};
   if (limits.behind) tapers = {Taper::begin, Taper::none};
   std::vector<Chunks> cuts;
-  auto pieces = static_cast<uint32_t>(limits.captured ? 1 : (rest + most - 1) / most);
+  auto pieces = static_cast<uint32_t>((rest + most - 1) / most);
   for (uint32_t cut = 0; cut < kCuts && (pieces == 1 || rest / pieces >= kCutBytesMin); ++cut) {
-    if (limits.captured && pieces > kChunkWords) break;
     const size_t before = cuts.size();
     for (const Taper taper : tapers) {
       Chunks chunks(pieces, taper, largest, first);
-      if (limits.captured || chunks.bytes() <= most) cuts.push_back(std::move(chunks));
+      if (chunks.bytes() <= most) cuts.push_back(std::move(chunks));
     }
     pieces = cuts.size() == before ? pieces + 1 : std::max(pieces + 1, pieces * 5 / 4);
   }

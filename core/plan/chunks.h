@@ -60,7 +60,7 @@ std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pie
 struct CutLimits {
   uint64_t peers = 1;
   uint64_t shared = 0;    // bytes of a chunk that peers share
-  bool captured = false;  // the ring has to hold all chunks: captured words count no further
+  bool captured = false;  // no cut: all of a graph's commands follow each other
   bool behind = false;    // who takes chunks is slower than what brings them
 };
 

@@ -12,7 +12,8 @@
 //
 // Engines work a chunk ahead of the cores, so that a reduction takes about as long as its data are
 // on the wire. Programs enter as protocol eager; captured ones, whose words have to be 0 again
-// before they repeat, by an entry round, a queue and as many chunks as the ring has.
+// before they repeat, by an entry round. They have one chunk: a graph's commands are one chain, of
+// which chunks would only be more.
 #pragma once
 #include <memory>
 #include <string>

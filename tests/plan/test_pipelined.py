@@ -105,3 +105,17 @@ def test_too_many_chunks_are_refused_before_any_is_made():
     for nbytes in (8 << 30, 1 << 40, 64 << 40):
         with pytest.raises(_core.Error, match="more than 16384 here: pass a larger size"):
             pipelined("all_gather", 2, nbytes, ":256")
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce", "reduce"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_captured_reductions_are_not_cut(op: str, staged: bool) -> None:
+    """All commands of a graph follow each other: cuts would only add signals."""
+    machine = machines.load("h100-2")
+    parts = [128 << 20] * 2
+    spans = {}
+    for captured in (False, True):
+        form = _core.Protocol(staged=staged, captured=captured)
+        program = _core.plan_reduction(op, parts, "sum", "bfloat16", "auto", machine, form)
+        spans[captured] = program.flag_span
+    assert spans[True] == 1 < spans[False]
