@@ -10,7 +10,7 @@
 namespace offcore {
 namespace {
 
-constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
+constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
 struct Version {
   const char* kind;  // of file system
@@ -102,7 +102,7 @@ uint64_t cached_in(const Version& version, const std::string& folder) {
 HostMemory host_memory(const std::string& root) {
   const auto told = [&](const char* name) {
     const std::optional<uint64_t> kib = number_after(root + "/proc/meminfo", name);
-    return kib ? *kib * 1024 : kNoLimit;
+    return kib ? *kib * 1024 : kUnlimited;
   };
   HostMemory memory{.total_bytes = told("MemTotal:"), .available_bytes = told("MemAvailable:")};
   for (const Version& version : kVersions) {
