@@ -159,11 +159,11 @@ class Rank:
         ]
 
     def close(self) -> None:
-        self.meet()
-        for comm in self.comms.values():
-            comm.close()
         if "gloo" in self.calls:  # its threads do not survive the process's end
             torch_for("gloo").distributed.destroy_process_group()
+        self.meet()  # rank 0 has gloo's store, which the others want until then
+        for comm in self.comms.values():
+            comm.close()
 
     def measure(self, nbytes: int) -> list[dict[str, Any]]:
         wrong = {name: self.wrong(call, nbytes) for name, call in self.calls.items()}
