@@ -254,6 +254,28 @@ def test_estimate_agrees_with_the_simulator() -> None:
                 assert estimate.total_ns == pytest.approx(report.time_ns, rel=tolerance)
 
 
+@pytest.mark.parametrize("name", ["h200-2", "h200-4"])
+@pytest.mark.parametrize(
+    ("op", "variant"),
+    [("reduce_scatter", "pipelined"), ("all_reduce", "pipelined"), ("all_reduce", "one_shot")],
+)
+def test_signals_amid_data_hold_no_queue_up(name: str, op: str, variant: str) -> None:
+    """Streams of their own send them, and one kernel reduces chunk after chunk: as estimated."""
+    machine = machines.load(name)
+    for nbytes in (4096, 16 << 20, 64 << 20):
+        program = offcore.show_program(
+            op,
+            machine=name,
+            ranks=machine.ranks,
+            nbytes=nbytes,
+            variant=variant,
+            dtype="bfloat16",
+            reduction="sum",
+        )
+        report = _core.Session("sim", machine, machine.ranks, phantom=True).run(program)
+        assert _core.estimate(program, machine).total_ns == pytest.approx(report.time_ns, rel=0.01)
+
+
 def best(op: str, total: int) -> str:
     machine = machines.load("mi300x-8")
     times = {}

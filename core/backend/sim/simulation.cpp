@@ -15,6 +15,21 @@ bool behind_reduce(const Queue& queue, size_t at) {
   return queue.commands[at].op == Op::reduce;
 }
 
+// Whether there are only polls and signals between a caller's command and a reduction before it.
+bool goes_on_reducing(const Queue& queue, size_t at) {
+  while (at > 0) {
+    const Op op = queue.commands[--at].op;
+    if (op != Op::signal && op != Op::poll) return op == Op::reduce;
+  }
+  return false;
+}
+
+uint32_t data_end_of(const Queue& queue) {
+  const auto last = std::find_if(queue.commands.rbegin(), queue.commands.rend(),
+                                 [](const Command& command) { return moves_data(command.op); });
+  return static_cast<uint32_t>(queue.commands.rend() - last);
+}
+
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -27,6 +42,7 @@ Simulation::Simulation(SimState& state, const Program& program, const Launch& la
       flows_(state.machine, state.ranks, static_cast<uint32_t>(program.queues.size())),
       actors_(program.queues.size()),
       submit_times_(program, state.machine),
+      asides_(state.machine.native.signals_aside && submit_times_.serial()),
       hosts_(host_threads(state.machine, state.ranks)),
       numbers_(program),
       changed_(numbers_.count()),
@@ -68,6 +84,7 @@ void Simulation::prepare() {
     actor.index = i;
     actor.engine = i;
     actor.caller = queue.index == kCallerQueue;
+    if (asides_ && !actor.caller) actor.aside_end = data_end_of(queue);
     first_command_.push_back(static_cast<uint32_t>(report_.commands.size()));
     for (const Fault& fault : state_.options.faults) {
       if (fault.rank != queue.rank || fault.queue != queue.index) continue;
@@ -223,14 +240,25 @@ bool Simulation::begin_signal(SimQueue& actor, const Command& command, Moment st
     end = start.after(&Phases::sync_ns, cost_.sync_ns * steps(command) * actor.slowdown);
   }
   if (SimState::Done* done = done_of(actor)) {
-    if (const Fault* late = fault_at(actor, Fault::Kind::late_signal, done->signals)) {
+    const uint32_t nth = done->signals + actor.asides;
+    if (const Fault* late = fault_at(actor, Fault::Kind::late_signal, nth)) {
       end = end.after(&Phases::sync_ns, static_cast<double>(late->ns));
     }
   }
   CommandRun& run = command_run(actor, actor.next);
   run.start = start;
   run.began = true;
+  if (actor.next < actor.aside_end) {  // by a stream of its own: the queue goes on
+    end = end.after(&Phases::sync_ns, cost_.poll_ns * actor.slowdown);
+    actor.signalled = latest(actor.signalled, end);
+    ++actor.asides;
+    push(actor.signalled.at_ns, SimEventKind::order_ends, actor.index, actor.next);
+    actor.ordered = actor.issue_from = start;
+    ++actor.next;
+    return true;
+  }
   actor.busy = true;
+  end = latest(end, actor.signalled);
   actor.ordered = end;
   push(end.at_ns, SimEventKind::order_ends, actor.index, actor.next);
   return false;
@@ -241,7 +269,9 @@ bool Simulation::begin_reduce(SimQueue& actor, const Command& command, const Mom
   run.start = start;
   run.began = true;
   actor.busy = true;
-  actor.ordered = start.after(&Phases::copy_ns, reduce_ns(command, state_.machine));
+  const bool goes_on = asides_ && actor.caller && goes_on_reducing(*actor.queue, actor.next);
+  actor.ordered = start.after(
+      &Phases::copy_ns, reduce_ns(command, state_.machine) - (goes_on ? cost_.trigger_ns : 0));
   push(actor.ordered.at_ns, SimEventKind::order_ends, actor.index, actor.next);
   return false;
 }
@@ -261,7 +291,9 @@ bool Simulation::begin_poll(SimQueue& actor, const Command& command, const Momen
     return false;
   }
   Moment end;
-  if (actor.caller) {
+  if (asides_ && actor.caller && goes_on_reducing(*actor.queue, actor.next)) {
+    end = latest(start, *change);  // a kernel that reduces several chunks waits for them itself
+  } else if (actor.caller) {
     Moment& host = hosts_[host_thread_of(state_.machine, actor.queue->rank)];
     Moment seen = latest(start, *change);
     const uint32_t words = unnoticed(command, seen);
@@ -273,6 +305,8 @@ bool Simulation::begin_poll(SimQueue& actor, const Command& command, const Momen
     end = seen.after(&Phases::sync_ns, cost_.host_poll_ns * words);
     if (words > 0) host = end;
     notice(command, end);
+  } else if (asides_) {  // a wait of a stream's takes as long where nothing is waited for
+    end = latest(start, *change).after(&Phases::schedule_ns, cost_.poll_ns * actor.slowdown);
   } else {
     // The engine looks again and again: it sees a change poll_ns later, and an old one at once.
     end = latest(start, change->after(&Phases::schedule_ns, cost_.poll_ns * actor.slowdown));
@@ -356,7 +390,8 @@ void Simulation::end_order(SimQueue& actor, uint32_t index) {
   const Command& command = actor.queue->commands[index];
   CommandRun& run = command_run(actor, index);
   run.ended = true;
-  if (!actor.busy) actor.ordered = run.start;  // a timestamp or a fence takes no time
+  const bool aside = command.op == Op::signal && index < actor.aside_end;
+  if (!aside && !actor.busy) actor.ordered = run.start;  // a timestamp or a fence takes no time
   CommandTime& time = report_.commands[first_command_[actor.index] + index];
   time.start_ns = std::llround(run.start.at_ns);
   time.end_ns = std::llround(now_ns_);
@@ -369,9 +404,13 @@ void Simulation::end_order(SimQueue& actor, uint32_t index) {
   } else {
     time.phases.schedule_ns = took_ns;
   }
-  const bool busy = std::exchange(actor.busy, false);
-  ++actor.next;
-  actor.issue_from = actor.ordered;
+  const bool busy = !aside && std::exchange(actor.busy, false);
+  if (aside) {
+    --actor.asides;
+  } else {
+    ++actor.next;
+    actor.issue_from = actor.ordered;
+  }
   if (command.op == Op::signal) {
     SimState::Done* done = done_of(actor);
     const bool lost =
@@ -380,7 +419,7 @@ void Simulation::end_order(SimQueue& actor, uint32_t index) {
     if (!lost) store(command);
     for (uint32_t row = 0; !lost && row < command.rows; ++row) {
       const size_t word = index_of(command, row);
-      changed_[word] = actor.ordered;
+      changed_[word] = aside ? run.start.after(&Phases::sync_ns, took_ns) : actor.ordered;
       for (const uint32_t parked : std::exchange(parked_[word], {})) {
         push(now_ns_, SimEventKind::step, parked);
       }

@@ -75,9 +75,12 @@ class Simulation {
     uint32_t next = 0;     // the next command to begin
     uint32_t running = 0;  // data commands begun and not ended
     double slowdown = 1;
-    Moment ordered;     // the end of the last ordering command
-    Moment moved;       // the end of the last data command
-    Moment issue_from;  // the next copy of the group may begin
+    uint32_t aside_end = 0;  // signals before it go by a stream of their own
+    uint32_t asides = 0;     // of these, begun and not ended
+    Moment signalled;        // the end of the last of them
+    Moment ordered;          // the end of the last ordering command
+    Moment moved;            // the end of the last data command
+    Moment issue_from;       // the next copy of the group may begin
     std::vector<Fault> faults;
   };
   struct CommandRun {
@@ -150,6 +153,7 @@ class Simulation {
   std::vector<CommandRun> runs_;
   std::vector<FlowUse> flow_uses_;
   const SubmitTimes submit_times_;
+  const bool asides_;          // signals amid data are a second stream's
   std::vector<Moment> hosts_;  // when each host thread is free
   const WordNumbers numbers_;
   std::vector<Moment> changed_;                // by word: its last change
