@@ -74,6 +74,7 @@ KINDS = {
         "docs/decisions/0007-the-house.md",
         "docs/decisions/0008-kv-programs.md",
         "docs/decisions/0009-mcast-reduce-scatter.md",
+        "docs/decisions/0010-twelve-questions.md",
     },
     "glossary": {"docs/glossary.md"},
     "ledger": {"docs/papers.md"},
@@ -190,6 +191,15 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     broken = ("b.md", "#code", "a.md#here")
     text = " ".join(f"[x]({one})" for one in (*links, *broken))
     assert broken_links(page, text) == list(broken)
+
+
+def test_twelve_questions_are_answered_within_two_clicks() -> None:
+    text = (ROOT / "docs/questions.md").read_text("utf-8")
+    answers = re.findall(r"^## \d+\. [^\n]+\?[^\n]*\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert len(answers) == 12
+    assert [one for one in answers if "](" not in one] == []
+    for first in ("README.md", "docs/index.md"):
+        assert "questions.md)" in (ROOT / first).read_text("utf-8")
 
 
 def test_files_and_tests_that_pages_name_exist() -> None:
