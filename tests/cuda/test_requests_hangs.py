@@ -5,7 +5,9 @@ import textwrap
 
 import pytest
 from test_capture import PATHS
-from test_cuda import run
+from test_cuda import run, start
+
+from stores import free_store
 
 BEGIN = f"""
 sys.path[:0] = {PATHS!r}
@@ -152,6 +154,41 @@ def test_the_process_ends_while_kernels_wait(armed: bool) -> None:
     """,
         armed=armed,
     )
+
+
+@both
+def test_a_peer_is_killed_while_kernels_wait(armed: bool) -> None:
+    """Of two processes, which have exchanged chunks: the other one's kernel is told, the rank
+    hears why, and closes."""
+    code = """
+    sys.path[:0] = eval(sys.argv[1])
+    from request_threads import *
+    rank, armed = int(sys.argv[2]), sys.argv[4] == "True"
+    comm = offcore.Communicator(
+        backend="cuda", store=sys.argv[3], rank=rank, world_size=2, device=rank)
+    windows = [comm.window(1 << 12) for _ in range(2)]
+    plan = [[offcore.Put(1 - own, 1, 0, own, 1)] for own in range(2)]
+    made = comm.requests(windows, schedule=plan if armed else (), chunk=512, limit=30.0)
+    port = gpu_port(made, rank)
+    for turn in range(1, 4):
+        assert port.put_signal(1 - rank, 1, 0, rank, 1).fault == 0
+        if armed:
+            wake(made, rank, 1 - rank)
+        assert port.wait(1 - rank, 1, turn, 30.0) == 0, turn
+    print("ready", flush=True)
+    fault = port.wait(1 - rank, 1, 4, 30.0)
+    print(fault, code_of(made.check)[0], code_of(made.drain)[0], flush=True)
+    made.stop()
+    comm.close()
+    """
+    store = free_store()
+    group = [start(code, repr(PATHS), str(rank), store, str(armed)) for rank in range(2)]
+    told = [rank.stdout.readline() for rank in group if rank.stdout is not None]
+    assert told == ["ready\n"] * 2, [rank.communicate()[0] for rank in group]
+    group[1].kill()
+    assert group[0].communicate(timeout=60)[0] == "5 peer peer\n"
+    assert group[0].returncode == 0
+    group[1].communicate()
 
 
 def test_few_channels_are_refused() -> None:
