@@ -18,7 +18,7 @@
 //            it has finished view call k + S - 1 and has heard from q in that one. q sent that
 //            after all that came before call k + S - 1 on its side: also after its reads of view k,
 //            if they are done (on a GPU: ordered) before it makes that call. So q may read view k
-//            while it makes S - 2 further view calls (kViewCalls), and p needs no entry signal.
+//            while it makes S - 2 further view calls, and p needs no entry signal.
 //            Calls of other kinds in between only add order. When the ring grows the next calls
 //            take new slots, and nothing is written into the old ones any more.
 //
@@ -105,7 +105,6 @@ class Slots {
 
 inline constexpr uint32_t kEagerSlots = 2;
 inline constexpr uint32_t kViewSlots = 4;
-inline constexpr uint32_t kViewCalls = kViewSlots - 2;  // for which a view stays valid
 
 // The words, slots and scratch of one sequence of launches. A lane has one; a prelaunched program
 // has its own, because it takes its values and its slot when it is armed, ahead of its turn in the

@@ -35,6 +35,16 @@ def test_reads_of_many_ranks_are_checked_apart() -> None:
     assert planning_s("pcpy", machine_of("nvidia-8", 512)) < 1.6
 
 
+def test_cuts_of_a_reduction_of_many_ranks_are_weighed_quickly() -> None:
+    """256 ranks: 0.6 s when the estimate of each cut was followed to its end, and went back over a
+    caller's polls at each of them."""
+    machine = machine_of("nvidia-8", 256)
+    parts = [256 << 10] * 256
+    start = time.process_time()
+    _core.plan_reduction("all_reduce", parts, "sum", "float32", "auto", machine, _core.Protocol())
+    assert time.process_time() - start < 0.5
+
+
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
 def test_a_reduction_of_256_ranks_whose_flags_the_host_keeps(op: str) -> None:
     """1.7 million flag words in host memory, which were counted for every rank: 42 GB."""
