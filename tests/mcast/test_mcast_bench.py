@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from offcore.tools import plot
+from offcore.tools.cli import main as cli
 from offcore.tools.mcast import bench as mcast_bench
 from offcore.tools.papers.mcast import figures as mcast_figures
 
@@ -163,11 +164,17 @@ def test_gloo_beside() -> None:
         (["simulate", "broadcast", "--algorithms", "ring"], "ring"),
     ],
 )
-def test_refusals(words: list[str], says: str) -> None:
-    command = (sys.executable, "-m", "offcore.tools.cli", "mcast", *words)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
+def test_refusals(
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offcore", "mcast", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (1, 2)
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.needs("matplotlib")
