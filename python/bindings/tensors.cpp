@@ -35,7 +35,8 @@ nb::object attribute(nb::handle tensor, PyObject* name) {
 }
 
 nb::object call(nb::handle tensor, PyObject* name) {
-  return checked(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  PyObject* self = tensor.ptr();  // PyObject_CallMethodNoArgs is not in the stable ABI
+  return checked(PyObject_VectorcallMethod(name, &self, 1, nullptr));
 }
 
 nb::object plain_dtype(nb::handle given, int device) {
