@@ -379,9 +379,10 @@ class RequestEngine {
                       const std::function<bool()>& is_under_way) = 0;
 
   // Of engines whose callers are kernels: loads, and launches in a stream (0: its own), the kernel
-  // of an exchange (core/proxy/exchange.h has its arguments). By any thread.
+  // of an exchange (core/proxy/exchange.h has its arguments). By any thread. What kernels reach is
+  // kept until they have ended. Throws unsupported in a capture.
   virtual bool launches() const { return false; }
-  virtual void prepare_launches() {}
+  virtual void prepare_launches(std::shared_ptr<void>) {}
   virtual void launch(uintptr_t, void*) {}
 };
 

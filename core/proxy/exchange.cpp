@@ -61,7 +61,12 @@ uint64_t RequestProxy::exchange(const ExchangeCall& call) {
     args.rows[rank] = word(rank, rows + rank_ * row_bytes(ranks));
   }
   if (engine_->launches()) {
-    engine_->launch(call.stream, &args);
+    try {
+      engine_->launch(call.stream, &args);
+    } catch (...) {  // the next one has its number
+      --exchanges_;
+      throw;
+    }
     return exchanges_;
   }
   if (exchanger_.joinable()) exchanger_.join();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <tuple>
 #include <utility>
 
 #include "core/base/threads.h"
@@ -95,7 +96,10 @@ RequestProxy::RequestProxy(Backend& backend, Rank rank, std::shared_ptr<Window> 
     fail(Code::unsupported, "this backend has no engine that answers requests of kernels");
   }
   engine_ = engines->open_requests(rank);
-  if (options_.exchanges) engine_->prepare_launches();
+  if (options_.exchanges) {
+    using Reached = std::tuple<std::shared_ptr<Window>, std::vector<BufferPlace>, Share>;
+    engine_->prepare_launches(std::make_shared<Reached>(control_, buffers_, host_));
+  }
   lay_port();
   lay_schedule();
   const SignalsBlocked blocked;

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -149,11 +150,15 @@ nb::object mem_pool(uint32_t door) {
   try {
     const std::string number = std::to_string(door);
     const nb::module_ torch = nb::module_::import_("torch.cuda");
-    const nb::object allocator = torch.attr("memory").attr("CUDAPluggableAllocator")(
-        nb::str(core.attr("__file__")), "offcore_pool_take_" + number,
-        "offcore_pool_give_" + number);
+    // For good: torch holds only its address, and tensors, which outlive the pool, go by it.
+    static auto* const allocators = new std::map<uint32_t, nb::object>;
+    nb::object& allocator = (*allocators)[door];
+    if (!allocator.is_valid()) {
+      allocator = torch.attr("memory").attr("CUDAPluggableAllocator")(
+          nb::str(core.attr("__file__")), "offcore_pool_take_" + number,
+          "offcore_pool_give_" + number);
+    }
     nb::object pool = torch.attr("MemPool")(allocator.attr("allocator")());
-    pool.attr("offcore_allocator") = allocator;  // torch holds only its address
     nb::module_::import_("weakref").attr("finalize")(pool, core.attr("close_pool"), door);
     return pool;
   } catch (...) {

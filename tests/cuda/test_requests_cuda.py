@@ -222,18 +222,24 @@ def test_what_the_schedule_does_not_have() -> None:
     )
 
 
+COUNTED = """
+ranks, row, rows = 3, 256, 64
+comm = opened(ranks)
+out, inp, words = comm.window(rows * row), comm.window(rows * row), comm.window(4096)
+class Array:
+    def __init__(self, address, count):
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 2}
+counts = [Array(words.address(rank), ranks) for rank in range(ranks)]
+received = [Array(words.address(rank) + 512, ranks) for rank in range(ranks)]
+"""
+
+
 def test_an_all_to_all_whose_counts_lie_on_the_gpus() -> None:
     """In the caller's stream order; nothing is allocated once the buffers are known."""
-    check_alone("""
-    ranks, row, rows = 3, 256, 64
-    comm = opened(ranks)
-    out, inp, words = comm.window(rows * row), comm.window(rows * row), comm.window(4096)
-    class Array:
-        def __init__(self, address, count):
-            self.__cuda_array_interface__ = {
-                "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 2}
-    counts = [Array(words.address(rank), ranks) for rank in range(ranks)]
-    received = [Array(words.address(rank) + 512, ranks) for rank in range(ranks)]
+    check_alone(
+        COUNTED,
+        """
     rng = np.random.default_rng(3)
     for turn in range(12):
         matrix = rng.integers(0, rows // ranks, (ranks, ranks))
@@ -262,4 +268,59 @@ def test_an_all_to_all_whose_counts_lie_on_the_gpus() -> None:
     code, text = code_of(lambda: comm.all_to_all_v(out, inp, host, counts_on_device=True))
     assert code == "invalid" and "host memory" in text, (code, text)
     comm.close()
-    """)
+    """,
+    )
+
+
+STREAMS = """
+from cuda_driver import Driver
+driver, streams = Driver(os.environ["OFFCORE_LIBCUDA"]), []
+for rank in range(ranks):
+    driver.start(rank)
+    streams.append(driver.stream())
+    words.write(np.full(ranks, row, np.int64), 0, rank=rank)
+    inp.write(np.full(rows * row, rank + 1, np.uint8), rank=rank)
+comm._streams = lambda: streams
+driver.start(0)
+"""
+
+
+def test_an_all_to_all_with_counts_is_in_no_graph() -> None:
+    """Its number would be captured with it; the refusal takes no number."""
+    check_alone(
+        COUNTED,
+        STREAMS,
+        """
+    graph = []
+    with driver.capture(streams[0], graph):
+        code, text = code_of(lambda: comm.all_to_all_v(out, inp, counts, counts_on_device=True))
+    assert code == "unsupported" and "outside of the capture" in text, (code, text)
+    for _ in range(2):
+        comm.all_to_all_v(out, inp, counts, counts_on_device=True).wait(20.0)
+    for rank in range(ranks):
+        assert (look(out, rank)[:ranks * row].reshape(ranks, row).T == [1, 2, 3]).all()
+    comm.close()
+    """,
+    )
+
+
+def test_a_close_waits_for_an_all_to_all_with_counts() -> None:
+    """Whose kernels use what the communicator maps; one has not even begun."""
+    check_alone(
+        COUNTED,
+        STREAMS,
+        """
+    comm.all_to_all_v(out, inp, counts, counts_on_device=True).wait(20.0)
+    gate = comm.host_array(1, "uint32")
+    word = gate.ctypes.data
+    driver("cuStreamWaitValue32", streams[0], word, 1, 0)
+    comm.all_to_all_v(out, inp, counts, counts_on_device=True)  # nobody keeps its handle
+    opening = threading.Timer(0.2, ctypes.c_uint32.from_address(word).__init__, [1])
+    start = time.monotonic()
+    opening.start()
+    comm.close()
+    took = time.monotonic() - start
+    assert 0.2 <= took < 10, took
+    driver("cuStreamSynchronize", streams[0])
+    """,
+    )

@@ -61,8 +61,9 @@ void CachePool::give(std::byte* part, CUstream stream) {
   parts_.erase(found);
   {
     const ContextGuard current = gpu_->current();
-    leaving_.push_back({offset, bytes, gpu_->event()});
-    leaving_.back().through.record(stream);
+    CudaEvent through = gpu_->event();
+    through.record(stream);  // of a stream that is gone nobody knows: what it uses stays
+    leaving_.push_back({offset, bytes, std::move(through)});
   }
   const Deadline deadline = Deadline::after_s(kThroughS);
   while (!leaving_.back().through.passed() && !deadline.passed()) std::this_thread::yield();

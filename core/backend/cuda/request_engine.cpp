@@ -65,7 +65,8 @@ CudaRequestEngine::~CudaRequestEngine() {
   bool ended = true;
   try {
     const Deadline deadline = Deadline::after_s(kGraceS);
-    while (!(ended = quiet()) && !deadline.passed()) nap(0);
+    const auto launched = [&] { return !launched_ || launched_->passed(); };
+    while (!(ended = quiet() && launched()) && !deadline.passed()) nap(0);
   } catch (const Error&) {
     ended = false;
   }
@@ -78,6 +79,8 @@ CudaRequestEngine::~CudaRequestEngine() {
   new auto(std::move(words_));
   new auto(std::move(launches_));
   new auto(std::move(twins_));
+  new auto(std::move(exchange_));
+  new auto(std::move(reached_));
   new std::shared_ptr<void>(told_);
 }
 
@@ -184,24 +187,32 @@ void CudaRequestEngine::store(std::span<const RequestWord> words) {
   operate(words_->handle());
 }
 
-void CudaRequestEngine::prepare_launches() {
+void CudaRequestEngine::prepare_launches(std::shared_ptr<void> reached) {
   const CaptureGuard relaxed;
-  exchange_.emplace(device_->gpu().context(), kExchangePtx[0].ptx, kExchangePtx[0].name,
-                    "exchanges need a GPU of compute capability 8.0 or more, and the driver's own "
-                    "compiler of PTX, libnvidia-ptxjitcompiler");
+  exchange_ = std::make_unique<PtxKernel>(
+      device_->gpu().context(), kExchangePtx[0].ptx, kExchangePtx[0].name,
+      "exchanges need a GPU of compute capability 8.0 or more, and the driver's own "
+      "compiler of PTX, libnvidia-ptxjitcompiler");
   std::array<std::byte, 1024> nothing{};
   exchange_->warm_up(kExchangeThreads, nothing.data());
   launches_ = device_->gpu().stream();
+  launched_.emplace(device_->gpu().event());
+  reached_ = std::move(reached);
 }
 
-void CudaRequestEngine::launch(uintptr_t stream, void* arguments) {
+void CudaRequestEngine::launch(uintptr_t given, void* arguments) {
+  if (given != 0 && executor_->capture_of({&given, 1}) != 0) {
+    fail(Code::unsupported,
+         "all_to_all_v with counts on the device: its launches are numbered, so ",
+         "that no graph can have them; call it outside of the capture");
+  }
   const ContextGuard current = device_->current();
   void* pointers[] = {arguments};
-  check(Driver::get().cuLaunchKernel(
-            exchange_->function(), 1 + executor_->options().sms, 1, 1, kExchangeThreads, 1, 1, 0,
-            stream != 0 ? reinterpret_cast<CUstream>(stream) : launches_->handle(), pointers,
-            nullptr),
+  const CUstream stream = given != 0 ? reinterpret_cast<CUstream>(given) : launches_->handle();
+  check(Driver::get().cuLaunchKernel(exchange_->function(), 1 + executor_->options().sms, 1, 1,
+                                     kExchangeThreads, 1, 1, 0, stream, pointers, nullptr),
         "cuLaunchKernel of an exchange");
+  launched_->record(stream);
 }
 
 bool CudaRequestEngine::idle() {

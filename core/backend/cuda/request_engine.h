@@ -39,7 +39,7 @@ class CudaRequestEngine final : public RequestEngine {
   void park(Rank peer, const ParkedRequest& request) override;
   void recall(uint64_t held, uint64_t closed, const std::function<bool()>& is_under_way) override;
   bool launches() const override { return true; }
-  void prepare_launches() override;
+  void prepare_launches(std::shared_ptr<void> reached) override;
   void launch(uintptr_t stream, void* arguments) override;
 
  private:
@@ -66,9 +66,11 @@ class CudaRequestEngine final : public RequestEngine {
   std::vector<PeerStream> streams_;   // by peer
   std::unique_ptr<CudaStream> words_;
   MappingTwins twins_;
-  std::optional<PtxKernel> exchange_;
+  std::unique_ptr<PtxKernel> exchange_;
   std::unique_ptr<CudaStream> launches_;
-  size_t armed_ = 0;  // streams that are counted as armed
+  std::optional<CudaEvent> launched_;  // behind the last one
+  std::shared_ptr<void> reached_;      // by launches
+  size_t armed_ = 0;                   // streams that are counted as armed
   bool entered_ = false;
   std::vector<CUstreamMemOp> ops_;
   std::vector<CUdeviceptr> dsts_;
