@@ -33,7 +33,7 @@ class Memory(Protocol):
     def tensor(self, at: int, shape: tuple[int, ...]) -> Any:
         """A part of it as a `Layout` takes it."""
 
-    def read(self) -> Bytes: ...
+    def read(self, into: Bytes) -> None: ...
 
     def write(self, data: Bytes) -> None: ...
 
@@ -48,8 +48,8 @@ class HostMemory:
     def tensor(self, at: int, shape: tuple[int, ...]) -> Any:
         return self._array[at : at + math.prod(shape)].reshape(shape)
 
-    def read(self) -> Bytes:
-        return np.array(self._array)
+    def read(self, into: Bytes) -> None:
+        into[:] = self._array
 
     def write(self, data: Bytes) -> None:
         self._array[:] = data
@@ -88,9 +88,8 @@ class TorchMemory:
     def tensor(self, at: int, shape: tuple[int, ...]) -> Any:
         return self._tensor[at : at + math.prod(shape)].view(shape)
 
-    def read(self) -> Bytes:
-        found: Bytes = self._tensor.cpu().numpy()
-        return found
+    def read(self, into: Bytes) -> None:
+        self._torch.from_numpy(into).copy_(self._tensor)
 
     def write(self, data: Bytes) -> None:
         self._tensor.copy_(self._torch.from_numpy(data))
@@ -104,16 +103,13 @@ class WindowMemory:
     def __init__(self, nbytes: int, ranks: int) -> None:
         self._comm = offcore.Communicator(backend="cuda", ranks=ranks)
         self._window = self._comm.window(nbytes)
-        self._nbytes = nbytes
         self.address = self._window.address(0)
 
     def tensor(self, at: int, shape: tuple[int, ...]) -> Any:
         return _Part(self.address + at, shape, self._window)
 
-    def read(self) -> Bytes:
-        found = np.empty(self._nbytes, np.uint8)
-        self._window.read(found, rank=0)
-        return found
+    def read(self, into: Bytes) -> None:
+        self._window.read(into, rank=0)
 
     def write(self, data: Bytes) -> None:
         self._window.write(data, rank=0)
@@ -219,6 +215,9 @@ class Case:
         self.stores = list(zip(order[-requests:], slots[-requests:], strict=True))
         self.cache = self._layout(total)
         self._images = [np.empty(nbytes, np.uint8) for _ in self._memories]
+        # What checks write to is kept: a host may take longer for new memory than for a check.
+        self._found = np.empty(nbytes, np.uint8)
+        self._before = np.empty((requests, blocks, geometry.block_bytes), np.uint8)
         for number, (memory, image) in enumerate(zip(self._memories, self._images, strict=True)):
             offcore.fill(image, seed + number)
             memory.write(image)
@@ -268,33 +267,43 @@ class Case:
 
     def refresh(self, turn: int) -> None:
         """Other bytes in all rows, so that what an earlier copy has left there cannot pass."""
-        for number, (_, slots) in enumerate((*self.loads, *self.stores)):
-            for place, slot in enumerate(slots):
-                offcore.fill(self.pool.row(slot), (turn << 32) + (number << 20) + place)
+        for slot in {slot for _, slots in (*self.loads, *self.stores) for slot in slots.tolist()}:
+            offcore.fill(self.pool.row(slot), (turn << 32) + slot)
 
-    def wrong(self, direction: str, before: list[Bytes]) -> int:
+    def rows(self) -> Bytes:
+        """What the rows of the loads hold now, until the next call."""
+        for rows, (_, slots) in zip(self._before, self.loads, strict=True):
+            for row, slot in zip(rows, slots, strict=True):
+                row[:] = self.pool.row(slot)
+        return self._before
+
+    def wrong(self, direction: str, before: Bytes) -> int:
         """Bytes of cache and rows that are not what a copy of this direction has to leave there,
         where rows held `before`."""
         wrong = 0
         if direction != "store":
             for (blocks, slots), rows in zip(self.loads, before, strict=True):
-                wrong += _differing(self._rows(slots), rows)
+                for row, slot in zip(rows, slots, strict=True):
+                    wrong += _differing(self.pool.row(slot), row)
                 self._put(blocks, rows)
         if direction != "load":
             for blocks, slots in self.stores:
-                wrong += _differing(self._rows(slots), self._expected(blocks))
+                wrong += self._stored_wrong(blocks, slots)
         for place, memory in enumerate(self._memories):
-            found = memory.read()
-            wrong += _differing(found, self._images[place])
-            self._images[place] = found
+            memory.read(self._found)
+            wrong += _differing(self._found, self._images[place])
+            self._images[place], self._found = self._found, self._images[place]
         return wrong
 
-    def rows(self) -> list[Bytes]:
-        """What the rows of the loads hold now."""
-        return [self._rows(slots) for _, slots in self.loads]
-
-    def _rows(self, slots: Numbers) -> Bytes:
-        return np.stack([self.pool.row(slot) for slot in slots])
+    def _stored_wrong(self, blocks: Numbers, slots: Numbers) -> int:
+        views = self._views()
+        wrong = 0
+        for block, slot in zip(blocks, slots, strict=True):
+            row, at = self.pool.row(slot), 0
+            for view in views:
+                wrong += _differing(row[at : at + view.shape[1]], view[block])
+                at += view.shape[1]
+        return wrong
 
     def _views(self) -> list[Bytes]:
         """Each piece in the images, as (blocks, bytes)."""
@@ -310,9 +319,6 @@ class Case:
             )
             for piece in self._pieces
         ]
-
-    def _expected(self, blocks: Numbers) -> Bytes:
-        return np.concatenate([view[blocks] for view in self._views()], axis=1)
 
     def _put(self, blocks: Numbers, rows: Bytes) -> None:
         at = 0
