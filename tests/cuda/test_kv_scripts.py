@@ -93,3 +93,16 @@ def test_the_hosts_share_is_told_of_each_layout(tmp_path: Path) -> None:
         for page in (8, 16, 64)
     }
     assert all(0 < row["least_us"] <= row["median_us"] for row in rows)
+
+
+@pytest.mark.parametrize("step", ["pool", "adopted", "gemm"])
+def test_a_step_that_begins_late_measures_its_first_case(step: str, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    words = ("--backend", "host", "--smaller", "16", "--rounds", "1", "--rows", rows_file)
+    late = ("--step", step, "--seconds", "0")
+    done = on_stand_in(BENCHMARKS / "gpu_kv_layouts.py", *words, *late)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in rows_file.open()]
+    own = [(row["page_bytes"], row["direction"]) for row in rows if row["impl"] == "offcore"]
+    assert sorted(own) == [(32 << 10, "load"), (32 << 10, "store")]
+    assert "no time is left for further cases" in done.stdout
