@@ -13,6 +13,10 @@ AdamW, arms are process groups. Rows are JSON: step (ms, the slower rank's, medi
 the host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (own's step to
 this, the median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else it
 takes).
+
+Losses are those of deterministic kernels (slower ones, attention by plain products): what two runs
+differ by is then what communication makes of it. `again` is a second run of `own`; it and `gather`,
+which only moves bytes, must have own's bits, or the status is 1. carried: calls of offcore's.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 from gpu_reduce import join_ranks, run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -276,31 +282,52 @@ def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device) 
         print_row(row | {"equal": all(torch.equal(one, first) for one in parts)})
 
 
-def curves(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
-    """Losses of the same steps from the same weights, by arm."""
-    found: dict[str, list[float]] = {}
-    for arm in ("own", *arguments.arms):
-        model = sharded(arguments, size, device)
-        trainer = Trainer(model, arguments.tokens[0], device)
-        if arm != "own":
-            offcore.fsdp.enable(model, reduce_scatter=arm == "offcore")
+def make_deterministic() -> None:
+    """For the rest of the process. CUDA's libraries read CUBLAS_WORKSPACE_CONFIG, too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+
+def losses_of(
+    arguments: argparse.Namespace, size: str, device: torch.device, arm: str
+) -> tuple[list[float], dict[str, int]]:
+    """Of the same steps from the same weights; and how many calls were offcore's."""
+    model = sharded(arguments, size, device)
+    trainer = Trainer(model, arguments.tokens[0], device)
+    if arm != "own":
+        offcore.fsdp.enable(model, reduce_scatter=arm == "offcore")
+    with sdpa_kernel(SDPBackend.MATH):
         losses = [trainer.step(trainer.batch(number)) for number in range(arguments.curves)]
-        wait(device)
-        told = torch.stack(losses)
-        dist.all_reduce(told)
+    wait(device)
+    told = torch.stack(losses)
+    dist.all_reduce(told)
+    carried = {}
+    if arm != "own":
+        ran = offcore.fsdp.report(model)
+        carried = {name: ran[name]["calls"] for name in ("all_gather", "reduce_scatter")}
+        offcore.fsdp.disable(model)
+    return (told / dist.get_world_size()).tolist(), carried
+
+
+def curves(arguments: argparse.Namespace, size: str, device: torch.device) -> bool:
+    """Losses by arm; false where arms that must have own's do not."""
+    make_deterministic()
+    found: dict[str, list[float]] = {}
+    right = True
+    for arm in ("own", *arguments.arms):
+        values, carried = losses_of(arguments, size, device, arm)
         name = "again" if arm in found else arm
-        found[name] = (told / dist.get_world_size()).tolist()
-        if arm != "own":
-            offcore.fsdp.disable(model)
-        del model, trainer
-    for arm, values in found.items():
+        found[name] = values
         off = max(abs(a - b) for a, b in zip(values, found["own"], strict=True))
-        row = {"what": "losses", "model": size, "arm": arm, "steps": len(values)}
-        row |= {"first": values[0], "last": values[-1], "off": f"{off:.3g}"}
+        row = {"what": "losses", "model": size, "arm": name, "steps": len(values)}
+        row |= {"first": values[0], "last": values[-1], "off": f"{off:.3g}", "carried": carried}
         print_row(row | {"equal": values == found["own"]})
+        right = right and (name == "offcore" or values == found["own"])
+    return right
 
 
-def rank_main(arguments: argparse.Namespace) -> None:
+def rank_main(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda":
         device = join_ranks()
     else:
@@ -308,14 +335,16 @@ def rank_main(arguments: argparse.Namespace) -> None:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = f"file://{os.environ['MEETING']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    right = True
     for size in arguments.models:
         if arguments.curves:
-            curves(arguments, size, device)
+            right = curves(arguments, size, device) and right
             continue
         measure_fsdp(arguments, size, device)
     if arguments.ddp and not arguments.curves:
         measure_ddp(arguments, arguments.models[0], device)
     dist.destroy_process_group()
+    return 0 if right else 1
 
 
 def main() -> int:
@@ -335,9 +364,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(arguments)
-        return 0
-    return run_ranks(arguments.ranks, {})
+        return rank_main(arguments)
+    settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if arguments.curves else {}
+    return run_ranks(arguments.ranks, settings)
 
 
 if __name__ == "__main__":
