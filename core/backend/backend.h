@@ -115,6 +115,9 @@ struct Launch {
   // Strided copies between the host and a rank are made by the engine of the other direction, where
   // they can be (CrossedCopies).
   bool crossed = false;
+  // Of a backend's own stream: goes into another one than the launch before it, so that the engine
+  // may take what others have for it in between.
+  bool gives_way = false;
   // Of this backend's streams: the program begins once it has passed. Null: at once.
   const Mark* after = nullptr;
   // Keeps the bound memory and the wakeups mapped until the run has ended; released on any thread.

@@ -34,7 +34,8 @@ struct LinkLane {
   uint32_t* times_ns = nullptr;  // Packing::kTimesKept times those of its SMs
   uint32_t times = 0;            // that were used
   std::deque<EnqueuedPart> submissions;
-  uint64_t bytes = 0;  // of the submissions
+  uint64_t bytes = 0;     // of the submissions
+  uint64_t unbroken = 0;  // bytes since the last submission that gives way
   uint64_t commands = 0;
   double copy_ns = 0;
 

@@ -66,6 +66,7 @@ std::shared_ptr<Run> submit(const SubmitTarget& target, const Layout& layout, Pa
                 .lane = target.lane,
                 .wakeups = {&held->wakeups[kOwner]},
                 .crossed = target.crossed,
+                .gives_way = target.gives_way,
                 .after = target.after,
                 .owner = held};
   launch.binding.base(kCache, kOwner) = layout.base();

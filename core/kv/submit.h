@@ -13,6 +13,7 @@ struct SubmitTarget {
   Direction direction;
   Rank rank = kOwner;  // who copies
   uint16_t lane = 0;
+  bool gives_way = false;      // others' copies may come between it and the one before
   bool crossed = false;        // strided copies are the other direction's engine's
   std::byte* stage = nullptr;  // the lane's own memory of that rank
   uint64_t stage_bytes = 0;

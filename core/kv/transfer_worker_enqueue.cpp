@@ -30,11 +30,17 @@ constexpr uint64_t kPackedGrowth = 2;  // a part is larger by this share of all 
 constexpr uint64_t kPackedRest = 2;    // of a load's bytes that are left
 constexpr uint64_t kPackedBlocks = 512;
 
+// An engine keeps to a stream until that has nothing more for it: others' copies in its direction,
+// unless they are tiny, would come after all that is enqueued in time. A change of streams costs
+// microseconds.
+constexpr uint64_t kGiveWayBytes = uint64_t{16} << 20;
+
 SubmitTarget target(const Link& link, const LinkLane& lane, const TransferRequest& request) {
   return {.backend = *link.backend,
           .direction = request.direction,
           .rank = link.rank,
           .lane = lane.number,
+          .gives_way = !link.staged() && lane.unbroken >= kGiveWayBytes,
           .crossed = lane.crossed,
           .stage = lane.stage,
           .stage_bytes = link.stage_bytes,
@@ -264,6 +270,7 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
     job->began_ns_ = backend_->now_ns();
     report.queued_ns = job->began_ns_ - job->called_ns_;
   }
+  if (lane.submissions.empty()) lane.unbroken = 0;
   const int64_t began_ns = now_ns();
   submission.run = kv::submit(target(link, lane, request), *groups_[request.group].layout,
                               std::move(part), keep_, checked_);
@@ -287,6 +294,8 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
     queue_->changed.notify_all();
   }
   ++job->parts_ahead_;
+  if (lane.unbroken >= kGiveWayBytes) lane.unbroken = 0;
+  lane.unbroken += submission.bytes;
   link.add(lane, std::move(submission), began_ns);
   if (job->builder_->ended()) {
     std::erase(directions_[static_cast<size_t>(request.direction)].jobs, job);

@@ -74,3 +74,41 @@ def test_jobs_by_layer_go_on_together() -> None:
     world.transfer.close()
     """
     check_on_gpu(code)
+
+
+def test_a_large_job_lets_others_use_its_engine() -> None:
+    """An engine takes others' copies when its stream has nothing for it: parts go into two streams,
+    each after the one before. Small jobs stay in one."""
+    code = """
+    from ctypes import c_uint64
+    calls = driver.library.fakecuda_calls
+    calls.restype = c_uint64
+    def streams():
+        return calls(b"cuStreamCreateWithPriority")
+    world = World(blocks=64, page=128 << 10, hold=True, ahead_bytes=8 << 20)
+    gate, reader = _core.GpuTimer(0), driver.stream()
+    for slot in world.slots:
+        world.pool.row(slot)[:] = slot
+    blocks = np.arange(64)
+    def held(start, count):
+        gate.shut()
+        job = start(blocks[:count], world.slots[:count], after=gate.stream)
+        job.wait_stream(reader, timeout=5)  # all of it is enqueued
+        assert not job.done()
+        gate.open()
+        assert job.wait(10).blocks == count
+    for start in (world.transfer.load, world.transfer.store):
+        held(start, 1)
+        before = streams()
+        held(start, 16)  # 8 MiB
+        assert streams() == before
+        held(start, 64)  # 32 MiB
+        assert streams() == before + 1
+        held(start, 64)
+        assert streams() == before + 1
+    driver("cuStreamSynchronize", reader)
+    assert (world.read() == world.slots[:64][None, :, None] % 256).all()
+    assert (world.rows(world.slots[:64]) == world.slots[:64, None] % 256).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)

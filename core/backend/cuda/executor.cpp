@@ -128,6 +128,9 @@ CudaExecutor::RankSubmission CudaExecutor::begin(CudaSubmission& submission,
       given == kPerThreadStream ||
       (given == kLegacyStream && has_batches(submission.compiled, local, options_.call_min));
   if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
+  if (submission.launch.gives_way && given == 0 && own.last_stream == turn.stream) {
+    turn.stream = engine(own, local.device, 0).stream();
+  }
   if (own.last_done != nullptr && own.last_stream != turn.stream)
     own.last_done->enqueue_wait(turn.stream);
   if (submission.launch.after != nullptr) {
