@@ -106,6 +106,12 @@ def test_the_model_begins_with_the_first_layers(
     assert tier.counts["loaded"] == 6
 
 
+def test_a_larger_load_comes_in_more_steps() -> None:
+    """So that little is left to compute once the last layers have come; each costs commands."""
+    of = {mib: engines.layers_together(28, mib << 20) for mib in (15, 16, 100, 128, 256, 448, 4096)}
+    assert of == {15: 0, 16: 4, 100: 4, 128: 4, 256: 2, 448: 1, 4096: 1}
+
+
 def test_a_batchs_requests_wait_for_a_layer_of_all_of_them(
     model: engine.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from offcore import kv
 
-STEPS = 8  # of a load that comes layer by layer
+STEPS = 8  # of a load that comes layer by layer, at least
+STEP_BYTES = 16 << 20  # of a step, if there are more: a link takes a third of a millisecond for it
 STEPPED_FROM = 16 << 20  # bytes: smaller ones come together, by fewer commands
 log = logging.getLogger("offcore.serving")
 _said: set[str] = set()
@@ -48,7 +49,8 @@ def fits(engine: str, function: Callable[..., Any], arguments: Sequence[str]) ->
 
 def layers_together(layers: int, nbytes: int) -> int:
     """How many layers of a load come together; 0: all."""
-    return -(-layers // STEPS) if nbytes >= STEPPED_FROM else 0
+    steps = max(STEPS, nbytes // STEP_BYTES)
+    return -(-layers // steps) if nbytes >= STEPPED_FROM else 0
 
 
 def pool_for(layout: kv.Layout, rows: int, **options: Any) -> kv.HostPool:

@@ -178,9 +178,7 @@ class _Cache:
             return
         if manager.tp_on or on not in ("cpu", "cuda"):
             why = "tensor parallelism" if manager.tp_on else f"device {on}"
-            say_once(
-                f"transformers keeps its own copies: {why} is not supported by offcore.serving"
-            )
+            say_once(f"transformers keeps its own copies: offcore does not support {why}")
             return
         if tier.one_allocation:
             _merge(self)
