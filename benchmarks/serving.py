@@ -14,8 +14,9 @@ memory, while the GPU's own prefix cache is emptied; the rest is new. Arms:
     gpu         all of the prompt is still in the GPU's cache (hit 100 only): no copies, the bound
     engine      a host tier whose copies are the engine's own: gather, slices, staging and scatter
                 on the compute stream, as its OffloadingManager does
-    ours        offcore's copies by engines only; the cache is one allocation
-    separate    the same with the cache as the engine allocates it, a tensor a layer for K and for V
+    ours        offcore's copies as `enable(model, bytes)` makes them; the cache is one allocation
+    separate    by engines only, with the cache as the engine allocates it, a tensor a layer for K
+                and for V
     packed      as `separate`, with SMs that pack, where `offcore.kv` has that
 
 `beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
@@ -80,13 +81,12 @@ def zero_sm() -> dict[str, Any]:
 
 def tier_of(arm: str, host_bytes: int) -> HostTier | None:
     """The tier of an arm; None for the engine as it is."""
-    zero = zero_sm()
     if arm == "engine":
         return TorchTier(host_bytes, one_allocation=False)
     if arm == "ours":
-        return HostTier(host_bytes, **zero)
+        return HostTier(host_bytes)
     if arm == "separate":
-        return HostTier(host_bytes, one_allocation=False, **zero)
+        return HostTier(host_bytes, one_allocation=False, **zero_sm())
     if arm == "packed":
         return HostTier(host_bytes, one_allocation=False, **(packing() or {}))
     return None
@@ -214,6 +214,7 @@ def measure(
     """Medians of the rounds for one hit rate, and all tokens; `seen`: prompts computed before."""
     firsts, lasts, rates, tokens = [], [], [], []
     parts: list[dict[str, float]] = []
+    paths: set[str] = set()
     loaded = engine.loaded
     kept = case.prompt * hit // 100 // args.block * args.block
     for turn in range(args.rounds):
@@ -229,6 +230,7 @@ def measure(
             outputs, seconds = engine.run(prompts, args.new)
         if args.breakdown:
             parts.append(times.row())
+            paths |= times.paths
         ttft = [one.timestamps[0] - one.created_time for one in outputs]
         firsts.append(statistics.median(ttft))
         lasts.append(max(ttft))
@@ -243,7 +245,7 @@ def measure(
     }
     for name in parts[0] if parts else ():
         row[name] = statistics.median(one.get(name, 0.0) for one in parts)
-    return row, tokens
+    return row | ({"paths": sorted(paths)} if paths else {}), tokens
 
 
 def measure_swap(engine: Engine, args: argparse.Namespace, case: Case) -> tuple[Row, list[Any]]:

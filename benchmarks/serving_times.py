@@ -16,12 +16,15 @@ class Times:
     lookup: hashing and search of prompts, with the submission of loads. submit: of that, the calls
     that start loads. join: what the host waits until the stream can wait for the loads. forward:
     the first forward's launches. forward_at: when it begins, counted from the run's beginning.
-    copy: the sum of the copies' own time, and copy_gbps their rate, where the transfer reports it.
+    load_at: when the first load has been called, and load: from then until the last one was seen to
+    end, with load_gbps, all loads' rate; paths: theirs, where the transfer reports it.
     """
 
     def __init__(self) -> None:
         self._ms: defaultdict[str, float] = defaultdict(float)
         self._jobs: list[Any] = []
+        self._called: list[float] = []
+        self.paths: set[str] = set()
         self._began = 0.0
         self._over = False
 
@@ -51,6 +54,7 @@ class Times:
             self._ms[part] += (time.perf_counter() - began) * 1e3
             if part == "submit":
                 self._jobs.append(result)
+                self._called.append(began)
             if part == "forward":
                 self._ms["forward_at"] = (began - self._began) * 1e3
                 self._over = True
@@ -63,9 +67,14 @@ class Times:
         row = {f"{part}_ms": ms for part, ms in self._ms.items()}
         reports = [job.wait() for job in self._jobs]
         if reports and all(reports):
-            copy_us = sum(one.copy_us for one in reports)
-            row["copy_ms"] = copy_us / 1e3
-            row["copy_gbps"] = sum(one.bytes for one in reports) / max(copy_us, 1e-9) / 1e3
+            self.paths = {one.path for one in reports}
+            ends = [
+                called + (one.submit_us + one.queued_us + one.copy_us) / 1e6
+                for called, one in zip(self._called, reports, strict=True)
+            ]
+            row["load_at_ms"] = (self._called[0] - self._began) * 1e3
+            row["load_ms"] = (max(ends) - self._called[0]) * 1e3
+            row["load_gbps"] = sum(one.bytes for one in reports) / row["load_ms"] / 1e6
             row["enqueue_ms"] = sum(one.enqueue_us for one in reports) / 1e3
             row["commands"] = sum(one.commands for one in reports)
         return row
