@@ -157,19 +157,26 @@ class HostWork(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
 
     def get_future(self) -> Any:
         """A future that a thread completes, with the outputs or the error."""
-        future: Any = torch.futures.Future()
+        promised, future = promise()
 
         def complete() -> None:
             try:
-                future.set_result(self.result())
+                promised.set_result(self.result())
             except Exception as failure:
-                future.set_exception(failure)
+                promised.set_exception(failure)
 
         if self._handle.done():
             complete()
         else:
             threading.Thread(target=complete, daemon=True).start()
         return future
+
+
+def promise(**where: Any) -> tuple[Any, Any]:
+    """What is to be completed, and a future of it. For C++ an exception that Python sets is a value
+    like others: in place of gradients, it made DDP crash. One of a callback is a failure."""
+    promised: Any = torch.futures.Future(**where)
+    return promised, promised.then(lambda done: done.value())
 
 
 def copy_all(copies: Copies) -> None:

@@ -20,7 +20,7 @@ BESIDE = {
     "offcore.torch_matmul": 135,
     "offcore.mcast.torch": 230,
     "offcore.mcast.gpu": 410,
-    "offcore.torch_calls": 185,
+    "offcore.torch_calls": 190,
 }
 
 

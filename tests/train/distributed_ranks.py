@@ -347,6 +347,17 @@ def dead_peer(rank: int, ranks: int) -> None:
     assert time.monotonic() - began < 10
 
 
+def dead_peer_of_ddp(rank: int, ranks: int) -> None:
+    """A backward pass raises what its futures bring: none of them is taken for gradients."""
+    whole = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))
+    for turn in range(2):
+        loss = whole(torch.ones(4, 16)).sum()
+        if rank == 1 and turn == 1:
+            os._exit(0)
+        with pytest.raises(Exception, match="rank 1") if turn == 1 else contextlib.nullcontext():
+            loss.backward()
+
+
 def aborted(rank: int, ranks: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -362,7 +373,7 @@ def aborted(rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     crew.run(3, world, "offcore")
-    for failing in (late_peer, dead_peer, aborted):
+    for failing in (late_peer, dead_peer, dead_peer_of_ddp, aborted):
         crew.run(2, failing, "offcore", timeout_s=20)
     print("done")
     sys.exit()
