@@ -152,13 +152,15 @@ void RequestProxy::run() {
   int64_t looked_ns = idle_since_ns;
   int64_t stop_ns = idle_since_ns;  // when it was to go on for the last time
   uint32_t turns = 0;
+  bool worked = false;  // since it was idle
   while (!ended_) {
     try {
       const bool busy = turn();
       if (ended_) break;
+      worked |= busy;
       if (busy && ++turns % 256 != 0) continue;
       const int64_t now = now_ns();
-      if (busy) idle_since_ns = now;
+      if (std::exchange(worked, false)) idle_since_ns = now;
       if (now - looked_ns > kLookNs) {
         look_around();
         looked_ns = now;

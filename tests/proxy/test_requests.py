@@ -51,6 +51,34 @@ def test_ten_million_requests(request: pytest.FixtureRequest) -> None:
     assert time_ns > 0
 
 
+def test_an_engine_spins_between_requests() -> None:
+    """Until `spin` is over since the last one; asleep it would take the next one late."""
+
+    def sleeps(thread: str) -> int:
+        status = Path(f"/proc/self/task/{thread}/status").read_text("ascii")
+        return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        buffers = [comm.empty(64) for _ in range(2)]
+        before = set(os.listdir("/proc/self/task"))
+        with comm.requests(buffers, spin=0.4) as requests:
+            engines = set(os.listdir("/proc/self/task")) - before
+            assert len(engines) == 2
+            ports = [requests.host_port(rank) for rank in range(2)]
+
+            def work(turns: int) -> int:
+                for _ in range(turns):
+                    for rank, port in enumerate(ports):
+                        assert port.wait_sent(port.signal(1 - rank, 0)) == NONE
+                    time.sleep(0.02)
+                return max(map(sleeps, engines))
+
+            first = work(25)  # longer than it spins without any
+            assert work(25) - first < 50
+            time.sleep(1)
+            assert max(map(sleeps, engines)) - first > 200
+
+
 @pytest.mark.parametrize(("ranks", "producers", "chunk"), [(2, 3, 16), (4, 2, 4096)])
 def test_every_rank_to_every_other(ranks: int, producers: int, chunk: int) -> None:
     with offcore.Communicator(backend="host", ranks=ranks) as comm:
