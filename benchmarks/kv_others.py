@@ -1,10 +1,11 @@
-"""How long an application's own small copies wait beside transfers of KV blocks on one GPU.
+"""How long an application's own copies wait beside transfers of KV blocks on one GPU.
 
     python benchmarks/kv_others.py                 # half a minute
 
 While a load or a store is under way (offcore by both engines and by one, one batch call, the
-kernel) another thread copies 1 KiB to the host, or to the GPU, in a stream of its own and waits for
-it, again and again, as a serving engine fetches its tokens. Rows go to $OUT/cuda-kv-others.jsonl
+kernel) another thread copies 1 KiB, or 512, to the host or to the GPU in a stream of its own and
+waits for it, again and again, as a serving engine fetches its tokens and hands over what a batch
+reads. Rows go to $OUT/cuda-kv-others.jsonl
 where OUT is set, else to benchmarks/results; the table comes last.
 """
 
@@ -28,16 +29,16 @@ from offcore.tools.kv.peers import Transfers, Way, open_way
 from offcore.tools.report import Stamp, dumps
 
 LAYERS = 28
-SMALL = 1 << 10
 TIMEOUT_S = 20.0
 
 
 class Copies:
-    """Copies of 1 KiB, each waited for."""
+    """Copies of so many bytes, each waited for."""
 
-    def __init__(self) -> None:
-        self._gpu = torch.zeros(SMALL, dtype=torch.uint8, device="cuda")
-        self._host = torch.zeros(SMALL, dtype=torch.uint8).pin_memory()
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        self._host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
         self._stream = torch.cuda.Stream()
 
     def until(self, ended: threading.Event, to_host: bool) -> list[float]:
@@ -77,9 +78,10 @@ def beside(way: Way, direction: str, copies: Copies, to_host: bool) -> tuple[lis
     return times, took[0]
 
 
-def measure(case: Case, name: str, way: Way, rounds: int, page: int) -> list[dict[str, Any]]:
+def measure(
+    case: Case, name: str, way: Way, rounds: int, page: int, copies: Copies
+) -> list[dict[str, Any]]:
     rows = []
-    copies = Copies()
     for direction in ("load", "store"):
         for to_host in (True, False):
             beside(way, direction, copies, to_host)  # warm
@@ -89,6 +91,7 @@ def measure(case: Case, name: str, way: Way, rounds: int, page: int) -> list[dic
                 "impl": name,
                 "direction": direction,
                 "other": "to_host" if to_host else "to_gpu",
+                "other_bytes": copies.nbytes,
                 "page_bytes": page,
                 "layers": LAYERS,
                 "blocks": case.blocks,
@@ -105,6 +108,7 @@ def measure(case: Case, name: str, way: Way, rounds: int, page: int) -> list[dic
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", default="8K,64K", help="bytes of a layer's page")
+    parser.add_argument("--copies", default="1K,512K", help="bytes of the other copies")
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7, help="transfers of each kind")
     args = parser.parse_args()
@@ -118,7 +122,8 @@ def main() -> int:
             "kernel": open_way("kernel", case, TIMEOUT_S),
         }
         for name, way in ways.items():
-            rows += measure(case, name, way, args.rounds, page)
+            for nbytes in parse_sizes(args.copies):
+                rows += measure(case, name, way, args.rounds, page, Copies(nbytes))
             way.close()
         case.close()
     stamp = asdict(Stamp())
@@ -126,12 +131,12 @@ def main() -> int:
     (folder / "cuda-kv-others.jsonl").write_text(
         "".join(dumps(row | stamp) for row in rows), "utf-8"
     )
-    print("page, transfer: us of a copy of 1 KiB, median, 90 %, most; of the transfer beside them")
+    print("page, transfer, copy: us of that, median, 90 %, most; of the transfer beside them")
     for row in rows:
         print(
             f"{format_bytes(row['page_bytes']):>5} {row['impl']:>19} {row['direction']:>5} "
-            f"{row['other']:>7}: {row['median_us']:9.1f} {row['p90_us']:9.1f} "
-            f"{row['most_us']:9.1f} {row['transfer_us']:9.1f}"
+            f"{format_bytes(row['other_bytes']):>4} {row['other']:>7}: {row['median_us']:9.1f} "
+            f"{row['p90_us']:9.1f} {row['most_us']:9.1f} {row['transfer_us']:9.1f}"
         )
     return 0
 
