@@ -4,9 +4,10 @@
 // looks, and goes on to the next as soon as its own part is written; the last warp that is through
 // signals. So a chunk costs no launch, no wait of a stream, and no barrier that lets memory idle.
 // A thread takes 16 bytes of every source at a time, several of them in flight; where addresses are
-// not aligned alike it takes elements. Two sources, as on two GPUs, have a loop of their own: both
-// are loaded before either is looked at. Written out by compile.py, beside it, into
-// reduce_ptx.inc, which is what gets built: nobody needs a compiler of CUDA.
+// not aligned alike it takes elements. Two, four and eight sources, as hosts have GPUs, have loops of
+// their own for sums of floats: eight loads are in flight before one is looked at. Written out by
+// compile.py, beside it, into reduce_ptx.inc, which is what gets built: nobody needs a compiler of
+// CUDA.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -229,6 +230,39 @@ struct Reducer {
     return unit;
   }
 
+  // Plain sums of that many sources, in rank order.
+  template <int rows, int unroll>
+  __device__ uint64_t sums(uint64_t unit, uint64_t stride, uint64_t units) const {
+    const Sum factor = Sum(1) / static_cast<Sum>(divisor);
+    for (; unit + (unroll - 1) * stride < units; unit += unroll * stride) {
+      uint4 loaded[unroll][rows];
+#pragma unroll
+      for (int row = 0; row < rows; ++row) {
+        const uint4* from = reinterpret_cast<const uint4*>(source(row)) + unit;
+#pragma unroll
+        for (int k = 0; k < unroll; ++k) loaded[k][row] = __ldcs(from + k * stride);
+      }
+#pragma unroll
+      for (int k = 0; k < unroll; ++k) {
+        Sum sum[Pack::kCount];
+#pragma unroll
+        for (int row = 0; row < rows; ++row) {
+          const Pack pack{loaded[k][row]};
+#pragma unroll
+          for (int i = 0; i < Pack::kCount; ++i) {
+            const Sum value = Element::load(pack.element[i]);
+            sum[i] = row == 0 ? value : sum[i] + value;
+          }
+        }
+        Pack result;
+#pragma unroll
+        for (int i = 0; i < Pack::kCount; ++i) result.element[i] = Element::store(sum[i] * factor);
+        store(unit + k * stride, result);
+      }
+    }
+    return unit;
+  }
+
   __device__ void many(uint64_t unit) const {
     Sum sums[Pack::kCount];
     Pack ahead = load(source(0), unit);
@@ -269,6 +303,8 @@ struct Reducer {
     if constexpr (Sum(0.5f) != Sum(0)) {
       if (a.rows == 2 && plain()) unit = two<4>(unit, stride, units);
       if (a.rows == 2 && plain()) unit = two<1>(unit, stride, units);
+      if (a.rows == 4 && plain()) unit = sums<4, 2>(unit, stride, units);
+      if (a.rows == 8 && plain()) unit = sums<8, 1>(unit, stride, units);
     }
     for (; unit < units; unit += stride) many(unit);
     for (uint64_t i = units * Pack::kCount + thread; i < count; i += stride) element(i);
