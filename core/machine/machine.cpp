@@ -29,7 +29,7 @@ void check(const Machine& machine) {
   require(cost.push_gbps >= 0, "cost.push_gbps must not be negative");
   for (double ns : {cost.control_ns, cost.doorbell_ns, cost.doorbell_growth, cost.wake_ns,
                     cost.fetch_ns, cost.setup_ns, cost.issue_ns, cost.sync_ns, cost.poll_ns,
-                    cost.host_poll_ns, cost.trigger_ns, cost.launch_ns}) {
+                    cost.host_poll_ns, cost.trigger_ns, cost.launch_ns, cost.step_ns}) {
     require(ns >= 0, "no cost may be negative");
   }
 }
@@ -49,9 +49,9 @@ uint64_t digest(const Machine& machine) {
   const auto& [link, egress, ingress, host, local, engine, strided_rate, bcst, swap_rate] = links;
   add(link, egress, ingress, host, local, engine, strided_rate, bcst, swap_rate);
   const auto& [control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll,
-               trigger, launch, reduce, push] = cost;
+               trigger, launch, reduce, push, step] = cost;
   add(control, doorbell, growth, wake, fetch, setup, issue, overlap, sync, poll, host_poll, trigger,
-      launch, reduce, push);
+      launch, reduce, push, step);
   const auto& [b2b_max, call_min, sub_batch, sub_batch_max, copy_ns] = batches;
   add(b2b_max, call_min, sub_batch, sub_batch_max, copy_ns);
   const auto& [sub_batch_first, sub_batch_apart, small_bytes, small_first, small_first_bytes,

@@ -69,6 +69,7 @@ struct Cost {
   double launch_ns = 0;  // from a kernel's launch until it runs, where one takes a caller's part
   double reduce_gbps = 900;  // of sources that a caller's cores read when they reduce
   double push_gbps = 0;      // of what the same cores write to peers; 0: they do not
+  double step_ns = 0;        // what ranks that send in step lose from chunk to chunk
 };
 
 // How batches of copies are best handed to the engines (DMA-Latte section 6).

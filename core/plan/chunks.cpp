@@ -6,7 +6,6 @@ namespace offcore {
 namespace {
 
 constexpr uint64_t kCutBytesMin = 256 << 10;  // of what is worth a signal of its own
-constexpr uint64_t kCutBytesMax = 16 << 20;   // of one peer, and shared by all of them
 constexpr uint64_t kCutBytesFair = 4 << 20;   // but so much each; kRingDepth a peer in a slot
 constexpr double kTaper = 0.8;                // from one chunk to the next
 constexpr uint32_t kTapered = 6;              // chunks
@@ -39,9 +38,10 @@ Chunks::Chunks(uint32_t pieces, Taper taper, uint64_t largest, uint64_t first) :
   bytes_ = round_up(bytes_, kChunkAlign);
 }
 
-std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max) {
+std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max,
+                                  uint64_t shared) {
   largest = std::max<uint64_t>(largest, 1);
-  const uint64_t most = bytes_max(largest, peers, kCutBytesMax);
+  const uint64_t most = bytes_max(largest, peers, shared);
   std::vector<uint64_t> sizes;
   for (uint64_t pieces = 1; pieces <= pieces_max; pieces *= 2) {
     const uint64_t bytes = round_up((largest + pieces - 1) / pieces, kChunkAlign);

@@ -5,12 +5,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/machine/machine.h"
+
 namespace offcore {
 
 inline constexpr uint32_t kRingDepth = 4;        // chunks of a peer that a slot holds
 inline constexpr uint32_t kChunkWords = 8;       // flag words of a peer, which chunks take in turn
 inline constexpr uint64_t kChunkAlign = 256;     // whole elements, and vectors
 inline constexpr uint32_t kChunksMax = 1 << 14;  // their numbers are flag values
+// Of a chunk that ranks send in step, of all peers.
+inline constexpr uint64_t kSteppedBytesMax = 96 << 20;
 
 inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -52,9 +56,18 @@ class Chunks {
   std::vector<uint64_t> ends_;  // empty: all chunks are alike
 };
 
+// Whether ranks send a chunk to their peers only once all have sent the one before. Where a switch
+// has one port for all that a rank gets, they send by turns, no two to the same peer. One that is
+// late meets others at its peer, which makes it later still: after a few turns ports idle for a
+// third of the time. All that are late wait for each other instead.
+inline bool in_step(const Machine& machine, Rank ranks) {
+  return machine.topology == Topology::switched && ranks > 2;
+}
+
 // Chunk sizes that are worth a look for parts of at most `largest` bytes from each of `peers`, the
-// largest first: `pieces_max` pieces or fewer, and slots of a bounded size.
-std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max);
+// largest first: `pieces_max` pieces or fewer, and of `shared` bytes of all peers.
+std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max,
+                                  uint64_t shared);
 
 // What cuts of a reduction's parts have to fit.
 struct CutLimits {

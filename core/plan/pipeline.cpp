@@ -13,8 +13,9 @@
 namespace offcore {
 namespace {
 
-constexpr uint32_t kPiecesMax = 512;  // that the cost model looks at
-constexpr uint32_t kDrainLag = 2;     // chunks, where one queue sends and drains
+constexpr uint32_t kPiecesMax = 512;         // that the cost model looks at
+constexpr uint32_t kDrainLag = 2;            // chunks, where one queue sends and drains
+constexpr uint64_t kCutBytesMax = 16 << 20;  // of a chunk, of all peers
 
 // What one rank sends to another: the bytes of its moves, one after another.
 struct Stream {
@@ -50,10 +51,16 @@ class PipelineLowering {
     const auto peers = static_cast<uint32_t>(std::max<uint64_t>(rows_, 1));
     const bool one = machine.topology == Topology::switched || sent_before_drained();
     queues_ = one ? 1 : std::min(most, peers);
+    steps_ = in_step(machine, moves.ranks) && moves.full_exchange;
   }
 
   uint64_t largest() const { return largest_; }
   uint64_t senders() const { return rows_; }
+  uint64_t cut_bytes_max() const { return steps_ ? kSteppedBytesMax / 2 : kCutBytesMax; }
+  // What ranks lose because they send in step.
+  double steps_ns() const {
+    return steps_ && chunks_ > 1 ? (chunks_ - 1) * machine_.cost.step_ns : 0;
+  }
 
   Program run() {
     if (chunks_ > kChunksMax) {
@@ -194,6 +201,7 @@ class PipelineLowering {
             uint32_t chunk) const {
     std::vector<uint64_t> freed;
     std::vector<Rank> readers;
+    if (steps_ && chunk > 0) await_step(commands, rank, chunk - 1);
     for (const size_t i : streams) {
       const Stream& stream = streams_[i];
       if (chunk >= stream.chunks) continue;
@@ -210,6 +218,15 @@ class PipelineLowering {
     if (sent_before_drained()) {
       words_.signal(commands, {rank}, words_.passed(rank, chunk), FlagWords::value_of(chunk));
     }
+  }
+
+  // Until all have sent that chunk.
+  void await_step(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
+    std::vector<uint64_t> words;
+    for (const size_t i : receives_[rank]) {
+      if (chunk < streams_[i].chunks) words.push_back(words_.exchanged(streams_[i].from, chunk));
+    }
+    words_.poll(commands, rank, words, FlagWords::value_of(chunk));
   }
 
   // Where ranks exchange ranges in place, what comes overwrites what is sent.
@@ -279,6 +296,7 @@ class PipelineLowering {
   Chunks chunking_;
   uint32_t chunks_ = 0;
   uint32_t queues_ = 1;  // that send
+  bool steps_ = false;   // in step
 };
 
 }  // namespace
@@ -289,9 +307,13 @@ Program lower_pipelined(const Moves& moves, uint64_t chunk_bytes, const Machine&
   if (chunk_bytes != 0) return given.run();
   std::optional<Program> best;
   double best_ns = kNoLimit;
-  for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax)) {
-    Program program = PipelineLowering(moves, bytes, machine, form).run();
-    const double total_ns = estimate(program, machine, best_ns).total_ns();
+  const uint64_t shared = given.cut_bytes_max();
+  for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax, shared)) {
+    PipelineLowering lowering(moves, bytes, machine, form);
+    const double steps_ns = lowering.steps_ns();
+    if (steps_ns >= best_ns) continue;
+    Program program = lowering.run();
+    const double total_ns = steps_ns + estimate(program, machine, best_ns - steps_ns).total_ns();
     if (total_ns >= best_ns) continue;
     best = std::move(program);
     best_ns = total_ns;

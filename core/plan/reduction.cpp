@@ -19,7 +19,10 @@ constexpr double kClearly = 0.993;               // of closer estimates the one 
 constexpr double kSteps = 0.85;  // two steps are estimated too low: an engine waits for cores
 constexpr uint32_t kLag = 2;     // chunks between the exchange and the gather of one
 constexpr uint32_t kDepth = 8;   // chunks of a peer in a slot that does not hold all of them
-constexpr uint32_t kTurn = 4;    // chunks that a queue waits for places for at once
+// Where ranks send in step, and chunks are larger. In a reduce to one rank, the others gather from
+// the place that a chunk came to, kLag chunks later.
+constexpr uint32_t kStepDepth = 2;
+constexpr uint32_t kRootedDepth = 4;
 constexpr uint64_t kReducedMax = 26 << 20;            // of all peers in one ring
 constexpr uint64_t kSlotBytesMax = 192 << 20;         // of a slot that holds all of them
 constexpr uint64_t kPushedMin = 6;                    // of a smaller share cores gain nothing
@@ -51,11 +54,17 @@ class ReductionLowering {
     const bool port = machine.topology == Topology::switched;
     const bool one = port || overwrites_ || form.captured;  // captured words release one poll
     queues_ = one ? 1 : std::clamp<uint32_t>(ranks_ - 1u, 1, machine.engines_peer);
+    steps_ = in_step(machine, ranks_) && !form.captured;
+    const uint32_t step_depth = plan.op == "reduce" ? kRootedDepth : kStepDepth;
+    depth_ = steps_ ? step_depth : kDepth;
     const uint64_t all_bytes = round_up(largest_part(), kChunkAlign) * (ranks_ - 1u);
-    ring_ = !form.captured && chunks_ > kDepth && all_bytes > kSlotBytesMax;
-    slot_bytes_ = ring_ ? kDepth * (ranks_ - 1u) * chunking_.bytes() : all_bytes;
+    ring_ = !form.captured && chunks_ > depth_ && all_bytes > kSlotBytesMax;
+    slot_bytes_ = ring_ ? depth_ * (ranks_ - 1u) * chunking_.bytes() : all_bytes;
     declare(one_shot);
   }
+
+  // What ranks lose because they send in step.
+  double steps_ns() const { return steps_ ? (chunks_ - 1) * machine_.cost.step_ns : 0; }
 
   Program run() {
     for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -121,7 +130,7 @@ class ReductionLowering {
 
   // The slot of what `peer` sends of a chunk: exchanged, or gathered.
   Slice landing(Rank owner, Rank peer, uint32_t chunk, bool gathered) const {
-    const uint64_t before = ring_ ? chunk % kDepth * chunking_.bytes() : chunking_.begin(chunk);
+    const uint64_t before = ring_ ? chunk % depth_ * chunking_.bytes() : chunking_.begin(chunk);
     const uint64_t place = before * (ranks_ - 1u) + row_of_peer(owner, peer) * step_of(chunk);
     return {(gathered ? slot_bytes_ : 0) + place, owner, slot_};
   }
@@ -180,6 +189,7 @@ class ReductionLowering {
       const bool exchanges = step < chunks_ && !(pushes_ && step == 0);
       const bool gathers = !receivers.empty() && step >= kLag;
       const uint32_t earlier = step - kLag;
+      if (exchanges) await_step(commands, rank, step);
       if (exchanges) await_free(commands, rank, peers, step, 0);
       if (gathers) {
         poll(commands, rank, words_.passed(rank, earlier), value_of(earlier));
@@ -198,15 +208,24 @@ class ReductionLowering {
     return commands;
   }
 
+  void await_step(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
+    const uint32_t pushed = pushes_ ? 1 : 0;
+    if (!steps_ || chunk <= pushed) return;
+    std::vector<uint64_t> words;
+    for (const Rank peer : peers_of(rank)) words.push_back(words_.exchanged(peer, chunk - 1));
+    words_.poll(commands, rank, words, value_of(chunk - 1));
+  }
+
   // Until a chunk has a place, and the next one, too: a wait takes a while even where nothing is
   // waited for.
   void await_free(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
                   uint32_t chunk, uint32_t ring) const {
-    if (!ring_ || chunk < kDepth || (chunk - kDepth) % kTurn != 0) return;
-    const uint32_t last = std::min(chunk + kTurn, chunks_) - 1;
+    const uint32_t turn = steps_ ? 1 : depth_ / 2;
+    if (!ring_ || chunk < depth_ || (chunk - depth_) % turn != 0) return;
+    const uint32_t last = std::min(chunk + turn, chunks_) - 1;
     std::vector<uint64_t> words;
     for (const Rank peer : peers) words.push_back(words_.free(peer, ring));
-    words_.poll(commands, rank, words, static_cast<uint16_t>(last - kDepth + 1));
+    words_.poll(commands, rank, words, static_cast<uint16_t>(last - depth_ + 1));
   }
 
   void exchange(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
@@ -298,7 +317,7 @@ class ReductionLowering {
   }
 
   void free(std::vector<Command>& commands, Rank rank, uint32_t chunk, uint32_t ring) const {
-    if (!ring_ || chunk + kDepth >= chunks_) return;
+    if (!ring_ || chunk + depth_ >= chunks_) return;
     for (const Rank peer : peers_of(rank)) {
       signal(commands, peer, words_.free(rank, ring), static_cast<uint16_t>(chunk + 1));
     }
@@ -333,7 +352,9 @@ class ReductionLowering {
   uint64_t slot_bytes_ = 0;
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
-  bool ring_ = false;  // slots hold kDepth chunks of a peer, not all of them
+  bool steps_ = false;  // ranks send in step
+  uint32_t depth_ = kDepth;
+  bool ring_ = false;  // slots hold depth_ chunks of a peer, not all of them
   BufferId in_ = 0;
   BufferId out_ = 0;
   BufferId slot_ = 0;
@@ -363,28 +384,31 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   }
   std::optional<Program> best;
   double best_ns = 0;
-  const auto consider = [&](Program program) {
-    program = legalize(std::move(program), machine);
+  const auto consider = [&](ReductionLowering lowering) {
+    const double steps_ns = lowering.steps_ns();
+    Program program = legalize(lowering.run(), machine);
     const bool alike = best && best->variant == program.variant;
     const double limit_ns = best ? (alike ? kClearly : kSteps) * best_ns : kNoLimit;
-    const double total_ns = estimate(program, machine, limit_ns).total_ns();
+    if (steps_ns >= limit_ns) return;
+    const double total_ns = steps_ns + estimate(program, machine, limit_ns - steps_ns).total_ns();
     if (total_ns >= limit_ns) return;
     best = std::move(program);
     best_ns = total_ns;
   };
   const uint64_t ranks = plan.parts.size();
   const uint64_t peers = ranks - 1;
+  const uint64_t stepped = kSteppedBytesMax / (plan.op == "reduce" ? 2 : 1);
+  const uint64_t most = in_step(machine, static_cast<Rank>(ranks)) ? stepped : kReducedMax;
   const auto consider_cuts = [&](uint64_t largest, bool one_shot) {
     // One shot has no ring for what is gathered.
     const CutLimits limits{.peers = peers,
-                           .shared = kReducedMax * (one_shot && form.staged ? 2 : 1),
+                           .shared = most * (one_shot && form.staged ? 2 : 1),
                            .captured = form.captured,
                            .behind = peers > 0 && machine.cost.reduce_gbps / ranks <
                                                       machine.links.egress_gbps / peers};
     const auto consider_first = [&](uint64_t first) {
       for (Chunks& chunks : chunkings(largest, limits, first)) {
-        consider(
-            ReductionLowering(plan, machine, form, std::move(chunks), one_shot, first > 0).run());
+        consider(ReductionLowering(plan, machine, form, std::move(chunks), one_shot, first > 0));
       }
     };
     consider_first(0);

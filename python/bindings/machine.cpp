@@ -72,7 +72,8 @@ void bind_parts(nb::module_& module) {
       .def_rw("trigger_ns", &Cost::trigger_ns)
       .def_rw("launch_ns", &Cost::launch_ns)
       .def_rw("reduce_gbps", &Cost::reduce_gbps)
-      .def_rw("push_gbps", &Cost::push_gbps);
+      .def_rw("push_gbps", &Cost::push_gbps)
+      .def_rw("step_ns", &Cost::step_ns);
 }
 
 }  // namespace
