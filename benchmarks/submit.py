@@ -60,6 +60,7 @@ def make_current(rank: int) -> None:
 
 def work(rank: int, store: str) -> None:
     """One rank; rank 0 prints a line for each kind of call."""
+    import numpy as np
     import torch
 
     import offcore.torch
@@ -81,6 +82,14 @@ def work(rank: int, store: str) -> None:
         "promise": lambda: comm.all_gather(out, inp, protocol="promise"),
         "view": lambda: comm.all_gather_view(inp),
     }
+    counts, received = (
+        tensor_at(at + NBYTES + 256 * n, 8 * RANKS).view(torch.int64) for n in (0, 1)
+    )
+    window.write(np.ones(RANKS, np.int64), NBYTES, rank=rank)
+    parts = [tensor_at(at + 3 * NBYTES * n, NBYTES // 2).view(-1, 64) for n in (0, 1)]
+    calls["counted"] = lambda: comm.all_to_all_v(
+        *parts, counts, counts_on_device=True, received=received
+    )
     if hasattr(comm, "all_reduce"):
         calls["reduce"] = lambda: comm.all_reduce(out, op="max")
     for call in calls.values():
@@ -106,6 +115,7 @@ def work(rank: int, store: str) -> None:
 def measure(site: str, library: str) -> dict[str, list[float]]:
     env = os.environ | ({"PYTHONPATH": site} if site else {}) | {"OFFCORE_LIBCUDA": library}
     env |= {"OFFCORE_FAKE_CUDA_SEED": "0", "OFFCORE_FAKE_CUDA_QUEUE_DEPTH": "100000"}
+    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         store = f"127.0.0.1:{found.getsockname()[1]}"

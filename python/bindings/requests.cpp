@@ -70,15 +70,27 @@ void compare(Communicator& self, const std::string& own, const Deadline& deadlin
   }
 }
 
+// A window, and where in it a buffer lies.
+using Place = std::tuple<const Window*, uint64_t, uint64_t>;
+
+void check_apart(const std::vector<Place>& places) {
+  const auto& [out, out_at, out_bytes] = places.at(0);
+  const auto& [in, in_at, in_bytes] = places.at(1);
+  if (out == in && out_at < in_at + in_bytes && in_at < out_at + out_bytes) {
+    fail(Code::invalid, "all_to_all_v: input and output overlap; pass separate buffers");
+  }
+}
+
 // The engines of the local ranks. Collective.
 std::vector<std::shared_ptr<RequestProxy>> open_requests(
-    Communicator& self, const std::vector<std::tuple<const Window*, uint64_t, uint64_t>>& places,
+    Communicator& self, const std::vector<Place>& places,
     const std::vector<
         std::vector<std::tuple<uint32_t, Rank, uint32_t, uint32_t, uint64_t, uint64_t>>>& schedule,
     uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, bool exchanges,
     double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
+  if (exchanges) check_apart(places);
   if (self.backend().capabilities().request_engines == nullptr) {
     fail(Code::unsupported, "requests: this backend has no engine for them; host and cuda have");
   }
@@ -316,32 +328,32 @@ struct Exchange {
   }
 };
 
-// Buffer 0 is written, buffer 1 is read. `received`, `streams`: empty, or one a local rank.
-Exchange start_exchange(const std::vector<std::shared_ptr<RequestProxy>>& proxies,
-                        const std::vector<std::pair<uintptr_t, uint64_t>>& counts,
-                        const std::vector<uintptr_t>& received, uint64_t width, uint64_t unit,
-                        const std::vector<uintptr_t>& streams, nb::object kept, double timeout_s) {
-  Exchange made{proxies, {}, std::move(kept), timeout_s};
-  LockReleased released;
-  for (size_t i = 0; i < proxies.size(); ++i) {
-    const uint64_t ranks = proxies[i]->port().ranks;
-    if (counts[i].second != width * ranks) {
-      fail(Code::invalid, "all_to_all_v: counts of ", counts[i].second, " bytes for ", ranks,
-           " ranks; each is ", width);
+// All-to-alls of the same two buffers, with counts of one kind. Buffer 0 is written, 1 is read.
+struct Exchanges {
+  std::vector<std::shared_ptr<RequestProxy>> proxies;
+  uint64_t width;  // bytes of a count
+  uint64_t unit;   // bytes that it counts
+
+  // Addresses of the counts and of the received ones, one a local rank; these and `streams` may be
+  // empty.
+  Exchange start(const std::pair<std::vector<uintptr_t>, std::vector<uintptr_t>>& at,
+                 const std::vector<uintptr_t>& streams, nb::object kept, double timeout_s) const {
+    const auto& [counts, received] = at;
+    Exchange made{proxies, {}, std::move(kept), timeout_s};
+    LockReleased released;
+    for (size_t i = 0; i < proxies.size(); ++i) {
+      made.calls.push_back(proxies[i]->exchange(
+          {.counts = reinterpret_cast<const void*>(counts[i]),
+           .received = received.empty() ? nullptr : reinterpret_cast<void*>(received[i]),
+           .wide = width == 8,
+           .unit_bytes = unit,
+           .dst = 0,
+           .src = 1,
+           .stream = streams.empty() ? 0 : streams[i]}));
     }
+    return made;
   }
-  for (size_t i = 0; i < proxies.size(); ++i) {
-    made.calls.push_back(proxies[i]->exchange(
-        {.counts = reinterpret_cast<const void*>(counts[i].first),
-         .received = received.empty() ? nullptr : reinterpret_cast<void*>(received[i]),
-         .wide = width == 8,
-         .unit_bytes = unit,
-         .dst = 0,
-         .src = 1,
-         .stream = streams.empty() ? 0 : streams[i]}));
-  }
-  return made;
-}
+};
 
 void bind_exchanges(nb::module_& module) {
   nb::class_<Exchange>(module, "Exchange", "An all_to_all_v with counts on the device, under way.")
@@ -351,9 +363,14 @@ void bind_exchanges(nb::module_& module) {
            "Waits until the output is complete and the input may be written again. Raises `Error`: "
            "invalid (counts that have no room somewhere: on all ranks, and nothing was sent), "
            "timeout, peer, driver. After the last three these buffers can have no other call.");
-  module.def("start_exchange", &start_exchange, nb::arg("proxies"), nb::arg("counts"),
-             nb::arg("received"), nb::arg("width"), nb::arg("unit"), nb::arg("streams"),
-             nb::arg("kept"), nb::arg("timeout_s"));
+  nb::class_<Exchanges>(module, "Exchanges", "Such calls of the same two buffers.")
+      .def(
+          "__init__",
+          [](Exchanges* self, std::vector<std::shared_ptr<RequestProxy>> proxies, uint64_t width,
+             uint64_t unit) { new (self) Exchanges{std::move(proxies), width, unit}; },
+          nb::arg("proxies"), nb::arg("width"), nb::arg("unit"))
+      .def("start", &Exchanges::start, nb::arg("at"), nb::arg("streams"), nb::arg("kept"),
+           nb::arg("timeout_s"));
 }
 
 void bind_proxy(nb::module_& module) {

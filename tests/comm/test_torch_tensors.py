@@ -8,6 +8,7 @@ import pytest
 import needs
 import offcore
 from offcore import _core
+from offcore.comm import exchange, requests
 
 needs.require("torch")
 import torch  # noqa: E402
@@ -67,6 +68,49 @@ def test_the_core_reads_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: "none")
     with pytest.raises(RuntimeError, match="cast"):
         _core.plain_dtype(out, 3)
+
+
+def test_an_all_to_all_with_counts_looks_up_plain_tensors_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later calls may have other counts, of the same kind and elsewhere."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 3)
+    looked: list[int] = []
+
+    def place_of(comm: Any, number: int, buffer: Any) -> Any:
+        looked.append(number)
+        return requests.place_of(comm, number, buffer)
+
+    monkeypatch.setattr(exchange, "place_of", place_of)
+    with offcore.Communicator(backend="host", ranks=1) as comm:
+        comm._device = 3
+        out, inp = (torch.from_numpy(comm.empty((8, 16))) for _ in range(2))
+
+        def call(rows: int, kind: Any, buffer: Any = out, asked: bool = True) -> None:
+            out[:], inp[:] = 0, torch.arange(128).view(8, 16) + rows
+            counts, received = (torch.full((1,), n, dtype=kind) for n in (rows, 99))
+            comm.all_to_all_v(
+                buffer, inp, counts, counts_on_device=True, received=received if asked else None
+            ).wait()
+            assert torch.equal(out[:rows], inp[:rows])
+            assert not out[rows:].any()
+            assert int(received) == (rows if asked else 99)
+
+        for rows in range(6):
+            call(rows, torch.int64)
+        assert looked == [0, 1]
+        for turn in range(3):
+            call(turn, torch.int32)
+            call(turn, torch.int64, asked=False)
+        assert looked == [0, 1] * 3
+        call(3, torch.int64, torch.nn.Parameter(out, requires_grad=False))
+        call(3, torch.int64)
+        assert looked == [0, 1] * 4
+        for wrong in (torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.int16)):
+            for _ in range(2):
+                with pytest.raises(offcore.Error, match="counts"):
+                    comm.all_to_all_v(out, inp, wrong, counts_on_device=True)
 
 
 def test_each_call_has_its_own_memory_and_tensors() -> None:

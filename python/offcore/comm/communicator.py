@@ -145,7 +145,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         if near_gpu:
             numa.keep_near(self._gpus)
         self.phantom = phantom
-        self._exchanges: dict[Any, Requests] = {}
+        self._exchanges: dict[Any, Any] = {}
 
     def window(self, nbytes: int) -> Window:
         """Allocates window memory, `nbytes` on every rank. Collective. Raises `Error`: memory."""

@@ -15,7 +15,8 @@ from offcore.operands import OperandError, dtype_name, places_of, same_dtype
 class AllToAllCalls:
     """A Communicator's all-to-alls."""
 
-    _exchanges: dict[Any, Requests]  # by the buffers' places
+    _exchanges: dict[Any, Any]  # engines by their buffers' places; what calls plain tensors'
+    _device = -1  # the GPU whose plain tensors the core reads by itself (offcore.torch)
     _start: Callable[..., Handle]
 
     def all_to_all(
@@ -58,33 +59,37 @@ class AllToAllCalls:
         return self._start("all_to_all", out, inp, flat, 0, variant, protocol, lane)
 
 
-def _exchange(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> _core.Exchange:
+def _exchange(comm: Any, *kept: Any) -> _core.Exchange:
+    facts, at = _core.plain_exchange(kept, comm._device) or (None, ((), ()))
+    calls: _core.Exchanges | None = comm._exchanges.get(facts)
+    if calls is None:
+        calls, at = _opened(comm, *kept)
+        if facts is not None:
+            comm._exchanges[facts] = calls
+    return calls.start(at, comm._streams(), kept, comm.timeout)
+
+
+def _opened(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> tuple[Any, Any]:
+    """What calls such exchanges, and the addresses of both counts, one a local rank."""
     places = tuple(place_of(comm, number, side) for number, side in enumerate((out, inp)))
-    (window, at, nbytes), (other, start, length) = places
-    if window is other and at < start + length and start < at + nbytes:
-        raise error("invalid", "all_to_all_v: input and output overlap; pass separate buffers")
     try:
-        sides, dtype = _counts(comm, counts, writable=False)
-        told, kind = (sides, dtype) if received is None else _counts(comm, received, True)
+        sides, dtype = _arrays(comm, counts, writable=False)
+        told, kind = (sides, dtype) if received is None else _arrays(comm, received, True)
     except OperandError as refusal:
         raise error("invalid", f"all_to_all_v: an array of counts{refusal}") from None
-    width = {"int32": 4, "int64": 8}.get(dtype_name(dtype), 0)
-    if not width or not same_dtype(dtype, kind) or {one[1] for one in told} != {sides[0][1]}:
+    width = {"int32": 4, "int64": 8}.get(dtype_name(dtype), -1)
+    if {one[1] for one in (*sides, *told)} != {width * comm.ranks} or not same_dtype(dtype, kind):
         raise error("invalid", "all_to_all_v: counts on the device are int64 or int32, one a rank")
     requests = comm._exchanges.get(places)
     if requests is None:
         requests = Requests(comm, (out, inp), (), None, 4096, comm.timeout, None, exchanges=True)
         comm._exchanges[places] = requests
-    shape = getattr(inp[0] if isinstance(inp, (list, tuple)) else inp, "shape", (length,))
-    unit = max(1, length // max(1, shape[0]))
-    got = [] if received is None else [one[0] for one in told]
-    kept = out, inp, counts, received
-    return _core.start_exchange(
-        requests.proxies, sides, got, width, unit, comm._streams(), kept, comm.timeout
-    )
+    shape = getattr(inp[0] if isinstance(inp, (list, tuple)) else inp, "shape", places[1][2:])
+    calls = _core.Exchanges(requests.proxies, width, max(1, places[1][2] // max(1, shape[0])))
+    return calls, ([one[0] for one in sides], [one[0] for one in told if received is not None])
 
 
-def _counts(comm: Any, given: Any, writable: bool) -> tuple[Any, Any]:
+def _arrays(comm: Any, given: Any, writable: bool) -> tuple[Any, Any]:
     for one in given if isinstance(given, (list, tuple)) else [given]:
         if comm._gpus[0] >= 0 and not hasattr(one, "__cuda_array_interface__"):
             raise OperandError(" lies in host memory; counts_on_device is for those on the GPU")
