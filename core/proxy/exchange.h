@@ -121,11 +121,18 @@ struct ExchangeCalls {
     };
     Word done = 0;
     if (((reinterpret_cast<Word>(dst) | reinterpret_cast<Word>(src)) & 15) == 0) {
-      done = bytes / sizeof(Pack);
-      for (Word i = part; i < done; i += parts) {
-        reinterpret_cast<Pack*>(dst)[i] = reinterpret_cast<const Pack*>(src)[i];
+      const Word count = bytes / sizeof(Pack);
+      auto* const to = reinterpret_cast<Pack*>(dst);
+      const auto* const from = reinterpret_cast<const Pack*>(src);
+      constexpr Word kLoads = 8;  // under way at once
+      Word i = part;
+      for (; i + (kLoads - 1) * parts < count; i += kLoads * parts) {
+        Pack packs[kLoads];
+        for (Word k = 0; k < kLoads; ++k) packs[k] = from[i + k * parts];
+        for (Word k = 0; k < kLoads; ++k) to[i + k * parts] = packs[k];
       }
-      done *= sizeof(Pack);
+      for (; i < count; i += parts) to[i] = from[i];
+      done = count * sizeof(Pack);
     }
     for (Word i = done + part; i < bytes; i += parts) dst[i] = src[i];
   }
