@@ -1,8 +1,9 @@
 """`offcore gpu bench`: on backend host in full; on cuda what is told before and when it fails."""
 
+import numpy as np
 import pytest
 
-from offcore.tools.driven import host, sections
+from offcore.tools.driven import held, host, sections
 from offcore.tools.driven.rows import MESSAGES, SIZES
 
 
@@ -60,3 +61,29 @@ def test_what_cannot_run_says_why(offcore_cli, gpu_cli):
 def test_a_section_that_does_not_end(tmp_path):
     found = sections._on_cuda("proxy", 1, tmp_path / "rows", 0.01)
     assert found == ["proxy: it did not end within 0.01 s"]
+
+
+def held_words(sms):
+    """As the blocks leave them where all but one SM were held."""
+    words = np.zeros(held.WORDS, np.uint32)
+    words[held.STARTED] = sms - 1
+    words[held.HELD : held.HELD + sms - 1] = 1
+    words[held.ROAMED + sms - 1] = held.SMALL * sms
+    return words
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "told"),
+    [
+        (held.ENDED, 3, "3 blocks had gone before the ping-pong ended"),
+        (held.STARTED, 130, "130 blocks held 131 of 132 SMs"),
+        (held.HELD + 5, 0, "131 blocks held 130 of 132 SMs"),
+        (held.ROAMED + 131, 1055, "1055 of 1056 small blocks ran on the SM that was free"),
+        (held.ROAMED + 7, 2, "2 small blocks ran on SMs that were held"),
+    ],
+)
+def test_sms_that_were_not_held_are_told(word, value, told):
+    words = held_words(132)
+    assert held.faults(words, 132) == []
+    words[word] = value
+    assert told in held.faults(words, 132)

@@ -4,7 +4,7 @@ ping-pong   One way: half of a round trip, by the GPU's clock, median. `proxy`: 
             by a schedule, with signals that are written or, `armed co`, copied in copy order.
             Then rounds in which a block fills and checks every byte.
 put cost    What a put of it takes the kernel's thread, at the GPU's peak clock, median.
-held        The same ping-pong while blocks fill every SM but one of both GPUs.
+held        The same ping-pong while blocks hold every SM but one of both GPUs (held.py).
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
             a second from many blocks, until all have ended (`bytes`: slots of the ring), and copies
             that they became.
@@ -25,6 +25,7 @@ import numpy as np
 
 import offcore
 from offcore import _core
+from offcore.tools.driven.held import Holders
 from offcore.tools.driven.rows import KIB, LIMIT_S, MESSAGES, MIB, SIZES, Rows
 
 KERNELS = (
@@ -35,6 +36,8 @@ KERNELS = (
     "messages",
     "stamp_time",
     "hold",
+    "hold_sms",
+    "roam",
     "chase",
     "tell_host",
     "read_l2",
@@ -172,34 +175,12 @@ def ping_pongs(bench: Bench, engine: str) -> None:
 
 
 def held(bench: Bench, requests: offcore.Requests, engine: str, nbytes: int, chunks: int) -> None:
-    """The same while all SMs but one are full."""
-    holders = []
-    for rank in RANKS:  # nothing is allocated once they run
-        with cupy.cuda.Device(rank):
-            flags = cupy.zeros(3, "uint32")
-            cupy.cuda.get_current_stream().synchronize()
-            sms = cupy.cuda.Device(rank).attributes["MultiProcessorCount"]
-            stream, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-            holders.append((rank, flags, stream, side, sms))
-    for rank, flags, stream, _, sms in holders:
-        with cupy.cuda.Device(rank), stream:
-            words = tuple(np.uint64(flags.data.ptr + 4 * word) for word in range(3))
-            bench.kernels[rank]["hold"]((2 * (sms - 1),), (1024,), words)
-    for rank, flags, _, side, sms in holders:
-        with cupy.cuda.Device(rank), side:
-            deadline = time.monotonic() + 5
-            while int(flags.get(stream=side)[0]) < 2 * (sms - 1):
-                if time.monotonic() > deadline:
-                    bench.failures.append(f"rank {rank}: the SMs did not fill")
-                    break
+    """The same while blocks hold all SMs but one."""
+    holders = [Holders(cupy, rank, bench.kernels[rank]) for rank in RANKS]
+    found = [(one, one.start()) for one in holders]
     us = ping_pong(bench, requests, chunks, 3 * bench.rounds)
-    for rank, flags, stream, side, _ in holders:
-        with cupy.cuda.Device(rank):
-            gone = int(flags.get(stream=side)[2])
-            flags[1:2].set(np.ones(1, "uint32"), stream=side)
-            stream.synchronize()
-        if gone:
-            bench.failures.append(f"rank {rank}: {gone} blocks had gone before the ping-pong ended")
+    for one, faults in found:
+        bench.failures += [f"held: rank {one.gpu}: {fault}" for fault in faults + one.end()]
     bench.add("held", engine, nbytes, us, "us one way")
 
 

@@ -11,6 +11,12 @@ constexpr unsigned kSrc = 0;
 
 __device__ Word now_ns() { return offcore::proxy::GpuMemory::now_ns(); }
 
+__device__ unsigned sm() {
+  unsigned number;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
+  return number;
+}
+
 __device__ unsigned stamp(Word round, unsigned rank, unsigned at) {
   return unsigned(round) * 2654435761u + rank * 40503u + at;
 }
@@ -193,7 +199,7 @@ extern "C" __global__ void multiply(const uint4*, unsigned words, unsigned passe
   if (all == 1.0f) *sum = 1;
 }
 
-// Fills SMs until released, or for 10 s; counts blocks that have started, and ended.
+// Stays until released, or for 10 s; counts blocks that have started, and ended.
 extern "C" __global__ void hold(unsigned* started, const unsigned* release, unsigned* ended) {
   if (threadIdx.x == 0) atomicAdd(started, 1u);
   const Word began = now_ns();
@@ -201,4 +207,24 @@ extern "C" __global__ void hold(unsigned* started, const unsigned* release, unsi
     __nanosleep(1000);
   }
   if (threadIdx.x == 0) atomicAdd(ended, 1u);
+}
+
+// The same with the blocks of each SM in `held`, before all have started.
+extern "C" __global__ void hold_sms(unsigned* started, const unsigned* release, unsigned* ended,
+                                    unsigned* held) {
+  if (threadIdx.x == 0) {
+    atomicAdd(&held[sm()], 1u);
+    __threadfence();
+    atomicAdd(started, 1u);
+  }
+  const Word began = now_ns();
+  while (offcore::proxy::GpuMemory::load(release) == 0 && now_ns() - began < 10000000000ull) {
+    __nanosleep(1000);
+  }
+  if (threadIdx.x == 0) atomicAdd(ended, 1u);
+}
+
+// Blocks that run wherever there is room, by SM.
+extern "C" __global__ void roam(unsigned* ran) {
+  if (threadIdx.x == 0) atomicAdd(&ran[sm()], 1u);
 }
