@@ -60,6 +60,7 @@ def plans(step: str, args: argparse.Namespace) -> list[kv_bench.Plan]:
     """What a step measures."""
     pages = parse_sizes(args.pages)
     common = {"backend": "cuda", "peers": PEERS, "rounds": args.rounds}
+    common |= {"ceiling_bytes": 1 << 20 if args.quick else 0}
     if step in ("pages", "alone"):
         three = ("load", "store", "both")
         if step == "alone":
@@ -194,7 +195,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rounds", type=int, default=9, help="of which medians are taken")
     parser.add_argument("--jobs", type=int, default=200, help="random jobs of each layout")
-    parser.add_argument("--quick", action="store_true", help="few bytes over the links")
+    parser.add_argument("--quick", action="store_true", help="few bytes as ceiling and over links")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -26,7 +26,7 @@ def on_stand_in(*command: object, **env: str) -> subprocess.CompletedProcess:
 
 def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     words = ("--only", "pages,alone,scattered,gemm", "--pages", "512")
-    words += ("--layers", "1", "--rounds", "1", "--jobs", "20")
+    words += ("--quick", "--layers", "1", "--rounds", "1", "--jobs", "20")
     alone = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "1"}
     done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **alone)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_the_measurement_tells_of_every_step(tmp_path: Path) -> None:
     assert "there is no torch with a GPU" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"{len(rows)} rows, 0 wrong bytes, 0 steps")
     # Two GPUs: the second one's link may be used too.
-    words = ("--only", "links", "--quick", *words[2:])
+    words = ("--only", "links", *words[2:])
     two = {"OUT": str(tmp_path), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
     done = on_stand_in(BENCHMARKS / "gpu_kv.py", *words, **two)
     assert done.returncode == 0, done.stdout + done.stderr

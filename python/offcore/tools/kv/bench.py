@@ -52,6 +52,7 @@ class Plan:
     with_gemm: bool = False
     links: Sequence[int] | str | None = None  # of other GPUs, for offcore alone
     timeout_s: float = 30.0
+    ceiling_bytes: int = 0  # of the copy that bounds all ways; 0: the usual ones
 
     def cases(self) -> Iterator[tuple[Geometry, str, int, int | None]]:
         for geometry, layout in itertools.product(self.geometries, self.layouts):
@@ -101,9 +102,9 @@ class Contiguous:
 
     streamed = True
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, nbytes: int) -> None:
         self._backend = backend
-        self.nbytes = _CEILING_BYTES[backend]
+        self.nbytes = nbytes or _CEILING_BYTES[backend]
         self._pool = kv.HostPool(self.nbytes, 2, backend=backend, chunk_bytes=self.nbytes)
         self._rows = [self._pool.row(slot) for slot in self._pool.allocate(2, timeout=60.0)]
         self._memory = memory_of(backend, 2 * self.nbytes)
@@ -190,7 +191,7 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
     check(plan)
     with ExitStack() as stack:
         clock = Clock(plan.backend, plan.timeout_s)
-        contiguous = stack.enter_context(closing(Contiguous(plan.backend)))
+        contiguous = stack.enter_context(closing(Contiguous(plan.backend, plan.ceiling_bytes)))
         ceilings = {one: _ceiling(clock, contiguous, one) for one in plan.directions}
         products = Products() if plan.with_gemm else None
         absent: set[str] = set()
