@@ -49,12 +49,13 @@ def requests(args: argparse.Namespace) -> list[collectives.Request]:
     variants = args.variants.split(",")
     both: list[str | None] = ["fenced", "copy_order"]
     fenced: list[str | None] = ["fenced"]
+    fewer = {"batches": 3, "calls": 10} if args.quick else {}
     found = []
 
     def ask(sizes: str, **more: Any) -> None:
         wanted = [size for size in parse_sizes(sizes) if size <= args.largest]
         for op, in_place in PLACES if wanted else ():
-            given = {"sizes": wanted, "variants": variants, "baselines": libraries} | more
+            given = {"sizes": wanted, "variants": variants, "baselines": libraries} | more | fewer
             found.append(collectives.Request(op=op, in_place=in_place, **common | given))
 
     ask(SMALL, signals=both, batches=11, calls=60)
@@ -115,6 +116,7 @@ def main() -> int:
     parser.add_argument("--variants", default="auto", help="which to measure")
     parser.add_argument("--protocols", default="promise,auto,view", help="which to measure")
     parser.add_argument("--largest", type=int, default=1 << 30, help="bytes")
+    parser.add_argument("--quick", action="store_true", help="few calls: to see that it runs")
     parser.add_argument("--no-nccl", action="store_true", help="measure offcore alone")
     args = parser.parse_args()
     try:

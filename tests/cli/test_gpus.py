@@ -166,8 +166,9 @@ def test_the_quick_measurement_of_everything(gpu_cli, tmp_path):
 
     given = {"OFFCORE_LIBCUDA": str(fake_cuda_library()), "OFFCORE_FAKE_CUDA_DEVICES": "2"}
     given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    largest = ("--largest", "4096")
     done = subprocess.run(
-        (sys.executable, ROOT / "benchmarks" / "gpu_bench.py", "--no-nccl", "--largest", "4096"),
+        (sys.executable, ROOT / "benchmarks" / "gpu_bench.py", "--no-nccl", "--quick", *largest),
         env=os.environ | given | {"OUT": str(tmp_path), "OFFCORE_COMMIT": "abc"},
         capture_output=True,
         text=True,
