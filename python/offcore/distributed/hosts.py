@@ -300,6 +300,8 @@ class Hosts:
     def _options(self, kind: str, **fields: Any) -> Any:
         opts = getattr(torch._C._distributed_c10d, f"{kind}Options")()
         opts.timeout = datetime.timedelta(seconds=self._left())
+        if self._on_gpu and hasattr(opts, "asyncOp"):
+            opts.asyncOp = False  # in the current stream, where what follows is
         for name, value in fields.items():
             setattr(opts, name, value)
         return opts
@@ -308,7 +310,10 @@ class Hosts:
         """A call of the rail, which brings so many bytes."""
         try:
             work = start()
-            work.wait() if self._on_gpu else work.wait(datetime.timedelta(seconds=self._left()))
+            if not self._on_gpu:
+                work.wait(datetime.timedelta(seconds=self._left()))
+            elif work is not None:  # NCCL has none for what is in the current stream
+                work.wait()
         except RuntimeError as failure:
             if isinstance(failure, offcore.Error):
                 raise
