@@ -256,12 +256,15 @@ def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device)
     offcore.fsdp.disable(model)
 
 
-def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device) -> None:
+def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device, mib: int) -> None:
     groups = {"own": None, "offcore": dist.new_group(backend="offcore")}
     trainers = {}
     for arm, group in groups.items():
         model = DistributedDataParallel(
-            llama(size, device, torch.bfloat16), process_group=group, gradient_as_bucket_view=True
+            llama(size, device, torch.bfloat16),
+            process_group=group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=mib,
         )
         trainers[arm] = Trainer(model, arguments.tokens[0], device)
     every: dict[str, list[tuple[float, float]]] = {arm: [] for arm in trainers}
@@ -274,7 +277,7 @@ def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device) 
         first = next(iter(trainer.model.parameters())).detach()
         parts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, first)
-        row = {"what": "ddp", "model": size, "tokens": trainer.tokens, "arm": arm}
+        row = {"what": "ddp", "model": size, "tokens": trainer.tokens, "buckets": mib, "arm": arm}
         row |= {"step": statistics.median(one[0] for one in every[arm])}
         row |= {"host": statistics.median(one[1] for one in every[arm])}
         ratios = [own[0] / one[0] for own, one in zip(every["own"], every[arm], strict=True)]
@@ -342,7 +345,8 @@ def rank_main(arguments: argparse.Namespace) -> int:
             continue
         measure_fsdp(arguments, size, device)
     if arguments.ddp and not arguments.curves:
-        measure_ddp(arguments, arguments.models[0], device)
+        for mib in arguments.buckets:
+            measure_ddp(arguments, arguments.models[0], device, mib)
     dist.destroy_process_group()
     return 0 if right else 1
 
@@ -359,6 +363,7 @@ def main() -> int:
     parser.add_argument("--sms", type=int, default=0, help="of our reductions; 0: the default")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of a step of each arm")
+    parser.add_argument("--buckets", nargs="+", type=int, default=[25], help="DDP's, MiB each")
     parser.add_argument("--no-ddp", dest="ddp", action="store_false")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
