@@ -55,6 +55,7 @@ class ReductionLowering {
     const bool one = port || overwrites_ || form.captured;  // captured words release one poll
     queues_ = one ? 1 : std::clamp<uint32_t>(ranks_ - 1u, 1, machine.engines_peer);
     steps_ = in_step(machine, ranks_) && !form.captured;
+    alone_ = pushes_ && chunks_ == 1;
     const uint32_t step_depth = plan.op == "reduce" ? kRootedDepth : kStepDepth;
     depth_ = steps_ ? step_depth : kDepth;
     const uint64_t all_bytes = round_up(largest_part(), kChunkAlign) * (ranks_ - 1u);
@@ -135,6 +136,11 @@ class ReductionLowering {
     return {(gathered ? slot_bytes_ : 0) + place, owner, slot_};
   }
 
+  // Where a peer gets a rank's reduced chunk.
+  Slice gathered(Rank peer, Rank rank, uint32_t chunk) const {
+    return form_.staged ? landing(peer, rank, chunk, true) : in_array(peer, out_, rank, chunk);
+  }
+
   // Between what two peers send of a chunk.
   uint64_t step_of(uint32_t chunk) const {
     if (ring_) return chunking_.bytes();
@@ -183,7 +189,7 @@ class ReductionLowering {
       peers.push_back(all[i]);
       if (gathers_ && receives(all[i])) receivers.push_back(all[i]);
     }
-    if (peers.empty()) return commands;
+    if (peers.empty() || alone_) return commands;
     enter(commands, rank, peers);
     for (uint32_t step = 0; step < chunks_ + (receivers.empty() ? 0 : kLag); ++step) {
       const bool exchanges = step < chunks_ && !(pushes_ && step == 0);
@@ -216,6 +222,22 @@ class ReductionLowering {
     words_.poll(commands, rank, words, value_of(chunk - 1));
   }
 
+  // What a caller that is alone gathers: each command waits for the reduction, whose kernel it may
+  // share.
+  void push_reduced(std::vector<Command>& commands, Rank rank) const {
+    for (const Rank peer : peers_of(rank)) {
+      if (!receives(peer)) continue;
+      poll(commands, rank, words_.passed(rank, 0), value_of(0));
+      if (const uint64_t bytes = bytes_of(rank, 0); bytes > 0) {
+        commands.push_back({.dst = gathered(peer, rank, 0),
+                            .src = reduced(rank, 0),
+                            .bytes = bytes,
+                            .op = Op::reduce});
+      }
+      signal(commands, peer, words_.gathered(rank, 0), value_of(0));
+    }
+  }
+
   // Until a chunk has a place, and the next one, too: a wait takes a while even where nothing is
   // waited for.
   void await_free(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& peers,
@@ -239,9 +261,7 @@ class ReductionLowering {
   void gather(std::vector<Command>& commands, Rank rank, const std::vector<Rank>& receivers,
               uint32_t chunk) const {
     for (const Rank peer : receivers) {
-      const Slice dst =
-          form_.staged ? landing(peer, rank, chunk, true) : in_array(peer, out_, rank, chunk);
-      copy(commands, dst, reduced(rank, chunk), bytes_of(rank, chunk));
+      copy(commands, gathered(peer, rank, chunk), reduced(rank, chunk), bytes_of(rank, chunk));
     }
   }
 
@@ -254,6 +274,7 @@ class ReductionLowering {
     const uint32_t lag = gathers_ ? kLag : 0;
     for (uint32_t step = 0; step < chunks_ + lag; ++step) {
       if (step < chunks_) reduce_chunk(commands, rank, step);
+      if (gathers_ && alone_ && step == 0) push_reduced(commands, rank);
       if (gathers_ && step >= lag) take_chunk(commands, rank, step - lag);
     }
     return commands;
@@ -291,8 +312,10 @@ class ReductionLowering {
       commands.push_back(reduction(reduced(rank, chunk), own, others, step_of(chunk), bytes));
     }
     const std::vector<Rank> peers = peers_of(rank);
-    if (gathers_ &&
-        std::any_of(peers.begin(), peers.end(), [&](Rank one) { return receives(one); })) {
+    const bool tells =
+        std::any_of(peers.begin(), peers.end(), [&](Rank one) { return receives(one); });
+    const bool takes = alone_ && form_.staged && receives(rank);  // in the same kernel, perhaps
+    if (gathers_ && (tells || takes)) {
       signal(commands, rank, words_.passed(rank, chunk), value_of(chunk));
     }
     if (!gathers_ || receives(rank)) free(commands, rank, chunk, 0);
@@ -306,6 +329,7 @@ class ReductionLowering {
     }
     if (!form_.staged) return;
     for (const Rank peer : peers_of(rank)) {
+      if (alone_) poll(commands, rank, words_.passed(rank, chunk), value_of(chunk));
       const uint64_t bytes = bytes_of(peer, chunk);
       if (bytes == 0) continue;
       commands.push_back({.dst = in_array(rank, out_, peer, chunk),
@@ -353,6 +377,7 @@ class ReductionLowering {
   uint32_t chunks_ = 1;
   uint32_t queues_ = 1;
   bool steps_ = false;  // ranks send in step
+  bool alone_ = false;  // callers push all there is
   uint32_t depth_ = kDepth;
   bool ring_ = false;  // slots hold depth_ chunks of a peer, not all of them
   BufferId in_ = 0;

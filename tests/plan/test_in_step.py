@@ -70,3 +70,15 @@ def test_a_step_that_costs_more_leads_to_larger_chunks():
         chunks.append(program(machine, "reduce_scatter", 256 * MIB).flag_span)
     assert chunks == sorted(chunks, reverse=True)
     assert chunks[0] > chunks[2]
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+@pytest.mark.parametrize("protocol", ["auto", "eager"])
+def test_callers_gather_a_small_all_reduce_themselves(ranks, protocol):
+    """One chunk that cores exchange: no engine has a part in it."""
+    loaded = machines.load("h200-8")
+    for op in ("all_reduce", "reduce"):
+        one = program_of(loaded, op, ranks, MIB, "pipelined", False, protocol)
+        _core.verify(one)
+        assert re.findall(r"^queue \d+\.(\w+)", str(one), re.MULTILINE) == ["caller"] * ranks
+        assert " copy " not in str(one)
