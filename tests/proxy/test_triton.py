@@ -6,7 +6,11 @@ import importlib.util
 import shutil
 import struct
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -64,6 +68,72 @@ def test_fields_lie_where_the_port_has_them() -> None:
             assert seen("_FAULT_HERE") == at["_INVALID"]
             assert seen("_FAULT", 1) == at["_INVALID"]
             assert seen("_HEAD") == at["_CLOSED"]
+
+
+class Number(int):
+    """Triton's scalars, as far as the calls' arithmetic goes."""
+
+    def __add__(self, other: int) -> "Number":
+        return Number(int(self) + int(other))
+
+    def to(self, kind: Any) -> Any:
+        return kind.from_address(self)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module as plain Python: `waits` has the words that it waits for."""
+    waits: list[int] = []
+
+    def asm(text: str, _: str, args: list[int], **__: Any) -> int:
+        if "FAILED:" in text:
+            waits.append(args[0])
+        else:
+            ctypes.c_uint32.from_address(args[0]).value = 1  # a complaint
+        return 0
+
+    same: Callable[[Any], Any] = lambda one: one  # noqa: E731
+    language = {"constexpr": same, "pointer_type": same, "inline_asm_elementwise": asm}
+    language |= {"int32": ctypes.c_uint32, "int64": ctypes.c_uint64}
+    language |= {"cast": lambda one, _: Number(one), "load": lambda at: Number(at.value)}
+    language |= {"atomic_add": lambda at, *_, **__: Number(at.value)}
+    stub: Any = ModuleType("triton")
+    stub.jit, stub.language = same, SimpleNamespace(**language)
+    monkeypatch.setitem(sys.modules, "triton", stub)
+    monkeypatch.setitem(sys.modules, "triton.language", stub.language)
+    spec = importlib.util.spec_from_file_location("as_python", MODULE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return SimpleNamespace(module=module, waits=waits)
+
+
+def test_ranks_and_buffers_that_there_are_not(calls: Any) -> None:
+    at = numbers()
+    invalid, module = at["_INVALID"], calls.module
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        made = comm.requests([comm.window(4096)], limit=5.0)
+        port = ctypes.create_string_buffer(made.proxies[0].port)
+        complaints = (ctypes.c_uint32 * 8)()
+        start = (ctypes.c_uint64 * 64)()
+        struct.pack_into("<2Q", port, at["_COMPLAINTS"], ctypes.addressof(complaints), 0)
+        place = ctypes.addressof(port)
+        for armed in (False, True):
+            struct.pack_into("<Q", port, at["_START"], ctypes.addressof(start) if armed else 0)
+            bad = [module.wait(place, peer, 0, 1) for peer in (-1, 2)]
+            bad += [module.wait(place, 1, buffer, 1) for buffer in (-1, 1)]
+            bad += [module.wait_sent(place, peer, 7) for peer in (-1, 2)]
+            bad += [module.flush(place, peer) for peer in (-1, 0, 2)]
+            assert bad == [invalid] * 9
+            assert [*complaints] == [0, 0, 0, 1, 0, 0, 0, 0]
+            complaints[invalid] = 0
+        assert not calls.waits
+        assert module.wait(place, 1, 0, 1) == module.flush(place, 1) == 0
+        assert module.wait_sent(place, 1, -4) == 4
+        assert len(calls.waits) == 2
+        assert not any(complaints)
+        made.stop()
 
 
 @pytest.mark.needs("torch", "triton")

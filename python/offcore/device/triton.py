@@ -183,7 +183,7 @@ def signal(port, peer, dst):
 def wait(port, peer, buffer, count):
     """Until `count` signals have come from the peer in that buffer."""
     fault = _INVALID
-    if (peer < _number(port, _RANKS)) & (buffer < _number(port, _BUFFER_COUNT)):
+    if _is_rank(port, peer) & (buffer >= 0) & (buffer < _number(port, _BUFFER_COUNT)):
         at = _word(port, _RECEIVED) + 8 * (tl.cast(peer, tl.int64) * _BUFFERS + buffer)
         fault = _spin(port, peer, at, count, _TIMEOUT)
     else:
@@ -195,17 +195,22 @@ def wait(port, peer, buffer, count):
 def wait_sent(port, peer, ticket):
     """Until the put's source may be written again."""
     ticket = tl.cast(ticket, tl.int64)
-    fault = tl.cast(-ticket, tl.int32)
-    if ticket >= 0:
+    fault = _INVALID
+    if ticket < 0:
+        fault = tl.cast(-ticket, tl.int32)
+    elif _is_rank(port, peer):
         at = _word(port, _SENT) + 8 * tl.cast(peer, tl.int64)
         fault = _spin(port, _number(port, _RANK), at, ticket, _TIMEOUT)
+    else:
+        _complain(port, _INVALID)
     return fault
 
 
 @triton.jit
 def flush(port, peer):
     """The same of all requests for the peer that were pushed before."""
-    if _word(port, _START) == 0:
+    known = _is_rank(port, peer) & (peer != _number(port, _RANK))
+    if (_word(port, _START) == 0) | (known == 0):
         ticket = _push(port, _PUT, peer, 0, 0, 0, 0)
     else:
         ticket = _count(port, peer)
@@ -223,6 +228,11 @@ def _number(port, field):
 
 
 @triton.jit
+def _is_rank(port, peer):
+    return (peer >= 0) & (peer < _number(port, _RANKS))
+
+
+@triton.jit
 def _count(port, peer):
     """Armed: how many requests for the peer were started."""
     at = (_word(port, _START) + 8 * tl.cast(peer, tl.int64)).to(tl.pointer_type(tl.int64))
@@ -235,18 +245,11 @@ def _spin(port, peer, at, count, complaint):
     own = faults + 8 * tl.cast(_number(port, _RANK), tl.int64)
     other = faults + 8 * tl.cast(peer, tl.int64)
     told = _word(port, _COMPLAINTS) + 4 * complaint
+    here, limit = _word(port, _FAULT_HERE), _word(port, _LIMIT_NS)
     return tl.inline_asm_elementwise(
         _SPIN,
         "=r,l,l,l,l,l,l,l,~{memory}",
-        [
-            at,
-            tl.cast(count, tl.int64),
-            own,
-            other,
-            _word(port, _FAULT_HERE),
-            told,
-            _word(port, _LIMIT_NS),
-        ],
+        [at, tl.cast(count, tl.int64), own, other, here, told, limit],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -267,7 +270,7 @@ def _push(port, op, peer, dst, src, chunk, chunks):
     chunk = tl.cast(chunk, tl.int64)
     chunks = tl.cast(chunks, tl.int64)
     buffers = _number(port, _BUFFER_COUNT)
-    known = (peer >= 0) & (peer < _number(port, _RANKS)) & (peer != _number(port, _RANK))
+    known = _is_rank(port, peer) & (peer != _number(port, _RANK))
     known = known & (dst >= 0) & (dst < buffers) & (src >= 0) & (src < buffers)
     known = known & (chunk >= 0) & (chunk < _CHUNKS_END) & (chunks >= 0) & (chunks < _CHUNKS_END)
     ticket = tl.cast(-_INVALID, tl.int64)
