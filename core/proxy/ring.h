@@ -191,7 +191,7 @@ struct RequestCalls {
 
   // The same of all requests for the peer that were pushed before.
   OFFCORE_INLINE static unsigned flush(const RequestPort& port, unsigned peer, Word limit_ns = 0) {
-    if (peer >= port.ranks) return refuse(port, peer).fault;
+    if (!named(port, peer, 0, 0)) return refuse(port, peer).fault;
     if (port.start == nullptr) return wait_sent(port, put(port, peer, 0, 0, 0, 0), limit_ns);
     return wait_sent(port, {Memory::peek(&port.start[peer]), peer, kNone}, limit_ns);
   }
@@ -294,7 +294,10 @@ struct RequestCalls {
     const typename Memory::Lanes lanes(reinterpret_cast<Word>(count));
     for (;;) {
       const Word before = lanes.tell(lanes.leads() ? Memory::peek(count) : 0);
-      if (before >= kClosed) return give_up(port, peer, unsigned(Memory::load(port.fault_here)));
+      if (before >= kClosed) {
+        const unsigned fault = unsigned(Memory::load(port.fault_here));  // it may be seen later
+        return give_up(port, peer, fault == kNone ? unsigned{kStopped} : fault);
+      }
       const Word number = before + lanes.place();
       if (!lanes.all(planned[period == 1 ? 0 : number % period] == word)) {
         return refuse(port, peer);

@@ -221,6 +221,20 @@ def test_a_bad_number_is_refused_by_its_producer(pair: Any, call: Any) -> None:
     assert told.value.code == "invalid"
 
 
+def test_armed_words_of_a_port(pair: Any) -> None:
+    """By hand, as host threads have no armed engine: one that has closed but not said why yet, and
+    a rank that is no peer."""
+    requests, _, _ = pair
+    start, schedule = (ctypes.c_uint64 * 64)(), (ctypes.c_uint64 * 1)()
+    fields = bytearray(requests.proxies[0].port)
+    struct.pack_into("<2Q", fields, 72, ctypes.addressof(start), ctypes.addressof(schedule))
+    struct.pack_into("<64I", fields, 368, *([1] * 64))  # periods
+    port = _core.host_port(bytes(fields))
+    start[1] = 1 << 62
+    assert port.put(1, 0, 0, 0, 1).fault == STOPPED
+    assert port.flush(0, 0.1) == INVALID
+
+
 def test_a_wait_has_a_limit(pair: Any) -> None:
     """It is reported once, and the engine goes on."""
     requests, _, (port, other) = pair
