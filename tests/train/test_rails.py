@@ -9,6 +9,7 @@ import needs
 needs.require("torch")
 import torch  # noqa: E402
 
+import offcore.distributed.hosts as spanning  # noqa: E402
 from offcore.distributed.hosts import Hosts, Place  # noqa: E402
 
 
@@ -75,3 +76,14 @@ def test_rails_of_gpus_take_the_current_stream(op: str, work: Work | None) -> No
     assert work is None or work.waits == 1
     if work is not None:
         work.waits = 0
+
+
+def test_a_rail_that_does_not_open_closes_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    inside = type("Inside", (), {"close": lambda _: closed.append(True)})()
+    monkeypatch.setattr(spanning, "open_communicator", lambda *_: inside)
+    monkeypatch.setattr(spanning.dist, "ProcessGroupGloo", lambda *_, **__: 1 // 0)
+    store = torch.distributed.HashStore()
+    with pytest.raises(ZeroDivisionError):
+        spanning.open_ends(store, [[0], [1]], 0, 1.0, torch.device("cpu"), {})
+    assert closed == [True]

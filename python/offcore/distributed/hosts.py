@@ -354,16 +354,19 @@ def open_ends(
         return [inside] * lanes
     limit = datetime.timedelta(seconds=timeout)
     opened = []
-    for lane in range(lanes):
-        meeting = dist.PrefixStore(f"rail/{local}/{lane}/", store)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            rail = dist.ProcessGroupNCCL(meeting, host, place.hosts, options)
-        else:
-            rail = dist.ProcessGroupGloo(meeting, host, place.hosts, timeout=limit)
-        if between is not None:
-            rail = McastGroup(meeting, host, place.hosts, limit, between.arguments, rail, device)
-        log.info("rail %d of %d hosts is open", local, place.hosts)
-        opened.append(Hosts(inside, rail, place, device.type == "cuda"))
+    with contextlib.ExitStack() as failed:
+        failed.callback(inside.close)
+        for lane in range(lanes):
+            at = dist.PrefixStore(f"rail/{local}/{lane}/", store), host, place.hosts
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                rail = dist.ProcessGroupNCCL(*at, options)
+            else:
+                rail = dist.ProcessGroupGloo(*at, timeout=limit)
+            if between is not None:
+                rail = McastGroup(*at, limit, between.arguments, rail, device)
+            log.info("rail %d of %d hosts is open", local, place.hosts)
+            opened.append(Hosts(inside, rail, place, device.type == "cuda"))
+        failed.pop_all()
     return opened
