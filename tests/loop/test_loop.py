@@ -98,6 +98,31 @@ def test_one_rank_without_requests():
             assert "launches nothing" in refused(
                 "unsupported", lambda: looped.run(1, launched=True)
             )
+            looped.run(1)  # that was refused, and nothing runs
+
+
+def test_only_a_loop_without_an_end_is_stopped():
+    """One that has ended would count an iteration that it has not made."""
+    graph = loop.Graph(0, 1)
+    a = graph.buffer("a", 8)
+    one = graph.buffer("one", 8)
+    graph.map(loop.ADD, a, a, one)
+    with (
+        offcore.Communicator(backend="host", ranks=1) as comm,
+        loop.Loop(comm, [graph], blocks=1) as looped,
+    ):
+        looped.write(one, np.ones(8))
+        refused("invalid", looped.stop)
+        looped.run(3)
+        refused("invalid", looped.stop)
+        looped.start(50_000)
+        refused("invalid", looped.stop)
+        looped.wait()
+        looped.start()
+        ended = looped.stop()
+        refused("invalid", looped.stop)
+        looped.run(2)
+        assert (looped.read(a) == ended + 2).all()
 
 
 def test_a_peer_that_does_not_send(comm):

@@ -75,7 +75,7 @@ class Loop:
             raise error("unsupported", f"loop: backend {comm.backend}; host and cuda have loops")
         if engine not in ("proxy", "armed"):
             raise error("invalid", f"loop: engine {engine!r}; proxy and armed are engines")
-        self._comm, self._running, self._dead = comm, False, False
+        self._comm, self._running, self._endless, self._dead = comm, False, False, False
         self._executors: list[Executor] = []
         try:
             for rank, gpu in zip(comm.local_ranks, comm._gpus, strict=True):
@@ -98,9 +98,10 @@ class Loop:
             raise error("invalid", "loop: it runs already, or has failed")
         if iterations is not None and iterations < 1:
             raise error("invalid", f"loop: {iterations} iterations")
-        self._running = True
+        self._endless = iterations is None
         for one in self._executors:
             one.start(iterations, launched)
+            self._running = True
 
     def wait(self, timeout: float | None = None) -> None:
         """Until it has ended. Raises `Error`: timeout (it runs on), or what ended it early: timeout
@@ -126,7 +127,9 @@ class Loop:
 
     def stop(self, timeout: float | None = None) -> int:
         """Ends a loop without an end behind an iteration that all ranks agree on: how many it has
-        made since it was opened. Raises `Error` as wait does."""
+        made since it was opened. Raises `Error` as wait does, and invalid where none runs."""
+        if not self._running or not self._endless:
+            raise error("invalid", "loop: there is nothing to stop: none without an end runs")
         seconds, comm = self._seconds(timeout), self._comm
         begun = max(one.ask_to_stop() for one in self._executors)
         if len(comm.local_ranks) < comm.ranks:
