@@ -125,6 +125,20 @@ def test_only_a_loop_without_an_end_is_stopped():
         assert (looped.read(a) == ended + 2).all()
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_times_are_of_the_last_iterations(tmp_path):
+    """The look that finds the end takes no iteration's place."""
+    graph = loop.Graph(0, 1)
+    graph.stamp()
+    planned = loop.Plan(graph, 1)
+    one = generated.Generated(planned, generated.compiled(planned, tmp_path, "c++"), {}, 0)
+    one.start(5000)
+    assert one.join() == 0
+    times = one.kept[4].reshape(4096, 2)
+    last = times[np.arange(5000 - 4096, 5000) % 4096].ravel()
+    assert (np.diff(last.astype(np.int64)) >= 0).all()
+
+
 def test_a_peer_that_does_not_send(comm):
     """The wait ends by its limit, by an abort, or by the engine's end; the loop is dead then."""
     for how, code in (("limit", "timeout"), ("abort", "cancelled")):

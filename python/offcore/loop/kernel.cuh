@@ -34,8 +34,8 @@ struct Shared {
 
 struct Args {
   const Instruction* instructions;
-  const unsigned* first;   // by block: where its instructions begin
-  char* const* memory;     // by buffer
+  const unsigned* first;    // by block: where its instructions begin
+  char* const* memory;      // by buffer
   const RequestPort* port;  // null: no operator needs it
   Shared* shared;
   Word* counters;  // by operator: tiles done
@@ -114,9 +114,11 @@ struct Block {
       return spin(0, [&] { return Memory::load(args.until) > iteration || over(); }) && !over();
     }
     if (Memory::load(&args.fault[0]) != 0) return false;
-    args.times[iteration % kTimes * (args.stamps + 1)] = Memory::now_ns();
+    const Word now_ns = Memory::now_ns();  // before others begin
+    Word* const began_ns = &args.times[iteration % kTimes * (args.stamps + 1)];
     if (args.free_running == 0) {
       if (iteration >= args.end) return false;
+      *began_ns = now_ns;
       if (iteration == args.base) Memory::store(args.until, args.end);
       return true;
     }
@@ -134,6 +136,7 @@ struct Block {
         return false;
       }
     }
+    *began_ns = now_ns;
     Memory::store(args.until, iteration + 1);
     return true;
   }
