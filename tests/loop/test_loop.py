@@ -197,6 +197,8 @@ def test_what_is_refused(comm):
     refused("invalid", lambda: graph.buffer("a", 8))
     refused("invalid", lambda: graph.map(loop.ADD, a, a.buffer[:32], a))
     refused("invalid", lambda: graph.map(loop.COPY, a.buffer[:32], a.buffer[1:33]))
+    refused("invalid", lambda: graph.map(loop.ADD, a, *[a] * 9))
+    refused("invalid", lambda: graph.buffer("before", 64, number=0, offset=-256))
     refused("invalid", lambda: graph.put(1, b, a))
     refused("invalid", lambda: graph.put(0, b, b))
     refused("invalid", lambda: graph.gemm(a, b, b, 8, 8, 7))

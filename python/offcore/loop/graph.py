@@ -108,14 +108,17 @@ class Graph:
             raise error("unsupported", f"loop: dtype {kind}; there are {', '.join(C_TYPES)}")
         if name in self.buffers or not name.isidentifier() or count < 1:
             raise error("invalid", f"loop: buffer {name!r} of {count}: a name of its own, a count")
-        if offset % np.dtype(kind).itemsize:
-            raise error("invalid", f"loop: buffer {name} begins within an element")
+        if offset < 0 or offset % np.dtype(kind).itemsize:
+            raise error("invalid", f"loop: buffer {name} begins within an element, or before any")
         made = Buffer(name, kind, count, number, offset)
         self.buffers[name] = made
         return made[:]
 
     def map(self, function: Function, out: Slice, *inputs: Slice) -> None:
-        """`out[i] = function(inputs[0][i], ...)`. In place is allowed, at equal places only."""
+        """`out[i] = function(inputs[0][i], ...)`, of 8 inputs at most. In place is allowed, at
+        equal places only."""
+        if len(inputs) > 8:
+            raise error("invalid", f"loop: map of {len(inputs)} inputs: 8 at most have names")
         for one in inputs:
             _same(one.count == out.count and one.buffer.dtype == out.buffer.dtype, "map", out)
             _same(one.place == out.place or not _overlap(one, out), "map", out)
