@@ -46,6 +46,15 @@ class Companions {
     const auto node = by_comm_.extract(comm);
     return node.empty() ? nullptr : node.mapped();
   }
+  // Null: of whichever has one, as NCCL's own is any communicator's.
+  std::string last_error(Comm comm) const {
+    const std::shared_lock lock(mutex_);
+    for (const auto& [key, companion] : by_comm_) {
+      std::string text = comm == nullptr || comm == key ? companion->last_error() : "";
+      if (!text.empty()) return text;
+    }
+    return "";
+  }
   static const Policy& policy() {
     static const Policy policy = Policy::of_environment();
     return policy;
@@ -346,7 +355,7 @@ OFFCORE_EXPORT const char* ncclGetErrorString(NcclResult result) {
 // Of ours, where one has failed; else NCCL's.
 OFFCORE_EXPORT const char* ncclGetLastError(Comm comm) {
   thread_local std::string own;
-  if (const auto companion = Companions::of_process().find(comm)) own = companion->last_error();
+  own = Companions::of_process().last_error(comm);
   if (!own.empty()) return own.c_str();
   using Function = const char* (*)(Comm);
   static const auto function =

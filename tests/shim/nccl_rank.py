@@ -271,8 +271,9 @@ def aborted(r: Rank) -> dict[str, Any]:
     r.driver("cuStreamSynchronize", r.stream)
     code = r.call("AllReduce", r.memory([1] * 2048), r.memory([0] * 2048), 2048, INT32, SUM)
     r.nccl.ncclGetLastError.restype = ctypes.c_char_p
-    told = r.nccl.ncclGetLastError(r.comm).decode()
+    told = [r.nccl.ncclGetLastError(comm).decode() for comm in (r.comm, None, c_void_p(1))]
     assert r.nccl.ncclCommAbort(r.comm) == 0
+    told.append(r.nccl.ncclGetLastError(None).decode())
     return {"state": state.value, "code": code, "told": told}
 
 
