@@ -93,6 +93,16 @@ Request request_of(const Call& call, Rank rank, Rank ranks) {
           .streams = {stream == 0 ? kLegacyStream : stream}};
 }
 
+bool rooted_in_place(const Call& call, Rank rank, Rank ranks) {
+  const bool gathers = call.collective == Collective::gather;
+  if (!gathers && call.collective != Collective::scatter) return false;
+  const auto whole = reinterpret_cast<uintptr_t>(gathers ? call.out : call.in);
+  const auto part = reinterpret_cast<uintptr_t>(gathers ? call.in : call.out);
+  const uint64_t bytes = call.count * element_bytes(call);
+  return rank == static_cast<Rank>(call.root) && part < whole + bytes * ranks &&
+         whole < part + bytes;
+}
+
 NcclResult forward(const Call& call) {
   const Library& real = Library::of_process();
   const auto ask = [&](const char* name, auto* function, auto... arguments) {

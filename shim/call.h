@@ -29,6 +29,9 @@ bool computable(const Call& call);
 std::optional<Reduction> reduction_of(const Call& call);
 // What a communicator is asked for. `rank` of `ranks` calls.
 Request request_of(const Call& call, Rank rank, Rank ranks);
+// Whether the rank is the root of a gather or scatter, and its own part lies in the whole: NCCL's
+// form in place, which only the root sees.
+bool rooted_in_place(const Call& call, Rank rank, Rank ranks);
 // Calls the real library's function.
 NcclResult forward(const Call& call);
 // What NCCL would say of that error.

@@ -91,7 +91,7 @@ std::optional<NcclResult> Companion::run(const Call& call) {
       start(call, Deadline::never());
       return kNcclSuccess;
     }
-    if (agreed_.size() >= kAgreedMax) return std::nullopt;
+    if (declined_.count(key) > 0 || agreed_.size() >= kAgreedMax) return std::nullopt;
     return start_first(call, key);
   } catch (const Error& error) {
     return failed_with(error, call);
@@ -259,7 +259,12 @@ void Companion::start(const Call& call, const Deadline& deadline) {
 // What has failed on all ranks has touched nothing, and NCCL can do it. Nothing is under way then.
 std::optional<NcclResult> Companion::start_first(const Call& call, const Key& key) {
   settle_last();
-  exchange_->all_gather("");  // all have come
+  const std::string own = rooted_in_place(call, exchange_->rank(), exchange_->ranks()) ? "no" : "";
+  const auto told = exchange_->all_gather(own);  // all have come
+  if (std::count(told.begin(), told.end(), "") < std::ssize(told)) {
+    if (declined_.size() < kAgreedMax) declined_.insert(key);
+    return std::nullopt;
+  }
   std::string why;
   std::optional<Error> failure;
   try {
@@ -276,12 +281,12 @@ std::optional<NcclResult> Companion::start_first(const Call& call, const Key& ke
   }
   const auto first = std::find_if(outcomes.begin(), outcomes.end(),
                                   [](const std::string& text) { return !text.empty(); });
-  const std::string told = cat("rank ", first - outcomes.begin(), ": ", *first);
+  const std::string reason = cat("rank ", first - outcomes.begin(), ": ", *first);
   if (fine > 0) {  // the others have begun, and would wait for ever
     abort();
-    throw Error(failure ? failure->code() : Code::peer, told);
+    throw Error(failure ? failure->code() : Code::peer, reason);
   }
-  give_up(cat(to_string(call.collective), " of ", shown(std::get<1>(key)), ": ", told));
+  give_up(cat(to_string(call.collective), " of ", shown(std::get<1>(key)), ": ", reason));
   return std::nullopt;
 }
 

@@ -78,8 +78,9 @@ class Companion {
   std::mutex mutex_;  // one call at a time; of what follows
   int ranks_ = 0;     // 0: not asked yet
   bool settled_ = false;
-  std::string gpu_;       // as the driver names it
-  std::set<Key> agreed_;  // what ranks have done together by ours
+  std::string gpu_;         // as the driver names it
+  std::set<Key> agreed_;    // what ranks have done together by ours
+  std::set<Key> declined_;  // what the root began in place
   std::map<NcclWindow, Region> windows_;
 
   mutable std::mutex state_mutex_;      // of what follows; never held while something waits

@@ -202,6 +202,30 @@ def groups(r: Rank) -> dict[str, Any]:
     return {"calls": taken, "sends": r.calls("Send")}
 
 
+def rooted_in_place(r: Rank) -> dict[str, Any]:
+    """The root's own part lies in the whole, as NCCL's callers may have it; twice each."""
+    count, ranks, told = 2048, r.ranks, {}
+    for name in ("Gather", "Scatter"):
+        whole = name == "Scatter"
+        inputs = [pattern(one, count * (ranks if whole else 1)) for one in range(ranks)]
+        before = r.calls(name)
+        for _ in range(2):
+            large, small = r.memory([-1] * count * ranks), r.memory([-1] * count)
+            small = large + 4 * count * r.rank if r.rank == 1 else small
+            inp, out = (large, small) if whole else (small, large)
+            r.put(inp, inputs[r.rank])
+            assert r.call(name, inp, out, count, INT32, 1) == 0
+            if whole or r.rank == 1:
+                got = r.read(out, count if whole else count * ranks)
+                assert got == wanted(name, inputs, r.rank, count), name
+        told[name] = r.calls(name) - before
+    before = r.calls("AllReduce")
+    assert r.checked("AllReduce", count) == 0
+    told["AllReduce"] = r.calls("AllReduce") - before
+    r.destroy()
+    return told
+
+
 def split(r: Rank) -> dict[str, Any]:
     """A part of the ranks, in another order, has a communicator of its own; so has the whole."""
     assert r.checked("AllReduce", 2048) == 0

@@ -112,6 +112,13 @@ def test_groups() -> None:
     assert [one["sends"] for one in told] == [1, 1]
 
 
+def test_gathers_in_place_at_their_root_are_not_ours() -> None:
+    """All the rest stays so."""
+    told, said = run("rooted_in_place", 2, OFFCORE_NCCL_MIN_BYTES=ALL, OFFCORE_TIMEOUT_S="2")
+    assert told == [{"Gather": 2, "Scatter": 2, "AllReduce": 0}] * 2
+    assert "everything goes by NCCL" not in said
+
+
 def test_parts_of_the_ranks() -> None:
     told, said = run("split", 4)
     assert [one["taken"] for one in told] == [0] * 4
