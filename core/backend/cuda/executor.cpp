@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/backend/cuda/spare_engines.h"
 #include "core/base/env.h"
 #include "core/base/threads.h"
 
@@ -53,8 +54,10 @@ void CudaExecutor::alias_copies(const PeerMapping& mapping) {
   const std::scoped_lock lock(mutex_);
   for (const auto& device : devices_) {
     if (device->engine_alias() != nullptr) continue;
-    if (auto foreign = mapping.part_elsewhere(device->ordinal()))
-      device->make_alias(std::move(foreign));
+    auto foreign = mapping.part_elsewhere(device->ordinal());
+    if (foreign == nullptr) continue;
+    device->make_alias(std::move(foreign));
+    if (options_.spare_engines) device->take_spare_engines();
   }
 }
 
@@ -163,6 +166,32 @@ void CudaExecutor::fork(RankSubmission& turn) {
   }
 }
 
+void CudaExecutor::join(RankSubmission& turn, CUstream stream) {
+  turn.joins.push_back(turn.device->event());
+  turn.joins.back().record(stream);
+}
+
+// Lends the queue streams for spare engines, forked where its own is, before anything is in that.
+// They are to be joined.
+std::vector<CUstream> CudaExecutor::lend(RankSubmission& turn, size_t index, StreamEncoder& encoder,
+                                         CUstream forked) {
+  const LocalProgram& local = *turn.local;
+  const SpareEngines* spare = turn.device->spare_engines();
+  if (local.spare_bytes == 0 || index != local.spared || spare == nullptr || armed_lines_ > 0) {
+    return {};
+  }
+  const CudaEvent here = turn.device->event();
+  here.record(forked);
+  std::vector<CUstream> streams;
+  for (size_t i = 0; i < 2 * spare->aliases().size(); ++i) {
+    // Behind those of queues, and of signals aside.
+    streams.push_back(engine(*turn.lane, local.device, 2 * local.engines.size() + i).stream());
+    here.enqueue_wait(streams.back());
+  }
+  encoder.lend(streams, local.spare_bytes);
+  return streams;
+}
+
 // Engine queues that were not armed: one with the caller where that can be, the others forked.
 void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
   const auto& queues = submission.program->queues;
@@ -170,9 +199,11 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
   const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
   for (size_t i = inside; i < local.engines.size(); ++i) {
     OrderedStream& line = engine(*turn.lane, local.device, i);
-    encoder(submission, turn, line.stream(), line.word()).whole(queues[local.engines[i]].commands);
-    turn.joins.push_back(turn.device->event());
-    turn.joins.back().record(line.stream());
+    StreamEncoder own = encoder(submission, turn, line.stream(), line.word());
+    const std::vector<CUstream> spares = lend(turn, i, own, line.stream());
+    own.whole(queues[local.engines[i]].commands);
+    join(turn, line.stream());
+    for (const CUstream spare : spares) join(turn, spare);
   }
   if (inside == 1) turn.own->add(queues[local.engines[0]].commands);
 }
@@ -181,7 +212,7 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
 void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission>& turns) {
   const CudaProgram& compiled = submission.compiled;
   std::map<uint32_t, std::unique_ptr<StreamEncoder>> encoders;  // by queue
-  std::vector<std::pair<RankSubmission*, CUstream>> asides;     // with signals
+  std::vector<std::pair<RankSubmission*, CUstream>> asides;     // of signals, and spare engines
   for (const auto& [gpu, step] : compiled.serial) {
     RankSubmission& turn = turns[gpu];
     const ContextGuard current = turn.device->current();
@@ -201,6 +232,10 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
           own->send_aside(signals, queue.commands.data() + end);
           asides.emplace_back(&turn, signals);
         }
+        const auto index = static_cast<size_t>(at);
+        for (const CUstream spare : lend(turn, index, *own, line.stream())) {
+          asides.emplace_back(&turn, spare);
+        }
       }
       encoder = own.get();
     }
@@ -211,14 +246,12 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
     if (compiled.one_stream) continue;
     const ContextGuard current = turn.device->current();
     for (size_t i = 0; i < turn.local->engines.size(); ++i) {
-      turn.joins.push_back(turn.device->event());
-      turn.joins.back().record(engine(*turn.lane, turn.local->device, i).stream());
+      join(turn, engine(*turn.lane, turn.local->device, i).stream());
     }
   }
   for (const auto& [turn, stream] : asides) {
     const ContextGuard current = turn->device->current();
-    turn->joins.push_back(turn->device->event());
-    turn->joins.back().record(stream);
+    join(*turn, stream);
   }
 }
 

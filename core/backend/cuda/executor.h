@@ -139,6 +139,9 @@ class CudaExecutor final : public exec::Executor {
   RankSubmission begin(CudaSubmission& submission, const LocalProgram& local);
   void fork(RankSubmission& turn);
   void engines(CudaSubmission& submission, RankSubmission& turn);
+  void join(RankSubmission& turn, CUstream stream);
+  std::vector<CUstream> lend(RankSubmission& turn, size_t index, StreamEncoder& encoder,
+                             CUstream forked);
   void serial(CudaSubmission& submission, std::vector<RankSubmission>& turns);
   void resume(CudaSubmission& submission, RankSubmission& turn, size_t index);
   void end(RankSubmission& turn);

@@ -8,6 +8,7 @@
 #include "core/backend/cuda/copy_kernel.h"
 #include "core/backend/cuda/pack_kernel.h"
 #include "core/backend/cuda/reduce_kernel.h"
+#include "core/backend/cuda/spare_engines.h"
 #include "core/base/clock.h"
 #include "core/base/fork.h"
 
@@ -194,6 +195,12 @@ const ReduceKernels& GpuContext::reduce_kernels() const {
   return *reduce_kernels_;
 }
 
+const SpareEngines* GpuContext::spare_engines() const {
+  const std::scoped_lock lock(kept_mutex_);
+  if (!spare_engines_) spare_engines_ = SpareEngines::find(*this);
+  return spare_engines_->get();
+}
+
 bool GpuContext::works() const {
   const ContextGuard here = current();
   const CUresult result = Driver::get().cuStreamQuery(service_->handle());
@@ -244,14 +251,24 @@ void GpuContext::copy(void* dst, const void* src, uint64_t bytes) const {
   settle();
 }
 
+bool GpuContext::completed(CUresult result, const char* what) const {
+  if (refused(result)) return false;
+  check(result, what);
+  settle();
+  return true;
+}
+
 bool GpuContext::copy(const StridedCopy& rows) const {
   const std::scoped_lock lock(mutex_);
   const ContextGuard here = current();
-  const CUresult result = copy_rows(rows, service_->handle());
-  if (refused(result)) return false;
-  check(result, "a copy of rows");
-  settle();
-  return true;
+  return completed(copy_rows(rows, service_->handle()), "a copy of rows");
+}
+
+bool GpuContext::copy(const CUmemcpy2D& rectangle) const {
+  const std::scoped_lock lock(mutex_);
+  const ContextGuard here = current();
+  return completed(Driver::get().cuMemcpy2DAsync(&rectangle, service_->handle()),
+                   "cuMemcpy2DAsync");
 }
 
 void GpuContext::write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const {

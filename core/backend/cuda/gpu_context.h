@@ -5,6 +5,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "core/backend/backend.h"
@@ -116,6 +117,7 @@ class CudaEvent {
 class CopyKernel;
 class PackKernel;
 class ReduceKernels;
+class SpareEngines;
 
 class GpuContext final : public Port {
  public:
@@ -141,7 +143,8 @@ class GpuContext final : public Port {
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
-  bool copy(const StridedCopy& rows) const;  // false: the driver refuses it
+  bool copy(const StridedCopy& rows) const;      // false: the driver refuses it
+  bool copy(const CUmemcpy2D& rectangle) const;  // likewise
   void zero(CUdeviceptr dst, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
@@ -156,6 +159,10 @@ class GpuContext final : public Port {
   // The kernels that reduce on this GPU, made by whoever asks first.
   const ReduceKernels& reduce_kernels() const;
 
+  // The engines that are free beside copies to other GPUs (spare_engines.h), tried by whoever asks
+  // first, before anything is enqueued. Null: there are none. Throws driver.
+  const SpareEngines* spare_engines() const;
+
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
   // of windows it reaches anyhow.
   void reach(const GpuContext& peer) const;
@@ -163,16 +170,18 @@ class GpuContext final : public Port {
  private:
   explicit GpuContext(int ordinal);
   void settle() const;
+  bool completed(CUresult result, const char* what) const;
 
   std::shared_ptr<const PrimaryContext> context_;
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<CudaStream> service_;
   mutable std::mutex mutex_;       // one user of the service stream at a time
-  mutable std::mutex kept_mutex_;  // of the four below
+  mutable std::mutex kept_mutex_;  // of what is below
   mutable std::vector<std::unique_ptr<CudaStream>> idle_;
   mutable std::unique_ptr<const CopyKernel> copy_kernel_;
   mutable std::unique_ptr<const PackKernel> pack_kernel_;
   mutable std::unique_ptr<const ReduceKernels> reduce_kernels_;
+  mutable std::optional<std::shared_ptr<const SpareEngines>> spare_engines_;
 };
 
 inline constexpr unsigned kMemOpsMax = 240;  // the driver takes fewer than 256 in a batch

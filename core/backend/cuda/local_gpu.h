@@ -44,6 +44,9 @@ class LocalGpu {
   void make_alias(std::shared_ptr<const Allocation> foreign);
   // Null: SMs make such copies.
   const EngineAlias* engine_alias() const { return engine_alias_.get(); }
+  // Engines that make them beside copies to other GPUs, and none until then. Throws driver.
+  void take_spare_engines() { spare_engines_ = gpu_->spare_engines(); }
+  const SpareEngines* spare_engines() const { return spare_engines_; }
 
  private:
   Rank rank_;
@@ -52,6 +55,7 @@ class LocalGpu {
   const PackKernel* pack_kernel_;
   std::shared_ptr<const DualEngine> crossing_;
   std::unique_ptr<const EngineAlias> engine_alias_;
+  const SpareEngines* spare_engines_ = nullptr;
 };
 
 }  // namespace offcore::cuda

@@ -4,14 +4,12 @@
 #include <utility>
 
 #include "core/backend/cuda/dual_engine.h"
-#include "core/backend/cuda/engine_alias.h"
 #include "core/ir/text.h"
 
 namespace offcore::cuda {
 namespace {
 
-constexpr size_t kCopiesMax = 1024;   // in a batch
-constexpr size_t kOwnCopiesMax = 32;  // in one within a GPU: the engine starts on it meanwhile
+constexpr size_t kCopiesMax = 1024;  // in a batch
 constexpr uint32_t kLooksPerPeer = 4;
 constexpr uint32_t kLooksMax = 16;
 
@@ -383,33 +381,6 @@ void StreamEncoder::outside(const Slice& dst, const Slice& src, uint64_t bytes) 
   }
   if ((host && !many_) || !batches_) return plain(to, from, bytes);
   collect(to, from, bytes, 0, kCopiesMax);
-}
-
-void StreamEncoder::inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
-  if (!options_.own_copy_on_sm && !options_.armed && device_.engine_alias() != nullptr) {
-    const uint64_t done = by_engine(dst, src, bytes);
-    if (done == bytes) return;
-    dst += done;
-    src += done;
-    bytes -= done;
-  }
-  const bool asked = !options_.own_copy_on_sm && batches_;
-  stats_.own_copy = std::max(stats_.own_copy, asked ? OwnCopy::hint : OwnCopy::sm);
-  if (!asked) return plain(dst, src, bytes);
-  collect(dst, src, bytes, kPreferOverlap, kOwnCopiesMax);
-}
-
-// The bytes that are copied so: all, unless the driver refuses some.
-uint64_t StreamEncoder::by_engine(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {
-  flush();
-  uint64_t done = 0;
-  while (done < bytes) {
-    const CUmemcpy2D piece = device_.engine_alias()->first(dst + done, src + done, bytes - done);
-    if (!accepted(Driver::get().cuMemcpy2DAsync(&piece, stream_), "cuMemcpy2DAsync")) break;
-    ++stats_.calls.strided;
-    done += piece.width;
-  }
-  return done;
 }
 
 void StreamEncoder::plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes) {

@@ -2,7 +2,8 @@
 //
 //   copy       cuMemcpyAsync; several rows in steps: one strided copy; several in a group to other
 //              GPUs: a batch, which engines share; within one GPU: by addresses that make it a copy
-//              engine's, because a plain one would take SMs (engine_alias.h); many in a group
+//              engine's, because a plain one would take SMs (engine_alias.h), a large one in parts
+//              that several engines copy at once (spare_engines.h); many in a group
 //              between the host and a GPU: a batch, which costs the host less; rows between those
 //              two in a launch that is crossed: one strided copy by the engine of the other
 //              direction (dual_engine.h)
@@ -49,6 +50,7 @@ using MappingTwins = std::map<const PeerMapping*, std::unique_ptr<PeerMapping>>;
 
 struct EncodeOptions {
   SignalForm signals = SignalForm::fenced;
+  bool spare_engines = false;   // for large copies within a GPU, beside the one for peers
   bool own_copy_on_sm = false;  // copies within a GPU may take SMs: faster, but not off the cores
   uint32_t call_min = UINT32_MAX;  // as Batches has it
   uint32_t sms = 12;               // that a reduction, or a copy of pages, takes at most
@@ -107,6 +109,9 @@ class StreamEncoder {
   // Signals of commands before `end` go into this stream, each behind the data before it: a copy
   // that follows starts 2.5 us sooner than behind a signal (2 x H200).
   void send_aside(CUstream stream, const Command* end);
+  // Spare engines take so many bytes of copies within the GPU, in these streams, two each. Nothing
+  // else may come before those copies or behind them.
+  void lend(std::vector<CUstream> streams, uint64_t bytes);
   void run(std::span<const Command> commands);  // and flushes
   void whole(std::span<const Command> queue);   // nothing else comes: expects it, and runs it
   void add(std::span<const Command> commands);  // the last ones may wait for a flush
@@ -148,7 +153,10 @@ class StreamEncoder {
   bool takes_batches() const;
   void outside(const Slice& dst, const Slice& src, uint64_t bytes);
   void inside(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
-  uint64_t by_engine(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  uint64_t by_spare(size_t engine, CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  void in_own_stream(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
+  uint64_t by_alias(const EngineAlias& alias, CUdeviceptr dst, CUdeviceptr src, uint64_t bytes,
+                    CUstream stream);
   void plain(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes);
   // Of a driver's call that enqueues: throws where it has failed.
   void submitted(CUresult result, const char* call);
@@ -179,6 +187,8 @@ class StreamEncoder {
   const Command* aside_end_ = nullptr;
   std::optional<CudaEvent> passed_;
   std::vector<CUstreamMemOp> aside_ops_;
+  std::vector<CUstream> spare_streams_;
+  uint64_t spare_bytes_ = 0;  // that they take still
   std::vector<ReduceKernelJob> jobs_;
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;                  // of the copies collected here

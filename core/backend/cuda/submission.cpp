@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <utility>
 
 #include "core/backend/cuda/reduce_kernel.h"
+#include "core/backend/cuda/spare_engines.h"
 
 namespace offcore::cuda {
 namespace {
@@ -53,6 +55,44 @@ void place_caller(LocalProgram& local) {
   };
   local.joined = std::all_of(commands.begin(), first_poll, simple(Op::signal)) &&
                  std::all_of(first_poll, commands.end(), simple(Op::poll));
+}
+
+bool within(const Program& program, const Command& command) {
+  for (uint32_t row = 0; row < command.rows; ++row) {
+    if (row_of(command.dst, command.dst_step, row, program.ranks).rank !=
+        row_of(command.src, command.src_step, row, program.ranks).rank) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Gives spare engines their share of what the rank keeps, where large copies of it have a queue of
+// their own. Not beside copies to and from the host, which those engines make.
+void share_own(const Program& program, LocalProgram& local) {
+  uint64_t own = 0;
+  uint64_t pushed = 0;
+  uint64_t moved = 0;
+  for (size_t i = 0; i < local.engines.size(); ++i) {
+    const std::vector<Command>& commands = program.queues[local.engines[i]].commands;
+    uint64_t kept = 0;
+    bool alone = true;
+    for (const Command& command : commands) {
+      const uint64_t bytes = command.bytes * command.rows;
+      alone = alone && command.op == Op::copy && command.rows == 1 &&
+              bytes >= SpareEngines::kCopyMin && within(program, command);
+      if (!moves_data(command.op)) continue;
+      if (command.dst.rank == kHostRank || command.src.rank == kHostRank) return;
+      (within(program, command) ? kept : pushed) += bytes;
+    }
+    if (alone && kept > own) {
+      moved += std::exchange(own, kept);
+      local.spared = i;
+    } else {
+      moved += kept;
+    }
+  }
+  local.spare_bytes = SpareEngines::share(own, pushed, moved);
 }
 
 // How a program whose queues wait for each other is enqueued.
@@ -104,6 +144,7 @@ std::shared_ptr<const CudaProgram> compile(std::shared_ptr<const Program> progra
         if (moves_data(command.op)) compiled->bytes += command.bytes * command.rows;
       }
     }
+    if (compiled->program->mode == Mode::eager) share_own(*compiled->program, local);
     if (compiled->program->mode != Mode::armed || !local.joined) continue;
     for (uint32_t engine : local.engines) {
       if (!split(*compiled->program, queues[engine].commands, local.aheads.emplace_back())) {

@@ -30,6 +30,9 @@ struct LocalProgram : exec::RankQueues {
   // the caller's own stream.
   bool joined = true;
   std::vector<ArmedQueue> aheads;  // by engine queue; empty: cannot be enqueued ahead
+  // Of the engine queue that only copies within the rank, what spare engines take; 0: nothing.
+  uint64_t spare_bytes = 0;
+  size_t spared = 0;  // index into `engines`
 };
 
 struct CudaProgram : exec::CompiledProgram {

@@ -106,11 +106,18 @@ FAKE_API uint64_t fakecuda_done(const char* what) {
   const struct {
     const char* name;
     uint64_t count;
-  } rows[] = {{"plain", all.plain},     {"strided", all.strided},
-              {"batched", all.batched}, {"same_device", all.same_device},
-              {"crossed", all.crossed}, {"fills", all.fills},
-              {"rows", all.rows},       {"bytes", all.bytes},
-              {"waits", all.waits},     {"writes", all.writes}};
+  } rows[] = {{"plain", all.plain},
+              {"strided", all.strided},
+              {"batched", all.batched},
+              {"same_device", all.same_device},
+              {"crossed", all.crossed},
+              {"fills", all.fills},
+              {"rows", all.rows},
+              {"bytes", all.bytes},
+              {"waits", all.waits},
+              {"writes", all.writes},
+              {"to_host_engine", all.to_host_engine},
+              {"from_host_engine", all.from_host_engine}};
   for (const auto& row : rows) {
     if (std::strcmp(row.name, what) == 0) return row.count;
   }

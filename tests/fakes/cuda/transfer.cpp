@@ -179,6 +179,11 @@ bool is_crossed(const Transfer& transfer) {
          of_host(dst.base) == of_host(src.address) && of_host(src.base) == of_host(dst.address);
 }
 
+bool of_hosts_engine(const Transfer& transfer, const Side& side) {
+  return side.base != 0 && of_host(side.base) && !of_host(transfer.dst.address) &&
+         !of_host(transfer.src.address);
+}
+
 bool takes_sms(const std::vector<Transfer>& batch) {
   return std::ranges::any_of(batch, within_one_device);
 }
@@ -217,7 +222,10 @@ void count_copy(const std::vector<Transfer>& batch) {
   tally().crossed += std::ranges::count_if(batch, is_crossed);
   for (const Transfer& transfer : batch) {
     tally().rows += transfer.rows * transfer.slices;
-    tally().bytes += transfer.rows * transfer.slices * transfer.width;
+    const uint64_t bytes = transfer.rows * transfer.slices * transfer.width;
+    tally().bytes += bytes;
+    if (of_hosts_engine(transfer, transfer.dst)) tally().to_host_engine += bytes;
+    if (of_hosts_engine(transfer, transfer.src)) tally().from_host_engine += bytes;
   }
 }
 

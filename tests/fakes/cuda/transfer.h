@@ -39,6 +39,9 @@ struct Tally {
   std::atomic<uint64_t> plain{0}, strided{0}, batched{0}, fills{0};  // commands run
   std::atomic<uint64_t> same_device{0};  // commands that a GPU would do with a kernel
   std::atomic<uint64_t> crossed{0};      // by the engine for the way back
+  // Bytes copied within a GPU by the host's engines: the destination's base, or the source's, is
+  // the host's memory.
+  std::atomic<uint64_t> to_host_engine{0}, from_host_engine{0};
   std::atomic<uint64_t> rows{0}, bytes{0}, waits{0}, writes{0};
 };
 Tally& tally();

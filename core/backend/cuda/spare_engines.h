@@ -1,0 +1,39 @@
+// Engines of a GPU that are free while it sends to other GPUs.
+//
+// All copies to other GPUs, and those within the GPU by a peer's base (engine_alias.h), are one
+// engine's: a rank's own part of an all-to-all takes its whole time beside what is pushed. A copy
+// within the GPU whose destination's base is the host's memory, or its source's, is made by the
+// engine of that direction: 90 GB/s each, 153 both, and pushes keep their rate meanwhile (2 x H200,
+// driver 580; benchmarks/results/cuda-h200-2-spare-engines.txt). No document says so: whether every
+// byte comes is tried first.
+#pragma once
+#include <deque>
+#include <memory>
+
+#include "core/backend/cuda/engine_alias.h"
+
+namespace offcore::cuda {
+
+class SpareEngines {
+ public:
+  // Of a row: an application's own copies to and from the host wait for one at a time.
+  static constexpr uint64_t kRowMax = uint64_t{8} << 20;
+  static constexpr uint64_t kCopyMin = uint64_t{4} << 20;  // of copies that are divided
+
+  // Tries them, in memory of its own. Null: there are none. Throws driver where the GPU has failed.
+  static std::shared_ptr<const SpareEngines> find(const GpuContext& gpu);
+
+  const std::deque<EngineAlias>& aliases() const { return aliases_; }  // an engine each
+
+  // How many of `own` bytes within the GPU they take, so that they end together with the engine
+  // that does the rest, `pushed` bytes to other GPUs and `moved` further ones within. 0: too few.
+  static uint64_t share(uint64_t own, uint64_t pushed, uint64_t moved);
+
+ private:
+  explicit SpareEngines(const GpuContext& gpu);
+  bool work(const GpuContext& gpu, CUdeviceptr src) const;
+
+  std::deque<EngineAlias> aliases_;
+};
+
+}  // namespace offcore::cuda

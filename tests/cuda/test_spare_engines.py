@@ -1,0 +1,94 @@
+"""What a rank keeps of a large collective is copied by engines that pushes leave free."""
+
+import pytest
+import test_refused
+from test_cuda import run
+
+MIB = 1 << 20
+
+PRELUDE = (
+    test_refused.PRELUDE
+    + """
+MIB = 1 << 20
+def by_spares():
+    return np.array(done("to_host_engine", "from_host_engine"))
+
+def exchanged(comm, nbytes, plain=False, **options):
+    '''All-to-all of so many bytes a rank; its result, and what spare engines copied of it.'''
+    ranks, part = comm.ranks, nbytes // comm.ranks
+    data = [np.random.default_rng(rank).integers(0, 256, nbytes, np.uint8) for rank in range(ranks)]
+    inputs = [Plain(rank, nbytes) for rank in range(ranks)]
+    for one, values in zip(inputs, data):
+        one.write(values)
+    outs = [Plain(rank, nbytes) for rank in range(ranks)] if plain else comm.window(nbytes)
+    before = by_spares()
+    result = comm.all_to_all(outs, inputs, **options).wait()
+    taken = by_spares() - before
+    for rank in range(ranks):
+        came = outs[rank].read() if plain else look(outs, rank)
+        wanted = np.concatenate([one[rank * part :][:part] for one in data])
+        assert (came[:nbytes] == wanted).all(), rank
+    return result, taken
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "plain", "least", "most"),
+    [
+        (2, 64 * MIB, False, 0.4, 0.6),  # half of what it keeps: the other engine has pushes, too
+        (2, 64 * MIB + 4098, False, 0.4, 0.6),
+        (4, 64 * MIB, False, 1, 1),  # they are through before the pushes
+        (2, 80 * MIB, True, 0.6, 0.9),  # and here it drains slots as well
+    ],
+)
+def test_they_copy_beside_pushes(
+    ranks: int, nbytes: int, plain: bool, least: float, most: float
+) -> None:
+    code = """
+    ranks, nbytes, plain, least, most = eval(sys.argv[1])
+    result, taken = exchanged(opened(ranks, own_copy="engines"), nbytes, plain)
+    assert (result.own_copy, result.native, result.staged) == ("engine", True, plain), result
+    assert done("same_device") == [0]
+    kept = nbytes  # by all ranks together
+    assert least * kept <= taken.sum() <= most * kept, (taken, kept)
+    assert taken.min() > 0.45 * taken.sum(), taken
+    """
+    assert run(code, repr((ranks, nbytes, plain, least, most)), prelude=PRELUDE) == ""
+
+
+def test_small_ones_and_those_by_sms_or_by_default_stay_in_one_stream() -> None:
+    code = """
+    result, taken = exchanged(opened(own_copy="engines"), 8 * MIB)
+    assert (result.own_copy, taken.sum()) == ("engine", 0), (result, taken)
+    result, taken = exchanged(opened(own_copy="sm"), 64 * MIB)
+    assert (result.own_copy, taken.sum()) == ("sm", 0), (result, taken)
+    result, taken = exchanged(opened(), 64 * MIB)
+    assert (result.own_copy, taken.sum()) == ("engine", 0), (result, taken)
+    """
+    assert run(code, prelude=PRELUDE) == ""
+
+
+def test_where_the_trial_is_refused_one_engine_copies_all() -> None:
+    code = """
+    comm = opened(own_copy="engines")
+    result, taken = exchanged(comm, 64 * MIB)
+    assert (result.own_copy, result.native, taken.sum()) == ("engine", True, 0), (result, taken)
+    """
+    assert (
+        run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:1:1,cuMemcpy2DAsync:2:1")
+        == ""
+    )
+
+
+# Calls behind those of the trial.
+LATER = ",".join(f"cuMemcpy2DAsync:{number}:1" for number in range(6, 300, 2))
+
+
+def test_what_a_spare_engine_is_refused_another_one_copies() -> None:
+    code = """
+    result, taken = exchanged(opened(own_copy="engines"), 64 * MIB)
+    assert result.own_copy in ("engine", "hint", "sm") and not result.native, result
+    assert taken.sum() > 0
+    """
+    assert run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL=LATER) == ""
