@@ -1,5 +1,6 @@
 """Window memory as torch tensors, which no array library in between makes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import needs
 import offcore
 from offcore import _core
 from offcore.comm import exchange, requests
+from offcore.comm.registration import Registration
 
 needs.require("torch")
 import torch  # noqa: E402
@@ -107,6 +109,12 @@ def test_an_all_to_all_with_counts_looks_up_plain_tensors_once(
         call(3, torch.int64, torch.nn.Parameter(out, requires_grad=False))
         call(3, torch.int64)
         assert looked == [0, 1] * 4
+        opened = len(comm._exchanges)
+        core = SimpleNamespace(deregister=lambda _: None)
+        Registration(core, 1, comm._exchanges).close()  # memory that was here may be gone
+        call(4, torch.int64)
+        assert looked == [0, 1] * 5
+        assert len(comm._exchanges) == opened - 2  # of three kinds of counts, and the engines
         for wrong in (torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.int16)):
             for _ in range(2):
                 with pytest.raises(offcore.Error, match="counts"):

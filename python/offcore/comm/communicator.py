@@ -183,7 +183,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         except Error as refused:  # told to the other ranks, which wait for this one
             refusal = str(refused)
         number = self._core.register_memory(places, refusal or "", held, self.timeout)
-        return Registration(self._core, number)
+        return Registration(self._core, number, self._exchanges)
 
     def requests(
         self,
