@@ -57,6 +57,15 @@ def test_layers_are_acyclic_and_name_only_layers() -> None:
     assert rules.LAYERS["mcast"] == {"base"}
 
 
+def test_what_is_installed_is_there() -> None:
+    """A build finds that out, but a test runs in one that was made before."""
+    text = (ROOT / "CMakeLists.txt").read_text("utf-8")
+    calls = re.findall(r"install\((?:FILES|DIRECTORY)\s([^)]*?)\sDESTINATION", text)
+    named = [path for call in calls for path in call.split() if not path.startswith("$")]
+    assert len(named) > 3
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_no_type_name_stands_twice_in_the_core() -> None:
     """One meaning a word: a name in core/ says which type it is, without its namespace."""
     definition = re.compile(
