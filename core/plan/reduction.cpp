@@ -28,6 +28,9 @@ constexpr uint64_t kSlotBytesMax = 192 << 20;         // of a slot that holds al
 constexpr uint64_t kPushedMin = 6;                    // of a smaller share cores gain nothing
 constexpr uint64_t kPushes[] = {512 << 10, 1 << 20};  // that callers may exchange themselves
 
+// Ranks of which callers gather without engines: between more each has too many to push to.
+constexpr Rank kAloneMax = 8;
+
 class ReductionLowering {
  public:
   // In one shot, every rank reduces the whole array: all of it is everyone's part.
@@ -55,7 +58,7 @@ class ReductionLowering {
     const bool one = port || overwrites_ || form.captured;  // captured words release one poll
     queues_ = one ? 1 : std::clamp<uint32_t>(ranks_ - 1u, 1, machine.engines_peer);
     steps_ = in_step(machine, ranks_) && !form.captured;
-    alone_ = pushes_ && chunks_ == 1;
+    alone_ = pushes_ && chunks_ == 1 && ranks_ <= kAloneMax;
     const uint32_t step_depth = plan.op == "reduce" ? kRootedDepth : kStepDepth;
     depth_ = steps_ ? step_depth : kDepth;
     const uint64_t all_bytes = round_up(largest_part(), kChunkAlign) * (ranks_ - 1u);
