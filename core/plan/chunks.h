@@ -64,6 +64,11 @@ inline bool in_step(const Machine& machine, Rank ranks) {
   return machine.topology == Topology::switched && ranks > 2;
 }
 
+// What ranks lose by it, with so many chunks, beyond what the cost model estimates.
+inline double steps_ns(const Machine& machine, uint32_t chunks) {
+  return chunks > 1 ? (chunks - 1) * machine.cost.step_ns : 0;
+}
+
 // Chunk sizes that are worth a look for parts of at most `largest` bytes from each of `peers`, the
 // largest first: `pieces_max` pieces or fewer, and of `shared` bytes of all peers.
 std::vector<uint64_t> chunk_sizes(uint64_t largest, uint64_t peers, uint32_t pieces_max,

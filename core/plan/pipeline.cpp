@@ -57,10 +57,7 @@ class PipelineLowering {
   uint64_t largest() const { return largest_; }
   uint64_t senders() const { return rows_; }
   uint64_t cut_bytes_max() const { return steps_ ? kSteppedBytesMax / 2 : kCutBytesMax; }
-  // What ranks lose because they send in step.
-  double steps_ns() const {
-    return steps_ && chunks_ > 1 ? (chunks_ - 1) * machine_.cost.step_ns : 0;
-  }
+  double lost_ns() const { return steps_ ? steps_ns(machine_, chunks_) : 0; }
 
   Program run() {
     if (chunks_ > kChunksMax) {
@@ -310,10 +307,10 @@ Program lower_pipelined(const Moves& moves, uint64_t chunk_bytes, const Machine&
   const uint64_t shared = given.cut_bytes_max();
   for (const uint64_t bytes : chunk_sizes(given.largest(), given.senders(), kPiecesMax, shared)) {
     PipelineLowering lowering(moves, bytes, machine, form);
-    const double steps_ns = lowering.steps_ns();
-    if (steps_ns >= best_ns) continue;
+    const double lost_ns = lowering.lost_ns();
+    if (lost_ns >= best_ns) continue;
     Program program = lowering.run();
-    const double total_ns = steps_ns + estimate(program, machine, best_ns - steps_ns).total_ns();
+    const double total_ns = lost_ns + estimate(program, machine, best_ns - lost_ns).total_ns();
     if (total_ns >= best_ns) continue;
     best = std::move(program);
     best_ns = total_ns;

@@ -67,8 +67,8 @@ class ReductionLowering {
     declare(one_shot);
   }
 
-  // What ranks lose because they send in step.
-  double steps_ns() const { return steps_ ? (chunks_ - 1) * machine_.cost.step_ns : 0; }
+  const std::string& variant() const { return program_.variant; }
+  double lost_ns() const { return steps_ ? steps_ns(machine_, chunks_) : 0; }
 
   Program run() {
     for (Rank rank = 0; rank < ranks_; ++rank) {
@@ -217,6 +217,7 @@ class ReductionLowering {
     return commands;
   }
 
+  // Until all have sent the chunk before; the first may be the callers'.
   void await_step(std::vector<Command>& commands, Rank rank, uint32_t chunk) const {
     const uint32_t pushed = pushes_ ? 1 : 0;
     if (!steps_ || chunk <= pushed) return;
@@ -413,12 +414,12 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
   std::optional<Program> best;
   double best_ns = 0;
   const auto consider = [&](ReductionLowering lowering) {
-    const double steps_ns = lowering.steps_ns();
-    Program program = legalize(lowering.run(), machine);
-    const bool alike = best && best->variant == program.variant;
+    const bool alike = best && best->variant == lowering.variant();
     const double limit_ns = best ? (alike ? kClearly : kSteps) * best_ns : kNoLimit;
-    if (steps_ns >= limit_ns) return;
-    const double total_ns = steps_ns + estimate(program, machine, limit_ns - steps_ns).total_ns();
+    const double lost_ns = lowering.lost_ns();
+    if (lost_ns >= limit_ns) return;
+    Program program = legalize(lowering.run(), machine);
+    const double total_ns = lost_ns + estimate(program, machine, limit_ns - lost_ns).total_ns();
     if (total_ns >= limit_ns) return;
     best = std::move(program);
     best_ns = total_ns;
