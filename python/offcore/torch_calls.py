@@ -157,26 +157,22 @@ class HostWork(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
 
     def get_future(self) -> Any:
         """A future that a thread completes, with the outputs or the error."""
-        promised, future = promise()
+        # To C++, an exception that Python sets is a value like others: as gradients, it made DDP
+        # crash. One of a callback is a failure.
+        source: Any = torch.futures.Future()
+        future = source.then(lambda done: done.value())
 
         def complete() -> None:
             try:
-                promised.set_result(self.result())
+                source.set_result(self.result())
             except Exception as failure:
-                promised.set_exception(failure)
+                source.set_exception(failure)
 
         if self._handle.done():
             complete()
         else:
             threading.Thread(target=complete, daemon=True).start()
         return future
-
-
-def promise(**where: Any) -> tuple[Any, Any]:
-    """What is to be completed, and a future of it. For C++ an exception that Python sets is a value
-    like others: in place of gradients, it made DDP crash. One of a callback is a failure."""
-    promised: Any = torch.futures.Future(**where)
-    return promised, promised.then(lambda done: done.value())
 
 
 def copy_all(copies: Copies) -> None:
