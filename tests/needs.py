@@ -27,7 +27,10 @@ TOOLS = {
 }
 PACKAGES = ("matplotlib", "scipy", "torch", "transformers", "triton", "vllm", "sglang")
 # What it takes more than a name to know: why it cannot be had here, or nothing.
-OTHERS: dict[str, Callable[[], str | None]] = {"namespaces": namespaces.refused}
+OTHERS: dict[str, Callable[[], str | None]] = {
+    "c++": lambda: None if shutil.which("c++") else "install g++",
+    "namespaces": namespaces.refused,
+}
 
 
 @functools.cache

@@ -125,7 +125,7 @@ def test_only_a_loop_without_an_end_is_stopped():
         assert (looped.read(a) == ended + 2).all()
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.needs("c++")
 def test_times_are_of_the_last_iterations(tmp_path):
     """The look that finds the end takes no iteration's place."""
     graph = loop.Graph(0, 1)
@@ -233,7 +233,7 @@ def test_instructions():
     assert lists[1] == []
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.needs("c++")
 def test_the_generated_kernel_as_host_code(comm, tmp_path):
     rows, width, hidden, iterations = 70, 64, 96, 5
     made = loop_graphs.mlp(rows, width, hidden)
