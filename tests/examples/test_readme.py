@@ -47,21 +47,53 @@ def reductions() -> list[str]:
 
 
 def steps() -> list[str]:
-    """Of FSDP2 and DDP, ours and NCCL's."""
-    words = (RESULTS / "train-h200-2.txt").read_text("utf-8")
+    """Of FSDP2 and DDP, ours and NCCL's: the newest section of the file."""
+    words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
+    found = re.findall(
+        r"^ +(wide|1b) +(\d+) +(ddp )?(own|offcore) +([\d.]+) +[\d.]+ +([\d.]+)", words, re.M
+    )
+    ms = {(model + ddp, tokens, arm): time for model, tokens, ddp, arm, time, _ in found}
+    speed = {(model + ddp, tokens): of for model, tokens, ddp, arm, _, of in found if arm != "own"}
 
-    def ms(kind: str, arm: str) -> float:
-        found = re.search(rf"^ +{kind} +{arm} +([\d.]+)", words, re.M)
-        assert found is not None
-        return float(found[1])
+    def row(model: str, tokens: str) -> str:
+        ours, nccl = (f"{float(ms[model, tokens, arm]):.0f}" for arm in ("offcore", "own"))
+        return f"{int(tokens):,} tokens | {ours} ms | NCCL {nccl} ms"
 
-    ratios = [float(one) for one in re.findall(r"^ +\d+ +offcore .* ([\d.]+)$", words, re.M)[:2]]
-    longer = [f"{100 / ratio - 100:.0f}" for ratio in sorted(ratios, reverse=True)]
     return [
-        f"takes {longer[0]} to {longer[1]} % longer than with NCCL",
-        f"4,096 tokens | {ms('4096', 'offcore'):.0f} ms | NCCL {ms('4096', 'own'):.0f} ms",
-        f"1,024 tokens | {ms('ddp', 'offcore'):.0f} ms | NCCL {ms('ddp', 'own'):.0f} ms",
+        f"FSDP2 steps of a 1.2 B Llama run at {speed['1b', '1024']} to {speed['1b', '4096']} times "
+        f"NCCL's speed and those of a 2.9 B one at {speed['wide', '4096']}; DDP steps run at "
+        f"{speed['1bddp ', '1024']}",
+        f"FSDP2 step, 2.9 B parameters, {row('wide', '4096')}",
+        f"FSDP2 step, 1.2 B parameters, {row('1b', '1024')}",
+        f"FSDP2 step, 1.2 B parameters, {row('1b', '4096')}",
+        f"DDP step, 1.2 B parameters, {row('1bddp ', '1024')}",
     ]
+
+
+def between_four() -> list[str]:
+    """Reductions and plain tensors of 4 GPUs; the slowest of the sizes up to 256 MiB."""
+    words = (RESULTS / "reduce-h200-4.txt").read_text("utf-8")
+    found = re.findall(
+        r"^ +(\w+) +(\d+[MG]) +[-\d.]+ +[-\d.]+ +([\d.]+) +([\d.]+) +([\d.]+)$", words, re.M
+    )
+    speed = {(op, size): float(of) for op, size, _, _, of in found}
+    assert {size for (_, size), of in speed.items() if of < 1} >= {"16M", "64M", "256M"}
+    upto = [of for (_, size), of in speed.items() if size != "1G"]
+    told = [f"run at {min(upto)} to {max(upto)} times NCCL's speed from 16 to 256 MiB"]
+    for op, size, ours, nccl, _ in found:
+        if size == "256M":
+            name = op.replace("_", "-")
+            told.append(
+                f"{name}, 256 MiB bf16, 4 GPUs | {float(ours):,.0f} us | NCCL {float(nccl):,.0f} us"
+            )
+    plain = re.search(
+        r"^ +all_gather +256M +\d+ +\d+ +(\d+) +(\d+)$",
+        (RESULTS / "tensors-h200-4.txt").read_text("utf-8"),
+        re.M,
+    )
+    assert plain is not None
+    ours, nccl = (f"{int(one):,} us" for one in plain.groups())
+    return [*told, f"plain tensors, all-gather of 256 MiB, 4 GPUs | {ours} | NCCL {nccl}"]
 
 
 def kv() -> list[str]:
@@ -96,8 +128,8 @@ def kv_of_a_tensor_a_layer() -> list[str]:
     ours = of["offcore"]
     batch = max(row["gbps"] for name, row in of.items() if name.startswith("batch"))
     return [
-        f"a tensor a layer: {ours['gbps']:.1f} GB/s, by {ours['sms']} SMs | the driver's batch "
-        f"calls: {batch:.1f} GB/s at best; a kernel on 16 SMs: {of['kernel']['gbps']:.1f}"
+        f"one tensor per layer: {ours['gbps']:.1f} GB/s, with {ours['sms']} SMs | "
+        f"the driver's batch calls: {batch:.1f} GB/s at best; a kernel on 16 SMs: {of['kernel']['gbps']:.1f}"
     ]
 
 
@@ -135,15 +167,20 @@ def multicast() -> list[str]:
 
 
 def serving() -> list[str]:
-    of = {(r["arm"], r["hit"]): r for r in rows("serving-h100.jsonl") if r["model"] == "7b"}
-    keys = (("ours", 100), ("engine", 100), ("recompute", 0))
-    ours, engine, again = (f"{of[key]['ttft_ms']:,.0f} ms" for key in keys)
+    """Of all prompts' blocks in host memory: as enabled, with the pages packed, without SMs."""
+    of = {
+        r["arm"]: f"{r['ttft_ms']:.0f} ms" for r in rows("serving-h200.jsonl") if r["model"] == "7b"
+    }
+    h100 = {(r["arm"], r["hit"]): r for r in rows("serving-h100.jsonl") if r["model"] == "7b"}
+    again = f"{h100['recompute', 0]['ttft_ms']:,.0f} ms"
     slow, slower = (
-        f"{100 * (of[arm, 'beside']['slowdown'] - 1):.0f} %" for arm in ("ours", "engine")
+        f"{100 * (h100[arm, 'beside']['slowdown'] - 1):.0f} %" for arm in ("ours", "engine")
     )
     return [
-        f"after {ours}; the serving engine's own copies need {engine}, recomputing {again}",
-        f"7B | {ours} | the engine's own copies {engine}, recomputing {again}",
+        f"after {of['ours']}, or {of['packed']} where SMs pack the pages; with the engine's own "
+        f"copies it comes after {of['engine']}",
+        f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
+        f"{of['engine']}; recomputing, on an H100, {again}",
         f"endless loads | {slow} slower | {slower} slower",
     ]
 
@@ -160,23 +197,43 @@ def collectives() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("made", [reductions, steps, kv, overlap, multicast, serving, collectives])
+@pytest.mark.parametrize(
+    "made", [reductions, steps, between_four, kv, overlap, multicast, serving, collectives]
+)
 def test_what_is_told_was_recorded(made: Any) -> None:
     told = {name: text(name) for name in PAGES}
     lines = made()
     assert [line for line in lines if not any(line in of for of in told.values())] == []
 
 
+def test_the_page_of_serving_has_the_recorded_first_tokens() -> None:
+    of = {(r["model"], r["arm"]): f"{r['ttft_ms']:.0f} ms" for r in rows("serving-h200.jsonl")}
+    table = (ROOT / "docs/serving.md").read_text("utf-8").split("| | 7B | 0.5B |")[1]
+    found = re.findall(r"^\| .+ \| (\d+ ms) \| (\d+ ms) \|$", table.split("\n\n")[0], re.M)
+    arms = ("engine", "ours", "separate", "packed", "gpu")
+    assert found == [(of["7b", arm], of["0.5b", arm]) for arm in arms]
+
+
+def test_the_page_of_training_has_the_recorded_steps() -> None:
+    page = text("docs/training.md")
+    for line in steps()[1:]:
+        name, ours, nccl = line.replace(" step, ", ", ").replace(" parameters", "").split(" | ")
+        start = f"| {name.removesuffix(' tokens')} tokens"
+        assert re.search(rf"{re.escape(start)}[a-z ]* \| {ours} \| {nccl[5:]} \|", page), line
+
+
 def test_every_number_of_the_first_screen_is_held() -> None:
     """A cell of the table has no number that no test above makes."""
     page = (ROOT / "README.md").read_text("utf-8")
     lines = [line for made in (reductions, kv, overlap, multicast) for line in made()]
-    table = page.split("## Measured")[1].split("Not everything")[0]
+    table, below = page.split("## Measured")[1].split("Not everything")
     rows = re.findall(r"^\| ([a-z]+) \| (.*?) \| (.*?) \| .* \|$", table, re.M)
     assert [row[0] for row in rows] == ["training", "serving", "overlap", "multicast"]
     for _, ours, beside in rows:
         found = f"{ours} | {beside}"
         assert any(line.split(" | 2 x")[0] in found for line in lines), found
+    lines = [line for made in (steps, between_four, serving) for line in made()]
+    assert sum(line in " ".join(below.split()) for line in lines) == 3
 
 
 def test_the_plot_names_what_it_was_measured_on() -> None:
