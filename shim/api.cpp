@@ -1,8 +1,12 @@
 // NCCL's functions that are more than passed on.
 //
-// In a group, calls that may be ours wait for its end, one a communicator: where a second call of
-// the same communicator comes, both are NCCL's. What is left at the end runs then, unless the group
-// has communicators of several GPUs: one thread drives them then, which cannot wait for itself.
+// In a group, calls that may be ours wait for its end, one a communicator: where a second collective
+// of the same communicator comes, both are NCCL's. What is left runs at the end. Nothing else that a
+// rank has in its group may decide where a call goes, since other ranks of the communicator need not
+// have it in theirs: neither other communicators nor sends and receives.
+#include <algorithm>
+#include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -109,12 +113,72 @@ bool may_be_ours(const Call& call) {
   const uint64_t floor = Companions::policy().floor(call.collective);
   if (floor == kNever || !computable(call)) return false;
   constexpr Rank kRanksMost = 64;
-  return total_bytes(call, kRanksMost) >= floor;
+  if (total_bytes(call, kRanksMost) < floor) return false;
+  const auto companion = Companions::of_process().find(call.comm);
+  return companion == nullptr || !companion->given_up();
 }
 
-NcclResult run(const Call& call) {
-  if (const auto result = Companions::of_process().of(call.comm)->run(call)) return *result;
-  return pass_on(call);
+// None: NCCL is to do it.
+std::optional<NcclResult> run(const Call& call) {
+  std::optional<NcclResult> result;
+  const NcclResult failure = guarded([&] {
+    result = Companions::of_process().of(call.comm)->run(call);
+    return kNcclSuccess;
+  });
+  return failure == kNcclSuccess ? result : failure;
+}
+
+// Calls of several communicators, in their order. Other ranks may have another one, and a call may
+// wait for its ranks: then each stream's go by a thread of their own, but those of the default
+// stream that every thread has.
+std::vector<std::optional<NcclResult>> run_all(const std::vector<Call>& calls) {
+  std::vector<std::optional<NcclResult>> results(calls.size());
+  const auto ready = [](const Call& call) {
+    return Companions::of_process().of(call.comm)->ready(call);
+  };
+  if (calls.size() == 1 || std::all_of(calls.begin(), calls.end(), ready)) {
+    std::transform(calls.begin(), calls.end(), results.begin(), run);
+    return results;
+  }
+  using Some = std::vector<size_t>;
+  std::map<std::pair<int, Stream>, Some> by_stream;  // of a device
+  std::map<int, Some> own;                           // of this thread's default stream there
+  for (size_t i = 0; i < calls.size(); ++i) {
+    int device = -1;
+    OFFCORE_REAL(CommCuDevice, calls[i].comm, &device);
+    const bool stays = calls[i].stream == kStreamOfThread;
+    (stays ? own[device] : by_stream[{device, calls[i].stream}]).push_back(i);
+  }
+  if (own.size() > 1) {
+    fail(Code::unsupported, "one thread drives several GPUs, in its own default streams");
+  }
+  const auto run_some = [&](const Some& some) {
+    for (const size_t i : some) results[i] = run(calls[i]);
+  };
+  std::vector<std::future<void>> others;
+  for (const auto& entry : by_stream) {
+    others.push_back(std::async(std::launch::async, [&, driver = driver_of_thread()] {
+      driver_of_thread() = driver;
+      run_some(entry.second);
+    }));
+  }
+  for (const auto& [device, some] : own) run_some(some);
+  for (std::future<void>& other : others) other.get();
+  return results;
+}
+
+// What waited for the end of a group, which has come.
+NcclResult run_held(const std::vector<Call>& calls) {
+  const auto results = run_all(calls);
+  NcclResult worst = kNcclSuccess;
+  const auto note = [&](NcclResult result) {
+    if (result != kNcclSuccess && worst == kNcclSuccess) worst = result;
+  };
+  const bool several = std::count(results.begin(), results.end(), std::nullopt) > 1;
+  if (several) note(OFFCORE_REAL(GroupStart));
+  for (size_t i = 0; i < calls.size(); ++i) note(results[i] ? *results[i] : pass_on(calls[i]));
+  if (several) note(OFFCORE_REAL(GroupEnd));
+  return worst;
 }
 
 struct Group {
@@ -125,7 +189,7 @@ struct Group {
   int depth = 0;
   std::vector<Held> held;  // by communicator
 
-  // The next call of that communicator; whether it is the first.
+  // The next collective of that communicator; whether it is the first.
   bool enter(Comm comm, const Call* call) {
     for (Held& one : held) {
       if (one.comm != comm) continue;
@@ -135,20 +199,18 @@ struct Group {
     held.push_back({comm, call == nullptr ? std::nullopt : std::optional(*call)});
     return true;
   }
-  bool several_gpus() const {
-    int first = -1;
-    for (const Held& one : held) {
-      int device = -1;
-      if (one.call && held.size() > 1) OFFCORE_REAL(CommCuDevice, one.comm, &device);
-      if (device >= 0 && first >= 0 && device != first) return true;
-      first = device >= 0 ? device : first;
-    }
-    return false;
-  }
   void pass_all_on() {
     for (Held& one : held) {
       if (const auto waiting = std::exchange(one.call, std::nullopt)) pass_on(*waiting);
     }
+  }
+  std::vector<Call> leave() {
+    depth = 0;
+    std::vector<Call> calls;
+    for (const Held& one : std::exchange(held, {})) {
+      if (one.call) calls.push_back(*one.call);
+    }
+    return calls;
   }
 };
 thread_local Group group;
@@ -156,15 +218,13 @@ thread_local Group group;
 NcclResult collective(const Call& call) {
   return guarded([&] {
     const bool ours = may_be_ours(call);
-    if (group.depth == 0 || inside) return ours ? run(call) : pass_on(call);
+    if (group.depth == 0 || inside) {
+      const auto result = ours ? run(call) : std::nullopt;
+      return result ? *result : pass_on(call);
+    }
     const bool first = group.enter(call.comm, ours ? &call : nullptr);
     return first && ours ? kNcclSuccess : pass_on(call);
   });
-}
-
-// Of a call that is always NCCL's.
-void enter_group(Comm comm) {
-  if (group.depth > 0 && !inside) guarded([&] { return group.enter(comm, nullptr), 0; });
 }
 
 NcclResult end_group() {
@@ -173,16 +233,11 @@ NcclResult end_group() {
     --group.depth;
     return OFFCORE_REAL(GroupEnd);
   }
-  if (group.several_gpus()) group.pass_all_on();
-  const std::vector<Group::Held> held = std::exchange(group.held, {});
-  group.depth = 0;
-  NcclResult result = OFFCORE_REAL(GroupEnd);
-  for (const Group::Held& one : held) {
-    if (!one.call || (result != kNcclSuccess && result != kNcclInProgress)) continue;
-    const NcclResult own = run(*one.call);
-    if (own != kNcclSuccess) result = own;
-  }
-  return result;
+  const std::vector<Call> calls = group.leave();
+  const NcclResult result = OFFCORE_REAL(GroupEnd);
+  if (calls.empty() || (result != kNcclSuccess && result != kNcclInProgress)) return result;
+  const NcclResult own = run_held(calls);
+  return own == kNcclSuccess ? result : own;
 }
 
 // As a communicator ends, before NCCL ends its own. What is left goes with the result, which must
@@ -254,22 +309,10 @@ OFFCORE_EXPORT NcclResult ncclScatter(const void* in, void* out, size_t count, i
 
 OFFCORE_EXPORT NcclResult ncclReduce(const void* in, void* out, size_t count, int dtype, int op,
                                      int root, Comm comm, Stream stream) {
-  enter_group(comm);
   return guarded([&] {
+    if (group.depth > 0 && !inside) group.enter(comm, nullptr);
     return pass_on({offcore::Collective::reduce, in, out, count, dtype, op, root, comm, stream});
   });
-}
-
-OFFCORE_EXPORT NcclResult ncclSend(const void* in, size_t count, int dtype, int peer, Comm comm,
-                                   Stream stream) {
-  enter_group(comm);
-  return OFFCORE_REAL(Send, in, count, dtype, peer, comm, stream);
-}
-
-OFFCORE_EXPORT NcclResult ncclRecv(void* out, size_t count, int dtype, int peer, Comm comm,
-                                   Stream stream) {
-  enter_group(comm);
-  return OFFCORE_REAL(Recv, out, count, dtype, peer, comm, stream);
 }
 
 OFFCORE_EXPORT NcclResult ncclGroupStart() {
@@ -311,6 +354,12 @@ OFFCORE_EXPORT NcclResult ncclCommAbort(Comm comm) {
 OFFCORE_EXPORT NcclResult ncclCommRevoke(Comm comm, int flags) {
   const auto left = leave(comm, Ending::aborted);
   return OFFCORE_REAL(CommRevoke, comm, flags);
+}
+
+OFFCORE_EXPORT NcclResult ncclCommShrink(Comm comm, int* excluded, int count, Comm* made,
+                                         void* config, int flags) {
+  const auto left = (flags & kShrinkAbort) != 0 ? leave(comm, Ending::aborted) : nullptr;
+  return OFFCORE_REAL(CommShrink, comm, excluded, count, made, config, flags);
 }
 
 OFFCORE_EXPORT NcclResult ncclCommGetAsyncError(Comm comm, NcclResult* state) {

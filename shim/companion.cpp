@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <random>
 #include <utility>
 
 #include "core/backend/cuda/cuda.h"
@@ -17,7 +18,7 @@
 namespace offcore::shim {
 namespace {
 
-constexpr uint32_t kProtocol = 1;   // of what ranks tell each other
+constexpr uint32_t kProtocol = 2;   // of what ranks tell each other
 constexpr size_t kAgreedMax = 256;  // operations and sizes; more go by NCCL
 
 constexpr double kReleaseS = 10;  // until what has failed is off its stream
@@ -34,9 +35,10 @@ void tell_once(const std::string& text) {
   if (told->insert(text).second) tell(text);
 }
 
-int asked(NcclResult (*function)(Comm, int*), Comm comm) {
+int asked(const char* what, NcclResult (*function)(Comm, int*), Comm comm) {
   int value = -1;
-  if (function == nullptr || function(comm, &value) != kNcclSuccess) return -1;
+  const NcclResult result = function == nullptr ? kNcclInvalidUsage : function(comm, &value);
+  if (result != kNcclSuccess || value < 0) fail(Code::invalid, "NCCL's ", what, " gives ", result);
   return value;
 }
 
@@ -45,6 +47,14 @@ std::string version_text(int version) {
 }
 
 }  // namespace
+
+uint64_t& driver_of_thread() {
+  thread_local uint64_t number = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  return number;
+}
 
 std::shared_ptr<Communicator> Companion::communicator() const {
   const std::scoped_lock lock(state_mutex_);
@@ -77,16 +87,19 @@ void Companion::release() {
 std::optional<NcclResult> Companion::run(const Call& call) {
   const std::scoped_lock lock(mutex_);
   try {
-    if (ranks_ == 0) ranks_ = asked(Library::of_process().CommCount, comm_);
+    learn();
+    const cuda::ContextGuard here = home_->current();
     if (ranks_ < 2 || total_bytes(call, ranks_) < policy_.floor(call.collective)) {
       return std::nullopt;
     }
-    if (!settled_for(call)) return std::nullopt;
+    if (captured(call)) return std::nullopt;  // NCCL's kernels are faster in graphs
+    settle();
+    if (communicator() == nullptr) return std::nullopt;
     const Form form = in_window(call) ? Form::registered : Form::plain;
     const Rank ranks = exchange_->ranks();
     const uint64_t bytes = total_bytes(call, ranks);
     if (bytes < policy_.least(call.collective, form, gpu_, ranks)) return std::nullopt;
-    const Key key{call.collective, bytes, call.dtype, call.op, call.root};
+    const Key key = key_of(call);
     if (agreed_.count(key) > 0) {
       start(call, Deadline::never());
       return kNcclSuccess;
@@ -98,22 +111,44 @@ std::optional<NcclResult> Companion::run(const Call& call) {
   }
 }
 
-// Whether the ranks have a communicator of ours, which they then have all. Nothing that is being
-// captured: NCCL's kernels are faster in graphs.
-bool Companion::settled_for(const Call& call) {
+bool Companion::ready(const Call& call) {
+  const std::scoped_lock lock(mutex_);
+  const auto ours = communicator();
+  if (ours == nullptr) return settled_;
+  try {
+    return agreed_.count(key_of(call)) > 0 &&
+           ours->knows(request_of(call, exchange_->rank(), exchange_->ranks()));
+  } catch (const Error&) {  // which run() tells
+    return false;
+  }
+}
+
+bool Companion::given_up() const {
+  const std::scoped_lock lock(state_mutex_);
+  return !why_not_.empty();
+}
+
+void Companion::learn() {
+  if (home_ != nullptr) return;
+  cuda::Driver::open();
+  const Library& real = Library::of_process();
+  ranks_ = asked("CommCount", real.CommCount, comm_);
+  rank_ = asked("CommUserRank", real.CommUserRank, comm_);
+  home_ = cuda::GpuContext::of(asked("CommCuDevice", real.CommCuDevice, comm_));
+}
+
+bool Companion::captured(const Call& call) const {
   int status = 0;
   cuda::check(
-      cuda::Driver::open().cuStreamGetCaptureInfo(reinterpret_cast<cuda::CUstream>(call.stream),
-                                                  &status, nullptr, nullptr, nullptr, nullptr),
+      cuda::Driver::get().cuStreamGetCaptureInfo(reinterpret_cast<cuda::CUstream>(call.stream),
+                                                 &status, nullptr, nullptr, nullptr, nullptr),
       "cuStreamGetCaptureInfo");
-  if (status != cuda::kCaptureNone) return false;
-  settle();
-  return communicator() != nullptr;
+  return status != cuda::kCaptureNone;
 }
 
 std::string Companion::facts() const {
   const Probe probe = probe_cuda();
-  const int device = exchange_->gpu().device();
+  const int device = home_->device();
   const std::vector<cuda::GpuFacts> gpus = cuda::driver_facts().gpus;
   const std::vector<int>& peers = gpus[static_cast<size_t>(device)].peers;
   std::string strangers;  // visible GPUs that this one does not reach
@@ -124,6 +159,7 @@ std::string Companion::facts() const {
   return Packer()
       .number(kProtocol)
       .number(place_here())
+      .number(driver_of_thread())
       .number(policy_.digest())
       .text(gpu_)
       .text(cuda::pci_address(device))
@@ -137,6 +173,7 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
   struct Told {
     uint32_t protocol;
     uint64_t place;
+    uint64_t driver;
     uint64_t policy;
     std::string gpu, pci, strangers, reason;
   };
@@ -146,6 +183,7 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
     Told one{};
     one.protocol = unpacker.number<uint32_t>();
     one.place = unpacker.number<uint64_t>();
+    one.driver = unpacker.number<uint64_t>();
     one.policy = unpacker.number<uint64_t>();
     for (std::string* part : {&one.gpu, &one.pci, &one.strangers, &one.reason}) {
       *part = unpacker.text();
@@ -167,6 +205,9 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
       if (peer != rank && facts[peer].pci == one.pci) {
         return cat("ranks ", rank, " and ", peer, " share a GPU");
       }
+      if (peer != rank && facts[peer].driver == one.driver) {
+        return cat("one thread drives ranks ", rank, " and ", peer);
+      }
       if (one.strangers.find(facts[peer].pci) != std::string::npos) {
         return cat("the GPU of rank ", rank, " has no peer access to that of rank ", peer);
       }
@@ -177,13 +218,10 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
 
 void Companion::settle() {
   if (std::exchange(settled_, true)) return;
-  const Library& real = Library::of_process();
-  if (ranks_ == 0) ranks_ = asked(real.CommCount, comm_);
-  const int rank = asked(real.CommUserRank, comm_);
-  const int device = asked(real.CommCuDevice, comm_);
-  if (ranks_ < 2 || rank < 0 || device < 0) return;
+  if (ranks_ < 2) return;
   const auto ranks = static_cast<Rank>(ranks_);
-  auto exchange = std::make_unique<Exchange>(comm_, rank, ranks, device);
+  const int device = home_->device();
+  auto exchange = std::make_unique<Exchange>(comm_, rank_, ranks, device);
   {
     const std::scoped_lock lock(state_mutex_);
     if (aborted_) exchange->cancel();
@@ -196,9 +234,9 @@ void Companion::settle() {
     why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
   if (why.empty()) why = open(device, together());
   if (!why.empty()) return give_up(why);
-  if (rank == 0) {
+  if (rank_ == 0) {
     tell_once(cat(ranks, " ranks: ", taken, " by copy engines; all else by NCCL ",
-                  version_text(real.version())));
+                  version_text(Library::of_process().version())));
   }
 }
 
@@ -315,6 +353,8 @@ void Companion::register_window(NcclWindow window, void* data, uint64_t bytes) {
   if (!policy_.any_registered()) return;
   const std::scoped_lock lock(mutex_);
   try {
+    learn();
+    const cuda::ContextGuard here = home_->current();
     settle();
     const auto ours = communicator();
     if (ours == nullptr) return;

@@ -23,6 +23,9 @@
 
 namespace offcore::shim {
 
+// Differs from thread to thread, on all hosts. What a thread has others do for it bears its own.
+uint64_t& driver_of_thread();
+
 class Companion {
  public:
   // `comm` is NCCL's, ready for calls.
@@ -30,6 +33,10 @@ class Companion {
 
   // Runs the call on its stream; none: NCCL is to do it, on all ranks. The call is computable.
   std::optional<NcclResult> run(const Call& call);
+  // Whether that need not wait for other ranks.
+  bool ready(const Call& call);
+  // Whether the ranks have settled that everything is NCCL's.
+  bool given_up() const;
   // Collective, where the policy has a use for it: memory at the same place on all ranks.
   void register_window(NcclWindow window, void* data, uint64_t bytes);
   void deregister_window(NcclWindow window);
@@ -57,7 +64,11 @@ class Companion {
   };
   using Key = std::tuple<Collective, uint64_t, int, int, int>;
 
-  bool settled_for(const Call& call);
+  Key key_of(const Call& call) const {
+    return {call.collective, total_bytes(call, exchange_->ranks()), call.dtype, call.op, call.root};
+  }
+  void learn();
+  bool captured(const Call& call) const;
   void settle();
   std::string obstacle(const std::vector<std::string>& told) const;
   std::string facts() const;
@@ -76,7 +87,10 @@ class Companion {
   const Comm comm_;
   const Policy& policy_;
   std::mutex mutex_;  // one call at a time; of what follows
-  int ranks_ = 0;     // 0: not asked yet
+  // What NCCL says of its communicator, asked once.
+  int ranks_ = 0;
+  int rank_ = 0;
+  std::shared_ptr<const cuda::GpuContext> home_;  // null: not asked yet
   bool settled_ = false;
   std::string gpu_;         // as the driver names it
   std::set<Key> agreed_;    // what ranks have done together by ours

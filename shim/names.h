@@ -7,9 +7,9 @@
 #define OFFCORE_NCCL_OWN(X) \
   X(ncclAllGather) X(ncclAllReduce) X(ncclAlltoAll) X(ncclBcast) X(ncclBroadcast) \
   X(ncclCommAbort) X(ncclCommDestroy) X(ncclCommFinalize) X(ncclCommGetAsyncError) \
-  X(ncclCommRevoke) X(ncclCommWindowDeregister) X(ncclCommWindowRegister) X(ncclGather) \
-  X(ncclGetErrorString) X(ncclGetLastError) X(ncclGroupEnd) X(ncclGroupSimulateEnd) \
-  X(ncclGroupStart) X(ncclRecv) X(ncclReduce) X(ncclReduceScatter) X(ncclScatter) X(ncclSend)
+  X(ncclCommRevoke) X(ncclCommShrink) X(ncclCommWindowDeregister) X(ncclCommWindowRegister) \
+  X(ncclGather) X(ncclGetErrorString) X(ncclGetLastError) X(ncclGroupEnd) \
+  X(ncclGroupSimulateEnd) X(ncclGroupStart) X(ncclReduce) X(ncclReduceScatter) X(ncclScatter)
 
 // What is passed on as it comes, whatever its parameters.
 #define OFFCORE_NCCL_FORWARDED(X) \
@@ -17,7 +17,7 @@
   X(ncclCommCount) X(ncclCommCuDevice) X(ncclCommDeregister) X(ncclCommGetUniqueId) \
   X(ncclCommGrow) X(ncclCommInitAll) X(ncclCommInitRank) X(ncclCommInitRankConfig) \
   X(ncclCommInitRankScalable) X(ncclCommMemStats) X(ncclCommQueryProperties) X(ncclCommRegister) \
-  X(ncclCommResume) X(ncclCommShrink) X(ncclCommSplit) X(ncclCommSuspend) X(ncclCommUserRank) \
+  X(ncclCommResume) X(ncclCommSplit) X(ncclCommSuspend) X(ncclCommUserRank) \
   X(ncclDevCommCreate) X(ncclDevCommDestroy) X(ncclGatherConfig) X(ncclGetLsaDevicePointer) \
   X(ncclGetLsaMultimemDevicePointer) X(ncclGetMultimemDevicePointer) X(ncclGetPeerDevicePointer) \
   X(ncclGetUniqueId) X(ncclGetVersion) X(ncclGinBarrierCreateRequirement) \
@@ -27,8 +27,9 @@
   X(ncclParamGetAllParameterKeys) X(ncclParamGetI16) X(ncclParamGetI32) X(ncclParamGetI64) \
   X(ncclParamGetI8) X(ncclParamGetParameter) X(ncclParamGetStr) X(ncclParamGetU16) \
   X(ncclParamGetU32) X(ncclParamGetU64) X(ncclParamGetU8) X(ncclPutSignal) \
-  X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclReduceConfig) X(ncclReduceScatterConfig) \
-  X(ncclResetDebugInit) X(ncclScatterConfig) X(ncclSignal) X(ncclTeamLsa) X(ncclTeamRail) \
+  X(ncclRecv) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclReduceConfig) \
+  X(ncclReduceScatterConfig) X(ncclResetDebugInit) X(ncclScatterConfig) X(ncclSend) \
+  X(ncclSignal) X(ncclTeamLsa) X(ncclTeamRail) \
   X(ncclTeamRankToLsa) X(ncclTeamRankToWorld) X(ncclTeamWorld) X(ncclWaitSignal) \
   X(ncclWinGetUserPtr)
 // clang-format on

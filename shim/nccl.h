@@ -9,6 +9,8 @@ namespace offcore::shim {
 using Comm = struct CommTag*;
 using Stream = struct StreamTag*;
 using NcclWindow = struct NcclWindowTag*;
+inline const Stream kStreamOfThread =
+    reinterpret_cast<Stream>(uintptr_t{2});  // cudaStreamPerThread
 
 using NcclResult = int;
 inline constexpr NcclResult kNcclSuccess = 0;
@@ -22,6 +24,7 @@ inline constexpr NcclResult kNcclInProgress = 7;
 
 inline constexpr int kNcclUint8 = 1;
 inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+inline constexpr int kShrinkAbort = 1;      // NCCL_SHRINK_ABORT
 
 // Every function that the shim calls in the real library: name without "nccl", parameters.
 #define OFFCORE_NCCL_CALLED(X)                                           \
@@ -37,6 +40,7 @@ inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
   X(CommFinalize, (Comm))                                                \
   X(CommGetAsyncError, (Comm, NcclResult*))                              \
   X(CommRevoke, (Comm, int))                                             \
+  X(CommShrink, (Comm, int*, int, Comm*, void*, int))                    \
   X(CommUserRank, (Comm, int*))                                          \
   X(CommWindowDeregister, (Comm, NcclWindow))                            \
   X(CommWindowRegister, (Comm, void*, size_t, NcclWindow*, int))         \
@@ -45,10 +49,8 @@ inline constexpr int kWindowSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
   X(GroupEnd, ())                                                        \
   X(GroupSimulateEnd, (void*))                                           \
   X(GroupStart, ())                                                      \
-  X(Recv, (void*, size_t, int, int, Comm, Stream))                       \
   X(Reduce, (const void*, void*, size_t, int, int, int, Comm, Stream))   \
   X(ReduceScatter, (const void*, void*, size_t, int, int, Comm, Stream)) \
-  X(Scatter, (const void*, void*, size_t, int, int, Comm, Stream))       \
-  X(Send, (const void*, size_t, int, int, Comm, Stream))
+  X(Scatter, (const void*, void*, size_t, int, int, Comm, Stream))
 
 }  // namespace offcore::shim

@@ -106,6 +106,11 @@ class Rank:
         if in_place and name == "AllGather":
             inp = out + 4 * count * rank
             self.put(inp, inputs[rank])
+        if in_place and name == "ReduceScatter":
+            out = inp + 4 * count * rank
+        if in_place and name == "Broadcast":
+            self.put(out, inputs[rank])
+            inp = out
         extra = {"AllReduce": [SUM], "ReduceScatter": [SUM]}
         extra |= {"Broadcast": [1], "Gather": [1], "Scatter": [1]}
         code = self.call(name, inp, out, count, INT32, *extra.get(name, []))
@@ -191,15 +196,79 @@ def groups(r: Rank) -> dict[str, Any]:
         assert r.nccl.ncclGroupEnd() == 0
         assert all(r.read(out, 2048) == sums for out in outs)
         taken.append(r.calls("AllReduce") - before)
-    before = r.calls("AllReduce")
-    r.nccl.ncclGroupStart()
-    out = r.memory([0] * 2048)
-    assert r.call("AllReduce", r.memory(parts[r.rank]), out, 2048, INT32, SUM) == 0
-    r.nccl.ncclSend(c_void_p(out), c_size_t(1), INT32, 0, r.comm, c_void_p(r.stream))
-    assert r.nccl.ncclGroupEnd() == 0
-    taken.append(r.calls("AllReduce") - before)
     r.destroy()
-    return {"calls": taken, "sends": r.calls("Send")}
+    return {"calls": taken}
+
+
+def uneven_groups(r: Rank) -> dict[str, Any]:
+    """Two ranks send to each other in the group of a reduction; the third has that alone."""
+    told = []
+    for seed in range(2):
+        parts = [pattern(one, 2048, seed) for one in range(r.ranks)]
+        before, out = r.calls("AllReduce"), r.memory([0] * 2048)
+        grouped = r.rank < 2
+        if grouped:
+            r.nccl.ncclGroupStart()
+            peer = (c_size_t(1), INT32, 1 - r.rank, r.comm, c_void_p(r.stream))
+            r.nccl.ncclSend(c_void_p(out), *peer)
+        assert r.call("AllReduce", r.memory(parts[r.rank]), out, 2048, INT32, SUM) == 0
+        if grouped:
+            r.nccl.ncclRecv(c_void_p(out), *peer)
+            assert r.nccl.ncclGroupEnd() == 0
+        assert r.read(out, 2048) == [sum(column) for column in zip(*parts, strict=True)]
+        told.append(r.calls("AllReduce") - before)
+    r.destroy()
+    return {"calls": told, "sends": r.calls("Send")}
+
+
+def crossed_groups(r: Rank) -> dict[str, Any]:
+    """Groups of two communicators, which each rank begins with another one; in a stream each."""
+    second = c_void_p()
+    stream = int(os.environ["TEST_STREAM"]) or r.driver.stream()
+    assert r.nccl.ncclCommSplit(r.comm, 0, r.rank, byref(second), None) == 0
+    told = []
+    for count in (2048, 2048, 4096):
+        parts = [pattern(one, count) for one in range(r.ranks)]
+        sums = [sum(column) for column in zip(*parts, strict=True)]
+        before, inp = r.calls("AllReduce"), r.memory(parts[r.rank])
+        outs = [r.memory([0] * count) for _ in range(2)]
+        calls = [(outs[0], r.comm, r.stream), (outs[1], second, stream)]
+        r.nccl.ncclGroupStart()
+        for out, comm, where in calls if r.rank == 0 else reversed(calls):
+            given = (c_void_p(inp), c_void_p(out), c_size_t(count), INT32, SUM)
+            assert r.nccl.ncclAllReduce(*given, comm, c_void_p(where)) == 0
+        assert r.nccl.ncclGroupEnd() == 0
+        r.driver("cuStreamSynchronize", stream)
+        assert all(r.read(out, count) == sums for out in outs)
+        told.append(r.calls("AllReduce") - before)
+    assert r.nccl.ncclCommDestroy(second) == 0
+    r.destroy()
+    return {"calls": told}
+
+
+def shrunk(r: Rank) -> dict[str, Any]:
+    """An operation ends whose peer never comes, where the rest of the ranks leave that one."""
+    assert r.checked("AllReduce", 2048) == 0
+    if r.rank == 1:
+        sys.stdin.readline()
+        return {}
+    assert r.call("AllReduce", r.memory([1] * 2048), r.memory([0] * 2048), 2048, INT32, SUM) == 0
+    excluded, made = c_int(1), c_void_p()
+    for flags in (0, 1):
+        given = (byref(excluded), 1, byref(made), None, flags)
+        assert r.nccl.ncclCommShrink(r.comm, *given) == 0
+        assert (r.driver.code("cuStreamQuery", r.stream) == 0) == bool(flags)
+    r.driver("cuStreamSynchronize", r.stream)
+    assert r.nccl.ncclCommAbort(r.comm) == 0
+    return {"shrunk": r.calls("CommShrink")}
+
+
+def not_ready(r: Rank) -> dict[str, Any]:
+    """A rank whose communicator is not ready at its first call is told, and calls again."""
+    codes = [r.call("AllReduce", 1 << 20, 1 << 20, 2048, INT32, SUM)] if r.rank == 1 else []
+    codes.append(r.checked("AllReduce", 2048))
+    r.destroy()
+    return {"codes": codes, "calls": r.calls("AllReduce")}
 
 
 def rooted_in_place(r: Rank) -> dict[str, Any]:
@@ -344,31 +413,37 @@ def threads(r: Rank) -> dict[str, Any]:
 
 
 def one_thread(r: Rank) -> dict[str, Any]:
-    """One thread drives two GPUs, by groups: NCCL's affair, and nobody waits."""
-    devices = []
-    for number in range(2):
-        r.driver.start(number)
-        devices.append((r.driver.stream(), r.memory([0] * 2048)))
-    comms = [c_void_p(), c_void_p()]
-    uid = UniqueId.from_buffer_copy(bytes.fromhex(sys.argv[4]))
+    """The first process's thread drives two GPUs, by groups, and the second's one: three ranks."""
+    number, uid = int(sys.argv[2]), UniqueId.from_buffer_copy(bytes.fromhex(sys.argv[4]))
+    ranks = [2] if number == 1 else [0, 1]
+    comms = {rank: c_void_p() for rank in ranks}
 
-    def join(number: int) -> None:
-        r.driver.start(number)
-        assert r.nccl.ncclCommInitRank(byref(comms[number]), 2, uid, number) == 0
+    def join(rank: int) -> None:
+        r.driver.start(rank)
+        assert r.nccl.ncclCommInitRank(byref(comms[rank]), 3, uid, rank) == 0
 
-    started = [threading.Thread(target=join, args=(number,)) for number in range(2)]
+    started = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in started:
         thread.start()
     for thread in started:
         thread.join(30)
-    before = r.calls("CommCuDevice")
-    r.nccl.ncclGroupStart()
-    # The stand-in's collectives wait for each other, so that its reduction is not called here.
-    for comm, (stream, data) in zip(comms, devices, strict=True):
-        given = (c_void_p(data), c_void_p(data), c_size_t(2048), 99, SUM)
-        r.nccl.ncclAllReduce(*given, comm, c_void_p(stream))
-    assert r.nccl.ncclGroupEnd() == 0
-    return {"asked": r.calls("CommCuDevice") - before}
+    parts = [pattern(rank, 2048) for rank in range(3)]
+    sums = [sum(column) for column in zip(*parts, strict=True)]
+    calls = []
+    for _ in range(2):
+        before, outs = r.calls("AllReduce"), {}
+        r.nccl.ncclGroupStart()
+        for rank, comm in comms.items():
+            r.driver.start(rank)
+            inp, outs[rank] = r.memory(parts[rank]), r.memory([0] * 2048)
+            given = (c_void_p(inp), c_void_p(outs[rank]), c_size_t(2048), INT32, SUM)
+            assert r.nccl.ncclAllReduce(*given, comm, c_void_p(r.driver.stream())) == 0
+        assert r.nccl.ncclGroupEnd() == 0
+        for rank, out in outs.items():
+            r.driver.start(rank)
+            assert list((c_int * 2048).from_buffer_copy(r.driver.read(out, 8192))) == sums
+        calls.append(r.calls("AllReduce") - before)
+    return {"calls": calls}
 
 
 def forwarded(_: Any) -> dict[str, Any]:

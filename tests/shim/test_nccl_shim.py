@@ -108,8 +108,37 @@ def test_what_is_not_ours() -> None:
 
 def test_groups() -> None:
     told, _ = run("groups", 2)
-    assert [one["calls"] for one in told] == [[0, 2, 1], [0, 2, 1]]
-    assert [one["sends"] for one in told] == [1, 1]
+    assert [one["calls"] for one in told] == [[0, 2], [0, 2]]
+
+
+def test_sends_in_a_group_do_not_decide_where_a_reduction_goes() -> None:
+    """Other ranks may have none in theirs."""
+    told, _ = run("uneven_groups", 3)
+    assert [one["calls"] for one in told] == [[0, 0]] * 3
+    assert [one["sends"] for one in told] == [2, 2, 0]
+
+
+@pytest.mark.parametrize("stream", ["0", "1"])  # one that is made; the default one
+def test_communicators_of_a_group_may_come_in_any_order(stream: str) -> None:
+    told, said = run("crossed_groups", 2, TEST_STREAM=stream)
+    assert [one["calls"] for one in told] == [[0, 0, 0]] * 2
+    assert said.count("all_reduce 3 taken, 0 forwarded") == 4
+
+
+def test_ranks_that_leave_one_behind_wait_no_more() -> None:
+    started = start("shrunk", 2)
+    out, said = started[0].communicate(timeout=LIMIT_S)
+    assert started[0].returncode == 0, said
+    assert json.loads(out)["shrunk"] == 2
+    started[1].communicate("\n", timeout=LIMIT_S)
+
+
+def test_a_communicator_that_is_not_ready_is_told() -> None:
+    """And is asked again: one rank must not go by NCCL alone."""
+    told, said = run("not_ready", 2, {"FAKENCCL_NOT_READY": "1"})
+    assert [one["codes"] for one in told] == [[0], [4, 0]]
+    assert [one["calls"] for one in told] == [0, 0]
+    assert "NCCL's CommCount gives 4" in said
 
 
 def test_gathers_in_place_at_their_root_are_not_ours() -> None:
@@ -198,9 +227,11 @@ def test_two_ranks_in_one_process() -> None:
     assert said.count("all_reduce 3 taken, 0 forwarded") == 2
 
 
-def test_one_thread_of_two_gpus_waits_for_nobody() -> None:
-    told, _ = run("one_thread", 1)
-    assert "asked" in told[0]
+def test_one_thread_of_two_gpus_goes_by_nccl() -> None:
+    """And so does a rank of its communicator in another process."""
+    told, said = run("one_thread", 2)
+    assert [one["calls"] for one in told] == [[2, 2], [1, 1]]
+    assert "everything goes by NCCL: one thread drives ranks 0 and 1" in said
 
 
 def names() -> list[str]:

@@ -1,6 +1,7 @@
 // A stand-in libnccl.so.2 for tests of the shim: collectives of processes and threads on one host,
-// on the stand-in driver's memory. Each is done when the call returns. What has no meaning here
-// counts its calls and returns success.
+// on the stand-in driver's memory. Each is done when the call returns, or the group that it is in:
+// communicators of a group go at once there. What has no meaning here counts its calls and returns
+// success.
 //
 // fakenccl_calls(name) tells how often a function was called. ncclScatterConfig is missing, as from
 // an older library.
@@ -11,11 +12,16 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <future>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/base/reduce.h"
@@ -54,6 +60,7 @@ struct Comm {
   std::string name;
   Meeting* meeting = nullptr;
   uint32_t splits = 0;
+  void* context = nullptr;
 
   std::byte* slot(int peer) const {
     return reinterpret_cast<std::byte*>(meeting) + 4096 + static_cast<size_t>(peer) * kSlotBytes;
@@ -86,6 +93,7 @@ int current_device() {
 Comm* join(const std::string& name, int rank, int ranks) {
   auto* const comm =
       new Comm{.rank = rank, .ranks = ranks, .device = current_device(), .name = name};
+  cu("cuCtxGetCurrent", &comm->context);
   const int fd = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
   const uint64_t bytes = 4096 + static_cast<uint64_t>(ranks) * kSlotBytes;
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
@@ -97,10 +105,34 @@ Comm* join(const std::string& name, int rank, int ranks) {
   return comm;
 }
 
+// What a thread's group has, by communicator, in the order of the calls.
+using Step = std::function<int()>;
+thread_local int depth = 0;
+thread_local std::map<Comm*, std::vector<Step>> grouped;
+
+int run_group() {
+  std::vector<std::future<int>> running;
+  const auto all = std::exchange(grouped, {});
+  for (const auto& entry : all) {
+    running.push_back(std::async(std::launch::async, [&entry] {
+      cu("cuCtxSetCurrent", entry.first->context);
+      int result = 0;
+      for (const Step& step : entry.second) result = std::max(result, step());
+      return result;
+    }));
+  }
+  int result = 0;
+  for (std::future<int>& one : running) result = std::max(result, one.get());
+  return result;
+}
+
 // Every rank's bytes lie in its slot; `take` reads them.
-template <typename Take>
-int meet(Comm* comm, const void* in, uint64_t bytes, void* stream, const Take& take) {
+int meet(Comm* comm, const void* in, uint64_t bytes, void* stream, const Step& take) {
   if (bytes > kSlotBytes) return 4;
+  if (depth > 0) {
+    grouped[comm].push_back([=] { return meet(comm, in, bytes, stream, take); });
+    return 0;
+  }
   int capturing = 0;
   if (cu("cuStreamIsCapturing", stream, &capturing) != 0) return 1;
   if (capturing != 0) return 0;  // and the graph has nothing of it
@@ -197,7 +229,13 @@ FAKE_API int ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) {
   return 0;
 }
 
-FAKE_API int ncclCommCount(Comm* comm, int* value) { return COUNTED, *value = comm->ranks, 0; }
+// FAKENCCL_NOT_READY: as of a communicator that is still being made, the first time.
+FAKE_API int ncclCommCount(Comm* comm, int* value) {
+  COUNTED;
+  static std::atomic<bool> ready = std::getenv("FAKENCCL_NOT_READY") == nullptr;
+  if (!ready.exchange(true)) return 4;
+  return *value = comm->ranks, 0;
+}
 FAKE_API int ncclCommUserRank(Comm* comm, int* value) { return COUNTED, *value = comm->rank, 0; }
 FAKE_API int ncclCommCuDevice(Comm* comm, int* value) { return COUNTED, *value = comm->device, 0; }
 FAKE_API int ncclCommGetAsyncError(Comm*, int* value) { return COUNTED, *value = 0, 0; }
@@ -211,15 +249,24 @@ FAKE_API int ncclCommWindowRegister(Comm* comm, void* data, size_t, void** windo
   return 0;
 }
 FAKE_API int ncclCommWindowDeregister(Comm*, void*) { return COUNTED, 0; }
-FAKE_API int ncclGroupStart() { return COUNTED, 0; }
-FAKE_API int ncclGroupEnd() { return COUNTED, 0; }
-FAKE_API int ncclGroupSimulateEnd(void*) { return COUNTED, 0; }
+FAKE_API int ncclGroupStart() { return COUNTED, ++depth, 0; }
+FAKE_API int ncclGroupEnd() {
+  COUNTED;
+  depth = std::max(depth - 1, 0);
+  return depth == 0 ? run_group() : 0;
+}
+FAKE_API int ncclGroupSimulateEnd(void*) {
+  COUNTED;
+  depth = std::max(depth - 1, 0);
+  if (depth == 0) grouped.clear();
+  return 0;
+}
 
 FAKE_API int ncclAllGather(const void* in, void* out, size_t n, int dtype, Comm* comm,
                            void* stream) {
   COUNTED;
   const uint64_t bytes = n * kTypeBytes[dtype];
-  return meet(comm, in, bytes, stream, [&] {
+  return meet(comm, in, bytes, stream, [=] {
     int result = 0;
     for (int peer = 0; peer < comm->ranks && result == 0; ++peer) {
       result = put(static_cast<std::byte*>(out) + peer * bytes, comm->slot(peer), bytes);
@@ -232,7 +279,7 @@ FAKE_API int ncclAlltoAll(const void* in, void* out, size_t n, int dtype, Comm* 
                           void* stream) {
   COUNTED;
   const uint64_t bytes = n * kTypeBytes[dtype];
-  return meet(comm, in, bytes * comm->ranks, stream, [&] {
+  return meet(comm, in, bytes * comm->ranks, stream, [=] {
     int result = 0;
     for (int peer = 0; peer < comm->ranks && result == 0; ++peer) {
       const std::byte* const from = comm->slot(peer) + comm->rank * bytes;
@@ -245,7 +292,7 @@ FAKE_API int ncclAlltoAll(const void* in, void* out, size_t n, int dtype, Comm* 
 FAKE_API int ncclAllReduce(const void* in, void* out, size_t n, int dtype, int op, Comm* comm,
                            void* stream) {
   COUNTED;
-  return meet(comm, in, n * kTypeBytes[dtype], stream, [&] {
+  return meet(comm, in, n * kTypeBytes[dtype], stream, [=] {
     const std::vector<std::byte> sum = reduced(comm, 0, n, dtype, op);
     return put(out, sum.data(), sum.size());
   });
@@ -255,7 +302,7 @@ FAKE_API int ncclReduceScatter(const void* in, void* out, size_t n, int dtype, i
                                void* stream) {
   COUNTED;
   const uint64_t bytes = n * kTypeBytes[dtype];
-  return meet(comm, in, bytes * comm->ranks, stream, [&] {
+  return meet(comm, in, bytes * comm->ranks, stream, [=] {
     const std::vector<std::byte> sum = reduced(comm, comm->rank * bytes, n, dtype, op);
     return put(out, sum.data(), sum.size());
   });
@@ -266,14 +313,14 @@ FAKE_API int ncclBroadcast(const void* in, void* out, size_t n, int dtype, int r
   COUNTED;
   const uint64_t bytes = n * kTypeBytes[dtype];
   const void* const given = comm->rank == root ? in : nullptr;
-  return meet(comm, given, bytes, stream, [&] { return put(out, comm->slot(root), bytes); });
+  return meet(comm, given, bytes, stream, [=] { return put(out, comm->slot(root), bytes); });
 }
 
 FAKE_API int ncclGather(const void* in, void* out, size_t n, int dtype, int root, Comm* comm,
                         void* stream) {
   COUNTED;
   const uint64_t bytes = n * kTypeBytes[dtype];
-  return meet(comm, in, bytes, stream, [&] {
+  return meet(comm, in, bytes, stream, [=] {
     int result = 0;
     for (int peer = 0; peer < comm->ranks && comm->rank == root && result == 0; ++peer) {
       result = put(static_cast<std::byte*>(out) + peer * bytes, comm->slot(peer), bytes);
@@ -288,7 +335,7 @@ FAKE_API int ncclScatter(const void* in, void* out, size_t n, int dtype, int roo
   const uint64_t bytes = n * kTypeBytes[dtype];
   const void* const given = comm->rank == root ? in : nullptr;
   return meet(comm, given, bytes * comm->ranks, stream,
-              [&] { return put(out, comm->slot(root) + comm->rank * bytes, bytes); });
+              [=] { return put(out, comm->slot(root) + comm->rank * bytes, bytes); });
 }
 
 // Sums its parameters, of which some lie on the stack: they have come as they were.
