@@ -179,13 +179,15 @@ struct RequestCalls {
 
   // Whether the request's data has left: its source may be written again.
   OFFCORE_INLINE static bool test(const RequestPort& port, const PutTicket& ticket) {
-    return ticket.fault == kNone && Memory::load(&port.sent[ticket.peer]) >= ticket.position;
+    return ticket.fault == kNone && ticket.peer < port.ranks &&
+           Memory::load(&port.sent[ticket.peer]) >= ticket.position;
   }
 
   // Waits until that is so.
   OFFCORE_INLINE static unsigned wait_sent(const RequestPort& port, const PutTicket& ticket,
                                            Word limit_ns = 0) {
     if (ticket.fault != kNone) return ticket.fault;
+    if (ticket.peer >= port.ranks) return refuse(port, ticket.peer).fault;
     return spin(port, port.rank, limit_ns, [&] { return test(port, ticket); });
   }
 

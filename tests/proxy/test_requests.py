@@ -221,6 +221,18 @@ def test_a_bad_number_is_refused_by_its_producer(pair: Any, call: Any) -> None:
     assert told.value.code == "invalid"
 
 
+def test_a_ticket_of_other_ranks_is_refused(pair: Any) -> None:
+    """Its peer's word would lie behind this port's."""
+    _, _, (port, other) = pair
+    with offcore.Communicator(backend="host", ranks=3) as comm:
+        with comm.requests([comm.window(64)]) as requests:
+            ticket = requests.host_port(0).signal(2, 0)
+        assert ticket.fault == NONE
+    assert not port.test(ticket)
+    assert port.wait_sent(ticket) == INVALID
+    assert other.wait(0, 0, 1) == INVALID
+
+
 def test_armed_words_of_a_port(pair: Any) -> None:
     """By hand, as host threads have no armed engine: one that has closed but not said why yet, and
     a rank that is no peer."""
