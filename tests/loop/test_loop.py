@@ -13,7 +13,7 @@ import pytest
 import offcore
 from offcore import loop
 from offcore.comm.requests import Requests
-from offcore.loop import nvrtc, plan, source
+from offcore.loop import gpu, nvrtc, plan, source
 from offcore.loop.host import HostExecutor
 
 RNG = np.random.default_rng(3)
@@ -137,6 +137,42 @@ def test_times_are_of_the_last_iterations(tmp_path):
     times = one.kept[4].reshape(4096, 2)
     last = times[np.arange(5000 - 4096, 5000) % 4096].ravel()
     assert (np.diff(last.astype(np.int64)) >= 0).all()
+
+
+@pytest.mark.needs("c++")
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_abort_ends_a_loop_that_never_waits(tmp_path, blocks):
+    """One with an end: at its begin block 0 tells the others how far they may go."""
+    graph = loop.Graph(0, 1)
+    a = graph.buffer("a", 8192)
+    graph.map(loop.ADD, a, a, a)
+    memory = {"a": np.zeros(8192, np.float32)}
+    planned = loop.Plan(graph, blocks)
+    library = generated.compiled(planned, tmp_path, "c++")
+    one = generated.Generated(planned, library, memory, 0)
+    one.start(2_000_000)  # many seconds
+    time.sleep(0.05)
+    one.shared.abort = 1
+    assert one.join() & 255 == 15
+
+
+def test_launches_end_when_all_is_sent():
+    """As a loop's block 0 does: what was sent may be written again."""
+    launched = []
+
+    class Driver:
+        def fill(self, at, nbytes):
+            pass
+
+        def launch(self, function, grid, threads, args, cooperative):
+            launched.append((args[1].kind, args[1].a))
+
+    one = gpu.GpuExecutor.__new__(gpu.GpuExecutor)
+    one.plan, one.driver = loop.Plan(loop_graphs.all_reduce(512)[0], 2), Driver()
+    one._args, one._shared, one._fault, one._step, one.base = gpu.Args(), gpu.Shared(), 0, None, 0
+    one.start(2, launched=True)
+    puts = [n for n, made in enumerate(one.plan.graph.operators) if made.kind == "put"]
+    assert launched[-len(puts) :] == [(plan.SENT, put) for put in puts]
 
 
 def test_a_peer_that_does_not_send(comm):

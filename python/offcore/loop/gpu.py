@@ -132,8 +132,9 @@ class GpuExecutor:
         if iterations is None:
             raise error("invalid", "loop: launches need a number of iterations")
         ordered = Plan(self.plan.graph, 1).blocks[0]
-        for k in range(self.base, self.base + iterations):
-            for one in ordered:
+        end = self.base + iterations
+        for k in range(self.base, end):
+            for one in ordered if k < end - 1 else (*ordered, *self.plan.tail):
                 if one.kind == STAMP or (one.kind == RUN and one.b > 0):
                     continue
                 grid = self.plan.tiles[one.a] if one.kind == RUN else 1

@@ -23,6 +23,7 @@ constexpr Word kAborted = 15;
 constexpr unsigned kTimes = 4096;  // of the stopwatch: the last iterations
 constexpr unsigned kTile = 64;
 constexpr unsigned kDepth = 16;
+constexpr unsigned kLookEvery = 256;  // iterations, where no wait looks for an abort or a fault
 
 // In host memory.
 struct Shared {
@@ -110,6 +111,10 @@ struct Block {
 
   // Whether one more iteration begins.
   OFFCORE_INLINE bool begin() {
+    if (iteration % kLookEvery == 0) {
+      if (Memory::load(&args.shared->abort) != 0) fail(kAborted);
+      if (Memory::load(args.fault) != 0) return false;
+    }
     if (blockIdx.x != 0) {
       return spin(0, [&] { return Memory::load(args.until) > iteration || over(); }) && !over();
     }
