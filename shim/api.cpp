@@ -1,9 +1,9 @@
 // NCCL's functions that are more than passed on.
 //
-// In a group, calls that may be ours wait for its end, one a communicator: where a second collective
-// of the same communicator comes, both are NCCL's. What is left runs at the end. Nothing else that a
-// rank has in its group may decide where a call goes, since other ranks of the communicator need not
-// have it in theirs: neither other communicators nor sends and receives.
+// In a group, calls that may be ours wait for its end, one a communicator: where a second
+// collective of the same communicator comes, both are NCCL's. What is left runs at the end. Nothing
+// else that a rank has in its group may decide where a call goes, since other ranks of the
+// communicator need not have it in theirs: neither other communicators nor sends and receives.
 #include <algorithm>
 #include <future>
 #include <map>
