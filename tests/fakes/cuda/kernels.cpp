@@ -182,11 +182,12 @@ struct ReduceJob {
   uint32_t wait_value[8], signal_value[8];
   uint32_t waits, signals, rows, at;
 };
+constexpr uint32_t kReduceJobs = 15;
 struct ReduceArguments {
   double scale;
   uint64_t counters;
   uint32_t operation, averages, jobs, pad;
-  ReduceJob job[8];
+  ReduceJob job[kReduceJobs];
 };
 
 void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType dtype,
@@ -231,6 +232,7 @@ void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType d
 void reduce(const std::string& name, const std::vector<uint64_t>& words, Engine& engine) {
   ReduceArguments a;
   std::memcpy(&a, words.data(), sizeof a);
+  require(a.jobs <= kReduceJobs, kIllegalAddress);
   Memory memory(engine);
   for (uint32_t i = 0; i < a.jobs; ++i) {
     const ReduceJob& job = a.job[i];
@@ -319,15 +321,15 @@ std::vector<unsigned> kernel_arguments(const std::string& name) {
       {"gather", {2048, 8, 8, 4, 4, 4}},
       {"offcore_exchange", {sizeof(offcore::proxy::ExchangeArgs)}},
       {"offcore_pack", {3896}},
-      {"offcore_reduce_bfloat16", {2016}},
-      {"offcore_reduce_float16", {2016}},
-      {"offcore_reduce_float32", {2016}},
-      {"offcore_reduce_float64", {2016}},
-      {"offcore_reduce_int16", {2016}},
-      {"offcore_reduce_int32", {2016}},
-      {"offcore_reduce_int64", {2016}},
-      {"offcore_reduce_int8", {2016}},
-      {"offcore_reduce_uint8", {2016}},
+      {"offcore_reduce_bfloat16", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_float16", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_float32", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_float64", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_int16", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_int32", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_int64", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_int8", {sizeof(ReduceArguments)}},
+      {"offcore_reduce_uint8", {sizeof(ReduceArguments)}},
       {"reader", {8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4}},
       {"spinner", {8, 8, 8}},
       {"toucher", {8, 4}},
