@@ -6,11 +6,15 @@ given places (folders for PYTHONPATH) in turns, so that a commit can be compared
 the same machine. Times are the calling thread's CPU time, so that others on the machine count
 little; the stand-in's own part of it is about half. Tensors are torch's, at addresses of the
 stand-in, and say that they are on a GPU.
+
+--cold: single calls where caches hold other things (cold.py), also those of torch.distributed, as
+DDP makes them; and what they are made of.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import os
@@ -18,13 +22,17 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cold
+
 RANKS = 2
 NBYTES = 4096
+BUCKET = 25 << 20  # of DDP
 ROUNDS = 60
 CALLS = 24  # enqueued without a wait
 WARMUP = 40
@@ -49,33 +57,76 @@ def row_us(call: Callable[[], Any], end: Callable[[], Any]) -> float:
     return took / CALLS / 1e3
 
 
-def make_current(rank: int) -> None:
-    """The GPU's context in this thread, as torch leaves it."""
-    driver = ctypes.CDLL(os.environ["OFFCORE_LIBCUDA"])
-    context = ctypes.c_void_p()
-    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), rank) != 0:
-        raise SystemExit("the stand-in has no such device")
-    driver.cuCtxSetCurrent(context)
+def communicator(kind: Any, rank: int, store: str) -> Any:
+    """One of torch's, which would ask torch for the device."""
+    import offcore
 
-
-def work(rank: int, store: str) -> None:
-    """One rank; rank 0 prints a line for each kind of call."""
-    import numpy as np
-    import torch
-
-    import offcore.torch
-
-    comm: Any = object.__new__(offcore.torch.Communicator)
+    comm: Any = object.__new__(kind)
     comm._device = rank
     offcore.Communicator.__init__(
         comm, backend="cuda", store=store, rank=rank, world_size=RANKS, device=rank, timeout=60
     )
-    make_current(rank)
+    return comm
+
+
+def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:
+    """torch.distributed's, on tensors of its own; `bucket` is what DDP does with one of 25 MiB."""
+    import torch
+    import torch.distributed as dist
+
+    from offcore.distributed import sides
+
+    dist.init_process_group("offcore", init_method=f"tcp://{stores[1]}", rank=rank, world_size=2)
+    group: Any = dist.group.WORLD
+    comm = communicator(sides.OnStreams, rank, stores[2])
+    side = sides.side_of(comm, "stand-in", rank, 60.0, torch.device("cuda", rank))
+    group.collectives._sides["cuda"] = side
+    with contextlib.suppress(ImportError):  # older ones have none
+        from offcore.distributed.direct import Direct
+
+        group.collectives.direct = Direct(side, group.collectives.carried)
+    window = comm.window(BUCKET + 4 * NBYTES)
+    at = window.address(rank)
+    bucket = tensor_at(at, BUCKET).view(torch.float32)
+    small = tensor_at(at + BUCKET, NBYTES).view(torch.float32)
+    whole = tensor_at(at + BUCKET + NBYTES, NBYTES)
+    part = tensor_at(at + BUCKET + 2 * NBYTES, NBYTES // RANKS)
+
+    def late(tensor: Any, _: Any = window) -> Any:  # whose memory it keeps
+        work = group.allreduce([tensor], torch._C._distributed_c10d.AllreduceOptions())
+        work.get_future()
+        return work
+
+    class Now:  # a call in the stream that is current, with no work to wait for
+        def __init__(self, call: Callable[[], Any]) -> None:
+            call()
+
+        def wait(self) -> None:
+            comm.barrier()
+
+    return {
+        "c10d all_reduce": lambda: Now(lambda: dist.all_reduce(small)),
+        "c10d all_gather": lambda: Now(lambda: dist.all_gather_into_tensor(whole, part)),
+        "c10d late": lambda: late(small),
+        "c10d bucket": lambda: late(bucket),
+    }
+
+
+def work(rank: int, stores: list[str], is_cold: bool) -> None:
+    """One rank; rank 0 prints a line for each kind of call."""
+    import numpy as np
+    import torch
+    from torch_cuda import Driver, use
+
+    import offcore.torch
+
+    comm = communicator(offcore.torch.Communicator, rank, stores[0])
+    driver = Driver(os.environ["OFFCORE_LIBCUDA"], rank)
     window = comm.window(4 * NBYTES)
     at = window.address(rank)
     out, inp = tensor_at(at, NBYTES), tensor_at(at + 2 * NBYTES, NBYTES // RANKS)
-    torch.Tensor.is_cuda, torch.Tensor.get_device = True, lambda _: rank  # as if on the GPU
-    offcore.torch._stream_of = lambda _: 0  # the default one
+    use(driver, rank)
+    offcore.torch._stream_of = offcore.torch.stream_of = lambda _: 0  # the default one
     kept: list[Any] = []
     calls: dict[str, Callable[[], Any]] = {
         "auto": lambda: comm.all_gather(out, inp),
@@ -95,6 +146,15 @@ def work(rank: int, store: str) -> None:
     for call in calls.values():
         for _ in range(WARMUP):
             call().wait()
+    if is_cold:
+        current = torch._C._cuda_getCurrentRawStream
+        offcore.torch._stream_of = offcore.torch.stream_of = current
+        calls |= group_calls(rank, stores)
+        for name, values in cold.measure(calls, comm.barrier, rank == 0).items():
+            if rank == 0:
+                print(name.replace(" ", "-"), *(f"{value:.1f}" for value in values), flush=True)
+        comm.barrier()
+        os._exit(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -112,16 +172,24 @@ def work(rank: int, store: str) -> None:
     comm.close()
 
 
-def measure(site: str, library: str) -> dict[str, list[float]]:
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    stores = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return stores
+
+
+def measure(site: str, library: str, counter: Path | None) -> dict[str, list[float]]:
     env = os.environ | ({"PYTHONPATH": site} if site else {}) | {"OFFCORE_LIBCUDA": library}
     env |= {"OFFCORE_FAKE_CUDA_SEED": "0", "OFFCORE_FAKE_CUDA_QUEUE_DEPTH": "100000"}
     env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        store = f"127.0.0.1:{found.getsockname()[1]}"
+    if counter is not None:
+        env |= {"LD_PRELOAD": str(counter)}
+    given = ["--stores", *free_ports(3), *(["--cold"] if counter else [])]
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--rank", str(rank), "--store", store],
+            [sys.executable, __file__, "--rank", str(rank), *given],
             env=env,
             stdout=subprocess.PIPE,
             text=True,
@@ -140,22 +208,29 @@ def main() -> None:
     parser.add_argument("sites", nargs="*", default=[""], metavar="SITE")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--stores", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--cold", action="store_true")
     args = parser.parse_args()
-    if args.rank is not None:
-        return work(args.rank, args.store)
     sys.path.insert(0, str(FAKES))
+    if args.rank is not None:
+        return work(args.rank, args.stores, args.cold)
     library = str(importlib.import_module("cuda_library").fake_cuda_library())
     found: dict[tuple[str, str], list[list[float]]] = {}
-    for _ in range(args.turns):
-        for site in args.sites:
-            for name, row in measure(site, library).items():
-                found.setdefault((name, site), []).append(row)
-    print(f"{NBYTES} bytes, {RANKS} ranks; us of the calling thread's CPU time: least, median")
+    with tempfile.TemporaryDirectory() as folder:
+        counter = cold.counter(Path(folder)) if args.cold else None
+        for _ in range(args.turns):
+            for site in args.sites:
+                for name, row in measure(site, library, counter).items():
+                    found.setdefault((name, site), []).append(row)
+    print(
+        f"{NBYTES} bytes, {RANKS} ranks; us of the calling thread's CPU time: least, median", end=""
+    )
+    print("; calls of the driver, frames of Python, allocations" if args.cold else "")
     for (name, site), rows in sorted(found.items()):
         least = min(row[0] for row in rows)
         median = statistics.median(row[1] for row in rows)
-        print(f"{name:18} {least:6.2f} {median:6.2f} {site}")
+        counts = " ".join(f"{min(row[n] for row in rows):5.0f}" for n in range(2, len(rows[0])))
+        print(f"{name:18} {least:6.2f} {median:6.2f} {counts} {site}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""torch.cuda on the stand-in driver, for torch without CUDA: what torch.distributed's backend
+"offcore" asks of it. Tensors are the CPU's, at addresses of the stand-in, and say that they are on
+a GPU; streams and events are the driver's. What torch does in C++ costs more here, in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Driver:
+    """The stand-in, with a context current in this thread, as torch leaves it."""
+
+    def __init__(self, library: str, device: int) -> None:
+        self.calls = ctypes.CDLL(library)
+        context = ctypes.c_void_p()
+        if self.calls.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) != 0:
+            raise SystemExit("the stand-in has no such device")
+        self.calls.cuCtxSetCurrent(context)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.calls, name)
+
+        def checked(*given: Any) -> None:
+            if (code := call(*given)) != 0:
+                raise SystemExit(f"{name}: {code}")
+
+        setattr(self, name, checked)
+        return checked
+
+
+def use(driver: Driver, device: int) -> None:
+    """Makes torch's names in this process stand for it."""
+
+    class Stream:
+        def __init__(self, *_: Any, handle: int = 0, **__: Any) -> None:
+            made = ctypes.c_void_p(handle)
+            if handle == 0:
+                driver.cuStreamCreateWithPriority(ctypes.byref(made), 1, 0)
+            self.cuda_stream = self.stream_id = made.value
+            self.device_type = 1
+
+        def wait_event(self, event: Event) -> None:
+            driver.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.made, 0)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __enter__(self) -> None:
+            self.before = state[0]
+            state[0] = self
+
+        def __exit__(self, *_: object) -> None:
+            state[0] = self.before
+
+    class Event:
+        def __init__(self) -> None:
+            self.made = ctypes.c_void_p()
+            driver.cuEventCreate(ctypes.byref(self.made), 2)
+
+        def __del__(self) -> None:
+            driver.calls.cuEventDestroy_v2(self.made)
+
+        def record(self, stream: Stream) -> None:
+            driver.cuEventRecord(self.made, ctypes.c_void_p(stream.cuda_stream))
+
+        def wait(self, stream: Stream) -> None:
+            stream.wait_event(self)
+
+    class Future(torch._C.Future):
+        """Marks the stream and looks for tensors in what it is given, as torch's own do."""
+
+        def __init__(self, devices: Any = ()) -> None:
+            super().__init__([])
+            self.event = Event() if devices else None
+
+        def set_result(self, value: Any) -> None:
+            torch._jit_internal._extract_tensors(value)
+            if self.event is not None:
+                self.event.record(state[0])
+            super().set_result(value)
+
+    class Entered:
+        def __init__(self, stream_id: int, **_: Any) -> None:
+            self.stream = Stream(handle=stream_id)
+
+        def __enter__(self) -> None:
+            self.stream.__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            self.stream.__exit__()
+
+    @contextlib.contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        with stream:
+            yield
+
+    def capturing() -> bool:
+        status = ctypes.c_int()
+        driver.cuStreamIsCapturing(ctypes.c_void_p(state[0].cuda_stream), ctypes.byref(status))
+        return status.value != 0
+
+    state = [Stream()]
+    for name, value in (
+        ("Stream", Stream),
+        ("Event", Event),
+        ("stream", within),
+        ("current_stream", lambda _=None: state[0]),
+        ("set_stream", lambda stream: state.__setitem__(0, stream)),
+        ("current_device", lambda: device),
+        ("is_current_stream_capturing", capturing),
+    ):
+        setattr(torch.cuda, name, value)
+    torch._C._cuda_getCurrentRawStream = lambda _: state[0].cuda_stream  # type: ignore[attr-defined]
+    torch.Stream = Entered  # type: ignore[misc]
+    torch._C.Future, torch.futures.Future = Future, Future  # type: ignore[misc]
+    torch.Tensor.is_cuda, torch.Tensor.get_device = True, lambda _: device  # type: ignore
+    torch.Tensor.is_cpu = False  # type: ignore
