@@ -85,3 +85,33 @@ def test_a_child_lets_nothing_of_its_parents_go() -> None:
     assert retained() == 2
     """
     assert run(code, prelude=RETAINED) == ""
+
+
+def test_calls_ask_for_no_capture_mode_to_enqueue() -> None:
+    code = """
+    comm = opened()
+    inp, out = comm.window(64), comm.window(128)
+    comm.all_gather(out, inp).wait()
+
+    def exchanged(count):
+        before = calls("cuThreadExchangeStreamCaptureMode")
+        handles = [comm.all_gather(out, inp) for _ in range(count)]
+        told = calls("cuThreadExchangeStreamCaptureMode") - before
+        for handle in handles:
+            handle.wait()
+        return told
+
+    exchanged(16)  # which makes events
+    told = exchanged(16)
+    assert told <= 2 * 16, told  # to look at what has ended, now and then
+    stream, context, graph = (ctypes.c_void_p() for _ in range(3))
+    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert lib.cuCtxSetCurrent(context) == 0
+    assert lib.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0  # global: it forbids to all threads
+    for _ in range(3):
+        exchanged(6)
+        inp.write(np.ones(64, np.uint8), rank=0)
+    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0  # and was not spoilt
+    """
+    assert run(code) == ""

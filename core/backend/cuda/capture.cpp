@@ -20,7 +20,7 @@ struct CaptureState {
 };
 
 CaptureState state_of(const LocalGpu& device, CUstream stream) {
-  const ContextGuard current = device.current();
+  const ContextGuard current = device.enqueuing();
   CaptureState state;
   check(Driver::get().cuStreamGetCaptureInfo(stream, &state.status, &state.id, &state.graph,
                                              nullptr, nullptr),

@@ -106,11 +106,15 @@ class CudaLoaded final : public exec::LoadedProgram {
   }
 
   std::unique_ptr<Run> launch(const Launch& launch) override {
+    const LocalGpu& first = *cuda_.devices().front();
     // Once, for all that is called below.
-    const ContextGuard current = cuda_.devices().front()->current();
     if (program_->program->mode != Mode::capture) {
+      // A kernel may be loaded by its first launch.
+      const ContextGuard current =
+          first.copy_kernel() != nullptr ? first.current() : first.enqueuing();
       return std::make_unique<CudaRun>(executor_, submit(launch));
     }
+    const ContextGuard current = first.current();
     refuse_unfit(launch);
     return std::make_unique<RecordedRun>(*cuda_.record(program_, launch));
   }

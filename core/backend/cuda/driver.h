@@ -298,26 +298,39 @@ inline void check(CUresult result, std::string_view what) {
 
 // While some stream is being captured, the driver refuses calls that could disturb it, also to
 // other threads, and spoils the capture. Ours never touch a captured stream by accident, so they
-// may be made.
+// may be made. Inside another one it calls nothing.
 class CaptureGuard {
  public:
-  CaptureGuard() { exchange(); }
-  ~CaptureGuard() { exchange(); }
+  CaptureGuard() : outermost_(!inside_) {
+    if (outermost_) exchange();
+    inside_ = true;
+  }
+  ~CaptureGuard() {
+    if (!outermost_) return;
+    exchange();
+    inside_ = false;
+  }
   CaptureGuard(const CaptureGuard&) = delete;
   CaptureGuard& operator=(const CaptureGuard&) = delete;
 
  private:
   void exchange() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
+  static inline thread_local bool inside_ = false;
+  const bool outermost_;
   int mode_ = kCaptureRelaxed;  // then the caller's
 };
+
+// What is called under a guard: the driver refuses nothing that only enqueues, whatever is being
+// captured, nor questions for a stream's capture.
+enum class Under : uint8_t { any, enqueuing };
 
 // Makes a context current and puts the caller's back. Inside another one of the same context it
 // calls nothing, and where the context is the caller's own it pushes nothing.
 class ContextGuard {
  public:
-  explicit ContextGuard(CUcontext context) : outer_(innermost_) {
+  explicit ContextGuard(CUcontext context, Under calls = Under::any) : outer_(innermost_) {
+    if (calls == Under::any) relaxed_.emplace();
     if (context == outer_) return;
-    relaxed_.emplace();
     CUcontext callers = nullptr;
     Driver::get().cuCtxGetCurrent(&callers);
     pushed_ = callers != context;
@@ -325,7 +338,6 @@ class ContextGuard {
     innermost_ = context;
   }
   ~ContextGuard() {
-    if (!relaxed_) return;
     innermost_ = outer_;
     if (!pushed_) return;
     CUcontext popped = nullptr;

@@ -215,7 +215,7 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
   std::vector<std::pair<RankSubmission*, CUstream>> asides;     // of signals, and spare engines
   for (const auto& [gpu, step] : compiled.serial) {
     RankSubmission& turn = turns[gpu];
-    const ContextGuard current = turn.device->current();
+    const ContextGuard current = turn.device->enqueuing();
     const Queue& queue = submission.program->queues[step.queue];
     StreamEncoder* encoder = turn.own.get();
     if (queue.index != kCallerQueue && !compiled.one_stream) {
@@ -244,13 +244,13 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
   }
   for (RankSubmission& turn : turns) {
     if (compiled.one_stream) continue;
-    const ContextGuard current = turn.device->current();
+    const ContextGuard current = turn.device->enqueuing();
     for (size_t i = 0; i < turn.local->engines.size(); ++i) {
       join(turn, engine(*turn.lane, turn.local->device, i).stream());
     }
   }
   for (const auto& [turn, stream] : asides) {
-    const ContextGuard current = turn->device->current();
+    const ContextGuard current = turn->device->enqueuing();
     join(*turn, stream);
   }
 }
@@ -272,7 +272,7 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
   const bool armed = submission.streams != nullptr;
   const auto& queues = submission.program->queues;
   for (const LocalProgram& local : submission.compiled.gpus) {
-    const ContextGuard current = devices_[local.device]->current();
+    const ContextGuard current = devices_[local.device]->enqueuing();
     RankSubmission& turn = turns.emplace_back(begin(submission, local));
     if (!armed && !submission.compiled.one_stream) fork(turn);
     turn.own = std::make_unique<StreamEncoder>(
@@ -286,7 +286,7 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
     serial(submission, turns);
   }
   for (size_t i = 0; i < turns.size() && !submission.compiled.interleaved; ++i) {
-    const ContextGuard current = turns[i].device->current();
+    const ContextGuard current = turns[i].device->enqueuing();
     if (armed) {
       resume(submission, turns[i], i);
     } else {
@@ -294,7 +294,7 @@ void CudaExecutor::enqueue_ranks(CudaSubmission& submission, std::vector<RankSub
     }
   }
   for (RankSubmission& turn : turns) {
-    const ContextGuard current = turn.device->current();
+    const ContextGuard current = turn.device->enqueuing();
     if (!submission.compiled.interleaved) {
       turn.own->add(turn.local->caller.subspan(turn.local->leading));
       turn.own->flush();
@@ -433,7 +433,7 @@ void CudaExecutor::attend(exec::Submission& submission, const Deadline& deadline
 
 void CudaExecutor::enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const {
   for (size_t i = 0; i < submission.parts.size(); ++i) {
-    const ContextGuard current = devices_[submission.compiled.gpus[i].device]->current();
+    const ContextGuard current = devices_[submission.compiled.gpus[i].device]->enqueuing();
     submission.parts[i].done->enqueue_wait(reinterpret_cast<CUstream>(stream));
   }
 }

@@ -130,6 +130,7 @@ class GpuContext final : public Port {
   int device() const override { return context_->ordinal(); }
   const std::shared_ptr<const PrimaryContext>& context() const { return context_; }
   ContextGuard current() const { return ContextGuard(context_->handle()); }
+  ContextGuard enqueuing() const { return ContextGuard(context_->handle(), Under::enqueuing); }
   CudaEvent event(bool timed = false) const { return CudaEvent(events_, timed); }
   std::unique_ptr<CudaStream> stream(bool urgent = false) const {
     return std::make_unique<CudaStream>(context_, urgent);

@@ -26,6 +26,7 @@ class LocalGpu {
   const GpuContext& gpu() const { return *gpu_; }
   int ordinal() const { return gpu_->device(); }
   ContextGuard current() const { return gpu_->current(); }
+  ContextGuard enqueuing() const { return gpu_->enqueuing(); }
   std::unique_ptr<CudaStream> stream() const { return gpu_->stream(pack_kernel_ != nullptr); }
   CudaEvent event(bool timed = false) const { return gpu_->event(timed); }
 
