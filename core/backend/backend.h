@@ -112,6 +112,8 @@ struct Launch {
   std::vector<Wakeup*> wakeups;  // one a rank
   // GPUs: the callers' streams (the driver's handles), a local rank each; 0 or none: the backend's.
   std::vector<uintptr_t> streams = {};
+  // GPUs, with one local rank: another stream of the caller's, whose work so far comes first. 0: none
+  uintptr_t behind = 0;
   // Strided copies between the host and a rank are made by the engine of the other direction, where
   // they can be (CrossedCopies).
   bool crossed = false;

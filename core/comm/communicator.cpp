@@ -230,7 +230,7 @@ std::pair<size_t, size_t> Communicator::kept() const {
 std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& deadline) {
   LaneLock turn(lane_locks_, rendezvous_.get(), checked_lane(request.lane), deadline);
   check_alive();
-  request.capture = backend_->capture_of(request.streams);
+  request.capture = request.uncaptured ? 0 : backend_->capture_of(request.streams);
   if (request.capture != 0 && request.view()) {
     fail(Code::unsupported,
          "a view cannot be captured: each replay would have to take another slot; ",
@@ -256,6 +256,7 @@ std::unique_ptr<Pending> Communicator::start(Request request, const Deadline& de
   pending->lane_ = &lane;
   pending->sequence_ = lane.sequence - 1;
   pending->entry_ = plan->entry;
+  pending->stream_ = request.streams.empty() ? 0 : request.streams[0];
   try {
     all_or_none([&] { launch(*plan, request, lane, *pending); });
   } catch (const Refused&) {
@@ -346,6 +347,13 @@ void Pending::release(const std::vector<uintptr_t>& streams) {
   }
   if (plan_->credited || plan_->launches != launch_) return;
   communicator.grant(*plan_, *lane_, streams);
+}
+
+void Pending::follow(uintptr_t stream) {
+  communicator_->check();
+  Streams* const streams = communicator_->backend_->capabilities().streams;
+  if (stream == stream_ || streams == nullptr) return;
+  streams->enqueue_wait(*run_, stream);
 }
 
 Result Pending::wait(const Deadline& deadline) {

@@ -74,6 +74,9 @@ class Pending : public OfProcess {
   // of the same operation into it. In those streams' order, where there are any. Nothing happens if
   // that call has been made. Throws invalid for another protocol.
   void release(const std::vector<uintptr_t>& streams);
+  // GPUs, with one local rank: what comes later in that stream of the caller's comes after the
+  // operation, which is in no capture. Throws as Communicator::check.
+  void follow(uintptr_t stream);
   // Where the output of a view call lies, on every rank; its window is null for other calls.
   const Slots::SlotPlace& view() const { return view_; }
 
@@ -89,6 +92,7 @@ class Pending : public OfProcess {
   const Lane* lane_ = nullptr;
   uint64_t sequence_ = 0;
   std::shared_ptr<const Entry> entry_;
+  uintptr_t stream_ = 0;  // of the first local rank
 };
 
 class Communicator : public std::enable_shared_from_this<Communicator>, public OfProcess {

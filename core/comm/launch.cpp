@@ -80,6 +80,7 @@ void Communicator::launch_armed(CachedPlan& plan, const Request& request, Lane& 
   }
   pending.view_ = std::exchange(plan.view, {});
   armed->streams = request.streams;
+  armed->behind = request.behind;
   try {
     pending.run_ = owned_here(plan.loaded->launch(*armed));
   } catch (const Refused&) {
@@ -138,6 +139,7 @@ Communicator::Bound Communicator::bind(CachedPlan& plan, const Request& request,
   Bound bound{.launch = bind_words(*plan.program, flags, lane), .track = &track};
   Launch& launch = bound.launch;
   launch.streams = request.streams;
+  launch.behind = request.behind;
   if (!captured) flags.epoch += plan.program->flag_span;
   Binding& binding = launch.binding;
 

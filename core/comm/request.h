@@ -67,6 +67,8 @@ struct Request {
   std::vector<Operand> out;        // one a local rank
   std::vector<Operand> in;         // likewise, or empty: in place
   std::vector<uintptr_t> streams;  // GPUs: see Launch
+  uintptr_t behind = 0;            // likewise, of one local rank
+  bool uncaptured = false;         // the caller has looked: neither of these is being captured
   uint64_t capture = 0;  // what the streams are captured in (the communicator asks); 0: nothing
   // Keeps operands alive until the operation has ended, but for windows, which it does itself.
   std::shared_ptr<void> keep;

@@ -20,6 +20,7 @@
 #include "keep.h"
 #include "module.h"
 #include "process.h"
+#include "region.h"
 #include "released.h"
 #include "studies/pattern.h"
 #include "studies/sdma/packet_path.h"
@@ -30,13 +31,6 @@ namespace {
 
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-// A part of a window: the same bytes on every rank.
-struct Region {
-  std::shared_ptr<Window> window;
-  uint64_t offset = 0;
-  uint64_t bytes = 0;
-};
 
 Region region(Window& window, uint64_t offset, uint64_t bytes) {
   if (offset > window.bytes() || bytes > window.bytes() - offset) {
@@ -62,19 +56,6 @@ nb::object view(Window& window, Rank rank, uint64_t offset, uint64_t bytes) {
       .cast();
 }
 
-Operand operand_of(const Region& region, Rank rank) {
-  std::byte* base = region.window->base(rank);
-  return {.data = base == nullptr ? nullptr : base + region.offset,
-          .bytes = region.bytes,
-          .window = region.window,
-          .offset = region.offset,
-          .given = true};
-}
-
-Operand operand_at(uintptr_t address, uint64_t bytes) {
-  return {.data = reinterpret_cast<std::byte*>(address), .bytes = bytes, .given = true};
-}
-
 // A region; the one local rank's tensor; or for each local rank (address, bytes), or None: absent.
 // What the Python layer has checked.
 std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_ranks) {
@@ -82,13 +63,12 @@ std::vector<Operand> operands(nb::handle given, const std::vector<Rank>& local_r
   if (given.is_none()) return result;
   if (nb::isinstance<Region>(given)) {
     for (Rank rank : local_ranks) {
-      result.push_back(operand_of(nb::cast<const Region&>(given), rank));
+      result.push_back(nb::cast<const Region&>(given).operand(rank));
     }
     return result;
   }
   if (is_tensor(given)) {
-    const auto [address, bytes] = place_of_tensor(given);
-    result.push_back(operand_at(address, bytes));
+    result.push_back(operand_of(given));
     return result;
   }
   for (nb::handle item : given) {
@@ -360,6 +340,7 @@ void bind_outcome(nb::module_& module) {
           "view",
           [](const Pending& self) { return std::pair(self.view().window, self.view().offset); })
       .def("release", &Pending::release, nb::arg("streams"), Unlocked())
+      .def("follow", &Pending::follow, nb::arg("stream"), Unlocked())
       .def(
           "wait",
           [](Pending& self, double timeout_s) {

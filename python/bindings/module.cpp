@@ -12,6 +12,7 @@ NB_MODULE(_core, module) {
   offcore::bind_window(module);
   offcore::bind_tensors(module);
   offcore::bind_comm(module);
+  offcore::bind_plain_calls(module);
   offcore::bind_proof(module);
   offcore::bind_requests(module);
   offcore::bind_pool(module);

@@ -15,6 +15,7 @@ void bind_backend(nb::module_& module);
 void bind_window(nb::module_& module);
 void bind_tensors(nb::module_& module);
 void bind_comm(nb::module_& module);
+void bind_plain_calls(nb::module_& module);  // after bind_comm
 void bind_proof(nb::module_& module);
 void bind_requests(nb::module_& module);  // after bind_comm
 void bind_pool(nb::module_& module);      // after bind_comm, which binds Window

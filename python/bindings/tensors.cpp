@@ -1,26 +1,27 @@
 #include "tensors.h"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/base/error.h"
 
 namespace offcore {
 namespace {
 
 PyTypeObject* tensor_type = nullptr;
 
-// Names as the interpreter's own tables have them, so that a look-up compares pointers.
 struct Names {
-  static PyObject* of(const char* name) {
-    PyObject* interned = PyUnicode_InternFromString(name);
-    if (interned == nullptr) throw nb::python_error();
-    return interned;
-  }
-  PyObject* is_cuda = of("is_cuda");
-  PyObject* get_device = of("get_device");
-  PyObject* is_contiguous = of("is_contiguous");
-  PyObject* data_ptr = of("data_ptr");
-  PyObject* nbytes = of("nbytes");
-  PyObject* dtype = of("dtype");
-  PyObject* shape = of("shape");
+  Name is_cuda{"is_cuda"};
+  Name get_device{"get_device"};
+  Name is_contiguous{"is_contiguous"};
+  Name data_ptr{"data_ptr"};
+  Name nbytes{"nbytes"};
+  Name dtype{"dtype"};
+  Name shape{"shape"};
 };
 
 const Names& names() {
@@ -33,38 +34,23 @@ nb::object checked(PyObject* object) {
   return nb::steal(object);
 }
 
-nb::object attribute(nb::handle tensor, PyObject* name) {
-  return checked(PyObject_GetAttr(tensor.ptr(), name));
-}
-
-nb::object call(nb::handle tensor, PyObject* name) {
-  PyObject* self = tensor.ptr();  // PyObject_CallMethodNoArgs is not in the stable ABI
-  return checked(PyObject_VectorcallMethod(name, &self, 1, nullptr));
-}
-
-bool plain(nb::handle given, int device) {
-  return is_tensor(given) && attribute(given, names().is_cuda).is(nb::handle(Py_True)) &&
-         nb::cast<int>(call(given, names().get_device)) == device &&
-         call(given, names().is_contiguous).is(nb::handle(Py_True));
-}
-
 nb::object plain_dtype(nb::handle given, int device) {
-  return plain(given, device) ? attribute(given, names().dtype) : nb::none();
+  return is_plain(given, device) ? names().dtype.of(given) : nb::none();
 }
 
 nb::object plain_exchange(const nb::tuple& given, int device) {
   const nb::object out = given[0], inp = given[1], counts = given[2], received = given[3];
   const bool asked = !received.is_none();
-  if (device < 0 || !plain(out, device) || !plain(inp, device) || !plain(counts, device) ||
-      (asked && !plain(received, device))) {
+  if (device < 0 || !is_plain(out, device) || !is_plain(inp, device) || !is_plain(counts, device) ||
+      (asked && !is_plain(received, device))) {
     return nb::none();
   }
   const auto [counts_at, counts_bytes] = place_of_tensor(counts);
   std::pair<uintptr_t, uint64_t> told{};
   if (asked) told = place_of_tensor(received);
-  const auto dtype = [](nb::handle tensor) { return attribute(tensor, names().dtype); };
+  const auto dtype = [](nb::handle tensor) { return names().dtype.of(tensor); };
   nb::tuple facts = nb::make_tuple(place_of_tensor(out), place_of_tensor(inp),
-                                   attribute(inp, names().shape), dtype(counts), counts_bytes,
+                                   names().shape.of(inp), dtype(counts), counts_bytes,
                                    asked ? dtype(received) : nb::none(), told.second);
   return nb::make_tuple(std::move(facts),
                         nb::make_tuple(nb::make_tuple(counts_at),
@@ -73,13 +59,52 @@ nb::object plain_exchange(const nb::tuple& given, int device) {
 
 }  // namespace
 
+nb::object Name::of(nb::handle object) const {
+  return checked(PyObject_GetAttr(object.ptr(), interned_));
+}
+
+nb::object Name::find(nb::handle object) const {
+  PyObject* const found = PyObject_GetAttr(object.ptr(), interned_);
+  if (found != nullptr) return nb::steal(found);
+  PyErr_Clear();
+  return nb::none();
+}
+
+nb::object Name::call_of(nb::handle object) const {
+  PyObject* self = object.ptr();  // PyObject_CallMethodNoArgs is not in the stable ABI
+  return checked(PyObject_VectorcallMethod(interned_, &self, 1, nullptr));
+}
+
 bool is_tensor(nb::handle given) {
   return tensor_type != nullptr && Py_TYPE(given.ptr()) == tensor_type;
 }
 
+bool is_plain(nb::handle given, int device) {
+  return is_tensor(given) && names().is_cuda.of(given).is(nb::handle(Py_True)) &&
+         nb::cast<int>(names().get_device.call_of(given)) == device &&
+         names().is_contiguous.call_of(given).is(nb::handle(Py_True));
+}
+
 std::pair<uintptr_t, uint64_t> place_of_tensor(nb::handle tensor) {
-  return {nb::cast<uintptr_t>(call(tensor, names().data_ptr)),
-          nb::cast<uint64_t>(attribute(tensor, names().nbytes))};
+  return {nb::cast<uintptr_t>(names().data_ptr.call_of(tensor)),
+          nb::cast<uint64_t>(names().nbytes.of(tensor))};
+}
+
+// torch has one object of each dtype.
+std::optional<DType> reduced_dtype(nb::handle tensor) {
+  static auto* const known = new std::vector<std::pair<nb::object, std::optional<DType>>>;
+  const nb::object dtype = names().dtype.of(tensor);
+  for (const auto& [object, kind] : *known) {
+    if (object.is(dtype)) return kind;
+  }
+  std::optional<DType> kind;
+  const std::string name = nb::cast<std::string>(nb::str(dtype));  // "torch.float32"
+  try {
+    kind = parse_dtype(std::string_view(name).substr(name.find('.') + 1));
+  } catch (const Error&) {  // it only moves
+  }
+  known->emplace_back(dtype, kind);
+  return kind;
 }
 
 void bind_tensors(nb::module_& module) {

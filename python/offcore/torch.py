@@ -22,7 +22,7 @@ import torch
 
 from offcore import _core
 from offcore.bootstrap import bootstrap_of
-from offcore.comm import communicator
+from offcore.comm import Handle, communicator
 from offcore.operands import Side
 from offcore.torch_matmul import all_gather_matmul, matmul_shard
 
@@ -39,7 +39,7 @@ def _current_stream(device: int) -> int:
 
 # What torch's compiler has its generated code ask, which makes no object of the stream. It is no
 # documented name, so it may be missing.
-_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 class Communicator(communicator.Communicator):
@@ -48,6 +48,8 @@ class Communicator(communicator.Communicator):
     group: None is the default group, which must be initialised. device: this rank's GPU; by
     default torch.cuda.current_device(). Options are offcore.Communicator's. Collective.
     """
+
+    _keeps = True  # tensors, until what uses them has ended
 
     def __init__(self, group: Any = None, *, device: int | None = None, **options: Any) -> None:
         self._device = torch.cuda.current_device() if device is None else device
@@ -69,12 +71,19 @@ class Communicator(communicator.Communicator):
         window = self.window(nbytes)
         return _core.mem_pool(_core.open_pool(window._core, self.local_ranks[0]))
 
-    def _side(self, given: Any, op: str, writable: bool) -> Side:
+    def _start(self, *call: Any) -> Handle:
         # What is passed nearly always the core reads by itself.
+        stream = stream_of(self._device) or _LEGACY_STREAM
+        pending = _core.start_plain(
+            self._core, call, self._device, stream, self._keeps, self.timeout
+        )
+        return super()._start(*call) if pending is None else Handle(self, pending)
+
+    def _side(self, given: Any, op: str, writable: bool) -> Side:
         dtype = _core.plain_dtype(given, self._device)
         if dtype is not None:
             return given, dtype, given
         return super()._side(given, op, writable)
 
     def _streams(self) -> list[int]:
-        return [_stream_of(self._device) or _LEGACY_STREAM]
+        return [stream_of(self._device) or _LEGACY_STREAM]

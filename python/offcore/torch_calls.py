@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
 
-_REDUCTIONS = {  # by number: torch's own objects are slow to compare
+REDUCTIONS = {  # by number: torch's own objects are slow to compare
     int(dist.ReduceOp.SUM): ("sum", 1.0),
     int(dist.ReduceOp.AVG): ("avg", 1.0),
     int(dist.ReduceOp.MIN): ("min", 1.0),
@@ -83,7 +83,7 @@ def reduction_of(op: Any) -> tuple[str, float] | None:
     plain = isinstance(op, dist.ReduceOp.RedOpType)
     kind = int(op) if plain else int(op.op)
     if kind != _PREMUL_SUM:
-        return _REDUCTIONS.get(kind)
+        return REDUCTIONS.get(kind)
     factor = None if plain else op.__getstate__()[1]
     return ("premul_sum", float(factor)) if isinstance(factor, (int, float)) else None
 

@@ -140,10 +140,10 @@ CudaExecutor::RankSubmission CudaExecutor::begin(CudaSubmission& submission,
     static_cast<const CudaMark*>(submission.launch.after)->enqueue_wait(turn.stream);
   }
   own.signal_table->prepare(submission.launch.epoch + 1, submission.program->flag_span);
-  if (named) {
-    turn.named = reinterpret_cast<CUstream>(given);
+  if (named) turn.named = reinterpret_cast<CUstream>(given);
+  if (const uintptr_t behind = named ? given : submission.launch.behind; behind != 0) {
     const CudaEvent fork = turn.device->event();
-    fork.record(turn.named);
+    fork.record(reinterpret_cast<CUstream>(behind));
     fork.enqueue_wait(turn.stream);
   }
   if (submission.compiled.timestamps > 0) {
@@ -432,6 +432,7 @@ void CudaExecutor::attend(exec::Submission& submission, const Deadline& deadline
 }
 
 void CudaExecutor::enqueue_wait(const CudaSubmission& submission, uintptr_t stream) const {
+  if (submission.ended()) return;
   for (size_t i = 0; i < submission.parts.size(); ++i) {
     const ContextGuard current = devices_[submission.compiled.gpus[i].device]->enqueuing();
     submission.parts[i].done->enqueue_wait(reinterpret_cast<CUstream>(stream));

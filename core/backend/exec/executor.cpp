@@ -121,6 +121,7 @@ std::shared_ptr<Submission> LoadedProgram::take_armed(const Launch& launch, Free
   armed_.pop_front();
   freed.push_back(std::exchange(submission->launch.owner, launch.owner));
   submission->launch.streams = launch.streams;
+  submission->launch.behind = launch.behind;
   last_ = submission;
   return submission;
 }

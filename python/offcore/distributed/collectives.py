@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed import reach
+from offcore.distributed.direct import Direct
 from offcore.distributed.hosts import Hosts, open_ends
-from offcore.distributed.sides import Body, Side, log, side_of
+from offcore.distributed.sides import Body, OnStreams, Side, log, side_of
 from offcore.errors import error
 from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
 
@@ -41,6 +42,7 @@ class Collectives:
         self._arguments = arguments.arguments
         self._sides: dict[str, Side] = {}
         self._lock = threading.Lock()
+        self.direct: Direct | None = None  # once there is a communicator for a GPU
         self._open(torch.device("cpu"))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
@@ -260,7 +262,10 @@ class Collectives:
                     (comm,) = open_ends(
                         store, hosts, self.rank, self.timeout, device, self._arguments
                     )
-                    self._sides[kind] = side_of(comm, self.name, self.rank, self.timeout, device)
+                    side = side_of(comm, self.name, self.rank, self.timeout, device)
+                    if isinstance(comm, OnStreams):
+                        self.direct = Direct(side, self.carried)
+                    self._sides[kind] = side
             return self._sides.get(kind)
 
     def _told(self, store: Any, own: str) -> list[str]:

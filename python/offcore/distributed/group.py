@@ -222,8 +222,27 @@ def _method(name: str, do: str) -> Callable[..., Any]:
     return method
 
 
+def _short(name: str, op: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        direct = self.collectives.direct
+        if direct is not None and not kwargs:
+            work = direct.start(op, args)
+            if work is not None:
+                return work
+        return self._call(name, args, kwargs)
+
+    method.__name__ = name
+    method.__doc__ = "By offcore, or the inner group."
+    return method
+
+
+# Those that training makes: see direct.py.
+_SHORT = {"allreduce": "all_reduce", "_allgather_base": "all_gather"}
+_SHORT |= {"all_gather_single": "all_gather", "_reduce_scatter_base": "reduce_scatter"}
+_SHORT |= {"reduce_scatter_single": "reduce_scatter"}
 for _name in _CALLS:
-    setattr(Calls, _name, _method(_name, "_call"))
+    made = _short(_name, _SHORT[_name]) if _name in _SHORT else _method(_name, "_call")
+    setattr(Calls, _name, made)
 for _name in _HANDED:
     setattr(Calls, _name, _method(_name, "_hand"))
 

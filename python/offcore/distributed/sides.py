@@ -113,7 +113,7 @@ class Side:
 
     def _label(self, op: str) -> _Label:
         self._calls += 1
-        return _Label(op, self._calls, self._rank, self._name)
+        return tuple.__new__(_Label, (op, self._calls, self._rank, self._name))
 
     def _failed(self, label: _Label | str, failure: Exception, limit: float = 0) -> Exception:
         """That failure with the call's name; where ranks may no longer agree, also for later calls,
@@ -378,6 +378,12 @@ class GpuSide(Side):
             return
         with self._lock:
             self._late.append((time.monotonic() + limit, label, handles, body))
+        if self._watch is None:
+            self.begin_watch()
+
+    def begin_watch(self) -> None:
+        """Sees to what is late from now on."""
+        with self._lock:
             if self._watch is None:
                 self._watch = threading.Thread(
                     target=_watch, args=(weakref.ref(self), self._closed), daemon=True
@@ -446,6 +452,8 @@ class OnStreams(offcore.torch.Communicator):
     """Keeps no tensor: like a kernel's they last by the order of streams, those of late calls by
     GpuSide. A communicator lets go some calls later, which would pin the gradients of as many
     layers as the host is ahead by."""
+
+    _keeps = False
 
     def _side(self, given: Any, op: str, writable: bool) -> operands.Side:
         place, dtype, _ = super()._side(given, op, writable)

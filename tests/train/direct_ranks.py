@@ -1,0 +1,226 @@
+"""The ranks of test_direct.py: a group's calls on GPUs of the stand-in driver, as training makes
+them."""
+
+import ctypes
+import datetime
+import gc
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import crew
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+import torch_cuda
+
+import offcore
+from offcore.distributed import direct, sides
+
+PART = 1 << 12  # elements
+c10d = torch._C._distributed_c10d
+
+
+class Rank:
+    """Of two: a group whose communicator for GPUs is one of the stand-in's."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.driver = torch_cuda.Driver(os.environ["OFFCORE_LIBCUDA"], rank)
+        torch_cuda.use(self.driver, rank)
+        direct.stream_of = torch._C._cuda_getCurrentRawStream
+        self.group: Any = dist.group.WORLD
+        core = self.group.collectives
+        store = dist.PrefixStore("here", dist.distributed_c10d._get_default_store())
+        device = torch.device("cuda", rank)
+        self.comm: Any = sides.open_communicator(store, rank, ranks, 30.0, device, {})
+        self.side = sides.side_of(self.comm, "g", rank, 30.0, device)
+        core._sides["cuda"] = self.side
+        core.direct = self.direct = direct.Direct(self.side, core.carried)
+        self.window = self.comm.window(16 * PART * 4)
+        self.made = 0
+
+    def tensor(self, count: int, value: float, dtype: Any = torch.float32) -> Any:
+        """Of memory that only the driver reaches."""
+        at = self.made
+        self.made += count * 4
+        self.window.write(np.full(count, value, np.float32), at, rank=self.rank)
+        memory = (ctypes.c_uint8 * (count * 4)).from_address(self.window.address(self.rank) + at)
+        made = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+        made.at = at
+        return made
+
+    def values(self, tensor: Any) -> list[float]:
+        array = np.empty(tensor.numel(), np.float32)
+        self.window.read(array, tensor.at, rank=self.rank)
+        return sorted({*array.tolist()})
+
+    def calls(self, name: str) -> int:
+        counted = self.driver.calls.fakecuda_calls
+        counted.restype = ctypes.c_uint64
+        return int(counted(name.encode()))
+
+
+def options(kind: str = "Allreduce", **given: Any) -> Any:
+    made = getattr(c10d, f"{kind}Options")()
+    for name, value in given.items():
+        setattr(made, name, value)
+    return made
+
+
+def right(rank: int, ranks: int) -> None:
+    one = Rank(rank, ranks)
+    whole, part = one.tensor(2 * PART, -1), one.tensor(PART, rank + 1)
+    summed, scattered = one.tensor(PART, rank + 1), one.tensor(PART, -1)
+    spread = one.tensor(2 * PART, rank + 1)
+    for turn, late in enumerate((True, False, True)):
+        works = [
+            one.group.allreduce([summed], options(asyncOp=late)),
+            one.group._allgather_base(whole, part, options("Allgather", asyncOp=late)),
+            one.group._reduce_scatter_base(
+                scattered,
+                spread,
+                options("ReduceScatter", asyncOp=late, reduceOp=dist.ReduceOp(dist.ReduceOp.AVG)),
+            ),
+        ]
+        waits = one.calls("cuStreamWaitEvent")
+        assert all(isinstance(work, direct.Started) and work.wait() for work in works)
+        # The stream that is current follows what another one does, and nothing else.
+        assert one.calls("cuStreamWaitEvent") - waits <= (3 if late else 0)
+        for work in works:
+            work.wait(datetime.timedelta(seconds=20))
+            assert work.is_completed()
+            assert work.is_success()
+        assert works[0].result()[0] is summed
+        assert works[1].get_future().value()[0] is whole
+        assert works[1].get_future() is works[1].get_future()
+        assert one.values(summed) == [3 * 2.0**turn]
+        assert one.values(whole) == [1, 2]
+        assert one.values(scattered) == [1.5]
+    report = offcore.distributed.report()["carried"]
+    assert report == {"all_reduce": 3, "all_gather": 3, "reduce_scatter": 3}
+    several(one)
+
+
+def in_order(rank: int, ranks: int) -> None:
+    """What the current stream has comes before a call, and what it gets after a wait behind it."""
+    one = Rank(rank, ranks)
+    source, summed, copied = (one.tensor(PART, value) for value in (rank + 1, 0, 0))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def copy(dst: Any, src: Any) -> None:
+        to, what = (ctypes.c_uint64(tensor.data_ptr()) for tensor in (dst, src))
+        one.driver.cuMemcpyAsync(to, what, ctypes.c_size_t(4 * PART), stream)
+
+    for turn in range(20):
+        copy(summed, source)
+        work = one.group.allreduce([summed], options(asyncOp=turn % 2 == 0))
+        assert work.stream == (one.direct.stream if turn % 2 == 0 else stream.value)
+        if turn % 3 == 0:
+            work.get_future()
+        work.wait()
+        copy(copied, summed)
+        one.driver.cuStreamSynchronize(stream)
+        assert one.values(copied) == [3]
+
+
+def several(one: Rank) -> None:
+    """In the order of the caller's stream, each behind the one before; and let go of."""
+    summed = one.tensor(PART, 1)
+    for _ in range(20):
+        work = one.group.allreduce([summed], options())
+    work.wait(datetime.timedelta(seconds=20))
+    assert one.values(summed) == [2.0**20]
+    one.side.settle()
+    assert not one.side._late
+
+
+def long_way(rank: int, ranks: int) -> None:
+    """What the core does not take goes through the communicator, as before."""
+    one = Rank(rank, ranks)
+    floats, longs = one.tensor(PART, 0), one.tensor(PART, 0)
+    twice = [floats, longs]
+    sent: list[Any] = []
+
+    def taken(name: str, *given: Any) -> Any:
+        sent.append(name)
+        return "long"
+
+    one.group._call = taken
+    group, plain = one.group, options()
+    premul = c10d._make_nccl_premul_sum(2.0)
+    for args in (
+        (twice, plain),
+        ([floats[::2]], plain),
+        ([floats.to(torch.float32).view(torch.bool)], plain),
+        ([torch.nn.Parameter(torch.zeros(3))], plain),
+        ([torch.eye(3).to_sparse()], plain),
+        ([torch._neg_view(floats)], plain),
+        ([floats],),
+        ([floats], dist.ReduceOp.SUM),
+        ([floats], options(reduceOp=dist.ReduceOp(dist.ReduceOp.BXOR))),
+        ([floats], options(reduceOp=premul)),
+    ):
+        assert group.allreduce(*args) == "long", args
+    assert group.allreduce([floats], opts=plain) == "long"
+    other = one.tensor(PART, 0, torch.int32)
+    assert group._allgather_base(other, floats, options("Allgather")) == "long"
+    capturing = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    one.driver.cuStreamBeginCapture_v2(capturing, 0)
+    assert group.allreduce([floats], plain) == "long"
+    one.driver.cuStreamEndCapture(capturing, ctypes.byref(ctypes.c_void_p()))
+    assert len(sent) == 13
+    assert not one.side._late
+    assert not one.group.collectives.carried
+
+
+def wrong(rank: int, ranks: int) -> None:
+    one = Rank(rank, ranks)
+    whole, part = one.tensor(3 * PART, 0), one.tensor(PART, 0)
+    with pytest.raises(offcore.Error, match=r"all_gather \(call 1 of rank \d, group g\)") as odd:
+        one.group._allgather_base(whole, part, options("Allgather"))
+    assert odd.value.code == "invalid"
+    work = one.group.allreduce([part], options())  # the group lives on
+    work.wait(datetime.timedelta(seconds=20))
+    late = one.tensor(PART, 0)
+    one.group.allreduce([late], options()).wait(datetime.timedelta(seconds=20))
+    kept = weakref.ref(late)
+    meet(rank, ranks, "ready")
+    if rank == 0:
+        work = one.group.allreduce([late], options(timeout=datetime.timedelta(seconds=1.5)))
+        work._outputs = None
+        del late
+        gc.collect()
+        assert kept() is not None  # it has not ended
+        deadline = time.monotonic() + 20
+        while one.side.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for again in (work.wait, lambda: one.group.allreduce([part], options())):
+            with pytest.raises(offcore.Error, match=r"all_reduce \(call 4 .*in time") as dead:
+                again()
+            assert dead.value.code == "timeout"
+    meet(rank, ranks, "aborted")
+    if rank == 1:
+        for again in (work.wait, lambda: one.group.allreduce([part], options())):
+            with pytest.raises(offcore.Error) as dead:
+                again()
+            assert dead.value.code == "peer"
+    meet(rank, ranks, "over")
+
+
+def meet(rank: int, ranks: int, name: str) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{rank}", "")
+    store.wait([f"{name}/{other}" for other in range(ranks)])
+
+
+MAINS = {main.__name__: main for main in (right, in_order, long_way, wrong)}
+
+if __name__ == "__main__":
+    crew.run(2, MAINS[sys.argv[1]], "offcore")
