@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
 
-.PHONY: help build demo test test-long lint format docs asan tsan clean
+.PHONY: help build demo test test-long fakes lint format docs asan tsan clean
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -22,13 +22,17 @@ build: .venv/.installed  ## create .venv, build the package and install it there
 demo: build  ## real collectives, checked and compared: simulated 8 x MI300X, then this host
 	$(BIN)/offcore demo
 
-test: lint  ## lint, all tests, and short forms under asan, ubsan and tsan
+test: lint fakes  ## lint, all tests, and short forms under asan, ubsan and tsan
 	$(PYTEST)
 	$(MAKE) asan tsan
 
-test-long: lint  ## everything long: hours of fuzzing, and all tests under the sanitizers
+test-long: lint fakes  ## everything long: hours of fuzzing, and all tests under the sanitizers
 	$(PYTEST) --long
 	$(MAKE) asan tsan SANITIZED="--long --hypothesis-profile=ci"
+
+# A test that needs the stand-in drivers builds them, in the time that it has itself.
+fakes: build
+	$(BIN)/python tests/fakes/cuda_library.py
 
 lint: build  ## clang-format, ruff and mypy
 	find core shim studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
