@@ -458,6 +458,9 @@ def measured(args: argparse.Namespace, rows: list[Row]) -> None:
 
 def main() -> None:
     args = arguments()
+    version, known = transformers.__version__, serving.VERSIONS
+    if not version.startswith(known):
+        sys.exit(f"transformers {version} is not supported: pip install transformers=={known[0]}")
     engine_logging.set_verbosity_error()
     rows: list[Row] = []
     try:

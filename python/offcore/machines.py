@@ -109,7 +109,7 @@ def load(name_or_path: str | Path) -> _core.Machine:
         loaded = _load_file(_find("host", name), rename=name, ranks=int(host[1]))
         return _with_tuned(_on_this_host(loaded), _folders())
     if re.fullmatch(r"host-[0-9]+", name):
-        raise error("invalid", f"{name}: this host can be 1 to {_HOST_RANKS_MAX} ranks")
+        raise error("invalid", f"{name}: backend host has 1 to {_HOST_RANKS_MAX} ranks")
     if name == "host" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise _unknown(name)
     return _with_tuned(_load_file(_find(name, name)), _folders())

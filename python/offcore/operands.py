@@ -181,7 +181,7 @@ def counts_in_bytes(op: str, counts: Sequence[int], dtype: Any) -> list[int]:
     """The counts of a _v form, given in elements; without a dtype in bytes. Raises `Error`:
     invalid."""
     if not counts:
-        raise error("invalid", f"{op}_v: counts are missing")
+        raise error("invalid", f"{op}_v: pass counts, one for each rank")
     itemsize = 1 if dtype is None else dtype.itemsize
     return [checked(f"{op}_v: a count in bytes", count * itemsize) for count in counts]
 

@@ -23,6 +23,7 @@ import torch
 from offcore import _core
 from offcore.bootstrap import bootstrap_of
 from offcore.comm import Handle, communicator
+from offcore.errors import error
 from offcore.operands import Side
 from offcore.torch_matmul import all_gather_matmul, matmul_shard
 
@@ -46,13 +47,18 @@ class Communicator(communicator.Communicator):
     """The ranks of a torch.distributed group, as offcore.Communicator.
 
     group: None is the default group, which must be initialised. device: this rank's GPU; by
-    default torch.cuda.current_device(). Options are offcore.Communicator's. Collective.
+    default torch.cuda.current_device(). Options are offcore.Communicator's. Collective. Raises
+    `Error`: unavailable where torch sees no GPU.
     """
 
     _keeps = True  # tensors, until what uses them has ended
 
     def __init__(self, group: Any = None, *, device: int | None = None, **options: Any) -> None:
-        self._device = torch.cuda.current_device() if device is None else device
+        try:
+            self._device = torch.cuda.current_device() if device is None else device
+        except (AssertionError, RuntimeError) as cause:  # no CUDA build, no driver, no GPU
+            why = f"torch has no GPU ({cause}); on CPUs use offcore.Communicator"
+            raise error("unavailable", why) from None
         meeting = bootstrap_of(group, None, None)
         super().__init__(backend="cuda", store=meeting, device=self._device, **options)
 

@@ -89,7 +89,7 @@ def all_gather_matmul(
 
 def _checked(comm: Communicator, shard: Any, weight: Any, out: Any, chunks: int) -> Any:
     if len(comm.local_ranks) != 1:
-        raise error("invalid", "all_gather_matmul: a process is one rank of several")
+        raise error("invalid", "all_gather_matmul: needs one rank in each process")
     if shard.dim() != 2 or weight.dim() != 2 or shard.shape[1] != weight.shape[0]:
         raise error(
             "invalid",
@@ -105,7 +105,7 @@ def _checked(comm: Communicator, shard: Any, weight: Any, out: Any, chunks: int)
     if out is None:
         out = torch.empty(wanted, dtype=shard.dtype, device=shard.device)
     if tuple(out.shape) != wanted or out.dtype != shard.dtype or not out.is_contiguous():
-        raise error("invalid", f"all_gather_matmul: out must be contiguous, {wanted}")
+        raise error("invalid", f"all_gather_matmul: out must be contiguous, of shape {wanted}")
     return out
 
 

@@ -202,10 +202,10 @@ REFUSALS: list[tuple[tuple[Any, ...], dict[str, Any], str, str]] = [
         "holds an invalid number or choice",
     ),
     (([ON_GPU], [A]), {"backend": "host"}, "invalid", "host cannot reach the memory of GPUs"),
-    (([(0, 0)], [A], [8]), {}, "invalid", "places without bytes on one side only"),
+    (([(0, 0)], [A], [8]), {}, "invalid", "must both have memory, or neither"),
     (([(0, -1)], [(0, 8)], [8]), {}, "invalid", "entry 0: its destination is not a place"),
     (([(9, 0)], [(0, 0)], [8]), {}, "invalid", "mi300x-8 has 1 to 8 ranks, not 10"),
-    (([(0, 0)], [(0, 8)], [8]), {"backend": "host"}, "invalid", "are for sim, not for host"),
+    (([(0, 0)], [(0, 8)], [8]), {"backend": "host"}, "invalid", "need backend sim, not host"),
 ]
 
 

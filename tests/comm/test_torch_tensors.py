@@ -192,3 +192,15 @@ def test_wrong_tensors() -> None:
         with pytest.raises(offcore.Error, match="dtype") as refused:
             comm.all_gather(out, out.view(torch.float32).clone())
         assert refused.value.code == "invalid"
+
+
+def test_a_communicator_of_torch_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error, an AssertionError or a RuntimeError, names no way on."""
+
+    def none() -> int:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "current_device", none)
+    with pytest.raises(offcore.Error, match=r"torch has no GPU .*offcore\.Communicator") as refused:
+        offcore.torch.Communicator()
+    assert refused.value.code == "unavailable"

@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Call, str, tuple[str, ...]]] = {
     "no counts": (
         lambda s: s.comm.all_gather_v(s.out, s.inp, []),
         "invalid",
-        ("all_gather_v", "counts are missing"),
+        ("all_gather_v", "pass counts, one for each rank"),
     ),
     "a count that is no number": (
         lambda s: s.comm.all_gather_v(s.out, s.inp, [1.5, 1, 1]),

@@ -245,7 +245,7 @@ def test_many_chunks(reducing: Target) -> None:
     ("arguments", "code", "text"),
     [
         ({"op": "median"}, "invalid", "known are sum, avg"),
-        ({"op": "sum", "scale": 2.0}, "invalid", "scale is premul_sum's"),
+        ({"op": "sum", "scale": 2.0}, "invalid", "scale is for premul_sum only"),
         ({"op": "premul_sum", "scale": float("nan")}, "invalid", "not finite"),
         ({"op": "premul_sum", "scale": 1.5, "dtype": "int32"}, "invalid", "arrays' float32"),
         ({"dtype": "float16"}, "invalid", "dtype is float16, the arrays' float32"),

@@ -238,7 +238,7 @@ def test_what_links_are_refused() -> None:
     opened(host, links=[1], link_bytes=512)
     code = """
     for links, code, words in (
-        ([8], "unsupported", "4 are visible"), ([0], "invalid", "has its own"),
+        ([8], "unsupported", "4 are visible"), ([0], "invalid", "name other GPUs"),
         ([], "unsupported", "besides this one")):
         told = code_of(lambda: World(links=links))
         assert told[0] == code and words in told[1], told

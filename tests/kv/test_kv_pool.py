@@ -348,6 +348,6 @@ def test_rows_of_memory_that_others_have_allocated(places: Places, start: int) -
         ({"memory": memory, "row_stride": 599}, "do not lie 599 bytes apart"),
         ({"memory": memory[::2]}, "memory is not contiguous"),
         ({"memory": bytes(4000)}, "memory is read-only"),
-        ({"row_stride": 1000}, "row_stride is of `memory`"),
+        ({"row_stride": 1000}, "row_stride needs memory="),
     ):
         check_refused(lambda o=options: places.pool(600, 2, **o), "invalid", says)

@@ -95,7 +95,7 @@ def test_one_rank_without_requests():
             times = looped.times()
             assert times.shape == (6, 2)
             assert (np.diff(times.ravel()) > 0).all()
-            assert "launches nothing" in refused(
+            assert "needs backend cuda" in refused(
                 "unsupported", lambda: looped.run(1, launched=True)
             )
             looped.run(1)  # that was refused, and nothing runs

@@ -84,12 +84,12 @@ def test_what_is_refused() -> None:
         plain = [np.zeros((96, ROW), "uint8") for _ in range(RANKS)]
         assert "lies in no window" in refusal("invalid", plain, inp, counts)
         assert "overlap" in refusal("invalid", out, out, counts)
-        assert "int64 or int32" in refusal("invalid", out, inp, [c.astype("int16") for c in counts])
-        assert "one a rank" in refusal("invalid", out, inp, [c[:2] for c in counts])
+        assert "int32 or int64" in refusal("invalid", out, inp, [c.astype("int16") for c in counts])
+        assert "one for each rank" in refusal("invalid", out, inp, [c[:2] for c in counts])
         narrow = [c.astype("int32") for c in counts]
-        assert "int64 or int32" in refusal("invalid", out, inp, counts, received=narrow)
+        assert "int32 or int64" in refusal("invalid", out, inp, counts, received=narrow)
         short = [c[:2] for c in counts]
-        assert "one a rank" in refusal("invalid", out, inp, counts, received=short)
+        assert "one for each rank" in refusal("invalid", out, inp, counts, received=short)
         assert not comm._exchanges  # what is refused here opens nothing, which is collective
     with offcore.Communicator(backend="sim", ranks=RANKS) as comm:
         out, inp, counts, _ = opened(comm, 96)

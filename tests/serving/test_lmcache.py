@@ -178,7 +178,7 @@ def test_what_stays_lmcaches(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("version", ["0.6.0"])
 def test_another_version(caplog: pytest.LogCaptureFixture) -> None:
     assert type(ops()) is CudaDeviceOps
-    assert "LMCache 0.6.0 is not known to offcore" in caplog.text
+    assert "offcore supports LMCache 0.5.6, not 0.6.0" in caplog.text
 
 
 def test_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:

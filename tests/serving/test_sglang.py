@@ -181,4 +181,4 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     fake.install(monkeypatch, "0.6.0")
     sglang.register()
     assert fake.HookRegistry.hooks == {}
-    assert "SGLang 0.6.0 is not known to offcore" in caplog.text
+    assert "offcore supports SGLang 0.5.23, not 0.6.0" in caplog.text

@@ -46,7 +46,7 @@ def test_unknown_names_list_the_known(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["host-0", "host-1025", "host-08"])
 def test_a_host_has_1_to_1024_ranks(name: str) -> None:
-    with pytest.raises(offcore.Error, match=f"{name}: this host can be 1 to 1024 ranks") as raised:
+    with pytest.raises(offcore.Error, match=f"{name}: backend host has 1 to 1024 ranks") as raised:
         machines.load(name)
     assert raised.value.code == "invalid"
 

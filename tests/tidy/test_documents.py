@@ -249,3 +249,14 @@ def test_the_glossary_defines_the_words_of_its_own() -> None:
     text = (ROOT / "docs/glossary.md").read_text("utf-8")
     words = " ".join(re.findall(r"^\| ([^|]*) \|", text, re.M)).replace("`", "")
     assert [word for word in DEFINED if not re.search(rf"\b{word}", words)] == []
+
+
+def test_errors_of_python_have_documented_codes() -> None:
+    """The first argument of `error(...)`, where it is written out, is a heading of the page."""
+    known = set(re.findall(r"^## `(\w+)`$", (ROOT / "docs/errors.md").read_text("utf-8"), re.M))
+    assert len(known) >= 10
+    raised: dict[str, str] = {}
+    for path in (ROOT / "python/offcore").rglob("*.py"):
+        for code in re.findall(r"\berror\(\s*\"(\w+)\",", path.read_text("utf-8")):
+            raised.setdefault(code, path.name)
+    assert {code: name for code, name in raised.items() if code not in known} == {}

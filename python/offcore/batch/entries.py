@@ -132,7 +132,7 @@ class Entries:
         dst, src = self._dsts.homes, self._srcs.homes
         traits = defaults.traits(backend)
         if self.phantom and not traits.virtual:
-            raise error("invalid", f"places without bytes are for sim, not for {backend}")
+            raise error("invalid", f"entries without memory need backend sim, not {backend}")
         if dst is not None and src is not None:
             ranks = 1 + max(0, int(dst.max(initial=0)), int(src.max(initial=0)))
         elif self.on_gpus and not traits.gpus:
@@ -167,7 +167,7 @@ def entries_of(dsts: Any, srcs: Any, sizes: Any, swap: bool) -> Entries:
     if len(to) != len(what):
         raise error("invalid", f"{len(to)} destinations, but {len(what)} sources")
     if (to.homes is None) != (what.homes is None) and len(to):
-        raise error("invalid", "places without bytes on one side only")
+        raise error("invalid", "destinations and sources must both have memory, or neither")
     return Entries(to, what, _sizes(to, what, sizes), (dsts, srcs, to.exports, what.exports))
 
 

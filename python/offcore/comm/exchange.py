@@ -79,7 +79,7 @@ def _opened(comm: Any, out: Any, inp: Any, counts: Any, received: Any) -> tuple[
         raise error("invalid", f"all_to_all_v: an array of counts{refusal}") from None
     width = {"int32": 4, "int64": 8}.get(dtype_name(dtype), -1)
     if {one[1] for one in (*sides, *told)} != {width * comm.ranks} or not same_dtype(dtype, kind):
-        raise error("invalid", "all_to_all_v: counts on the device are int64 or int32, one a rank")
+        raise error("invalid", "all_to_all_v: counts must be int32 or int64, one for each rank")
     requests = comm._exchanges.get(places)
     if requests is None:
         requests = Requests(comm, (out, inp), (), None, 4096, comm.timeout, None, exchanges=True)

@@ -115,5 +115,5 @@ class View(Handle):
         shape, kind = self._specs[self._comm.local_ranks.index(rank)]
         nbytes = math.prod((*self._rows, *shape)) * kind.itemsize
         if not 0 <= offset <= nbytes - array.nbytes:
-            raise error("invalid", f"{offset}+{array.nbytes} lies outside {nbytes} bytes")
+            raise error("invalid", f"bytes {offset}+{array.nbytes} lie outside the view's {nbytes}")
         window.read(array, at + offset, rank)

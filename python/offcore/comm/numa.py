@@ -33,7 +33,7 @@ def keep_near(gpus: Sequence[int], nodes: Path = NODES) -> set[int]:
     """
     wanted = [gpu for gpu in _core.cuda_facts()["gpus"] if gpu["ordinal"] in gpus]
     if not wanted:
-        raise error("unsupported", "near_gpu is for ranks on GPUs")
+        raise error("unsupported", "near_gpu needs backend cuda: these ranks have no GPU")
     allowed = os.sched_getaffinity(0)
     near: set[int] = set()
     for gpu in wanted:

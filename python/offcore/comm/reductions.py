@@ -17,7 +17,7 @@ Typed = tuple[str, str, float]
 def named(call: str, op: str, dtype: Any, scale: float) -> Reduction:
     """What a call's arguments say. Raises `Error`: invalid for a scale that nothing uses."""
     if scale != 1.0 and op != "premul_sum":
-        raise error("invalid", f"{call}: scale is premul_sum's, and the operation is {op}")
+        raise error("invalid", f"{call}: scale is for premul_sum only, not for {op}")
     return op, None if dtype is None else dtype_name(dtype), float(scale)
 
 

@@ -73,7 +73,7 @@ class Requests:
     def host_port(self, rank: int | None = None) -> _core.HostPort:
         """The calls of `device.cuh` for host threads, on backend host, else `unsupported`."""
         if not self._host_visible:
-            raise error("unsupported", "threads of the host cannot push requests of a GPU")
+            raise error("unsupported", "host_port needs backend host; give kernels port()")
         return _core.host_port(self._proxy(rank).port)
 
     def check(self) -> None:
@@ -138,5 +138,5 @@ def place_of(comm: Any, number: int, buffer: Any) -> tuple[_core.Window, int, in
             raise error("invalid", f"requests: buffer {number} lies in no window; use empty()")
         found.add((window, offset, side[1]))
     if len(found) != 1:
-        raise error("invalid", f"requests: buffer {number} lies elsewhere on each rank")
+        raise error("invalid", f"requests: buffer {number}: its place differs between ranks")
     return found.pop()

@@ -143,7 +143,7 @@ class Calls:
         core, kind, inner, arranged = _CALLS[name]
         count = _TENSORS.get(name, 2)
         if len(args) < count:
-            raise error("invalid", f"{name}: pass tensors by place")
+            raise error("invalid", f"{name}: pass tensors as positional arguments")
         opts = _options(kind, args[count:], kwargs)
         tensors = arranged(*args[:count])
         work = getattr(self.collectives, core)(*tensors, opts)

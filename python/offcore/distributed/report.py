@@ -19,7 +19,7 @@ def report(group: Any = None) -> dict[str, Any]:
     """
     found = calls_of(group)
     if found is None:
-        raise error("invalid", "this group's backend is not offcore")
+        raise error("invalid", 'the group has another backend: make it with backend="offcore"')
     core = found.collectives
     return {
         "carried": dict(core.carried),

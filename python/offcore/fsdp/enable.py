@@ -112,7 +112,7 @@ def disable(model: Any) -> None:
     invalid where it is not enabled."""
     made = _enabled.pop(model, None)
     if made is None:
-        raise error("invalid", "the model is not enabled")
+        raise error("invalid", "the model is not enabled: call offcore.fsdp.enable(model)")
     made.undo()
 
 
@@ -145,7 +145,7 @@ def report(model: Any) -> dict[str, Any]:
     """
     made = _enabled.get(model)
     if made is None:
-        raise error("invalid", "the model is not enabled")
+        raise error("invalid", "the model is not enabled: call offcore.fsdp.enable(model)")
     facts: dict[str, Any] = {}
     for shards in made.shards.values():
         shards.settle()

@@ -156,7 +156,7 @@ class Layout:
             own = list(itertools.islice(numbered, len(_tensors(entry))))
             depths = {len(layers) for _, layers in own}
             if len(depths) != 1:
-                raise error("invalid", f"tensors of {sorted(depths)} layers cannot go together")
+                raise error("invalid", f"tensors differ in their layers: {sorted(depths)}")
             for depth in range(depths.pop()):
                 for tensor, layers in own:
                     pieces += [(*piece[:3], layer, tensor) for piece in layers[depth]]

@@ -83,7 +83,7 @@ class HostPool:
     def _place(self, memory: Any, row_stride: int | None) -> tuple[tuple[int, int], int, Any]:
         if memory is None:
             if row_stride is not None:
-                raise error("invalid", "row_stride is of `memory`; a pool's own rows are adjacent")
+                raise error("invalid", "row_stride needs memory=: a pool's own rows are adjacent")
             return (0, 0), 0, None
         try:
             place, _ = memory_of(memory, True)

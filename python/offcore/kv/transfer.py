@@ -193,7 +193,7 @@ class BlockTransfer:
         self._traits = defaults.traits(self.backend)
         self.device = self._gpu(device)
         if kernel and not self._traits.gpus:
-            raise error("unsupported", f"backend {self.backend} has no kernels to copy by")
+            raise error("unsupported", f"kernel=True needs GPUs: backend {self.backend} has none")
         self.links = self._lent(links)
         limits = plain_from if isinstance(plain_from, tuple) else (plain_from, plain_from)
         plain_load, plain_store = (
@@ -267,7 +267,7 @@ class BlockTransfer:
                 "process (CUDA_VISIBLE_DEVICES)",
             )
         if len(set(lent)) < len(lent) or (visible is not None and self.device in lent):
-            raise error("invalid", f"links {lent}: each once, and GPU {self.device} has its own")
+            raise error("invalid", f"links {lent}: name other GPUs than {self.device}, each once")
         return lent
 
     def load(

@@ -115,7 +115,7 @@ class Driver:
         deadline = time.monotonic() + seconds
         while not self.idle():
             if time.monotonic() > deadline:
-                raise error("timeout", "loop: its stream does not end")
+                raise error("timeout", f"loop: its kernels did not end within {seconds:g} s")
 
     def close(self) -> None:
         """Once nothing runs. A second call does nothing."""

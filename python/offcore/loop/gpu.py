@@ -73,7 +73,9 @@ class GpuExecutor:
             self._loop, self._step = driver.load(cubin, "offcore_loop", "offcore_step")
             room = driver.co_resident(self._loop, THREADS)
             if len(plan.blocks) > room:
-                raise error("invalid", f"loop: {len(plan.blocks)} blocks; {room} run at once")
+                raise error(
+                    "invalid", f"loop: {len(plan.blocks)} blocks; the GPU runs {room} at once"
+                )
             self._set_up(addresses)
         except BaseException:
             driver.close()
@@ -130,7 +132,7 @@ class GpuExecutor:
             self.driver.launch(self._loop, len(self.plan.blocks), THREADS, [args], True)
             return
         if iterations is None:
-            raise error("invalid", "loop: launches need a number of iterations")
+            raise error("invalid", "loop: with launched=True, pass a number of iterations")
         ordered = Plan(self.plan.graph, 1).blocks[0]
         end = self.base + iterations
         for k in range(self.base, end):

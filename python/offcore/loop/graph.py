@@ -107,9 +107,13 @@ class Graph:
         if kind not in C_TYPES:
             raise error("unsupported", f"loop: dtype {kind}; there are {', '.join(C_TYPES)}")
         if name in self.buffers or not name.isidentifier() or count < 1:
-            raise error("invalid", f"loop: buffer {name!r} of {count}: a name of its own, a count")
+            raise error(
+                "invalid", f"loop: buffer {name!r} of {count}: give a new name and 1 or more"
+            )
         if offset < 0 or offset % np.dtype(kind).itemsize:
-            raise error("invalid", f"loop: buffer {name} begins within an element, or before any")
+            raise error(
+                "invalid", f"loop: buffer {name}: offset {offset} must be whole elements from 0"
+            )
         made = Buffer(name, kind, count, number, offset)
         self.buffers[name] = made
         return made[:]
@@ -181,7 +185,9 @@ def _overlap(a: Slice, b: Slice) -> bool:
 
 def _same(fits: bool, what: str, out: Slice) -> None:
     if not fits:
-        raise error("invalid", f"loop: {what} into {out.buffer.name}: sizes, dtypes or overlaps")
+        raise error(
+            "invalid", f"loop: {what} into {out.buffer.name}: sizes or dtypes differ, or overlap"
+        )
 
 
 def conflict(a: Operator, b: Operator) -> bool:

@@ -51,7 +51,7 @@ class HostExecutor:
 
     def start(self, iterations: int | None, launched: bool) -> None:
         if launched:
-            raise error("unsupported", "loop: host launches nothing; blocks=1 runs in order")
+            raise error("unsupported", "loop: launched=True needs backend cuda; here use blocks=1")
         self._stop, self._end = False, None if iterations is None else self.base + iterations
         self._threads = [
             threading.Thread(target=self._block, args=(block,), daemon=True)

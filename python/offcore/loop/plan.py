@@ -55,7 +55,7 @@ class Plan:
 
     def __init__(self, graph: Graph, blocks: int) -> None:
         if blocks < 1:
-            raise error("invalid", f"loop: {blocks} blocks")
+            raise error("invalid", f"loop: blocks is {blocks}; it must be 1 or more")
         self.graph = graph
         self.blocks: list[list[Instruction]] = [[] for _ in range(blocks)]
         self.tiles = [tiles_of(one, blocks) for one in graph.operators]

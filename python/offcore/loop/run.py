@@ -72,7 +72,7 @@ class Loop:
         if len(graphs) != comm.ranks:
             raise error("invalid", f"loop: {len(graphs)} graphs for {comm.ranks} ranks")
         if comm.backend not in ("host", "cuda"):
-            raise error("unsupported", f"loop: backend {comm.backend}; host and cuda have loops")
+            raise error("unsupported", f"loop: needs backend host or cuda, not {comm.backend}")
         if engine not in ("proxy", "armed"):
             raise error("invalid", f"loop: engine {engine!r}; proxy and armed are engines")
         self._comm, self._running, self._endless, self._dead = comm, False, False, False

@@ -190,7 +190,7 @@ class Communicator:
         self._width = checked("piece_bytes", piece_bytes) // self.ranks // 256 * 256
         if not self._width:
             self._net.close()
-            raise error("invalid", f"piece_bytes is {piece_bytes}: 256 a rank are the least")
+            raise error("invalid", f"piece_bytes is {piece_bytes}; a rank needs at least 256")
         self._lock = threading.Lock()  # of what follows
         self._lanes: dict[str, _Lane] | None = {}  # None: closed
 
@@ -306,7 +306,7 @@ class Communicator:
         except OperandError as refusal:
             raise error("invalid", f"{op}: {side}{refusal}") from None
         if not getattr(array, "is_cuda", hasattr(array, "__cuda_array_interface__")):
-            raise error("invalid", f"{op}: {side} lies in host memory, which is for offcore.mcast")
+            raise error("invalid", f"{op}: {side} lies in host memory: use mcast.Communicator")
         return start, size, dtype
 
     def _submit(
@@ -382,7 +382,9 @@ def _event(op: str, device: int) -> Any:
     if (cuda := _cuda()) is None:
         return None
     if cuda.is_current_stream_capturing():
-        raise error("unsupported", f"{op}: no graph has what goes between hosts; do not capture it")
+        raise error(
+            "unsupported", f"{op}: a CUDA graph cannot hold it: call it outside the capture"
+        )
     event = cuda.Event()
     event.record(cuda.current_stream(device))
     return event

@@ -26,7 +26,7 @@ def is_latency_bound(times_us: Mapping[int, float], nbytes: int) -> bool:
     """
     sizes = sorted(times_us)
     if nbytes not in times_us or len(sizes) < 2:
-        raise error("invalid", f"{nbytes} bytes and a second size must have been measured")
+        raise error("invalid", f"times_us needs {nbytes} bytes and another size; it has {sizes}")
     at = max(sizes.index(nbytes), 1)
     before, size = sizes[at - 1], sizes[at]
     return times_us[size] / times_us[before] - 1 < (size / before - 1) / 2
@@ -49,7 +49,7 @@ def ideal(serial_us: Sequence[float], shortest_us: Sequence[float] | None = None
     same order, the shortest of any implementation; by default the same. Raises `Error`: invalid."""
     shortest = serial_us if shortest_us is None else shortest_us
     if len(shortest) != len(serial_us) or min((*serial_us, *shortest), default=0) <= 0:
-        raise error("invalid", "isolated times must be above 0, and as many of each")
+        raise error("invalid", "times must be above 0, and both lists of the same length")
     least = max(min(pair) for pair in zip(serial_us, shortest, strict=True))
     return Ideal(sum(serial_us) / max(serial_us), sum(serial_us) / least)
 

@@ -92,7 +92,7 @@ def gemm(
         raise error("invalid", f"a GEMM of {m} x {n} x {k}: all must be 1 or more")
     bits = dtype_name(dtype).lstrip("abcdefghijklmnopqrstuvwxyz").split("_")[0]
     if not bits.isdigit():
-        raise error("invalid", f"a GEMM of {dtype_name(dtype)}: how wide is an element?")
+        raise error("invalid", f"a GEMM needs a dtype such as bfloat16, not {dtype_name(dtype)}")
     least = (m * k + k * n + m * n) * int(bits) / 8
     return Compute(
         name or f"gemm {m}x{n}x{k}",
@@ -121,7 +121,7 @@ class Collective:
         if self.op not in _WIRE:
             raise error("invalid", f"unknown collective {self.op!r}: known are {', '.join(_WIRE)}")
         if self.nbytes < 1 or self.ranks < 2:
-            raise error("invalid", f"{self.op}: of 1 byte or more, over 2 ranks or more")
+            raise error("invalid", f"{self.op}: needs 1 byte or more, and 2 ranks or more")
 
     @property
     def name(self) -> str:

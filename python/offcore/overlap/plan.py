@@ -56,7 +56,7 @@ class Plan:
         (kernels of a class that the tables do not have)."""
         names = [one.name for one in kernels]
         if not 2 <= len(set(names)) == len(names) <= _KERNELS_MOST:
-            raise error("invalid", f"a plan is of 2 to {_KERNELS_MOST} kernels of different names")
+            raise error("invalid", f"a plan needs 2 to {_KERNELS_MOST} kernels with distinct names")
         unknown = [one for one in allowed or () if one not in STRATEGIES]
         if unknown:
             raise error("invalid", f"unknown strategy {unknown[0]!r}: {', '.join(STRATEGIES)}")

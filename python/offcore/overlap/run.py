@@ -39,7 +39,9 @@ def check_calls(launches: list[Launch], calls: Calls) -> None:
     names = {one.name for one in launches}
     if names != calls.keys():
         missing, more = sorted(names - calls.keys()), sorted(calls.keys() - names)
-        raise error("invalid", f"calls must be the plan's kernels: {missing} lack, {more} are more")
+        raise error(
+            "invalid", f"calls must name the plan's kernels: missing {missing}, extra {more}"
+        )
 
 
 def run(launches: list[Launch], calls: Calls, *, serial: bool) -> None:

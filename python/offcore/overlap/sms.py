@@ -20,7 +20,7 @@ def _target() -> Any:
     """Of the cuBLAS that torch has loaded, which is the one that its handles belong to."""
     found = re.search(_LIBRARY, Path("/proc/self/maps").read_text("utf-8"))
     if found is None:
-        raise error("unavailable", "no cuBLAS is loaded: SMs cannot be kept from GEMMs")
+        raise error("unavailable", "no cuBLAS is loaded: install a CUDA build of torch")
     return ctypes.CDLL(found[0]).cublasSetSmCountTarget
 
 
@@ -29,7 +29,7 @@ def sms_for_gemms(torch: Any, sms: int | None) -> Iterator[None]:
     """Within it cuBLAS starts its kernels for so many SMs, in this thread; None: for all.
 
     Persistent kernels, as on Hopper, then have as many blocks; the rest of the SMs is free for
-    others. Raises `Error`: unavailable where no cuBLAS is loaded, cuda where it refuses.
+    others. Raises `Error`: unavailable where no cuBLAS is loaded, driver where it refuses.
     """
     if sms is None:
         yield
@@ -37,7 +37,7 @@ def sms_for_gemms(torch: Any, sms: int | None) -> Iterator[None]:
     target = _target()
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
     if status := target(handle, ctypes.c_int(sms)):
-        raise error("cuda", f"cublasSetSmCountTarget({sms}) gives {status}")
+        raise error("driver", f"cublasSetSmCountTarget({sms}) returned status {status}")
     try:
         yield
     finally:

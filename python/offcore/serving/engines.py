@@ -29,7 +29,7 @@ def known(engine: str, version: str, versions: Sequence[str]) -> bool:
     if any(numbers[: one.count(".") + 1] == one.split(".") for one in versions):
         return True
     say_once(
-        f"{engine} {version} is not known to offcore, which knows {', '.join(versions)}: "
+        f"offcore supports {engine} {', '.join(versions)}, not {version}: "
         f"{engine} keeps its own copies"
     )
     return False

@@ -65,7 +65,7 @@ class HostTier:
                 if not blocks:
                     raise error(
                         "invalid",
-                        f"host_bytes is {self.host_bytes}, and a block has {layout.block_bytes}",
+                        f"host_bytes is {self.host_bytes}; a block takes {layout.block_bytes}",
                     )
                 self.clear()
                 self._pool = self.pool_of(layout, blocks)

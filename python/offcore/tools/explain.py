@@ -128,7 +128,8 @@ def _reason(phase: str, chosen: Case, other: Case) -> str:
     """What the two have different that this phase is spent on."""
 
     def both(name: str, what: str) -> str:
-        return f"{getattr(chosen, name)} {what} for {getattr(other, name)}"
+        own, theirs = getattr(chosen, name), getattr(other, name)
+        return f"{own} {what} each" if own == theirs else f"{own} {what} instead of {theirs}"
 
     if abs(chosen.phases[phase] - other.phases[phase]) < 5e-4:
         return ""

@@ -33,7 +33,8 @@ def bench_command(
     backend: Annotated[
         BackendName,
         typer.Option(
-            metavar="NAME", help="cuda (two GPUs, cupy), host (threads push), or auto: this one's."
+            metavar="NAME",
+            help="cuda (two GPUs, cupy), host (threads push), or auto: what is here.",
         ),
     ] = BackendName.auto,
     only: Annotated[
@@ -44,7 +45,7 @@ def bench_command(
         ),
     ] = "all",
     rounds: Annotated[
-        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Of a ping-pong, to and fro.")
+        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Round trips of a ping-pong.")
     ] = 500,
     timeout: TimeoutOption = 55.0,
     json: JsonOption = None,
@@ -52,8 +53,8 @@ def bench_command(
     """Time ping-pongs, pushes and throughput of requests, and check every byte.
 
     On cuda beside copies by events, synchronisation and polling, and beside kernels that read L2 or
-    multiply during all-gathers, offcore's and NCCL's. A section is a process of its own there,
-    and may take --timeout seconds.
+    multiply during all-gathers, offcore's and NCCL's. There each section runs in a process of
+    its own, for --timeout seconds at most.
 
     \b
     offcore gpu bench --backend host --only ping-pong,push

@@ -83,9 +83,10 @@ def bench_command(
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
-    """Time loads and stores of scattered blocks beside peers, and check every byte.
+    """Time loads and stores of scattered blocks, compare with others', and check every byte.
 
-    GB/s are 1e9 bytes a second; % is relative to one contiguous copy in the same run.
+    GB/s are 1e9 bytes a second; %: of one contiguous copy in the same run; offcore: how many times
+    as fast offcore is; submit us: until the call returns; GEMM: how much matrix products slow.
 
     \b
     offcore kv bench --model qwen2.5-0.5b,qwen2.5-1.5b --tokens 1024

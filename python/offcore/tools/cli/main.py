@@ -70,7 +70,7 @@ from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Row, Skip, Stamp
 
 app = typer.Typer(
-    help="GPU communication off the cores, on copy (DMA) engines.",
+    help="GPU communication on copy (DMA) engines; SMs and CUs stay free.",
     epilog="Exit codes: 0 done; 1 a failure (offcore: CODE: message), wrong bytes, or a claim that "
     "is not met; 2 a wrong command line; 130 Ctrl-C. --json writes one object a line.",
     no_args_is_help=True,
@@ -399,9 +399,9 @@ def doctor_command(
     ] = signal_forms.OPERATIONS,
     json: JsonOption = None,
 ) -> None:
-    """Show which backends are available here, and why the others are not.
+    """Show which backends are available here, and what the others lack.
 
-    With --stress: test on the GPUs in which signal forms flags never overtake data, and store the
+    With --stress: test on the GPUs which signal forms keep flags behind their data, and store the
     result.
 
     \b

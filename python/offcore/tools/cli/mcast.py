@@ -85,13 +85,14 @@ PerRankOption = Annotated[
     bool, typer.Option("--per-rank", metavar="", help="Sizes are those of one rank's part.")
 ]
 BesideOption = Annotated[
-    bool, typer.Option("--beside-reduce-scatter", metavar="", help="Beside a reduce-scatter.")
+    bool, typer.Option("--beside-reduce-scatter", metavar="", help="Run a reduce-scatter, too.")
 ]
 SendMbitOption = Annotated[
     int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host sends; 0: no limit.")
 ]
 ReceiveMbitOption = Annotated[
-    int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host gets; 0: no limit.")
+    int,
+    typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host receives; 0: no limit."),
 ]
 TreeOption = Annotated[
     str,

@@ -39,8 +39,7 @@ def advise_command(
 ) -> None:
     """Choose how to run kernels that do not depend on each other: strategy, order, cores, engines.
 
-    From the machine's tables (overlap/MACHINE.json in a folder of machines), which were measured
-    once; nothing is run.
+    Reads the machine's tables (overlap/MACHINE.json in a folder of machines) and runs nothing.
 
     \b
     offcore overlap advise 8192x8192x8192 all_gather:896M
@@ -106,10 +105,10 @@ def characterise_command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Write the tables from which advise plans: slowdowns by cores, latencies, and what kernels
-    cost each other; of the simulated machine, or from rows that were measured on GPUs.
+    """Write the tables that advise reads: slowdowns by cores, latencies, and what kernels cost each
+    other. They come from the simulated machine, or with --rows from measurements on GPUs.
 
-    With rows it also says how plans do on the combinations that the tables were not made from.
+    With --rows, plans are also checked on the combinations that the tables leave out.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
