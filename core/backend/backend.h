@@ -111,8 +111,8 @@ struct Launch {
   uint32_t lane = 0;             // launches of one lane run in order, rank by rank
   std::vector<Wakeup*> wakeups;  // one a rank
   // GPUs: the callers' streams (the driver's handles), a local rank each; 0 or none: the backend's.
+  std::vector<uintptr_t> streams = {};
   // GPUs, with one local rank: another stream of the caller's; what it did so far comes first.
-  // GPUs, with one local rank: another stream of the caller's, whose work so far comes first. 0: none
   uintptr_t behind = 0;
   // Strided copies between the host and a rank are made by the engine of the other direction, where
   // they can be (CrossedCopies).
