@@ -5,11 +5,13 @@
 // else that a rank has in its group may decide where a call goes, since other ranks of the
 // communicator need not have it in theirs: neither other communicators nor sends and receives.
 #include <algorithm>
+#include <chrono>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -167,6 +169,21 @@ std::vector<std::optional<NcclResult>> run_all(const std::vector<Call>& calls) {
   return results;
 }
 
+// Of communicators that do not block, until what a group had for them is under way: until then NCCL
+// takes nothing else. Ends as NCCL does, and by its abort.
+NcclResult await_ready(const std::vector<Call>& calls) {
+  for (const Call& call : calls) {
+    NcclResult state = kNcclInProgress;
+    while (state == kNcclInProgress) {
+      const NcclResult result = OFFCORE_REAL(CommGetAsyncError, call.comm, &state);
+      if (result != kNcclSuccess) return result;
+      if (state == kNcclInProgress) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    if (state != kNcclSuccess) return state;
+  }
+  return kNcclSuccess;
+}
+
 // What waited for the end of a group, which has come.
 NcclResult run_held(const std::vector<Call>& calls) {
   const auto results = run_all(calls);
@@ -236,7 +253,8 @@ NcclResult end_group() {
   const std::vector<Call> calls = group.leave();
   const NcclResult result = OFFCORE_REAL(GroupEnd);
   if (calls.empty() || (result != kNcclSuccess && result != kNcclInProgress)) return result;
-  const NcclResult own = run_held(calls);
+  const NcclResult ready = result == kNcclInProgress ? await_ready(calls) : kNcclSuccess;
+  const NcclResult own = ready == kNcclSuccess ? run_held(calls) : ready;
   return own == kNcclSuccess ? result : own;
 }
 

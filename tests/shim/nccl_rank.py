@@ -208,7 +208,7 @@ def uneven_groups(r: Rank) -> dict[str, Any]:
             r.nccl.ncclSend(c_void_p(out), *peer)
             r.nccl.ncclRecv(c_void_p(out), *peer)
         assert r.call("AllReduce", r.memory(parts[r.rank]), out, 2048, INT32, SUM) == 0
-        assert r.rank == 2 or r.nccl.ncclGroupEnd() == 0
+        assert r.rank == 2 or r.nccl.ncclGroupEnd() == int(os.environ.get("TEST_END", "0"))
         assert r.read(out, 2048) == [sum(column) for column in zip(*parts, strict=True)]
         told.append(r.calls("AllReduce") - before)
     r.destroy()

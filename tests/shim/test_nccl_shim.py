@@ -118,6 +118,13 @@ def test_sends_in_a_group_do_not_decide_where_a_reduction_goes() -> None:
     assert [one["sends"] for one in told] == [2, 2, 0]
 
 
+@pytest.mark.parametrize("given", [{}, {"OFFCORE_FAKE_CUDA_NO_PEER": "1"}])
+def test_communicators_that_do_not_block(given: dict[str, str]) -> None:
+    """What a group has begun is under way before its reduction comes, whosever that is."""
+    told, _ = run("uneven_groups", 3, FAKENCCL_NO_BLOCK="1", TEST_END="7", **given)
+    assert [one["calls"] for one in told] == [[1, 1] if given else [0, 0]] * 3
+
+
 @pytest.mark.parametrize("stream", ["0", "1"])  # one that is made; the default one
 def test_communicators_of_a_group_may_come_in_any_order(stream: str) -> None:
     told, said = run("crossed_groups", 2, TEST_STREAM=stream)

@@ -105,6 +105,10 @@ Comm* join(const std::string& name, int rank, int ranks) {
   return comm;
 }
 
+// FAKENCCL_NO_BLOCK: looks at a communicator until a group is under way; before that
+// nothing else is taken.
+std::atomic<int> looks = 0;
+
 // What a thread's group has, by communicator, in the order of the calls.
 using Step = std::function<int()>;
 thread_local int depth = 0;
@@ -133,6 +137,7 @@ int meet(Comm* comm, const void* in, uint64_t bytes, void* stream, const Step& t
     grouped[comm].push_back([=] { return meet(comm, in, bytes, stream, take); });
     return 0;
   }
+  if (looks > 0) return 4;
   int capturing = 0;
   if (cu("cuStreamIsCapturing", stream, &capturing) != 0) return 1;
   if (capturing != 0) return 0;  // and the graph has nothing of it
@@ -233,12 +238,16 @@ FAKE_API int ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) {
 FAKE_API int ncclCommCount(Comm* comm, int* value) {
   COUNTED;
   static std::atomic<bool> ready = std::getenv("FAKENCCL_NOT_READY") == nullptr;
-  if (!ready.exchange(true)) return 4;
+  if (!ready.exchange(true) || looks > 0) return 4;
   return *value = comm->ranks, 0;
 }
 FAKE_API int ncclCommUserRank(Comm* comm, int* value) { return COUNTED, *value = comm->rank, 0; }
 FAKE_API int ncclCommCuDevice(Comm* comm, int* value) { return COUNTED, *value = comm->device, 0; }
-FAKE_API int ncclCommGetAsyncError(Comm*, int* value) { return COUNTED, *value = 0, 0; }
+FAKE_API int ncclCommGetAsyncError(Comm*, int* value) {
+  COUNTED;
+  *value = looks > 0 && --looks > 0 ? 7 : 0;
+  return 0;
+}
 FAKE_API int ncclCommDestroy(Comm* comm) { return COUNTED, delete comm, 0; }
 FAKE_API int ncclCommAbort(Comm* comm) { return COUNTED, delete comm, 0; }
 FAKE_API int ncclCommFinalize(Comm*) { return COUNTED, 0; }
@@ -253,7 +262,11 @@ FAKE_API int ncclGroupStart() { return COUNTED, ++depth, 0; }
 FAKE_API int ncclGroupEnd() {
   COUNTED;
   depth = std::max(depth - 1, 0);
-  return depth == 0 ? run_group() : 0;
+  if (depth > 0) return 0;
+  const int result = run_group();
+  if (result != 0 || std::getenv("FAKENCCL_NO_BLOCK") == nullptr) return result;
+  looks = 5;
+  return 7;
 }
 FAKE_API int ncclGroupSimulateEnd(void*) {
   COUNTED;
