@@ -117,7 +117,7 @@ def use(driver: Driver, device: int) -> None:
         ("is_current_stream_capturing", capturing),
     ):
         setattr(torch.cuda, name, value)
-    torch._C._cuda_getCurrentRawStream = lambda _: state[0].cuda_stream  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda _: state[0].cuda_stream  # type: ignore
     torch.Stream = Entered  # type: ignore[misc]
     torch._C.Future, torch.futures.Future = Future, Future  # type: ignore[misc]
     torch.Tensor.is_cuda, torch.Tensor.get_device = True, lambda _: device  # type: ignore
