@@ -33,91 +33,100 @@ class Driver:
         return checked
 
 
+class Here:
+    """What this process uses."""
+
+    driver: Driver
+    stream: Stream
+
+
+class Stream:
+    def __init__(self, *_: Any, handle: int = 0, **__: Any) -> None:
+        made = ctypes.c_void_p(handle)
+        if handle == 0:
+            Here.driver.cuStreamCreateWithPriority(ctypes.byref(made), 1, 0)
+        self.cuda_stream = self.stream_id = made.value
+        self.device_type = 1
+
+    def wait_event(self, event: Event) -> None:
+        Here.driver.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.made, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Event:
+    def __init__(self) -> None:
+        self.made = ctypes.c_void_p()
+        Here.driver.cuEventCreate(ctypes.byref(self.made), 2)
+
+    def __del__(self) -> None:
+        Here.driver.calls.cuEventDestroy_v2(self.made)
+
+    def record(self, stream: Stream) -> None:
+        Here.driver.cuEventRecord(self.made, ctypes.c_void_p(stream.cuda_stream))
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
+
+class Entered:
+    """torch.Stream, which makes itself current."""
+
+    def __init__(self, stream_id: int, **_: Any) -> None:
+        self.stream = Stream(handle=stream_id)
+
+    def __enter__(self) -> None:
+        self.before, Here.stream = Here.stream, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        Here.stream = self.before
+
+
+class Future(torch._C.Future):
+    """Marks the stream and looks for tensors in what it is given, as torch's own do."""
+
+    def __init__(self, devices: Any = ()) -> None:
+        super().__init__([])
+        self.event = Event() if devices else None
+
+    def set_result(self, value: Any) -> None:
+        torch._jit_internal._extract_tensors(value)
+        if self.event is not None:
+            self.event.record(Here.stream)
+        super().set_result(value)
+
+
+@contextlib.contextmanager
+def within(stream: Stream) -> Iterator[None]:
+    with Entered(stream.cuda_stream):
+        yield
+
+
+def capturing() -> bool:
+    status = ctypes.c_int()
+    stream = ctypes.c_void_p(Here.stream.cuda_stream)
+    Here.driver.cuStreamIsCapturing(stream, ctypes.byref(status))
+    return status.value != 0
+
+
 def use(driver: Driver, device: int) -> None:
     """Makes torch's names in this process stand for it."""
-
-    class Stream:
-        def __init__(self, *_: Any, handle: int = 0, **__: Any) -> None:
-            made = ctypes.c_void_p(handle)
-            if handle == 0:
-                driver.cuStreamCreateWithPriority(ctypes.byref(made), 1, 0)
-            self.cuda_stream = self.stream_id = made.value
-            self.device_type = 1
-
-        def wait_event(self, event: Event) -> None:
-            driver.cuStreamWaitEvent(ctypes.c_void_p(self.cuda_stream), event.made, 0)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
-
-        __hash__ = None  # type: ignore[assignment]
-
-        def __enter__(self) -> None:
-            self.before = state[0]
-            state[0] = self
-
-        def __exit__(self, *_: object) -> None:
-            state[0] = self.before
-
-    class Event:
-        def __init__(self) -> None:
-            self.made = ctypes.c_void_p()
-            driver.cuEventCreate(ctypes.byref(self.made), 2)
-
-        def __del__(self) -> None:
-            driver.calls.cuEventDestroy_v2(self.made)
-
-        def record(self, stream: Stream) -> None:
-            driver.cuEventRecord(self.made, ctypes.c_void_p(stream.cuda_stream))
-
-        def wait(self, stream: Stream) -> None:
-            stream.wait_event(self)
-
-    class Future(torch._C.Future):
-        """Marks the stream and looks for tensors in what it is given, as torch's own do."""
-
-        def __init__(self, devices: Any = ()) -> None:
-            super().__init__([])
-            self.event = Event() if devices else None
-
-        def set_result(self, value: Any) -> None:
-            torch._jit_internal._extract_tensors(value)
-            if self.event is not None:
-                self.event.record(state[0])
-            super().set_result(value)
-
-    class Entered:
-        def __init__(self, stream_id: int, **_: Any) -> None:
-            self.stream = Stream(handle=stream_id)
-
-        def __enter__(self) -> None:
-            self.stream.__enter__()
-
-        def __exit__(self, *_: object) -> None:
-            self.stream.__exit__()
-
-    @contextlib.contextmanager
-    def within(stream: Stream) -> Iterator[None]:
-        with stream:
-            yield
-
-    def capturing() -> bool:
-        status = ctypes.c_int()
-        driver.cuStreamIsCapturing(ctypes.c_void_p(state[0].cuda_stream), ctypes.byref(status))
-        return status.value != 0
-
-    state = [Stream()]
+    Here.driver = driver
+    Here.stream = Stream()
     for name, value in (
         ("Stream", Stream),
         ("Event", Event),
         ("stream", within),
-        ("current_stream", lambda _=None: state[0]),
-        ("set_stream", lambda stream: state.__setitem__(0, stream)),
+        ("current_stream", lambda _=None: Here.stream),
+        ("set_stream", lambda stream: setattr(Here, "stream", stream)),
         ("current_device", lambda: device),
         ("is_current_stream_capturing", capturing),
     ):
         setattr(torch.cuda, name, value)
-    torch._C._cuda_getCurrentRawStream = lambda _: state[0].cuda_stream  # type: ignore
+    torch._C._cuda_getCurrentRawStream = lambda _: Here.stream.cuda_stream  # type: ignore
     torch.Stream = Entered  # type: ignore[misc]
     torch._C.Future, torch.futures.Future = Future, Future  # type: ignore[misc]
     torch.Tensor.is_cuda, torch.Tensor.get_device = True, lambda _: device  # type: ignore
