@@ -1,5 +1,5 @@
-// Calls on tensors as nearly all are, of offcore.torch and of torch.distributed's groups: to the core
-// without further frames of Python, each of which costs 5 us between a training step's kernels.
+// Calls on tensors as nearly all are, of offcore.torch and of torch.distributed's groups: to the
+// core without further frames of Python, each of which costs 5 us between a step's kernels.
 // Whatever else a call may bring goes the long way, by python/offcore.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -65,7 +65,7 @@ bool number(nb::handle given, Number& result) {
   return PyLong_CheckExact(given.ptr()) && nb::try_cast(given, result, false);
 }
 
-// `call`: (operation, output, input, counts, root, variant, protocol, lane, reduction or nothing), as
+// `call`: (operation, output, input, counts, root, variant, protocol, lane, perhaps reduction), as
 // Communicator._start has them. None: it goes the long way.
 nb::object start_plain(Communicator& self, const nb::tuple& call, int device, uintptr_t stream,
                        bool keeps, double timeout_s) {
