@@ -33,7 +33,8 @@ class DriverLibrary {
       return *opened.driver;
     }
     if (opened.driver != nullptr) {
-      fail(Code::unavailable, "this process has opened ", opened.path, " already, and not ", path);
+      fail(Code::unavailable, "this process already uses ", opened.path,
+           ": start another one to use ", path);
     }
     opened.path = path;
     opened.error.reset();

@@ -12,13 +12,14 @@ namespace {
 
 void refuse_sim(const sim::SimOptions& options) {
   if (options.phantom || options.seed != 0 || !options.faults.empty() || options.fetch_path) {
-    fail(Code::unsupported, "phantom memory, seeds, faults and packets are the simulator's");
+    fail(Code::unsupported, "phantom, seed, faults and packets are options of backend sim");
   }
 }
 
 void refuse_cuda(const CudaOptions& options) {
   if (!(options == CudaOptions{})) {
-    fail(Code::unsupported, "devices, signal forms, own_copy and sms are the cuda backend's");
+    fail(Code::unsupported,
+         "device, devices, signals, own_copy and sms are options of backend cuda");
   }
 }
 

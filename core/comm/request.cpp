@@ -53,7 +53,8 @@ class Checker {
            " local ranks");
     }
     if (facts_.root >= facts_.ranks) {
-      fail(Code::invalid, name(), ": root ", facts_.root, " is not below ", facts_.ranks, " ranks");
+      fail(Code::invalid, name(), ": root is ", facts_.root, "; it must lie in 0..",
+           facts_.ranks - 1);
     }
     uneven_ = !request_.counts.empty();
     switch (facts_.collective) {
@@ -111,7 +112,7 @@ class Checker {
     const uint64_t size = size_of(facts_.reduction->dtype);
     if (bytes % size == 0) return;
     fail(Code::invalid, name(), ": ", what, " of rank ", rank, " has ", bytes,
-         " bytes, which are no elements of ", to_string(facts_.reduction->dtype));
+         " bytes, which is no whole number of ", to_string(facts_.reduction->dtype), " elements");
   }
 
   void reduce_scatter() {

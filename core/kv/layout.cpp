@@ -115,7 +115,7 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
     last = std::max(last, end_of(piece, blocks));
     row_bytes_ += piece.bytes;
   }
-  if (pieces_.front().layer != 0) fail(Code::invalid, "layers are counted from 0 on");
+  if (pieces_.front().layer != 0) fail(Code::invalid, "the first layer of a cache must be layer 0");
   span_ = last - reinterpret_cast<uint64_t>(base_);
   each_overlap(placed(*this), [](const Placed& first, const Placed& second) {
     fail(Code::invalid, "layers ", first.piece.layer, " and ", second.piece.layer,

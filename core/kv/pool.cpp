@@ -41,7 +41,8 @@ HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_
     fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
   }
   if (row_step_ < row_bytes || row_step_ > kRowBytesMax) {
-    fail(Code::invalid, "rows of ", row_bytes, " bytes do not lie ", row_step_, " bytes apart");
+    fail(Code::invalid, "rows of ", row_bytes, " bytes cannot lie ", row_step_,
+         " bytes apart: give a step of the row or more");
   }
 }
 

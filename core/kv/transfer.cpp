@@ -121,9 +121,7 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
   const bool straight =
       options_.plain_from[0] || options_.plain_from[1] || options_.kernel || !neighbours.empty();
   if (straight && options_.packing.policy == Policy::pack) {
-    fail(Code::invalid,
-         "blocks are packed, or go over other links, by the kernel or by pages that "
-         "plain_from says: not both");
+    fail(Code::invalid, "policy pack cannot be combined with a kernel, plain_from or links");
   }
   Packing packing;
   EngineSplit crossing;

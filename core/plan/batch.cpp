@@ -135,8 +135,8 @@ class Planner {
       fail(Code::unsupported, "a batch spans at most 2^", kPositionBits, " bytes of a memory");
     }
     if (!holds(last_, {slice.offset + bytes - 1, slice.rank, slice.buffer})) {
-      fail(Code::invalid, "entry ", move, " goes from one part of memory into the next, which no ",
-           "command does: make two of it");
+      fail(Code::invalid, "entry ", move, " crosses from one allocation into the next: split it ",
+           "into two entries");
     }
     return uint64_t{last_} << kPositionBits | slice.offset;
   }
@@ -214,7 +214,7 @@ class Planner {
     fail(Code::invalid, "entries ", first.move, " and ", second.move, ": the ", side(first),
          " of entry ", first.move, " and the ", side(second), " of entry ", second.move,
          " overlap by ", bytes, " bytes", swap ? " (a swap writes both)" : "",
-         "; a batch has no order: make two of it");
+         "; entries of a batch have no order: use two batches");
   }
 
   void merge(std::vector<Span>& spans) {
@@ -347,7 +347,7 @@ class Planner {
 
   size_t engines_max() const {
     if (policy_.engines > machine_.engines_peer) {
-      fail(Code::invalid, "engines is ", policy_.engines, "; ", machine_.name, " has ",
+      fail(Code::invalid, "engines is ", policy_.engines, "; ", machine_.name, " has only ",
            machine_.engines_peer);
     }
     if (policy_.engines != 0) return policy_.engines;

@@ -39,7 +39,7 @@ void check_ranks(size_t ranks) {
 }
 
 void check_root(Rank root, size_t ranks) {
-  if (root >= ranks) fail(Code::invalid, "root ", root, " is not below ", ranks, " ranks");
+  if (root >= ranks) fail(Code::invalid, "root is ", root, "; it must lie in 0..", ranks - 1);
 }
 
 // Running sums, one longer than the counts; its last element is the total.
@@ -47,7 +47,7 @@ std::vector<uint64_t> offsets_of(std::span<const uint64_t> counts) {
   std::vector<uint64_t> offsets(counts.size() + 1, 0);
   for (size_t i = 0; i < counts.size(); ++i) {
     if (counts[i] > kBytesMax || offsets[i] + counts[i] > kBytesMax) {
-      fail(Code::invalid, "more than 2^48 bytes in one operation");
+      fail(Code::invalid, "more than 2^48 bytes in one operation: split it");
     }
     offsets[i + 1] = offsets[i] + counts[i];
   }

@@ -30,8 +30,8 @@ uint64_t RequestProxy::exchange(const ExchangeCall& call) {
   check_engine();
   if (over_) fail(Code::invalid, "the engine for requests was stopped");
   if (exchange_broken_) {
-    fail(Code::invalid, "rank ", rank_, ": an all_to_all_v with counts on the device has failed: ",
-         "these buffers can have no other");
+    fail(Code::invalid, "rank ", rank_,
+         ": an earlier all_to_all_v with counts on the device failed: ", "pass other buffers");
   }
   const Rank ranks = control_->ranks();
   const uint64_t from = exchanges_from(ranks, options_.schedule);

@@ -41,7 +41,7 @@ ProxyOptions settled(ProxyOptions options, const std::vector<BufferPlace>& buffe
          "from ", kSlotsMin, " to ", kSlotsMax);
   }
   if (!(options.spin_s <= 1e6)) {
-    fail(Code::invalid, "requests: spin ", options.spin_s, " s; 1e6 s is the most");
+    fail(Code::invalid, "requests: spin is ", options.spin_s, " s; it must be at most 1e6 s");
   }
   if (!(options.limit_s > 0 && options.limit_s <= 1e6)) {
     fail(Code::invalid, "requests: a limit of ", options.limit_s, " s; it must be above 0 s");
@@ -400,7 +400,8 @@ void RequestProxy::check() {
   check_engine();
   const std::scoped_lock lock(mutex_);
   if (std::exchange(late_, false)) {
-    fail(Code::timeout, "rank ", rank_, ": a kernel's wait ran past its limit");
+    fail(Code::timeout, "rank ", rank_,
+         ": a kernel waited longer than its limit for a peer's signal, or for a put");
   }
   if (over_) fail(Code::invalid, "the engine for requests was stopped");
 }

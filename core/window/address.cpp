@@ -27,7 +27,8 @@ constexpr int64_t kProgressNs = 100'000'000;
 [[noreturn]] void fail_missing(const std::vector<uint32_t>& missing, const std::string& address,
                                int64_t wait_ns, const std::string& reason) {
   fail(Code::timeout, rank_list(missing), " did not arrive at ", address, " within ",
-       shown_s(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")");
+       shown_s(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")",
+       ": has every rank been started, with this address?");
 }
 
 // Rank 0's side.
@@ -307,7 +308,8 @@ class Visitor {
     const bool secret = unpacker.number<uint8_t>() != 0;
     const std::string unix_name(unpacker.text());
     if (frame.kind != FrameKind::challenge || !unpacker.ok()) {
-      fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
+      fail(Code::driver, "rank 0 at ", address_,
+           " runs another version of offcore: install one version on all ranks");
     }
     if (secret != !secret_.empty()) {
       fail(Code::mismatch, "rank 0 at ", address_, " has ", secret ? "an" : "no",
@@ -364,7 +366,8 @@ class Visitor {
     Cards cards;
     for (uint32_t rank = 0; rank < ranks_; ++rank) cards.emplace_back(unpacker.text());
     if (kind == FrameKind::roster && unpacker.ok()) return cards;
-    fail(Code::driver, "rank 0 at ", address_, " speaks another version: use one everywhere");
+    fail(Code::driver, "rank 0 at ", address_,
+         " runs another version of offcore: install one version on all ranks");
   }
 
   const std::string address_;

@@ -21,7 +21,8 @@ std::string code_of(const std::string& secret, std::string_view said) {
 Bootstrap::Bootstrap(std::string where, uint32_t rank, uint32_t ranks, AllGather all_gather)
     : where_(std::move(where)), rank_(rank), ranks_(ranks), all_gather_(std::move(all_gather)) {
   if (rank < ranks) return;
-  fail(Code::invalid, "rank ", rank, " does not lie in a world of ", ranks, " ranks");
+  fail(Code::invalid, "rank is ", rank, "; with a world size of ", ranks, " it must lie in 0..",
+       ranks - 1);
 }
 
 Bootstrap Bootstrap::at(const std::string& address, uint32_t rank, uint32_t ranks) {

@@ -91,7 +91,7 @@ uint16_t port_of(const std::string& address) {
     if (error == std::errc() && end == last && port > 0) return port;
   }
   fail(Code::invalid, "'", address,
-       "' is not an address: it is not host:port with a port in 1..65535");
+       "' is not an address: write host:port, with a port in 1..65535");
 }
 
 bool wait_ready(int fd, short events, const Deadline& deadline) {

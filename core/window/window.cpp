@@ -224,7 +224,7 @@ const Share& Window::reachable(Rank rank, uint64_t offset, uint64_t bytes) const
     fail(Code::invalid, "bytes ", offset, "+", bytes, " lie outside a window of ", bytes_);
   }
   if (share.data == nullptr) {
-    fail(Code::unsupported, "phantom memory has sizes but no bytes");
+    fail(Code::unsupported, "phantom memory has no bytes to read or write: leave phantom out");
   }
   if (!host_visible_ && share.port == nullptr) {
     fail(Code::invalid, "rank ", rank, " is not local: only its own process can access its memory");

@@ -194,7 +194,7 @@ REFUSALS: list[tuple[tuple[Any, ...], dict[str, Any], str, str]] = [
     (([A], [B]), {"kind": "up"}, "invalid", "unknown kind 'up'"),
     (([A], [B]), {"backend": "cloud"}, "invalid", "batches have no backend 'cloud'"),
     (([A], [B]), {"policy": BatchPolicy(swap=(3,))}, "invalid", "no entry 3 to swap"),
-    (([A], [B]), {"policy": BatchPolicy(engines=9)}, "invalid", "engines is 9; host-1 has 2"),
+    (([A], [B]), {"policy": BatchPolicy(engines=9)}, "invalid", "engines is 9; host-1 has only 2"),
     (
         ([A], [B]),
         {"policy": BatchPolicy(sub_batch=-2)},

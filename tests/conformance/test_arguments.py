@@ -237,7 +237,7 @@ WRONG: dict[str, tuple[Call, str, tuple[str, ...]]] = {
     "root beyond the ranks": (
         lambda s: s.comm.broadcast(s.out, root=RANKS),
         "invalid",
-        ("root 3", "3 ranks"),
+        ("root is 3", "0..2"),
     ),
     "negative root": (lambda s: s.comm.broadcast(s.out, root=-1), "invalid", ("root",)),
     "lane beyond the limit": (
@@ -347,12 +347,12 @@ OPENED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "faults of real engines": (
         {"backend": "host", "ranks": 2, "faults": [{"kind": "lost_signal"}]},
         "unsupported",
-        ("phantom memory, seeds, faults and packets are the simulator's",),
+        ("phantom, seed, faults and packets are options of backend sim",),
     ),
     "phantom memory of real engines": (
         {"backend": "host", "ranks": 2, "phantom": True},
         "unsupported",
-        ("phantom memory, seeds, faults and packets are the simulator's",),
+        ("phantom, seed, faults and packets are options of backend sim",),
     ),
     "unknown fault": (
         {"backend": "sim", "faults": [{"kind": "gremlin"}]},

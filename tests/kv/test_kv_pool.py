@@ -345,7 +345,7 @@ def test_rows_of_memory_that_others_have_allocated(places: Places, start: int) -
     assert (whole[:start] == 7).all()
     assert (whole[start + memory.size :] == 7).all()
     for options, says in (
-        ({"memory": memory, "row_stride": 599}, "do not lie 599 bytes apart"),
+        ({"memory": memory, "row_stride": 599}, "cannot lie 599 bytes apart"),
         ({"memory": memory[::2]}, "memory is not contiguous"),
         ({"memory": bytes(4000)}, "memory is read-only"),
         ({"row_stride": 1000}, "row_stride needs memory="),

@@ -111,7 +111,7 @@ def test_no_command_crosses_a_seam(
         return _core.plan_batch(listed(batch), [], _core.BatchPolicy(**policy), machine, parts)
 
     if crossing:
-        with pytest.raises(offcore.Error, match=rf"entry {crossing[0]} goes from one part"):
+        with pytest.raises(offcore.Error, match=rf"entry {crossing[0]} crosses from"):
             planned()
         return
     plan = planned()
@@ -305,7 +305,7 @@ def test_what_cannot_be() -> None:
     machine = offcore.machines.load("mi300x-8")
     for swaps, policy, text in (
         ([7], {}, "no entry 7 to swap: the batch has 2"),
-        ([], {"engines": 15}, "engines is 15; mi300x-8 has 14"),
+        ([], {"engines": 15}, "engines is 15; mi300x-8 has only 14"),
     ):
         with pytest.raises(offcore.Error, match=text) as refused:
             _core.plan_batch(h2d(2, 8), swaps, _core.BatchPolicy(**policy), machine)
