@@ -120,10 +120,7 @@ void Simulation::prepare() {
   }
 }
 
-uint64_t Simulation::next_tie() {
-  const uint64_t counter = state_.events++;
-  return state_.options.seed == 0 ? counter : mix(state_.options.seed, counter);
-}
+uint64_t Simulation::next_tie() { return state_.draw(); }
 
 void Simulation::push(double at_ns, SimEventKind what, uint32_t subject, uint32_t detail) {
   events_.push({std::max(at_ns, now_ns_), next_tie(), what, subject, detail});

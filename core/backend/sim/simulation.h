@@ -18,8 +18,8 @@
 
 #include "core/backend/backend.h"
 #include "core/backend/sim/faults.h"
-#include "core/backend/sim/flow_ends.h"
-#include "core/backend/sim/flows.h"
+#include "core/machine/flow_ends.h"
+#include "core/machine/flows.h"
 #include "core/backend/sim/sim.h"
 #include "core/base/error.h"
 #include "core/machine/timeline.h"
@@ -33,6 +33,10 @@ struct SimState {
   SimOptions options;
   double clock_ns = 0;
   uint64_t events = 0;  // so far: what ties are drawn from
+  uint64_t draw() {
+    const uint64_t counter = events++;
+    return options.seed == 0 ? counter : mix(options.seed, counter);
+  }
   using QueueKey = std::pair<Rank, uint16_t>;
   struct Done {
     uint32_t signals = 0;

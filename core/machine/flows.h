@@ -14,7 +14,7 @@
 
 #include "core/machine/machine.h"
 
-namespace offcore::sim {
+namespace offcore {
 
 class Flows {
  public:
@@ -77,4 +77,4 @@ class Flows {
   std::vector<Bounded> bounded_;
 };
 
-}  // namespace offcore::sim
+}  // namespace offcore

@@ -1,10 +1,10 @@
-#include "core/backend/sim/flows.h"
+#include "core/machine/flows.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-namespace offcore::sim {
+namespace offcore {
 namespace {
 
 constexpr double kRounding = 1 + 1e-9;
@@ -180,4 +180,4 @@ void Flows::share(uint32_t index) {
   }
 }
 
-}  // namespace offcore::sim
+}  // namespace offcore

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace offcore::sim {
+namespace offcore {
 
 class FlowEnds {
  public:
@@ -73,4 +73,4 @@ class FlowEnds {
   std::vector<uint32_t> places_;  // by flow; kNone: not in it
 };
 
-}  // namespace offcore::sim
+}  // namespace offcore
