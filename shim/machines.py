@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_STRUCTS = ("native", "limits", "links", "cost", "batches", "pages")
+_STRUCTS = ("native", "limits", "links", "cost", "batches", "pages", "requests")
 
 
 def _value(value: Any) -> str:

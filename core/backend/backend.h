@@ -398,6 +398,15 @@ class RequestEngines {
   virtual std::unique_ptr<RequestEngine> open_requests(Rank rank) = 0;
 };
 
+// Where time is virtual: requests (core/proxy) happen in it.
+class VirtualTime {
+ public:
+  virtual ~VirtualTime() = default;
+  virtual void pass(double ns) = 0;
+  virtual uint64_t draw() = 0;  // what orders events of equal time
+  virtual bool plants_faults() const = 0;
+};
+
 // What not every backend has: null where this one has not. Owned by the backend.
 struct Capabilities {
   Streams* streams = nullptr;
@@ -407,6 +416,7 @@ struct Capabilities {
   ForeignMemory* foreign_memory = nullptr;
   SignalChoice* signal_choice = nullptr;
   RequestEngines* request_engines = nullptr;
+  VirtualTime* virtual_time = nullptr;
   bool packs = false;  // cores copy paged buffers (page_table.h)
   // How a signal stays behind the data before it: "fenced", or "copy_order"
   // (cuda/stream_encoder.h).

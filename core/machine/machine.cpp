@@ -32,6 +32,15 @@ void check(const Machine& machine) {
                     cost.host_poll_ns, cost.trigger_ns, cost.launch_ns, cost.step_ns}) {
     require(ns >= 0, "no cost may be negative");
   }
+  const RequestCosts& requests = machine.requests;
+  for (double ns : {requests.reach_ns, requests.take_ns, requests.see_ns, requests.event_ns,
+                    requests.device_trip_ns}) {
+    require(ns >= 0, "no cost of requests may be negative");
+  }
+  require(requests.overlap >= 1 && requests.device_overlap >= 1,
+          "requests.overlap and requests.device_overlap must be at least 1");
+  require(requests.store_gbps > 0 && requests.device_gbps > 0,
+          "every bandwidth of requests must be above zero");
 }
 
 uint64_t digest(const Machine& machine) {
@@ -39,7 +48,7 @@ uint64_t digest(const Machine& machine) {
   const auto add = [&](const auto&... values) { (result.add(values), ...); };
   // Bound by number: a field more does not compile before it is added here.
   const auto& [name, vendor, ranks, engines_peer, engines_host, topology, flags, native, limits,
-               links, cost, batches, pages, tuned, signals, tuned_version] = machine;
+               links, cost, batches, pages, requests, tuned, signals, tuned_version] = machine;
   add(std::string_view(vendor), ranks, engines_peer, engines_host, topology, flags,
       std::string_view(signals), std::string_view(tuned_version));
   const auto& [strided, bcst_rows, swap, strided_flags, signals_aside] = native;
@@ -59,6 +68,9 @@ uint64_t digest(const Machine& machine) {
       pages;
   add(sub_batch_first, sub_batch_apart, small_bytes, small_first, small_first_bytes, both_bytes_max,
       both_part_bytes, hop_ns, pack_plain_below, pack_strided_below);
+  const auto& [push_ns, reach, take, see, event, request_overlap, stores, device, trip,
+               device_overlap] = requests;
+  add(push_ns, reach, take, see, event, request_overlap, stores, device, trip, device_overlap);
   for (const auto& [op, op_ranks, in_place, bytes_min, bytes_max, variant, form, entry, staged,
                     bytes, time] : tuned) {
     add(std::string_view(op), op_ranks, in_place, bytes_min, bytes_max, std::string_view(variant),

@@ -95,6 +95,20 @@ struct Pages {
   uint64_t pack_strided_below = 0;  // the same where one copy takes several of them
 };
 
+// What requests of running kernels cost (core/proxy), in nanoseconds; beside it Cost and Batches.
+struct RequestCosts {
+  double push_ns = -1;     // a push takes its thread, or lanes of a warp; below 0: nothing is known
+  double reach_ns = 0;     // from then until the engine's thread has seen it; as long back
+  double take_ns = 0;      // the engine's thread takes one
+  double see_ns = 0;       // a thread of a GPU sees a word of its own memory
+  double event_ns = 0;     // from a kernel's end until a stream that waits for its event goes on
+  uint32_t overlap = 1;    // copies of one submission under way at once
+  double store_gbps = 1;   // a thread of the host copies from GPU to GPU by loads and stores
+  double device_gbps = 1;  // an external engine copies between two ranks, its reads included
+  double device_trip_ns = 0;    // a read by it across the link, to and fro
+  uint32_t device_overlap = 1;  // requests that it has under way at once
+};
+
 // A measured choice: for this operation and range of total bytes, this variant was the fastest.
 struct TunedRow {
   std::string op;
@@ -124,6 +138,7 @@ struct Machine {
   Cost cost;
   Batches batches;
   Pages pages;
+  RequestCosts requests;
   std::vector<TunedRow> tuned;
   std::string signals;        // the form that runs; rows measured with another count less
   std::string tuned_version;  // part of the plan key; empty without a table

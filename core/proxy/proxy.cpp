@@ -7,6 +7,7 @@
 
 #include "core/base/threads.h"
 #include "core/proxy/control.h"
+#include "core/proxy/decode.h"
 #include "core/proxy/host_calls.h"
 
 namespace offcore::proxy {
@@ -220,42 +221,12 @@ bool RequestProxy::turn() {
   return submitted || position != before;
 }
 
-// Throws invalid for what is no request between registered buffers.
-RequestProxy::Decoded RequestProxy::decode(const Word (&words)[2]) const {
-  const unsigned op = op_of(words[0]);
-  const auto field = [&](unsigned shift, unsigned bits) {
-    return words[0] >> shift & ((Word{1} << bits) - 1);
-  };
-  const auto peer = static_cast<Rank>(field(54, 6));
-  const auto dst = static_cast<unsigned>(field(48, 6));
-  const auto src = static_cast<unsigned>(field(42, 6));
-  uint64_t to = field(kChunkBits, kChunkBits) * options_.chunk_bytes;
-  uint64_t from = to;
-  uint64_t bytes = field(0, kChunkBits) * options_.chunk_bytes;
-  if (words_of(op) == 2) {
-    to = words[1] >> kLowBytesBits;
-    from = field(4, kOffsetBits);
-    bytes = field(0, 4) << kLowBytesBits | (words[1] & ((Word{1} << kLowBytesBits) - 1));
-  }
-  const auto within = [&](unsigned buffer, uint64_t offset) {
-    return buffer < buffers_.size() && offset <= buffers_[buffer].bytes &&
-           bytes <= buffers_[buffer].bytes - offset;
-  };
-  if (op < kPut || op > kPutBytesSignal || peer >= queues_.size() || peer == rank_ ||
-      !within(dst, to) || !within(src, from)) {
-    fail(Code::invalid, "rank ", rank_, ": a request for rank ", peer, ", from ", from, "+", bytes,
-         " of buffer ", src, " to ", to, "+", bytes, " of buffer ", dst, ", is none of these ",
-         buffers_.size(), " buffers'");
-  }
-  return {.op = op,
-          .peer = peer,
-          .dst = dst,
-          .copy = {buffers_[dst].window->base(peer) + buffers_[dst].offset + to,
-                   buffers_[src].window->base(rank_) + buffers_[src].offset + from, bytes}};
+DecodedRequest RequestProxy::decoded(const Word (&words)[2]) const {
+  return decode(words, rank_, static_cast<Rank>(queues_.size()), options_.chunk_bytes, buffers_);
 }
 
 void RequestProxy::accept(const Word (&words)[2]) {
-  const Decoded request = decode(words);
+  const DecodedRequest request = decoded(words);
   PeerQueue& queue = queues_[request.peer];
   ++queue.waiting;
   queue.position = reader_.position();

@@ -74,6 +74,16 @@ struct ExchangeCall {
   uintptr_t stream = 0;  // the caller's; 0: the engine's own
 };
 
+// What one or two words ask for.
+struct DecodedRequest {
+  unsigned op;
+  Rank peer;
+  unsigned dst;
+  unsigned src;
+  RequestCopy copy;
+  bool signals() const { return op == kPutSignal || op == kSignal || op == kPutBytesSignal; }
+};
+
 struct ProxyStats {
   uint64_t requests = 0;
   uint64_t signals = 0;
@@ -96,6 +106,7 @@ class RequestProxy : public OfProcess {
 
   Rank rank() const { return rank_; }
   const RequestPort& port() const { return port_; }
+  bool host_visible() const { return control_->host_visible(); }
   // Where the port lies in memory that the rank's kernels reach.
   std::byte* port_address() const;
 
@@ -115,21 +126,13 @@ class RequestProxy : public OfProcess {
   void wait_exchange(uint64_t call, const Deadline& deadline);
 
  private:
-  // What one or two words ask for.
-  struct Decoded {
-    unsigned op;
-    Rank peer;
-    unsigned dst;
-    RequestCopy copy;
-    bool signals() const { return op == kPutSignal || op == kSignal || op == kPutBytesSignal; }
-  };
   struct PeerQueue {
     std::vector<RequestCopy> copies;
     std::array<uint64_t, kBuffersMax> signals{};  // so far, by buffer
     uint64_t signalled = 0;                       // buffers whose count has grown, a bit each
     Word position = 0;                            // behind the last request for the peer
     uint64_t waiting = 0;                         // requests that are not submitted
-    std::vector<Decoded> planned;                 // armed: a round
+    std::vector<DecodedRequest> planned;          // armed: a round
     uint64_t parked = 0;                          // armed: requests so far
   };
 
@@ -142,7 +145,7 @@ class RequestProxy : public OfProcess {
   void run();
   void rest(int64_t idle_ns, int64_t spin_ns);
   bool turn();
-  Decoded decode(const Word (&words)[2]) const;
+  DecodedRequest decoded(const Word (&words)[2]) const;
   void accept(const Word (&words)[2]);
   bool park();
   void park(Rank peer, PeerQueue& queue);

@@ -57,7 +57,7 @@ void RequestProxy::lay_schedule() {
       for (const PlannedRequest& one : planned) {
         if (one.peer != peer) continue;
         const Word words[2] = {chunks_word(one.op, peer, one.dst, one.src, one.chunk, one.chunks)};
-        queues_[peer].planned.push_back(decode(words));
+        queues_[peer].planned.push_back(decoded(words));
         table.push_back(words[0]);
       }
       port_.period[peer] = static_cast<unsigned>(table.size()) - port_.first[peer];
@@ -89,7 +89,7 @@ bool RequestProxy::park() {
 }
 
 void RequestProxy::park(Rank peer, PeerQueue& queue) {
-  const Decoded& request = queue.planned[queue.parked++ % queue.planned.size()];
+  const DecodedRequest& request = queue.planned[queue.parked++ % queue.planned.size()];
   ParkedRequest parked{
       .gate = {control(rank_, kStart + 8 * uint64_t{peer}), queue.parked},
       .copy = request.copy,
@@ -119,7 +119,7 @@ void RequestProxy::recall() {
   uint64_t most = 0;
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
     parked[peer] = std::min<Word>(parked[peer], queues_[peer].parked);
-    for (const Decoded& one : queues_[peer].planned) most = std::max(most, one.copy.bytes);
+    for (const DecodedRequest& one : queues_[peer].planned) most = std::max(most, one.copy.bytes);
   }
   const Deadline deadline = Deadline::after_s(kDrainS);
   while (!ended(read_counts(kSent), parked)) {
@@ -148,7 +148,7 @@ ProxyStats RequestProxy::parked_stats() const {
   ProxyStats stats;
   const auto ended = read_counts(kSent);  // what was recalled has not written it
   for (Rank peer = 0; peer < queues_.size(); ++peer) {
-    const std::vector<Decoded>& planned = queues_[peer].planned;
+    const std::vector<DecodedRequest>& planned = queues_[peer].planned;
     for (size_t i = 0; i < planned.size(); ++i) {
       const uint64_t times = (ended[peer] + planned.size() - 1 - i) / planned.size();
       stats.requests += times;

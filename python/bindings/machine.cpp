@@ -76,10 +76,25 @@ void bind_parts(nb::module_& module) {
       .def_rw("step_ns", &Cost::step_ns);
 }
 
+void bind_request_costs(nb::module_& module) {
+  nb::class_<RequestCosts>(module, "RequestCosts")
+      .def_rw("push_ns", &RequestCosts::push_ns)
+      .def_rw("reach_ns", &RequestCosts::reach_ns)
+      .def_rw("take_ns", &RequestCosts::take_ns)
+      .def_rw("see_ns", &RequestCosts::see_ns)
+      .def_rw("event_ns", &RequestCosts::event_ns)
+      .def_rw("overlap", &RequestCosts::overlap)
+      .def_rw("store_gbps", &RequestCosts::store_gbps)
+      .def_rw("device_gbps", &RequestCosts::device_gbps)
+      .def_rw("device_trip_ns", &RequestCosts::device_trip_ns)
+      .def_rw("device_overlap", &RequestCosts::device_overlap);
+}
+
 }  // namespace
 
 void bind_machine(nb::module_& module) {
   bind_parts(module);
+  bind_request_costs(module);
   nb::class_<TunedRow>(module, "TunedRow")
       .def(nb::init<>())
       .def_rw("op", &TunedRow::op)
@@ -108,6 +123,7 @@ void bind_machine(nb::module_& module) {
       .def_rw("cost", &Machine::cost)
       .def_rw("batches", &Machine::batches)
       .def_rw("pages", &Machine::pages)
+      .def_rw("requests", &Machine::requests)
       .def_rw("tuned", &Machine::tuned)
       .def_rw("signals", &Machine::signals)
       .def_rw("tuned_version", &Machine::tuned_version)

@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "studies/requests/simulated.h"
 #include "studies/requests/timed.h"
 #include "studies/requests/trial.h"
+#include "virtual_requests.h"
 
 namespace offcore {
 namespace {
@@ -36,11 +38,6 @@ using proxy::Word;
 struct HostPort {
   RequestPort port;
 };
-
-// 0: the port's own.
-Word limit_ns(double limit_s) {
-  return limit_s > 0 ? static_cast<Word>(std::min(limit_s, 1e6) * 1e9) : 0;
-}
 
 // What ranks compare before any of them answers requests.
 std::string facts_of(const proxy::ProxyOptions& options,
@@ -81,18 +78,24 @@ void check_apart(const std::vector<Place>& places) {
   }
 }
 
-// The engines of the local ranks. Collective.
-std::vector<std::shared_ptr<RequestProxy>> open_requests(
+// The engines of the local ranks, by name. Collective.
+std::variant<std::vector<std::shared_ptr<RequestProxy>>, std::vector<VirtualProxy>> open_requests(
     Communicator& self, const std::vector<Place>& places,
     const std::vector<
         std::vector<std::tuple<uint32_t, Rank, uint32_t, uint32_t, uint64_t, uint64_t>>>& schedule,
     uint64_t chunk_bytes, uint32_t slots, double limit_s, double spin_s, bool exchanges,
-    double timeout_s) {
+    const std::string& engine, double timeout_s) {
   LockReleased released;
   const Deadline deadline = released.within(timeout_s);
   if (exchanges) check_apart(places);
-  if (self.backend().capabilities().request_engines == nullptr) {
-    fail(Code::unsupported, "requests: this backend has no engine for them; host and cuda have");
+  const Capabilities able = self.backend().capabilities();
+  const proxy::VirtualEngine wanted = proxy::virtual_engine(engine, !schedule.empty());
+  if (able.virtual_time == nullptr && engine != "auto") {
+    fail(Code::unsupported, "requests: engine ", engine, " is simulated, on backend sim alone");
+  }
+  if (able.virtual_time == nullptr && able.request_engines == nullptr) {
+    fail(Code::unsupported,
+         "requests: this backend has no engine for them; host, cuda and sim have");
   }
   std::vector<proxy::BufferPlace> buffers;
   for (const auto& [window, offset, bytes] : places) {
@@ -111,6 +114,9 @@ std::vector<std::shared_ptr<RequestProxy>> open_requests(
   }
   options = proxy::settled(options, buffers, self.ranks());
   compare(self, facts_of(options, buffers), deadline);
+  if (able.virtual_time != nullptr) {
+    return virtual_proxies(self.shared_from_this(), std::move(buffers), options, wanted);
+  }
   const auto control = self.window(proxy::control_bytes(self.ranks(), options.schedule), deadline);
   const auto communicator = self.shared_from_this();
   std::vector<std::shared_ptr<RequestProxy>> proxies;
@@ -384,6 +390,17 @@ void bind_proxy(nb::module_& module) {
                      return nb::bytes(reinterpret_cast<const char*>(&self.port()),
                                       sizeof(RequestPort));
                    })
+      .def("host_port",
+           [](const RequestProxy& self) {
+             if (self.host_visible()) return HostPort{self.port()};
+             fail(Code::unsupported, "host_port needs backend host or sim; give kernels port()");
+           })
+      .def(
+          "run",
+          [](const RequestProxy&, const nb::object&) {
+            fail(Code::unsupported, "requests: threads are simulated on backend sim alone");
+          },
+          nb::arg("threads"))
       .def("check", &RequestProxy::check, Unlocked())
       .def_prop_ro("stats",
                    [](const RequestProxy& self) {
@@ -414,16 +431,18 @@ void bind_requests(nb::module_& module) {
   bind_host_port(module);
   bind_trials(module);
   bind_times(module);
+  bind_virtual_requests(module);
   bind_proxy(module);
   bind_exchanges(module);
   module.def("open_requests", &open_requests, nb::arg("comm"), nb::arg("buffers"),
              nb::arg("schedule"), nb::arg("chunk_bytes"), nb::arg("slots"), nb::arg("limit_s"),
-             nb::arg("spin_s"), nb::arg("exchanges"), nb::arg("timeout_s"),
+             nb::arg("spin_s"), nb::arg("exchanges"), nb::arg("engine"), nb::arg("timeout_s"),
              nb::sig("def open_requests(comm: Communicator, buffers: collections.abc.Sequence["
                      "tuple[Window, int, int]], schedule: collections.abc.Sequence[collections.abc."
                      "Sequence[tuple[int, int, int, int, int, int]]], chunk_bytes: int, slots: "
                      "int, limit_s: float, "
-                     "spin_s: float, exchanges: bool, timeout_s: float) -> list[RequestProxy]"));
+                     "spin_s: float, exchanges: bool, engine: str, timeout_s: float) -> "
+                     "list[RequestProxy] | list[VirtualProxy]"));
   module.def(
       "place_of",
       [](Communicator& self, Rank rank, uintptr_t address, uint64_t bytes) {

@@ -1,11 +1,11 @@
 """Machine files: machines/NAME.json, read strictly into a `Machine`.
 
 A file holds the sections `name`, `vendor`, `ranks`, `engines`, `topology`, `flags`, `native`,
-`limits`, `links`, `cost`, `batches` and `sources` (where each number comes from). The keys of a
-section are the fields of the struct of that name in core/machine/machine.h: none may be missing,
-none unknown. A limit, or a number of `batches`, of null means that there is none; a copy or a
-scratch of less than 4096 bytes is refused, as is an alignment of more than 65536. `host-N`, for N
-of 1 to 1024, comes from host.json.
+`limits`, `links`, `cost`, `batches`, `pages`, `sources` (where each number comes from), and maybe
+`requests`. The keys of a section are the fields of the struct of that name in
+core/machine/machine.h: none may be missing, none unknown. A limit, or a number of `batches`, of
+null means that there is none; a copy or a scratch of less than 4096 bytes is refused, as is an
+alignment of more than 65536. `host-N`, for N of 1 to 1024, comes from host.json.
 
 Files are looked up in the user's folder (OFFCORE_MACHINES, else offcore/machines in
 XDG_CONFIG_HOME), then among those that come along. In the same folders, calibrated/NAME.json is
@@ -37,21 +37,9 @@ _HOST_RANKS_MAX = 1024
 _COPY_BYTES_LEAST = 4096
 _ALIGN_MOST = 65536
 
-_SECTIONS = (
-    "name",
-    "vendor",
-    "ranks",
-    "engines",
-    "topology",
-    "flags",
-    "native",
-    "limits",
-    "links",
-    "cost",
-    "batches",
-    "pages",
-    "sources",
-)
+_SOURCED = ("links", "cost", "batches", "pages", "requests")  # all of their numbers
+_OTHERS = ("name", "vendor", "ranks", "topology", "flags", "engines", "native", "limits", "sources")
+_SECTIONS = (*_OTHERS, *_SOURCED)
 
 
 # What the driver calls the GPUs that machine files were measured on.
@@ -202,7 +190,7 @@ class _Section:
             if key not in keys:
                 raise self._wrong(key, f"unknown key; the keys are {', '.join(keys)}")
         for key in keys:
-            if key not in value:
+            if key not in value and key != "requests":
                 raise self._wrong(key, "missing")
         self._value = value
 
@@ -284,21 +272,24 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
     links = top.section("links", _fields(machine.links))
     _fill(machine.links, links, links.number)
     cost = top.section("cost", _fields(machine.cost))
-    _fill(
-        machine.cost,
-        cost,
-        lambda key: cost.integer(key, 1, 1024) if key == "overlap" else cost.number(key),
-    )
+    _fill(machine.cost, cost, lambda key: _cost(cost, key))
     batches = top.section("batches", _fields(machine.batches))
     _fill(machine.batches, batches, lambda key: _limit(batches, key))
     pages = top.section("pages", _fields(machine.pages))
     _fill(machine.pages, pages, lambda key: _limit(pages, key))
+    if "requests" in value:
+        costs = top.section("requests", _fields(machine.requests))
+        _fill(machine.requests, costs, lambda key: _cost(costs, key))
     _check_sources(path, value)
     try:
         machine.check()
     except _core.Error as cause:
         raise error("invalid", f"{path}: {cause}") from cause
     return machine
+
+
+def _cost(costs: _Section, key: str) -> float:
+    return costs.integer(key, 1, 1024) if key.endswith("overlap") else costs.number(key)
 
 
 def _limit(limits: _Section, key: str) -> int | None:
@@ -315,16 +306,11 @@ def _limit(limits: _Section, key: str) -> int | None:
 
 def _check_sources(path: Path, value: dict[str, Any]) -> None:
     """Every number's origin is a text under the key SECTION.KEY of an existing number."""
-    places = [
-        f"{name}.{key}"
-        for name in ("engines", "native", "limits", "links", "cost", "batches", "pages")
-        for key in value[name]
-    ]
+    sections = ("engines", "native", "limits", *_SOURCED)
+    places = [f"{name}.{key}" for name in sections for key in value.get(name, ())]
     sources = value["sources"]
     given = list(sources) if isinstance(sources, dict) else []
-    needed = [
-        place for place in places if place.startswith(("links.", "cost.", "batches.", "pages."))
-    ]
+    needed = [place for place in places if place.split(".")[0] in _SOURCED]
     allowed = [place for place in places if place in given or place in needed]
     section = _Section(path, "sources.", sources, allowed)
     for key in allowed:

@@ -1,9 +1,11 @@
 """`offcore gpu bench`: on backend host in full; on cuda what is told before and when it fails."""
 
+import json
+
 import numpy as np
 import pytest
 
-from offcore.tools.driven import held, host, sections
+from offcore.tools.driven import held, host, sections, simulated
 from offcore.tools.driven.rows import MESSAGES, SIZES
 
 
@@ -29,6 +31,45 @@ def test_rows_of_host(section, expected, tmp_path, monkeypatch):
     assert all(row["value"] > 0 for row in rows)
 
 
+def test_simulated_rows(offcore_cli, tmp_path):
+    """Those of cuda that it can have, marked, and the same each time."""
+    told = []
+    for turn in range(2):
+        file = tmp_path / f"{turn}.jsonl"
+        words = "--only", "ping-pong,push", "--rounds", "3", "--json", file
+        ran = offcore_cli("gpu", "bench", "--machine", "v100-8", *words)
+        assert ran.status == 0, ran.err
+        assert "ping-pong, v100-8, simulated" in ran.out
+        assert "every byte right" in ran.out
+        told.append([json.loads(line) for line in file.read_text("utf-8").splitlines()])
+    assert all(row["simulated"] and row["machine"] == "v100-8" for row in told[0])
+    values = [[row["value"] for row in rows] for rows in told]
+    assert values[0] == values[1]
+    kinds = {(row["what"], row["engine"], row["bytes"]) for row in told[0]}
+    engines = (*simulated.ENGINES, "events")
+    assert kinds > {("ping-pong", engine, nbytes) for engine in engines for nbytes in SIZES}
+    assert {row["unit"] for row in told[0] if row["section"] == "push"} > {"M requests/s"}
+
+
+def test_simulated_throughput(monkeypatch):
+    monkeypatch.setattr(simulated, "MOVED", 16 << 20)
+    [(rows, failures)] = sections.run("sim", ["throughput"], 3, 1.0, "h200-2")
+    assert failures == []
+    forms = ("contiguous", "apart", "device", "memcpy loop")
+    expected = {("throughput", form, nbytes) for form in forms for nbytes in MESSAGES}
+    assert {(row["what"], row["engine"], row["bytes"]) for row in rows} == expected
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_wrong_simulated_bytes_are_told(monkeypatch):
+    look = simulated.Bench.looked_at
+    monkeypatch.setattr(simulated, "MESSAGES", (1024,))
+    monkeypatch.setattr(simulated.Bench, "looked_at", lambda *args: look(*args[:3], args[3] + 1))
+    [(rows, failures)] = sections.run("sim", ["throughput"], 3, 1.0, "h200-2")
+    assert len(rows) == 4
+    assert failures[0] == "throughput: contiguous messages of 1024: wrong bytes"
+
+
 def test_wrong_bytes_are_told(monkeypatch):
     look = host.Bench.looked_at
     monkeypatch.setattr(host, "MESSAGES", (1024,))
@@ -52,8 +93,10 @@ def test_what_cannot_run_says_why(offcore_cli, gpu_cli):
     ran = offcore_cli("gpu", "bench", "--backend", "host", "--only", "contention")
     assert ran.status == 2
     assert "ping-pong" in ran.err
-    ran = offcore_cli("gpu", "bench", "--backend", "sim")
-    assert ran.err.startswith("offcore: unsupported: backend sim has no requests")
+    ran = offcore_cli("gpu", "bench", "--backend", "sim", "--machine", "host-2")
+    assert "unsupported: requests: machine host-2 does not say what they cost" in ran.err
+    ran = offcore_cli("gpu", "bench", "--backend", "host", "--machine", "h200-2")
+    assert ran.err.startswith("offcore: invalid: --machine: backend host is this one")
     ran = gpu_cli("gpu", "bench", "--backend", "cuda")
     assert ran.err.startswith("offcore: unavailable: gpu bench: cupy is missing")
 

@@ -41,6 +41,14 @@ class SimExecutor final : public exec::Executor {
     const ExecutorLock lock(mutex_);
     return std::llround(state_.clock_ns);
   }
+  void pass(double ns) {
+    const ExecutorLock lock(mutex_);
+    state_.clock_ns += ns;
+  }
+  uint64_t draw() {
+    const ExecutorLock lock(mutex_);
+    return state_.draw();
+  }
   void submit(const std::shared_ptr<exec::Submission>& submission, exec::Freed& freed) override {
     auto& own = static_cast<SimSubmission&>(*submission);
     const ExecutorLock lock(mutex_);
@@ -82,7 +90,7 @@ class SimLoaded final : public exec::LoadedProgram {
   SimOptions::Fetched fetched_;
 };
 
-class SimBackend : public Backend {
+class SimBackend : public Backend, public VirtualTime {
  public:
   SimBackend(const Machine& machine, Rank ranks, SimOptions options)
       : executor_(std::make_shared<SimExecutor>(machine, ranks, std::move(options))) {}
@@ -115,6 +123,11 @@ class SimBackend : public Backend {
   }
 
   int64_t now_ns() const override { return executor_->now_ns(); }
+  Capabilities capabilities() override { return {.virtual_time = this}; }
+
+  void pass(double ns) override { executor_->pass(ns); }
+  uint64_t draw() override { return executor_->draw(); }
+  bool plants_faults() const override { return !executor_->state().options.faults.empty(); }
 
  private:
   std::shared_ptr<SimExecutor> executor_;

@@ -18,10 +18,10 @@
 
 #include "core/backend/backend.h"
 #include "core/backend/sim/faults.h"
-#include "core/machine/flow_ends.h"
-#include "core/machine/flows.h"
 #include "core/backend/sim/sim.h"
 #include "core/base/error.h"
+#include "core/machine/flow_ends.h"
+#include "core/machine/flows.h"
 #include "core/machine/timeline.h"
 
 namespace offcore::sim {

@@ -194,18 +194,20 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         slots: int = 1 << 16,
         limit: float = 10.0,
         spin: float | None = None,
+        engine: str = "auto",
     ) -> Requests:
         """Lets running kernels move data between these buffers by themselves: docs/gpu-driven.md.
         Collective.
 
         buffers: Windows, regions or window memory (`empty`), 64 at most, of one size and place on
-            all ranks, named by number. schedule: cuda only: each rank's puts, repeated in this
+            all ranks, named by number. schedule: cuda and sim: each rank's puts, repeated in this
             order; engines have them ahead (armed). chunk: bytes, a power of two of which buffers
             are multiples; by default the least that works. slots: of the ring. limit: seconds of a
             kernel's wait that names none. spin: seconds that the engine's thread spins before it
-            naps. Raises `Error`: invalid (past a field's limit), mismatch, unsupported.
+            naps. engine: on sim "stores" or "device", too. Raises `Error`: invalid (past a
+            field's limit), mismatch, unsupported.
         """
-        return Requests(self, buffers, schedule, chunk, slots, limit, spin)
+        return Requests(self, buffers, schedule, chunk, slots, limit, spin, engine)
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,12 +49,12 @@ class Requests:
         slots: int,
         limit: float,
         spin: float | None,
+        engine: str = "auto",
         exchanges: bool = False,
     ) -> None:
         self.timeout: float = comm.timeout
         self.local_ranks: list[int] = comm.local_ranks
-        self._host_visible: bool = comm._core.host_visible
-        self.proxies: list[_core.RequestProxy] = _core.open_requests(
+        self.proxies: list[Any] = _core.open_requests(
             comm._core,
             [place_of(comm, number, buffer) for number, buffer in enumerate(buffers)],
             [[_planned(put) for put in puts] for puts in schedule],
@@ -63,18 +63,25 @@ class Requests:
             limit,
             -1.0 if spin is None else spin,
             exchanges,
+            engine,
             comm.timeout,
         )
 
     def port(self, rank: int | None = None) -> int:
         """The address of a local rank's `offcore::RequestPort`. None: of the only one."""
-        return self._proxy(rank).address
+        return int(self._proxy(rank).address)
 
-    def host_port(self, rank: int | None = None) -> _core.HostPort:
-        """The calls of `device.cuh` for host threads, on backend host, else `unsupported`."""
-        if not self._host_visible:
-            raise error("unsupported", "host_port needs backend host; give kernels port()")
-        return _core.host_port(self._proxy(rank).port)
+    def host_port(self, rank: int | None = None) -> Any:
+        """The calls of `device.cuh` for host threads, on backend host; on sim for a thread of
+        `run`, which yields what they return. Else `unsupported`."""
+        return self._proxy(rank).host_port()
+
+    def run(self, *threads: Iterator[Any]) -> int:
+        """sim only: lets simulated threads of GPUs run, and all that they push, in virtual time: ns
+        until the last thread has ended. threads: generators that yield calls of `host_port`, or
+        lists of pushes of a warp's lanes, and get what the calls return on host. Raises `Error`:
+        invalid for other calls, and what a thread raises, behind which the engines have ended."""
+        return int(self.proxies[0].run(threads))
 
     def check(self) -> None:
         """Raises `Error` with what ended an engine: invalid (a request of no registered buffer or
@@ -104,7 +111,7 @@ class Requests:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _proxy(self, rank: int | None) -> _core.RequestProxy:
+    def _proxy(self, rank: int | None) -> Any:
         if rank is None and len(self.proxies) == 1:
             return self.proxies[0]
         if rank is None or rank not in self.local_ranks:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from offcore import defaults
 from offcore.errors import error
 from offcore.tools import report
 from offcore.tools.bench import collectives
@@ -15,6 +16,7 @@ from offcore.tools.cli.options import (
     COUNT_MAX,
     BackendName,
     JsonOption,
+    MachineOption,
     TimeoutOption,
     known_names,
 )
@@ -34,14 +36,17 @@ def bench_command(
         BackendName,
         typer.Option(
             metavar="NAME",
-            help="cuda (two GPUs, cupy), host (threads push), or auto: what is here.",
+            help="cuda (two GPUs, cupy), host (threads push), sim (a machine's costs), or auto: "
+            "sim if a machine is named, else what is here.",
         ),
     ] = BackendName.auto,
+    machine: MachineOption = None,
     only: Annotated[
         str,
         typer.Option(
             metavar="all|NAME,...",
-            help=f"On host of {', '.join(sections.HOST)}; on cuda of {', '.join(sections.CUDA)}.",
+            help=f"On host and sim of {', '.join(sections.HOST)}; on cuda of "
+            f"{', '.join(sections.CUDA)}.",
         ),
     ] = "all",
     rounds: Annotated[
@@ -55,24 +60,33 @@ def bench_command(
     On cuda beside copies by events, synchronisation and polling, and beside kernels that read L2 or
     multiply during all-gathers, offcore's and NCCL's. There each section runs in a process of
     its own, for --timeout seconds at most.
+    On sim GPU threads and engines are simulated, in virtual time, by the costs of a machine's file:
+    no row of it is measured.
 
     \b
     offcore gpu bench --backend host --only ping-pong,push
     offcore gpu bench --backend cuda --json gpu-driven.jsonl
+    offcore gpu bench --backend sim --machine v100-8
     """
-    name = collectives.resolve_backend(backend.value, None)
-    if name not in ("cuda", "host"):
-        raise error("unsupported", f"backend {name} has no requests; cuda and host have")
+    name = collectives.resolve_backend(backend.value, machine)
+    if name not in ("cuda", "host", "sim"):
+        raise error("unsupported", f"backend {name} has no requests; cuda, host and sim have")
+    if machine is not None and name != "sim":
+        raise error("invalid", f"--machine: backend {name} is this one; it is for sim")
+    simulated = machine or defaults.machine("sim", 2) if name == "sim" else None
     known = list(sections.CUDA if name == "cuda" else sections.HOST)
     wanted = known if only == "all" else known_names(only, "--only", known)
     if name == "cuda":
         sections.check_cuda()
     console = report.console(stderr=json == "-")
     stamp = asdict(Stamp()) | {"backend": name}
+    if simulated is not None:
+        stamp |= {"machine": simulated, "simulated": True}
+        name = f"{simulated}, simulated"
     failed = False
     with JsonLines(json) as lines:
         for section, (rows, failures) in zip(
-            wanted, sections.run(name, wanted, rounds, timeout), strict=True
+            wanted, sections.run(stamp["backend"], wanted, rounds, timeout, simulated), strict=True
         ):
             for row in rows:
                 lines.write(row | {"section": section} | stamp)

@@ -15,7 +15,7 @@ from typing import Any
 
 from offcore import _core
 from offcore.errors import Error, error
-from offcore.tools.driven import host
+from offcore.tools.driven import host, simulated
 
 HOST = tuple(host.SECTIONS)
 CUDA = ("proxy", "armed", "armed-co", "cpu", "push", "throughput", "contention", "forms")
@@ -32,9 +32,9 @@ def check_cuda() -> None:
 
 
 def run(
-    backend: str, names: Sequence[str], rounds: int, limit_s: float
+    backend: str, names: Sequence[str], rounds: int, limit_s: float, machine: str | None = None
 ) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-    """Of each section its rows, and what failed."""
+    """Of each section its rows, and what failed. machine: of sim."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             file = Path(folder) / name
@@ -42,14 +42,18 @@ def run(
             failures = (
                 _on_cuda(name, rounds, file, limit_s)
                 if backend == "cuda"
-                else _on_host(name, rounds, file)
+                else _here(name, rounds, file, machine)
             )
             yield [json.loads(line) for line in file.read_text("utf-8").splitlines()], failures
 
 
-def _on_host(name: str, rounds: int, file: Path) -> list[str]:
+def _here(name: str, rounds: int, file: Path, machine: str | None) -> list[str]:
     try:
-        return [f"{name}: {one}" for one in host.measure(name, rounds, file)]
+        if machine is None:
+            found = host.measure(name, rounds, file)
+        else:
+            found = simulated.measure(name, machine, rounds, file)
+        return [f"{name}: {one}" for one in found]
     except Error as failure:
         return [f"{name}: {failure.code}: {failure}"]
 

@@ -133,7 +133,7 @@ def draw(rows: Rows) -> Any:
     figure, (axes, modelled) = plot.pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     model, sizes = driven_model.Model(), driven_model.SIZES
     for name, rate in (("hardware engine", model.hardware), ("software engine", model.software)):
-        modelled.plot(sizes, [rate(size) / 1e3 for size in sizes], marker="o", label=name)
+        modelled.plot(sizes, [rate(size) for size in sizes], marker="o", label=name)
     modelled.set_title("the paper's engines, modelled")
     axes.set_title("2 x H200, measured")
     for name in ("contiguous", "apart", "memcpy loop"):
