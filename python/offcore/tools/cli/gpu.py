@@ -90,8 +90,7 @@ def bench_command(
         ):
             for row in rows:
                 lines.write(row | {"section": section} | stamp)
-            values = [row for row in rows if "value" in row]
-            if values:
+            if values := [row for row in rows if "value" in row]:
                 console.print(driven.table(values, f"{section}, {name}"))
             for row in rows:
                 if "note" in row:
