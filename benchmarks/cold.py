@@ -122,10 +122,10 @@ def measure(
         rows = []
         for _ in range(COUNTED):
             together()
-            *row, kept = counts.of(call)
-            for one in kept:
+            by_name, frames, allocated, handles = counts.of(call)
+            for one in handles:
                 one.wait()
-            rows.append(row)
+            rows.append((by_name, frames, allocated))
         by_name, frames, _ = min(rows, key=lambda row: (sum(row[0].values()), row[2]))
         times.sort()
         found[name] = [times[0], times[len(times) // 2]]

@@ -112,11 +112,16 @@ def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:
     }
 
 
+def streams_are(module: Any, stream_of: Callable[[int], int]) -> None:
+    """By the name of it now, and by the one that older trees have."""
+    module._stream_of = module.stream_of = stream_of
+
+
 def work(rank: int, stores: list[str], is_cold: bool) -> None:
     """One rank; rank 0 prints a line for each kind of call."""
     import numpy as np
     import torch
-    from torch_cuda import Driver, use
+    from torch_cuda import Driver, use  # type: ignore[import-not-found]
 
     import offcore.torch
 
@@ -126,7 +131,7 @@ def work(rank: int, stores: list[str], is_cold: bool) -> None:
     at = window.address(rank)
     out, inp = tensor_at(at, NBYTES), tensor_at(at + 2 * NBYTES, NBYTES // RANKS)
     use(driver, rank)
-    offcore.torch._stream_of = offcore.torch.stream_of = lambda _: 0  # the default one
+    streams_are(offcore.torch, lambda _: 0)  # the default one
     kept: list[Any] = []
     calls: dict[str, Callable[[], Any]] = {
         "auto": lambda: comm.all_gather(out, inp),
@@ -147,8 +152,7 @@ def work(rank: int, stores: list[str], is_cold: bool) -> None:
         for _ in range(WARMUP):
             call().wait()
     if is_cold:
-        current = torch._C._cuda_getCurrentRawStream
-        offcore.torch._stream_of = offcore.torch.stream_of = current
+        streams_are(offcore.torch, torch._C._cuda_getCurrentRawStream)
         calls |= group_calls(rank, stores)
         for name, values in cold.measure(calls, comm.barrier, rank == 0).items():
             if rank == 0:

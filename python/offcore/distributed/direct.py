@@ -98,11 +98,12 @@ class Direct:
             raise side._failed(side._label(op), failure, side._timeout) from None
         if started is None:
             return None
-        work = Started()
+        work: Started = Started()
         work.direct, work._side = self, side
         work._outputs = args[0] if type(args[0]) is list else [args[0]]
         work.pending, limit, work.stream = started
-        work._handles = handles = (work.pending,)
+        handles: Any = (work.pending,)
+        work._handles = handles
         work._label = label = side._label(op)
         side._late.append((time.monotonic() + limit, label, handles, None))
         if side._watch is None:
