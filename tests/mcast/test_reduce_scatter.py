@@ -61,7 +61,7 @@ def test_uneven_parts_and_what_is_refused() -> None:
             (lambda: comm.reduce_scatter(inp[1:3], inp), "out overlaps inp"),
             (lambda: comm.reduce_scatter_v(inp[:2], inp, [2, 2]), "2 counts, but 3 ranks"),
             (lambda: comm.reduce_scatter(np.zeros(2), np.zeros(6), "product"), "unknown reduction"),
-            (lambda: comm.reduce_scatter(np.zeros(2), np.zeros(6), scale=2.0), "premul_sum's"),
+            (lambda: comm.reduce_scatter(np.zeros(2), np.zeros(6), scale=2.0), "premul_sum only"),
             (
                 lambda: comm.reduce_scatter(np.zeros(2, bool), np.zeros(6, bool)),
                 "dtype of a reduction 'bool'",

@@ -29,7 +29,7 @@ class Started(GpuWork):
     __init__ = dist.Work.__init__
     _future = None
     direct: Direct
-    pending: _core.Pending
+    pending: Any  # the core's
     stream: int
 
     def is_completed(self) -> bool:
@@ -102,8 +102,7 @@ class Direct:
         work.direct, work._side = self, side
         work._outputs = args[0] if type(args[0]) is list else [args[0]]
         work.pending, limit, work.stream = started
-        handles: Any = (work.pending,)
-        work._handles = handles
+        work._handles = handles = (work.pending,)
         work._label = label = side._label(op)
         side._late.append((time.monotonic() + limit, label, handles, None))
         if side._watch is None:
