@@ -23,13 +23,13 @@ _ENTERED = hasattr(torch.Stream, "__enter__")  # a context manager, in C++
 
 
 class Started(GpuWork):
-    """A call that the core has started in one step. What it holds `Direct` sets: a method that does
-    would be one more frame."""
+    """A call that the core has started in one step. `Direct` sets all it holds: fewer frames."""
 
     __init__ = dist.Work.__init__
     _future = None
     direct: Direct
-    pending: Any  # the core's
+    pending: _core.Pending
+    _handles: Any
     stream: int
 
     def is_completed(self) -> bool:
