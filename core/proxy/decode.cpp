@@ -47,4 +47,32 @@ DecodedRequest decode(const Word (&words)[2], Rank rank, Rank ranks, uint64_t ch
           .copy = {address(buffers[dst], peer, to), address(buffers[src], rank, from), bytes}};
 }
 
+std::vector<Word> lay_table(RequestPort& port, const ProxyOptions& options,
+                            const std::vector<BufferPlace>& buffers,
+                            const std::function<void(const DecodedRequest&)>& planned) {
+  const auto rank = static_cast<Rank>(port.rank);
+  const auto ranks = static_cast<Rank>(port.ranks);
+  std::vector<Word> table;
+  for (Rank peer = 0; peer < ranks; ++peer) {
+    port.first[peer] = static_cast<unsigned>(table.size());
+    for (const PlannedRequest& one : options.schedule[rank]) {
+      if (one.peer != peer) continue;
+      const Word words[2] = {chunks_word(one.op, peer, one.dst, one.src, one.chunk, one.chunks)};
+      planned(decode(words, rank, ranks, options.chunk_bytes, buffers));
+      table.push_back(words[0]);
+    }
+    port.period[peer] = static_cast<unsigned>(table.size()) - port.first[peer];
+  }
+  return table;
+}
+
+bool extend(RequestCopy& last, const RequestCopy& next) {
+  const auto follows = [&](const std::byte* at, const std::byte* behind) {
+    return reinterpret_cast<uintptr_t>(at) + last.bytes == reinterpret_cast<uintptr_t>(behind);
+  };
+  if (!follows(last.dst, next.dst) || !follows(last.src, next.src)) return false;
+  last.bytes += next.bytes;
+  return true;
+}
+
 }  // namespace offcore::proxy

@@ -6,6 +6,7 @@
 
 #include "core/base/threads.h"
 #include "core/proxy/control.h"
+#include "core/proxy/endings.h"
 #include "core/proxy/host_calls.h"
 
 namespace offcore::proxy {
@@ -28,7 +29,7 @@ uint64_t control_bytes(Rank ranks, const Schedule& schedule) {
 
 uint64_t RequestProxy::exchange(const ExchangeCall& call) {
   check_engine();
-  if (over_) fail(Code::invalid, "the engine for requests was stopped");
+  if (over_) fail_stopped();
   if (exchange_broken_) {
     fail(Code::invalid, "rank ", rank_,
          ": an earlier all_to_all_v with counts on the device failed: ", "pass other buffers");

@@ -8,6 +8,7 @@
 #include "core/base/threads.h"
 #include "core/proxy/control.h"
 #include "core/proxy/decode.h"
+#include "core/proxy/endings.h"
 #include "core/proxy/host_calls.h"
 
 namespace offcore::proxy {
@@ -221,12 +222,9 @@ bool RequestProxy::turn() {
   return submitted || position != before;
 }
 
-DecodedRequest RequestProxy::decoded(const Word (&words)[2]) const {
-  return decode(words, rank_, static_cast<Rank>(queues_.size()), options_.chunk_bytes, buffers_);
-}
-
 void RequestProxy::accept(const Word (&words)[2]) {
-  const DecodedRequest request = decoded(words);
+  const DecodedRequest request =
+      decode(words, rank_, control_->ranks(), options_.chunk_bytes, buffers_);
   PeerQueue& queue = queues_[request.peer];
   ++queue.waiting;
   queue.position = reader_.position();
@@ -242,13 +240,7 @@ void RequestProxy::accept(const Word (&words)[2]) {
 
 void RequestProxy::add_copy(PeerQueue& queue, Rank peer, const RequestCopy& copy) {
   counts_[4].fetch_add(copy.bytes, std::memory_order_relaxed);
-  if (!queue.copies.empty()) {
-    RequestCopy& last = queue.copies.back();
-    if (last.dst + last.bytes == copy.dst && last.src + last.bytes == copy.src) {
-      last.bytes += copy.bytes;
-      return;
-    }
-  }
+  if (!queue.copies.empty() && extend(queue.copies.back(), copy)) return;
   if (queue.copies.size() == kCopiesMax && engine_->room(peer) > 0) {
     engine_->submit(peer, queue.copies, {});
     counts_[2].fetch_add(queue.copies.size(), std::memory_order_relaxed);
@@ -278,17 +270,14 @@ void RequestProxy::submit(Rank peer, PeerQueue& queue) {
 // What comes seldom: a rank has died, or a producer complains.
 void RequestProxy::look_around() {
   if (const uint32_t lost = poisoned_(); lost != 0) {
-    end(kPeerLost, Error(Code::peer, cat("rank ", lost - 1, " died or aborted")));
+    end(kPeerLost, peer_lost(static_cast<Rank>(lost - 1)));
     return;
   }
   engine_->idle();  // a device that has failed says so
   if (complained(kInvalid)) {
-    end(kInvalid,
-        Error(Code::invalid, cat("rank ", rank_, ": a kernel named a rank, a buffer or a ",
-                                 "range that is not registered")));
+    end(kInvalid, not_registered(rank_));
   } else if (complained(kFull)) {
-    end(kFull, Error(Code::timeout, cat("rank ", rank_, ": a kernel found no room in the ring for ",
-                                        options_.limit_s, " s")));
+    end(kFull, no_room(rank_, options_.limit_s));
   } else if (complained(kTimeout)) {
     {
       const std::scoped_lock lock(mutex_);
@@ -370,11 +359,8 @@ void RequestProxy::check() {
   while (unseen() && !over_ && !seen.passed()) nap(0);
   check_engine();
   const std::scoped_lock lock(mutex_);
-  if (std::exchange(late_, false)) {
-    fail(Code::timeout, "rank ", rank_,
-         ": a kernel waited longer than its limit for a peer's signal, or for a put");
-  }
-  if (over_) fail(Code::invalid, "the engine for requests was stopped");
+  if (std::exchange(late_, false)) fail_late(rank_);
+  if (over_) fail_stopped();
 }
 
 void RequestProxy::check_engine() {

@@ -145,7 +145,6 @@ class RequestProxy : public OfProcess {
   void run();
   void rest(int64_t idle_ns, int64_t spin_ns);
   bool turn();
-  DecodedRequest decoded(const Word (&words)[2]) const;
   void accept(const Word (&words)[2]);
   bool park();
   void park(Rank peer, PeerQueue& queue);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/base/threads.h"
+#include "core/proxy/decode.h"
 
 namespace offcore::proxy {
 namespace {
@@ -49,19 +50,10 @@ void check_schedule(const ProxyOptions& options, const std::vector<BufferPlace>&
 }
 
 void RequestProxy::lay_schedule() {
-  std::vector<Word> table;
   if (!options_.schedule.empty()) {
-    const std::vector<PlannedRequest>& planned = options_.schedule[rank_];
-    for (Rank peer = 0; peer < queues_.size(); ++peer) {
-      port_.first[peer] = static_cast<unsigned>(table.size());
-      for (const PlannedRequest& one : planned) {
-        if (one.peer != peer) continue;
-        const Word words[2] = {chunks_word(one.op, peer, one.dst, one.src, one.chunk, one.chunks)};
-        queues_[peer].planned.push_back(decoded(words));
-        table.push_back(words[0]);
-      }
-      port_.period[peer] = static_cast<unsigned>(table.size()) - port_.first[peer];
-    }
+    const std::vector<Word> table =
+        lay_table(port_, options_, buffers_,
+                  [&](const DecodedRequest& one) { queues_[one.peer].planned.push_back(one); });
     port_.start = reinterpret_cast<Word*>(control(rank_, kStart));
     const uint64_t place = received_from(control_->ranks());
     port_.schedule = reinterpret_cast<Word*>(control(rank_, place));

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/base/error.h"
+#include "core/proxy/endings.h"
 
 namespace offcore::proxy {
 namespace {
@@ -92,17 +93,9 @@ void VirtualRequests::lay(Rank rank) {
   end.port.ranks = ranks_;
   end.port.buffers = static_cast<unsigned>(buffers_.size());
   if (engine_ != VirtualEngine::armed) return;
-  for (Rank peer = 0; peer < ranks_; ++peer) {
-    end.port.first[peer] = static_cast<unsigned>(end.schedule.size());
-    for (const PlannedRequest& one : options_.schedule[rank]) {
-      if (one.peer != peer) continue;
-      const Word words[2] = {chunks_word(one.op, peer, one.dst, one.src, one.chunk, one.chunks)};
-      end.queues[peer].planned.push_back(
-          decode(words, rank, ranks_, options_.chunk_bytes, buffers_));
-      end.schedule.push_back(words[0]);
-    }
-    end.port.period[peer] = static_cast<unsigned>(end.schedule.size()) - end.port.first[peer];
-  }
+  end.schedule = lay_table(end.port, options_, buffers_, [&](const DecodedRequest& one) {
+    end.queues[one.peer].planned.push_back(one);
+  });
   end.port.start = end.start.data();
   end.port.schedule = end.schedule.data();
 }
@@ -114,7 +107,7 @@ double VirtualRequests::run(std::vector<VirtualThread> threads) {
     threads_.clear();
   });
   if (const uint32_t lost = poisoned_(); lost != 0) {
-    end_all(kPeerLost, Error(Code::peer, cat("rank ", lost - 1, " died or aborted")));
+    end_all(kPeerLost, peer_lost(static_cast<Rank>(lost - 1)));
   }
   began_ns_ = ended_ns_ = events_.now_ns();
   threads_.clear();
@@ -195,9 +188,7 @@ void VirtualRequests::give_up(uint32_t thread, Rank rank, uint64_t number) {
   reply.fault = kFull;
   here.full.erase(full);
   resume(thread, 0, std::move(reply));
-  end(rank, kFull,
-      Error(Code::timeout, cat("rank ", rank, ": a kernel found no room in the ring ", "for ",
-                               options_.limit_s, " s")));
+  end(rank, kFull, no_room(rank, options_.limit_s));
 }
 
 void VirtualRequests::pushed(uint32_t thread, const std::vector<VirtualCall>& calls) {
@@ -243,8 +234,10 @@ void VirtualRequests::wait(uint32_t thread, const VirtualCall& call) {
   } else if (call.kind == VirtualCallKind::wait_sent) {
     const PutTicket& ticket = call.ticket;
     if (ticket.fault != kNone) return resume(thread, 0, {.tickets = {}, .fault = ticket.fault});
-    return await(thread, call.rank,
-                 {thread, &port.sent[ticket.peer], ticket.position, call.rank, 0}, call.limit_ns);
+    if (ticket.peer < ranks_) {
+      return await(thread, call.rank,
+                   {thread, &port.sent[ticket.peer], ticket.position, call.rank, 0}, call.limit_ns);
+    }
   } else if (registered && call.peer != call.rank) {
     if (port.start != nullptr) {
       return await(thread, call.rank,
@@ -319,9 +312,7 @@ void VirtualRequests::look(Rank rank) {
 // What ring.h has found wrong with a thread's call ends the engine.
 void VirtualRequests::complain(Rank rank) {
   if (ends_[rank]->complaints[kInvalid] == 0) return;
-  end(rank, kInvalid,
-      Error(Code::invalid, cat("rank ", rank, ": a kernel named a rank, a buffer ",
-                               "or a range that is not registered")));
+  end(rank, kInvalid, not_registered(rank));
 }
 
 void VirtualRequests::end(Rank rank, PortFault fault, std::optional<Error> error) {
@@ -347,10 +338,8 @@ void VirtualRequests::stop(Rank rank) {
 void VirtualRequests::check(Rank rank) {
   check_engine(rank);
   VirtualEnd& end = *ends_[rank];
-  if (std::exchange(end.late, false)) {
-    fail(Code::timeout, "rank ", rank, ": a kernel's wait ran past its limit");
-  }
-  if (end.ended) fail(Code::invalid, "the engine for requests was stopped");
+  if (std::exchange(end.late, false)) fail_late(rank);
+  if (end.ended) fail_stopped();
 }
 
 void VirtualRequests::check_engine(Rank rank) const {

@@ -65,15 +65,9 @@ void VirtualRequests::refresh(Rank rank) {
 void VirtualRequests::merge(VirtualQueue& queue, const DecodedRequest& request) {
   if (request.copy.bytes == 0) return;
   if (!queue.copies.empty()) {
-    DecodedRequest& last = queue.copies.back();
-    const auto follows = [&](const std::byte* at, const std::byte* next) {  // phantom, maybe
-      return reinterpret_cast<uintptr_t>(at) + last.copy.bytes == reinterpret_cast<uintptr_t>(next);
-    };
-    if (last.dst == request.dst && last.src == request.src &&
-        follows(last.copy.dst, request.copy.dst) && follows(last.copy.src, request.copy.src)) {
-      last.copy.bytes += request.copy.bytes;
-      return;
-    }
+    DecodedRequest& last = queue.copies.back();  // phantom buffers lie at one address
+    const bool same = last.dst == request.dst && last.src == request.src;
+    if (same && extend(last.copy, request.copy)) return;
   }
   queue.copies.push_back(request);
 }

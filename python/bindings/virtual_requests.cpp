@@ -96,25 +96,20 @@ int64_t run_threads(const VirtualProxy& self, const std::vector<nb::object>& gen
 }
 
 void bind_pushes(nb::class_<VirtualPort>& port) {
+  const std::pair<const char*, decltype(&HostCalls::put)> puts[] = {
+      {"put", &HostCalls::put}, {"put_signal", &HostCalls::put_signal}};
+  for (const auto& [name, put] : puts) {
+    port.def(
+        name,
+        [put = put](const VirtualPort& self, unsigned peer, unsigned dst, unsigned src, Word chunk,
+                    Word chunks) {
+          return self.push(1, peer, [=](const RequestPort& at) {
+            return put(at, peer, dst, src, chunk, chunks);
+          });
+        },
+        nb::arg("peer"), nb::arg("dst"), nb::arg("src"), nb::arg("chunk"), nb::arg("chunks"));
+  }
   port.def(
-          "put",
-          [](const VirtualPort& self, unsigned peer, unsigned dst, unsigned src, Word chunk,
-             Word chunks) {
-            return self.push(1, peer, [=](const RequestPort& at) {
-              return HostCalls::put(at, peer, dst, src, chunk, chunks);
-            });
-          },
-          nb::arg("peer"), nb::arg("dst"), nb::arg("src"), nb::arg("chunk"), nb::arg("chunks"))
-      .def(
-          "put_signal",
-          [](const VirtualPort& self, unsigned peer, unsigned dst, unsigned src, Word chunk,
-             Word chunks) {
-            return self.push(1, peer, [=](const RequestPort& at) {
-              return HostCalls::put_signal(at, peer, dst, src, chunk, chunks);
-            });
-          },
-          nb::arg("peer"), nb::arg("dst"), nb::arg("src"), nb::arg("chunk"), nb::arg("chunks"))
-      .def(
           "signal",
           [](const VirtualPort& self, unsigned peer, unsigned dst) {
             return self.push(
