@@ -179,9 +179,12 @@ def _parse(path: Path, raw: bytes) -> Any:
 
 
 class _Section:
-    """One JSON object: every key is taken once, by its type, and none may be left."""
+    """One JSON object: every key is taken once, by its type, and none may be left. Those of `maybe`
+    may be missing."""
 
-    def __init__(self, path: Path, where: str, value: Any, keys: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, where: str, value: Any, keys: Sequence[str], maybe: Sequence[str] = ()
+    ) -> None:
         self._path = path
         self._where = where
         if not isinstance(value, dict):
@@ -190,7 +193,7 @@ class _Section:
             if key not in keys:
                 raise self._wrong(key, f"unknown key; the keys are {', '.join(keys)}")
         for key in keys:
-            if key not in value and key != "requests":
+            if key not in value and key not in maybe:
                 raise self._wrong(key, "missing")
         self._value = value
 
@@ -248,7 +251,7 @@ def _fill(struct: object, section: _Section, read: Callable[[str], Any]) -> None
 
 def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
     value = _parse(path, _read(path))
-    top = _Section(path, "", value, _SECTIONS)
+    top = _Section(path, "", value, _SECTIONS, maybe=("requests",))
     machine = _core.Machine()
     machine.name = rename or top.text("name")
     machine.vendor = top.text("vendor")
