@@ -87,9 +87,8 @@ class Communicator(communicator.Communicator):
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
         dtype = _core.plain_dtype(given, self._device)
-        if dtype is not None:
-            return given, dtype, given
-        return super()._side(given, op, writable)
+        side = super()._side(given, op, writable) if dtype is None else (given, dtype, given)
+        return side if self._keeps else (*side[:2], None)
 
     def _streams(self) -> list[int]:
         return [stream_of(self._device) or _LEGACY_STREAM]

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 import offcore
 import offcore.torch
-from offcore import operands
 from offcore.bootstrap import bootstrap_of
 from offcore.comm import Communicator, Handle
 from offcore.errors import error
@@ -454,10 +453,6 @@ class OnStreams(offcore.torch.Communicator):
     layers as the host is ahead by."""
 
     _keeps = False
-
-    def _side(self, given: Any, op: str, writable: bool) -> operands.Side:
-        place, dtype, _ = super()._side(given, op, writable)
-        return place, dtype, None
 
 
 def open_communicator(
