@@ -25,16 +25,18 @@ def text(name: str) -> str:
     return " ".join((ROOT / name).read_text("utf-8").split())
 
 
+def numbers(name: str, line: str) -> list[float]:
+    """Of the first such line of a file."""
+    found = re.search(line, (RESULTS / name).read_text("utf-8"), re.M)
+    assert found is not None
+    return [float(one) for one in found.groups()]
+
+
 def reduction(op: str, size: str) -> tuple[str, str]:
     """Ours and NCCL's time, 12 SMs and NCCL as it chooses: the first of the file's tables."""
-    found = re.search(
-        rf"^ +{op} +{size} +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)",
-        (RESULTS / "reduce-h100-2.txt").read_text("utf-8"),
-        re.M,
-    )
-    assert found is not None
-    ours, nccl = (f"{float(one):.0f} us" for one in found.groups())
-    return ours, nccl
+    line = rf"^ +{op} +{size} +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)"
+    ours, nccl = numbers("reduce-h100-2.txt", line)
+    return f"{ours:.0f} us", f"{nccl:.0f} us"
 
 
 def reductions() -> list[str]:
@@ -86,14 +88,10 @@ def between_four() -> list[str]:
             told.append(
                 f"{name}, 256 MiB bf16, 4 GPUs | {float(ours):,.0f} us | NCCL {float(nccl):,.0f} us"
             )
-    plain = re.search(
-        r"^ +all_gather +256M +\d+ +\d+ +(\d+) +(\d+)$",
-        (RESULTS / "tensors-h200-4.txt").read_text("utf-8"),
-        re.M,
-    )
-    assert plain is not None
-    ours, nccl = (f"{int(one):,} us" for one in plain.groups())
-    return [*told, f"plain tensors, all-gather of 256 MiB, 4 GPUs | {ours} | NCCL {nccl}"]
+    line = r"^ +all_gather +256M +\d+ +\d+ +(\d+) +(\d+)$"
+    plain, nccl = numbers("tensors-h200-4.txt", line)
+    name = "plain tensors, all-gather of 256 MiB, 4 GPUs"
+    return [*told, f"{name} | {plain:,.0f} us | NCCL {nccl:,.0f} us"]
 
 
 def kv() -> list[str]:

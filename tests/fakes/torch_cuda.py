@@ -54,8 +54,6 @@ class Stream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Event:
     def __init__(self) -> None:
@@ -116,18 +114,20 @@ def use(driver: Driver, device: int) -> None:
     """Makes torch's names in this process stand for it."""
     Here.driver = driver
     Here.stream = Stream()
-    for name, value in (
-        ("Stream", Stream),
-        ("Event", Event),
-        ("stream", within),
-        ("current_stream", lambda _=None: Here.stream),
-        ("set_stream", lambda stream: setattr(Here, "stream", stream)),
-        ("current_device", lambda: device),
-        ("is_current_stream_capturing", capturing),
+    for place, name, value in (
+        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "Event", Event),
+        (torch.cuda, "stream", within),
+        (torch.cuda, "current_stream", lambda _=None: Here.stream),
+        (torch.cuda, "set_stream", lambda stream: setattr(Here, "stream", stream)),
+        (torch.cuda, "current_device", lambda: device),
+        (torch.cuda, "is_current_stream_capturing", capturing),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: Here.stream.cuda_stream),
+        (torch, "Stream", Entered),
+        (torch._C, "Future", Future),
+        (torch.futures, "Future", Future),
+        (torch.Tensor, "is_cuda", True),
+        (torch.Tensor, "is_cpu", False),
+        (torch.Tensor, "get_device", lambda _: device),
     ):
-        setattr(torch.cuda, name, value)
-    torch._C._cuda_getCurrentRawStream = lambda _: Here.stream.cuda_stream  # type: ignore
-    torch.Stream = Entered  # type: ignore[misc]
-    torch._C.Future, torch.futures.Future = Future, Future  # type: ignore[misc]
-    torch.Tensor.is_cuda, torch.Tensor.get_device = True, lambda _: device  # type: ignore
-    torch.Tensor.is_cpu = False  # type: ignore
+        setattr(place, name, value)
