@@ -21,6 +21,7 @@ from stores import free_store, joined
 KNOCK, CHALLENGE, HELLO, PROGRESS, ROSTER, REFUSAL, GREETING = range(7)
 SECRET = "a secret that is longer than the 64 bytes that fit a block of SHA-256, and so is hashed"
 STRANGER = 65534
+ACCEPTS = 0x10000  # SO_ACCEPTCON in /proc/net/unix
 
 
 class Frames:
@@ -116,22 +117,38 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
     return SECRET
 
 
-def names_of_unix_sockets() -> set[str]:
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1][1:] for line in lines if line.split()[-1].startswith("@")}
+def own_doors() -> set[str]:
+    """The names of the Unix sockets at which this process listens."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            own.add(os.readlink(descriptor))
+    names = set()
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *path = line.split()
+        if int(flags, 16) & ACCEPTS and f"socket:[{inode}]" in own:
+            names.add(path[0][1:])
+    return names
+
+
+def new_doors(before: set[str], count: int) -> set[str]:
+    """Those that were opened since, once there are so many: rank 0 opens one after another."""
+    deadline = time.monotonic() + 10
+    while len(own_doors() - before) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return own_doors() - before
 
 
 def test_silent_strangers_keep_nobody_waiting() -> None:
     """At every door that rank 0 opens; each of them used to cost a second."""
-    store, before = free_store(), names_of_unix_sockets()
+    store, before = free_store(), own_doors()
     silent = []
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(joined, store, 0, 2, 8.0)
         silent += [reach(store).socket for _ in range(100)]
-        for name in names_of_unix_sockets() - before:
-            with contextlib.suppress(OSError):
-                silent += [reach_unix(name).socket for _ in range(100)]
-        assert len(silent) >= 300
+        for name in new_doors(before, 2):
+            silent += [reach_unix(name).socket for _ in range(100)]
         met = [joined(store, 1, 2, 8.0), first.result()]
     assert [one.rank for one in met] == [1, 0]
     for one in silent:
@@ -322,16 +339,14 @@ def test_ranks_that_are_led_to_another_job_get_no_place_there() -> None:
 
 
 def test_greetings_without_the_key_of_the_meeting_are_not_believed() -> None:
-    store, before = free_store(), names_of_unix_sockets()
+    store, before = free_store(), own_doors()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(joined, store, 0, 2, 20.0)
         reach(store).socket.close()
         forged = []
-        for name in names_of_unix_sockets() - before:
-            with contextlib.suppress(OSError):
-                forged.append(reach_unix(name))
-                forged[-1].send_sealed("", GREETING, struct.pack("<HH", 1, 0))
-        assert len(forged) >= 2
+        for name in new_doors(before, 2):
+            forged.append(reach_unix(name))
+            forged[-1].send_sealed("", GREETING, struct.pack("<HH", 1, 0))
         met = [joined(store, 1, 2, 20.0), first.result()]
     with ThreadPoolExecutor(2) as pool:
         blobs = list(pool.map(lambda one: one.all_gather_bytes("x", b"%d" % one.rank, 20.0), met))
