@@ -1,6 +1,10 @@
 """`offcore gpu bench`: on backend host in full; on cuda what is told before and when it fails."""
 
+import contextlib
+import importlib
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +108,55 @@ def test_what_cannot_run_says_why(offcore_cli, gpu_cli):
 def test_a_section_that_does_not_end(tmp_path):
     found = sections._on_cuda("proxy", 1, tmp_path / "rows", 0.01)
     assert found == ["proxy: it did not end within 0.01 s"]
+
+
+class Stuck:
+    """A stream that waits for a word which no kernel raises any more."""
+
+    ptr, done = 0, False
+
+    def __init__(self, **_):
+        pass
+
+    def synchronize(self):
+        raise AssertionError("this would wait for ever")
+
+
+class Faulty:
+    """A bench whose kernels end with a fault. What it is asked for otherwise is 0."""
+
+    def __init__(self, *_):
+        self.failures = []
+        window = SimpleNamespace(address=lambda rank: 0, write=lambda *_, rank: None)
+        self.windows = [window] * 2
+        self.comm = SimpleNamespace(host_array=np.zeros)
+        self.launch = self.address = lambda *_: 0
+
+    def end(self, what):
+        self.failures.append(f"{what}: rank 0: fault 1")
+
+
+def test_forms_end_after_a_fault(monkeypatch, tmp_path, capsys):
+    """What is parked for kernels that have failed waits in vain; the fault is told."""
+    cuda = SimpleNamespace(Device=lambda rank: contextlib.nullcontext(), Stream=Stuck)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    names = [f"offcore.tools.driven.{name}" for name in ("gpu", "by_cpu", "contention", "forms")]
+    for name in (*names, "offcore.tools.driven.__main__"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    main = importlib.import_module("offcore.tools.driven.__main__")
+    forms = importlib.import_module(names[-1])
+    monkeypatch.setattr(main, "Bench", Faulty)
+    monkeypatch.setattr(main.os, "_exit", sys.exit)
+    monkeypatch.setattr(forms, "Streams", object)
+    monkeypatch.setattr(forms, "park", lambda *_: None)
+    monkeypatch.setattr(forms, "LIMIT_S", 0.01)
+    with pytest.raises(SystemExit) as ended:
+        main.main("forms", 1, tmp_path / "rows")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "forms: form [wait] flag: rank 0: fault 1",
+        "forms: RuntimeError: form [wait] flag: 0.01 s later its streams still wait",
+    ]
 
 
 def held_words(sms):

@@ -25,15 +25,21 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 
 def main(section: str, rounds: int, file: Path) -> None:
+    failures: list[str] = []
     try:
         bench = Bench(rounds, file, "copy_order" if section == "armed-co" else "fenced")
+        failures = bench.failures
         SECTIONS[section](bench)
     except Exception as error:  # a driver's too: told like the others
-        print(f"{section}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        tell(section, [*failures, f"{type(error).__name__}: {error}"])
         os._exit(1)  # nothing of a failed context is taken down
-    for failure in bench.failures:
+    tell(section, failures)
+    sys.exit(len(failures) > 0)
+
+
+def tell(section: str, failures: list[str]) -> None:
+    for failure in failures:
         print(f"{section}: {failure}", file=sys.stderr, flush=True)
-    sys.exit(len(bench.failures) > 0)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 from typing import Any
 
 import cupy  # type: ignore[import-not-found]
 import numpy as np
+
+from offcore.tools.driven.rows import LIMIT_S
 
 ROUNDS = 60
 NBYTES = 4096
@@ -106,6 +109,15 @@ def park(to: Streams, form: str, stream: int, places: dict[str, int]) -> None:
                 to.one(stream, *ops[0])
 
 
+def drain(queues: list[Any], form: str) -> None:
+    """Until the streams have done what is parked there. After a fault they wait in vain."""
+    deadline = time.monotonic() + LIMIT_S
+    while not all(queue.done for queue in queues):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"form {form}: {LIMIT_S:g} s later its streams still wait")
+        time.sleep(1e-3)
+
+
 def chases(bench: Any) -> None:
     to = Streams()
     send, receive = bench.windows
@@ -131,8 +143,6 @@ def chases(bench: Any) -> None:
             where = bench.address(rank, "times"), bench.address(rank, "fault")
             bench.launch(rank, "chase", (*args, np.uint32(ROUNDS), np.uint32(rank == 0), *where))
         bench.end(f"form {form}")
-        for rank in range(2):
-            with cupy.cuda.Device(rank):
-                queues[rank].synchronize()
+        drain(queues, form)
         us = bench.median("times", ROUNDS, 10) / 2e3
         bench.add("form", form, NBYTES if "copy" in form.split() else 0, us, "us one way")
