@@ -320,6 +320,32 @@ def test_the_generated_kernel_as_host_code(comm, tmp_path):
         assert kernels[0].join() & 255 == 15
 
 
+@pytest.mark.needs("c++")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_relu_is_that_of_torch(tmp_path, dtype):
+    """On the host and in the kernel: NaN stays NaN, and -0 becomes 0."""
+    values = [-2, 3, 0, 7] if dtype == "int32" else [np.nan, -0.0, -np.inf, np.inf, -1.5, 2.5]
+    given = np.array(values, dtype)
+    want = np.array([one if one > 0 or one != one else 0 for one in values], dtype)
+    graph = loop.Graph(0, 1)
+    inp, out = graph.buffer("inp", len(values), dtype), graph.buffer("out", len(values), dtype)
+    graph.map(loop.RELU, out, inp)
+    memory = {"inp": given, "out": np.ones_like(given)}
+    planned = loop.Plan(graph, 1)
+    library = generated.compiled(planned, tmp_path, "c++")
+    kernel = generated.Generated(planned, library, memory, 0)
+    kernel.start(1)
+    assert kernel.join() == 0
+    assert memory["out"].tobytes() == want.tobytes()
+    with (
+        offcore.Communicator(backend="host", ranks=1) as comm,
+        loop.Loop(comm, [graph], blocks=1) as looped,
+    ):
+        looped.write(inp, given)
+        looped.run(1)
+        assert looped.read(out).tobytes() == want.tobytes()
+
+
 def test_nvcc_compiles_the_text(tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:

@@ -25,7 +25,7 @@ class Function:
 
 ADD = Function("a + b", np.add)
 MUL = Function("a * b", np.multiply)
-RELU = Function("a > 0 ? a : 0", lambda a: np.maximum(a, 0))
+RELU = Function("a <= 0 ? 0 : a", lambda a: np.where(a <= 0, 0, a))  # of NaN it is NaN, as torch's
 COPY = Function("a", lambda a: a)
 
 
