@@ -1,8 +1,10 @@
-// Errors, environment and clocks.
+// Errors, environment, clocks and the order of memory.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#include <atomic>
 
 #include "core/base/clock.h"
 #include "core/base/env.h"
@@ -72,6 +74,9 @@ void bind_base(nb::module_& module) {
   module.def("place_here", &place_here,
              "Of the host and network namespace that this thread is in: equal at others there.");
   module.def("now_ns", &now_ns, "The monotonic clock that real-time backends use.");
+  module.def(
+      "fence", [] { std::atomic_thread_fence(std::memory_order_seq_cst); },
+      "What this thread wrote is seen by all before it reads what follows.");
 }
 
 }  // namespace offcore

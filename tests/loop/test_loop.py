@@ -346,6 +346,23 @@ def test_relu_is_that_of_torch(tmp_path, dtype):
         assert looped.read(out).tobytes() == want.tobytes()
 
 
+def test_stop_is_told_before_the_host_looks(monkeypatch):
+    """In any other order an iteration could begin that neither side knows of."""
+    told = []
+
+    class Shared:
+        begun = property(lambda self: told.append("begun") or 7)
+
+        def __setattr__(self, name, value):
+            told.append((name, value))
+
+    executor = object.__new__(gpu.GpuExecutor)
+    executor._shared = Shared()
+    monkeypatch.setattr(gpu._core, "fence", lambda: told.append("fence"))
+    assert executor.ask_to_stop() == 7
+    assert told == [("stop", 1), "fence", "begun"]
+
+
 def test_nvcc_compiles_the_text(tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:

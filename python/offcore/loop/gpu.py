@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offcore import _core
 from offcore.comm.requests import Requests
 from offcore.errors import error
 from offcore.loop import nvrtc
@@ -154,6 +155,7 @@ class GpuExecutor:
 
     def ask_to_stop(self) -> int:
         self._shared.stop = 1
+        _core.fence()  # as in `begin` of kernel.cuh: one of both sees what the other wrote
         return self._shared.begun
 
     def end_at(self, iterations: int) -> None:
