@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from offcore.errors import error
+
 Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
 
 REDUCTIONS = {  # by number: torch's own objects are slow to compare
@@ -26,7 +28,11 @@ _REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class Arguments:
     """A backend's `pg_options`: keyword arguments of the communicator of a group."""
 
+    known: Iterable[str] = ()  # all there are; none: the communicator tells
+
     def __init__(self, **arguments: Any) -> None:
+        for name in sorted(arguments.keys() - self.known) if self.known else ():
+            raise error("invalid", f"unknown argument {name}: give {', '.join(sorted(self.known))}")
         self.arguments = arguments
 
 

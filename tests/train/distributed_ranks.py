@@ -224,6 +224,9 @@ def groups(rank: int, ranks: int) -> None:
     for work in works:
         work.wait()
     assert all((sums[pair] == sum(pair)).all() for pair in mine)
+    for refuses in (offcore.distributed.Options, offcore.distributed.configure):
+        with pytest.raises(offcore.Error, match="unknown argument backend: give"):
+            refuses(backend="host")
     alone = dist.new_group(
         [rank], pg_options=offcore.distributed.Options(sms=8), use_local_synchronization=True
     )

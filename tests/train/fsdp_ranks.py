@@ -221,6 +221,9 @@ def refusals(rank: int, ranks: int) -> None:
         offcore.fsdp.enable(model)
     with pytest.raises(offcore.Error, match="not enabled"):
         offcore.fsdp.report(fully_shard(model))
+    if rank == 0:  # alone: the other has no such typing error, and waits for nobody
+        with pytest.raises(offcore.Error, match="unknown argument smz: give"):
+            offcore.fsdp.enable(model, smz=8)
     offcore.fsdp.enable(model)
     with pytest.raises(offcore.Error, match="already"):
         offcore.fsdp.enable(model)

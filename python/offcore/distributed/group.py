@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from offcore.comm import Communicator
 from offcore.distributed.collectives import Collectives
 from offcore.distributed.sides import log
 from offcore.errors import error
@@ -20,18 +22,21 @@ _TorchBackend: Any = torch._C._distributed_c10d.Backend
 # Whether a Backend may be a class in Python.
 BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
+_FROM_GROUP = {"backend", "ranks", "store", "rank", "world_size", "device"}  # what it gives itself
 _configured = Arguments()
 
 
 def configure(**arguments: Any) -> None:
     """Sets arguments of offcore.Communicator for groups that this process makes from now on;
     `Options` go before them. All ranks configure alike."""
-    _configured.arguments.update(arguments)
+    _configured.arguments.update(Options(**arguments).arguments)
 
 
 class Options(Arguments):
     """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; and
     `between`, offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md)."""
+
+    known = {*signature(Communicator).parameters, "between"} - _FROM_GROUP
 
 
 class Together(dist.Work):  # type: ignore[misc]

@@ -80,15 +80,15 @@ def enable(
     arguments: of offcore.Communicator, such as sms=8; and `between`, for multicast between hosts
         (docs/hosts.md).
 
-    Raises `Error`: invalid for a model without FSDPModules, or one that is enabled already; what
-    offcore.Communicator raises.
+    Raises `Error`: invalid for a model without FSDPModules, one that is enabled already, or an
+    unknown argument; what offcore.Communicator raises.
     """
     param_groups = [*_param_groups(model)]
     if not param_groups:
         raise error("invalid", "the model has no FSDPModule: call fully_shard first")
     if model in _enabled:
         raise error("invalid", "the model is enabled already: call disable first")
-    made = _Enabled(defaults.seconds(timeout), arguments)
+    made = _Enabled(defaults.seconds(timeout), Options(**arguments).arguments)
     try:
         for group, device, nbytes in _groups_of(param_groups):
             meeting = _meeting(group, device, made) if all_gather or reduce_scatter else None
