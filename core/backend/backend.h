@@ -362,6 +362,13 @@ struct ParkedRequest {
 // kernels ask for (core/proxy). One thread calls it, and no call but recall() waits for a copy.
 class RequestEngine {
  public:
+  // What engines of GPUs keep to, in virtual time too: copies of a call; submissions of a peer that
+  // are under way, so that no call finds the driver's queue full and waits in it (kernels that wait
+  // for each other need fewer); streams of a GPU that something is parked in.
+  static constexpr size_t kCallCopiesMax = 128;
+  static constexpr size_t kInFlightMax = 64;
+  static constexpr size_t kArmedStreamsMax = 4;
+
   virtual ~RequestEngine() = default;
   // How many submissions the peer's queue takes now. Throws driver once an engine has failed.
   virtual uint64_t room(Rank peer) = 0;

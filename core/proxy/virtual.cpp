@@ -11,7 +11,6 @@
 namespace offcore::proxy {
 namespace {
 
-constexpr size_t kArmedPeersMax = 4;  // as of a GPU
 constexpr size_t kLanesMax = 32;
 
 bool phantom_in(const std::vector<BufferPlace>& buffers) {
@@ -61,8 +60,8 @@ VirtualRequests::VirtualRequests(Backend& backend, Rank ranks, std::vector<Buffe
     fail(Code::unsupported,
          "counts on the device: no engine for them is simulated; host and cuda have one");
   }
-  if (engine_ == VirtualEngine::armed && ranks_ > kArmedPeersMax + 1) {
-    fail(Code::unsupported, "schedule: ", ranks_ - 1, " peers, ", kArmedPeersMax,
+  if (engine_ == VirtualEngine::armed && ranks_ > RequestEngine::kArmedStreamsMax + 1) {
+    fail(Code::unsupported, "schedule: ", ranks_ - 1, " peers, ", RequestEngine::kArmedStreamsMax,
          " are the most that an armed engine has");
   }
   for (Rank rank = 0; rank < ranks_; ++rank) {

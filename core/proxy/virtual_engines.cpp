@@ -7,12 +7,6 @@
 #include "core/proxy/virtual.h"
 
 namespace offcore::proxy {
-namespace {
-
-constexpr size_t kCallCopiesMax = 128;  // of a submission
-constexpr size_t kInFlightMax = 64;     // submissions for a peer
-
-}  // namespace
 
 double VirtualRequests::reach_ns() const {
   return engine_ == VirtualEngine::device ? cost_.device_trip_ns / 2 : cost_.reach_ns;
@@ -101,7 +95,7 @@ void VirtualRequests::turn(Rank rank) {
   for (Rank i = 0; i < ranks_; ++i) {
     const auto peer = static_cast<Rank>((end.turn + i) % ranks_);
     const VirtualQueue& queue = end.queues[peer];
-    if (queue.waiting == 0 || queue.batches.size() >= kInFlightMax) continue;
+    if (queue.waiting == 0 || queue.batches.size() >= RequestEngine::kInFlightMax) continue;
     end.turn = static_cast<Rank>(peer + 1);
     end.busy = true;
     return submit(rank, peer);
@@ -112,7 +106,7 @@ VirtualRequests::VirtualBatch VirtualRequests::next_batch(Rank rank, Rank peer) 
   VirtualEnd& end = *ends_[rank];
   VirtualQueue& queue = end.queues[peer];
   VirtualBatch batch;
-  const size_t count = std::min(queue.copies.size(), kCallCopiesMax);
+  const size_t count = std::min(queue.copies.size(), RequestEngine::kCallCopiesMax);
   for (size_t i = 0; i < count; ++i) batch.copies.push_back(queue.copies[i].copy);
   queue.copies.erase(queue.copies.begin(), queue.copies.begin() + static_cast<ptrdiff_t>(count));
   end.stats.copies += count;

@@ -12,7 +12,7 @@ namespace {
 // An armed stream holds a channel of its GPU, and every stream that shares it stands still. The
 // driver does not tell which do, so nothing is armed but where there are as many channels as can
 // be. On 2 x H200, driver 580, with 8 channels, calls hung with 16 armed streams and with 4.
-constexpr size_t kArmedStreamsMax = 4;  // of a device
+constexpr size_t kArmedStreamsMax = RequestEngine::kArmedStreamsMax;  // of a device
 constexpr std::string_view kChannels = "32";
 constexpr uint32_t kRecallsMax = 3;  // a program whose buffers keep changing is not armed
 constexpr double kRecallS = 10.0;

@@ -10,11 +10,7 @@
 namespace offcore::cuda {
 namespace {
 
-// Submissions of a peer that are under way at most, so that no call finds the driver's queue full
-// and waits in it. A stream of kernels that wait for each other needs fewer.
-constexpr uint64_t kInFlightMax = 64;
-constexpr uint64_t kTellEvery = 8;      // submissions
-constexpr size_t kCallCopiesMax = 128;  // of a call
+constexpr uint64_t kTellEvery = 8;  // submissions
 constexpr uint64_t kLine = 64;
 constexpr uint32_t kExchangeThreads = 512;  // as kernels/exchange.cu has it
 
