@@ -136,12 +136,13 @@ struct Reach {
   uint64_t submit_ns = 0;   // that submitting one may take longer than others
 };
 
-// What made a copy within a rank's memory: an engine; a request for one that the driver may have
-// disregarded; or whatever the driver takes, which is SMs.
-enum class OwnCopy : uint8_t { engine, hint, sm };
+// What made a copy within a rank's memory: an engine; several, of which some were spare; a request
+// for one that the driver may have disregarded; or whatever the driver takes, which is SMs.
+enum class OwnCopy : uint8_t { engine, engines, hint, sm };
 
 inline std::string_view to_string(OwnCopy own) {
-  return own == OwnCopy::sm ? "sm" : own == OwnCopy::hint ? "hint" : "engine";
+  constexpr std::string_view kNames[] = {"engine", "engines", "hint", "sm"};
+  return kNames[static_cast<size_t>(own)];
 }
 
 struct CommandTime {

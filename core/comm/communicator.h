@@ -53,7 +53,7 @@ struct Result {
   bool tuned = false;        // the variant came from the measured table
   bool armed_ahead = false;  // prelaunch: the engines had the program before the call
   bool in_place = false;
-  std::string own_copy = "none";  // what copies within a local rank's memory: engine, hint, sm
+  std::string own_copy = "none";  // what copies within a local rank's memory: see OwnCopy
   uint64_t total_bytes = 0;
   uint64_t slot_bytes = 0;  // of a rank's slot; a lane has three as large as its largest call needs
   Counts counts;            // of all ranks

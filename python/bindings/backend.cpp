@@ -319,6 +319,10 @@ void bind_backend(nb::module_& module) {
         return cuda::device_name(0);
       },
       "What the driver calls the first GPU. Raises unavailable.");
+  module.def(
+      "own_copies",
+      [] { return std::vector<std::string>(std::begin(kOwnCopies), std::end(kOwnCopies)); },
+      "What copies within a GPU may be asked to use.");
   nb::class_<CudaOptions>(module, "CudaOptions", "See core/backend/cuda/cuda.h.")
       .def(
           "__init__",

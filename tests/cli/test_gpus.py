@@ -48,6 +48,11 @@ def test_rows_tell_what_copied_the_own_slice(gpu_cli):
     assert ran.status == 0, ran.err
     assert [row["own_copy"] for row in ran.records] == ["engine", "sm"]
     assert {row["wrong"] for row in ran.records} == {0}
+    words = ("--own-copy", "engine,engines", "--sizes", "4K,64M", "--variants", "pcpy")
+    ran = gpu_cli("bench", "all_to_all", *QUICK, *words, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert [row["own_copy"] for row in ran.records] == [*["engine"] * 3, "engines"]
+    assert {row["wrong"] for row in ran.records} == {0}
 
 
 def test_a_view_in_place_takes_what_next_input_gave(gpu_cli):

@@ -48,7 +48,7 @@ def test_they_copy_beside_pushes(
     code = """
     ranks, nbytes, plain, least, most = eval(sys.argv[1])
     result, taken = exchanged(opened(ranks, own_copy="engines"), nbytes, plain)
-    assert (result.own_copy, result.native, result.staged) == ("engine", True, plain), result
+    assert (result.own_copy, result.native, result.staged) == ("engines", True, plain), result
     assert done("same_device") == [0]
     kept = nbytes  # by all ranks together
     assert least * kept <= taken.sum() <= most * kept, (taken, kept)
@@ -88,7 +88,7 @@ LATER = ",".join(f"cuMemcpy2DAsync:{number}:1" for number in range(6, 300, 2))
 def test_what_a_spare_engine_is_refused_another_one_copies() -> None:
     code = """
     result, taken = exchanged(opened(own_copy="engines"), 64 * MIB)
-    assert result.own_copy in ("engine", "hint", "sm") and not result.native, result
+    assert result.own_copy in ("engines", "hint", "sm") and not result.native, result
     assert taken.sum() > 0
     """
     assert run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL=LATER) == ""

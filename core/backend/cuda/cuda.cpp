@@ -430,11 +430,12 @@ std::unique_ptr<Backend> make_cuda(const Machine& machine, Rank ranks,
   encode.signals =
       cuda::parse_signals(options.signals == "auto" ? options.proven : options.signals);
   encode.sms = options.sms;
+  if (std::count(std::begin(kOwnCopies), std::end(kOwnCopies), options.own_copy) == 0) {
+    fail(Code::invalid, "unknown own_copy '", options.own_copy, "': ", kOwnCopies[0], ", ",
+         kOwnCopies[1], " or ", kOwnCopies[2]);
+  }
   encode.own_copy_on_sm = options.own_copy == "sm";
   encode.spare_engines = options.own_copy == "engines";
-  if (!encode.own_copy_on_sm && !encode.spare_engines && options.own_copy != "engine") {
-    fail(Code::invalid, "unknown own_copy '", options.own_copy, "': engine, engines or sm");
-  }
   const std::vector<int> ordinals = cuda::devices_of(local_ranks, ranks, options);
   std::vector<std::shared_ptr<cuda::LocalGpu>> devices;
   for (size_t i = 0; i < local_ranks.size(); ++i) {

@@ -43,6 +43,7 @@ uint64_t StreamEncoder::by_spare(size_t engine, CUdeviceptr dst, CUdeviceptr src
     const uint64_t wanted = std::min(bytes - done, SpareEngines::kRowMax);
     const uint64_t copied = by_alias(alias, dst + done, src + done, wanted, streams[turn % 2]);
     done += copied;
+    if (copied > 0) stats_.own_copy = std::max(stats_.own_copy, OwnCopy::engines);
     if (copied < wanted) break;
     const CudaEvent passed = device_.event();
     passed.record(streams[turn % 2]);

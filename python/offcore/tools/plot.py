@@ -139,8 +139,8 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
         told = [row.impl if chosen else row.name]
         for name in differing(rows):
             value = getattr(row, name)
-            if name == "own_copy" and value != "sm":
-                continue  # by copy engine, or none: as the operation needs it
+            if name == "own_copy" and value not in ("engines", "sm"):
+                continue  # by a copy engine, or none: as the operation needs it
             if value and not (row.impl == "offcore" and name == "mode" and len(modes) == 1):
                 told.append(_WAYS.get(value, value))
         line = lines.setdefault(", ".join(told), [])

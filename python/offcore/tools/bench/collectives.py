@@ -36,7 +36,7 @@ VARIANTS = tuple(_core.variants())
 KINDS = tuple(name for name in VARIANTS if not name.startswith("prelaunch_"))
 
 SIGNALS = ("fenced", "copy_order")
-OWN_COPIES = ("engine", "sm")
+OWN_COPIES = tuple(_core.own_copies())
 TIMINGS = ("chain", "call")
 
 PHANTOM_ABOVE_BYTES = 64 << 20
@@ -69,7 +69,7 @@ class Request:
     in_place: bool = False
     protocols: list[str] = field(default_factory=lambda: ["auto"])
     signals: list[str | None] = field(default_factory=lambda: [None])  # cuda: its signal forms
-    own_copies: list[str] = field(default_factory=lambda: ["engine"])  # cuda: or "sm"
+    own_copies: list[str] = field(default_factory=lambda: ["engine"])  # cuda
     timings: list[str] = field(default_factory=lambda: ["chain"])
     batches: int = BATCHES
     calls: int = CALLS

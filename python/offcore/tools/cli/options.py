@@ -110,7 +110,7 @@ SignalsOption = Annotated[
 ]
 OwnCopyOption = Annotated[
     str,
-    typer.Option(metavar="NAME,...", help="cuda: copies within a GPU use engine or sm."),
+    typer.Option(metavar="NAME,...", help="cuda: copies within a GPU use engine, engines or sm."),
 ]
 TimingOption = Annotated[
     str,

@@ -56,8 +56,9 @@ def request_of(
     ranks = ranks or _default_ranks(backend, machine)
     forms = known_names(signals, "--signals", collectives.SIGNALS) if signals else None
     own = known_names(own_copy, "--own-copy", collectives.OWN_COPIES)
-    if backend != "cuda" and (forms or "sm" in own):
-        option = "--signals" if forms else "--own-copy sm"
+    others = [one for one in own if one != collectives.OWN_COPIES[0]]
+    if backend != "cuda" and (forms or others):
+        option = "--signals" if forms else f"--own-copy {others[0]}"
         raise error("unsupported", f"{option} is for GPUs: {backend} has only one form")
     named = variants not in ("all", "auto")
     names = (
