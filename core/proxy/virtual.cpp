@@ -137,7 +137,12 @@ void VirtualRequests::step(uint32_t thread, const VirtualReply& reply) {
   std::vector<VirtualCall> calls = threads_[thread].next(reply);
   ended_ns_ = std::max(ended_ns_, events_.now_ns());
   if (calls.empty()) return;
-  const VirtualCall first = calls[0];
+  const VirtualCall& first = calls[0];
+  if (std::any_of(calls.begin(), calls.end(),
+                  [&](const VirtualCall& call) { return call.of.get() != this; })) {
+    fail(Code::invalid, "requests: a simulated thread yielded a call of another Requests' port; ",
+         "pass calls of host_port() of those that run it");
+  }
   const bool pushes = std::all_of(calls.begin(), calls.end(), [&](const VirtualCall& call) {
     return call.kind == VirtualCallKind::push && call.rank == first.rank;
   });
@@ -194,6 +199,7 @@ void VirtualRequests::pushed(uint32_t thread, const std::vector<VirtualCall>& ca
   const Rank rank = calls[0].rank;
   VirtualEnd& end = *ends_[rank];
   const Word before = end.tail;
+  threads_[thread].waits = 0;
   VirtualReply reply;
   for (const VirtualCall& call : calls) reply.tickets.push_back(call.push(end.port));
   const Word words = end.tail - before;
@@ -207,14 +213,13 @@ void VirtualRequests::pushed(uint32_t thread, const std::vector<VirtualCall>& ca
     events_.after(cost_.push_ns + reach_ns(), [this, rank, words] { arrived(rank, words); });
   }
   complain(rank);
-  VirtualRunner& running = threads_[thread];
-  if (!std::exchange(running.flushes, false))
+  if (calls[0].kind == VirtualCallKind::push)
     return resume(thread, cost_.push_ns, std::move(reply));
   const PutTicket ticket = reply.tickets[0];
   if (ticket.fault != kNone) {
     return resume(thread, cost_.push_ns, {.tickets = {}, .fault = ticket.fault});
   }
-  events_.after(cost_.push_ns, [this, thread, rank, ticket, limit_ns = running.limit_ns] {
+  events_.after(cost_.push_ns, [this, thread, rank, ticket, limit_ns = calls[0].limit_ns] {
     await(thread, rank, {thread, &ends_[rank]->sent[ticket.peer], ticket.position, rank, 0},
           limit_ns);
   });
@@ -243,10 +248,7 @@ void VirtualRequests::wait(uint32_t thread, const VirtualCall& call) {
                    {thread, &port.sent[call.peer], port.start[call.peer], call.rank, 0},
                    call.limit_ns);
     }
-    threads_[thread].flushes = true;
-    threads_[thread].limit_ns = call.limit_ns;
     VirtualCall nothing = call;
-    nothing.kind = VirtualCallKind::push;
     nothing.words = 1;
     nothing.push = [peer = call.peer](const RequestPort& at) {
       return HostCalls::put(at, peer, 0, 0, 0, 0);

@@ -35,11 +35,14 @@ enum class VirtualEngine : uint8_t { proxy, armed, stores, device };
 // Throws invalid for a name of none, or a schedule that this engine cannot have.
 VirtualEngine virtual_engine(std::string_view name, bool scheduled);
 
+class VirtualRequests;
+
 enum class VirtualCallKind : uint8_t { push, wait, wait_sent, flush, work };
 
 // What a thread asks for.
 struct VirtualCall {
   VirtualCallKind kind = VirtualCallKind::work;
+  std::shared_ptr<const VirtualRequests> of = {};          // whose port it is a call of
   Rank rank = 0;                                           // whose GPU the thread runs on
   std::function<PutTicket(const RequestPort&)> push = {};  // as ring.h has it
   unsigned words = 0;                                      // of the ring, that it pushes
@@ -143,9 +146,7 @@ class VirtualRequests {
   };
   struct VirtualRunner {
     VirtualThread next;
-    bool flushes = false;  // it waits for what it pushes
-    Word limit_ns = 0;     // of that
-    uint64_t waits = 0;    // the number of its wait; 0: it goes on
+    uint64_t waits = 0;  // the number of its wait; 0: it goes on
   };
 
   void lay(Rank rank);

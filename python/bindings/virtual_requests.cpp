@@ -29,6 +29,7 @@ struct VirtualPort {
   VirtualCall push(unsigned words, unsigned peer,
                    std::function<PutTicket(const RequestPort&)> call) const {
     return {.kind = VirtualCallKind::push,
+            .of = all,
             .rank = rank,
             .push = std::move(call),
             .words = words,
@@ -154,6 +155,7 @@ void bind_waits(nb::class_<VirtualPort>& port) {
           "wait_sent",
           [](const VirtualPort& self, const PutTicket& ticket, double limit_s) {
             return VirtualCall{.kind = VirtualCallKind::wait_sent,
+                               .of = self.all,
                                .rank = self.rank,
                                .ticket = ticket,
                                .limit_ns = limit_ns(limit_s)};
@@ -163,6 +165,7 @@ void bind_waits(nb::class_<VirtualPort>& port) {
           "flush",
           [](const VirtualPort& self, unsigned peer, double limit_s) {
             return VirtualCall{.kind = VirtualCallKind::flush,
+                               .of = self.all,
                                .rank = self.rank,
                                .peer = peer,
                                .limit_ns = limit_ns(limit_s)};
@@ -172,6 +175,7 @@ void bind_waits(nb::class_<VirtualPort>& port) {
           "wait",
           [](const VirtualPort& self, unsigned peer, unsigned buffer, Word count, double limit_s) {
             return VirtualCall{.kind = VirtualCallKind::wait,
+                               .of = self.all,
                                .rank = self.rank,
                                .peer = peer,
                                .buffer = buffer,
@@ -183,7 +187,8 @@ void bind_waits(nb::class_<VirtualPort>& port) {
           "work",
           [](const VirtualPort& self, double ns) {
             if (!(ns >= 0 && ns <= 1e15)) fail(Code::invalid, "work: ", ns, " ns");
-            return VirtualCall{.kind = VirtualCallKind::work, .rank = self.rank, .work_ns = ns};
+            return VirtualCall{
+                .kind = VirtualCallKind::work, .of = self.all, .rank = self.rank, .work_ns = ns};
           },
           nb::arg("ns"),
           "The thread does something else for so long. It gets the time then, ns of the run.");
