@@ -174,7 +174,7 @@ bool VirtualRequests::fits(const VirtualEnd& end, const std::vector<VirtualCall>
 void VirtualRequests::push(uint32_t thread, std::vector<VirtualCall> calls) {
   const Rank rank = calls[0].rank;
   VirtualEnd& end = *ends_[rank];
-  if (fits(end, calls)) return pushed(thread, calls);
+  if (end.full.empty() && fits(end, calls)) return pushed(thread, calls);
   const uint64_t number = threads_[thread].waits = ++waits_;
   end.full.push_back({thread, std::move(calls), number});
   events_.unless([this, thread, number] { return threads_[thread].waits != number; },
@@ -300,13 +300,10 @@ void VirtualRequests::look(Rank rank) {
     end.waiters.erase(end.waiters.begin() + static_cast<ptrdiff_t>(i));
     resume(waiter.thread, cost_.see_ns, {.tickets = {}, .fault = fault});
   }
-  std::vector<VirtualPush> full = std::exchange(end.full, {});
-  for (VirtualPush& one : full) {
-    if (fits(end, one.calls)) {
-      pushed(one.thread, one.calls);
-    } else {
-      end.full.push_back(std::move(one));
-    }
+  while (!end.full.empty() && fits(end, end.full.front().calls)) {
+    const VirtualPush one = std::move(end.full.front());
+    end.full.pop_front();
+    pushed(one.thread, one.calls);
   }
 }
 

@@ -142,7 +142,7 @@ class VirtualRequests {
     std::optional<Error> error;
     ProxyStats stats;
     std::vector<VirtualWaiter> waiters;
-    std::vector<VirtualPush> full;
+    std::deque<VirtualPush> full;  // in the order in which they get their places
   };
   struct VirtualRunner {
     VirtualThread next;

@@ -85,3 +85,25 @@ def test_a_flush_that_finds_no_room() -> None:
     """Calls behind it are answered as what they are."""
     fault, _, after = room_after(lambda port: port.flush(1), 1e-7)
     assert (fault, after) == (FULL, FULL)
+
+
+def test_a_full_ring_takes_pushes_in_their_order() -> None:
+    """As ring.h, whose places are given out as they are asked for: what needs less room passes
+    nobody, so that a warp comes in among many threads that push all the time."""
+    threads, each = 200, 60
+    with opened() as comm, requests_of(comm, engine="device") as requests:
+        port, ended = requests.host_port(0), []
+
+        def single(number: int) -> Iterator[Any]:
+            for k in range(each):
+                yield port.put(1, RECEIVE, SEND, (number * each + k) % 4096, 1)
+            ended.append((yield port.work(0)))
+
+        def warp() -> Iterator[Any]:
+            lanes = range(32)
+            yield [port.put_bytes(1, RECEIVE, lane << 16, SEND, 0, 1024) for lane in lanes]
+            ended.insert(0, (yield port.work(0)))
+
+        requests.run(*map(single, range(threads)), warp())
+        requests.check()
+    assert ended[0] < min(ended[1:]) / each * 4
