@@ -246,6 +246,7 @@ def test_many_chunks(reducing: Target) -> None:
     [
         ({"op": "median"}, "invalid", "known are sum, avg"),
         ({"op": "sum", "scale": 2.0}, "invalid", "scale is for premul_sum only"),
+        ({"op": 3}, "invalid", "op is 3; pass its name"),
         ({"op": "premul_sum", "scale": float("nan")}, "invalid", "not finite"),
         ({"op": "premul_sum", "scale": 1.5, "dtype": "int32"}, "invalid", "arrays' float32"),
         ({"dtype": "float16"}, "invalid", "dtype is float16, the arrays' float32"),

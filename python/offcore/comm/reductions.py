@@ -15,7 +15,10 @@ Typed = tuple[str, str, float]
 
 
 def named(call: str, op: str, dtype: Any, scale: float) -> Reduction:
-    """What a call's arguments say. Raises `Error`: invalid for a scale that nothing uses."""
+    """What a call's arguments say. Raises `Error`: invalid for an op that is no name, and for a
+    scale that nothing uses."""
+    if not isinstance(op, str):
+        raise error("invalid", f"{call}: op is {op!r}; pass its name, such as 'sum'")
     if scale != 1.0 and op != "premul_sum":
         raise error("invalid", f"{call}: scale is for premul_sum only, not for {op}")
     return op, None if dtype is None else dtype_name(dtype), float(scale)
