@@ -216,6 +216,17 @@ def wrong(rank: int, ranks: int) -> None:
                 again()
             assert dead.value.code == "peer"
     meet(rank, ranks, "over")
+    early(rank, ranks)
+
+
+def early(rank: int, ranks: int) -> None:
+    """A first call that nobody else makes ends by its own limit, and says so."""
+    one = Rank(rank, ranks)
+    if rank == 0:
+        limited = options(timeout=datetime.timedelta(seconds=1))
+        with pytest.raises(offcore.Error, match=r"call 1 of rank 0, group g\): timeout of 1 s: "):
+            one.group.allreduce([one.tensor(PART, 0)], limited)
+    meet(rank, ranks, "late")
 
 
 def meet(rank: int, ranks: int, name: str) -> None:

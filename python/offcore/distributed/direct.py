@@ -95,7 +95,7 @@ class Direct:
         try:
             started = self._calls.start(op, args, stream_of(self.index))
         except offcore.Error as failure:
-            raise side._failed(side._label(op), failure, side._timeout) from None
+            raise side._failed(side._label(op), failure, side._limit(args[-1])) from None
         if started is None:
             return None
         work: Started = Started()
