@@ -30,9 +30,6 @@ struct OptionNames {
   Name reduce_op{"reduceOp"};
   Name op{"op"};
   Name dtype{"dtype"};
-  Name layout{"layout"};
-  Name is_conj{"is_conj"};
-  Name is_neg{"is_neg"};
 };
 
 const OptionNames& names() {
@@ -45,8 +42,6 @@ nb::object only(nb::handle given) {
   if (!nb::isinstance<nb::list>(given)) return nb::borrow(given);
   return nb::len(given) == 1 ? nb::object(given[0]) : nb::none();
 }
-
-bool yes(nb::handle answer) { return answer.is(nb::handle(Py_True)); }
 
 std::unique_ptr<Pending> started(Communicator& comm, Request request, double limit_s) {
   LockReleased released;
@@ -107,12 +102,8 @@ class GroupCalls {
   // stream: the group's own, for calls that do not wait. timeout_s: of calls that name none.
   // `ops`: what is reduced, by torch's numbers.
   GroupCalls(Communicator& comm, int device, uintptr_t stream, double timeout_s,
-             const nb::dict& ops, nb::object strided)
-      : comm_(comm.shared_from_this()),
-        device_(device),
-        stream_(stream),
-        timeout_s_(timeout_s),
-        strided_(std::move(strided)) {
+             const nb::dict& ops)
+      : comm_(comm.shared_from_this()), device_(device), stream_(stream), timeout_s_(timeout_s) {
     for (const auto& [number, name] : ops) {
       ops_.emplace_back(nb::cast<int>(number), parse_reduce_op(nb::cast<std::string>(name)));
     }
@@ -132,7 +123,7 @@ class GroupCalls {
     if (asynchronous.is_none()) return nb::none();
     const nb::object out = only(args[0]);
     const nb::object in = in_place ? nb::none() : only(args[1]);
-    if (!takes(out) || (!in_place && !takes(in))) return nb::none();
+    if (!is_plain(out, device_) || (!in_place && !is_plain(in, device_))) return nb::none();
     if (!in_place && !names().dtype.of(out).is(names().dtype.of(in))) return nb::none();
     if (reduces(request.collective)) {
       request.reduction = reduction_of(opts, out);
@@ -141,7 +132,7 @@ class GroupCalls {
     if (current == 0) current = kLegacyStream;
     if (comm_->backend().capture_of({&current, 1}) != 0) return nb::none();
     request.uncaptured = true;
-    const bool late = yes(asynchronous);
+    const bool late = asynchronous.is(nb::handle(Py_True));
     request.streams = {late ? stream_ : current};
     if (late) {
       request.behind = current;
@@ -157,12 +148,6 @@ class GroupCalls {
   }
 
  private:
-  bool takes(nb::handle tensor) const {
-    return is_tensor(tensor) && names().layout.of(tensor).is(strided_) &&
-           is_plain(tensor, device_) && !yes(names().is_conj.call_of(tensor)) &&
-           !yes(names().is_neg.call_of(tensor));
-  }
-
   std::optional<Reduction> reduction_of(nb::handle opts, nb::handle tensor) const {
     const nb::object given = names().reduce_op.of(opts);
     const int number = nb::cast<int>(nb::int_(names().op.of(given)));
@@ -183,7 +168,6 @@ class GroupCalls {
   const int device_;
   const uintptr_t stream_;
   const double timeout_s_;
-  const nb::object strided_;
   std::vector<std::pair<int, ReduceOp>> ops_;
 };
 
@@ -198,9 +182,8 @@ void bind_plain_calls(nb::module_& module) {
       "Starts an operation of plain tensors of the one local rank's GPU, or regions, in that\n"
       "stream; keeps: the tensors, until it has ended. None: it goes the long way.");
   nb::class_<GroupCalls>(module, "GroupCalls")
-      .def(nb::init<Communicator&, int, uintptr_t, double, const nb::dict&, nb::object>(),
-           nb::arg("comm"), nb::arg("device"), nb::arg("stream"), nb::arg("timeout_s"),
-           nb::arg("ops"), nb::arg("strided"))
+      .def(nb::init<Communicator&, int, uintptr_t, double, const nb::dict&>(), nb::arg("comm"),
+           nb::arg("device"), nb::arg("stream"), nb::arg("timeout_s"), nb::arg("ops"))
       .def(
           "start", &GroupCalls::start, nb::arg("op"), nb::arg("args"), nb::arg("current"),
           nb::sig("def start(self, op: str, args: tuple[object, ...], current: int) -> "

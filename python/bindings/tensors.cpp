@@ -13,11 +13,15 @@ namespace offcore {
 namespace {
 
 PyTypeObject* tensor_type = nullptr;
+PyObject* strided = nullptr;  // torch's layout of dense tensors
 
 struct Names {
   Name is_cuda{"is_cuda"};
   Name get_device{"get_device"};
+  Name layout{"layout"};
   Name is_contiguous{"is_contiguous"};
+  Name is_conj{"is_conj"};
+  Name is_neg{"is_neg"};
   Name data_ptr{"data_ptr"};
   Name nbytes{"nbytes"};
   Name dtype{"dtype"};
@@ -33,6 +37,8 @@ nb::object checked(PyObject* object) {
   if (object == nullptr) throw nb::python_error();
   return nb::steal(object);
 }
+
+nb::handle yes() { return Py_True; }
 
 nb::object plain_dtype(nb::handle given, int device) {
   return is_plain(given, device) ? names().dtype.of(given) : nb::none();
@@ -80,9 +86,11 @@ bool is_tensor(nb::handle given) {
 }
 
 bool is_plain(nb::handle given, int device) {
-  return is_tensor(given) && names().is_cuda.of(given).is(nb::handle(Py_True)) &&
+  const auto is = [&](const Name& question) { return question.call_of(given).is(yes()); };
+  return is_tensor(given) && names().is_cuda.of(given).is(yes()) &&
          nb::cast<int>(names().get_device.call_of(given)) == device &&
-         names().is_contiguous.call_of(given).is(nb::handle(Py_True));
+         names().layout.of(given).is(strided) && is(names().is_contiguous) &&
+         !is(names().is_conj) && !is(names().is_neg);
 }
 
 std::pair<uintptr_t, uint64_t> place_of_tensor(nb::handle tensor) {
@@ -110,10 +118,12 @@ std::optional<DType> reduced_dtype(nb::handle tensor) {
 void bind_tensors(nb::module_& module) {
   module.def(
       "tensor_class",
-      [](nb::type_object type) {
+      [](nb::type_object type, nb::object layout) {
         tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+        strided = layout.release().ptr();
       },
-      nb::arg("type"), "Makes calls take tensors of that class, torch's.");
+      nb::arg("type"), nb::arg("strided"),
+      "Makes calls take tensors of that class, torch's; `strided` is its layout of dense ones.");
   module.def(
       "plain_dtype", &plain_dtype, nb::arg("given").none(), nb::arg("device"),
       "The dtype of a tensor that calls of a rank on that GPU take as it is; None: it is none,\n"

@@ -28,7 +28,8 @@ inline Operand operand_of(nb::handle tensor) {
   return operand_at(address, bytes);
 }
 
-// Whether it is such a tensor, contiguous and on that GPU.
+// Whether it is such a tensor on that GPU whose bytes lie there as they are: dense, contiguous, and
+// no lazy conjugate or negative.
 bool is_plain(nb::handle given, int device);
 
 // A name as the interpreter's own tables have it, so that a look-up compares pointers.

@@ -52,6 +52,10 @@ def memory_of(array: Any, writable: bool, gpu: int = _HOST) -> Memory:
             raise OperandError(f" lies on {array.device}; this rank needs {wanted}")
         if not array.is_contiguous():
             raise OperandError(" is not contiguous; pass array.contiguous()")
+        if array.is_conj() or array.is_neg():
+            raise OperandError(
+                " is a lazy conjugate or negative; pass array.resolve_conj().resolve_neg()"
+            )
         return (array.data_ptr(), array.nbytes), array.dtype
     if gpu != _HOST and hasattr(array, "__cuda_array_interface__"):
         return _by_interface(array.__cuda_array_interface__, writable)

@@ -29,7 +29,7 @@ from offcore.torch_matmul import all_gather_matmul, matmul_shard
 
 __all__ = ["Communicator", "all_gather_matmul", "matmul_shard"]
 
-_core.tensor_class(torch.Tensor)
+_core.tensor_class(torch.Tensor, torch.strided)
 _LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
 

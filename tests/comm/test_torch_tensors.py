@@ -51,6 +51,7 @@ def test_every_dtype(name: str) -> None:
                 assert np.array_equal(bits(out), np.concatenate([bits(s) for s in sent]))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_the_core_reads_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those on the rank's GPU, of torch's own class and contiguous; others go another way."""
     out, inp = torch.zeros(6, dtype=torch.bfloat16), torch.arange(6, dtype=torch.bfloat16)
@@ -64,12 +65,26 @@ def test_the_core_reads_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 3)
     assert _core.plain_dtype(out, 3) is torch.bfloat16
-    others = (None, 7, out[::2], torch.nn.Parameter(out), [out])
+    lazy = torch.zeros(6, dtype=torch.complex64).conj(), torch._neg_view(out)
+    sparse = torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()
+    others = (None, 7, out[::2], torch.nn.Parameter(out), [out], *lazy, *sparse)
     assert [_core.plain_dtype(other, 3) for other in others] == [None] * len(others)
     assert _core.plain_dtype(out, 2) is None
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: "none")
     with pytest.raises(RuntimeError, match="cast"):
         _core.plain_dtype(out, 3)
+
+
+@pytest.mark.parametrize(
+    "lazy", [torch.zeros(6, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(6))]
+)
+def test_lazy_tensors_are_refused(lazy: Any) -> None:
+    """Their memory holds other values: what came was not conjugated."""
+    with offcore.Communicator(backend="host", ranks=1) as comm:
+        for given in ((torch.zeros_like(lazy), lazy), (lazy, torch.zeros_like(lazy))):
+            with pytest.raises(offcore.Error, match="lazy conjugate or negative") as refused:
+                comm.all_gather(*given)
+            assert refused.value.code == "invalid"
 
 
 def test_an_all_to_all_with_counts_looks_up_plain_tensors_once(

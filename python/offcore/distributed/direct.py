@@ -83,7 +83,6 @@ class Direct:
             self.stream,
             side._timeout,
             {number: name for number, (name, _) in REDUCTIONS.items()},
-            torch.strided,
         )
 
     def start(self, op: str, args: tuple[Any, ...]) -> Started | None:
