@@ -58,15 +58,9 @@ def row_us(call: Callable[[], Any], end: Callable[[], Any]) -> float:
 
 
 def communicator(kind: Any, rank: int, store: str) -> Any:
-    """One of torch's, which would ask torch for the device."""
-    import offcore
+    from offcore.bootstrap import bootstrap_of
 
-    comm: Any = object.__new__(kind)
-    comm._device = rank
-    offcore.Communicator.__init__(
-        comm, backend="cuda", store=store, rank=rank, world_size=RANKS, device=rank, timeout=60
-    )
-    return comm
+    return kind(bootstrap_of(store, rank, RANKS), device=rank, timeout=60)
 
 
 def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:

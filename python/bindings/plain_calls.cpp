@@ -60,17 +60,17 @@ bool number(nb::handle given, Number& result) {
   return PyLong_CheckExact(given.ptr()) && nb::try_cast(given, result, false);
 }
 
-// `call`: (operation, output, input, counts, root, variant, protocol, lane, perhaps reduction), as
+// `call`: (output, input, counts, root, variant, protocol, lane, perhaps reduction), as
 // Communicator._start has them. None: it goes the long way.
-nb::object start_plain(Communicator& self, const nb::tuple& call, int device, uintptr_t stream,
-                       bool keeps, double timeout_s) {
+nb::object start_plain(const char* op, Communicator& self, const nb::tuple& call, int device,
+                       uintptr_t stream, bool keeps, double timeout_s) {
   Released::drop();
-  const nb::handle out = call[1], in = call[2];
+  const nb::handle out = call[0], in = call[1];
   const bool in_place = in.is_none();
-  Request request{.collective = parse_collective(nb::cast<const char*>(call[0]))};
-  if (!nb::handle(call[3]).is_none() || self.local_ranks().size() != 1 ||
-      !number(call[4], request.root) || !number(call[7], request.lane) ||
-      !nb::isinstance<nb::str>(call[5]) || !nb::isinstance<nb::str>(call[6])) {
+  Request request{.collective = parse_collective(op)};
+  if (!nb::handle(call[2]).is_none() || self.local_ranks().size() != 1 ||
+      !number(call[3], request.root) || !number(call[6], request.lane) ||
+      !nb::isinstance<nb::str>(call[4]) || !nb::isinstance<nb::str>(call[5])) {
     return nb::none();
   }
   const Rank rank = self.local_ranks()[0];
@@ -80,7 +80,7 @@ nb::object start_plain(Communicator& self, const nb::tuple& call, int device, ui
   const bool typed = is_tensor(out);
   if (typed && is_tensor(in) && !names().dtype.of(out).is(names().dtype.of(in))) return nb::none();
   if (reduces(request.collective)) {
-    const nb::tuple reduction = call[8];
+    const nb::tuple reduction = call[7];
     const nb::handle array = typed ? out : in;
     const auto dtype = is_tensor(array) ? reduced_dtype(array) : std::nullopt;
     if (!dtype || !nb::handle(reduction[1]).is_none()) return nb::none();
@@ -88,8 +88,8 @@ nb::object start_plain(Communicator& self, const nb::tuple& call, int device, ui
                          .dtype = *dtype,
                          .scale = nb::cast<double>(reduction[2])};
   }
-  request.variant = nb::cast<const char*>(call[5]);
-  request.protocol = parse_wanted(nb::cast<const char*>(call[6]));
+  request.variant = nb::cast<const char*>(call[4]);
+  request.protocol = parse_wanted(nb::cast<const char*>(call[5]));
   request.out.push_back(std::move(*output));
   if (!in_place) request.in.push_back(std::move(*input));
   request.streams = {stream};
@@ -175,9 +175,9 @@ class GroupCalls {
 
 void bind_plain_calls(nb::module_& module) {
   module.def(
-      "start_plain", &start_plain, nb::arg("comm"), nb::arg("call"), nb::arg("device"),
-      nb::arg("stream"), nb::arg("keeps"), nb::arg("timeout_s"),
-      nb::sig("def start_plain(comm: Communicator, call: tuple[object, ...], device: int, "
+      "start_plain", &start_plain, nb::arg("op"), nb::arg("comm"), nb::arg("call"),
+      nb::arg("device"), nb::arg("stream"), nb::arg("keeps"), nb::arg("timeout_s"),
+      nb::sig("def start_plain(op: str, comm: Communicator, call: tuple[object, ...], device: int, "
               "stream: int, keeps: bool, timeout_s: float) -> Pending | None"),
       "Starts an operation of plain tensors of the one local rank's GPU, or regions, in that\n"
       "stream; keeps: the tensors, until it has ended. None: it goes the long way.");

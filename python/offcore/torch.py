@@ -22,7 +22,7 @@ import torch
 
 from offcore import _core
 from offcore.bootstrap import bootstrap_of
-from offcore.comm import Handle, communicator
+from offcore.comm import Handle, communicator, nvtx
 from offcore.errors import error
 from offcore.operands import Side
 from offcore.torch_matmul import all_gather_matmul, matmul_shard
@@ -61,6 +61,7 @@ class Communicator(communicator.Communicator):
             raise error("unavailable", why) from None
         meeting = bootstrap_of(group, None, None)
         super().__init__(backend="cuda", store=meeting, device=self._device, **options)
+        self._start_plain = nvtx.annotated(_core.start_plain)
 
     def memory_pool(self, nbytes: int) -> Any:
         """A torch.cuda.MemPool of `nbytes` of window memory on every rank. Collective.
@@ -77,13 +78,13 @@ class Communicator(communicator.Communicator):
         window = self.window(nbytes)
         return _core.mem_pool(_core.open_pool(window._core, self.local_ranks[0]))
 
-    def _start(self, *call: Any) -> Handle:
+    def _start(self, op: str, *call: Any) -> Handle:
         # What is passed nearly always the core reads by itself.
         stream = stream_of(self._device) or _LEGACY_STREAM
-        pending = _core.start_plain(
-            self._core, call, self._device, stream, self._keeps, self.timeout
+        pending = self._start_plain(
+            op, self._core, call, self._device, stream, self._keeps, self.timeout
         )
-        return super()._start(*call) if pending is None else Handle(self, pending)
+        return super()._start(op, *call) if pending is None else Handle(self, pending)
 
     def _side(self, given: Any, op: str, writable: bool) -> Side:
         dtype = _core.plain_dtype(given, self._device)

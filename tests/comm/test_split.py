@@ -119,6 +119,7 @@ def test_ranges_around_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     with offcore.Communicator(backend="host", ranks=2) as comm:
         out = comm.window(200)
         assert comm.all_gather(out).wait().op == "all_gather"
+        comm.requests([out.region(0, 128)]).stop()
     assert names == ["offcore: offcore.all_gather", "end"]
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with pytest.raises(Error, match=r"pip install 'offcore\[nvtx\]'") as told:

@@ -1,13 +1,16 @@
 """The ranks of test_direct.py: a group's calls on GPUs of the stand-in driver, as training makes
 them."""
 
+import contextlib
 import ctypes
 import datetime
 import gc
 import os
 import sys
 import time
+import types
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +232,31 @@ def early(rank: int, ranks: int) -> None:
     meet(rank, ranks, "late")
 
 
+def in_ranges(rank: int, ranks: int) -> None:
+    """For a profiler: every call, whichever way it goes."""
+    named: list[str] = []
+
+    @contextlib.contextmanager
+    def annotate(name: str, domain: str) -> Iterator[None]:
+        named.append(name)
+        yield
+
+    sys.modules["nvtx"] = types.SimpleNamespace(annotate=annotate)  # type: ignore[assignment]
+    os.environ["OFFCORE_NVTX"] = "1"
+    one = Rank(rank, ranks)
+    del os.environ["OFFCORE_NVTX"]
+    summed = one.tensor(PART, 1)
+    for start in (
+        lambda: one.group.allreduce([summed], options()),
+        lambda: one.comm.all_reduce(summed),
+        lambda: one.comm.all_reduce([summed]),
+    ):
+        named.clear()
+        start()
+        assert {*named} == {"offcore.all_reduce"}
+    one.side.settle()
+
+
 def meet(rank: int, ranks: int, name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name}/{rank}", "")
@@ -236,7 +264,7 @@ def meet(rank: int, ranks: int, name: str) -> None:
 
 
 def well(rank: int, ranks: int) -> None:
-    for part in (right, in_order, long_way):
+    for part in (right, in_order, long_way, in_ranges):
         part(rank, ranks)
 
 

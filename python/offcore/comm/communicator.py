@@ -124,7 +124,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         self.machine = loaded.name
         self._options: dict[str, Any] = {"backend": wanted, "machine": given, "device": device}
         self._options |= {"signals": signals, "own_copy": own_copy, "sms": sms}
-        opened = _core.open_communicator(
+        self._core = _core.open_communicator(
             wanted,
             loaded,
             ranks=checked("ranks", ranks, NUMBER_MAX),
@@ -136,7 +136,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
             cuda=cuda,
             timeout_s=self.timeout,
         )
-        self._core: _core.Communicator = nvtx.annotated(opened)
+        self._core_start = nvtx.annotated(self._core.start)
         self.ranks: int = self._core.ranks
         self.local_ranks: list[int] = self._core.local_ranks
         self._gpus = [self._core.device(rank) for rank in self.local_ranks]
@@ -416,7 +416,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         dtype = in_dtype if out_dtype is None else out_dtype
         if reduction is not None:
             reduction = typed(op, reduction, dtype)
-        pending = self._core.start(
+        pending = self._core_start(
             op,
             out_core,
             in_core,
@@ -443,7 +443,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
             specs = [(inp.shape, dtype)]
         else:
             specs = specs_of(inp)
-        pending = self._core.start(
+        pending = self._core_start(
             op,
             None,
             side,

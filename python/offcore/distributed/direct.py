@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import offcore
 from offcore import _core
+from offcore.comm import nvtx
 from offcore.distributed.sides import GpuWork
 from offcore.torch import stream_of
 from offcore.torch_calls import REDUCTIONS, seconds
@@ -77,13 +78,14 @@ class Direct:
         self.place = {"stream_id": self.own.stream_id, "device_index": self.index}
         self.place["device_type"] = self.own.device_type
         self._carried = carried
-        self._calls = _core.GroupCalls(
+        calls = _core.GroupCalls(
             side.comm._core,
             self.index,
             self.stream,
             side._timeout,
             {number: name for number, (name, _) in REDUCTIONS.items()},
         )
+        self._start = nvtx.annotated(calls.start)
 
     def start(self, op: str, args: tuple[Any, ...]) -> Started | None:
         """`args`: what the group's method is given, by place. None: it goes the long way, and
@@ -92,7 +94,7 @@ class Direct:
         if side._failure is not None:
             side.check()
         try:
-            started = self._calls.start(op, args, stream_of(self.index))
+            started = self._start(op, args, stream_of(self.index))
         except offcore.Error as failure:
             raise side._failed(side._label(op), failure, side._limit(args[-1])) from None
         if started is None:
