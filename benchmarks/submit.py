@@ -14,7 +14,6 @@ DDP makes them; and what they are made of.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import importlib
 import os
@@ -73,12 +72,14 @@ def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:
     dist.init_process_group("offcore", init_method=f"tcp://{stores[1]}", rank=rank, world_size=2)
     group: Any = dist.group.WORLD
     comm = communicator(sides.OnStreams, rank, stores[2])
-    side = sides.side_of(comm, "stand-in", rank, 60.0, torch.device("cuda", rank))
-    group.collectives._sides["cuda"] = side
-    with contextlib.suppress(ImportError):  # older ones have none
-        from offcore.distributed.direct import Direct
+    given = comm, "stand-in", rank, 60.0, torch.device("cuda", rank)
+    try:
+        from offcore.distributed.direct import DirectSide
 
-        group.collectives.direct = Direct(side, group.collectives.carried)
+        group.collectives.direct = side = DirectSide(*given)
+    except ImportError:  # older ones have none
+        side = sides.side_of(*given)
+    group.collectives._sides["cuda"] = side
     window = comm.window(BUCKET + 4 * NBYTES)
     at = window.address(rank)
     bucket = tensor_at(at, BUCKET).view(torch.float32)

@@ -46,10 +46,9 @@ class Rank:
         store = dist.PrefixStore(f"{Rank.made}", dist.distributed_c10d._get_default_store())
         device = torch.device("cuda", rank)
         self.comm: Any = sides.open_communicator(store, rank, ranks, 30.0, device, {})
-        self.side = sides.side_of(self.comm, "g", rank, 30.0, device)
+        self.side = direct.DirectSide(self.comm, "g", rank, 30.0, device)
         core.carried.clear()
-        core._sides["cuda"] = self.side
-        core.direct = self.direct = direct.Direct(self.side, core.carried)
+        core._sides["cuda"] = core.direct = self.side
         self.window = self.comm.window(16 * PART * 4)
         self.used = 0
 
@@ -128,7 +127,7 @@ def in_order(rank: int, ranks: int) -> None:
     for turn in range(20):
         copy(summed, source)
         work = one.group.allreduce([summed], options(asyncOp=turn % 2 == 0))
-        assert work.stream == (one.direct.stream if turn % 2 == 0 else stream.value)
+        assert work.stream == (one.side.stream if turn % 2 == 0 else stream.value)
         if turn % 3 == 0:
             work.get_future()
         work.wait()

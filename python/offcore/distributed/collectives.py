@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed import reach
-from offcore.distributed.direct import Direct
+from offcore.distributed.direct import DirectSide
 from offcore.distributed.hosts import Hosts, open_ends
 from offcore.distributed.sides import Body, OnStreams, Side, log, side_of
 from offcore.errors import error
@@ -42,7 +42,7 @@ class Collectives:
         self._arguments = arguments.arguments
         self._sides: dict[str, Side] = {}
         self._lock = threading.Lock()
-        self.direct: Direct | None = None  # once there is a communicator for a GPU
+        self.direct: DirectSide | None = None  # once there is a communicator for a GPU
         self._open(torch.device("cpu"))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
@@ -262,10 +262,11 @@ class Collectives:
                     (comm,) = open_ends(
                         store, hosts, self.rank, self.timeout, device, self._arguments
                     )
-                    side = side_of(comm, self.name, self.rank, self.timeout, device)
+                    given = comm, self.name, self.rank, self.timeout, device
                     if isinstance(comm, OnStreams):
-                        self.direct = Direct(side, self.carried)
-                    self._sides[kind] = side
+                        self._sides[kind] = self.direct = DirectSide(*given)
+                    else:
+                        self._sides[kind] = side_of(*given)
             return self._sides.get(kind)
 
     def _told(self, store: Any, own: str) -> list[str]:

@@ -218,38 +218,33 @@ def _first_tensor(given: Any) -> Any:
     return None
 
 
-def _method(name: str, do: str) -> Callable[..., Any]:
+# Those that training makes, by the core's names: see direct.py.
+_DIRECT = {"allreduce": "all_reduce", "_allgather_base": "all_gather"}
+_DIRECT |= {"all_gather_single": "all_gather", "_reduce_scatter_base": "reduce_scatter"}
+_DIRECT |= {"reduce_scatter_single": "reduce_scatter"}
+
+
+def _method(name: str, do: str, told: str) -> Callable[..., Any]:
+    op = _DIRECT.get(name)
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        core = self.collectives
+        if op is not None and core.direct is not None and not kwargs:
+            work = core.direct.start(op, args)
+            if work is not None:
+                core.carried[op] = core.carried.get(op, 0) + 1
+                return work
         return getattr(self, do)(name, args, kwargs)
 
     method.__name__ = name
-    method.__doc__ = "By offcore, or the inner group." if do == "_call" else "By the inner group."
+    method.__doc__ = told
     return method
 
 
-def _short(name: str, op: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        direct = self.collectives.direct
-        if direct is not None and not kwargs:
-            work = direct.start(op, args)
-            if work is not None:
-                return work
-        return self._call(name, args, kwargs)
-
-    method.__name__ = name
-    method.__doc__ = "By offcore, or the inner group."
-    return method
-
-
-# Those that training makes: see direct.py.
-_SHORT = {"allreduce": "all_reduce", "_allgather_base": "all_gather"}
-_SHORT |= {"all_gather_single": "all_gather", "_reduce_scatter_base": "reduce_scatter"}
-_SHORT |= {"reduce_scatter_single": "reduce_scatter"}
 for _name in _CALLS:
-    made = _short(_name, _SHORT[_name]) if _name in _SHORT else _method(_name, "_call")
-    setattr(Calls, _name, made)
+    setattr(Calls, _name, _method(_name, "_call", "By offcore, or the inner group."))
 for _name in _HANDED:
-    setattr(Calls, _name, _method(_name, "_hand"))
+    setattr(Calls, _name, _method(_name, "_hand", "By the inner group."))
 
 
 class Group(Calls, dist.ProcessGroup):  # type: ignore[misc]

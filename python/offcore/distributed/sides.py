@@ -33,7 +33,7 @@ Body = Callable[[Any], tuple[Sequence[Handle], Copies]]
 _FATAL = ("timeout", "peer", "cancelled", "mismatch")  # after which ranks no longer agree
 _OF_GPUS = {"signals", "own_copy", "sms", "near_gpu"}  # arguments that a host has no use for
 _LOOK_S = 1.0  # between two looks at what is late on a GPU
-_KEPT = 8  # calls in the caller's order that may have ended and not been let go of
+KEPT = 8  # calls in the caller's order that may have ended and not been let go of
 _NOW = types.SimpleNamespace(asyncOp=False)  # torch's options of a call in the caller's order
 log = logging.getLogger("offcore.distributed")
 
@@ -356,7 +356,7 @@ class GpuSide(Side):
         handles, copies = self._start(label, limit, body)
         copy_all(copies)
         self._keep(label, limit, handles, None)
-        if len(self._late) > _KEPT:
+        if len(self._late) > KEPT:
             self._collect()
         return label, handles
 
@@ -375,8 +375,7 @@ class GpuSide(Side):
     ) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        with self._lock:
-            self._late.append((time.monotonic() + limit, label, handles, body))
+        self._late.append((time.monotonic() + limit, label, handles, body))
         if self._watch is None:
             self.begin_watch()
 
