@@ -131,8 +131,8 @@ std::optional<NcclResult> run(const Call& call) {
 }
 
 // Calls of several communicators, in their order. Other ranks may have another one, and a call may
-// wait for its ranks: then each stream's go by a thread of their own, but those of the default
-// stream that every thread has.
+// wait for its ranks: then each stream's go by a thread of their own. Another thread has no name
+// for this one's default stream, so that calls there go aside.
 std::vector<std::optional<NcclResult>> run_all(const std::vector<Call>& calls) {
   std::vector<std::optional<NcclResult>> results(calls.size());
   const auto ready = [](const Call& call) {
@@ -144,18 +144,16 @@ std::vector<std::optional<NcclResult>> run_all(const std::vector<Call>& calls) {
   }
   using Some = std::vector<size_t>;
   std::map<std::pair<int, Stream>, Some> by_stream;  // of a device
-  std::map<int, Some> own;                           // of this thread's default stream there
+  std::vector<Call> given = calls;
   for (size_t i = 0; i < calls.size(); ++i) {
     int device = -1;
     OFFCORE_REAL(CommCuDevice, calls[i].comm, &device);
-    const bool stays = calls[i].stream == kStreamOfThread;
-    (stays ? own[device] : by_stream[{device, calls[i].stream}]).push_back(i);
-  }
-  if (own.size() > 1) {
-    fail(Code::unsupported, "one thread drives several GPUs, in its own default streams");
+    Stream& stream = given[i].stream;
+    if (stream == kStreamOfThread) stream = Companions::of_process().of(calls[i].comm)->aside();
+    by_stream[{device, stream}].push_back(i);
   }
   const auto run_some = [&](const Some& some) {
-    for (const size_t i : some) results[i] = run(calls[i]);
+    for (const size_t i : some) results[i] = run(given[i]);
   };
   std::vector<std::future<void>> others;
   for (const auto& entry : by_stream) {
@@ -164,8 +162,10 @@ std::vector<std::optional<NcclResult>> run_all(const std::vector<Call>& calls) {
       run_some(entry.second);
     }));
   }
-  for (const auto& [device, some] : own) run_some(some);
   for (std::future<void>& other : others) other.get();
+  for (const Call& call : calls) {
+    if (call.stream == kStreamOfThread) Companions::of_process().of(call.comm)->join_aside();
+  }
   return results;
 }
 

@@ -123,6 +123,28 @@ bool Companion::ready(const Call& call) {
   }
 }
 
+Stream Companion::aside() {
+  const std::scoped_lock lock(mutex_);
+  learn();
+  const cuda::ContextGuard here = home_->current();
+  if (aside_ == nullptr) aside_ = home_->stream();
+  order(reinterpret_cast<cuda::CUstream>(kStreamOfThread), aside_->handle());
+  return reinterpret_cast<Stream>(aside_->handle());
+}
+
+void Companion::join_aside() {
+  const std::scoped_lock lock(mutex_);
+  const cuda::ContextGuard here = home_->current();
+  order(aside_->handle(), reinterpret_cast<cuda::CUstream>(kStreamOfThread));
+}
+
+// Makes a stream wait for another one.
+void Companion::order(cuda::CUstream from, cuda::CUstream to) const {
+  const cuda::CudaEvent passed = home_->event();
+  passed.record(from);
+  passed.enqueue_wait(to);
+}
+
 bool Companion::given_up() const {
   const std::scoped_lock lock(state_mutex_);
   return !why_not_.empty();

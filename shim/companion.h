@@ -35,6 +35,10 @@ class Companion {
   std::optional<NcclResult> run(const Call& call);
   // Whether that need not wait for other ranks.
   bool ready(const Call& call);
+  // A stream for what the calling thread would have in its default one, behind all that it has
+  // there; and makes that wait for it.
+  Stream aside();
+  void join_aside();
   // Whether the ranks have settled that everything is NCCL's.
   bool given_up() const;
   // Collective, where the policy has a use for it: memory at the same place on all ranks.
@@ -68,6 +72,7 @@ class Companion {
     return {call.collective, total_bytes(call, exchange_->ranks()), call.dtype, call.op, call.root};
   }
   void learn();
+  void order(cuda::CUstream from, cuda::CUstream to) const;
   bool captured(const Call& call) const;
   void settle();
   std::string obstacle(const std::vector<std::string>& told) const;
@@ -91,6 +96,7 @@ class Companion {
   int ranks_ = 0;
   int rank_ = 0;
   std::shared_ptr<const cuda::GpuContext> home_;  // null: not asked yet
+  std::unique_ptr<cuda::CudaStream> aside_;
   bool settled_ = false;
   std::string gpu_;         // as the driver names it
   std::set<Key> agreed_;    // what ranks have done together by ours

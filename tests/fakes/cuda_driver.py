@@ -10,6 +10,7 @@ from typing import Any
 MIB = 1 << 20
 HOST, DEVICE, UNIFIED = 1, 2, 4  # kinds of memory in a strided copy
 WAIT, WRITE = 1, 2  # stream memory operations
+OF_THREAD = 2  # the handle of a thread's own default stream
 GEQ, EQ, AND, NOR = 0, 1, 2, 3
 
 # Result codes that tests name.

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import mmap
+import threading
 import time
 from ctypes import byref, c_uint64
 from typing import Any
@@ -289,6 +290,29 @@ def test_the_default_stream_waits_for_blocking_streams_only(d: Driver) -> None:
     assert settle(d, free, 0.02) == cu.NOT_READY
     words[0] = 2
     assert settle(d, free) == 0
+
+
+@isolated()
+def test_each_thread_has_a_default_stream_of_its_own(d: Driver) -> None:
+    d.start()
+    memory, (words, address) = d.memory(), pinned_words(d)
+    d("cuStreamWaitValue32", cu.OF_THREAD, address, 1, 0)
+    assert settle(d, cu.OF_THREAD, 0.05) == cu.NOT_READY
+    told: list[int] = []
+
+    def other() -> None:
+        d.start()
+        told.append(settle(d, cu.OF_THREAD))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert told == [0]
+    d("cuMemsetD32Async", memory, 3, 1, 0)
+    assert settle(d, 0, 0.05) == cu.NOT_READY  # the common one waits for those of all threads
+    words[0] = 1
+    assert settle(d, 0) == 0
+    assert d.code("cuStreamDestroy", cu.OF_THREAD) == cu.INVALID_HANDLE
 
 
 @isolated()

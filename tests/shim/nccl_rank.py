@@ -10,136 +10,29 @@ import ctypes
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_char, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
-from cuda_driver import Driver
-
-UINT8, INT32, FLOAT32 = 1, 2, 7
-SUM, PROD, AVG = 0, 1, 4
-OPS = ("AllGather", "AlltoAll", "AllReduce", "ReduceScatter", "Broadcast", "Gather", "Scatter")
-
-
-class UniqueId(ctypes.Structure):
-    """ncclUniqueId, by value."""
-
-    _fields_ = (("internal", c_char * 128),)
-
-
-class Team(ctypes.Structure):
-    """ncclTeam_t."""
-
-    _fields_ = (("ranks", c_int), ("rank", c_int), ("stride", c_int))
-
-
-def library() -> ctypes.CDLL:
-    """That under test: of a path, or what the loader finds first for a program's own names."""
-    path = os.environ.get("TEST_NCCL")
-    if path:
-        return ctypes.CDLL(path)
-    ctypes.CDLL("libnccl.so.2", int(os.environ["TEST_NCCL_MODE"]))
-    return ctypes.CDLL(None)
-
-
-def stand_in() -> ctypes.CDLL:
-    """The real library of the tests."""
-    return ctypes.CDLL(os.environ["TEST_STAND_IN"])
-
-
-def pattern(rank: int, count: int, seed: int = 0) -> list[int]:
-    return [(7 * i + 1000 * rank + 13 * seed) % 4093 for i in range(count)]
-
-
-def at_once(body: Callable[[int], None], numbers: Sequence[int]) -> None:
-    """A thread for each number."""
-    started = [threading.Thread(target=body, args=(number,)) for number in numbers]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join(30)
-
-
-class Rank:
-    """A communicator, with memory and a stream of its GPU."""
-
-    def __init__(self, rank: int, ranks: int, uid: bytes, nccl: Any = None) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.nccl = nccl or library()
-        self.driver = Driver(os.environ["OFFCORE_LIBCUDA"])
-        self.driver.start(rank)
-        self.stream = self.driver.stream()
-        self.comm = c_void_p()
-        unique = UniqueId.from_buffer_copy(uid)
-        assert self.nccl.ncclCommInitRank(byref(self.comm), ranks, unique, rank) == 0
-
-    def memory(self, values: Sequence[int]) -> int:
-        address = self.driver.get(c_uint64, "cuMemAlloc", 4 * len(values))
-        self.put(address, values)
-        return address
-
-    def put(self, address: int, values: Sequence[int]) -> None:
-        self.driver.put(address, bytes((c_int * len(values))(*values)))
-
-    def read(self, address: int, count: int) -> list[int]:
-        self.driver("cuStreamSynchronize", self.stream)
-        return list((c_int * count).from_buffer_copy(self.driver.read(address, 4 * count)))
-
-    def call(self, name: str, *arguments: Any, comm: Any = None) -> int:
-        """A collective on int32; the communicator and the stream come last."""
-        sizes = [c_size_t(one) if i == 2 else one for i, one in enumerate(arguments)]
-        wide = [c_void_p(one) if i < 2 else one for i, one in enumerate(sizes)]
-        function = getattr(self.nccl, f"nccl{name}")
-        return int(function(*wide, comm or self.comm, c_void_p(self.stream)))
-
-    def checked(self, name: str, count: int, seed: int = 0, in_place: bool = False) -> int:
-        """Runs a collective of `count` elements a part and looks at every one; NCCL's result."""
-        ranks, rank = self.ranks, self.rank
-        whole = count * ranks
-        out_count = whole if name in ("AllGather", "Gather", "AlltoAll") else count
-        in_count = whole if name in ("AlltoAll", "ReduceScatter", "Scatter") else count
-        inputs = [pattern(one, in_count, seed) for one in range(ranks)]
-        out = self.memory([-1] * out_count)
-        inp = self.memory(inputs[rank])
-        if in_place and name in ("AllReduce", "AllGather", "Broadcast"):
-            inp = out + 4 * count * rank * (name == "AllGather")
-            self.put(inp, inputs[rank])
-        if in_place and name == "ReduceScatter":
-            out = inp + 4 * count * rank
-        extra = {"AllReduce": [SUM], "ReduceScatter": [SUM]}
-        extra |= {"Broadcast": [1], "Gather": [1], "Scatter": [1]}
-        code = self.call(name, inp, out, count, INT32, *extra.get(name, []))
-        if code == 0 and (name != "Gather" or rank == 1):
-            assert self.read(out, out_count) == wanted(name, inputs, rank, count), name
-        return code
-
-    def calls(self, name: str) -> int:
-        """How often the stand-in was asked."""
-        count = stand_in().fakenccl_calls
-        count.restype = c_uint64
-        return int(count(f"nccl{name}".encode()))
-
-    def destroy(self) -> None:
-        assert self.nccl.ncclCommDestroy(self.comm) == 0
-
-
-def wanted(name: str, inputs: list[list[int]], rank: int, count: int) -> list[int]:
-    """What rank gets of these inputs."""
-    part = slice(rank * count, (rank + 1) * count)
-    if name in ("AllGather", "Gather"):
-        return [one for given in inputs for one in given]
-    if name == "AlltoAll":
-        return [one for given in inputs for one in given[part]]
-    if name == "Broadcast":
-        return inputs[1]
-    if name == "Scatter":
-        return inputs[1][part]
-    sums = [sum(column) for column in zip(*inputs, strict=True)]
-    return sums if name == "AllReduce" else sums[part]
+from cuda_driver import OF_THREAD
+from nccl_comm import (
+    INT32,
+    OPS,
+    PROD,
+    SUM,
+    Bare,
+    Rank,
+    Team,
+    UniqueId,
+    at_once,
+    library,
+    pattern,
+    stand_in,
+    wanted,
+)
 
 
 def collectives(r: Rank) -> dict[str, Any]:
@@ -429,6 +322,43 @@ def one_thread(r: Rank) -> dict[str, Any]:
     return {"calls": calls}
 
 
+def streams_of_thread(r: Rank) -> dict[str, Any]:
+    """Each process's thread drives two GPUs, of which each is a rank of a communicator of its own;
+    in the thread's default streams, by groups that begin with another one."""
+    number, uid = int(sys.argv[2]), bytearray.fromhex(sys.argv[4])
+    comms = [c_void_p(), c_void_p()]
+
+    def join(pair: int) -> None:
+        r.driver.start(2 * pair + number)
+        unique = UniqueId.from_buffer_copy(bytes([uid[0] ^ pair, *uid[1:]]))
+        assert r.nccl.ncclCommInitRank(byref(comms[pair]), 2, unique, number) == 0
+
+    at_once(join, range(2))
+    told = []
+    for seed in range(3):
+        parts = [pattern(rank, 2048, seed) for rank in range(2)]
+        sums = [sum(column) for column in zip(*parts, strict=True)]
+        before, outs = r.calls("AllReduce"), {}
+        r.nccl.ncclGroupStart()
+        for pair in range(2) if number == 0 else (1, 0):
+            r.driver.start(2 * pair + number)
+            inp, outs[pair] = r.memory([0] * 2048), r.memory([0] * 2048)
+            r.driver(
+                "cuMemcpyHtoDAsync", inp, bytes((c_int * 2048)(*parts[number])), 8192, OF_THREAD
+            )
+            given = (c_void_p(inp), c_void_p(outs[pair]), c_size_t(2048), INT32, SUM)
+            assert r.nccl.ncclAllReduce(*given, comms[pair], c_void_p(OF_THREAD)) == 0
+        assert r.nccl.ncclGroupEnd() == 0
+        for pair, out in outs.items():
+            r.driver.start(2 * pair + number)
+            r.driver("cuStreamSynchronize", OF_THREAD)
+            assert list((c_int * 2048).from_buffer_copy(r.driver.read(out, 8192))) == sums
+        told.append(r.calls("AllReduce") - before)
+    for comm in comms:
+        assert r.nccl.ncclCommDestroy(comm) == 0
+    return {"calls": told}
+
+
 def forwarded(_: Any) -> dict[str, Any]:
     """Every name arrives where it should, with all that it was given."""
     nccl = library()
@@ -471,18 +401,7 @@ def missing(_: Any) -> dict[str, Any]:
     }
 
 
-class Bare:
-    """A process without a communicator yet."""
-
-    def __init__(self) -> None:
-        self.nccl = library()
-        self.driver = Driver(os.environ["OFFCORE_LIBCUDA"])
-        self.memory = Rank.memory.__get__(self)
-        self.put = Rank.put.__get__(self)
-        self.calls = Rank.calls.__get__(self)
-
-
-ALONE: set[Callable[..., Any]] = {forwarded, missing, threads, one_thread}
+ALONE: set[Callable[..., Any]] = {forwarded, missing, threads, one_thread, streams_of_thread}
 
 
 def main() -> None:

@@ -241,6 +241,13 @@ def test_one_thread_of_two_gpus_goes_by_nccl() -> None:
     assert "everything goes by NCCL: one thread drives ranks 0 and 1" in said
 
 
+def test_default_streams_of_a_thread_on_two_gpus() -> None:
+    """Of communicators that each have the thread once."""
+    told, said = run("streams_of_thread", 2)
+    assert [one["calls"] for one in told] == [[0, 0, 0]] * 2
+    assert said.count("all_reduce 3 taken, 0 forwarded") == 4
+
+
 def names() -> list[str]:
     """All that the shim exports and the stand-in has, but what changes something."""
     text = (ROOT / "shim" / "names.h").read_text("utf-8")

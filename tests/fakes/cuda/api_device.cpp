@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "tests/fakes/cuda/graph.h"
 #include "tests/fakes/cuda/memory.h"
@@ -110,6 +111,7 @@ void destroy_context(Context& context) {
   context.default_stream()->close();
   const std::lock_guard lock(context.mutex);
   context.legacy = nullptr;
+  for (const auto& [thread, stream] : std::exchange(context.of_threads, {})) stream->close();
 }
 
 }  // namespace

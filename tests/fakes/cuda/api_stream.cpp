@@ -61,13 +61,9 @@ FAKE_API Result cuStreamCreateWithPriority(StreamHandle* out, unsigned flags, in
   return enter("cuStreamCreateWithPriority", [&] {
     const auto context = current_context();
     require(out != nullptr && flags <= kStreamNonBlocking, kInvalidValue);
-    auto stream = std::make_shared<Stream>(context, flags, false);
-    if (!(flags & kStreamNonBlocking)) {
-      const std::lock_guard lock(context->mutex);
-      std::erase_if(context->blocking, [](const auto& other) { return other.expired(); });
-      context->blocking.push_back(stream);
-    }
-    *out = streams().add(std::move(stream));
+    *out = streams().add((flags & kStreamNonBlocking) != 0
+                             ? std::make_shared<Stream>(context, flags, false)
+                             : blocking_stream(context));
   });
 }
 

@@ -3,7 +3,6 @@
 #include <sys/prctl.h>
 
 #include <chrono>
-#include <thread>
 #include <utility>
 
 #include "tests/fakes/cuda/graph.h"
@@ -156,9 +155,31 @@ void check_alive(const Context& context) {
   if (const Result error = context.error) throw Failure{error};
 }
 
+std::shared_ptr<Stream> blocking_stream(const std::shared_ptr<Context>& context) {
+  auto stream = std::make_shared<Stream>(context, 0, false);
+  const std::lock_guard lock(context->mutex);
+  std::erase_if(context->blocking, [](const auto& other) { return other.expired(); });
+  context->blocking.push_back(stream);
+  return stream;
+}
+
+// A thread's number may come again: then a new thread has the stream of one that has ended.
+static std::shared_ptr<Stream> stream_of_thread() {
+  const auto context = current_context();
+  {
+    const std::lock_guard lock(context->mutex);
+    const auto found = context->of_threads.find(std::this_thread::get_id());
+    if (found != context->of_threads.end()) return found->second;
+  }
+  auto stream = blocking_stream(context);
+  const std::lock_guard lock(context->mutex);
+  return context->of_threads[std::this_thread::get_id()] = std::move(stream);
+}
+
 std::shared_ptr<Stream> stream_of(StreamHandle handle) {
   const auto number = reinterpret_cast<uint64_t>(handle);
   if (number <= 1) return current_context()->default_stream();
+  if (number == 2) return stream_of_thread();
   current_context();
   auto stream = streams().find(handle);
   check_alive(*stream->context());

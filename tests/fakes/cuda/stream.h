@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "tests/fakes/cuda/abi.h"
@@ -35,6 +37,7 @@ struct Context {
   std::atomic<Result> error{kSuccess};  // sticky: once set, nothing of the context runs
   std::mutex mutex;
   std::shared_ptr<Stream> legacy;                  // the default stream
+  std::map<std::thread::id, std::shared_ptr<Stream>> of_threads;  // their own default streams
   std::vector<std::weak_ptr<Stream>> blocking;     // streams that the default stream orders
   static constexpr int64_t kThreads = 132 * 2048;  // that its SMs hold
   int64_t threads_free = kThreads;
@@ -128,7 +131,9 @@ Registry<Event, EventHandle>& events();
 // it has failed.
 std::shared_ptr<Context> any_current_context();
 std::shared_ptr<Context> current_context();
-// The stream of a handle, or the current context's default stream.
+// One that the default stream orders.
+std::shared_ptr<Stream> blocking_stream(const std::shared_ptr<Context>& context);
+// The stream of a handle, or a default stream of the current context.
 std::shared_ptr<Stream> stream_of(StreamHandle handle);
 void check_alive(const Context& context);
 int64_t now_ns();
