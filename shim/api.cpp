@@ -198,13 +198,30 @@ NcclResult run_held(const std::vector<Call>& calls) {
   return worst;
 }
 
+// A symmetric one, which NCCL registers, and tells by `made` once that is done.
+struct Window {
+  Comm comm;
+  void* data;
+  size_t bytes;
+  NcclWindow* made;  // null there: NCCL has none to offer
+
+  void add() const {
+    if (*made != nullptr) Companions::of_process().of(comm)->add_window(*made, data, bytes);
+  }
+};
+
 struct Group {
   struct Held {
     Comm comm;
     std::optional<Call> call;  // none: the calls of this communicator are NCCL's
   };
+  struct Left {
+    std::vector<Call> calls;
+    std::vector<Window> windows;
+  };
   int depth = 0;
   std::vector<Held> held;  // by communicator
+  std::vector<Window> windows;
 
   // The next collective of that communicator; whether it is the first.
   bool enter(Comm comm, const Call* call) {
@@ -221,13 +238,13 @@ struct Group {
       if (const auto waiting = std::exchange(one.call, std::nullopt)) pass_on(*waiting);
     }
   }
-  std::vector<Call> leave() {
+  Left leave() {
     depth = 0;
-    std::vector<Call> calls;
+    Left left{.calls = {}, .windows = std::exchange(windows, {})};
     for (const Held& one : std::exchange(held, {})) {
-      if (one.call) calls.push_back(*one.call);
+      if (one.call) left.calls.push_back(*one.call);
     }
-    return calls;
+    return left;
   }
 };
 thread_local Group group;
@@ -250,8 +267,11 @@ NcclResult end_group() {
     --group.depth;
     return OFFCORE_REAL(GroupEnd);
   }
-  const std::vector<Call> calls = group.leave();
+  const auto [calls, windows] = group.leave();
   const NcclResult result = OFFCORE_REAL(GroupEnd);
+  if (result == kNcclSuccess) {
+    for (const Window& one : windows) one.add();
+  }
   if (calls.empty() || (result != kNcclSuccess && result != kNcclInProgress)) return result;
   const NcclResult ready = result == kNcclInProgress ? await_ready(calls) : kNcclSuccess;
   const NcclResult own = ready == kNcclSuccess ? run_held(calls) : ready;
@@ -344,7 +364,7 @@ OFFCORE_EXPORT NcclResult ncclGroupSimulateEnd(void* info) {
   return guarded([&] {
     if (!inside && group.depth > 0) {
       group.pass_all_on();
-      if (--group.depth == 0) group.held.clear();
+      if (--group.depth == 0) group.leave();
     }
     return OFFCORE_REAL(GroupSimulateEnd, info);
   });
@@ -393,10 +413,11 @@ OFFCORE_EXPORT NcclResult ncclCommGetAsyncError(Comm comm, NcclResult* state) {
 OFFCORE_EXPORT NcclResult ncclCommWindowRegister(Comm comm, void* data, size_t bytes,
                                                  NcclWindow* window, int flags) {
   const NcclResult result = OFFCORE_REAL(CommWindowRegister, comm, data, bytes, window, flags);
-  const bool symmetric = (flags & kWindowSymmetric) != 0 && group.depth == 0 && !inside;
+  const bool symmetric = (flags & kWindowSymmetric) != 0 && !inside;
   if (result != kNcclSuccess || !symmetric || window == nullptr) return result;
   return guarded([&] {
-    Companions::of_process().of(comm)->register_window(*window, data, bytes);
+    const Window made{comm, data, bytes, window};
+    group.depth > 0 ? group.windows.push_back(made) : made.add();
     return result;
   });
 }

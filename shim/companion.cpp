@@ -95,6 +95,7 @@ std::optional<NcclResult> Companion::run(const Call& call) {
     if (captured(call)) return std::nullopt;  // NCCL's kernels are faster in graphs
     settle();
     if (communicator() == nullptr) return std::nullopt;
+    register_added();
     const Form form = in_window(call) ? Form::registered : Form::plain;
     const Rank ranks = exchange_->ranks();
     const uint64_t bytes = total_bytes(call, ranks);
@@ -115,6 +116,7 @@ bool Companion::ready(const Call& call) {
   const std::scoped_lock lock(mutex_);
   const auto ours = communicator();
   if (ours == nullptr) return settled_;
+  if (has_added()) return false;
   try {
     return agreed_.count(key_of(call)) > 0 &&
            ours->knows(request_of(call, exchange_->rank(), exchange_->ranks()));
@@ -365,35 +367,43 @@ bool Companion::in_window(const Call& call) const {
   if (!all_have_one) return false;
   const Rank ranks = exchange_->ranks();
   const auto* const out = static_cast<const std::byte*>(call.out);
-  return std::any_of(windows_.begin(), windows_.end(), [&](const auto& window) {
-    const Region& region = window.second;
+  return std::any_of(windows_.begin(), windows_.end(), [&](const Region& region) {
     return out >= region.data && out + total_bytes(call, ranks) <= region.data + region.bytes;
   });
 }
 
-void Companion::register_window(NcclWindow window, void* data, uint64_t bytes) {
+void Companion::add_window(NcclWindow window, void* data, uint64_t bytes) {
   if (!policy_.any_registered()) return;
   const std::scoped_lock lock(mutex_);
-  try {
-    learn();
-    const cuda::ContextGuard here = home_->current();
-    settle();
-    const auto ours = communicator();
-    if (ours == nullptr) return;
-    auto* const begin = static_cast<std::byte*>(data);
-    const uint32_t number =
-        ours->register_memory({{.data = begin, .bytes = bytes}}, nullptr, together());
-    windows_[window] = {number, begin, bytes};
-  } catch (const Error& error) {  // on all ranks alike: then it is plain memory
-    if (exchange_ && exchange_->rank() == 0) tell(cat("a window stays NCCL's: ", error.message()));
+  windows_.push_back({window, static_cast<std::byte*>(data), bytes});
+}
+
+bool Companion::has_added() const {
+  return std::any_of(windows_.begin(), windows_.end(), [](const auto& one) { return !one.number; });
+}
+
+void Companion::register_added() {
+  if (!has_added()) return;
+  exchange_->all_gather("");  // all have come
+  for (Region& one : windows_) {
+    if (one.number) continue;
+    try {
+      one.number = communicator()->register_memory({{.data = one.data, .bytes = one.bytes}},
+                                                   nullptr, together());
+    } catch (const Error& error) {  // on all ranks alike: then it is plain memory
+      if (rank_ == 0) tell(cat("a window stays NCCL's: ", error.message()));
+    }
   }
+  std::erase_if(windows_, [](const auto& one) { return !one.number; });
 }
 
 void Companion::deregister_window(NcclWindow window) {
   const std::scoped_lock lock(mutex_);
-  const auto found = windows_.find(window);
+  const auto found = std::find_if(windows_.begin(), windows_.end(),
+                                  [&](const Region& one) { return one.window == window; });
   if (found == windows_.end()) return;
-  if (const auto ours = communicator()) ours->deregister(found->second.number);
+  const auto ours = communicator();
+  if (ours != nullptr && found->number) ours->deregister(*found->number);
   windows_.erase(found);
 }
 

@@ -41,8 +41,9 @@ class Companion {
   void join_aside();
   // Whether the ranks have settled that everything is NCCL's.
   bool given_up() const;
-  // Collective, where the policy has a use for it: memory at the same place on all ranks.
-  void register_window(NcclWindow window, void* data, uint64_t bytes);
+  // Memory at the same place on all ranks, which have added it before their next collective. That
+  // registers it: ranks may come from others of theirs by then.
+  void add_window(NcclWindow window, void* data, uint64_t bytes);
   void deregister_window(NcclWindow window);
 
   // Whether a rank of ours has died or aborted. What waits for it on the stream ends then.
@@ -58,9 +59,10 @@ class Companion {
 
  private:
   struct Region {
-    uint32_t number;
-    const std::byte* data;
+    NcclWindow window;
+    std::byte* data;
     uint64_t bytes;
+    std::optional<uint32_t> number = {};  // none: not registered yet
   };
   struct Count {
     uint64_t taken = 0;
@@ -78,6 +80,8 @@ class Companion {
   std::string obstacle(const std::vector<std::string>& told) const;
   std::string facts() const;
   std::string open(int device, const Deadline& deadline);
+  bool has_added() const;
+  void register_added();
   bool in_window(const Call& call) const;
   void start(const Call& call, const Deadline& deadline);
   std::optional<NcclResult> start_first(const Call& call, const Key& key);
@@ -98,10 +102,10 @@ class Companion {
   std::shared_ptr<const cuda::GpuContext> home_;  // null: not asked yet
   std::unique_ptr<cuda::CudaStream> aside_;
   bool settled_ = false;
-  std::string gpu_;         // as the driver names it
-  std::set<Key> agreed_;    // what ranks have done together by ours
-  std::set<Key> declined_;  // what the root began in place
-  std::map<NcclWindow, Region> windows_;
+  std::string gpu_;              // as the driver names it
+  std::set<Key> agreed_;         // what ranks have done together by ours
+  std::set<Key> declined_;       // what the root began in place
+  std::vector<Region> windows_;  // in the order of all ranks
 
   mutable std::mutex state_mutex_;      // of what follows; never held while something waits
   std::unique_ptr<Exchange> exchange_;  // made once

@@ -232,6 +232,39 @@ def windows(r: Rank) -> dict[str, Any]:
     return {"taken": taken, "registered": r.calls("CommWindowRegister")}
 
 
+def grouped_windows(r: Rank) -> dict[str, Any]:
+    """A window of each of two communicators, in one group, in another order on each rank, or, with
+    TEST_ALONE, one after the other outside of any; then a collective of each, in that group too."""
+    count, size = 2048, 2 << 20
+    second = c_void_p()
+    assert r.nccl.ncclCommSplit(r.comm, 0, r.rank, byref(second), None) == 0
+    comms = [(r.comm, r.driver.memory(size, (r.rank,)), c_void_p())]
+    comms.append((second, r.driver.memory(size, (r.rank,)), c_void_p()))
+    alone = "TEST_ALONE" in os.environ
+    before, taken = r.calls("AllGather"), []
+    if not alone:
+        r.nccl.ncclGroupStart()
+    for comm, data, window in comms if r.rank == 0 or alone else reversed(comms):
+        given = comm, c_void_p(data), c_size_t(size), byref(window), 1
+        assert r.nccl.ncclCommWindowRegister(*given) == 0
+        assert bool(window) == alone
+    for turn in range(2):
+        for comm, data, _ in comms:
+            inp = data + 4 * count * r.rank
+            r.put(inp, pattern(r.rank, count, turn))
+            assert r.call("AllGather", inp, data, count, INT32, comm=comm) == 0
+        if turn == 0 and not alone:
+            assert r.nccl.ncclGroupEnd() == 0
+        whole = [one for rank in range(r.ranks) for one in pattern(rank, count, turn)]
+        assert all(r.read(data, count * r.ranks) == whole for _, data, _ in comms)
+        taken.append(r.calls("AllGather") - before)
+    for comm, _, window in comms:
+        assert r.nccl.ncclCommWindowDeregister(comm, window) == 0
+    assert r.nccl.ncclCommDestroy(second) == 0
+    r.destroy()
+    return {"taken": taken}
+
+
 def aborted(r: Rank) -> dict[str, Any]:
     """A rank that aborts makes the others' operation end, which they are told."""
     assert r.checked("AllReduce", 2048) == 0

@@ -163,9 +163,19 @@ def test_parts_of_the_ranks() -> None:
 
 def test_registered_memory() -> None:
     told, said = run("windows", 2, OFFCORE_NCCL_MIN_BYTES="registered_all_gather=8K")
-    # Three more to settle; then two to agree on the first of ours, which is none of NCCL's.
-    assert [one["taken"] for one in told] == [[4, 2, 0, 1]] * 2
+    # Three more to settle; then one to register and two to agree on the first of ours.
+    assert [one["taken"] for one in told] == [[4, 3, 0, 1]] * 2
     assert "all_gather of registered memory from 8 KiB" in said
+
+
+@pytest.mark.parametrize("last", [{}, {"TEST_ALONE": "1"}])
+def test_windows_of_a_group(last: dict[str, str]) -> None:
+    """They are registered in whatever order, before its collectives. Another rank need not have a
+    group."""
+    told, said = run("grouped_windows", 2, last, OFFCORE_NCCL_MIN_BYTES="registered_all_gather=8K")
+    each = 6  # of both: to settle, register and agree
+    assert [one["taken"] for one in told] == [[2 * each] * 2] * 2
+    assert said.count("all_gather 2 taken, 0 forwarded") == 4
 
 
 def test_an_abort_is_told() -> None:

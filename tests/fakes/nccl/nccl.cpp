@@ -251,10 +251,17 @@ FAKE_API int ncclCommGetAsyncError(Comm*, int* value) {
 FAKE_API int ncclCommDestroy(Comm* comm) { return COUNTED, delete comm, 0; }
 FAKE_API int ncclCommAbort(Comm* comm) { return COUNTED, delete comm, 0; }
 FAKE_API int ncclCommFinalize(Comm*) { return COUNTED, 0; }
+// In a group there is none before its end.
 FAKE_API int ncclCommWindowRegister(Comm* comm, void* data, size_t, void** window, int) {
   COUNTED;
-  *window = data;
-  comm->barrier();
+  *window = nullptr;
+  const auto made = [=] {
+    comm->barrier();
+    *window = data;
+    return 0;
+  };
+  if (depth == 0) return made();
+  grouped[comm].push_back(made);
   return 0;
 }
 FAKE_API int ncclCommWindowDeregister(Comm*, void*) { return COUNTED, 0; }
