@@ -107,17 +107,17 @@ NcclResult pass_on(const Call& call) {
   return forward(call);
 }
 
-// Whether it may be ours by what the call itself says: the number of ranks, which is not asked
-// here, only makes it larger.
+// Whether it may be ours by what the call itself says, once its ranks have met: the number of
+// ranks, which is not asked here, only makes it larger.
 bool may_be_ours(const Call& call) {
   if (inside || call.comm == nullptr || call.count == 0 || !Library::of_process().loaded())
     return false;
-  const uint64_t floor = Companions::policy().floor(call.collective);
-  if (floor == kNever || !computable(call)) return false;
-  constexpr Rank kRanksMost = 64;
-  if (total_bytes(call, kRanksMost) < floor) return false;
+  if (!computable(call)) return false;
   const auto companion = Companions::of_process().find(call.comm);
-  return companion == nullptr || !companion->given_up();
+  if (companion == nullptr || companion->standing() == Standing::unmet) return true;
+  if (companion->standing() == Standing::given_up) return false;
+  constexpr Rank kRanksMost = 64;
+  return total_bytes(call, kRanksMost) >= Companions::policy().floor(call.collective);
 }
 
 // None: NCCL is to do it.

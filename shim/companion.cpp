@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <random>
+#include <tuple>
 #include <utility>
 
 #include "core/backend/cuda/cuda.h"
@@ -18,8 +19,9 @@
 namespace offcore::shim {
 namespace {
 
-constexpr uint32_t kProtocol = 2;   // of what ranks tell each other
-constexpr size_t kAgreedMax = 256;  // operations and sizes; more go by NCCL
+constexpr uint32_t kProtocol = 3;    // of what ranks tell each other
+constexpr size_t kMeetingMax = 512;  // bytes of it as they meet, of as many as a job has
+constexpr size_t kAgreedMax = 256;   // operations and sizes; more go by NCCL
 
 constexpr double kReleaseS = 10;  // until what has failed is off its stream
 
@@ -89,10 +91,9 @@ std::optional<NcclResult> Companion::run(const Call& call) {
   try {
     learn();
     const cuda::ContextGuard here = home_->current();
-    if (ranks_ < 2 || total_bytes(call, ranks_) < policy_.floor(call.collective)) {
-      return std::nullopt;
-    }
     if (captured(call)) return std::nullopt;  // NCCL's kernels are faster in graphs
+    meet();
+    if (below(call)) return std::nullopt;
     settle();
     if (communicator() == nullptr) return std::nullopt;
     register_added();
@@ -114,6 +115,8 @@ std::optional<NcclResult> Companion::run(const Call& call) {
 
 bool Companion::ready(const Call& call) {
   const std::scoped_lock lock(mutex_);
+  if (standing_ == Standing::unmet) return false;
+  if (below(call)) return true;
   const auto ours = communicator();
   if (ours == nullptr) return settled_;
   if (has_added()) return false;
@@ -147,9 +150,10 @@ void Companion::order(cuda::CUstream from, cuda::CUstream to) const {
   passed.enqueue_wait(to);
 }
 
-bool Companion::given_up() const {
-  const std::scoped_lock lock(state_mutex_);
-  return !why_not_.empty();
+// Whether ranks that have met leave the call to NCCL.
+bool Companion::below(const Call& call) const {
+  return standing_ != Standing::met ||
+         total_bytes(call, static_cast<Rank>(ranks_)) < policy_.floor(call.collective);
 }
 
 void Companion::learn() {
@@ -181,49 +185,54 @@ std::string Companion::facts() const {
     if (gpu.ordinal != device && !peer) strangers += gpu.pci + " ";
   }
   return Packer()
-      .number(kProtocol)
-      .number(place_here())
       .number(driver_of_thread())
-      .number(policy_.digest())
-      .text(gpu_)
       .text(cuda::pci_address(device))
       .text(strangers)
       .text(probe.available ? "" : probe.reason)
       .bytes();
 }
 
+// Why ranks that told this as they met have nothing to settle; empty: they may. The same on all.
+std::string Companion::difference(const std::vector<std::string>& told) const {
+  uint64_t first_place = 0;
+  uint64_t first_policy = 0;
+  std::string first_gpu;
+  for (size_t rank = 0; rank < told.size(); ++rank) {
+    Unpacker unpacker(told[rank]);
+    const auto protocol = unpacker.number<uint32_t>();
+    const auto place = unpacker.number<uint64_t>();
+    const auto policy = unpacker.number<uint64_t>();
+    const std::string gpu(unpacker.text());
+    if (!unpacker.ok() || protocol != kProtocol) {
+      return cat("rank ", rank, " has another version of the shim");
+    }
+    if (rank == 0) std::tie(first_place, first_policy, first_gpu) = std::tie(place, policy, gpu);
+    if (policy != first_policy) {
+      return cat("OFFCORE_NCCL_MIN_BYTES of ranks 0 and ", rank, " differ");
+    }
+    if (place != first_place) return cat("ranks 0 and ", rank, " are on different hosts");
+    if (gpu != first_gpu) return cat("ranks 0 and ", rank, " have different kinds of GPUs");
+  }
+  return "";
+}
+
 // Why ranks that told these facts cannot have a communicator; empty: they may. The same on all.
 std::string Companion::obstacle(const std::vector<std::string>& told) const {
   struct Told {
-    uint32_t protocol;
-    uint64_t place;
     uint64_t driver;
-    uint64_t policy;
-    std::string gpu, pci, strangers, reason;
+    std::string pci, strangers, reason;
   };
   std::vector<Told> facts;
   for (const std::string& text : told) {
     Unpacker unpacker(text);
     Told one{};
-    one.protocol = unpacker.number<uint32_t>();
-    one.place = unpacker.number<uint64_t>();
     one.driver = unpacker.number<uint64_t>();
-    one.policy = unpacker.number<uint64_t>();
-    for (std::string* part : {&one.gpu, &one.pci, &one.strangers, &one.reason}) {
-      *part = unpacker.text();
-    }
-    if (!unpacker.ok() || one.protocol != kProtocol) {
-      return cat("rank ", facts.size(), " has another version of the shim");
-    }
+    for (std::string* part : {&one.pci, &one.strangers, &one.reason}) *part = unpacker.text();
+    if (!unpacker.ok()) return cat("rank ", facts.size(), " has told too much to be sent");
     facts.push_back(std::move(one));
   }
   for (size_t rank = 0; rank < facts.size(); ++rank) {
     const Told& one = facts[rank];
-    const auto differs = [&](const auto& member) { return one.*member != facts[0].*member; };
-    if (differs(&Told::place)) return cat("ranks 0 and ", rank, " are on different hosts");
-    if (differs(&Told::gpu)) return cat("ranks 0 and ", rank, " have different kinds of GPUs");
-    if (differs(&Told::policy))
-      return cat("OFFCORE_NCCL_MIN_BYTES of ranks 0 and ", rank, " differ");
     if (!one.reason.empty()) return cat("rank ", rank, ": ", one.reason);
     for (size_t peer = 0; peer < facts.size(); ++peer) {
       if (peer != rank && facts[peer].pci == one.pci) {
@@ -240,26 +249,41 @@ std::string Companion::obstacle(const std::vector<std::string>& told) const {
   return "";
 }
 
-void Companion::settle() {
-  if (std::exchange(settled_, true)) return;
+// Which another thread may abort.
+Exchange& Companion::exchange_in(std::unique_ptr<Exchange>& place, size_t text_max) {
+  auto made = std::make_unique<Exchange>(comm_, static_cast<Rank>(rank_), static_cast<Rank>(ranks_),
+                                         home_->device(), text_max);
+  const std::scoped_lock lock(state_mutex_);
+  if (aborted_) made->cancel();
+  place = std::move(made);
+  return *place;
+}
+
+void Companion::meet() {
+  if (standing_ != Standing::unmet) return;
+  standing_ = Standing::given_up;  // where this fails
   if (ranks_ < 2) return;
   const auto ranks = static_cast<Rank>(ranks_);
-  const int device = home_->device();
-  auto exchange = std::make_unique<Exchange>(comm_, rank_, ranks, device);
-  {
-    const std::scoped_lock lock(state_mutex_);
-    if (aborted_) exchange->cancel();
-    exchange_ = std::move(exchange);
-  }
-  gpu_ = cuda::device_name(device);
-  std::string why = obstacle(exchange_->all_gather(facts()));
-  const std::string taken = policy_.describe(gpu_, ranks);
-  if (why.empty() && taken.empty())
+  gpu_ = cuda::device_name(home_->device());
+  const std::string own =
+      Packer().number(kProtocol).number(place_here()).number(policy_.digest()).text(gpu_).bytes();
+  std::string why = difference(exchange_in(meeting_, kMeetingMax).all_gather(own));
+  if (why.empty() && policy_.describe(gpu_, ranks).empty()) {
     why = cat("nothing is known to be faster on ", ranks, " x ", gpu_);
-  if (why.empty()) why = open(device, together());
+  }
   if (!why.empty()) return give_up(why);
+  standing_ = Standing::met;
+}
+
+void Companion::settle() {
+  if (std::exchange(settled_, true)) return;
+  std::string why = obstacle(exchange_in(exchange_, Exchange::kTextMax).all_gather(facts()));
+  if (why.empty()) why = open(home_->device(), together());
+  if (!why.empty()) return give_up(why);
+  const auto ranks = static_cast<Rank>(ranks_);
   if (rank_ == 0) {
-    tell_once(cat(ranks, " ranks: ", taken, " by copy engines; all else by NCCL ",
+    tell_once(cat(ranks, " ranks: ", policy_.describe(gpu_, ranks),
+                  " by copy engines; all else by NCCL ",
                   version_text(Library::of_process().version())));
   }
 }
@@ -305,11 +329,12 @@ void Companion::give_up(const std::string& why) {
     ours->close();
     set_communicator(nullptr);
   }
+  standing_ = Standing::given_up;
   {
     const std::scoped_lock lock(state_mutex_);
     why_not_ = why;
   }
-  if (exchange_->rank() == 0) tell_once(cat("everything goes by NCCL: ", why));
+  if (rank_ == 0) tell_once(cat("everything goes by NCCL: ", why));
 }
 
 void Companion::start(const Call& call, const Deadline& deadline) {
@@ -436,7 +461,9 @@ void Companion::abort() {
   {
     const std::scoped_lock lock(state_mutex_);
     aborted_ = true;
-    if (exchange_) exchange_->cancel();
+    for (Exchange* const one : {meeting_.get(), exchange_.get()}) {
+      if (one != nullptr) one->cancel();
+    }
   }
   const auto ours = communicator();
   if (ours == nullptr) return;

@@ -1,13 +1,16 @@
 // What the shim keeps beside a communicator of NCCL's: ours, made when the first call comes that it
 // may carry, and counts of what went where.
 //
-// Ranks settle by NCCL's own all-gather whether they have one: all are on one host, with peer
-// access, and opening has worked for each. They settle once more at the first call of each
-// operation and size, where memory may be short: so all of them go by our communicator, or none.
-// What is known to one rank alone never decides. Settling makes the host wait for the others, as a
-// NCCL communicator's first call does; later calls do not.
+// Ranks meet in a communicator's first collective, by NCCL's own all-gather: are they on one host,
+// and told to take the same. Before that a rank does not know what others would take. At the first
+// call that may be taken they settle whether they have one of ours: with peer access, and opening
+// has worked for each. They settle once more at the first call of each operation and size, where
+// memory may be short: so all of them go by our communicator, or none. What is known to one rank
+// alone never decides. Each makes the host wait for the others, as a NCCL communicator's first call
+// does; later calls do not.
 #pragma once
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,6 +29,9 @@ namespace offcore::shim {
 // Differs from thread to thread, on all hosts. What a thread has others do for it bears its own.
 uint64_t& driver_of_thread();
 
+// Of the ranks of a communicator: they have not met yet; some calls may be ours; none is.
+enum class Standing : uint8_t { unmet, met, given_up };
+
 class Companion {
  public:
   // `comm` is NCCL's, ready for calls.
@@ -39,8 +45,7 @@ class Companion {
   // there; and makes that wait for it.
   Stream aside();
   void join_aside();
-  // Whether the ranks have settled that everything is NCCL's.
-  bool given_up() const;
+  Standing standing() const { return standing_; }
   // Memory at the same place on all ranks, which have added it before their next collective. That
   // registers it: ranks may come from others of theirs by then.
   void add_window(NcclWindow window, void* data, uint64_t bytes);
@@ -76,6 +81,10 @@ class Companion {
   void learn();
   void order(cuda::CUstream from, cuda::CUstream to) const;
   bool captured(const Call& call) const;
+  bool below(const Call& call) const;
+  Exchange& exchange_in(std::unique_ptr<Exchange>& place, size_t text_max);
+  void meet();
+  std::string difference(const std::vector<std::string>& told) const;
   void settle();
   std::string obstacle(const std::vector<std::string>& told) const;
   std::string facts() const;
@@ -101,6 +110,7 @@ class Companion {
   int rank_ = 0;
   std::shared_ptr<const cuda::GpuContext> home_;  // null: not asked yet
   std::unique_ptr<cuda::CudaStream> aside_;
+  std::atomic<Standing> standing_{Standing::unmet};  // any thread may look
   bool settled_ = false;
   std::string gpu_;              // as the driver names it
   std::set<Key> agreed_;         // what ranks have done together by ours
@@ -108,7 +118,8 @@ class Companion {
   std::vector<Region> windows_;  // in the order of all ranks
 
   mutable std::mutex state_mutex_;      // of what follows; never held while something waits
-  std::unique_ptr<Exchange> exchange_;  // made once
+  std::unique_ptr<Exchange> meeting_;   // made once, as the next
+  std::unique_ptr<Exchange> exchange_;  // of those that may have a communicator
   bool aborted_ = false;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Pending> last_;  // a lane ends in order

@@ -10,17 +10,21 @@
 namespace offcore::shim {
 namespace {
 
-constexpr size_t kSlotBytes = Exchange::kTextMax + sizeof(uint64_t);
 constexpr std::chrono::microseconds kNap{50};
 constexpr uint32_t kNapsBetweenChecks = 200;
 
 }  // namespace
 
-Exchange::Exchange(Comm comm, Rank rank, Rank ranks, int device)
-    : comm_(comm), rank_(rank), ranks_(ranks), gpu_(cuda::GpuContext::of(device)) {
+Exchange::Exchange(Comm comm, Rank rank, Rank ranks, int device, size_t text_max)
+    : comm_(comm),
+      rank_(rank),
+      ranks_(ranks),
+      text_max_(text_max),
+      slot_bytes_(text_max + sizeof(uint64_t)),
+      gpu_(cuda::GpuContext::of(device)) {
   const cuda::ContextGuard current = gpu_->current();
   stream_ = gpu_->stream();
-  cuda::check(cuda::Driver::get().cuMemAlloc(&memory_, kSlotBytes * (ranks + size_t{1})),
+  cuda::check(cuda::Driver::get().cuMemAlloc(&memory_, slot_bytes_ * (ranks + size_t{1})),
               "cuMemAlloc");
 }
 
@@ -49,20 +53,20 @@ void Exchange::check_comm() const {
 
 std::vector<std::string> Exchange::all_gather(std::string text) {
   check_comm();
-  text.resize(std::min(text.size(), kTextMax));
-  std::string slots(kSlotBytes * ranks_, '\0');
+  text.resize(std::min(text.size(), text_max_));
+  std::string slots(slot_bytes_ * ranks_, '\0');
   const uint64_t length = text.size();
   std::memcpy(slots.data(), &length, sizeof length);
   std::memcpy(slots.data() + sizeof length, text.data(), length);
   const auto at = [](cuda::CUdeviceptr address) { return reinterpret_cast<void*>(address); };
-  void* const own = at(memory_ + kSlotBytes * ranks_);
+  void* const own = at(memory_ + slot_bytes_ * ranks_);
   const cuda::ContextGuard current = gpu_->current();
-  gpu_->copy(own, slots.data(), kSlotBytes);
+  gpu_->copy(own, slots.data(), slot_bytes_);
   const auto stream = reinterpret_cast<Stream>(stream_->handle());
   const auto gather = [&] {
     const Inside guard;
     const Library& real = Library::of_process();
-    return real.AllGather(own, at(memory_), kSlotBytes, kNcclUint8, comm_, stream);
+    return real.AllGather(own, at(memory_), slot_bytes_, kNcclUint8, comm_, stream);
   };
   const NcclResult result = gather();
   if (result != kNcclSuccess && result != kNcclInProgress) {
@@ -80,9 +84,9 @@ std::vector<std::string> Exchange::all_gather(std::string text) {
   std::vector<std::string> texts;
   for (Rank rank = 0; rank < ranks_; ++rank) {
     uint64_t bytes = 0;
-    std::memcpy(&bytes, slots.data() + rank * kSlotBytes, sizeof bytes);
-    if (bytes > kTextMax) fail(Code::mismatch, "rank ", rank, " sent something else");
-    texts.push_back(slots.substr(rank * kSlotBytes + sizeof bytes, bytes));
+    std::memcpy(&bytes, slots.data() + rank * slot_bytes_, sizeof bytes);
+    if (bytes > text_max_) fail(Code::mismatch, "rank ", rank, " sent something else");
+    texts.push_back(slots.substr(rank * slot_bytes_ + sizeof bytes, bytes));
   }
   return texts;
 }

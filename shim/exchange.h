@@ -15,8 +15,8 @@ class Exchange {
  public:
   static constexpr size_t kTextMax = 6 << 10;
 
-  // Throws driver, or memory.
-  Exchange(Comm comm, Rank rank, Rank ranks, int device);
+  // Of texts of up to so many bytes. Throws driver, or memory.
+  Exchange(Comm comm, Rank rank, Rank ranks, int device, size_t text_max = kTextMax);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -36,6 +36,8 @@ class Exchange {
   Comm comm_;
   Rank rank_;
   Rank ranks_;
+  size_t text_max_;
+  size_t slot_bytes_;
   std::shared_ptr<const cuda::GpuContext> gpu_;
   std::unique_ptr<cuda::CudaStream> stream_;
   std::atomic<bool> cancelled_{false};

@@ -154,6 +154,7 @@ std::string Policy::describe(const std::string& gpu, Rank ranks) const {
 
 uint64_t Policy::digest() const {
   Digest digest;
+  digest.add(given_.has_value());
   if (given_) {
     for (const auto& [key, bytes] : *given_) {
       digest.add(key.first);
