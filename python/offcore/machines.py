@@ -283,6 +283,8 @@ def _load_file(path: Path, rename: str = "", ranks: int = 0) -> _core.Machine:
     if "requests" in value:
         costs = top.section("requests", _fields(machine.requests))
         _fill(machine.requests, costs, lambda key: _cost(costs, key))
+        if machine.requests.push_ns < 0:  # the core's own word for a file without the section
+            raise costs._wrong("push_ns", "must not be negative")
     _check_sources(path, value)
     try:
         machine.check()

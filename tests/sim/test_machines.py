@@ -81,6 +81,8 @@ MISTAKES = [
     ({"links.link_gbps": 10**400}, "links.link_gbps: must be a finite number"),
     ({"links.link_gbps": 0}, "every bandwidth must be above zero"),
     ({"cost.sync_ns": -1}, "no cost may be negative"),
+    ({"requests.push_ns": -1}, "requests.push_ns: must not be negative"),
+    ({"requests.see_ns": -1}, "no cost of requests may be negative"),
     ({"cost.overlap": 0}, "cost.overlap: must be an integer from 1"),
     ({"cost.overlap": 1.5}, "cost.overlap: must be an integer"),
     ({"limits.rows_max": 0}, "limits.rows_max: must be an integer from 1"),
