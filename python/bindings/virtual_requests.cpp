@@ -89,7 +89,8 @@ int64_t run_threads(const VirtualProxy& self, const std::vector<nb::object>& gen
   std::vector<proxy::VirtualThread> threads;
   for (const nb::object& generator : generators) {
     if (!nb::hasattr(generator, "send")) {
-      fail(Code::invalid, "requests: ", nb::repr(generator).c_str(), " is no generator");
+      fail(Code::invalid, "run: ", nb::repr(generator).c_str(),
+           " is no generator; pass what a function with yield returns");
     }
     threads.emplace_back(PythonThread(generator));
   }
@@ -146,7 +147,8 @@ void bind_waits(nb::class_<VirtualPort>& port) {
           [](const VirtualPort& self, unsigned peer, unsigned buffer) {
             const RequestPort& at = self.all->port(self.rank);
             if (peer >= at.ranks || buffer >= at.buffers) {
-              fail(Code::invalid, "received: rank ", peer, ", buffer ", buffer, ": no such");
+              fail(Code::invalid, "received: peer is ", peer, ", buffer ", buffer,
+                   "; they must lie in 0..", at.ranks - 1, " and 0..", at.buffers - 1);
             }
             return HostCalls::received(at, peer, buffer);
           },
@@ -186,7 +188,9 @@ void bind_waits(nb::class_<VirtualPort>& port) {
       .def(
           "work",
           [](const VirtualPort& self, double ns) {
-            if (!(ns >= 0 && ns <= 1e15)) fail(Code::invalid, "work: ", ns, " ns");
+            if (!(ns >= 0 && ns <= 1e15)) {
+              fail(Code::invalid, "work: ns is ", ns, "; it must lie in 0..1e15");
+            }
             return VirtualCall{
                 .kind = VirtualCallKind::work, .of = self.all, .rank = self.rank, .work_ns = ns};
           },

@@ -45,6 +45,20 @@ def test_a_call_of_another_port_is_refused(call: Any, rank: int) -> None:
         assert requests.stats(0).requests == 0
 
 
+def test_errors_name_the_argument() -> None:
+    with opened() as comm, requests_of(comm) as requests:
+        port = requests.host_port(0)
+        for call, text in (
+            (lambda: port.work(float("nan")), r"work: ns is nan; it must lie in 0\.\.1e15"),
+            (lambda: port.work(-1), "work: ns is -1"),
+            (lambda: port.received(2, 0), r"received: peer is 2, .* in 0\.\.1 and 0\.\.1"),
+            (lambda: requests.run(7), "run: 7 is no generator; pass"),
+        ):
+            with pytest.raises(offcore.Error, match=text) as refused:
+                call()
+            assert refused.value.code == "invalid"
+
+
 def filling(port: Any) -> Iterator[Any]:
     """A warp that fills the ring."""
     for first in range(0, 128, 32):
