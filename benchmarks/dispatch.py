@@ -70,7 +70,7 @@ def main() -> None:
     ):
         setattr(torch.cuda, name, stand_in)
     comm, device = Comm(), torch.device("cuda", 0)
-    side = sides.side_of(comm, "stand-in", 0, 60.0, device)
+    side = sides.GpuSide(comm, "stand-in", 0, 60.0, device)
     group.collectives._sides = {"cpu": side, "cuda": side}
     whole, part = torch.zeros(1024), torch.zeros(1024)
     opts = torch._C._distributed_c10d.AllgatherOptions()

@@ -99,12 +99,36 @@ def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:
         def wait(self) -> None:
             comm.barrier()
 
+    shards = shards_of(comm, side, rank)
+    ring = shards.ring._window.address(rank)
+    gathered, own = tensor_at(ring, NBYTES), tensor_at(ring + NBYTES, NBYTES // RANKS)
+
     return {
+        "fsdp gather": lambda: Now(lambda: shards.all_gather(gathered, own, False)),
+        "fsdp reduce": lambda: Now(
+            lambda: shards.reduce_scatter(part.view(torch.float32), small, "avg", 1.0, False)
+        ),
         "c10d all_reduce": lambda: Now(lambda: dist.all_reduce(small)),
         "c10d all_gather": lambda: Now(lambda: dist.all_gather_into_tensor(whole, part)),
         "c10d late": lambda: late(small),
         "c10d bucket": lambda: late(bucket),
     }
+
+
+def shards_of(comm: Any, side: Any, rank: int) -> Any:
+    """FSDP2's, of a communicator that is there."""
+    from offcore.fsdp import memory, shards
+
+    made: Any = object.__new__(shards.Shards)
+    made._rank, made.hosts = rank, []
+    made.ring = memory.Ring(comm, 4 * NBYTES)
+    made.ran = {name: shards.Ran() for name in ("all_gather", "reduce_scatter")}
+    made._sides = {
+        name: type(side)(comm, "shards", rank, 60.0, side.device, ran.add)
+        for name, ran in made.ran.items()
+    }
+    made._gathers, made._reduces = made._sides.values()  # older ones have only the table
+    return made
 
 
 def streams_are(module: Any, stream_of: Callable[[int], int]) -> None:

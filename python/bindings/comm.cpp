@@ -329,7 +329,7 @@ void bind_outcome(nb::module_& module) {
       .def_ro("own_copy", &Result::own_copy)
       .def_prop_ro("sms", [](const Result& self) { return self.report.sms; })
       .def_prop_ro("way", [](const Result& self) { return std::string(self.report.way); })
-      .def_ro("total_bytes", &Result::total_bytes)
+      .def_ro("bytes", &Result::total_bytes)
       .def_ro("slot_bytes", &Result::slot_bytes)
       .def_ro("counts", &Result::counts)
       .def_prop_ro("time_ns", [](const Result& self) { return self.report.time_ns; })

@@ -30,7 +30,7 @@ from offcore.torch_matmul import all_gather_matmul, matmul_shard
 __all__ = ["Communicator", "all_gather_matmul", "matmul_shard"]
 
 _core.tensor_class(torch.Tensor, torch.strided)
-_LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
+LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0
 
 
 def _current_stream(device: int) -> int:
@@ -80,7 +80,7 @@ class Communicator(communicator.Communicator):
 
     def _start(self, op: str, *call: Any) -> Handle:
         # What is passed nearly always the core reads by itself.
-        stream = stream_of(self._device) or _LEGACY_STREAM
+        stream = stream_of(self._device) or LEGACY_STREAM
         pending = self._start_plain(
             op, self._core, call, self._device, stream, self._keeps, self.timeout
         )
@@ -92,4 +92,4 @@ class Communicator(communicator.Communicator):
         return side if self._keeps else (*side[:2], None)
 
     def _streams(self) -> list[int]:
-        return [stream_of(self._device) or _LEGACY_STREAM]
+        return [stream_of(self._device) or LEGACY_STREAM]

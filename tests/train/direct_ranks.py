@@ -25,8 +25,10 @@ import torch_cuda
 
 import offcore
 from offcore.distributed import direct, sides
+from offcore.fsdp.shards import Meeting, Shards
 
 PART = 1 << 12  # elements
+RING = 32 << 20  # bytes of window memory: too many to go by way of a slot
 c10d = torch._C._distributed_c10d
 
 
@@ -256,6 +258,60 @@ def in_ranges(rank: int, ranks: int) -> None:
     one.side.settle()
 
 
+def shards(rank: int, ranks: int) -> None:
+    """FSDP2's calls."""
+    one = Rank(rank, ranks)
+    store = dist.PrefixStore("shards", dist.distributed_c10d._get_default_store())
+    meeting = Meeting(store, [[*range(ranks)]])
+    made = Shards(dist.group.WORLD, one.side.device, 30.0, RING, {}, meeting)
+    comm, window = made._ends[0], made.ring._window
+    memory = (ctypes.c_uint8 * RING).from_address(window.address(rank))
+    gathered = torch.frombuffer(memory, dtype=torch.float32)
+    own = gathered.chunk(ranks)[rank]
+    other = comm.window(RING // 2)
+    other.write(np.full(RING // 8, rank + 1, np.float32), rank=rank)
+    memory = (ctypes.c_uint8 * (RING // 2)).from_address(other.address(rank))
+    part = torch.frombuffer(memory, dtype=torch.float32)
+    whole, reduced = one.tensor(2 * PART, rank + 1), one.tensor(PART, 0)
+    comm._start = None  # the long way is not gone
+    for inp in (part, own):
+        assert made.all_gather(gathered, inp, False) is None
+        array = np.empty(RING // 4, np.float32)
+        torch_cuda.Here.driver.cuStreamSynchronize(
+            ctypes.c_void_p(torch_cuda.Here.stream.cuda_stream)
+        )
+        window.read(array, 0, rank=rank)
+        assert [{*half.tolist()} for half in np.split(array, 2)] == [{1}, {2}]
+    for turn in range(20):
+        assert made.reduce_scatter(reduced, whole, "premul_sum", 0.5 + turn, False) is None
+    made.settle()
+    assert one.values(reduced) == [3 * 19.5]
+    facts = {name: ran.facts() for name, ran in made.ran.items()}
+    assert facts["all_gather"]["calls"] == 2
+    assert facts["all_gather"]["bytes"] == 2 * RING
+    assert facts["all_gather"]["staged"] == 0  # peers write into the ring
+    assert facts["reduce_scatter"]["calls"] == 20
+    assert facts["reduce_scatter"]["sms"] > 0
+    assert [*facts["reduce_scatter"]["variants"].values()] == [20]
+    with pytest.raises(offcore.Error, match=r"all_gather \(call 3 of rank \d, group fsdp") as odd:
+        made.all_gather(gathered, whole, False)
+    assert odd.value.code == "invalid"
+    del comm._start
+    capturing = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert made.all_gather(gathered, part, True).wait()  # on a stream of its own
+    one.driver.cuStreamBeginCapture_v2(capturing, 0)
+    late = len(made._gathers._late)
+    made.all_gather(gathered, part, False)
+    assert len(made._gathers._late) == late  # a graph keeps what it uses
+    graph = ctypes.c_void_p()
+    one.driver.cuStreamEndCapture(capturing, ctypes.byref(graph))
+    made.settle()
+    made.close()
+    with pytest.raises(offcore.Error) as closed:
+        made.all_gather(gathered, part, False)
+    assert closed.value.code == "invalid"
+
+
 def meet(rank: int, ranks: int, name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name}/{rank}", "")
@@ -263,7 +319,7 @@ def meet(rank: int, ranks: int, name: str) -> None:
 
 
 def well(rank: int, ranks: int) -> None:
-    for part in (right, in_order, long_way, in_ranges):
+    for part in (right, in_order, long_way, in_ranges, shards):
         part(rank, ranks)
 
 

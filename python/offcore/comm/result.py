@@ -25,7 +25,7 @@ class Result(Facts):
     @property
     def bytes(self) -> int:
         """S, the whole array, in bytes."""
-        return self._core.total_bytes
+        return self._core.bytes
 
     @property
     def in_place(self) -> bool:

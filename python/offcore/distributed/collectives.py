@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed import reach
-from offcore.distributed.direct import DirectSide
+from offcore.distributed.direct import DirectSide, side_of
 from offcore.distributed.hosts import Hosts, open_ends
-from offcore.distributed.sides import Body, OnStreams, Side, log, side_of
+from offcore.distributed.sides import Body, Side, log
 from offcore.errors import error
 from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
 
@@ -263,10 +263,8 @@ class Collectives:
                         store, hosts, self.rank, self.timeout, device, self._arguments
                     )
                     given = comm, self.name, self.rank, self.timeout, device
-                    if isinstance(comm, OnStreams):
-                        self._sides[kind] = self.direct = DirectSide(*given)
-                    else:
-                        self._sides[kind] = side_of(*given)
+                    self._sides[kind] = side = side_of(*given)
+                    self.direct = side if isinstance(side, DirectSide) else self.direct
             return self._sides.get(kind)
 
     def _told(self, store: Any, own: str) -> list[str]:

@@ -14,8 +14,17 @@ import torch.distributed as dist
 import offcore
 from offcore import _core
 from offcore.comm import nvtx
-from offcore.distributed.sides import KEPT, GpuSide, GpuWork
-from offcore.torch import stream_of
+from offcore.distributed.sides import (
+    KEPT,
+    GpuSide,
+    GpuWork,
+    HostSide,
+    OnStreams,
+    Side,
+    Told,
+    nobody,
+)
+from offcore.torch import LEGACY_STREAM, stream_of
 from offcore.torch_calls import REDUCTIONS, seconds
 
 _NONE = datetime.timedelta(0)
@@ -102,3 +111,36 @@ class DirectSide(GpuSide):
         if len(self._late) > KEPT:
             self._collect()
         return work
+
+    def enqueue(self, op: str, *call: Any) -> bool:
+        """A call in the caller's order, as Communicator._start has it. False: it goes the long way,
+        and nothing has happened. Raises `offcore.Error`."""
+        if self._failure is not None:
+            self.check()
+        if torch.cuda.is_current_stream_capturing():  # who has the graph keeps what it uses
+            return False
+        stream, limit = stream_of(self.index) or LEGACY_STREAM, self._timeout
+        try:
+            pending = self.comm._start_plain(
+                op, self.comm._core, call, self.index, stream, False, limit
+            )
+        except offcore.Error as failure:
+            raise self._failed(self._label(op), failure, limit) from None
+        if pending is None:
+            return False
+        self._late.append((time.monotonic() + limit, self._label(op), (pending,), None))
+        if self._watch is None:
+            self.begin_watch()
+        if len(self._late) > KEPT:
+            self._collect()
+        return True
+
+
+def side_of(
+    comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = nobody
+) -> Side:
+    """How calls of that communicator, or `Hosts`, run."""
+    kind: type[Side] = HostSide
+    if device.type == "cuda":
+        kind = DirectSide if isinstance(comm, OnStreams) else GpuSide
+    return kind(comm, name, rank, timeout, device, told)

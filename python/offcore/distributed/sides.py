@@ -38,7 +38,7 @@ _NOW = types.SimpleNamespace(asyncOp=False)  # torch's options of a call in the 
 log = logging.getLogger("offcore.distributed")
 
 
-def _nobody(_: Any) -> None:
+def nobody(_: Any) -> None:
     """Hears nothing."""
 
 
@@ -59,7 +59,7 @@ class Side:
     operation's result, or all those of a call that spans hosts."""
 
     def __init__(
-        self, comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
+        self, comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = nobody
     ) -> None:
         self.comm = comm
         self.device = device
@@ -466,11 +466,3 @@ def open_communicator(
     for name in _OF_GPUS & given.keys():
         del given[name]
     return Communicator(backend="host", store=place, **given)
-
-
-def side_of(
-    comm: Any, name: str, rank: int, timeout: float, device: Any, told: Told = _nobody
-) -> Side:
-    """How calls of that communicator run."""
-    kind = GpuSide if device.type == "cuda" else HostSide
-    return kind(comm, name, rank, timeout, device, told)

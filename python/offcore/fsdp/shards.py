@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from offcore.comm import Communicator, Result
+from offcore.distributed.direct import DirectSide, side_of
 from offcore.distributed.hosts import Hosts, open_ends
-from offcore.distributed.sides import Body, side_of
+from offcore.distributed.sides import Body, Side
 from offcore.fsdp.memory import Ring
 from offcore.torch_calls import reducible, reduction_of
 
@@ -42,13 +43,15 @@ class Ran:
 
     def add(self, told: Result | list[Result]) -> None:
         """A call's result, or those of its parts, one for each host."""
-        results = told if isinstance(told, list) else [told]
+        results = told if isinstance(told, list) else (told,)
         with self._lock:
             self._calls += 1
-            self._bytes += sum([one.bytes for one in results])
-            self._staged += any([one.staged for one in results])
-            self._sms = max([self._sms, *(one.sms for one in results)])
-            self._variants.update({one.variant for one in results})
+            self._staged += True in [one.staged for one in results]
+            for one in results:
+                self._bytes += one.bytes
+                self._sms = max(self._sms, one.sms)
+            for variant in {one.variant for one in results}:
+                self._variants[variant] += 1
 
     def facts(self) -> dict[str, Any]:
         with self._lock:
@@ -92,43 +95,50 @@ class Shards:
         for one in self.hosts:
             one.region_of = self._operand
         self.ran = {"all_gather": Ran(), "reduce_scatter": Ran()}
-        self._sides = {
-            op: side_of(end, name, self._rank, timeout, device, ran.add)
-            for end, (op, ran) in zip(self._ends, self.ran.items(), strict=True)
-        }
+        self._gathers, self._reduces = self._sides = [
+            side_of(end, name, self._rank, timeout, device, ran.add)
+            for end, ran in zip(self._ends, self.ran.values(), strict=True)
+        ]
 
     def all_gather(self, out: Any, inp: Any, late: bool) -> Any:
+        side, call = self._gathers, ("all_gather", out, inp, None, 0, "auto", "auto", GATHERS)
+        if not late and isinstance(side, DirectSide) and side.enqueue(*call):
+            return None
         own = out.data_ptr() + self._rank * inp.nbytes == inp.data_ptr()
         target, given = (out if self.hosts else self._operand(out)), (None if own else inp)
 
         def body(comm: Communicator) -> Any:
             return [comm.all_gather(target, given, lane=GATHERS)], ()
 
-        return self._run("all_gather", body, out, late)
+        return self._run(side, "all_gather", body, out, late)
 
     def _operand(self, tensor: Any) -> Any:
         region = self.ring.region(tensor)
         return tensor if region is None else region
 
     def reduce_scatter(self, out: Any, inp: Any, op: str, scale: float, late: bool) -> Any:
+        side, how = self._reduces, (op, None, scale)
+        call = "reduce_scatter", out, inp, None, 0, "auto", "auto", REDUCES, how
+        if not late and isinstance(side, DirectSide) and side.enqueue(*call):
+            return None
+
         def body(comm: Communicator) -> Any:
             return [comm.reduce_scatter(out, inp, op, scale=scale, lane=REDUCES)], ()
 
-        return self._run("reduce_scatter", body, out, late)
+        return self._run(side, "reduce_scatter", body, out, late)
 
-    def _run(self, op: str, body: Body, out: Any, late: bool) -> Any:
+    def _run(self, side: Side, op: str, body: Body, out: Any, late: bool) -> Any:
         """The work of a call that the caller's stream does not wait for, else None."""
-        side = self._sides[op]
         return side.run(op, body, out, _Late) if late else side.call(op, body)
 
     def settle(self) -> None:
         """Waits for what is under way."""
-        for side in self._sides.values():
+        for side in self._sides:
             side.settle()
 
     def close(self) -> None:
         """Once what is under way has ended, in both lanes."""
-        for side in self._sides.values():
+        for side in self._sides:
             side.stop()
         for end in self._ends:
             end.close()
