@@ -201,6 +201,41 @@ def test_what_is_late_is_aborted(current: Stream) -> None:
     assert not work.is_success()
 
 
+def test_threads_that_call_at_once_are_each_followed(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group's stream comes behind what each caller's own stream has."""
+    streams = threading.local()
+    handles: list[Handle] = []
+    side, _ = side_of([])
+    both = threading.Barrier(2)
+    record = Event.record
+
+    def recorded(event: Event, stream: Stream) -> None:
+        record(event, stream)
+        time.sleep(0.05)  # for the other thread to record, if it may
+
+    monkeypatch.setattr(Event, "record", recorded)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams.own)
+    own = [Stream(), Stream()]
+
+    def call(index: int) -> None:
+        streams.own = own[index]
+        both.wait()
+        side.run("all_gather", body(handles), [], Call(True))
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    behind = [what[1] for what in side._stream.did if isinstance(what, tuple)]
+    assert {*behind} == {*own}
+    for handle in handles:
+        handle.ended.set()
+    side.close()
+
+
 def test_a_dead_peer_is_told_to_whoever_waits(current: Stream) -> None:
     handles: list[Handle] = []
     side, comm = side_of([])

@@ -308,8 +308,8 @@ class GpuSide(Side):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._stream = torch.cuda.Stream(self.device, priority=-1)
-        self._begun = torch.cuda.Event()  # a wait takes its state as it is when it is called
         self._lock = threading.Lock()  # of what follows
+        self._begun = torch.cuda.Event()  # a wait takes its state as it is when it is called
         self._late: collections.deque[tuple[float, _Label, Sequence[Handle], Body | None]] = (
             collections.deque()
         )
@@ -328,8 +328,9 @@ class GpuSide(Side):
         self._check()
         self._collect()
         label, limit = self._label(op), self._limit(opts)
-        self._begun.record(current)
-        self._stream.wait_event(self._begun)
+        with self._lock:
+            self._begun.record(current)
+            self._stream.wait_event(self._begun)
         here = torch.cuda.current_device()
         torch.cuda.set_stream(self._stream)  # and its device
         try:
