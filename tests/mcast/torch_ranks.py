@@ -174,6 +174,9 @@ def aborted(rank: int, ranks: int) -> None:
 def main() -> None:
     faulthandler.dump_traceback_later(60, exit=True)  # where it hangs
     rank, ranks, port = map(int, sys.argv[1:])
+    for give in (mcast_torch.configure, mcast_torch.McastOptions):
+        with pytest.raises(offcore.Error, match="unknown argument interfaces: give alpha_us, "):
+            give(interfaces="lo")
     mcast_torch.configure(interface="lo")
     dist.init_process_group(
         "cpu:offcore_mcast",

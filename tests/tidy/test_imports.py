@@ -18,7 +18,7 @@ BESIDE = {
     "offcore.device.triton": 330,
     "offcore.torch": 95,
     "offcore.torch_matmul": 135,
-    "offcore.mcast.torch": 230,
+    "offcore.mcast.torch": 235,
     "offcore.mcast.gpu": 410,
     "offcore.torch_calls": 190,
 }

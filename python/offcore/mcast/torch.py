@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,11 +45,13 @@ _configured: dict[str, Any] = {}
 class McastOptions(Arguments):
     """What is passed as `pg_options`: arguments of offcore.mcast.Communicator."""
 
+    known = signature(mcast.Communicator).parameters.keys() - {"meeting", "rank", "world_size"}
+
 
 def configure(**arguments: Any) -> None:
     """Sets arguments of offcore.mcast.Communicator for groups that this process makes from now
     on; `McastOptions` go before them. All ranks configure alike, but for their interface."""
-    _configured.update(arguments)
+    _configured.update(McastOptions(**arguments).arguments)
 
 
 class McastGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch is not there for mypy
