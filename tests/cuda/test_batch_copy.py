@@ -397,6 +397,7 @@ def test_tensors_on_a_gpu() -> None:
             self.data_ptr = lambda: memory.at(home, offset)
             self.nbytes, self.itemsize, self.dtype = nbytes, 2, "float16"
             self.is_contiguous = lambda: contiguous
+            self.is_conj = self.is_neg = lambda: False
     memory = Memory(2)
     before = memory.fill(8)
     entries = [((0, 100 * i), (-1, 3000 + 130 * i), 90) for i in range(9)]
