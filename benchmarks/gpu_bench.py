@@ -60,7 +60,7 @@ def requests(args: argparse.Namespace) -> list[collectives.Request]:
 
     ask(SMALL, signals=both, batches=11, calls=60)
     ask(ALONE, signals=both, batches=31, timings=["call"], variants=["auto"])
-    both_copies = ["engine", "sm"]  # of the own chunk, where there is one
+    both_copies = ["engines", "sm"]  # of the own chunk, where there is one
     ask(LARGE, signals=both, own_copies=both_copies, batches=7)
     ask(HUGE, signals=fenced, own_copies=both_copies, batches=5, check=False)
     return found

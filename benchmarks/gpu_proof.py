@@ -29,7 +29,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,10 @@ HELD_S = 5.0  # the blocks go by themselves then
 ENDS_S = 0.5  # what needs no SM has ended by then
 DRAINS_S = 3.0  # and all the rest, once the blocks have gone
 PART = 256 << 10
+DRAWN = 999_983  # random bytes, which then come again
+LARGE = 16 << 20  # of which engines for host copies take a share, where a rank keeps it
 VARIANTS = ("auto", "pcpy", "b2b", "fan", "bcst")
+LARGE_OPS = ("all_gather", "all_to_all")
 
 
 @dataclass
@@ -64,9 +67,10 @@ class Case:
 
 
 class Cases:
-    """All operations in all variants, each with buffers of its own in one window."""
+    """All operations in all variants, each with buffers of its own in one window, and `large` ones
+    again with larger parts."""
 
-    def __init__(self, comm: Any, part: int) -> None:
+    def __init__(self, comm: Any, part: int, large: Sequence[str] = ()) -> None:
         self.comm = comm
         named = [
             ("all_gather", True),
@@ -75,22 +79,25 @@ class Cases:
             ("all_to_all", False),
         ]
         wanted = [
-            (op, in_place, variant)
+            (op, in_place, variant, part)
             for op, in_place in named
             for variant in VARIANTS
             if variant == "auto" or variant in comm.variants(op, in_place)
         ]
-        whole = part * comm.ranks
-        self.window = comm.window(2 * whole * len(wanted))
+        wanted += [(op, False, "auto", LARGE) for op in large]
+        self.window = comm.window(sum(2 * comm.ranks * part for *_, part in wanted))
         self.all: list[Case] = []
-        for index, (op, in_place, variant) in enumerate(wanted):
-            at = 2 * whole * index
+        end = 0
+        for op, in_place, variant, part in wanted:
+            whole = part * comm.ranks
+            at, end = end, end + 2 * whole
             sizes = {"all_gather": (whole, part), "broadcast": (part, part)}
             out_bytes, in_bytes = sizes.get(op, (whole, whole))
             out = self.window.region(at, out_bytes)
             inp = None if in_place else self.window.region(at + whole, in_bytes)
             place = "in place" if in_place else "out of place"
-            self.all.append(Case(f"{op} {place}, {variant}", op, variant, out, inp, part))
+            name = f"{op} {place}, {variant}" + (" of large parts" if part == LARGE else "")
+            self.all.append(Case(name, op, variant, out, inp, part))
 
     def fill(self, turn: int) -> None:
         import numpy as np
@@ -112,7 +119,8 @@ class Cases:
     def data(self, turn: int, index: int, rank: int, nbytes: int) -> Any:
         import numpy as np
 
-        return np.random.default_rng((turn, index, rank)).integers(0, 256, nbytes, np.uint8)
+        random = np.random.default_rng((turn, index, rank))
+        return np.resize(random.integers(0, 256, min(nbytes, DRAWN), np.uint8), nbytes)
 
     def wrong(self, turn: int) -> dict[str, int]:
         """How many bytes each operation's outputs have wrong, of those that have any."""
@@ -191,11 +199,13 @@ def held(ranks: int) -> list[str]:
 
     failures: list[str] = []
     with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
-        cases, controls = Cases(comm, PART), Cases(other, PART)
+        cases, controls = Cases(comm, PART, LARGE_OPS), Cases(other, PART)
         for turn, tried in enumerate((cases, controls)):
             tried.fill(turn)
             for case in tried.all:  # plans are met and streams are made before anything spins
-                case.start(tried.comm).wait()
+                own_copy = case.start(tried.comm).wait().own_copy
+                if tried is cases and case.part == LARGE and own_copy != "engines":
+                    print(f"   {case.name}: no spare engines, own_copy is {own_copy}", flush=True)
             if wrong := tried.wrong(turn):
                 return [f"wrong bytes before anything was held: {wrong}"]
         cases.fill(7)
@@ -227,7 +237,7 @@ def channels(ranks: int, recorder: str) -> list[str]:
     library = ctypes.CDLL(recorder)
     library.cupti_mark.argtypes = (ctypes.c_char_p,)
     with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
-        cases, controls = Cases(comm, PART), Cases(other, PART)
+        cases, controls = Cases(comm, PART, LARGE_OPS), Cases(other, PART)
         for tried in (cases, controls):
             tried.fill(1)
             for case in tried.all:

@@ -45,16 +45,16 @@ struct SimOptions {
 
 }  // namespace sim
 
-// What copies within a GPU may be asked to use: see cuda/spare_engines.h for the second.
-inline constexpr std::string_view kOwnCopies[] = {"engine", "engines", "sm"};
+// What copies within a GPU may be asked to use: see cuda/spare_engines.h for the first.
+inline constexpr std::string_view kOwnCopies[] = {"engines", "engine", "sm"};
 
 struct CudaOptions {
-  std::vector<int> devices;         // one a local rank; none: rank r on device r
-  std::string signals = "auto";     // or "fenced", "copy_order": see cuda/stream_encoder.h
-  std::string proven = "fenced";    // what "auto" is: the form that the stress has passed here
-  std::string own_copy = "engine";  // of kOwnCopies
-  uint32_t sms = 12;                // that a reduction, or a copy of pages, takes at most
-  bool packs = false;               // kernels copy pages, before others' that wait for an SM too
+  std::vector<int> devices;          // one a local rank; none: rank r on device r
+  std::string signals = "auto";      // or "fenced", "copy_order": see cuda/stream_encoder.h
+  std::string proven = "fenced";     // what "auto" is: the form that the stress has passed here
+  std::string own_copy = "engines";  // of kOwnCopies
+  uint32_t sms = 12;                 // that a reduction, or a copy of pages, takes at most
+  bool packs = false;                // kernels copy pages, before others' that wait for an SM too
   bool gather = false;  // a kernel copies between the host and a GPU: see cuda/copy_kernel.h
   // GPUs whose memory goes to and from the local ones also where others have allocated it.
   std::vector<int> peers;

@@ -332,7 +332,7 @@ void bind_backend(nb::module_& module) {
                                     std::move(own_copy), sms};
           },
           nb::kw_only(), nb::arg("devices") = std::vector<int>{}, nb::arg("signals") = "auto",
-          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engine", nb::arg("sms") = 12)
+          nb::arg("proven") = "fenced", nb::arg("own_copy") = "engines", nb::arg("sms") = 12)
       .def_ro("proven", &CudaOptions::proven);
   nb::class_<Session>(module, "Session", "A backend with all ranks in this process.")
       .def(nb::new_([](const std::string& backend, const Machine& machine, Rank ranks, bool phantom,

@@ -138,8 +138,11 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   std::vector<std::shared_ptr<Backend>> neighbours;
   for (const int link : links) {
     BackendOptions options;
-    if (device >= 0) options.cuda.devices = {link};
-    if (device >= 0) options.cuda.peers = {device};
+    if (device >= 0) {
+      options.cuda.devices = {link};
+      options.cuda.own_copy = "engine";  // spare ones have transfers of their own
+      options.cuda.peers = {device};
+    }
     neighbours.push_back(open_backend(backend, pair, 2, {kv::kNeighbour}, std::move(options)));
   }
   return Transfer::create(

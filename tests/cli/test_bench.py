@@ -112,7 +112,7 @@ def test_indivisible_all_to_all_in_place_is_refused(offcore_cli):
         (("all_gather", *HOST, "--baseline", "nccl", "--sizes", "4K"), "unsupported"),
         (("all_gather", *HOST, "--signals", "fenced", "--sizes", "4K"), "unsupported"),
         (("all_gather", *HOST, "--own-copy", "engine,sm", "--sizes", "4K"), "unsupported"),
-        (("all_gather", *HOST, "--own-copy", "engines", "--sizes", "4K"), "unsupported"),
+        (("all_gather", *HOST, "--own-copy", "engine", "--sizes", "4K"), "unsupported"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "no-such-folder/p.png"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--plot", "plot.txt"), "invalid"),
         (("all_gather", *SIM, "--sizes", "4K", "--json", "no-such-folder/r.jsonl"), "invalid"),

@@ -173,7 +173,7 @@ def test_a_capture_that_fails_half_way() -> None:
             assert gpus.settle(comm.given)
             ring.check()
     """
-    for call in ("cuMemcpyAsync:30", "cuStreamBatchMemOp:40", "cuEventCreate:3"):
+    for call in ("cuMemcpyAsync:36", "cuStreamBatchMemOp:40", "cuEventCreate:3"):
         assert run(code(text), OFFCORE_FAKE_CUDA_FAIL=call) == "", call
 
 

@@ -47,7 +47,7 @@ def test_they_copy_beside_pushes(
 ) -> None:
     code = """
     ranks, nbytes, plain, least, most = eval(sys.argv[1])
-    result, taken = exchanged(opened(ranks, own_copy="engines"), nbytes, plain)
+    result, taken = exchanged(opened(ranks), nbytes, plain)
     assert (result.own_copy, result.native, result.staged) == ("engines", True, plain), result
     assert done("same_device") == [0]
     kept = nbytes  # by all ranks together
@@ -57,13 +57,13 @@ def test_they_copy_beside_pushes(
     assert run(code, repr((ranks, nbytes, plain, least, most)), prelude=PRELUDE) == ""
 
 
-def test_small_ones_and_those_by_sms_or_by_default_stay_in_one_stream() -> None:
+def test_small_ones_and_those_by_sms_or_one_engine_stay_in_one_stream() -> None:
     code = """
-    result, taken = exchanged(opened(own_copy="engines"), 8 * MIB)
+    result, taken = exchanged(opened(), 8 * MIB)
     assert (result.own_copy, taken.sum()) == ("engine", 0), (result, taken)
     result, taken = exchanged(opened(own_copy="sm"), 64 * MIB)
     assert (result.own_copy, taken.sum()) == ("sm", 0), (result, taken)
-    result, taken = exchanged(opened(), 64 * MIB)
+    result, taken = exchanged(opened(own_copy="engine"), 64 * MIB)
     assert (result.own_copy, taken.sum()) == ("engine", 0), (result, taken)
     """
     assert run(code, prelude=PRELUDE) == ""
@@ -71,14 +71,12 @@ def test_small_ones_and_those_by_sms_or_by_default_stay_in_one_stream() -> None:
 
 def test_where_the_trial_is_refused_one_engine_copies_all() -> None:
     code = """
-    comm = opened(own_copy="engines")
+    comm = opened()
     result, taken = exchanged(comm, 64 * MIB)
     assert (result.own_copy, result.native, taken.sum()) == ("engine", True, 0), (result, taken)
     """
-    assert (
-        run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL="cuMemcpy2DAsync:1:1,cuMemcpy2DAsync:2:1")
-        == ""
-    )
+    for fault in ("cuMemcpy2DAsync:1:1,cuMemcpy2DAsync:2:1", "cuMemcpyAsync:1,cuMemcpyAsync:3"):
+        assert run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL=fault) == "", fault
 
 
 # Calls behind those of the trial.
@@ -87,7 +85,7 @@ LATER = ",".join(f"cuMemcpy2DAsync:{number}:1" for number in range(6, 300, 2))
 
 def test_what_a_spare_engine_is_refused_another_one_copies() -> None:
     code = """
-    result, taken = exchanged(opened(own_copy="engines"), 64 * MIB)
+    result, taken = exchanged(opened(), 64 * MIB)
     assert result.own_copy in ("engines", "hint", "sm") and not result.native, result
     assert taken.sum() > 0
     """

@@ -55,7 +55,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         default rank r drives GPU r (counted among the visible ones, modulo their number).
     signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
         "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
-        passed); whether copies within a GPU ask for an "engine", "engines" or "sm"s (docs/cuda.md).
+        passed); whether copies within a GPU ask for "engines", an "engine" or "sm"s (docs/cuda.md).
     sms: cuda only: SMs that a reduction takes at most, from 1 to 64; copies take none.
     near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
     phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
@@ -89,7 +89,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         world_size: int | None = None,
         device: int | Sequence[int] | None = None,
         signals: str = "auto",
-        own_copy: str = "engine",
+        own_copy: str = "engines",
         sms: int = 12,
         near_gpu: bool = False,
         phantom: bool = False,

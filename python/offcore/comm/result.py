@@ -35,8 +35,9 @@ class Result(Facts):
     @property
     def own_copy(self) -> str:
         """What copies within a local rank's memory, its own slice or out of a slot: "none" where
-        nothing is; a copy "engine"; on cuda also "hint", a copy that asks for an engine and may
-        take SMs all the same, or "sm", one that does not ask (see docs/cuda.md)."""
+        nothing is; a copy "engine"; on cuda also "engines", several of them; "hint", a copy that
+        asks for an engine and may take SMs all the same; or "sm", one that does not ask (see
+        docs/cuda.md)."""
         return self._core.own_copy
 
     @property

@@ -134,13 +134,15 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     which lines differ. What auto chose is one line, whatever it chose; else each variant is one."""
     chosen = not has_choice([*rows]) and not any(row.named for row in rows)
     modes = {row.mode for row in rows if row.impl == "offcore"}
+    largest = max((row.bytes for row in rows), default=0)
+    compared = {"engine", "engines"} <= {row.own_copy for row in rows if row.bytes == largest}
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.bytes):
         told = [row.impl if chosen else row.name]
         for name in differing(rows):
             value = getattr(row, name)
-            if name == "own_copy" and value not in ("engines", "sm"):
-                continue  # by a copy engine, or none: as the operation needs it
+            if name == "own_copy" and value != "sm" and not (compared and value == "engine"):
+                continue  # by copy engines, or none: as the operation needs it
             if value and not (row.impl == "offcore" and name == "mode" and len(modes) == 1):
                 told.append(_WAYS.get(value, value))
         line = lines.setdefault(", ".join(told), [])

@@ -69,7 +69,7 @@ class Request:
     in_place: bool = False
     protocols: list[str] = field(default_factory=lambda: ["auto"])
     signals: list[str | None] = field(default_factory=lambda: [None])  # cuda: its signal forms
-    own_copies: list[str] = field(default_factory=lambda: ["engine"])  # cuda
+    own_copies: list[str] = field(default_factory=lambda: [OWN_COPIES[0]])  # cuda
     timings: list[str] = field(default_factory=lambda: ["chain"])
     batches: int = BATCHES
     calls: int = CALLS

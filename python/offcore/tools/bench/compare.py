@@ -45,9 +45,8 @@ def _value(record: Record, name: str) -> Any:
 
 
 def _other_copy(record: Record) -> str | None:
-    """What copied within a GPU, where that was asked for."""
-    own = record.get("own_copy")
-    return own if own in ("engines", "sm") else None
+    """What copied within a GPU, where it was no engine."""
+    return "sm" if record.get("own_copy") == "sm" else None
 
 
 def times_of(

@@ -21,7 +21,7 @@ import offcore
 from offcore import _core
 from offcore.tools.bench.baselines import Absent, open_baseline
 from offcore.tools.bench.collective_runner import CollectiveRunner
-from offcore.tools.bench.collectives import SMS, Form, Request, skip_or_raise
+from offcore.tools.bench.collectives import OWN_COPIES, SMS, Form, Request, skip_or_raise
 from offcore.tools.bench.layout import Layout
 from offcore.tools.bench.subjects import Baseline, Place, Subject
 from offcore.tools.bench.timers import HostTimer, StreamTimer, Timer
@@ -118,7 +118,7 @@ class Worker:
         # Ranks meet in an exchange of a few bytes: none leaves before every one has come. Not on
         # the GPUs, where it would stand behind what waits to be timed.
         if self._watch is not None:
-            self._meeting = self._communicator((None, "engine"), "host")
+            self._meeting = self._communicator((None, OWN_COPIES[0]), "host")
         word = self._meeting.window(8 * self._first.ranks)
 
         def meet() -> None:

@@ -247,7 +247,7 @@ def tune_command(
             tune.PROTOCOLS,
             signals,
             "chain",
-            "engine",
+            collectives.OWN_COPIES[0],
             batches=iters,
             calls=calls,
             timeout_s=timeout,

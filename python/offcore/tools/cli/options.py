@@ -110,7 +110,9 @@ SignalsOption = Annotated[
 ]
 OwnCopyOption = Annotated[
     str,
-    typer.Option(metavar="NAME,...", help="cuda: copies within a GPU use engine, engines or sm."),
+    typer.Option(
+        metavar="NAME,...", help="cuda: copies within a GPU use engines, an engine, or sm."
+    ),
 ]
 TimingOption = Annotated[
     str,
