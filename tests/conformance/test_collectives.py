@@ -49,7 +49,7 @@ def cases(op: str, ranks: int) -> Iterator[Case]:
 def chosen(op: str, ranks: int, target: Target, config: pytest.Config) -> list[Case]:
     """Every third case, without --long, where all of them take long."""
     found = list(cases(op, ranks))
-    slow = ranks >= (4 if target.backend == "cuda" else 8) or config.getoption("--sanitized")
+    slow = ranks >= (3 if target.backend == "cuda" else 8) or config.getoption("--sanitized")
     return found[1::3] if slow and not config.getoption("--long") else found
 
 
