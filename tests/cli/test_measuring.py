@@ -222,6 +222,24 @@ def test_what_auto_chose_is_one_line_whatever_it_chose():
     }
 
 
+def test_how_many_engines_copied_is_told_where_it_was_asked_for():
+    """By default a variant uses more of them the larger the array is, and another one does not."""
+    sizes = (1 << 20, 64 << 20)
+    own = {"signals": "fenced", "asked": "auto", "named": True}
+    records = [
+        record("offcore", size, 8.0, variant=variant, own_copy=copied, **own)
+        for variant, both in (("pcpy", ("engine", "engines")), ("fan", ("engine", "engine")))
+        for size, copied in zip(sizes, both, strict=True)
+    ]
+    lines = plot._lines(plot.figure_rows([*records, record("nccl", sizes[0], 9.0)], 13))
+    found = {name: [row.bytes for row in rows] for name, rows in lines.items()}
+    assert found == {"nccl": [sizes[0]], "pcpy": [*sizes], "fan": [*sizes]}
+    asked = record("offcore", sizes[1], 9.0, variant="pcpy", own_copy="engine", **own)
+    lines = plot._lines(plot.figure_rows([*records, asked, record("nccl", sizes[0], 9.0)], 13))
+    assert [row.bytes for row in lines["pcpy, engine"]] == [*sizes]
+    assert [row.bytes for row in lines["pcpy"]] == [sizes[1]]
+
+
 @pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(("number", "op"), [(13, "all_gather"), (14, "all_to_all")])
 def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):

@@ -134,12 +134,16 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     which lines differ. What auto chose is one line, whatever it chose; else each variant is one."""
     chosen = not has_choice([*rows]) and not any(row.named for row in rows)
     modes = {row.mode for row in rows if row.impl == "offcore"}
-    largest = max((row.bytes for row in rows), default=0)
-    compared = {"engine", "engines"} <= {row.own_copy for row in rows if row.bytes == largest}
+    settings = differing(rows)
+    of_own: dict[Any, set[str | None]] = {}  # by what else there is of a row, but for sizes
+    for row in rows:
+        others = (getattr(row, name) for name in settings if name != "own_copy")
+        of_own.setdefault((row.name, row.bytes, *others), set()).add(row.own_copy)
+    compared = any({"engine", "engines"} <= found for found in of_own.values())
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.bytes):
         told = [row.impl if chosen else row.name]
-        for name in differing(rows):
+        for name in settings:
             value = getattr(row, name)
             if name == "own_copy" and value != "sm" and not (compared and value == "engine"):
                 continue  # by copy engines, or none: as the operation needs it
