@@ -29,7 +29,7 @@ class Policy {
   // The same on any machine: what has fewer bytes need not be looked at.
   uint64_t floor(Collective collective) const;
   bool any_registered() const;
-  // "reduce_scatter from 16 MiB, all_reduce from 64 MiB"; empty: nothing is taken.
+  // "reduce_scatter from 32 MiB, all_reduce from 64 MiB"; empty: nothing is taken.
   std::string describe(const std::string& gpu, Rank ranks) const;
   uint64_t digest() const;  // that of the other ranks must be the same
 

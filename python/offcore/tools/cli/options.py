@@ -111,7 +111,7 @@ SignalsOption = Annotated[
 OwnCopyOption = Annotated[
     str,
     typer.Option(
-        metavar="NAME,...", help="cuda: copies within a GPU use engines, an engine, or sm."
+        metavar="NAME,...", help="cuda: copies within a GPU: engines, engine (one), or sm."
     ),
 ]
 TimingOption = Annotated[
