@@ -242,7 +242,7 @@ def in_ranges(rank: int, ranks: int) -> None:
         named.append(name)
         yield
 
-    sys.modules["nvtx"] = types.SimpleNamespace(annotate=annotate)  # type: ignore[assignment]
+    sys.modules["nvtx"] = types.SimpleNamespace(annotate=annotate)
     os.environ["OFFCORE_NVTX"] = "1"
     one = Rank(rank, ranks)
     del os.environ["OFFCORE_NVTX"]

@@ -53,7 +53,7 @@ class Started(GpuWork):
         if timeout and (limit := seconds(timeout)) is not None:
             side.wait_for(self._label, self._handles, limit)
         try:
-            self.pending.follow(stream_of(side.index) or 1)
+            self.pending.follow(stream_of(side.index) or LEGACY_STREAM)
         except offcore.Error as failure:
             raise side._failed("a call under way", failure) from None
         return True

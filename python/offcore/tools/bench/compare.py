@@ -44,11 +44,6 @@ def _value(record: Record, name: str) -> Any:
     return record.get("protocol") if name == "asked" and "asked" not in record else record.get(name)
 
 
-def _other_copy(record: Record) -> str | None:
-    """What copied within a GPU, where it was no engine."""
-    return "sm" if record.get("own_copy") == "sm" else None
-
-
 def times_of(
     records: Sequence[Record], op: str, ranks: int, in_place: bool, timing: str = "chain"
 ) -> dict[str, dict[int, float]]:
@@ -61,7 +56,7 @@ def times_of(
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
-            and _other_copy(one) == _other_copy(wanted)
+            and (one.get("own_copy") == "sm") == (wanted.get("own_copy") == "sm")
             and all(_value(one, name) == value for name, value in (place | wanted).items())
         ]
         for size in sorted({one["bytes"] for one in rows}):

@@ -247,7 +247,6 @@ def tune_command(
             tune.PROTOCOLS,
             signals,
             "chain",
-            collectives.OWN_COPIES[0],
             batches=iters,
             calls=calls,
             timeout_s=timeout,

@@ -48,7 +48,7 @@ def _measured_here() -> list[Row]:
     rows: list[Row] = []
     for op in OPS:
         request = request_of(
-            op, "host", None, 2, SIZES, "all", "auto", None, "chain", collectives.OWN_COPIES[0],
+            op, "host", None, 2, SIZES, "all", "auto", None, "chain",
             batches=5, calls=20, warmup=collectives.WARMUP_CALLS, timeout_s=30.0,
         )  # fmt: skip
         measure = partial(collectives.run, request)

@@ -40,7 +40,7 @@ def request_of(
     protocol: str,
     signals: str | None,
     timing: str,
-    own_copy: str,
+    own_copy: str = collectives.OWN_COPIES[0],
     dtype: str | None = None,
     reduction: Reduction | None = None,
     sms: int | None = None,
