@@ -25,9 +25,9 @@ constexpr int64_t kReplyNs = 1'000'000'000;  // a small frame into a fresh socke
 constexpr int64_t kProgressNs = 100'000'000;
 
 [[noreturn]] void fail_missing(const std::vector<uint32_t>& missing, const std::string& address,
-                               int64_t wait_ns, const std::string& reason) {
+                               const Deadline& deadline, const std::string& reason) {
   fail(Code::timeout, rank_list(missing), " did not arrive at ", address, " within ",
-       shown_s(wait_ns), " s", reason.empty() ? "" : " (" + reason + ")",
+       shown_s(deadline.wait_ns()), " s", reason.empty() ? "" : " (" + reason + ")",
        ": has every rank been started, with this address?");
 }
 
@@ -51,11 +51,10 @@ class Store final : Reception {
   }
 
   Cards serve(const Deadline& deadline) {
-    const int64_t wait_ns = deadline.left_ns();
     try {
       while (!missing().empty()) {
         if (deadline.stopped()) fail(Code::cancelled, "rank 0 was interrupted at ", address_);
-        if (deadline.passed()) give_up(wait_ns);
+        if (deadline.passed()) give_up(deadline);
         step(deadline);
         tell_progress();
       }
@@ -89,9 +88,9 @@ class Store final : Reception {
     return never;
   }
 
-  [[noreturn]] void give_up(int64_t wait_ns) const {
+  [[noreturn]] void give_up(const Deadline& deadline) const {
     const std::vector<uint32_t> never = never_came();
-    if (!never.empty()) fail_missing(never, address_, wait_ns, turned_away_);
+    if (!never.empty()) fail_missing(never, address_, deadline, turned_away_);
     fail(Code::timeout, rank_list(missing()), " reached ", address_,
          " but left before all ranks had");
   }
@@ -242,7 +241,6 @@ class Visitor {
         secret_(env("OFFCORE_JOB_SECRET")) {}
 
   Cards visit(const Deadline& deadline) {
-    const int64_t wait_ns = deadline.left_ns();
     while (true) {
       Descriptor socket = connect_to(address_, deadline, reason_);
       if (socket) {
@@ -250,7 +248,7 @@ class Visitor {
       }
       // Silence from somebody who did answer means that others are missing.
       if (deadline.passed()) {
-        fail_missing(missing_.empty() ? std::vector<uint32_t>{0} : missing_, address_, wait_ns,
+        fail_missing(missing_.empty() ? std::vector<uint32_t>{0} : missing_, address_, deadline,
                      reason_);
       }
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRetryNs, deadline.left_ns())));

@@ -25,13 +25,12 @@ class Greetings final : Reception {
   }
 
   std::vector<Connection> connect_all(const Deadline& deadline) {
-    const int64_t wait_ns = deadline.left_ns();
     // That needs nobody to accept, so no order can lock up.
     for (Rank peer = 0; peer < rank_; ++peer) call(peer, deadline);
     while (!unconnected().empty()) {
       if (deadline.passed()) {
         fail(Code::timeout, rank_list(unconnected()), " came to ", where_,
-             " but did not connect within ", shown_s(wait_ns), " s");
+             " but did not connect within ", shown_s(deadline.wait_ns()), " s");
       }
       step(deadline);
     }

@@ -146,7 +146,6 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
     fail(Code::invalid, "a tag of ", tag.size(), " and a blob of ", blob.size(),
          " bytes exceed the limits of ", kTagBytesMax, " and ", kBlobBytesMax);
   }
-  const int64_t wait_ns = deadline.left_ns();
   PeerKey key{tag, 0};
   {
     const std::lock_guard lock(mutex_);
@@ -171,7 +170,7 @@ std::vector<Parcel> Mesh::exchange(std::string_view tag, std::string_view blob, 
     if (closing_) fail(Code::cancelled, "this rank left the rendezvous during '", tag, "'");
     if (deadline.passed()) {
       fail(Code::timeout, rank_list(absent), " did not arrive at '", tag, "' (", where_,
-           ") within ", shown_s(wait_ns), " s");
+           ") within ", shown_s(deadline.wait_ns()), " s");
     }
     sleep(arrived_, lock, deadline);
   }
