@@ -1,7 +1,9 @@
 """Compares two files of benchmark rows: `python benchmarks/compare.py OLD.jsonl NEW.jsonl`.
 
 Rows match when they ran the same thing in the same way. Where a file holds several rows of the
-same kind (runs appended to each other), the fastest counts.
+same kind (runs appended to each other), the fastest counts. Copies within a GPU by SMs are a kind
+of their own; of those by copy engines, where a file has both, spare engines (`engines`, the
+default) count.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ MORE = {"mode": "eager", "timing": "chain", "asked": None, "named": None, "signa
 
 def read_rows(path: Path) -> dict[tuple[Any, ...], float]:
     """The least time of each kind of row. Raises SystemExit for a file that holds no rows."""
-    times_us: dict[tuple[Any, ...], float] = {}
+    best: dict[tuple[Any, ...], tuple[bool, float]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -27,10 +29,12 @@ def read_rows(path: Path) -> dict[tuple[Any, ...], float]:
             row = json.loads(line)
             key, time_us = tuple(row[name] for name in KEY), float(row["time_us"])
             key += tuple(row.get(name, value) for name, value in MORE.items())
+            key += ("sm" if row.get("own_copy") == "sm" else None,)
         except (ValueError, KeyError, TypeError) as failure:
             raise SystemExit(f"{path}, line {number}: no benchmark row: {failure!r}") from None
-        times_us[key] = min(time_us, times_us.get(key, time_us))
-    return times_us
+        ranked = row.get("own_copy") != "engines", time_us
+        best[key] = min(ranked, best.get(key, ranked))
+    return {key: time_us for key, (_, time_us) in best.items()}
 
 
 def main() -> int:
@@ -42,16 +46,17 @@ def main() -> int:
     old, new = read_rows(options.old), read_rows(options.new)
     common = [key for key in old if key in new]
     slower = 0
-    heads = ("impl", "op", "bytes", "variant", "old us", "new us", "ratio")
-    print("{:8} {:12} {:>12} {:16} {:>12} {:>12} {:>7}".format(*heads))
+    heads = ("impl", "op", "bytes", "variant", "by", "old us", "new us", "ratio")
+    print("{:8} {:12} {:>12} {:16} {:3} {:>12} {:>12} {:>7}".format(*heads))
     for key in common:
-        named = dict(zip((*KEY, *MORE), key, strict=True))
+        named = dict(zip((*KEY, *MORE, "own_copy"), key, strict=True))
         ratio = new[key] / old[key] if old[key] else 1.0
         worse = ratio > 1 + options.threshold
         slower += worse
         print(
             f"{named['impl']:8} {named['op']:12} {named['bytes']:12} {named['variant'] or '-':16} "
-            f"{old[key]:12.2f} {new[key]:12.2f} {ratio:7.3f}{'  slower' if worse else ''}"
+            f"{named['own_copy'] or '-':3} {old[key]:12.2f} {new[key]:12.2f} {ratio:7.3f}"
+            f"{'  slower' if worse else ''}"
         )
     print(
         f"{len(common)} rows in both, {slower} slower by more than {options.threshold:.0%}, "

@@ -48,3 +48,17 @@ def test_what_is_no_row_is_named_by_line(rows, tmp_path):
     status, text = compare(rows, broken)
     assert status == 1
     assert "line 5: no benchmark row" in text
+
+
+def test_rows_count_by_what_copied_within_a_gpu(rows, tmp_path):
+    """By spare engines, which are the default, though one engine was faster; SMs are apart."""
+    row = json.loads(rows.read_text().splitlines()[0]) | {"backend": "cuda", "time_us": 3.0}
+    old, new = tmp_path / "one.jsonl", tmp_path / "both.jsonl"
+    old.write_text(json.dumps(row | {"own_copy": "engine"}) + "\n")
+    ways = {"engine": 1.0, "engines": 6.0, "sm": 2.0}
+    made = [row | {"own_copy": way, "time_us": time_us} for way, time_us in ways.items()]
+    new.write_text("".join(json.dumps(one) + "\n" for one in made))
+    status, text = compare(old, new)
+    assert status == 1
+    assert "3.00         6.00   2.000  slower" in text
+    assert "1 rows in both, 1 slower by more than 10%, 0 only in the old file, 1 only in" in text

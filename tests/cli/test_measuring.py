@@ -304,6 +304,29 @@ def test_the_table_beside_the_library():
     assert len(compare.lines(records, "all_gather", 4, True)) == 1
 
 
+def test_copies_by_one_engine_are_no_rows_of_the_default():
+    """Though they are faster: 2.0 in place of 3.0. A variant without spare engines is a default."""
+    own = {"asked": "auto", "signals": "fenced", "named": False}
+    records = [
+        record("offcore", size, us, variant="pcpy", own_copy=copied, **own)
+        for size, us, copied in (
+            (1024, 1.0, "engine"), (4096, 3.0, "engines"), (4096, 2.0, "engine"),
+        )
+    ]  # fmt: skip
+    assert compare.lines(records, "all_gather", 2, True) == [
+        "     size    safe  safe,engine",
+        "       1K    1.00            -",
+        "       4K    3.00         2.00",
+    ]
+    named = [one | {"named": True} for one in records]
+    named.append(record("offcore", 4096, 1.5, variant="fan", own_copy="engine", named=True,
+                        asked="auto", signals="fenced"))  # fmt: skip
+    assert compare.times_of(named, "all_gather", 2, True) == {
+        "safe": {1024: 1.0, 4096: 1.5},
+        "safe,engine": {4096: 2.0},
+    }
+
+
 def test_best_is_told_among_what_is_comparable():
     rows = report.rows_of(run_of("a"))
     own = {"variant": "pcpy", "asked": "auto", "signals": "fenced", "named": True}

@@ -1,7 +1,8 @@
 """Offcore beside NCCL as a table of text: of documents, and at the end of a measurement.
 
 Times are microseconds a call, enqueued ahead. Where rows of several variants are there, those that
-`auto` chose count; where it was not asked, the fastest.
+`auto` chose count; where it was not asked, the fastest. Copies within a GPU are by spare engines,
+the default, where a size has such rows; those by one engine then have columns of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _own(asked: str, signals: str) -> Record:
     return {"impl": "offcore", "asked": asked, "signals": signals}
 
 
-# Head, and what a row of that column holds. `co`: signals="copy_order"; `sm`: own_copy="sm".
+# Head, and what a row of that column holds. `co`: signals="copy_order"; `engine`, `sm`: own_copy.
 COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view", _own("view", "fenced")),
     ("promised", _own("promise", "fenced")),
@@ -30,8 +31,10 @@ COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view,co", _own("view", "copy_order")),
     ("promised,co", _own("promise", "copy_order")),
     ("safe,co", _own("auto", "copy_order")),
-    ("promised,sm", _own("promise", "fenced") | {"own_copy": "sm"}),
-    ("safe,sm", _own("auto", "fenced") | {"own_copy": "sm"}),
+    ("promised,engine", _own("promise", "fenced")),
+    ("safe,engine", _own("auto", "fenced")),
+    ("promised,sm", _own("promise", "fenced")),
+    ("safe,sm", _own("auto", "fenced")),
     ("nccl", {"impl": "nccl", "mode": "graph"}),
     ("nccl,eager", {"impl": "nccl", "mode": "eager"}),
     ("nccl-ce", {"impl": "nccl-ce", "mode": "graph"}),
@@ -44,6 +47,22 @@ def _value(record: Record, name: str) -> Any:
     return record.get("protocol") if name == "asked" and "asked" not in record else record.get(name)
 
 
+def _copied_by(rows: Sequence[Record], own_copy: str | None) -> list[Record]:
+    """By SMs (`sm`), by one engine where spare engines help by default (`engine`), or by default. A
+    variant that leaves spare engines idle has rows of one engine by default, too."""
+
+    def kind(row: Record) -> tuple[Any, ...]:
+        return row["bytes"], row.get("variant") if row.get("named") else None
+
+    helped = {kind(one) for one in rows if one.get("own_copy") == "engines"}
+
+    def copied(row: Record) -> str | None:
+        by = row.get("own_copy")
+        return by if by == "sm" or (by == "engine" and kind(row) in helped) else None
+
+    return [one for one in rows if copied(one) == own_copy]
+
+
 def times_of(
     records: Sequence[Record], op: str, ranks: int, in_place: bool, timing: str = "chain"
 ) -> dict[str, dict[int, float]]:
@@ -51,14 +70,15 @@ def times_of(
     place = {"op": op, "ranks": ranks, "in_place": in_place}
     found: dict[str, dict[int, float]] = {}
     for head, wanted in COLUMNS:
+        own_copy = head.partition(",")[2] if head.endswith((",engine", ",sm")) else None
         rows = [
             one
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
-            and (one.get("own_copy") == "sm") == (wanted.get("own_copy") == "sm")
             and all(_value(one, name) == value for name, value in (place | wanted).items())
         ]
+        rows = _copied_by(rows, own_copy)
         for size in sorted({one["bytes"] for one in rows}):
             of_size = [one for one in rows if one["bytes"] == size]
             chosen = [one for one in of_size if one.get("named") is False] or of_size
