@@ -26,12 +26,31 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "docs/performance.md",
+    "docs/measurements/kv.md",
     "docs/measurements/mcast.md",
     "docs/measurements/model.md",
     "docs/papers.md",
 )
 SIMGRID = {"ring": "ring", "linear": "all pairs", "knomial": "binomial tree"}
 KV_PEERS = ("batch", "loop", "kernel")
+# Layouts of gpu_kv_layouts.py, and how a row's bytes of a layer's page are told: of K and V apart.
+KV_LAYOUTS = {
+    "kv-apart": ("K and V apart, a tensor per layer", lambda page, layers: page // 2),
+    "kv-tensors": ("K and V in separate tensors", lambda page, layers: page // 2),
+    "tensors": ("a tensor per layer", lambda page, layers: page),
+    "layers": ("layers outermost", lambda page, layers: page),
+    "contiguous": ("contiguous over layers", lambda page, layers: page * layers),
+}
+KV_MEMORIES = {
+    "segments": ", expandable segments",
+    "pool": ", in `kv.cache_pool()`",
+    "adopted": ", in adopted memory",
+}
+KV_RUNS = {
+    "H100": "cuda-kv-layouts-h100.jsonl",
+    "H100, second host": "cuda-kv-layouts-h100-quick.jsonl",
+    "H200": "cuda-kv-layouts-h200-quick.jsonl",
+}
 MULTICAST = (
     ("all_gather-4", "all-gather, 4 hosts"),
     ("all_gather-8", "all-gather, 8 hosts"),
@@ -182,6 +201,32 @@ def kv_short() -> list[str]:
     return table(head, body)
 
 
+def kv_zero_sm() -> list[str]:
+    """Transfers without SMs beside the best way to copy the same pages by the driver's calls."""
+
+    def cell(of: dict[str, float]) -> str:
+        best = max(of.get(peer, 0.0) for peer in ("batch", "batch32", "batch64", "loop"))
+        return f"{of['zero-sm']:.1f} / {best:.1f}, {of['zero-sm'] / best:.2f}x"
+
+    body = []
+    for run, name in KV_RUNS.items():
+        found: dict[tuple[str, str, str, str], dict[str, dict[str, float]]] = {}
+        for row in read_records(RESULTS / name):
+            if row["step"] not in ("alone", *KV_MEMORIES):
+                continue
+            layout, page_of = KV_LAYOUTS[row["layout"]]
+            page = _kib(page_of(row["page_bytes"], row["layers"]))
+            key = (layout + KV_MEMORIES.get(row["step"], ""), page, str(row["blocks"]), run)
+            found.setdefault(key, {}).setdefault(row["direction"], {})[row["impl"]] = row["gbps"]
+        for key, of in found.items():
+            if {"zero-sm", "batch32"} <= of["load"].keys():
+                body.append((*key, cell(of["store"]), cell(of["load"])))
+    return table(
+        ("layout", "page", "blocks", "GPU", "store", "load"),
+        iter(sorted(body, key=lambda row: (*row[:1], int(row[1].split()[0]), int(row[2]), row[3]))),
+    )
+
+
 def kv_calls() -> list[str]:
     """The driver's calls and a kernel alone, GB/s: what a transfer could also be made of."""
     text = (RESULTS / "cuda-kv-calls-h100.txt").read_text("utf-8")
@@ -300,6 +345,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "kv": lambda: kv_pages("pages", ("load", "store", "both")),
     "kv-scattered": lambda: kv_pages("scattered", ("load", "store")),
     "kv-short": kv_short,
+    "kv-zero-sm": kv_zero_sm,
     "kv-calls": kv_calls,
     "multicast": multicast,
     "loopback": loopback,
