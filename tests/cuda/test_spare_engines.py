@@ -90,3 +90,40 @@ def test_what_a_spare_engine_is_refused_another_one_copies() -> None:
     assert taken.sum() > 0
     """
     assert run(code, prelude=PRELUDE, OFFCORE_FAKE_CUDA_FAIL=LATER) == ""
+
+
+# Engines for copies to and from the host have copies of others before them until `free` is called.
+# Contexts of the GPUs go on whatever is closed, as they do beside torch.
+BUSY = """
+def free():
+    lib.fakecuda_hold_host_engines(0)
+
+lib.cuInit(0)
+for device in range(3):
+    use(device)
+lib.fakecuda_hold_host_engines(1)
+"""
+
+
+def test_opening_does_not_wait_for_copies_of_others() -> None:
+    """They keep the trial from ending: one engine copies all, and the next communicator's may."""
+    code = """
+    comm = opened()
+    windows = [comm.window(MIB) for _ in range(3)]
+    free()
+    result, taken = exchanged(comm, 64 * MIB)
+    assert (result.own_copy, result.native, taken.sum()) == ("engine", True, 0), (result, taken)
+    result, taken = exchanged(opened(), 64 * MIB)
+    assert result.own_copy == "engines" and taken.sum() > 0, (result, taken)
+    """
+    assert run(code, prelude=PRELUDE + BUSY) == ""
+
+
+def test_closing_does_not_either() -> None:
+    code = """
+    opened().close()
+    free()
+    result, taken = exchanged(opened(), 64 * MIB)
+    assert result.own_copy == "engines" and taken.sum() > 0, (result, taken)
+    """
+    assert run(code, prelude=PRELUDE + BUSY) == ""

@@ -162,7 +162,11 @@ GpuContext::GpuContext(int ordinal)
       events_(std::make_shared<EventPool>(context_)),
       service_(std::make_unique<CudaStream>(context_)) {}
 
-GpuContext::~GpuContext() = default;
+GpuContext::~GpuContext() {
+  if (spare_engines_ && *spare_engines_ && (*spare_engines_)->under_trial()) {
+    keep_for_good(*spare_engines_);
+  }
+}
 
 std::unique_ptr<CudaStream> GpuContext::take_idle_stream() const {
   const std::scoped_lock lock(kept_mutex_);
@@ -196,9 +200,9 @@ const ReduceKernels& GpuContext::reduce_kernels() const {
 }
 
 const SpareEngines* GpuContext::spare_engines() const {
-  const std::scoped_lock lock(kept_mutex_);
+  const std::scoped_lock lock(spare_mutex_);
   if (!spare_engines_) spare_engines_ = SpareEngines::find(*this);
-  return spare_engines_->get();
+  return *spare_engines_ && (*spare_engines_)->work(*this) ? spare_engines_->get() : nullptr;
 }
 
 bool GpuContext::works() const {
@@ -212,6 +216,17 @@ bool GpuContext::served() const {
   return Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
 }
 
+bool GpuContext::idle_by(const Deadline& deadline, CUstream stream) const {
+  const ContextGuard here = current();
+  for (uint32_t looks = 0;; ++looks) {
+    const CUresult result = Driver::get().cuStreamQuery(stream);
+    if (result == kSuccess) return true;
+    if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
+    if (deadline.passed()) return false;
+    if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
 void GpuContext::reach(const GpuContext& peer) const {
   if (peer.device() == device()) return;
   const ContextGuard here = current();
@@ -222,16 +237,9 @@ void GpuContext::reach(const GpuContext& peer) const {
 
 void GpuContext::settle() const {
   const Deadline deadline = Deadline::after_s(kServiceWaitS);
-  for (uint32_t looks = 0;; ++looks) {
-    const CUresult result = Driver::get().cuStreamQuery(service_->handle());
-    if (result == kSuccess) return;
-    if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
-    if (deadline.passed()) {
-      fail(Code::driver, "device ", device(), " did not do a small service within ",
-           shown_s(deadline.wait_ns()), " s: is something else holding it?");
-    }
-    if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
+  if (idle_by(deadline, service_->handle())) return;
+  fail(Code::driver, "device ", device(), " did not do a small service within ",
+       shown_s(deadline.wait_ns()), " s: is something else holding it?");
 }
 
 void GpuContext::zero(CUdeviceptr dst, uint64_t bytes) const {

@@ -141,6 +141,8 @@ class GpuContext final : public Port {
 
   bool works() const;   // false: the GPU has failed, and so does every later call
   bool served() const;  // nothing is under way in the service stream
+  // Whether the stream is empty by then. Throws driver where the GPU has failed.
+  bool idle_by(const Deadline& deadline, CUstream stream) const;
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;
@@ -161,7 +163,7 @@ class GpuContext final : public Port {
   const ReduceKernels& reduce_kernels() const;
 
   // The engines that are free beside copies to other GPUs (spare_engines.h), tried by whoever asks
-  // first, before anything is enqueued. Null: there are none. Throws driver.
+  // first. Null: there are none, or others' copies have kept them busy until now. Throws driver.
   const SpareEngines* spare_engines() const;
 
   // Makes the driver copy straight to and from the peer's memory that others have allocated; that
@@ -182,7 +184,8 @@ class GpuContext final : public Port {
   mutable std::unique_ptr<const CopyKernel> copy_kernel_;
   mutable std::unique_ptr<const PackKernel> pack_kernel_;
   mutable std::unique_ptr<const ReduceKernels> reduce_kernels_;
-  mutable std::optional<std::shared_ptr<const SpareEngines>> spare_engines_;
+  mutable std::mutex spare_mutex_;  // of what is below: its holder may wait for the GPU
+  mutable std::optional<std::shared_ptr<SpareEngines>> spare_engines_;
 };
 
 inline constexpr unsigned kMemOpsMax = 240;  // the driver takes fewer than 256 in a batch

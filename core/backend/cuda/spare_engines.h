@@ -9,6 +9,7 @@
 #pragma once
 #include <deque>
 #include <memory>
+#include <optional>
 
 #include "core/backend/cuda/engine_alias.h"
 
@@ -20,8 +21,13 @@ class SpareEngines {
   static constexpr uint64_t kRowMax = uint64_t{8} << 20;
   static constexpr uint64_t kCopyMin = uint64_t{4} << 20;  // of copies that are divided
 
-  // Tries them, in memory of its own. Null: there are none. Throws driver where the GPU has failed.
-  static std::shared_ptr<const SpareEngines> find(const GpuContext& gpu);
+  // Begins to try them, in memory and a stream of the trial's own. Null: there are none.
+  static std::shared_ptr<SpareEngines> find(const GpuContext& gpu);
+
+  // Whether the trial has ended, within a moment, and every byte had come. Where others' copies
+  // keep the engines busy it has not, and may be asked again. Throws driver where the GPU failed.
+  bool work(const GpuContext& gpu);
+  bool under_trial() const;  // its copies are under way
 
   const std::deque<EngineAlias>& aliases() const { return aliases_; }  // an engine each
 
@@ -31,9 +37,14 @@ class SpareEngines {
 
  private:
   explicit SpareEngines(const GpuContext& gpu);
-  bool work(const GpuContext& gpu, CUdeviceptr src) const;
+  void begin_trial(const GpuContext& gpu);
 
   std::deque<EngineAlias> aliases_;
+  // The trial's. The driver takes host memory back only once the GPU is idle: so it stays.
+  std::shared_ptr<const PrimaryContext> context_;
+  std::shared_ptr<void> pinned_;
+  std::optional<AddressRange> tried_;
+  std::unique_ptr<CudaStream> stream_;  // null: it has ended
 };
 
 }  // namespace offcore::cuda

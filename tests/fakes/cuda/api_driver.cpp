@@ -124,6 +124,9 @@ FAKE_API uint64_t fakecuda_done(const char* what) {
   return UINT64_MAX;
 }
 
+// Engines for copies to and from the host are busy with others' copies, until told otherwise.
+FAKE_API void fakecuda_hold_host_engines(int held) { hold_host_engines(held != 0); }
+
 // What exists now: a leak is what is left when all should be gone.
 FAKE_API uint64_t fakecuda_live(const char* what) {
   const struct {

@@ -184,6 +184,23 @@ bool of_hosts_engine(const Transfer& transfer, const Side& side) {
          !of_host(transfer.src.address);
 }
 
+// Whether an engine for copies to or from the host makes it.
+bool by_hosts_engine(const Transfer& transfer) {
+  const auto host = [](const Side& side) {
+    return of_host(side.base != 0 ? side.base : side.address);
+  };
+  return host(transfer.dst) || host(transfer.src);
+}
+
+std::atomic<bool> host_engines_held{false};
+
+void wait_for_hosts_engine(const std::vector<Transfer>& batch, const Context& context) {
+  if (!host_engines_held || std::ranges::none_of(batch, by_hosts_engine)) return;
+  while (host_engines_held && context.error == kSuccess) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 bool takes_sms(const std::vector<Transfer>& batch) {
   return std::ranges::any_of(batch, within_one_device);
 }
@@ -238,6 +255,7 @@ Work copy_work(std::vector<Transfer> batch) {
     if (chunks.empty()) return kSuccess;
     if (settings().seed != 0) std::ranges::shuffle(chunks, engine.random);
     engine.pause();
+    wait_for_hosts_engine(batch, engine.context);
     if (const Result code = planted_fault("copy")) return code;
     std::optional<Room> room;
     if (takes_sms(batch)) room.emplace(engine.context, 1024);
@@ -303,6 +321,8 @@ Work mem_op_work(std::vector<MemOp> ops) {
     return kSuccess;
   };
 }
+
+void hold_host_engines(bool held) { host_engines_held = held; }
 
 Tally& tally() {
   static Tally* const value = new Tally;

@@ -34,6 +34,9 @@ Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_byt
 // The operations of one call, in order; waits give up when the context fails.
 Work mem_op_work(std::vector<MemOp> ops);
 
+// Whether the engines for copies to and from the host are busy with others' copies, of all devices.
+void hold_host_engines(bool held);
+
 // What the stand-in has done, for tests.
 struct Tally {
   std::atomic<uint64_t> plain{0}, strided{0}, batched{0}, fills{0};  // commands run
