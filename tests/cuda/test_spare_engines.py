@@ -127,3 +127,16 @@ def test_closing_does_not_either() -> None:
     assert result.own_copy == "engines" and taken.sum() > 0, (result, taken)
     """
     assert run(code, prelude=PRELUDE + BUSY) == ""
+
+
+def test_what_a_service_still_works_on_stays_where_opening_fails() -> None:
+    """Three ranks try strided copies. The second time what fills a window stands behind these."""
+    code = """
+    for _ in range(2):
+        code, told = code_of(lambda: opened(3))
+        assert code == "driver" and "something else holding it" in told, (code, told)
+    free()
+    result, taken = exchanged(opened(3), 48 * MIB)
+    assert result.own_copy == "engines", result
+    """
+    assert run(code, prelude=PRELUDE + BUSY) == ""

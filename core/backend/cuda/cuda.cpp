@@ -174,7 +174,12 @@ class CudaBackend final : public Backend,
     const std::shared_ptr<const Allocation> part = Allocation::create(*gpu, bytes, exported());
     owner->memory.allocations = {part};
     const CUdeviceptr base = owner->map({&device, 1});
-    gpu->zero(base, part->bytes());
+    try {
+      gpu->zero(base, part->bytes());
+    } catch (const Error&) {
+      gpu->keep_if_served(owner);
+      throw;
+    }
     return {.rank = rank,
             .bytes = bytes,
             .fd = part->fd(),
@@ -220,7 +225,12 @@ class CudaBackend final : public Backend,
     }
     const auto mapped = std::make_shared<MappedWindow>(std::move(parts), executor_->devices(),
                                                        executor_->mappings());
-    executor_->try_strided(mapped->mapping, !held);
+    try {
+      executor_->try_strided(mapped->mapping, !held);
+    } catch (const Error&) {
+      for (const auto& device : executor_->devices()) device->gpu().keep_if_served(mapped);
+      throw;
+    }
     if (!held) executor_->alias_copies(mapped->mapping);
     for (Share& share : shares) {
       share.data = reinterpret_cast<std::byte*>(mapped->mapping.part(share.rank));

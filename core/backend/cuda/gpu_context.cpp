@@ -211,11 +211,6 @@ bool GpuContext::works() const {
   return result == kSuccess || result == kNotReady;
 }
 
-bool GpuContext::served() const {
-  const ContextGuard here = current();
-  return Driver::get().cuStreamQuery(service_->handle()) == kSuccess;
-}
-
 bool GpuContext::idle_by(const Deadline& deadline, CUstream stream) const {
   const ContextGuard here = current();
   for (uint32_t looks = 0;; ++looks) {
@@ -224,6 +219,13 @@ bool GpuContext::idle_by(const Deadline& deadline, CUstream stream) const {
     if (result != kNotReady) check(result, "a GPU failed: cuStreamQuery");
     if (deadline.passed()) return false;
     if (looks > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+void GpuContext::keep_if_served(std::shared_ptr<void> memory) const {
+  const ContextGuard here = current();
+  if (Driver::get().cuStreamQuery(service_->handle()) == kNotReady) {
+    keep_for_good(std::move(memory));
   }
 }
 

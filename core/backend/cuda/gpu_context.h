@@ -139,10 +139,12 @@ class GpuContext final : public Port {
   std::unique_ptr<CudaStream> take_idle_stream() const;
   void give_idle_stream(std::unique_ptr<CudaStream> stream) const;
 
-  bool works() const;   // false: the GPU has failed, and so does every later call
-  bool served() const;  // nothing is under way in the service stream
+  bool works() const;  // false: the GPU has failed, and so does every later call
   // Whether the stream is empty by then. Throws driver where the GPU has failed.
   bool idle_by(const Deadline& deadline, CUstream stream) const;
+
+  // What a service worked on that has thrown: it may be under way still, and then finds that there.
+  void keep_if_served(std::shared_ptr<void> memory) const;
 
   // These return when it is done; they use the service stream alone. Throw driver.
   void copy(void* dst, const void* src, uint64_t bytes) const override;

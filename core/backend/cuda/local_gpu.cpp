@@ -25,7 +25,7 @@ bool LocalGpu::cross(const Reach& reach) {
   try {
     if (!crossing->works(*gpu_)) return false;
   } catch (const Error&) {
-    if (!gpu_->served()) keep_for_good(crossing);  // a copy is still under way
+    gpu_->keep_if_served(crossing);
     throw;
   }
   crossing_ = crossing;
