@@ -52,13 +52,14 @@ void CudaExecutor::try_strided(PeerMapping& mapping, bool zero) {
 
 void CudaExecutor::alias_copies(const PeerMapping& mapping) {
   const std::scoped_lock lock(mutex_);
+  if (aliased_) return;  // captures read what is made here, without the mutex
   for (const auto& device : devices_) {
-    if (device->engine_alias() != nullptr) continue;
     auto foreign = mapping.part_elsewhere(device->ordinal());
     if (foreign == nullptr) continue;
     device->make_alias(std::move(foreign));
     if (options_.spare_engines) device->take_spare_engines();
   }
+  aliased_ = true;
 }
 
 CudaExecutor::LaneStreams& CudaExecutor::lane(uint32_t index, uint32_t device) {

@@ -72,7 +72,8 @@ class CudaExecutor final : public exec::Executor {
   // Tries one strided copy to all ranks in a new mapping, the first of its kind, and tells the
   // mapping. Not where the memory is not zero: what was found out before counts there.
   void try_strided(PeerMapping& mapping, bool zero);
-  // Lets copy engines copy within the local GPUs, if the mapping has memory of another one.
+  // Lets copy engines copy within the local GPUs, if the mapping has memory of another one. The
+  // first window's tells; it comes before all launches.
   void alias_copies(const PeerMapping& mapping);
   // False once that has failed: such commands are done row by row.
   bool strided() const { return strided_works_; }
@@ -184,6 +185,7 @@ class CudaExecutor final : public exec::Executor {
   // Guarded by the executor's mutex:
   std::map<std::pair<uint32_t, uint32_t>, LaneStreams> streams_;  // by lane, device
   std::optional<bool> tried_[2];  // by whether the stride is within the pitch limit
+  bool aliased_ = false;
   size_t armed_lines_ = 0;
   std::map<int, size_t> armed_besides_;  // by device
   uint64_t launches_ = 0;
