@@ -243,3 +243,10 @@ def test_the_model_of_paper_003s_engines(tmp_path: Path) -> None:
 def test_gpu_driven_needs_what_was_recorded(tmp_path: Path) -> None:
     with pytest.raises(Error, match="is missing"):
         gpu_driven.recorded(tmp_path)
+
+
+def test_the_help_names_every_paper(tmp_path: Path) -> None:
+    ran = offcore_command("reproduce", "--help", cwd=tmp_path, COLUMNS="200")
+    assert ran.returncode == 0
+    words = set(re.findall(r"[\w-]+", ran.stdout))
+    assert words >= set(reproduce.PAPERS)

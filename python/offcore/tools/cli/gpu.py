@@ -25,7 +25,7 @@ from offcore.tools.driven import sections
 from offcore.tools.report import JsonLines, Stamp
 
 app = typer.Typer(
-    help="Measure copies that running kernels ask for, beside those that the host submits.",
+    help="Measure copies requested by running kernels, compared with copies submitted by the host.",
     no_args_is_help=True,
 )
 
@@ -57,11 +57,11 @@ def bench_command(
 ) -> None:
     """Time ping-pongs, pushes and throughput of requests, and check every byte.
 
-    On cuda beside copies by events, synchronisation and polling, and beside kernels that read L2 or
-    multiply during all-gathers, offcore's and NCCL's. There each section runs in a process of
-    its own, for --timeout seconds at most.
-    On sim GPU threads and engines are simulated, in virtual time, by the costs of a machine's file:
-    no row of it is measured.
+    On cuda, also times copies ordered by events, synchronisation and polling, and kernels that read
+    L2 or multiply during all-gathers of offcore and NCCL. Each section runs in its own process, for
+    at most --timeout seconds.
+    On sim, GPU threads and engines are simulated in virtual time with the costs of a machine file:
+    nothing is measured.
 
     \b
     offcore gpu bench --backend host --only ping-pong,push

@@ -37,8 +37,8 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         metavar="NAME,...",
-        help="Layout of the cache: layers (outermost, one tensor), tensors (one a layer), "
-        "kv-apart (the same, K and V apart), contiguous (over the layers).",
+        help="Layout of the cache: layers (outermost, one tensor), tensors (one per layer), "
+        "kv-apart (the same, K and V apart), contiguous (over layers).",
     ),
 ]
 
@@ -50,21 +50,21 @@ def bench_command(
     ] = "qwen2.5-0.5b",
     layout: LayoutOption = LAYOUTS[0],
     tokens: Annotated[
-        str, typer.Option(metavar="N,...", help="Tokens of a request, 16 a block.")
+        str, typer.Option(metavar="N,...", help="Tokens per request, 16 per block.")
     ] = "4096",
     direction: Annotated[
-        str, typer.Option(metavar="NAME,...", help="load, store, both (at once).")
+        str, typer.Option(metavar="NAME,...", help="load, store, both (concurrently).")
     ] = "load",
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Of {', '.join(PEERS)}; missing peers are listed, not fatal. Default loop.",
+            help=f"Any of {', '.join(PEERS)}. Baselines that are missing here are listed.",
         ),
     ] = "loop",
     links: Annotated[
         str | None,
-        typer.Option(metavar="all|N,...", help="GPUs that lend offcore their links to the host."),
+        typer.Option(metavar="all|N,...", help="GPUs whose links to the host may be used."),
     ] = None,
     requests: Annotated[
         int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Concurrent requests.")
@@ -83,10 +83,10 @@ def bench_command(
     json: JsonOption = None,
     plot_to: PlotOption = None,
 ) -> None:
-    """Time loads and stores of scattered blocks, compare with others', and check every byte.
+    """Time loads and stores of scattered blocks, compare with baselines, and check every byte.
 
-    GB/s are 1e9 bytes a second; %: of one contiguous copy in the same run; offcore: how many times
-    as fast offcore is; submit us: until the call returns; GEMM: how much matrix products slow.
+    GB/s means 1e9 bytes per second. Columns: %: of one contiguous copy in the same run; offcore:
+    speedup of offcore; submit us: until the call returns; GEMM: slowdown of matrix products.
 
     \b
     offcore kv bench --model qwen2.5-0.5b,qwen2.5-1.5b --tokens 1024
@@ -168,7 +168,7 @@ def plot_command(
     ] = 16,
     json: JsonOption = None,
 ) -> None:
-    """Plot rows of offcore kv bench in the form of the paper's figures 16 and 17.
+    """Plot rows of offcore kv bench like figures 16 and 17 of the paper.
 
     \b
     offcore kv plot kv.jsonl --figure 16 --out figure16.png

@@ -70,9 +70,9 @@ from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Row, Skip, Stamp
 
 app = typer.Typer(
-    help="GPU communication on copy (DMA) engines; SMs and CUs stay free.",
-    epilog="Exit codes: 0 done; 1 a failure (offcore: CODE: message), wrong bytes, or a claim that "
-    "is not met; 2 a wrong command line; 130 Ctrl-C. --json writes one object a line.",
+    help="GPU communication on copy (DMA) engines instead of SMs and CUs.",
+    epilog="Exit codes: 0 success; 1 error (offcore: CODE: message), wrong bytes, or a claim that "
+    "is not met; 2 invalid command line; 130 Ctrl-C. --json writes one object per line.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -113,7 +113,7 @@ def bench_command(
 ) -> None:
     """Time a collective by size and variant, and check every byte.
 
-    The columns are those of nccl-tests; GB/s are 1e9 bytes a second; a size is the total array.
+    Columns are those of nccl-tests. GB/s means 1e9 bytes per second. Sizes are of the whole array.
 
     \b
     offcore bench all_gather --machine mi300x-8 --sizes 1K:4G:4
@@ -214,15 +214,15 @@ def tune_command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The table; by default in your folder of machines."),
+        typer.Option(metavar="FILE", help="The table; default: in your machines folder."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure every variant and write the table from which auto chooses.
+    """Measure every variant and write the table that auto selects from.
 
-    A table is tuned/MACHINE.json in your folder of machines (OFFCORE_MACHINES, by default
-    ~/.config/offcore/machines), which precedes offcore's own; offcore doctor lists them. --json
-    keeps the measured rows.
+    The table is tuned/MACHINE.json in your machines folder (OFFCORE_MACHINES, by default
+    ~/.config/offcore/machines) and takes precedence over offcore's own. offcore doctor lists the
+    tables. --json keeps the measured rows.
 
     \b
     offcore tune --backend cuda --signals fenced,copy_order
@@ -398,9 +398,9 @@ def doctor_command(
     ] = signal_forms.OPERATIONS,
     json: JsonOption = None,
 ) -> None:
-    """Show which backends are available here, and what the others lack.
+    """Show which backends are available here, and what the others need.
 
-    With --stress: test on the GPUs which signal forms keep flags behind their data, and store the
+    With --stress, test which signal forms keep flags behind their data on these GPUs, and store the
     result.
 
     \b
@@ -420,7 +420,7 @@ def doctor_command(
 
 @app.command("nccl-shim")
 def nccl_shim_command(json: JsonOption = None) -> None:
-    """Print the path of the NCCL shim; on stderr, how to use it.
+    """Print the path of the NCCL shim, and its usage on stderr.
 
     \b
     offcore nccl-shim
@@ -439,11 +439,11 @@ def demo_command(
         Path, typer.Option("--out", metavar="FOLDER", help="Folder for plots and rows.")
     ] = Path("demo-out"),
     host_sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes for the runs between processes.")
+        str, typer.Option(metavar=SIZES_METAVAR, help="Sizes of the runs between processes.")
     ] = demo.HOST_SIZES,
     json: JsonOption = None,
 ) -> None:
-    """Run collectives on the simulated MI300X machine, then between processes of this machine.
+    """Run collectives on the simulated MI300X machine, then between processes on this machine.
 
     \b
     offcore demo --out demo-out

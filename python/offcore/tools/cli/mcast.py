@@ -31,7 +31,7 @@ from offcore.tools.testbed import launcher
 from offcore.tools.testbed.faults import Faults
 
 app = typer.Typer(
-    help="Collectives between hosts, over multicast: simulated, on a testbed, measured.",
+    help="Multicast collectives between hosts: simulator, testbed and bench.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -43,7 +43,10 @@ RankOption = Annotated[
     int, typer.Option(min=0, max=HOSTS_MAX, metavar="R", help="Real hosts: rank of this host.")
 ]
 BatchesOption = Annotated[
-    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Batches; the time is their median.")
+    int,
+    typer.Option(
+        min=1, max=COUNT_MAX, metavar="N", help="Number of batches; the time is their median."
+    ),
 ]
 ChainsOption = Annotated[
     int,
@@ -55,20 +58,22 @@ PerLeafOption = Annotated[
 MtuOption = Annotated[int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="MTU of the links.")]
 OffloadsOption = Annotated[
     bool,
-    typer.Option(help="Let packets larger than the MTU pass whole (GSO)."),
+    typer.Option(help="Pass packets larger than the MTU unsplit (GSO)."),
 ]
 LossOption = Annotated[
-    float, typer.Option(min=0, max=1, metavar="SHARE", help="Packets lost on the way to a host.")
+    float,
+    typer.Option(min=0, max=1, metavar="SHARE", help="Share of packets lost on the way to a host."),
 ]
 BurstsOption = Annotated[
     str | None,
-    typer.Option(metavar="N/EVERY", help="Lose N packets in a row of each EVERY."),
+    typer.Option(metavar="N/EVERY", help="Drop N consecutive packets of every EVERY."),
 ]
 DuplicatesOption = Annotated[
-    float, typer.Option(min=0, max=1, metavar="SHARE", help="Duplicated datagrams.")
+    float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of datagrams duplicated.")
 ]
 ReorderingOption = Annotated[
-    float, typer.Option(min=0, max=1, metavar="SHARE", help="Datagrams delivered out of order.")
+    float,
+    typer.Option(min=0, max=1, metavar="SHARE", help="Share of datagrams delivered out of order."),
 ]
 ImplsOption = Annotated[
     str | None,
@@ -79,27 +84,33 @@ ImplsOption = Annotated[
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds one operation may take.")
+    float, typer.Option(min=0.001, metavar="S", help="Limit of an operation, in seconds.")
 ]
 PerRankOption = Annotated[
-    bool, typer.Option("--per-rank", metavar="", help="Sizes are those of one rank's part.")
+    bool, typer.Option("--per-rank", metavar="", help="Sizes are of one rank's part.")
 ]
 BesideOption = Annotated[
-    bool, typer.Option("--beside-reduce-scatter", metavar="", help="Run a reduce-scatter, too.")
+    bool,
+    typer.Option("--beside-reduce-scatter", metavar="", help="Run a reduce-scatter concurrently."),
 ]
 SendMbitOption = Annotated[
-    int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host sends; 0: no limit.")
+    int,
+    typer.Option(
+        min=0, max=COUNT_MAX, metavar="N", help="Limit of a host's sends, Mbit/s; 0: none."
+    ),
 ]
 ReceiveMbitOption = Annotated[
     int,
-    typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Mbit/s a host receives; 0: no limit."),
+    typer.Option(
+        min=0, max=COUNT_MAX, metavar="N", help="Limit of a host's receives, Mbit/s; 0: none."
+    ),
 ]
 TreeOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="paper (12 leaf, 6 spine switches), radix:PORTS (full bandwidth), leaf:HOSTS (as "
-        "the testbed: one spine).",
+        help="paper (12 leaf, 6 spine switches), radix:PORTS (full bandwidth), leaf:HOSTS (one "
+        "spine, like the testbed).",
     ),
 ]
 MeetingOption = Annotated[
@@ -133,7 +144,7 @@ def simulate(
         typer.Option(max=COUNT_MAX, metavar="N", help="Segments of a message (trees)."),
     ] = 1,
     loss: LossOption = 0.0,
-    gbitps: Annotated[float, typer.Option(metavar="N", help="Gbit/s of every link.")] = 56.0,
+    gbitps: Annotated[float, typer.Option(metavar="N", help="Rate of every link, Gbit/s.")] = 56.0,
     beside: BesideOption = False,
     json: JsonOption = None,
     plot_to: PlotOption = None,
@@ -247,15 +258,15 @@ def on_testbed(
     duplicates: DuplicatesOption = 0.0,
     reordering: ReorderingOption = 0.0,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="S", help="Seconds the command may take.")
+        float, typer.Option(min=0.001, metavar="S", help="Limit of the command, in seconds.")
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
-    """Build a fat-tree of network namespaces, run a command on it, and remove it in any case.
+    """Build a fat-tree of network namespaces, run a command on it, and always remove it.
 
-    Needs no root. Without a command, every host multicasts to all others, and the switch ports'
-    counters are compared with those of a ring of TCP connections. A command runs on every host
-    with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a shared OFFCORE_JOB_SECRET.
+    Does not need root. Without a command, every host multicasts to all others, and the counters of
+    the switch ports are compared with those of a ring over TCP. A command runs on every host with
+    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a shared OFFCORE_JOB_SECRET.
 
     \b
     offcore mcast testbed --hosts 188
@@ -323,7 +334,7 @@ def bench_command(
     duplicates: DuplicatesOption = 0.0,
     reordering: ReorderingOption = 0.0,
     buffer: Annotated[
-        str, typer.Option(metavar="SIZE", help="Receive buffer of a rank, at most.")
+        str, typer.Option(metavar="SIZE", help="Maximum receive buffer of a rank.")
     ] = "4M",
     chains: ChainsOption = CHAINS,
     beside: BesideOption = False,
@@ -338,11 +349,11 @@ def bench_command(
     ] = "",
     json: JsonOption = None,
 ) -> None:
-    """Time collectives between hosts, check every byte, count bytes at switches.
+    """Time collectives between hosts, check every byte, and count bytes at switches.
 
-    One operation at a time, or an all-gather beside a reduce-scatter. Reduce-scatters sum float32.
-    Runs on a temporary testbed, or with --meeting on real hosts: run the same command on each,
-    with its --rank.
+    Runs one operation at a time, or an all-gather concurrently with a reduce-scatter (sum of
+    float32). Uses a temporary testbed, or with --meeting real hosts: run the same command on each
+    with its own --rank.
 
     \b
     offcore mcast bench all_gather --hosts 4 --sizes 64K:1M:4 --per-rank --impls offcore,ring,gloo

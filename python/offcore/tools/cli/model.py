@@ -45,12 +45,13 @@ def calibrate_command(
         int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Seed of the random starts.")
     ] = calibrate.SEED,
     starts: Annotated[
-        int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Fits from random starts.")
+        int,
+        typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Number of fits from random starts."),
     ] = calibrate.STARTS,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder for MACHINE.json; default: yours (see doctor)."
+            metavar="FOLDER", help="Folder for MACHINE.json; default: your machines folder."
         ),
     ] = None,
     json: JsonOption = None,
@@ -76,18 +77,18 @@ def calibrate_command(
 
 def reproduce_command(
     paper: Annotated[
-        str | None, typer.Argument(metavar="[PAPER]", help="latte, conccl, mcast")
+        str | None, typer.Argument(metavar="[PAPER]", help=", ".join(reproduce.PAPERS))
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for the page and the figures.")
     ] = Path("reproduce-out"),
     json: JsonOption = None,
 ) -> None:
-    """Draw a paper's figures and print each of its claims beside offcore's number.
+    """Draw a paper's figures and print each of its claims next to offcore's number.
 
     Each number is marked as predicted, fitted to the published one, or true by construction.
-    Without a name, lists the papers. The exit status is 1 if a claim is not met, which is so for
-    conccl and mcast.
+    Without a name, lists the papers. The exit status is 1 if a claim is not met, as with
+    conccl, mcast and gpu-driven.
 
     \b
     offcore reproduce latte --out latte
@@ -115,7 +116,7 @@ def explain_command(
     reduction: ReductionOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Explain the choice of a variant at a size, phase by phase, beside the runner-up (simulated).
+    """Compare the variant chosen for a size with the runner-up, phase by phase (simulated).
 
     \b
     offcore explain all_gather --bytes 64K --machine mi300x-8 --in-place
@@ -147,7 +148,7 @@ def breakdown_command(
 ) -> None:
     """Print the phases of a single copy by size (DMA-Latte section 3.2).
 
-    Simulated, or with --backend cuda on GPUs, where phases are differences between submissions.
+    Simulated by default. With --backend cuda, phases are differences between submissions.
 
     \b
     offcore breakdown --machine mi300x-8

@@ -63,14 +63,14 @@ class Metric(str, enum.Enum):
 
 JsonOption = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write JSON, one object a line (- is stdout)."),
+    typer.Option("--json", metavar="FILE|-", help="Write JSON, one object per line (-: stdout)."),
 ]
 OpArgument = Annotated[
     Op, typer.Argument(metavar="OP", show_choices=False, help=", ".join(Op.__members__))
 ]
-MACHINE_HELP = "A machine's name (see: offcore doctor) or .json file."
+MACHINE_HELP = "Machine name (see: offcore doctor) or .json file."
 _KINDS = [name for name in _core.variants() if not name.startswith("prelaunch_")]
-VARIANT_HELP = f"{', '.join(_KINDS)}, prelaunch_ of all but pipelined; one_shot (reductions)"
+VARIANT_HELP = f"{', '.join(_KINDS)}, prelaunch_ and any but pipelined; one_shot (reductions)"
 SIZES_METAVAR = "FIRST:LAST[:FACTOR]|LIST"
 MachineOption = Annotated[str | None, typer.Option(metavar="NAME", help=MACHINE_HELP)]
 SimMachineOption = Annotated[str, typer.Option(metavar="NAME", help=MACHINE_HELP)]
@@ -89,8 +89,8 @@ ProtocolOption = Annotated[
     ProtocolName,
     typer.Option(
         metavar="NAME",
-        help="How ranks enter: barrier, eager (through slots), promise (you guarantee that buffers "
-        "are free) or auto.",
+        help="How ranks enter: barrier, eager (through slots), promise (the caller guarantees that "
+        "buffers are free) or auto.",
     ),
 ]
 ProtocolsOption = Annotated[
@@ -98,20 +98,18 @@ ProtocolsOption = Annotated[
     typer.Option(
         "--protocol",
         metavar="NAME,...",
-        help="How ranks enter: barrier, eager (through slots), promise (you guarantee that buffers "
-        "are free) or auto: promise on sim, else a protocol that is always safe.",
+        help="How ranks enter: barrier, eager (through slots), promise (the caller guarantees that "
+        "buffers are free) or auto: promise on sim, elsewhere a protocol that is always safe.",
     ),
 ]
 SignalsOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME,...", help="cuda: the signal forms, fenced (the default), copy_order."
-    ),
+    typer.Option(metavar="NAME,...", help="cuda: signal forms: fenced (default), copy_order."),
 ]
 OwnCopyOption = Annotated[
     str,
     typer.Option(
-        metavar="NAME,...", help="cuda: copies within a GPU: engines, engine (one), or sm."
+        metavar="NAME,...", help="cuda: how to copy within a GPU: engines, engine (one), sm."
     ),
 ]
 TimingOption = Annotated[
@@ -119,8 +117,8 @@ TimingOption = Annotated[
     typer.Option(
         "--timing",
         metavar="NAME,...",
-        help="chain: time per call of many enqueued ahead; call: one call as the host sees it. On "
-        "sim always one call.",
+        help="chain: time per call when many are enqueued ahead; call: a single call as seen by "
+        "the host. Always a single call on sim.",
     ),
 ]
 PlotOption = Annotated[
@@ -130,7 +128,7 @@ BackendOption = Annotated[
     BackendName,
     typer.Option(
         metavar="NAME",
-        help="sim, host, cuda, sdma, or auto: sim if a machine is named, else this machine's.",
+        help="sim, host, cuda, sdma, or auto: sim if --machine is given, else what works here.",
     ),
 ]
 SizesOption = Annotated[
@@ -145,14 +143,17 @@ VariantsOption = Annotated[
     str,
     typer.Option(
         metavar="all|auto|LIST",
-        help=f"all (every possible one), auto (the chosen one), or names: {VARIANT_HELP}.",
+        help=f"all (all that are possible), auto (the selected one), or names: {VARIANT_HELP}.",
     ),
 ]
 ItersOption = Annotated[
-    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Batches; time is their median.")
+    int,
+    typer.Option(
+        min=1, max=COUNT_MAX, metavar="N", help="Number of batches; the time is their median."
+    ),
 ]
 CallsOption = Annotated[
-    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Calls a batch, enqueued ahead.")
+    int, typer.Option(min=1, max=COUNT_MAX, metavar="N", help="Calls per batch, enqueued ahead.")
 ]
 WarmupOption = Annotated[
     int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Calls before the first batch.")
@@ -161,19 +162,19 @@ CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (u
 BaselineOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME,...", help="Peers: gloo, memcpy (host); nccl, nccl-sms, nccl-ce (cuda)."
+        metavar="NAME,...", help="Baselines: gloo, memcpy (host); nccl, nccl-sms, nccl-ce (cuda)."
     ),
 ]
 # None: what a reduction takes by default; other operations have none of these.
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Of a reduction: float32 (the default), bfloat16, float16, int32, ..."
+        metavar="NAME", help="Reductions: float32 (default), bfloat16, float16, int32, ..."
     ),
 ]
 ReductionOption = Annotated[
     Reduction | None,
-    typer.Option(metavar="NAME", help="sum (the default), avg, min, max or premul_sum."),
+    typer.Option(metavar="NAME", help="Reductions: sum (default), avg, min, max or premul_sum."),
 ]
 SmsOption = Annotated[
     int | None,
@@ -181,11 +182,11 @@ SmsOption = Annotated[
         min=1,
         max=SMS_MAX,
         metavar="N",
-        help="cuda: SMs that a reduction takes at most, and CTAs of nccl-sms. Default 12.",
+        help="cuda: maximum number of SMs of a reduction, and of CTAs of nccl-sms. Default 12.",
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds a wait may take.")
+    float, typer.Option(min=0.001, metavar="S", help="Limit of a wait, in seconds.")
 ]
 MetricOption = Annotated[
     Metric | None,

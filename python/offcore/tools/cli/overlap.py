@@ -25,7 +25,9 @@ from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Stamp
 
-app = typer.Typer(help="Plan and simulate GEMMs beside collectives (ConCCL).", no_args_is_help=True)
+app = typer.Typer(
+    help="Plan and simulate the overlap of GEMMs and collectives (ConCCL).", no_args_is_help=True
+)
 
 
 @app.command("advise")
@@ -33,13 +35,13 @@ def advise_command(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help=f"{text.FORM}.")],
     machine: SimMachineOption = models.NAME,
     allowed: Annotated[
-        str, typer.Option(metavar="all|NAME,...", help=f"Of {', '.join(STRATEGIES)}.")
+        str, typer.Option(metavar="all|NAME,...", help=f"Any of {', '.join(STRATEGIES)}.")
     ] = "all",
     json: JsonOption = None,
 ) -> None:
-    """Choose how to run kernels that do not depend on each other: strategy, order, cores, engines.
+    """Plan how to run independent kernels concurrently: strategy, order, cores, engines.
 
-    Reads the machine's tables (overlap/MACHINE.json in a folder of machines) and runs nothing.
+    Reads the machine's tables (overlap/MACHINE.json in a machines folder). Runs nothing.
 
     \b
     offcore overlap advise 8192x8192x8192 all_gather:896M
@@ -70,7 +72,7 @@ def run_command(
     machine: SimMachineOption = models.NAME,
     json: JsonOption = None,
 ) -> None:
-    """Run GEMMs beside all-gathers and all-to-alls under every strategy, simulated.
+    """Simulate GEMMs concurrent with all-gathers and all-to-alls under every strategy.
 
     \b
     offcore overlap run --json rows.jsonl
@@ -101,14 +103,14 @@ def characterise_command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The tables; default: in your folder of machines."),
+        typer.Option(metavar="FILE", help="The tables; default: in your machines folder."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Write the tables that advise reads: slowdowns by cores, latencies, and what kernels cost each
-    other. They come from the simulated machine, or with --rows from measurements on GPUs.
+    """Write the tables that advise reads: slowdowns by cores, latencies and mutual slowdowns.
 
-    With --rows, plans are also checked on the combinations that the tables leave out.
+    The tables are made from the simulated machine, or with --rows from measurements on GPUs. With
+    --rows, plans are also checked on the combinations that are not part of the tables.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
@@ -142,7 +144,7 @@ def calibrate_command(
         int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Seed of the search.")
     ] = fit.SEED,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of machines; default: yours.")
+        Path | None, typer.Option(metavar="FOLDER", help="Machines folder; default: yours.")
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -21,16 +21,18 @@ SIZES = "4K:4M:4"
 def report_command(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE...]", help="Rows (--json). Default: measure a little here."),
+        typer.Argument(
+            metavar="[FILE...]", help="Rows (--json). Default: short runs on this machine."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page, one file.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("--html", metavar="FILE", help="The page, a single file.")
+    ] = Path("report.html"),
     json: JsonOption = None,
 ) -> None:
-    """Write a page to send to others: this machine, versions, what ran, tables and plots.
+    """Write a page to share: this machine, versions, what ran, tables and plots.
 
-    Without files it measures all-gathers and all-to-alls between two processes of this machine.
+    Without files, measures all-gathers and all-to-alls between two processes on this machine.
 
     \b
     offcore report --html report.html

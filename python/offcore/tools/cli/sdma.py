@@ -21,7 +21,7 @@ from offcore.tools.sdma import text as sdma_text
 MACHINE = "mi300x-8"
 
 app = typer.Typer(
-    help="SDMA packets: commands to dwords and back, and an emulated engine that runs them.",
+    help="Encode, decode and run SDMA packets; an emulated engine runs them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -61,13 +61,13 @@ def encode_command(
     machine: MachineOption = MACHINE,
     annotate: Annotated[
         bool,
-        typer.Option("--annotate", metavar="", help="Name packets and fields beside the dwords."),
+        typer.Option("--annotate", metavar="", help="Name packets and fields next to the dwords."),
     ] = False,
     json: JsonOption = None,
 ) -> None:
     """Print the dwords of commands, one per line, 8 hexadecimal digits.
 
-    A program's engine queues follow lines `# queue R.Q`; docs/sdma.md has the addresses of its
+    Each engine queue of a program follows a line `# queue R.Q`. docs/sdma.md lists the addresses of
     buffers. --json writes one object per queue, with the dwords that a replay changes.
 
     \b
