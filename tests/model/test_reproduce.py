@@ -152,7 +152,7 @@ def test_explain_says_why(tmp_path: Path) -> None:
     words = ("explain", "all_gather", "--bytes", "256M", "--machine", "mi300x-8", "--in-place")
     shown = offcore_command(*words, cwd=tmp_path)
     assert shown.returncode == 0
-    for part in ("pcpy *", "bcst", "control", "schedule", "copy", "sync", "total", "because of"):
+    for part in ("pcpy *", "bcst", "control", "schedule", "copy", "sync", "total", "reason"):
         assert part in shown.stdout
     assert "times as fast" in shown.stdout
     assert "weakly pinned" in shown.stdout

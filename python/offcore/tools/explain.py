@@ -156,7 +156,7 @@ def show(why: Why, console: Console) -> None:
     if other is not None:
         for name in (other.name, "saved"):
             table.add_column(name, justify="right")
-        table.add_column("because of")
+        table.add_column("reason")
     for phase in PHASES:
         cells = [phase, format_us(why.chosen.phases[phase])]
         if other is not None:
@@ -203,7 +203,7 @@ def _others(others: Sequence[Case]) -> Table:
 
 
 def _notes(why: Why) -> list[str]:
-    notes = ["Phases are those of the path that ends last; what happens beside it costs nothing."]
+    notes = ["Phases are those of the critical path; work off that path adds no time."]
     if any(case.ahead for case in why.others):
         notes.append("prelaunch_ is for callers that repeat a call: auto never chooses it.")
     if not all(case.native for case in (why.chosen, why.runner_up, *why.others) if case):
