@@ -1,8 +1,12 @@
 """What a rank keeps of a large collective is copied by engines that pushes leave free."""
 
+import signal
+
 import pytest
 import test_refused
-from test_cuda import run
+from test_cuda import finish, run, start
+
+from stores import free_store
 
 MIB = 1 << 20
 
@@ -140,3 +144,55 @@ def test_what_a_service_still_works_on_stays_where_opening_fails() -> None:
     assert result.own_copy == "engines", result
     """
     assert run(code, prelude=PRELUDE + BUSY) == ""
+
+
+def test_a_wait_ends_in_time_where_a_gpu_does_not_tell_where_it_is() -> None:
+    """Words are read by the engine that others keep busy, for ever or until they are through."""
+    code = """
+    free()
+    comm = opened(timeout=30)
+    inp, out = comm.window(32 * MIB), comm.window(32 * MIB)
+    comm.all_to_all(out, inp).wait()
+    inp.write(np.arange(32 * MIB, dtype=np.uint8), rank=1)
+    lib.fakecuda_hold_host_engines(1)
+    handle = comm.all_to_all(out, inp)
+    late = threading.Timer(20, free)
+    late.start()
+    code, told = code_of(lambda: handle.wait(0.1))
+    assert code == "timeout" and "something else holding it" in told, (code, told)
+    late.cancel()
+    free()
+    assert handle.wait().own_copy == "engines"
+    assert (look(out)[16 * MIB :] == np.arange(16 * MIB, dtype=np.uint8)).all()
+    """
+    assert run(code, prelude=PRELUDE + BUSY) == ""
+
+
+def test_a_peer_that_is_killed_amid_their_copies() -> None:
+    code = """
+    store, rank = sys.argv[1], int(sys.argv[2])
+    comm = offcore.Communicator(backend="cuda", store=store, rank=rank, world_size=2, timeout=30)
+    inp, out = comm.window(32 * MIB), comm.window(32 * MIB)
+    assert comm.all_to_all(out, inp).wait().own_copy == "engines"
+    if rank == 0:
+        lib.fakecuda_hold_host_engines(1)
+        handle = comm.all_to_all(out, inp)
+    print("ready", flush=True)
+    if rank == 1:
+        time.sleep(60)
+    threading.Timer(1, lib.fakecuda_hold_host_engines, (0,)).start()
+    code, told = code_of(handle.wait)
+    assert code == "peer" and "rank 1" in told, (code, told)
+    comm.close()
+    del comm, inp, out, handle
+    assert not any(live().values()), live()
+    result, taken = exchanged(opened(), 32 * MIB)
+    assert result.own_copy == "engines" and taken.sum() > 0, (result, taken)
+    """
+    store = free_store()
+    group = [start(code, store, str(rank), prelude=PRELUDE) for rank in range(2)]
+    for process in group:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    group[1].send_signal(signal.SIGKILL)
+    assert finish(group, {0: 0, 1: -signal.SIGKILL})

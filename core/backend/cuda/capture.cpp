@@ -311,7 +311,7 @@ bool Captures::untouched(const Awaited& awaited) const {
       while (end != awaited[i].end() && mapping != nullptr && ring_of(*end) == mapping) ++end;
       const CUdeviceptr first = *word;
       std::vector<std::byte> bytes(*std::prev(end) - first + sizeof(uint32_t));
-      devices_[i]->gpu().copy(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
+      devices_[i]->gpu().read(bytes.data(), reinterpret_cast<const void*>(first), bytes.size());
       for (; word != end; ++word) {
         uint32_t value = 0;
         std::memcpy(&value, &bytes[*word - first], sizeof value);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstring>
 #include <map>
 #include <thread>
 
@@ -16,6 +18,7 @@ namespace offcore::cuda {
 namespace {
 
 constexpr double kServiceWaitS = 5;
+constexpr uint64_t kPinnedBytes = 4096;
 
 template <typename Copy>
 void tell_memories(const StridedCopy& rows, Copy& copy) {
@@ -259,6 +262,22 @@ void GpuContext::copy(void* dst, const void* src, uint64_t bytes) const {
                                     reinterpret_cast<CUdeviceptr>(src), bytes, service_->handle()),
         "cuMemcpyAsync");
   settle();
+}
+
+void GpuContext::read(void* dst, const void* src, uint64_t bytes) const {
+  const std::scoped_lock lock(mutex_);
+  const ContextGuard here = current();
+  if (pinned_ == nullptr) pinned_ = allocate_pinned(context_, kPinnedBytes);
+  for (uint64_t done = 0; done < bytes;) {
+    const uint64_t part = std::min(bytes - done, kPinnedBytes);
+    check(Driver::get().cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(pinned_.get()),
+                                      reinterpret_cast<CUdeviceptr>(src) + done, part,
+                                      service_->handle()),
+          "cuMemcpyAsync");
+    settle();
+    std::memcpy(static_cast<std::byte*>(dst) + done, pinned_.get(), part);
+    done += part;
+  }
 }
 
 bool GpuContext::completed(CUresult result, const char* what) const {

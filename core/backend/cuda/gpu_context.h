@@ -151,6 +151,8 @@ class GpuContext final : public Port {
   bool copy(const StridedCopy& rows) const;      // false: the driver refuses it
   bool copy(const CUmemcpy2D& rectangle) const;  // likewise
   void zero(CUdeviceptr dst, uint64_t bytes) const;
+  // By way of pinned memory: other memory of the host holds its caller until an engine is free.
+  void read(void* dst, const void* src, uint64_t bytes) const;
   void write_words(const std::vector<CUdeviceptr>& words, uint32_t value) const;
 
   // The kernel that copies between the host and this GPU instead of engines (copy_kernel.h), loaded
@@ -180,8 +182,9 @@ class GpuContext final : public Port {
   std::shared_ptr<const PrimaryContext> context_;
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<CudaStream> service_;
-  mutable std::mutex mutex_;       // one user of the service stream at a time
-  mutable std::mutex kept_mutex_;  // of what is below
+  mutable std::mutex mutex_;  // one user at a time of the service stream, and of what is read into
+  mutable std::shared_ptr<void> pinned_;  // null: nothing was read
+  mutable std::mutex kept_mutex_;         // of what is below
   mutable std::vector<std::unique_ptr<CudaStream>> idle_;
   mutable std::unique_ptr<const CopyKernel> copy_kernel_;
   mutable std::unique_ptr<const PackKernel> pack_kernel_;

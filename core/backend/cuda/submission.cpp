@@ -220,7 +220,7 @@ size_t CudaSubmission::reached(uint32_t queue) const {
 uint32_t CudaSubmission::read_word(const Slice& word) const {
   uint32_t value = 0;
   const std::byte* base = launch.binding.base(kFlagBuffer, word.rank);
-  compiled.devices.front()->gpu().copy(&value, base + word.offset * kWordBytes, sizeof value);
+  compiled.devices.front()->gpu().read(&value, base + word.offset * kWordBytes, sizeof value);
   return value;
 }
 

@@ -145,8 +145,12 @@ bool Submission::polled(const Command& poll) const {
 
 std::string Submission::position() const {
   std::vector<size_t> at(program->queues.size(), SIZE_MAX);
-  for (const RankQueues& local : compiled_->locals) {
-    for (uint32_t queue : local.queues) at[queue] = reached(queue);
+  try {
+    for (const RankQueues& local : compiled_->locals) {
+      for (uint32_t queue : local.queues) at[queue] = reached(queue);
+    }
+  } catch (const Error& held) {  // a GPU that is held does not tell, and the wait is over
+    return held.message();
   }
   return print_position(*program, at);
 }
