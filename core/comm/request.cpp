@@ -112,7 +112,7 @@ class Checker {
     const uint64_t size = size_of(facts_.reduction->dtype);
     if (bytes % size == 0) return;
     fail(Code::invalid, name(), ": ", what, " of rank ", rank, " has ", bytes,
-         " bytes, which is no whole number of ", to_string(facts_.reduction->dtype), " elements");
+         " bytes, not a whole number of ", to_string(facts_.reduction->dtype), " elements");
   }
 
   void reduce_scatter() {

@@ -332,7 +332,7 @@ void HostPool::check(std::span<const int64_t> slots, bool distinct) {
   for (int64_t number : slots) {
     check_taken(number);
     Slot& slot = slots_[static_cast<size_t>(number)];
-    if (distinct && slot.stamp == stamp_) fail(Code::invalid, "slot ", number, " is named twice");
+    if (distinct && slot.stamp == stamp_) fail(Code::invalid, "slot ", number, " is listed twice");
     slot.stamp = stamp_;
   }
 }

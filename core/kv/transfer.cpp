@@ -165,7 +165,7 @@ void Transfer::check(const TransferRequest& request) {
     }
     uint64_t& last = named[static_cast<size_t>(block)];
     if (last == calls_ && request.direction == Direction::load) {
-      fail(Code::invalid, "block ", block, " is named twice: a load would write it twice");
+      fail(Code::invalid, "block ", block, " is listed twice: a load would write it twice");
     }
     last = calls_;
   }

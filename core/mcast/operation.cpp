@@ -52,7 +52,7 @@ Operation::Operation(OperationRequest request, std::shared_ptr<const BlockLayout
   check(reduction, "reduce_scatter");
   for (const uint64_t bytes : request_.counts) {
     if (bytes % size_of(reduction.dtype) == 0) continue;
-    fail(Code::invalid, "reduce_scatter: a part of ", bytes, " bytes is no whole number of ",
+    fail(Code::invalid, "reduce_scatter: a part of ", bytes, " bytes is not a whole number of ",
          to_string(reduction.dtype), " elements");
   }
   call_.kind |= static_cast<uint32_t>(reduction.op) << 8;

@@ -129,7 +129,7 @@ def test_torch_reduces_in_place():
         (("all_gather", *SIM, "--dtype", "int8"), "unsupported", "--dtype is for operations that"),
         (("all_gather", *HOST, "--reduction", "sum"), "unsupported", "--reduction is for"),
         (("all_reduce", *HOST, "--sms", "4"), "unsupported", "--sms is for GPUs: host has none"),
-        (("all_reduce", *SIM, "--sizes", "4K,4097"), "invalid", "4097 bytes are no whole number"),
+        (("all_reduce", *SIM, "--sizes", "4K,4097"), "invalid", "4097 bytes are not a whole"),
         (("reduce", *SIM, "--variants", "one_shot"), "unsupported", "only all_reduce has"),
         (("all_reduce", *SIM, "--variants", "pcpy"), "unsupported", "pipelined and one_shot"),
     ],

@@ -86,6 +86,6 @@ def test_parts_are_whole_elements():
     layout = Layout("reduce_scatter", 3, 40, False, Values("float32", "sum"))
     assert layout.counts == [16, 12, 12]
     assert not layout.even
-    with pytest.raises(offcore.Error, match="42 bytes are no whole number of float32") as refused:
+    with pytest.raises(offcore.Error, match="42 bytes are not a whole number") as refused:
         Values("float32", "sum").check_bytes(42)
     assert refused.value.code == "invalid"

@@ -185,7 +185,7 @@ REFUSALS: list[tuple[tuple[Any, ...], dict[str, Any], str, str]] = [
     (([A], [B], [1, 2]), {}, "invalid", "1 entries, but 2 sizes"),
     (([A], [B], ["x"]), {}, "invalid", "sizes must be whole numbers"),
     (([4096], [8192]), {}, "invalid", "addresses and places need sizes"),
-    (([-1], [8192], [8]), {}, "invalid", "destinations: an address is not a number of 64 bits"),
+    (([-1], [8192], [8]), {}, "invalid", "destinations: an address is not a 64-bit integer"),
     (([0], [8192], [8]), {"backend": "host"}, "invalid", "entry 0: its destination is null"),
     ((A, B), {}, "invalid", "pass a list of arrays, or addresses and sizes"),
     (("ab", "cd"), {}, "invalid", "pass a list of arrays, not a str"),

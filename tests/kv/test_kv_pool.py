@@ -104,7 +104,7 @@ def test_what_is_not_allocated_is_refused() -> None:
     check_refused(lambda: pool.free([8]), "invalid", "slot 8 is not one of the host pool's 8")
     check_refused(lambda: pool.free([-1]), "invalid", "slot -1")
     check_refused(lambda: pool.free([5]), "invalid", "slot 5 is not allocated")
-    check_refused(lambda: pool.free([0, 1, 0]), "invalid", "slot 0 is named twice")
+    check_refused(lambda: pool.free([0, 1, 0]), "invalid", "slot 0 is listed twice")
     check_refused(lambda: pool.free([0.5]), "invalid", "whole numbers")
     check_refused(lambda: pool.free(np.zeros((2, 2), np.int64)), "invalid", "2 dimensions")
     check_refused(lambda: pool.row(7), "invalid", "not allocated")

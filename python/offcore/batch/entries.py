@@ -59,7 +59,7 @@ class _Side:
                 raise OverflowError
             self.places: Column = np.ascontiguousarray(given, dtype=np.uint64)
         except (OverflowError, TypeError, ValueError):
-            raise error("invalid", f"{self.role}s: an address is not a number of 64 bits") from None
+            raise error("invalid", f"{self.role}s: an address is not a 64-bit integer") from None
 
     def _take_places(self, given: Sequence[Any]) -> None:
         places, homes = [], []

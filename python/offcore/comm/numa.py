@@ -42,10 +42,10 @@ def keep_near(gpus: Sequence[int], nodes: Path = NODES) -> set[int]:
             raise error(
                 "unavailable",
                 f"the kernel does not report the NUMA node of GPU {gpu['ordinal']} ({gpu['pci']}); "
-                "leave near_gpu out, or place the process yourself (numactl, taskset)",
+                "omit near_gpu, or set the process's CPUs yourself (numactl, taskset)",
             )
         near |= cpus_in(file.read_text(encoding="ascii")) & allowed
     if not near:
-        raise error("unavailable", "this thread may run on no CPU near its GPU: leave near_gpu out")
+        raise error("unavailable", "this thread may not use any CPU near its GPU: omit near_gpu")
     os.sched_setaffinity(0, near)
     return near

@@ -142,7 +142,7 @@ class _Reducing:
         self._names = (reduction, dtype)
         size = item_bytes(dtype)
         if nbytes % size:
-            raise error("invalid", f"{op}: {nbytes} bytes are no whole number of {dtype}")
+            raise error("invalid", f"{op}: {nbytes} bytes are not a whole number of {dtype}")
         if op == "reduce_scatter":
             self._parts = [size * count for count in split_evenly(nbytes // size, ranks)]
         else:

@@ -145,8 +145,8 @@ class Layout:
         if len(devices) != 1 or len(counts) != 1:
             raise error(
                 "invalid",
-                f"the tensors of a cache must have one number of blocks, and lie "
-                f"on one device: here {sorted(counts)} on {devices or 'none'}",
+                "all tensors of a cache must have the same number of blocks and be on "
+                f"the same device: here {sorted(counts)} on {devices or 'none'}",
             )
         self.device: int | None = devices.pop()
         numbered = enumerate(_pieces_of(memory, block_axis, layer_axis) for memory in memories)

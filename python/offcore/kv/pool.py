@@ -65,7 +65,7 @@ class HostPool:
         self.backend = defaults.backend(None) if backend == "auto" else backend
         traits = defaults.traits(self.backend)
         if device is not None and not traits.gpus:
-            raise error("unsupported", f"device is a GPU's number, and backend {backend} has none")
+            raise error("unsupported", f"device= is for GPUs: backend {backend} has none")
         self.device = (device or 0) if traits.gpus else -1
         self.machine = traits.machine_of_pages(1) if machine is None else machine
         self.block_bytes = checked("block_bytes", block_bytes)

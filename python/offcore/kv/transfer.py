@@ -55,7 +55,7 @@ def _after(given: Any) -> tuple[str, int]:
 
 def _priority(given: Any) -> int:
     if not isinstance(given, (int, np.integer)) or abs(given) > _INT_MAX:
-        raise error("invalid", f"priority is {given!r}: it must be a whole number of 31 bits")
+        raise error("invalid", f"priority is {given!r}: pass an integer below 2^31")
     return int(given)
 
 
@@ -184,7 +184,7 @@ class BlockTransfer:
             ]
         if len({(one.backend, one.machine) for one in pools}) != 1:
             raise error(
-                "invalid", "the host pools of a transfer must be of one backend and machine"
+                "invalid", "all host pools of a transfer must have the same backend and machine"
             )
         self.layouts: list[Layout] = groups
         self.pools = pools
@@ -240,7 +240,7 @@ class BlockTransfer:
         if known - {device}:
             raise error(
                 "invalid",
-                f"the caches lie on GPUs {sorted(known)}; a transfer is for one, here {device}",
+                f"the caches are on GPUs {sorted(known)}, but the transfer is for GPU {device}",
             )
         return device
 

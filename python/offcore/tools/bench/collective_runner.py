@@ -35,7 +35,7 @@ class CollectiveRunner:
         values: Values | None = None,
     ) -> None:
         if in_place and op in ("scatter", "gather"):
-            raise error("unsupported", f"{op} has no in-place form: leave --in-place out")
+            raise error("unsupported", f"{op} has no in-place form: omit --in-place")
         self.comm = comm
         self._meet = meet
         self.op = op

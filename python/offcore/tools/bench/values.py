@@ -63,9 +63,9 @@ class Values:
         return {"dtype": self.dtype, "reduction": self.reduction}
 
     def check_bytes(self, nbytes: int) -> None:
-        """Raises invalid for what is no whole number of elements."""
+        """Raises invalid if that is not a whole number of elements."""
         if nbytes % self.stored.itemsize:
-            raise error("invalid", f"{nbytes} bytes are no whole number of {self.dtype}")
+            raise error("invalid", f"{nbytes} bytes are not a whole number of {self.dtype}")
 
     def fill(self, array: Bytes, first: int, rank: int, ranks: int, seed: int) -> None:
         """Writes elements from `first` on of rank's array."""
