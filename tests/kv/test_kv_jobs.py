@@ -120,7 +120,7 @@ def test_what_does_not_fit_together(world: World) -> None:
     check_refused(lambda: kv.BlockTransfer([layout], [world.pool] * 2), "invalid", "1 caches and 2")
     simulated = kv.HostPool(layout.block_bytes, 4, backend="sim")
     pools = [world.pool, simulated]
-    check_refused(lambda: kv.BlockTransfer([layout] * 2, pools), "invalid", "one backend")
+    check_refused(lambda: kv.BlockTransfer([layout] * 2, pools), "invalid", "the same backend")
     check_refused(lambda: kv.BlockTransfer(layout, world.pool, device=0), "invalid", "backend cuda")
     half = kv.Layout(world.cache[:, : BLOCKS // 2], block_axis=1, layer_axis=0)
     both = [world.pool, world.pool]

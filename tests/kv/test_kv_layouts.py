@@ -240,7 +240,7 @@ def test_a_job_takes_the_fewest_commands(places: Places) -> None:
 @pytest.mark.parametrize(
     ("caches", "options", "says"),
     [
-        ([], {}, "one number of blocks"),
+        ([], {}, "the same number of blocks"),
         ([np.zeros((3, 4)), np.zeros((5, 4))], {}, "[3, 5]"),
         (np.zeros((3, 4)), {"block_axis": 2}, "block_axis is 2"),
         (np.zeros((3, 4)), {"block_axis": 1, "layer_axis": -1}, "are both 1"),
