@@ -7,7 +7,6 @@ The environment is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,8 +22,8 @@ FLOATS = 1 << 18  # of each rank: 1 MiB
 
 def run_rank() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun itself listens at MASTER_PORT; rank 0 listens at the port beside it.
-    store = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
+    # torchrun listens at MASTER_PORT. Rank 0 listens below the ports that systems hand out.
+    store = f"{os.environ['MASTER_ADDR']}:{20_000 + int(os.environ['MASTER_PORT']) % 10_000}"
     with offcore.Communicator(
         backend="host", store=store, rank=rank, world_size=ranks, timeout=20.0
     ) as comm:
@@ -54,9 +53,7 @@ def run_rank() -> None:
 
 
 def start_ranks() -> int:
-    with socket.socket() as probe:  # a port that is free now, where rank 0 is to listen
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1] - 1
+    port = os.getpid()  # as good as any: nobody listens there
     processes = []
     for rank in range(RANKS):
         own = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

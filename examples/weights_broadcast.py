@@ -26,7 +26,8 @@ RANKS = 3  # where it starts them itself
 
 def run_rank() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1  # torchrun has that
+    # torchrun listens at MASTER_PORT. The ranks meet below the ports that systems hand out.
+    host, port = os.environ["MASTER_ADDR"], 20_000 + int(os.environ["MASTER_PORT"]) % 10_000
     alone = socket.gethostbyname(host).startswith("127.")
     floats = sum(int(np.prod(shape)) for shape in SHAPES.values())
     buffer = np.zeros(floats, np.float32)  # all weights in one piece of memory: one broadcast
@@ -58,10 +59,8 @@ def run_rank() -> None:
 
 
 def start_ranks() -> int:
-    with socket.socket() as probe:  # a port that is free now
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    port = str(os.getpid())  # as good as any: nobody listens there
+    env = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env["OFFCORE_JOB_SECRET"] = secrets.token_hex(16)
     processes = [
         subprocess.Popen([sys.executable, __file__], env=os.environ | env | {"RANK": str(rank)})
