@@ -1,9 +1,9 @@
-"""DistributedDataParallel over torch's own backend and over "offcore": step times, same losses.
+"""DistributedDataParallel with torch's own backend and with "offcore": compares times and losses.
 
     torchrun --nproc-per-node 2 examples/ddp.py    # GPUs with NCCL; without GPUs, CPUs with gloo
     python examples/ddp.py                         # starts two processes itself
 
-A program that has one backend says dist.init_process_group("offcore") and changes nothing else.
+A program with a single backend only needs dist.init_process_group("offcore").
 """
 
 import os

@@ -1,4 +1,4 @@
-"""FSDP2 with its own communication and with offcore's: step times, and that the losses agree.
+"""FSDP2 with its own communication and with offcore's: compares step times and losses.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py    # GPUs with NCCL; without GPUs, CPUs with gloo
     python examples/fsdp2.py                         # starts two processes itself

@@ -1,11 +1,11 @@
-"""A prompt's KV cache fetched from host memory instead of computed again (DMA-Latte 5.3).
+"""A prompt's KV cache fetched from host memory instead of recomputed (DMA-Latte 5.3).
 
     python examples/kv_fetch.py
 
-The cache of Qwen2.5-0.5B: 24 layers, pages of 8 KiB, 16 tokens a block. A prompt of 4096 tokens is
-stored, its blocks are lost, and it is fetched into other blocks: folded over the layers, and layer
-after layer while the first ones are already in use. With torch and a GPU on copy engines, else on
-the host backend's threads.
+The cache of Qwen2.5-0.5B has 24 layers, pages of 8 KiB and 16 tokens per block. A prompt of 4096
+tokens is stored, its blocks are erased, and it is fetched into other blocks: first with all layers
+in one copy, then layer by layer while the first layers are already in use. Uses copy engines with
+torch and a GPU, and threads of the host backend otherwise.
 """
 
 from typing import Any

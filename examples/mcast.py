@@ -1,9 +1,9 @@
-"""A process a rank, joined by UDP multicast: a broadcast, then an all-gather.
+"""A broadcast, then an all-gather over UDP multicast, with one process per rank.
 
     python examples/mcast.py                        # starts three processes on this host
     python examples/mcast.py RANK RANKS HOST:PORT   # one of them; rank 0 listens there
 
-On several hosts, name the interface that they share as a fourth word.
+On several hosts, pass the name of their common network interface as a fourth argument.
 """
 
 import socket

@@ -1,10 +1,10 @@
-"""Tensor parallelism over the backend "offcore": an MLP split over the ranks, beside the whole one.
+"""Tensor parallelism with the backend "offcore": an MLP split over ranks, and the unsplit one.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py    # GPUs, or CPUs without GPUs
     python examples/tensor_parallel.py                         # starts two processes itself
 
-The first product is split by columns, the second by rows, so that one all-reduce a block, in each
-direction, is all that the ranks exchange. Outputs and gradients equal those of the whole model.
+The first product is split by columns and the second by rows, so the ranks exchange one all-reduce
+per block and direction. Outputs and gradients are compared with those of the unsplit model.
 """
 
 import os

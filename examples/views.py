@@ -1,9 +1,9 @@
-"""Weights gathered one layer ahead, into slots that the lane lends: no buffers of one's own.
+"""Weights gathered one layer ahead with views, which need no buffers of the caller.
 
     python examples/views.py
 
-Every rank holds a shard of each layer. While a layer is used the next one is gathered; a view is
-valid for two further view calls, so the layer at hand stays as it is.
+Every rank holds a shard of each layer. While one layer is used, the next one is gathered. A view is
+valid for two further view calls, so the current layer is not overwritten.
 """
 
 import numpy as np

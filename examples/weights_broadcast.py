@@ -1,11 +1,11 @@
 """A model's weights from rank 0 to all ranks by UDP multicast: each byte leaves rank 0 once.
 
     torchrun --nproc-per-node 3 examples/weights_broadcast.py
-    offcore mcast testbed --hosts 4 -- python examples/weights_broadcast.py    # a host a rank
+    offcore mcast testbed --hosts 4 -- python examples/weights_broadcast.py    # one rank per host
     python examples/weights_broadcast.py                    # starts three processes itself
 
-Ranks read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. On several real hosts, run it with the
-same OFFCORE_JOB_SECRET on each. It needs neither torch nor a GPU: weights lie in host memory.
+Ranks read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. On several hosts, run it with the same
+OFFCORE_JOB_SECRET on each. It needs neither torch nor a GPU: weights are in host memory.
 """
 
 import hashlib
