@@ -41,14 +41,12 @@ std::shared_ptr<BatchExecutor> BatchExecutor::of(const std::string& backend, con
   BatchExecutors& all = executors.get();
   const std::string key = key_of(backend, machine, ranks, options);
   const std::scoped_lock lock(all.mutex);
-  std::shared_ptr<BatchExecutor>& executor = all.open[key];
-  if (executor == nullptr) {
-    std::vector<Rank> local(ranks);
-    for (Rank rank = 0; rank < ranks; ++rank) local[rank] = rank;
-    executor.reset(new BatchExecutor(
-        open_backend(backend, machine, ranks, std::move(local), std::move(options)), ranks));
-  }
-  return executor;
+  if (const auto found = all.open.find(key); found != all.open.end()) return found->second;
+  std::vector<Rank> local(ranks);
+  for (Rank rank = 0; rank < ranks; ++rank) local[rank] = rank;
+  const std::shared_ptr<BatchExecutor> opened(new BatchExecutor(
+      open_backend(backend, machine, ranks, std::move(local), std::move(options)), ranks));
+  return all.open.emplace(key, opened).first->second;
 }
 
 void BatchExecutor::close_all() {

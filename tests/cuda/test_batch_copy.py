@@ -449,3 +449,14 @@ def test_after_a_fork() -> None:
     assert os.waitpid(child, 0)[1] == 0
     """
     assert run(code, prelude=PRELUDE) == ""
+
+
+def test_a_process_ends_well_although_a_backend_did_not_open() -> None:
+    code = """
+    memory = Memory()
+    for own_copy in ("none", None):
+        policy = BatchPolicy(own_copy=own_copy)
+        code, told = code_of(lambda: memory.copy(scattered(9, 64), policy=policy))
+        assert code == "invalid" and f"own_copy '{own_copy}': engines, engine or sm" in told, told
+    """
+    assert run(code, prelude=PRELUDE) == ""

@@ -167,7 +167,7 @@ def batch_copy(
         call.swaps,
         call.policy._core_policy(call.backend),
         entries.phantom,
-        call.policy.own_copy,
+        str(call.policy.own_copy),
         streams_of(stream, entries.core.gpus) if defaults.traits(call.backend).gpus else [],
         entries.keep,
         seconds,
