@@ -73,6 +73,17 @@ def test_small_ones_and_those_by_sms_or_one_engine_stay_in_one_stream() -> None:
     assert run(code, prelude=PRELUDE) == ""
 
 
+def test_what_does_not_exist_is_told() -> None:
+    code = """
+    for own_copy in ("engine,sm", "", None, 3):
+        code, told = code_of(lambda: opened(own_copy=own_copy))
+        assert code == "invalid" and f"own_copy '{own_copy}': engines, engine or sm" in told, told
+    code, told = code_of(lambda: opened(signals=None))
+    assert code == "invalid" and "signal form 'None': auto, fenced or copy_order" in told, told
+    """
+    assert run(code, prelude=PRELUDE) == ""
+
+
 def test_where_the_trial_is_refused_one_engine_copies_all() -> None:
     code = """
     comm = opened()

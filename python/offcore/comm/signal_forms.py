@@ -120,6 +120,7 @@ def cuda_options(
     if defaults.traits(backend).gpus and signals == "auto":
         with contextlib.suppress(_core.Error):  # opening the backend says what is missing
             proven, _ = choose(_core.cuda_facts(), devices)
+    signals, own_copy = str(signals), str(own_copy)  # the core says which there are
     return _core.CudaOptions(
         devices=devices, signals=signals, proven=proven, own_copy=own_copy, sms=max(1, sms)
     )
