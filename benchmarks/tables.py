@@ -34,7 +34,7 @@ PAGES = (
 SIMGRID = {"ring": "ring", "linear": "all pairs", "knomial": "binomial tree"}
 KV_PEERS = ("batch", "loop", "kernel")
 # Layouts of gpu_kv_layouts.py, and how a row's bytes of a layer's page are told: of K and V apart.
-KV_LAYOUTS = {
+KV_LAYOUTS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "kv-apart": ("K and V apart, a tensor per layer", lambda page, layers: page // 2),
     "kv-tensors": ("K and V in separate tensors", lambda page, layers: page // 2),
     "tensors": ("a tensor per layer", lambda page, layers: page),
