@@ -31,10 +31,10 @@ COLUMNS: tuple[tuple[str, Record], ...] = (
     ("view,co", _own("view", "copy_order")),
     ("promised,co", _own("promise", "copy_order")),
     ("safe,co", _own("auto", "copy_order")),
-    ("promised,engine", _own("promise", "fenced")),
-    ("safe,engine", _own("auto", "fenced")),
-    ("promised,sm", _own("promise", "fenced")),
-    ("safe,sm", _own("auto", "fenced")),
+    ("promised,engine", _own("promise", "fenced") | {"own_copy": "engine"}),
+    ("safe,engine", _own("auto", "fenced") | {"own_copy": "engine"}),
+    ("promised,sm", _own("promise", "fenced") | {"own_copy": "sm"}),
+    ("safe,sm", _own("auto", "fenced") | {"own_copy": "sm"}),
     ("nccl", {"impl": "nccl", "mode": "graph"}),
     ("nccl,eager", {"impl": "nccl", "mode": "eager"}),
     ("nccl-ce", {"impl": "nccl-ce", "mode": "graph"}),
@@ -67,16 +67,17 @@ def times_of(
     records: Sequence[Record], op: str, ranks: int, in_place: bool, timing: str = "chain"
 ) -> dict[str, dict[int, float]]:
     """Microseconds by column and size; columns without a row are left out."""
-    place = {"op": op, "ranks": ranks, "in_place": in_place}
+    place: Record = {"op": op, "ranks": ranks, "in_place": in_place}
     found: dict[str, dict[int, float]] = {}
     for head, wanted in COLUMNS:
-        own_copy = head.partition(",")[2] if head.endswith((",engine", ",sm")) else None
+        alike = place | wanted
+        own_copy = alike.pop("own_copy", None)
         rows = [
             one
             for one in records
             if one.get("timing", "chain") == timing
             and not one.get("armed_ahead")
-            and all(_value(one, name) == value for name, value in (place | wanted).items())
+            and all(_value(one, name) == value for name, value in alike.items())
         ]
         rows = _copied_by(rows, own_copy)
         for size in sorted({one["bytes"] for one in rows}):
