@@ -25,7 +25,7 @@ inline void pause_briefly(uint32_t times = 1) {
   }
 }
 
-// A wait in seconds as messages show it: in hundredths, rounded up, since a little has passed.
+// A wait in seconds as messages show it: in hundredths, rounded up, so that none is 0.
 inline double shown_s(int64_t wait_ns) {
   return static_cast<double>((wait_ns + 9'999'999) / 10'000'000) / 100;
 }
