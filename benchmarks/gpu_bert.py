@@ -1,5 +1,6 @@
 """Data-parallel training of an encoder as large as BERT-Large, random weights, bfloat16, sequences
-of 384 tokens, by DDP over NCCL and over offcore: paper 003's section II-C and figure 5.
+of 384 tokens, by DDP over NCCL and over offcore with all_reduce_from=0: paper 003's section II-C
+and figure 5.
 
     timeout 400 python benchmarks/gpu_bert.py              # a process a GPU, about 3 minutes on two
     python benchmarks/gpu_bert.py --model tiny --device cpu --batch 2 --sequence 16 --steps 2
@@ -31,7 +32,7 @@ from gpu_train import WARMUP, Trainer, print_row, timed, wait
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
-import offcore.distributed  # noqa: F401  (the backend's name)
+import offcore.distributed
 
 MIB = 1 << 20
 WHOLE, PIECE = 32 * MIB, 4 * MIB
@@ -163,7 +164,11 @@ def rank_main(given: argparse.Namespace) -> int:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", **where, rank=rank, world_size=ranks)
     named = {"model": given.model, "ranks": dist.get_world_size()}
-    groups = {"own": dist.group.WORLD, "offcore": dist.new_group(backend="offcore")}
+    whole = offcore.distributed.Options(all_reduce_from=0)
+    groups = {
+        "own": dist.group.WORLD,
+        "offcore": dist.new_group(backend="offcore", pg_options=whole),
+    }
     trainers: dict[str, Trainer] = {"alone": Alone(wrapped(given, device, None), given, device)}
     for arm, group in groups.items():
         trainers[arm] = Encoder(wrapped(given, device, group), given, device)

@@ -9,10 +9,11 @@ offcore's, one process a GPU.
 FSDP2: float32 parameters, bfloat16 all-gathers and computing, float32 reduce-scatters, AdamW
 (fused), a layer a group. Steps of the arms take turns in one process: `own` is NCCL at its
 defaults, `gather` offcore's all-gathers with NCCL's reduce-scatters, `offcore` both. DDP: bfloat16,
-AdamW, arms are process groups. Rows are JSON: step (ms, the slower rank's, medians), host (ms until
-the host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (own's step to
-this, the median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else it
-takes).
+AdamW, arms are process groups: `offcore` at its defaults, which leaves short all-reduces to NCCL,
+`engines` with all_reduce_from=0. Rows are JSON: step (ms, the slower rank's, medians), host (ms
+until the host has enqueued a step), busy (ms of NCCL's kernels in a step of `own`), speed (own's
+step to this, the median of neighbours), torch_gib (peak of torch's tensors), offcore_gib (what else
+it takes).
 
 Losses are those of deterministic kernels (slower ones, attention by plain products): what two runs
 differ by is then what communication makes of it. `again` is a second run of `own`; it and `gather`,
@@ -257,7 +258,12 @@ def measure_fsdp(arguments: argparse.Namespace, size: str, device: torch.device)
 
 
 def measure_ddp(arguments: argparse.Namespace, size: str, device: torch.device, mib: int) -> None:
-    groups = {"own": None, "offcore": dist.new_group(backend="offcore")}
+    whole = offcore.distributed.Options(all_reduce_from=0)
+    groups = {
+        "own": None,
+        "offcore": dist.new_group(backend="offcore"),
+        "engines": dist.new_group(backend="offcore", pg_options=whole),
+    }
     trainers = {}
     for arm, group in groups.items():
         model = DistributedDataParallel(

@@ -188,6 +188,38 @@ def long_way(rank: int, ranks: int) -> None:
     assert not one.group.collectives.carried
 
 
+def short(rank: int, ranks: int) -> None:
+    """All-reduces that NCCL ends sooner are its own."""
+    one = Rank(rank, ranks)
+    group, floats = one.group, one.tensor(PART, rank + 1)
+    assert group.nccl_below == 0  # there is none here
+    taken: list[Any] = []
+
+    class Nccl:
+        def allreduce(self, *given: Any, **named: Any) -> Any:
+            taken.append((given, named))
+            return "NCCL's"
+
+        allreduce_coalesced = allreduce
+
+    group.inner["cuda"], group.nccl_below = Nccl(), 4 * PART + 1
+    before = group.handed.get("allreduce", 0)
+    plain = options()
+    assert group.allreduce([floats], plain) == "NCCL's"
+    assert group.allreduce(floats, op=dist.ReduceOp.SUM) == "NCCL's"
+    assert group.allreduce_coalesced([floats], plain) == "NCCL's"
+    given = [([floats], plain), (floats,), ([floats], plain)]
+    assert [[*one] for one, _ in taken] == [[*one] for one in given]
+    assert group.handed["allreduce"] == before + 2
+    group.nccl_below = 4 * PART
+    assert group.allreduce([floats], plain).wait(datetime.timedelta(seconds=20))
+    assert one.values(floats) == [3]
+    assert len(taken) == 3
+    assert one.group.collectives.carried == {"all_reduce": 1}
+    del group.inner["cuda"]
+    group.nccl_below = 0
+
+
 def wrong(rank: int, ranks: int) -> None:
     one = Rank(rank, ranks)
     whole, part = one.tensor(3 * PART, 0), one.tensor(PART, 0)
@@ -319,7 +351,7 @@ def meet(rank: int, ranks: int, name: str) -> None:
 
 
 def well(rank: int, ranks: int) -> None:
-    for part in (right, in_order, long_way, in_ranges, shards):
+    for part in (right, in_order, long_way, short, in_ranges, shards):
         part(rank, ranks)
 
 

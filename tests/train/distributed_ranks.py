@@ -227,8 +227,13 @@ def groups(rank: int, ranks: int) -> None:
     for refuses in (offcore.distributed.Options, offcore.distributed.configure):
         with pytest.raises(offcore.Error, match="unknown argument backend: give"):
             refuses(backend="host")
+        for wrong in (-1, 1.5, "1M", None, True):
+            with pytest.raises(offcore.Error, match=r"all_reduce_from=.*: pass a number of bytes"):
+                refuses(all_reduce_from=wrong)
     alone = dist.new_group(
-        [rank], pg_options=offcore.distributed.Options(sms=8), use_local_synchronization=True
+        [rank],
+        pg_options=offcore.distributed.Options(sms=8, all_reduce_from=1 << 20),
+        use_local_synchronization=True,
     )
     one = torch.ones(3)
     dist.all_reduce(one, group=alone)

@@ -156,7 +156,7 @@ def replicas(rank: int, ranks: int) -> None:
         end = with_offcore(sms=8, timeout=50.0)(model)
         mesh_info = next(_param_groups(model)).mesh_info
         core = calls_of(mesh_info.replicate_process_group).collectives
-        assert (core.timeout, core._arguments) == (50, {"sms": 8})
+        assert (core.timeout, core._arguments) == (50, {"all_reduce_from": 0, "sms": 8})
         return end
 
     ours, told = trained(prepare, mesh=mesh, steps=2)

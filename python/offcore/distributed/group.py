@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from offcore.comm import Communicator
 from offcore.distributed.collectives import Collectives
+from offcore.distributed.hosts import OF_GROUPS
 from offcore.distributed.sides import log
 from offcore.errors import error
 from offcore.torch_calls import Arguments, option
@@ -23,6 +24,9 @@ _TorchBackend: Any = torch._C._distributed_c10d.Backend
 BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 _FROM_GROUP = {"backend", "ranks", "store", "rank", "world_size", "device"}  # what it gives itself
+# In shorter all-reduces on GPUs the host needs up to 0.2 ms more than NCCL's, and the GPU saves
+# less (2 x H200: benchmarks/results/train-h200-2.txt).
+ALL_REDUCE_FROM = 256 << 20
 _configured = Arguments()
 
 
@@ -33,10 +37,17 @@ def configure(**arguments: Any) -> None:
 
 
 class Options(Arguments):
-    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; and
-    `between`, offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md)."""
+    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; `between`,
+    offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md); and
+    `all_reduce_from`: all-reduces on GPUs of fewer bytes are NCCL's (default 256 MiB; 0: none)."""
 
-    known = {*signature(Communicator).parameters, "between"} - _FROM_GROUP
+    known = {*signature(Communicator).parameters, *OF_GROUPS} - _FROM_GROUP
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        least = arguments.get("all_reduce_from", 0)
+        if type(least) is not int or least < 0:
+            raise error("invalid", f"all_reduce_from={least!r}: pass a number of bytes, or 0")
 
 
 class Together(dist.Work):  # type: ignore[misc]
@@ -116,6 +127,7 @@ class Calls:
     collectives: Collectives
     inner: dict[str, Any]
     handed: dict[str, int]
+    nccl_below: int  # bytes of an all-reduce on GPUs
 
     def _open(self, options: Any, given: Any) -> None:
         if given is not None and not isinstance(given, Options):
@@ -135,13 +147,16 @@ class Calls:
             self.inner["cuda"] = dist.ProcessGroupNCCL(
                 dist.PrefixStore("nccl/", store), rank, ranks, nccl
             )
+        arguments = Arguments(**{**_configured.arguments, **(given.arguments if given else {})})
+        below = arguments.arguments.get("all_reduce_from", ALL_REDUCE_FROM)
+        self.nccl_below = below if "cuda" in self.inner else 0
         self.collectives = Collectives(
             dist.PrefixStore("offcore/", store),
             rank,
             ranks,
             options.timeout.total_seconds(),
             str(options.group_id),
-            Arguments(**{**_configured.arguments, **(given.arguments if given else {})}),
+            arguments,
         )
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,8 +256,29 @@ def _method(name: str, do: str, told: str) -> Callable[..., Any]:
     return method
 
 
+def _all_reduces(method: Callable[..., Any]) -> Callable[..., Any]:
+    name = method.__name__
+
+    def all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+        below = self.nccl_below
+        if below and args:
+            nbytes = 0
+            for one in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
+                nbytes += one.nbytes if one.is_cuda else below
+            if nbytes < below:
+                self._log(name)
+                return getattr(self.inner["cuda"], name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    all_reduce.__name__ = name
+    all_reduce.__doc__ = method.__doc__
+    return all_reduce
+
+
 for _name in _CALLS:
     setattr(Calls, _name, _method(_name, "_call", "By offcore, or the inner group."))
+for _name in ("allreduce", "allreduce_coalesced"):
+    setattr(Calls, _name, _all_reduces(getattr(Calls, _name)))
 for _name in _HANDED:
     setattr(Calls, _name, _method(_name, "_hand", "By the inner group."))
 

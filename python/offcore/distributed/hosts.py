@@ -37,8 +37,8 @@ _OPS = (
     "gather",
 )
 _TORCH = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+OF_GROUPS = ("between", "all_reduce_from")  # arguments that are no communicator's
 _SMALL = 16 << 20  # bytes of a host's part; below, a call for each host costs more than a copy
-
 
 ByHost = list[list[int]]  # the ranks of each
 
@@ -345,8 +345,8 @@ def open_ends(
     several hosts a `Hosts` with a rail of its own; they share what is inside. Collective."""
     host, local = divmod(rank, len(hosts[0]))
     place = Place(host, len(hosts), local, len(hosts[0]))
-    given = {**given}
-    between = given.pop("between", None)
+    between = given.get("between")
+    given = {name: value for name, value in given.items() if name not in OF_GROUPS}
     inside = open_communicator(
         dist.PrefixStore(f"host/{host}/", store), local, place.locals, timeout, device, given
     )

@@ -77,8 +77,8 @@ def enable(
         Outputs for which it has no room are torch's own memory and go by way of slots (`staged`).
     timeout: seconds after which a call that has not ended fails and the group is dead; a rank may
         be late by as much, as it is when it writes a checkpoint alone.
-    arguments: of offcore.Communicator, such as sms=8; and `between`, for multicast between hosts
-        (docs/hosts.md).
+    arguments: of offcore.Communicator, such as sms=8; `between`, for multicast between hosts
+        (docs/hosts.md); and `all_reduce_from`, for HSDP's all-reduces (default 0).
 
     Raises `Error`: invalid for a model without FSDPModules, one that is enabled already, or an
     unknown argument; what offcore.Communicator raises.
@@ -249,7 +249,7 @@ def _replicas_of(group: Any, device: Any, made: _Enabled) -> Any:
                 ranks,
                 timeout=datetime.timedelta(seconds=made.timeout),
                 backend=NAME,
-                pg_options=Options(**made.arguments),
+                pg_options=Options(**{"all_reduce_from": 0, **made.arguments}),
                 use_local_synchronization=True,
                 group_desc="offcore.fsdp",
             )
