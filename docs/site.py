@@ -96,6 +96,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return with_blanks(LINK.sub(led, markdown))
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Cells with the name of a variable may break behind an underscore, for narrow screens."""
+    return re.sub(
+        r"(?<=<td>)[A-Z]+_[A-Z_]+(?=</td>)", lambda name: name[0].replace("_", "_<wbr>"), html
+    )
+
+
 def with_blanks(markdown: str) -> str:
     """A blank line before each list that follows a paragraph."""
     lines: list[str] = []
