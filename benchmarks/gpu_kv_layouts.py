@@ -41,10 +41,10 @@ from offcore.tools.report import Stamp, dumps
 FOLDER = Path(__file__).parent
 KIB = 1 << 10
 KERNEL_SMS = 16
-BY_ENGINES = ("batch", "batch32", "batch64", "loop")
+BY_ENGINES = ("batch", "batch32", "batch64", "batch256", "loop")
 PACKED = ("packed-2", "packed", "packed-8")
 ALL = ("zero-sm", *PACKED, "kernel", *BY_ENGINES, "torch")
-FEW = ("zero-sm", "packed", "kernel", "batch32", "batch64", "torch")
+FEW = ("zero-sm", "packed", "kernel", "batch32", "batch64", "batch256", "torch")
 OWN = ("zero-sm", "packed")
 Row = dict[str, Any]
 # Layout, KiB of a layer's page (K and V together), layers, blocks, peers: what matters first.
@@ -185,7 +185,9 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         names = ("step", "layout", "page_bytes", "blocks", "direction")
         groups.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, single,")
+    print(
+        "GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, 256,\nsingle,"
+    )
     print("torch | auto's % of the link, path, times as fast as torch, as all peers;")
     print("zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
     print("slowdown of GEMMs: auto, zero-SM, packed, kernel")

@@ -10,7 +10,9 @@ interpreter's lock goes to and fro between calls); in some cuMemcpy3DBatchAsync 
 pages, by cuMemcpyBatchAsync of so many, which tells what an engine takes from call to call; and by
 the kernel of `BlockTransfer(kernel=True)`, launched once with so many workgroups: the 16 that a
 transfer takes, one for each block of the cache (64), and more.
-`pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. Host memory is a
+`pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. `tensors`: the pages
+of 64 blocks in 56 allocations, by such calls too, listed by block, by tensor, and of four blocks by
+tensor. Host memory is a
 HostPool's, the driver's own (cuMemHostAlloc), or registered, for which small or huge pages were
 asked; a GPU's comes from cuMemAlloc or is a window. Times are medians: until the calls have
 returned, and until the copies have ended.
@@ -42,6 +44,7 @@ from offcore.sizes import format_bytes
 KERNEL = Path(__file__).parents[1] / "core" / "backend" / "cuda" / "copy_kernel.cpp"
 PAIRS, UNIT_BYTES, THREADS = 128, 16, 1024  # of the kernel in it
 LAYERS, BLOCKS, PAGES = 28, 64, 256
+TENSORS, TENSOR_BYTES = 2 * LAYERS, 64 << 20  # an allocation each
 WORKGROUPS = (16, 32, BLOCKS, 132, 264)
 ROOM = 4 * LAYERS * BLOCKS * (32 << 10)
 TURNS = 11
@@ -106,6 +109,7 @@ class Calls:
     def __init__(self) -> None:
         self.driver = Driver(0)
         self.gather: c_uint64 | None = None
+        self.allocations: list[int] = []
         self.context = c_uint64()
         self.driver("cuDevicePrimaryCtxRetain", byref(self.context), c_uint64(0))
         self.mapped: list[mmap.mmap] = []
@@ -306,6 +310,25 @@ class Calls:
         rows = slots[1] + self.hosts["pool"]
         return self.batches(*((cache, rows) if load else (rows, cache)), page, count)
 
+    def tensors(self, load: bool, page: int, count: int, together: int) -> Times:
+        """The pages of blocks in many allocations, in batches of so many: of so many blocks those
+        of an allocation, then those of the next."""
+        while len(self.allocations) < TENSORS:
+            address = c_uint64()
+            self.driver("cuMemAlloc", byref(address), c_size_t(TENSOR_BYTES))
+            self.allocations.append(address.value)
+        rng = np.random.default_rng(1)
+        blocks, slots = (rng.permutation(2 * BLOCKS)[:BLOCKS].astype(np.uint64) for _ in range(2))
+        cache = np.array(self.allocations, np.uint64) + blocks[:, np.newaxis] * page
+        at = slots[:, np.newaxis] * TENSORS + np.arange(TENSORS, dtype=np.uint64)
+        listed = [
+            np.concatenate(
+                [side[k : k + together].T.reshape(-1) for k in range(0, BLOCKS, together)]
+            )
+            for side in (cache, self.hosts["pool"] + at * page)
+        ]
+        return self.batches(*(listed if load else listed[::-1]), page, count)
+
     def batches(self, dsts: Places, srcs: Places, page: int, count: int) -> Times:
         columns = (dsts, srcs, np.full(len(dsts), page, np.uint64))
         attributes, first = Attributes(order=1), c_size_t(0)
@@ -389,6 +412,15 @@ def main() -> int:
             sizes = (8, 16, 32, 64, 128, 256)
             cells = {str(n): (calls.pages(load, page, n), PAGES * page) for n in sizes}
             show(f"{'load' if load else 'store'} of {format_bytes(page)}", cells)
+    print(f"pages of {BLOCKS} blocks in {TENSORS} tensors")
+    for page in (8 << 10, 16 << 10, 32 << 10):
+        for load in (True, False):
+            for order, together in (("by block", 1), ("by tensor", BLOCKS), ("of 4", 4)):
+                cells = {
+                    str(n): (calls.tensors(load, page, n, together), TENSORS * BLOCKS * page)
+                    for n in (64, 128, 256, 512)
+                }
+                show(f"{'load' if load else 'store'} {format_bytes(page)} {order}", cells)
     return 0
 
 

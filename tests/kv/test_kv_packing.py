@@ -176,12 +176,12 @@ def test_a_packed_job_is_few_parts() -> None:
     check_on_gpu(code)
 
 
-def test_pages_apart_go_by_calls_of_64() -> None:
+def test_pages_apart_go_by_calls_of_256() -> None:
     """As whoever lists them by hand would hand them over, whatever blocks they are of; and a run of
     blocks is not listed, but a strided copy a page."""
     code = """
     world = Apart(layers=7, blocks=64, policy="zero_sm", linger=60.0)
-    for count, calls_ in ((40, 9), (16, 4), (1, 1)):
+    for count, calls_ in ((40, 3), (16, 1), (1, 1)):
         world.transfer.store([5], [5]).wait(20)  # the thread is awake
         found = world.transfer.store(some(count), some(count, 1)).wait(20)
         assert found.calls["batched"] == found.commands == found.pages == 14 * count, found

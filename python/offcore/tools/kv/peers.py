@@ -3,10 +3,11 @@
 `offcore`: BlockTransfer as it is; `zero-sm`: by copy engines alone; `packed`, `packed-8`: all of it
 packed by 4 SMs, or 8; `kernel`: by its kernel of 16 blocks.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
-all pages; `batch32`, `batch64`: such calls of 32 or 64 pages each. `vllm`, `triton`: vLLM's own
-calls, where it is installed: its batch of all pages, and its kernel. What these are given are the
-places of all pages, ready-made. `torch`: what anybody writes, index_select into memory of the GPU
-and a copy of that for each tensor, and back by index_copy_; its rows lie apart from the pool's.
+all pages; `batch32`, `batch64`, `batch256`: such calls of so many pages each. `vllm`, `triton`:
+vLLM's own calls, where it is installed: its batch of all pages, and its kernel. What these are
+given are the places of all pages, ready-made. `torch`: what anybody writes, index_select into
+memory of the GPU and a copy of that for each tensor, and back by index_copy_; its rows lie apart
+from the pool's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from offcore import _core, kv
 from offcore.errors import error
 from offcore.tools.kv.case import Case, Numbers, torch_with_gpu
 
-_CALL_PAGES = {"batch": 2**64 - 1, "batch32": 32, "batch64": 64}
+_CALL_PAGES = {"batch": 2**64 - 1, "batch32": 32, "batch64": 64, "batch256": 256}
 _OWN: dict[str, dict[str, Any]] = {
     "zero-sm": {"policy": "zero_sm"},
     "packed": {"policy": "pack"},
