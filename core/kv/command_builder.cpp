@@ -298,6 +298,7 @@ Part CommandBuilder::next(const PartBudget& budget) {
   const PageForm& form = part.form;
   const size_t first = next_;
   bool listed = false;
+  const bool singles = form.listed && all_apart({.first = first}, budget.submitted_soonest, part);
   const size_t about = left.blocks * (form.listed ? 1 : left.block_pages);
   const size_t room = std::min<size_t>(form.copies, about);
   part.commands.reserve(room + room / kFencesAbout + kFencesAbout);
@@ -307,7 +308,10 @@ Part CommandBuilder::next(const PartBudget& budget) {
     if (blocks == 0 && part.bytes > 0) break;
     if (budget.apart) blocks = std::min<uint64_t>(blocks, layers.folds.front().pieces);
     const BlockRun found = run(host(), next_, std::max<uint64_t>(1, blocks));
-    if (form.listed && all_apart(found, budget.submitted_soonest, part)) {
+    const bool pages = found.count == 1
+                           ? singles
+                           : form.listed && all_apart(found, budget.submitted_soonest, part);
+    if (pages) {
       add_pages(found, first, part);
       listed = true;
     } else {

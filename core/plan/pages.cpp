@@ -6,6 +6,7 @@ namespace offcore {
 namespace {
 
 constexpr uint32_t kFirstPart = 64;   // copies of the first part, so that longer calls come soon
+constexpr uint32_t kByCpuMax = 64;    // copies of a call that a driver may make by a CPU
 constexpr uint64_t kBlocksPlain = 3;  // else strided copies are about as few calls
 constexpr uint64_t kPackedMin = 16;   // commands: fewer have come before a kernel has begun
 constexpr uint32_t kBothRowsMin = 8;  // else a block takes many copies
@@ -43,12 +44,14 @@ PageForm PageForms::form(const PagesLeft& run, const PageBudget& budget) const {
   const bool small = run.page_bytes < pages_.small_bytes;
   const bool soon = waits && !small && run.begins;
   form.strided_max = kStridedMax;
+  const bool by_cpu = small && run.from_host;  // where the stream is idle
   form.together = run.folds
                       ? std::max(batches_.sub_batch, std::min(in_time, batches_.sub_batch_max))
-                      : pages_.sub_batch_apart;
+                  : by_cpu ? std::min(pages_.sub_batch_apart, kByCpuMax)
+                           : pages_.sub_batch_apart;
   if (soon) form.together = std::min(pages_.sub_batch_first, form.together);
   // What a driver makes by a CPU has to be little, and to last until the next call.
-  if (waits && small && run.from_host) {
+  if (waits && by_cpu) {
     form.first = static_cast<uint32_t>(
         std::max<uint64_t>(pages_.small_first, pages_.small_first_bytes / run.page_bytes));
   }
