@@ -118,24 +118,31 @@ def with_blanks(markdown: str) -> str:
 
 
 class Arguments(griffe.Extension):
-    """Docstrings name arguments as `name: what it is`, a line each: here a list."""
+    """Docstrings name arguments as `name: what it is`, in lines or sentences: here a list."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = with_arguments(obj.docstring.value)
+            paragraphs = re.split(r"\n\s*\n", obj.docstring.value)
+            obj.docstring.value = "\n\n".join(map(with_arguments, paragraphs))
 
 
-def with_arguments(text: str) -> str:
+ARGUMENT = r"(?!cuda:|sdma:|sim:|host:)([a-z]\w*(?:, [a-z]\w*)*): "
+
+
+def with_arguments(paragraph: str) -> str:
+    if paragraph.startswith((" ", "|", "-")):  # code, a table, a list
+        return paragraph
+    text = re.sub(rf"\n(?={ARGUMENT})", "\0", paragraph)
+    text = re.sub(rf"(?<=\.)\s+(?={ARGUMENT})", "\0", " ".join(text.split()))
+    first, *others = text.split("\0")
+    if not others and not re.match(ARGUMENT, first):
+        return paragraph
     lines: list[str] = []
-    listed = False
-    for line in text.splitlines():
-        named = re.match(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)", line)
-        if named:
-            lines += [] if listed else [""]
-            lines.append(f"- `{named[1]}`: {named[2]}")
-        else:
-            lines.append(f"  {line}" if listed and line.strip() else line)
-        listed = bool(named) or (listed and bool(line.strip()))
+    for one in (first, *others):
+        named = re.match(ARGUMENT, one)
+        meaning, raises, errors = (one[named.end() :] if named else one).partition("Raises `Error`")
+        lines.append(f"- `{named[1]}`: {meaning}" if named else f"{meaning}\n")
+        lines += [f"\n{raises}{errors}\n"] if raises else []
     return "\n".join(lines)
 
 
@@ -145,7 +152,7 @@ def cli_page() -> str:
 
     lines = [
         "# Command line",
-        "Made from `offcore --help`. `--json FILE` writes one JSON object a line, `-` is stdout.",
+        "From `offcore --help`. `--json FILE` writes one JSON object per line (`-`: stdout).",
         "Exit codes are on the page of [errors](errors.md#exit-codes).",
         "",
     ]

@@ -1,4 +1,4 @@
-"""What ran, as every kind of result tells it."""
+"""Facts common to all results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offcore import _core
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time went along the path that finished last, in microseconds (section 3.2.2)."""
+    """Phases of the path that finished last, in microseconds (section 3.2.2)."""
 
     control_us: float
     schedule_us: float
@@ -28,13 +28,13 @@ def phases_of(core: _core.Phases) -> Phases:
 
 
 class Facts:
-    """What ran, told by a class's properties and by the attributes that `_given` names."""
+    """The facts of a result: a class's properties, and the attributes named in `_given`."""
 
     __slots__ = ()
     _given: ClassVar[tuple[str, ...]] = ("backend", "machine", "ranks")
 
     def as_dict(self) -> dict[str, Any]:
-        """Every fact by name."""
+        """Returns all facts by name."""
         own = vars(type(self))
         names = [*self._given, *(name for name in own if isinstance(own[name], property))]
         return {name: getattr(self, name) for name in names}

@@ -4,13 +4,13 @@
     out = comm.empty((8, 1024), torch.bfloat16)    # window memory: peers write it directly
     comm.all_gather(out, inp)                      # ordered like any other work of the stream
 
-The process group only makes the ranks meet; it carries no data. All ranks are processes on one
-host, a GPU each. An operation is enqueued on torch.cuda.current_stream() of its device, and the
-tensors passed stay alive until it has ended. `wait` makes the host wait, which is needed only to
-look at a result from the host or to see errors.
+The process group is used only for the rendezvous; it carries no data. All ranks are processes on
+one host with one GPU each. Operations are enqueued on torch.cuda.current_stream() of the device,
+and their tensors are kept alive until they have ended. `wait` blocks the host; call it to access a
+result from the host or to check for errors.
 
-Under torch.cuda.graph an operation becomes part of the graph, and every replay runs it (see
-docs/cuda.md, Graphs). What it uses must then live as long as the graph is replayed.
+Under torch.cuda.graph an operation is captured, and every replay runs it (docs/cuda.md, Graphs).
+Its tensors must then outlive the graph.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream",
 
 
 class Communicator(communicator.Communicator):
-    """The ranks of a torch.distributed group, as offcore.Communicator.
+    """An offcore.Communicator of the ranks of a torch.distributed group. Collective.
 
-    group: None is the default group, which must be initialised. device: this rank's GPU; by
-    default torch.cuda.current_device(). Options are offcore.Communicator's. Collective. Raises
-    `Error`: unavailable where torch sees no GPU.
+    group: None: the default one, initialised. device: default: torch.cuda.current_device().
+    options: of offcore.Communicator.
+    Raises `Error`: unavailable if torch finds no GPU.
     """
 
     _keeps = True  # tensors, until what uses them has ended
@@ -64,16 +64,16 @@ class Communicator(communicator.Communicator):
         self._start_plain = nvtx.annotated(_core.start_plain)
 
     def memory_pool(self, nbytes: int) -> Any:
-        """A torch.cuda.MemPool of `nbytes` of window memory on every rank. Collective.
+        """Creates a torch.cuda.MemPool of `nbytes` of window memory on every rank. Collective.
 
             pool = comm.memory_pool(1 << 30)
             with torch.cuda.use_mem_pool(pool):
                 weights = torch.empty(...)     # peers write it directly
 
-        torch takes segments of 2 MiB and more from it, and reports out of memory when it is full.
-        Ranks that allocate alike get the same places; where they do not, operations go by way of a
-        slot, and their results say `staged`. The memory is freed when the pool and its tensors are
-        gone. Raises `Error`: memory; unsupported with more than 8 pools.
+        torch allocates segments of at least 2 MiB from it, and raises out of memory when it is
+        full. Ranks that allocate in the same order get the same offsets; otherwise operations are
+        `staged` through a slot. The memory is freed with the pool and its tensors. Raises `Error`:
+        memory; unsupported with more than 8 pools.
         """
         window = self.window(nbytes)
         return _core.mem_pool(_core.open_pool(window._core, self.local_ranks[0]))

@@ -1,4 +1,4 @@
-"""An all-gather in front of the GEMM that needs it: what has arrived is multiplied meanwhile."""
+"""All-gather followed by a dependent GEMM, overlapped: each chunk is multiplied on arrival."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _place(comm: Communicator, shape: tuple[int, ...], dtype: Any, lane: int) ->
 def matmul_shard(
     comm: Communicator, rows: int, columns: int, dtype: Any = torch.bfloat16, *, lane: int = 0
 ) -> Any:
-    """Where all_gather_matmul in one chunk takes this rank's rows from without a copy: a tensor of
-    that shape. Write it in the stream of the calls. Collective at first."""
+    """Returns this rank's input buffer of all_gather_matmul with one chunk, which then needs no
+    copy. Write it in the stream of the calls. The first call is collective."""
     shape = (1, comm.ranks, checked("rows", rows), checked("columns", columns))
     return _place(comm, shape, dtype, lane).rows[0, comm.local_ranks[0]]
 
@@ -57,21 +57,22 @@ def all_gather_matmul(
     chunks: int = 1,
     lane: int = 0,
 ) -> Any:
-    """The rows of all ranks, one rank below the other, times this rank's `weight`.
+    """Multiplies the concatenated rows of all ranks by this rank's `weight`, and returns `out`.
 
-    shard: (m, k), this rank's rows, of as many on every rank. weight: (k, n), of this rank alone.
-    out: (ranks x m, n), contiguous; by default new. Returns it. Nothing keeps gradients.
+    shard: (m, k), this rank's rows; the same shape on every rank.
+    weight: (k, n), of this rank.
+    out: (ranks x m, n), contiguous; by default allocated. No gradients are recorded.
+    chunks: per rank, a divisor of m. Several pay off if the all-gather takes longer than the GEMM
+        of one rank's rows (see offcore.overlap.chunks_of).
 
-    This rank's rows are multiplied while engines bring those of the others, chunk k while chunk
-    k - 1 is multiplied. chunks: of each rank's rows, which it must divide. More than one pay where
-    the all-gather takes longer than the GEMM of one rank's rows (see offcore.overlap.chunks_of).
+    This rank's rows are multiplied while engines copy those of the others; chunk k is copied while
+    chunk k - 1 is multiplied.
 
-    Ordered on the current CUDA stream like any other work; the gathered rows travel on a stream of
-    this function's. On the host backend, with CPU tensors, it returns when all is done. Rows go
-    through window memory, which is allocated at the first call of a shape (collective) and kept as
-    long as the communicator: a rank's own are copied there, by its SMs, unless they lie there (see
-    matmul_shard). Raises `Error`: invalid (shapes, dtypes, several local ranks), and what
-    all_gather raises.
+    Ordered on the current CUDA stream; the copies run on a separate stream. On the host backend,
+    with CPU tensors, it returns when the result is complete. Rows pass through window memory, which
+    is allocated at the first call with a shape (collective) and kept with the communicator. SMs
+    copy a rank's own rows there, unless they are there already (see matmul_shard). Raises `Error`:
+    invalid (shapes, dtypes, several local ranks), and as all_gather does.
     """
     out = _checked(comm, shard, weight, out, chunks)
     m, k = shard.shape

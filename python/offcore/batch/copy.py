@@ -28,19 +28,19 @@ Streams = Any  # a stream, or one for each GPU: torch's, or the driver's handles
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """Forces choices of a batch; what is left as it is follows the machine.
+    """Options of a batch. Defaults depend on the machine.
 
-    merge: entries that continue each other on both sides become one.
-    fold: entries of equal size at constant steps become strided copies; None: where the machine has
-        them and they are no slower. fold_rows_min: the least number of entries worth one.
-    bcst: one source to the same place on ranks that follow each other becomes a broadcast; None:
-        where the machine has it, but not on GPUs, where only windows can be a source of one.
-    swap: entries that exchange their two ranges, by number; True: all of them.
-    engines: how many a GPU uses at most; 0: one up to `b2b_bytes_max` bytes of the whole batch,
-        beyond that engines by destination.
-    sub_batch: copies that are handed over at once while more are prepared; 0: all of them.
-    own_copy: cuda: copies within a GPU ask for an "engine", or take "sm"s.
-    timed: whether the result tells the copies' time.
+    merge: merge entries that are contiguous on both sides.
+    fold: turn entries of equal size at constant steps into strided copies; None: if the machine has
+        them and they are not slower. fold_rows_min: minimum number of entries of a strided copy.
+    bcst: turn copies of one source to the same offset on consecutive ranks into a broadcast; None:
+        if the machine supports it, except on GPUs, where the source must be a window.
+    swap: numbers of the entries that exchange their two ranges; True: all.
+    engines: maximum number of engines per GPU; 0: one up to a total of `b2b_bytes_max` bytes, above
+        that one per destination.
+    sub_batch: number of copies submitted at once while more are prepared; 0: all.
+    own_copy: cuda: copies within a GPU request an "engine" or use "sm".
+    timed: whether the result has the time of the copies.
     """
 
     merge: bool = True
@@ -78,7 +78,7 @@ class BatchPolicy:
 
 
 class BatchHandle:
-    """A batch under way. It goes on whether or not anybody waits for it."""
+    """A batch in progress. It proceeds whether or not `wait` is called."""
 
     __slots__ = ("_result", "_run", "_what", "timeout")
 
@@ -89,15 +89,15 @@ class BatchHandle:
         self.timeout = timeout
 
     def done(self) -> bool:
-        """Whether all copies have ended. Only `wait` tells whether they ended well."""
+        """Returns whether all copies have ended. Only `wait` reports errors."""
         return self._run.done()
 
     def wait(self, timeout: float | None = None) -> BatchResult:
         """Waits until every copy has ended.
 
-        timeout: seconds; None: that of the call. Raises `Error`: timeout (the batch stays under way
-        and can be waited for again), driver. In mode capture it returns at once: a graph's replays
-        are waited for by their stream.
+        timeout: seconds; None: the timeout of the call.
+        Raises `Error`: timeout (the batch continues and can be waited for again), driver. In mode
+        capture it returns immediately: to wait for a graph's replay, synchronise its stream.
         """
         if self._result is None:
             seconds = self.timeout if timeout is None else timeout
@@ -106,7 +106,7 @@ class BatchHandle:
 
     @property
     def program(self) -> _core.Program:
-        """What runs; str() is its text. Offsets count from the lowest place of each memory."""
+        """The program; str() prints it. Offsets are relative to each memory's lowest address."""
         return self._run.plan.program
 
 
@@ -136,26 +136,27 @@ def batch_copy(
     machine: str | None = None,
     timeout: float | None = None,
 ) -> BatchHandle:
-    """Copies srcs[i] to dsts[i], for all i in no order. Returns at once.
+    """Copies srcs[i] to dsts[i], for all i in any order. Returns immediately.
 
-    dsts, srcs: arrays (torch tensors on GPUs or pinned, numpy arrays, what speaks the buffer
-        protocol or DLPack); or addresses; or on sim places, which are pairs of a rank (or "host")
-        and an offset, and hold no bytes.
-    sizes: bytes of each entry. Needed for addresses and places; of arrays the first so many bytes.
-    kind: "auto", or what all entries must be: "h2d", "d2h", "d2d" or "h2h". On sim and host, whose
-        arrays all lie in host memory, it says which of them stand for the memory of a GPU.
-    stream: cuda: the stream that the batch is ordered in, or with several GPUs a dict or a sequence
-        of one for each (their numbers ascend). torch's streams, or handles. None: torch's current
-        ones, or without torch one of our own, which waits for nothing.
-    backend: "auto": cuda if there is memory of GPUs, sim for a machine that is named and not this
-        host, else host. machine: as in `Communicator`.
-    timeout: seconds that a wait lasts which names none.
+    dsts, srcs: arrays (torch tensors on GPUs or pinned, numpy arrays, objects with the buffer
+        protocol or DLPack); or addresses; or on sim, places: pairs of a rank (or "host") and an
+        offset, without data.
+    sizes: bytes of each entry; required for addresses and places. For arrays: copy only the first
+        bytes.
+    kind: "auto", or the required direction of all entries: "h2d", "d2h", "d2d" or "h2h". On sim and
+        host, where all arrays are in host memory, it selects those that stand for GPU memory.
+    stream: cuda: the stream that orders the batch; with several GPUs a dict or a sequence with one
+        stream per GPU (in ascending order). torch streams, or handles. None: torch's current
+        streams; without torch, an internal stream without dependencies.
+    backend: "auto": cuda if there is GPU memory, sim if `machine` names another machine, else host.
+    machine: as in `Communicator`.
+    timeout: default timeout of a wait, in seconds.
 
-    Entries must not write what another one reads or writes. What is passed is kept alive until the
-    copies have ended (but for a captured batch, whose memory has to live as long as its graph).
-    Raises `Error`, before anything is enqueued and naming the entry: invalid (overlap, sizes that
-    differ or do not fit, memory that is not contiguous, not pinned or elsewhere), unsupported (host
-    to host on cuda, several GPUs in a capture), and what opening the backend raises.
+    No entry may write memory that another entry reads or writes. Arguments are kept alive until the
+    copies have ended; memory of a captured batch must outlive its graph. Raises `Error`, naming the
+    entry, before anything is enqueued: invalid (overlap; sizes that differ or do not fit; memory
+    that is not contiguous, not pinned or elsewhere), unsupported (host to host on cuda, several
+    GPUs in a capture), and as opening the backend does.
     """
     call = _call(dsts, srcs, sizes, kind, stream, policy, backend, machine)
     seconds = defaults.seconds(timeout)
@@ -185,7 +186,7 @@ def batch_program(
     backend: str = "auto",
     machine: str | None = None,
 ) -> _core.Program:
-    """The program that `batch_copy` would run; str() is its text. Nothing is copied.
+    """Returns the program that `batch_copy` would run; str() prints it. Copies nothing.
 
     Raises `Error` as batch_copy does.
     """

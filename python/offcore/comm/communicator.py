@@ -43,39 +43,39 @@ Counts1 = Sequence[int]
 class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
     """Ranks that communicate by DMA engines.
 
-    Either all ranks live in this process (`ranks=8`), or this process or thread is one rank of
-    several that meet at a store (`store="127.0.0.1:29400", rank=r, world_size=n`; left out, the
-    environment's OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE are taken). At host:port rank 0
-    listens; a torch.distributed store, or a process group, which knows rank and size, does as well.
+    Either all ranks run in this process (`ranks=8`), or this process or thread is one rank of
+    several that connect through a store (`store="127.0.0.1:29400", rank=r, world_size=n`; default:
+    OFFCORE_STORE, OFFCORE_RANK and OFFCORE_WORLD_SIZE). Rank 0 listens at host:port. A
+    torch.distributed store, or a process group, which knows rank and size, is also accepted.
 
-    backend: "sim", "host", "cuda" or "auto": sim for a machine that is named and not this one,
-        else cuda where it is available, else host.
-    machine: a machine's name or file; by default this host, or mi300x-8 on sim.
-    device: cuda only: the GPU of this process's rank, or a list with one for each local rank; by
-        default rank r drives GPU r (counted among the visible ones, modulo their number).
-    signals, own_copy: cuda only: how data and the word that tells of it are ordered, "fenced",
-        "copy_order" or "auto" (rank 0's choice: copy_order where `offcore doctor --stress` has
-        passed); whether copies within a GPU ask for "engines", an "engine" or "sm"s (docs/cuda.md).
-    sms: cuda only: SMs that a reduction takes at most, from 1 to 64; copies take none.
-    near_gpu: cuda only: keep the calling thread on the CPUs of its GPU's NUMA node from now on.
-    phantom: sim only: windows have sizes but no bytes, so gigabytes cost no memory.
-    seed, faults, packets: sim only: the order of simultaneous events; faults to inject (dicts with
-        kind, rank, queue, nth, factor, ns); whether commands go through SDMA packets (sdma.md).
-    timeout: seconds that a wait lasts which names none.
+    backend: "sim", "host", "cuda" or "auto": sim if `machine` names another machine, else cuda if
+        available, else host.
+    machine: name or file of a machine; default: this host, or mi300x-8 on sim.
+    device: cuda only: the GPU of this rank, or a list with one GPU per local rank; default: rank r
+        uses visible GPU r, modulo their number.
+    signals: cuda only: how a flag is ordered after the data, "fenced", "copy_order" or "auto" (rank
+        0's choice: copy_order if `offcore doctor --stress` has passed; docs/cuda.md).
+    own_copy: cuda only: copies within a GPU use "engines", one "engine" or "sm" (docs/cuda.md).
+    sms: cuda only: maximum number of SMs of a reduction, 1 to 64; copies use none.
+    near_gpu: cuda only: bind the calling thread to the CPUs of its GPU's NUMA node.
+    phantom: sim only: windows have sizes but no bytes, so gigabytes use no memory.
+    seed: sim only: order of simultaneous events. packets: sim only: use SDMA packets (sdma.md).
+    faults: sim only: faults to inject, dicts with kind, rank, queue, nth, factor, ns.
+    timeout: default timeout of a wait, in seconds.
 
-    Operations take arrays (one; or a list of one for each local rank), Windows or their regions.
-    Every rank calls the same operations in the same order with the same sizes. Outputs inside a
-    window (`empty`, `window`) at the same place on every rank are written directly by the peers;
-    any other output works too, by way of a staging slot, and the result says so.
+    Operations accept arrays (one, or a list with one per local rank), Windows and their regions.
+    All ranks call the same operations in the same order with the same sizes. Peers write directly
+    into outputs inside a window (`empty`, `window`) at the same offset on every rank; any other
+    output is staged through a slot, and the result reports it. Arguments of all operations:
 
-    variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (section 4).
-    protocol: how peers may enter: "auto" (barrier, or eager where the output is in no window or
-        the measured table has it ahead); "barrier" (always safe); "credits" (as barrier, but a rank
-        that calls `Handle.release` lets its peers in before its next call); "eager" (through slots,
-        always safe); "promise" (the caller promises that every peer's output is free).
-    lane: operations of one lane run in order; those of different lanes may overtake each other.
-        Threads may call at once, each in lanes of its own, in any order; windows are to be made
-        in one order on all ranks.
+    variant: "auto", or pcpy, bcst, swap, b2b, fan and prelaunch_ of each (DMA-Latte, section 4).
+    protocol: when peers may write: "auto" (barrier; or eager if the output is outside windows or
+        the measured table prefers it), "barrier" (always safe), "credits" (as barrier, but
+        `Handle.release` admits the peers before the next call), "eager" (through slots, always
+        safe) or "promise" (the caller guarantees that every peer's output is free).
+    lane: operations in one lane run in order; operations in different lanes may overtake each
+        other. Threads may call concurrently, each in its own lanes, in any order. Windows must be
+        created in the same order on all ranks.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         self._exchanges: dict[Any, Any] = {}
 
     def window(self, nbytes: int) -> Window:
-        """Allocates window memory, `nbytes` on every rank. Collective. Raises `Error`: memory."""
+        """Allocates `nbytes` of window memory on every rank. Collective. Raises `Error`: memory."""
         return Window(self, self._core.window(checked("nbytes", nbytes), self.timeout))
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> Any:
-        """Window memory as arrays of that shape and dtype, zeroed. Collective.
+        """Allocates zeroed window memory as arrays of this shape and dtype. Collective.
 
-        One array where one rank is local, else a list with one for each local rank. Numpy arrays;
-        on cuda torch tensors, whose dtype may be one of torch's.
+        Returns one array if one rank is local, else a list with one per local rank: numpy arrays,
+        or torch tensors on cuda, where dtype may be a torch dtype.
         """
         shape, kind, nbytes = dense("empty", shape, dtype)
         window = self.window(max(1, nbytes))._core
@@ -163,15 +163,15 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         return arrays[0] if len(arrays) == 1 else arrays
 
     def register(self, tensor: Any) -> Registration:
-        """Makes memory that others allocated a window as it lies, so that peers write tensors in
-        it directly. Collective: every rank passes a tensor of its own, of as many bytes.
+        """Registers an existing tensor as a window, so that peers write it directly. cuda only.
+        Collective: every rank passes its own tensor, of the same number of bytes.
 
-        tensor: a contiguous tensor on the rank's GPU; a list where several ranks are local. Until
-        the registration is closed it stays allocated, and counts as window memory, and so does
-        every part of it at the same offset on all ranks. Registering it again, or a part of it,
-        maps nothing anew. Only cuda has this (see docs/cuda.md, Registered tensors). Raises
-        `Error`, on all ranks alike: mismatch (sizes), invalid, unsupported (the backend, or memory
-        that no other rank can map, with what to do instead).
+        tensor: a contiguous tensor on the rank's GPU; a list if several ranks are local.
+
+        Until the registration is closed, the tensor stays allocated and is window memory, as is
+        every part of it at the same offset on all ranks. Registering it or a part of it again maps
+        nothing (docs/cuda.md, Registered tensors). Raises `Error`, the same on all ranks: mismatch
+        (sizes), invalid, unsupported (backend; memory that other ranks cannot map).
         """
         places: list[tuple[int, int]] = []
         refusal = held = None
@@ -196,22 +196,23 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         spin: float | None = None,
         engine: str = "auto",
     ) -> Requests:
-        """Lets running kernels move data between these buffers by themselves: docs/gpu-driven.md.
+        """Registers buffers for copies requested by running kernels (docs/gpu-driven.md).
         Collective.
 
-        buffers: Windows, regions or window memory (`empty`), 64 at most, of one size and place on
-            all ranks, named by number. schedule: cuda and sim: each rank's puts, repeated in this
-            order; engines have them ahead (armed). chunk: bytes, a power of two of which buffers
-            are multiples; by default the least that works. slots: of the ring. limit: seconds of a
-            kernel's wait that names none. spin: seconds that the engine's thread spins before it
-            naps. engine: on sim "stores" or "device", too. Raises `Error`: invalid (past a
-            field's limit), mismatch, unsupported.
+        buffers: up to 64 Windows, regions or window memory (`empty`), of the same size and offset
+            on all ranks; requests refer to them by number.
+        schedule: cuda and sim: the puts of each rank, repeated in this order and armed in advance.
+        chunk: bytes; a power of two that divides every buffer's size. Default: the smallest.
+        slots: size of the ring. limit: default timeout of a kernel's wait, in seconds.
+        spin: seconds that the engine's thread spins before it sleeps.
+        engine: "auto"; on sim also "stores" or "device".
+        Raises `Error`: invalid (a field exceeds its limit), mismatch, unsupported.
         """
         return Requests(self, buffers, schedule, chunk, slots, limit, spin, engine)
 
     def host_array(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
-        """Zeroed host memory that the engines reach. On cuda it is pinned, and no other host
-        memory may be passed to an operation."""
+        """Allocates zeroed host memory that engines can access. On cuda it is pinned; operations
+        accept no other host memory there."""
         shape, kind, nbytes = dense("host_array", shape, dtype)
         if self._core.host_visible:
             return np.zeros(shape, kind)
@@ -228,11 +229,11 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Every rank gets every rank's input, in rank order (section 2.1.1).
+        """Concatenates the inputs of all ranks, in rank order, on every rank.
 
-        out: ranks x the input's bytes. inp: left out, or the rank's own part of `out`: in place.
+        out: ranks x the size of the input. inp: None, or the rank's part of `out`: in place.
         Raises `Error`: invalid (sizes, overlap, dtypes), unsupported (a variant that this
-        operation cannot have), timeout and mismatch (at the first call with these sizes).
+        operation does not have), timeout and mismatch (at the first call with these sizes).
         """
         return self._start("all_gather", out, inp, None, 0, variant, protocol, lane)
 
@@ -246,7 +247,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """all_gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
+        """all_gather with uneven parts: counts[r] elements (bytes for windows) from rank r."""
         return self._start("all_gather", out, inp, counts, 0, variant, protocol, lane)
 
     def broadcast(
@@ -259,8 +260,9 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Every rank's `out` becomes the root's; with `inp`, the root's `inp`. Others may pass
-        None, if a prelaunched broadcast's root does not change between both forms (mismatch)."""
+        """Copies the root's `inp`, or in place its `out`, to `out` on every rank. Other ranks may
+        pass None as `inp`, unless a prelaunched broadcast's root changes between both forms
+        (mismatch)."""
         return self._start("broadcast", out, inp, None, root, variant, protocol, lane)
 
     def scatter(
@@ -273,7 +275,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Part q of the root's input becomes rank q's output. inp: others may pass None."""
+        """Copies part q of the root's `inp` to rank q's `out`. Others may pass None as `inp`."""
         return self._start("scatter", out, inp, None, root, variant, protocol, lane)
 
     def scatter_v(
@@ -287,7 +289,7 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """scatter of uneven parts: counts[q] elements (bytes for windows) to rank q."""
+        """scatter with uneven parts: counts[q] elements (bytes for windows) to rank q."""
         return self._start("scatter", out, inp, counts, root, variant, protocol, lane)
 
     def gather(
@@ -300,10 +302,10 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Rank r's input becomes part r of the root's output.
+        """Copies rank r's `inp` to part r of the root's `out`.
 
-        out: may be None on other ranks; the data then goes by way of a slot, because only ranks
-        that name the root's window, and its place there, can write into it directly.
+        out: may be None on other ranks. The data is then staged through a slot, since ranks can
+            write directly only into a window and offset that they pass themselves.
         """
         return self._start("gather", out, inp, None, root, variant, protocol, lane)
 
@@ -318,15 +320,15 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """gather of uneven parts: counts[r] elements (bytes for windows) from rank r."""
+        """gather with uneven parts: counts[r] elements (bytes for windows) from rank r."""
         return self._start("gather", out, inp, counts, root, variant, protocol, lane)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Returns when every rank has called it. timeout: seconds."""
+        """Blocks until all ranks have called it, at most `timeout` seconds."""
         self._core.barrier(self.timeout if timeout is None else timeout)
 
     def variants(self, op: str, in_place: bool = False) -> list[str]:
-        """The variants that the operation can have, its output in a window."""
+        """Returns the variants of an operation whose output is in a window."""
         return variants(op, ranks=self.ranks, in_place=in_place)
 
     def program(
@@ -340,8 +342,8 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
         dtype: Any = None,
         reduction: str | None = None,
     ) -> _core.Program:
-        """The program that would run for S = `nbytes` on this communicator's machine; dtype and
-        reduction (by default float32 and "sum") of operations that reduce."""
+        """Returns the program for a total size of `nbytes` on this communicator's machine. dtype,
+        reduction: of operations that reduce; default float32 and "sum"."""
         machine = self._core.machine
         return program_of(
             machine, op, self.ranks, nbytes, variant, in_place, protocol, dtype, reduction
@@ -349,31 +351,31 @@ class Communicator(AllToAllCalls, ViewCalls, ReductionCalls):
 
     @property
     def now_ns(self) -> int:
-        """The backend's clock; virtual time on sim."""
+        """The backend's clock in ns; virtual time on sim."""
         return self._core.now_ns
 
     def check(self) -> None:
-        """Raises `Error` where every call would: peer (a rank died or aborted), cancelled, invalid
-        (closed). A graph's replays tell nobody: ask after them, before you use what they wrote."""
+        """Raises `Error` if the communicator is dead: peer (a rank died or aborted), cancelled, or
+        invalid (closed). A graph's replays report nothing: call it before you use their outputs."""
         self._core.check()
 
     def abort(self) -> None:
-        """Makes every wait of every rank fail at once. The communicator is dead afterwards; what
-        was under way may have written any part of its output."""
+        """Aborts all operations: every wait of every rank fails immediately, and the communicator
+        is dead. Outputs of operations in progress are undefined."""
         self._core.abort()
 
     def close(self) -> None:
-        """Says goodbye to the peers. Windows and arrays stay valid for as long as they are held."""
+        """Disconnects from the peers. Windows and arrays remain valid while they are referenced."""
         self._exchanges.clear()
         self._core.close()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A new communicator of the ranks that gave the same color, ordered by key, then rank.
+        """Creates a communicator of the ranks with the same color, ordered by key, then by rank.
+        Collective. Requires one process per rank. Color None returns None.
 
-        Collective; color None: this rank is in no group, and gets None. For ranks that are
-        processes. Each keeps its GPU and this one's options; a machine that was not named is
-        chosen anew. Close it on its own. Raises `Error`: unsupported where all ranks live in this
-        process, invalid, timeout, peer.
+        The new communicator has the same GPUs and options; a machine that was not named is selected
+        again. Close it separately. Raises `Error`: unsupported if all ranks run in this process,
+        invalid, timeout, peer.
         """
         with part_of(self._core, color, key, self.timeout) as place:
             if place is None:

@@ -1,4 +1,4 @@
-"""All-to-alls whose counts lie in the memory of the ranks' GPUs (docs/gpu-driven.md)."""
+"""All-to-alls with counts in GPU memory (docs/gpu-driven.md)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class AllToAllCalls:
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Part q of rank r's input becomes part r of rank q's output: a transpose.
+        """Copies part q of rank r's input to part r of rank q's output: a transpose.
 
-        out, inp: as many bytes as each other, a multiple of the ranks. inp left out, or `out`
-        itself: in place, by swap (section 4.3). Raises as all_gather does.
+        Sizes are equal, and a multiple of the number of ranks. inp: None or `out`: in place, with
+        swap commands. Raises `Error` as all_gather does.
         """
         return self._start("all_to_all", out, inp, None, 0, variant, protocol, lane)
 
@@ -47,11 +47,12 @@ class AllToAllCalls:
         protocol: str = "auto",
         lane: int = 0,
     ) -> Any:
-        """all_to_all of uneven parts: `counts[r][q]` elements (bytes for windows) from r to q.
+        """all_to_all with uneven parts: `counts[r][q]` elements (bytes for windows) from r to q.
 
-        counts_on_device: `counts[q]` rows of the input (bytes for windows) go to q, as only this
-        rank's GPU knows; `received` gets those from each. By a kernel in the current stream, with
-        an `Exchange` for a handle: docs/gpu-driven.md. The first call of two buffers is collective.
+        counts_on_device: `counts` is in GPU memory: `counts[q]` rows of the input (bytes for
+            windows) are sent to rank q, and `received` is set to the rows from each rank. A kernel
+            in the current stream pushes the requests (docs/gpu-driven.md). Returns an `Exchange`.
+            The first call with a pair of buffers is collective.
         """
         if counts_on_device:
             return _exchange(self, out, inp, counts, received)

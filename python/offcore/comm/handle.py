@@ -30,7 +30,7 @@ class Caller(Protocol):
 
 
 class Handle:
-    """An operation under way. It goes on whether or not anybody waits for it."""
+    """An operation in progress. It proceeds whether or not `wait` is called."""
 
     __slots__ = ("_comm", "_pending", "_result")
 
@@ -40,17 +40,17 @@ class Handle:
         self._result: Result | None = None
 
     def done(self) -> bool:
-        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        """Returns whether the operation has ended. Only `wait` reports errors."""
         return self._pending.done()
 
     def wait(self, timeout: float | None = None) -> Result:
         """Waits until this rank's output is complete and its input may be written again.
 
-        timeout: seconds; None: the communicator's. Raises `Error`: timeout (the operation stays
-        under way and can be waited for again), peer (a rank died or aborted), cancelled (this rank
-        aborted), mismatch (ranks made different calls). The first three name the commands that
-        were reached. In mode capture it returns at once: a graph's replays are waited for by their
-        stream.
+        timeout: seconds; None: the communicator's.
+        Raises `Error`: timeout (the operation continues and can be waited for again), peer (a rank
+        died or aborted), cancelled (this rank aborted), mismatch (ranks made different calls). The
+        first three name the last command reached. In mode capture it returns immediately: to wait
+        for a graph's replay, synchronise its stream.
         """
         if self._result is None:
             seconds = self._comm.timeout if timeout is None else timeout
@@ -60,16 +60,16 @@ class Handle:
         return self._result
 
     def release(self) -> None:
-        """Protocol "credits" only: this rank has done with the output. Peers may write into it for
-        the next call of the same operation on the same buffers, which then need not wait for this
-        rank; from now until that call has ended nobody here may use the output. In the order of the
-        current stream, where there is one. Raises `Error`: invalid for another protocol.
+        """Protocol "credits" only: releases the output, so that peers may write it for the next
+        call of the same operation on the same buffers without waiting for this rank. Do not use
+        the output until that call has ended. Ordered in the current stream, if there is one.
+        Raises `Error`: invalid for another protocol.
         """
         self._pending.release(self._comm._streams())
 
 
 class View(Handle):
-    """A view call under way. Its result's protocol is "view"."""
+    """A view call in progress. Its result's protocol is "view"."""
 
     __slots__ = ("_out", "_rows", "_specs")
 
@@ -89,10 +89,10 @@ class View(Handle):
 
     @property
     def out(self) -> Any:
-        """The output, without a copy: an array, or a list of one for each local rank where several
-        are local. Complete once the operation has ended; on a stream, for whatever comes later in
-        it. Valid for two further view calls of the lane (see `all_gather_view`). It keeps its
-        memory mapped for as long as it is held. Raises `Error`: unsupported for phantom memory.
+        """The output, without a copy: an array, or a list with one per local rank if several are
+        local. Complete once the operation has ended; on a stream, for all later work in it. Valid
+        for two further view calls in the lane (see `all_gather_view`). Its memory stays mapped
+        while it is referenced. Raises `Error`: unsupported for phantom memory.
         """
         if self._out is None:
             window, offset = self._pending.view
@@ -105,9 +105,9 @@ class View(Handle):
         return self._out
 
     def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
-        """Copies a local rank's output from byte `offset` on into a contiguous array in host
-        memory, and waits for the copy. For a view that is complete and valid; rank may be left out
-        where one is local. Raises `Error`: invalid, unsupported for phantom memory.
+        """Copies a local rank's output, from byte `offset` on, into a contiguous array in host
+        memory, and waits for the copy. The view must be complete and valid. `rank` is optional if
+        one rank is local. Raises `Error`: invalid, unsupported for phantom memory.
         """
         core, at = self._pending.view
         window = Window(self._comm, core)

@@ -16,7 +16,7 @@ _ITEM_BYTES = {"16": 2, "32": 4, "64": 8}  # by how a dtype's name ends
 
 
 def variants(op: str, *, ranks: int, in_place: bool = False) -> list[str]:
-    """The variants that an operation of that many ranks can have, its output in a window."""
+    """Returns the variants of an operation on `ranks` ranks whose output is in a window."""
     if op in REDUCING:
         return _reducing_variants(op)
     return _core.variants_of(_moves_of(op, ranks, ranks * 1024, in_place), _core.Protocol())
@@ -34,11 +34,11 @@ def show_program(
     dtype: Any = None,
     reduction: str | None = None,
 ) -> _core.Program:
-    """The program for S = `nbytes` on a machine; str() is its text. Root is rank 0.
+    """Returns the program for a total size of `nbytes` on a machine; str() prints it.
 
-    dtype, reduction: of an operation that reduces, by default float32 and "sum". Raises `Error`:
-    invalid (unknown operation, machine or variant), unsupported (a variant that the operation
-    cannot have).
+    The root is rank 0. dtype, reduction: of operations that reduce; default float32 and "sum".
+    Raises `Error`: invalid (unknown operation, machine or variant), unsupported (a variant that
+    the operation does not have).
     """
     loaded = machines.load(machine)
     return program_of(loaded, op, ranks, nbytes, variant, in_place, protocol, dtype, reduction)

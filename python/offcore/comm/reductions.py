@@ -66,19 +66,19 @@ class ReductionCalls(ABC):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Rank r's output becomes the reduction of every rank's part r.
+        """Reduces part r of all inputs into rank r's output.
 
-        out: the bytes of a part. inp: ranks x as many; `out` may be the rank's own part of it.
-        op: "sum", "avg", "min", "max", or "premul_sum": of each input times `scale`.
-        dtype: of windows, which have none, and of arrays that hold raw bits (uint8 to uint64).
+        out: one part. inp: `ranks` parts; `out` may be the rank's own part of it.
+        op: "sum", "avg", "min", "max" or "premul_sum" (each input times `scale`).
+        dtype: required for windows, and for arrays of raw bits (uint8 to uint64).
 
-        Sources are taken in rank order, floating-point numbers summed in fp32 (fp64 for float64)
-        and rounded once: the same bits on all ranks and in every run.
+        Inputs are reduced in rank order; floating-point values are summed in fp32 (fp64 for
+        float64) and rounded once: the result is bitwise equal on all ranks and in every run.
 
-        Engines carry the data, into slots; the caller's cores reduce them (on cuda a kernel of
-        `Communicator(sms=)` SMs in the caller's stream, as Result.sms says). Raises `Error`:
-        invalid (sizes, overlap, dtypes), unsupported (backend sdma has no cores), timeout and
-        mismatch (at the first call with these sizes).
+        Engines move the data into slots; the caller's cores reduce it (on cuda a kernel on up to
+        `Communicator(sms=)` SMs in the caller's stream, see Result.sms). Raises `Error`: invalid
+        (sizes, overlap, dtypes), unsupported (backend sdma has no cores), timeout and mismatch (at
+        the first call with these sizes).
         """
         return self._reduce(
             "reduce_scatter", out, inp, None, op, scale, dtype, 0, variant, protocol, lane
@@ -97,7 +97,7 @@ class ReductionCalls(ABC):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """reduce_scatter of uneven parts: counts[r] elements (bytes for windows) to rank r."""
+        """reduce_scatter with uneven parts: counts[r] elements (bytes for windows) to rank r."""
         return self._reduce(
             "reduce_scatter", out, inp, counts, op, scale, dtype, 0, variant, protocol, lane
         )
@@ -114,11 +114,11 @@ class ReductionCalls(ABC):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """Every rank's output becomes the reduction of all inputs; the rest as reduce_scatter has
-        it. inp: left out, or `out` itself: in place. Any number of elements.
+        """Reduces all inputs into every rank's output, as reduce_scatter does. Any element count.
 
-        variant: "pipelined", in chunks, each rank reducing its part and sending it on; "one_shot",
-        each rank reducing all of it, in one step; "auto", the cheaper one.
+        inp: None or `out` itself: in place.
+        variant: "pipelined" (in chunks; each rank reduces and distributes its part), "one_shot"
+            (each rank reduces the whole array in one step) or "auto" (the faster one).
         """
         return self._reduce(
             "all_reduce", out, inp, None, op, scale, dtype, 0, variant, protocol, lane
@@ -137,8 +137,8 @@ class ReductionCalls(ABC):
         protocol: str = "auto",
         lane: int = 0,
     ) -> Handle:
-        """all_reduce whose result only the root has. out: others may pass None; the root's may be
-        its input."""
+        """Reduces all inputs into the root's output, which may be its input. Other ranks may pass
+        None as `out`."""
         return self._reduce(
             "reduce", out, inp, None, op, scale, dtype, root, variant, protocol, lane
         )

@@ -1,4 +1,4 @@
-"""Registered tensors: memory that others allocated, as a window."""
+"""Registered tensors: existing memory as a window."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from offcore import _core
 
 
 class Registration:
-    """What `Communicator.register` gives: tensors that peers write directly until `close`.
+    """Tensors that peers write directly, from `Communicator.register` until `close`.
 
-    A handle that is dropped closes nothing. As a context manager it closes at the end.
+    Also a context manager. Dropping the object does not close the registration.
     """
 
     __slots__ = ("_core", "_made", "_number")
@@ -18,12 +18,12 @@ class Registration:
         self._number: int | None = number
 
     def close(self) -> None:
-        """Undoes this registration: later operations on the tensors go by way of a slot.
+        """Ends this registration: later operations on the tensors are staged through a slot.
 
-        Waits for nobody, but all ranks close at the same place among their calls; where one has
-        closed and another has not, operations on the tensors raise `mismatch` or are staged. What
-        is under way, graphs and prelaunched operations keep the memory. A second call does nothing,
-        nor does any after the communicator was closed or in a child of this process.
+        Does not wait, but all ranks must close at the same point in their order of calls;
+        otherwise operations on the tensors raise `mismatch` or are staged. Operations in progress,
+        graphs and prelaunched operations keep the memory. Does nothing if called twice, after the
+        communicator was closed, or in a forked child.
         """
         number, self._number = self._number, None
         if number is not None:

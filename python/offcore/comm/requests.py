@@ -1,4 +1,4 @@
-"""Requests: copies that running kernels ask for (docs/gpu-driven.md)."""
+"""Requests: copies requested by running kernels (docs/gpu-driven.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SLOTS_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Put:
-    """Of a schedule: chunks [chunk, chunk + chunks) of buffer `src` go to the same place of the
-    peer's buffer `dst`. signal: by `put_signal`, else `put`; a signal alone has no chunks."""
+    """An entry of a schedule: chunks [chunk, chunk + chunks) of `src` are copied to the same offset
+    of the peer's `dst`. signal: by `put_signal`, else `put`; a signal alone has no chunks."""
 
     peer: int
     dst: int
@@ -28,7 +28,7 @@ class Put:
 
 
 class RequestStats(NamedTuple):
-    """Of one rank. copies: submitted ones, fewer than requests where some were merged."""
+    """Counts of one rank. `copies` are submitted copies; merged requests count as one."""
 
     requests: int
     signals: int
@@ -38,7 +38,7 @@ class RequestStats(NamedTuple):
 
 
 class Requests:
-    """Buffers that kernels name, and engines that answer. A context manager stops at the end."""
+    """Registered buffers and the engines that serve requests. Also a context manager."""
 
     def __init__(
         self,
@@ -68,41 +68,41 @@ class Requests:
         )
 
     def port(self, rank: int | None = None) -> int:
-        """The address of a local rank's `offcore::RequestPort`. None: of the only one."""
+        """Returns the address of a local rank's `offcore::RequestPort`; None: the only rank."""
         return int(self._proxy(rank).address)
 
     def host_port(self, rank: int | None = None) -> Any:
-        """The calls of `device.cuh` for host threads, on backend host; on sim for a thread of
-        `run`, which yields what they return. Else `unsupported`."""
+        """Returns the calls of `device.cuh` as methods: for host threads on backend host, for
+        threads of `run` on sim, which yield the calls. Raises `Error`: unsupported elsewhere."""
         return self._proxy(rank).host_port()
 
     def run(self, *threads: Iterator[Any]) -> int:
-        """sim only: lets simulated threads of GPUs run, and all that they push, in virtual time: ns
-        until the last thread has ended. threads: generators that yield calls of `host_port`, or
-        lists of pushes of a warp's lanes, and get what the calls return on host. Raises `Error`:
-        invalid for other calls, and what a thread raises, behind which the engines have ended."""
+        """sim only: runs simulated GPU threads and their requests in virtual time. Returns the ns
+        until the last has ended. threads: generators that yield calls of `host_port`, or lists of
+        pushes of a warp's lanes, and receive the results that the calls have on host. Raises
+        `Error`: invalid for other calls; exceptions of threads, after the engines have ended."""
         return int(self.proxies[0].run(threads))
 
     def check(self) -> None:
-        """Raises `Error` with what ended an engine: invalid (a request of no registered buffer or
+        """Raises `Error` with the reason why an engine ended: invalid (an unregistered buffer or
         range; stopped), timeout (the ring was full), peer (a rank died), driver. Also timeout,
-        once, after a kernel's wait ran past its limit; the engine goes on then."""
+        once, after a kernel's wait exceeded its limit; the engine then continues."""
         for proxy in self.proxies:
             proxy.check()
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits for all that was pushed so far. Raises `Error` as check does, and timeout."""
+        """Waits for all requests pushed so far. Raises `Error` as check does, and timeout."""
         for proxy in self.proxies:
             proxy.drain(self.timeout if timeout is None else timeout)
 
     def stop(self, timeout: float | None = None) -> None:
-        """Answers what was pushed, ends the engines, then wakes all who wait for them with
-        `kStopped`. A second call does nothing. timeout: seconds. Raises `Error`: timeout."""
+        """Serves the requests pushed so far, ends the engines, and wakes their waiters with
+        `kStopped`. A second call does nothing. Raises `Error`: timeout."""
         for proxy in self.proxies:
             proxy.stop(self.timeout if timeout is None else timeout)
 
     def stats(self, rank: int | None = None) -> RequestStats:
-        """What the local rank's engine has done so far."""
+        """Returns the counts of a local rank's engine."""
         return RequestStats(*self._proxy(rank).stats)
 
     def __enter__(self) -> Requests:

@@ -1,4 +1,4 @@
-"""What an operation did. A result reads its facts when asked, so a wait costs nothing more."""
+"""Results of operations. Properties are read on access, so a wait costs nothing more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from offcore.facts import Facts, Phases, phases_of
 
 
 class Result(Facts):
-    """What an operation did: the path that really ran, and what it cost."""
+    """The result of an operation: the path taken and its cost."""
 
     __slots__ = ("_core", "backend", "machine", "ranks")
 
@@ -19,12 +19,12 @@ class Result(Facts):
 
     @property
     def op(self) -> str:
-        """The operation; a _v form carries the plain one's name."""
+        """Name of the operation, without _v."""
         return self._core.op
 
     @property
     def bytes(self) -> int:
-        """S, the whole array, in bytes."""
+        """Size of the whole array in bytes."""
         return self._core.bytes
 
     @property
@@ -34,15 +34,14 @@ class Result(Facts):
 
     @property
     def own_copy(self) -> str:
-        """What copies within a local rank's memory, its own slice or out of a slot: "none" where
-        nothing is; a copy "engine"; on cuda also "engines", several of them; "hint", a copy that
-        asks for an engine and may take SMs all the same; or "sm", one that does not ask (see
-        docs/cuda.md)."""
+        """How data was copied within a local rank's memory (its own slice, or out of a slot):
+        "none"; "engine"; on cuda also "engines" (several), "hint" (requested an engine, but may use
+        SMs) or "sm" (requested none; docs/cuda.md)."""
         return self._core.own_copy
 
     @property
     def sms(self) -> int:
-        """cuda: SMs that a reduction took at most; 0 for what engines did alone."""
+        """cuda: maximum number of SMs used by a reduction; 0 if engines alone did the work."""
         return self._core.sms
 
     @property
@@ -57,45 +56,45 @@ class Result(Facts):
 
     @property
     def way(self) -> str | None:
-        """sdma: how copies got to the engines, "queues" of packets, "batch_copy" or "hip_batch"
-        (see docs/sdma.md). None on other backends."""
+        """sdma: how copies were submitted: "queues" of packets, "batch_copy" or "hip_batch"
+        (docs/sdma.md). None on other backends."""
         return self._core.way or None
 
     @property
     def protocol(self) -> str:
-        """How the peers entered: barrier, credits, eager or promise; view for a view call."""
+        """barrier, credits, eager or promise; view for a view call."""
         return self._core.protocol
 
     @property
     def signals(self) -> str | None:
-        """How flags stayed behind the data: "fenced", or "copy_order" (see docs/cuda.md). None
-        where there is only one way: not on GPUs."""
+        """How flags were ordered after the data: "fenced" or "copy_order" (docs/cuda.md). None
+        without GPUs, where there is only one way."""
         return self._core.signals if defaults.traits(self.backend).gpus else None
 
     @property
     def staged(self) -> bool:
-        """Whether data went through slots: a buffer lay outside the windows, or protocol eager."""
+        """Whether data was staged through slots: a buffer outside windows, or protocol eager."""
         return self._core.staged
 
     @property
     def registered(self) -> bool:
-        """Whether peers wrote straight into tensors that were registered."""
+        """Whether peers wrote directly into registered tensors."""
         return self._core.registered
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a rank's slot that this operation used; 0 where it used none. A lane has three
-        slots (a graph one), as large as its largest operation needs."""
+        """Bytes of a rank's slot used by this operation; 0 if none. A lane has three slots (a graph
+        has one), as large as its largest operation requires."""
         return self._core.slot_bytes
 
     @property
     def mode(self) -> str:
-        """eager; armed for a prelaunched program; capture: recorded into a graph, and not run."""
+        """eager; armed (prelaunched program); capture (recorded into a graph, not run)."""
         return self._core.mode
 
     @property
     def tuned(self) -> bool:
-        """Whether the measured table chose the variant, not the cost model or the caller."""
+        """Whether the variant came from the measured table, not the cost model or the caller."""
         return self._core.tuned
 
     @property
@@ -105,30 +104,30 @@ class Result(Facts):
 
     @property
     def commands(self) -> int:
-        """Commands on the engine queues of all ranks."""
+        """Number of commands on the engine queues of all ranks."""
         return self._core.counts.commands
 
     @property
     def engines(self) -> int:
-        """Engine queues in use on all ranks."""
+        """Number of engine queues in use on all ranks."""
         return self._core.counts.engines
 
     @property
     def syncs(self) -> int:
-        """Signals on the engine queues of all ranks."""
+        """Number of signals on the engine queues of all ranks."""
         return self._core.counts.syncs
 
     @property
     def time_us(self) -> float:
-        """From the launch until the last local rank was complete; 0 in mode capture."""
+        """Time from launch to completion of the last local rank; 0 in mode capture."""
         return self._core.time_ns / 1e3
 
     @property
     def phases(self) -> Phases:
-        """The parts of that time."""
+        """Parts of `time_us`."""
         return phases_of(self._core.phases)
 
     @property
     def kernels(self) -> int | None:
-        """Kernels that ran; None: nothing was profiled."""
+        """Number of kernels that ran; None if not profiled."""
         return None

@@ -1,9 +1,8 @@
-"""Views: all-gather and all-to-all into memory that the lane lends, instead of the caller's.
+"""Views: all-gather and all-to-all into library memory instead of a buffer of the caller.
 
-A view call writes into the next of four slots that the lane owns, in turn. Whoever finishes a call
-knows that every rank has come that far, and so that an older slot is free: peers need not wait
-until a rank has entered, and nothing is copied on into a buffer of the caller's (core/comm/lane.h
-says why that is safe).
+View calls use the four slots of a lane in turn. A rank that has completed a call knows that every
+rank has entered it, and so that an older slot is free: no entry round is needed, and nothing is
+copied to a buffer of the caller (core/comm/lane.h explains why this is safe).
 """
 
 from __future__ import annotations
@@ -39,42 +38,44 @@ class ViewCalls(ABC):
         """Starts a view call; its outputs' shape is the inputs' behind that one."""
 
     def all_gather_view(self, inp: Any, *, variant: str = "auto", lane: int = 0) -> View:
-        """all_gather of equal parts whose output is lent: `handle.out`, of shape
-        (ranks, *inp.shape) and inp's dtype (bytes for a Window or a region).
+        """all_gather of equal parts into library memory: `handle.out`, of shape (ranks, *inp.shape)
+        and inp's dtype (bytes for a Window or a region).
 
-        A numpy array; a torch tensor on cuda, or where the input is one. A view is valid for two
-        further view calls of the lane: whatever reads it must be done before this rank makes the
-        third. Calls of other kinds do not count, and neither do those of other lanes.
+        The output is a numpy array, or a torch tensor on cuda or if the input is one. It is valid
+        for two further view calls in the lane: complete all reads before this rank makes the third.
+        Other calls and other lanes do not count.
 
-        On cuda "done" means: comes earlier in the stream in which the third call is made. In the
-        stream of the view call itself the view can be read at once, without `wait`. A reader on
-        another stream waits for an event recorded behind the view call, and records one when it has
-        read, which the stream of the third call waits for. A view that is an input of another call
-        of its lane needs no such care. Writing into a valid view is allowed; no other rank sees it.
+        On cuda, reads must precede the third call in stream order. In the stream of the view call
+        the view can be read without `wait`. A reader on another stream waits for an event recorded
+        after the view call, and records one after its read, on which the stream of the third call
+        waits. A view that is the input of another call in its lane needs no events. Writing to a
+        valid view is allowed; other ranks do not see it.
 
-        inp: any memory, or what `next_input` gave. variant: as all_gather's; prelaunched ones have
-        slots of their own. Slots take four times the largest output so far. Raises as all_gather
-        does, and unsupported for a prelaunched variant of an input that `next_input` gave.
+        inp: any memory, or the result of `next_input`.
+        variant: as all_gather's; prelaunched variants have separate slots.
+
+        Slots use four times the size of the largest output. Raises `Error` as all_gather does, and
+        unsupported for a prelaunched variant with the result of `next_input`.
         """
         return self._start_view("all_gather", inp, (self.ranks,), variant, lane)
 
     def all_to_all_view(self, inp: Any, *, variant: str = "auto", lane: int = 0) -> View:
-        """all_to_all of equal parts whose output is lent: `handle.out`, of inp's shape and dtype.
-        What all_gather_view says of views holds here too."""
+        """all_to_all of equal parts into library memory: `handle.out`, of inp's shape and dtype.
+        The rules of all_gather_view apply."""
         return self._start_view("all_to_all", inp, (), variant, lane)
 
     def next_input(self, shape: int | tuple[int, ...], dtype: Any = "uint8", lane: int = 0) -> Any:
-        """This rank's part of the output of the lane's next all_gather_view, to write the input
-        into: passing exactly this array is the in-place form, which copies nothing on this rank.
+        """Returns this rank's part of the output of the lane's next all_gather_view. Write the
+        input there and pass this array as `inp`: in place, without a copy on this rank.
 
-        One array where one rank is local, else a list. All ranks pass theirs or none does. Another
-        view call of the lane takes the slot for itself: the array is then part of that call's view,
-        and ask again for the next. The memory is that of the view of four calls ago, so write it
-        once all reads of that view are done, and once one of the lane's last four view calls has
-        been waited for; on a stream the order of the stream is enough. What it holds before is
-        undefined. Collective where the slots have to grow, as at the first call of a size: every
-        rank then makes it at the same place in the order of its calls. Raises `Error`: memory;
-        timeout and mismatch where ranks disagree; unsupported for phantom memory.
+        One array if one rank is local, else a list. Either all ranks pass theirs or none does. Any
+        other view call in the lane uses the slot: the array is then part of that call's view, and
+        must be requested again. The memory was used by the view of four calls ago, so write it
+        after all reads of that view, and after waiting for one of the lane's last four view calls;
+        on a stream, stream order suffices. Its previous contents are undefined. Collective if the
+        slots must grow, as at the first call with a size: all ranks must then call it at the same
+        point in their order of calls. Raises `Error`: memory; timeout and mismatch if ranks
+        disagree; unsupported for phantom memory.
         """
         shape, kind, nbytes = dense("next_input", shape, dtype)
         lane = checked("next_input: lane", lane, NUMBER_MAX)

@@ -1,4 +1,4 @@
-"""Memory that every rank of a communicator has."""
+"""Windows: memory of equal size on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Owner(Protocol):
 
 
 class Window:
-    """Memory of the same size on every rank, which all ranks can write: `nbytes` a rank."""
+    """Memory of `nbytes` on every rank that all ranks can write."""
 
     def __init__(self, comm: Owner, core: _core.Window) -> None:
         self._core = core
@@ -34,35 +34,35 @@ class Window:
 
     @property
     def host_visible(self) -> bool:
-        """Whether `array` gives its memory; that of GPUs is a `tensor`, or read and written."""
+        """Whether `array` is available; for GPU memory use `tensor`, `read` and `write`."""
         return self._core.host_visible
 
     def array(self, rank: int | None = None, dtype: DTypeLike = "uint8") -> NDArray[Any]:
-        """A local rank's part as a one-dimensional numpy array, without a copy.
+        """Returns a local rank's part as a one-dimensional numpy array, without a copy.
 
-        rank: may be left out where one rank is local. Raises `Error`: invalid for a rank that is
-        not local, unsupported for phantom memory and for the memory of GPUs.
+        `rank` is optional if one rank is local. Raises `Error`: invalid for a rank that is not
+        local, unsupported for phantom memory and GPU memory.
         """
         view: Any = self._core.view(self._local(rank), 0, self.nbytes)
         array: NDArray[Any] = view.view(dtype)
         return array
 
     def tensor(self, rank: int | None = None) -> Any:
-        """cuda: a local rank's part as a one-dimensional torch tensor of uint8, without a copy."""
+        """cuda: returns a local rank's part as a one-dimensional uint8 tensor, without a copy."""
         make = tensors_of(np.dtype("uint8"))
         return make(self._core, self._local(rank), 0, (self.nbytes,))
 
     def address(self, rank: int | None = None) -> int:
-        """Where a local rank's part begins, in this process."""
+        """Returns the address of a local rank's part in this process."""
         return self._core.address(self._local(rank))
 
     def read(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
-        """Copies a local rank's bytes from `offset` on into a contiguous array; waits for it."""
+        """Copies a local rank's bytes, from `offset` on, to a contiguous array, and waits."""
         address, nbytes = host_place_of(array, writable=True)
         self._core.read(address, self._local(rank), offset, nbytes)
 
     def write(self, array: NDArray[Any], offset: int = 0, rank: int | None = None) -> None:
-        """Copies a contiguous array into a local rank's bytes from `offset` on; waits for it."""
+        """Copies a contiguous array to a local rank's bytes, from `offset` on, and waits."""
         address, nbytes = host_place_of(array, writable=False)
         self._core.write(self._local(rank), offset, address, nbytes)
 
@@ -74,5 +74,5 @@ class Window:
         return rank
 
     def region(self, offset: int, nbytes: int) -> _core.Region:
-        """Bytes [offset, offset + nbytes) of every rank's part, to pass to a collective."""
+        """Returns bytes [offset, offset + nbytes) of every rank's part, for a collective."""
         return self._core.region(offset, nbytes)

@@ -1,4 +1,4 @@
-"""Where FSDP2's modules get their communication from."""
+"""Offcore's communication for FSDP2's modules."""
 
 from __future__ import annotations
 
@@ -68,20 +68,19 @@ def enable(
     timeout: float = 600.0,
     **arguments: Any,
 ) -> None:
-    """Makes all FSDPModules of a model communicate by offcore. Collective: all ranks of the
-    model's mesh call it alike, after `fully_shard` and before the first step.
+    """Makes all FSDPModules of a model communicate through Offcore. Collective: all ranks of the
+    model's mesh call it with the same arguments, after `fully_shard` and before the first step.
 
-    all_gather, reduce_scatter, all_reduce: what to take; the last is HSDP's.
-    memory: bytes of window memory for outputs of all-gathers, for each group of ranks that share
-        parameters; by default what the three largest modules need, and the largest once more.
-        Outputs for which it has no room are torch's own memory and go by way of slots (`staged`).
-    timeout: seconds after which a call that has not ended fails and the group is dead; a rank may
-        be late by as much, as it is when it writes a checkpoint alone.
+    all_gather, reduce_scatter, all_reduce: the collectives to handle; all_reduce is HSDP's.
+    memory: bytes of window memory for outputs of all-gathers, per group of ranks that share
+        parameters; default: enough for the three largest modules plus the largest once more.
+        Outputs that do not fit are allocated by torch and staged through slots (`staged`).
+    timeout: seconds after which an unfinished call fails and the group is dead. No rank may lag
+        further behind, e.g. while it writes a checkpoint.
     arguments: of offcore.Communicator, such as sms=8; `between`, for multicast between hosts
         (docs/hosts.md); and `all_reduce_from`, for HSDP's all-reduces (default 0).
-
-    Raises `Error`: invalid for a model without FSDPModules, one that is enabled already, or an
-    unknown argument; what offcore.Communicator raises.
+    Raises `Error`: invalid for a model without FSDPModules, a model that is already enabled, or an
+    unknown argument; and as offcore.Communicator does.
     """
     param_groups = [*_param_groups(model)]
     if not param_groups:
@@ -108,8 +107,8 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """Gives the model its own communication back. Collective, between steps. Raises `Error`:
-    invalid where it is not enabled."""
+    """Restores the model's original communication. Collective, between steps. Raises `Error`:
+    invalid if the model is not enabled."""
     made = _enabled.pop(model, None)
     if made is None:
         raise error("invalid", "the model is not enabled: call offcore.fsdp.enable(model)")
@@ -133,15 +132,18 @@ def _put_replicas(made: _Enabled, param_group: Any) -> None:
 
 
 def report(model: Any) -> dict[str, Any]:
-    """What ran since `enable`, at this rank; waits for what is under way.
+    """Returns this rank's counts since `enable`, after waiting for calls in progress.
 
-    For "all_gather" and "reduce_scatter": calls, bytes (S, the whole arrays), variants (calls by
-    name), staged (calls that went by way of slots, since an output lay outside of window memory),
-    sms (the most that a call took) and handed (calls that the group's own backend made). For
-    "all_reduce", HSDP's: calls carried and handed. "memory": bytes of window memory, "refused":
-    outputs that it had no room for. "hosts", of groups that span some, by their ranks: how many,
-    the `ranks` of each, and bytes `received` from others. "obstacles": why groups stay with their
-    own backends, by their ranks. Raises `Error`: invalid where the model is not enabled.
+    - "all_gather" and "reduce_scatter": calls, bytes (of the whole arrays), variants (calls by
+      name), staged (calls through slots, since an output was outside window memory), sms (the
+      maximum of any call) and handed (calls passed to the group's backend).
+    - "all_reduce", HSDP's: calls carried and handed.
+    - "memory": bytes of window memory; "refused": outputs that did not fit.
+    - "hosts", for groups that span several, by their ranks: number of hosts, `ranks` per host, and
+      bytes `received` from other hosts.
+    - "obstacles": the reason why a group stays with its backend, by its ranks.
+
+    Raises `Error`: invalid if the model is not enabled.
     """
     made = _enabled.get(model)
     if made is None:

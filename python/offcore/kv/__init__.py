@@ -1,13 +1,13 @@
-"""Paged KV-cache blocks between a GPU and host memory, by copy engines (DMA-Latte 2.1.2, 5.3, 6).
+"""Copies of paged KV-cache blocks on copy engines (DMA-Latte 2.1.2, 5.3, 6).
 
-    layout = kv.Layout(caches)                           # tensors, one a layer: (blocks, page...)
-    pool = kv.HostPool(layout.block_bytes, blocks=1000)  # pinned host memory, a row a block
+    layout = kv.Layout(caches)                           # tensors, one per layer: (blocks, page...)
+    pool = kv.HostPool(layout.block_bytes, blocks=1000)  # pinned host memory, a row per block
     transfer = kv.BlockTransfer(layout, pool)
     slots = pool.allocate(len(blocks))
     transfer.store(blocks, slots).wait()
     transfer.load(other_blocks, slots).wait()
 
-No SM takes part. See docs/kv.md for the layouts, and for what is ordered with what.
+By default no SM is used. See docs/kv.md for layouts and ordering.
 """
 
 from offcore._core import cache_pool

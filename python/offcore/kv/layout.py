@@ -1,4 +1,4 @@
-"""Where KV blocks lie: tensors of any of the usual shapes as the core's list of pieces.
+"""Layouts of KV blocks: tensors of the usual shapes as the core's list of pieces.
 
 A piece is a part of one layer that is contiguous for a block: (address, step from a block to the
 next, bytes, layer, tensor). A block's row in host memory is its pieces side by side, in this order.
@@ -113,25 +113,25 @@ def _pieces_of(memory: _Memory, block_axis: int, layer_axis: int | None) -> list
 
 
 class Layout:
-    """How the blocks of a KV cache lie in tensors, and in a row of host memory.
+    """The layout of the blocks of a KV cache in tensors, and in a row of host memory.
 
-    caches: a sequence with a tensor for each layer, or a tuple of tensors where a layer has several
-        (K and V apart, pages of several sizes); with `layer_axis`, one tensor for all layers, or a
-        tuple of such tensors.
-    block_axis: the axis that block numbers index, in every tensor; its length is the same in all.
-    layer_axis: the axis of the layers where tensors have all of them.
+    caches: a sequence with one tensor per layer, or with a tuple of tensors per layer (separate K
+        and V, pages of several sizes); with `layer_axis`, one tensor with all layers, or a tuple of
+        such tensors.
+    block_axis: the axis of the blocks in every tensor; its length is the same in all.
+    layer_axis: the axis of the layers, in tensors that have all of them.
 
     | tensors | arguments |
     |---|---|
-    | one a layer: (blocks, page...) | `Layout(tensors)` |
-    | one a layer, K and V apart: (2, blocks, page...) | `Layout(tensors, block_axis=1)` |
+    | one per layer: (blocks, page...) | `Layout(tensors)` |
+    | one per layer, separate K and V: (2, blocks, page...) | `Layout(tensors, block_axis=1)` |
     | layers outermost: (layers, blocks, page...) | `Layout(tensor, block_axis=1, layer_axis=0)` |
     | contiguous over layers: (blocks, layers, page...) | `Layout(tensor, layer_axis=1)` |
     | K and V tensors for each layer | `Layout([(k0, v0), (k1, v1), ...])` |
 
-    Torch tensors and numpy arrays of any dtype and strides, of which only the bytes count. A row
-    holds a block's layers side by side, in their order. Raises `Error`: invalid for caches whose
-    numbers of blocks differ, that share memory, or lie on several devices.
+    Torch tensors and numpy arrays of any dtype and strides are accepted. A row contains the layers
+    of a block, contiguous and in order. Raises `Error`: invalid for caches with different numbers
+    of blocks, overlapping memory, or several devices.
     """
 
     def __init__(self, caches: Any, *, block_axis: int = 0, layer_axis: int | None = None) -> None:
@@ -165,22 +165,22 @@ class Layout:
 
     @property
     def blocks(self) -> int:
-        """How many blocks the caches have."""
+        """Number of blocks in the caches."""
         return self._core.blocks
 
     @property
     def layers(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return self._core.layers
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block with all its layers: of a row of host memory."""
+        """Bytes of a block with all its layers: the size of a row of host memory."""
         return self._core.row_bytes
 
     def copies(self) -> list[tuple[int, int]]:
-        """(rows, bytes of a row) of each copy that one block takes, strided where rows > 1. For
-        tensors that lie in several allocations of a GPU's it is more of them: none leaves one."""
+        """(rows, bytes of a row) of each copy of one block, strided if rows > 1. Tensors in several
+        GPU allocations require more copies, since none crosses allocations."""
         return self._core.folds()
 
     def __repr__(self) -> str:

@@ -28,24 +28,24 @@ def numbers_of(name: str, given: ArrayLike) -> Slots:
 
 
 class HostPool:
-    """Pinned host memory for KV blocks: rows of `block_bytes`, one block with all its layers each.
+    """Pinned host memory for KV blocks: each row of `block_bytes` holds a block with all layers.
 
     block_bytes: of a row: `Layout.block_bytes`.
-    blocks: how many rows. They are registered with the driver in the background, which takes about
-        0.1 s/GB, in chunks of `chunk_bytes` that no row and no copy spans; see `progress`.
-    backend: "cuda", "host", "sim" or "auto": cuda where it is available, else host.
-    device: cuda: the GPU near which the memory lies; all GPUs of the process can use it.
-    machine: sim: the machine that is simulated.
-    memory: host memory that the rows are to lie in, instead of the pool's own: a writable numpy
-        array, mmap, torch CPU tensor or buffer, contiguous. It is registered as it is, in chunks
-        that begin with a page (one chunk if it does not), and kept until the pool has let go of it.
-        One process may register shared memory beside another.
-    row_stride: bytes from a row of `memory` to the next; by default `block_bytes`. What lies
-        between rows is never touched.
-    timeout: seconds that a wait lasts which names none.
+    blocks: number of rows. They are registered with the driver in the background, about 0.1 s/GB,
+        in chunks of `chunk_bytes`. No row and no copy crosses chunks. See `progress`.
+    backend: "cuda", "host", "sim" or "auto": cuda if available, else host.
+    device: cuda: the GPU near which memory is allocated; all GPUs of the process can use it.
+    machine: sim: the simulated machine.
+    memory: existing host memory for the rows: a writable, contiguous numpy array, mmap, torch CPU
+        tensor or buffer. It is registered in place, in chunks that start at a page (in one chunk if
+        it does not), and kept until the pool has released it. Several processes may register the
+        same shared memory.
+    row_stride: bytes between the starts of rows in `memory`; default `block_bytes`. Gaps between
+        rows are never touched.
+    timeout: default timeout of a wait, in seconds.
 
-    A slot is the number of a row, from 0 on. All methods may be called by any thread. Raises
-    `Error`: invalid, unavailable; a chunk that cannot be had is reported by `wait_ready`.
+    A slot is the number of a row, from 0. Methods are thread-safe. Raises `Error`: invalid,
+    unavailable; `wait_ready` reports failed allocations.
     """
 
     def __init__(
@@ -94,37 +94,37 @@ class HostPool:
 
     @property
     def blocks(self) -> int:
-        """How many rows there are, or will be once all are registered."""
+        """Number of rows, including those not registered yet."""
         return self._core.counts[0]
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(rows that are registered, all rows)."""
+        """(registered rows, all rows)."""
         rows, ready, _, _ = self._core.counts
         return ready, rows
 
     @property
     def free_blocks(self) -> int:
-        """Rows that `allocate` can give out now."""
+        """Number of rows available to `allocate`."""
         return self._core.counts[2]
 
     @property
     def leaving_blocks(self) -> int:
-        """Rows that were freed while jobs used them: free again when those have ended."""
+        """Number of rows freed while jobs use them; available when these jobs have ended."""
         return self._core.counts[3]
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Until all rows are registered. Raises `Error`: timeout; memory or driver where a chunk
-        could not be had: the pool then goes on with the rows before it."""
+        """Waits until all rows are registered. Raises `Error`: timeout; memory or driver if a chunk
+        could not be allocated: the pool then continues with the rows before it."""
         self._core.wait_ready(self.timeout if timeout is None else timeout)
 
     def allocate(self, count: int, *, timeout: float | None = None) -> Slots:
-        """Slots for `count` blocks, sorted, in as few runs of consecutive ones as can be.
+        """Allocates slots for `count` blocks, sorted, in as few consecutive runs as possible.
 
-        timeout: seconds to wait for rows to be registered, or freed by others; 0: no wait; None:
-        the pool's, counted from when the last rows were registered. Raises `Error`: memory, with
-        how many are free, not registered yet, and about to be free; at once where the pool has
-        fewer rows.
+        timeout: seconds to wait for rows to be registered or freed; 0: do not wait; None: the
+            pool's, counted from the last registration.
+        Raises `Error`: memory, with the numbers of rows that are free, not registered yet, and
+        about to be free; immediately if the pool has fewer rows.
         """
         wanted = checked("count", count)
         while True:
@@ -138,31 +138,30 @@ class HostPool:
                     raise
 
     def free(self, slots: ArrayLike) -> None:
-        """Gives slots back: all, or none where it raises.
+        """Frees slots: all, or none if it raises.
 
-        Those that jobs still use cannot be named by anybody any more, and are free when the last
-        such job has ended. Raises `Error`: invalid for slots that are not allocated (freed twice,
-        another pool's) or named twice.
+        Slots in use by jobs become available when the last such job has ended. Raises `Error`:
+        invalid for slots that are not allocated (freed twice, another pool's) or passed twice.
         """
         self._core.free(numbers_of("slots", slots))
 
     def row(self, slot: int) -> NDArray[np.uint8]:
-        """An allocated slot's memory, uint8 of `block_bytes`, without a copy. The memory stays
-        while the array does, but is another block's once the slot is freed."""
+        """Returns an allocated slot's memory, uint8 of `block_bytes`, without a copy. The array
+        keeps it allocated, but another block may use it once the slot is freed."""
         row: Any = self._core.row(checked("slot", slot))
         return cast(NDArray[np.uint8], row)
 
     def grow(self, blocks: int) -> None:
-        """Adds rows at the end, usable once they are registered."""
+        """Adds rows at the end, available once they are registered."""
         self._core.grow(checked("blocks", blocks))
 
     def shrink(self, blocks: int = 0) -> int:
-        """Gives memory back: whole chunks at the end that have no slot in use, while at least
-        `blocks` rows are left. Returns how many are."""
+        """Frees whole chunks at the end without slots in use, while at least `blocks` rows remain.
+        Returns the number of remaining rows."""
         return self._core.shrink(checked("blocks", blocks))
 
     def close(self, timeout: float | None = None) -> None:
-        """Gives the memory back, what arrays of `row` still show excepted. Raises `Error`: timeout
+        """Frees the memory, except what arrays of `row` still reference. Raises `Error`: timeout
         while jobs use slots; close their `BlockTransfer` first."""
         self._core.close(self.timeout if timeout is None else timeout)
 

@@ -1,4 +1,4 @@
-"""What a load or store of KV blocks did."""
+"""Results of loads and stores of KV blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offcore.facts import Facts
 
 
 class Transferred(Facts):
-    """What a job copied, by which path, and what that cost."""
+    """The result of a job: what was copied, the path taken, and its cost."""
 
     _given = ("backend",)
 
@@ -30,53 +30,52 @@ class Transferred(Facts):
 
     @property
     def asked(self) -> int:
-        """Blocks that were named."""
+        """Number of blocks requested."""
         asked: int = self._call["asked"]
         return asked
 
     @property
     def blocks(self) -> int:
-        """Blocks that were copied, with all layers: the first ones of those named. Fewer than
-        asked only where the job was cancelled."""
+        """Number of blocks copied with all layers, from the first requested on. Less than
+        asked only if the job was cancelled."""
         return self._core.blocks
 
     @property
     def layers(self) -> int:
-        """Layers that were copied for all blocks: the first ones."""
+        """Number of layers copied for all blocks, from the first on."""
         return self._core.layers
 
     @property
     def cancelled(self) -> bool:
-        """Whether something was left out."""
+        """Whether the job was cancelled before everything was copied."""
         return self._core.cancelled
 
     @property
     def bytes(self) -> int:
-        """Bytes that were copied."""
+        """Bytes copied."""
         return self._core.bytes
 
     @property
     def links(self) -> dict[int, int]:
-        """Bytes by the GPU over whose link to the host they went: the own one, and those that lent
-        theirs."""
+        """Bytes by the GPU whose link to the host carried them: its own, and those in `links`."""
         return dict(zip(self._links, self._core.link_bytes, strict=True))
 
     @property
     def pages(self) -> int:
-        """Descriptors that a call which names each page would have had."""
+        """Number of descriptors of an equivalent call with one per page."""
         return self._core.pages
 
     @property
     def commands(self) -> int:
-        """Copy commands that were submitted."""
+        """Number of copy commands submitted."""
         return self._core.commands
 
     @property
     def path(self) -> str:
-        """What ran: "strided" (several pages a command), "plain" (contiguous bytes), "mixed", or
-        "none" where nothing was copied: by copy engines, on host by threads. "crossed": by both
-        engines of the link, strided copies and maybe pages submitted one by one. "kernel": by
-        SMs, as asked ("mixed" where it left something to engines). "packed": by both, in turn."""
+        """By copy engines (threads on host): "strided" (several pages per command), "plain"
+        (contiguous bytes), "mixed", "none" (nothing to copy) or "crossed" (both engines of the
+        link). "kernel": by SMs, as requested ("mixed" if engines copied a part). "packed": by both,
+        in turn."""
         if self.commands == 0:
             return "none"
         if self._core.calls.packs:
@@ -91,45 +90,45 @@ class Transferred(Facts):
 
     @property
     def calls(self) -> dict[str, int]:
-        """cuda: how often the driver was called for these copies: `batches` of `batched` copies in
-        all, `plain` and `strided` copies, `crossed` of these for the other engine, `kernels`, and
-        `packs`, kernels that only packed."""
+        """cuda: numbers of driver calls: `batches` with `batched` copies in total, `plain` and
+        `strided` copies, `crossed` of these on the other engine, `kernels`, and `packs` (kernels
+        that only packed)."""
         calls = self._core.calls
         names = ("batches", "batched", "plain", "strided", "crossed", "kernels", "packs")
         return {name: getattr(calls, name) for name in names}
 
     @property
     def sms(self) -> int:
-        """SMs that packed at a time, at most; 0: none did."""
+        """Maximum number of SMs that packed concurrently; 0: none."""
         return self._core.sms
 
     @property
     def sm_ms(self) -> float:
-        """Milliseconds that SMs were busy packing, all of them together."""
+        """Milliseconds that SMs spent packing, summed over SMs."""
         return self._core.sm_ns / 1e6
 
     @property
     def submit_us(self) -> float:
-        """What the call of load or store took its caller."""
+        """The caller's time in load or store."""
         submit_us: float = self._call["submit_us"]
         return submit_us
 
     @property
     def enqueue_us(self) -> float:
-        """What handing over the commands took, the driver's calls included."""
+        """Time to submit the commands, including driver calls."""
         return self._core.enqueue_ns / 1e3
 
     @property
     def queued_us(self) -> float:
-        """From the call until its first command was enqueued."""
+        """Time from the call to the submission of its first command."""
         return self._core.queued_ns / 1e3
 
     @property
     def copy_us(self) -> float:
-        """From then until the end was seen; virtual on sim."""
+        """Time from then to observed completion; virtual on sim."""
         return self._core.copy_ns / 1e3
 
     @property
     def gbps(self) -> float:
-        """1e9 bytes a second of `copy_us`."""
+        """Bandwidth over `copy_us`, in 1e9 bytes per second."""
         return self.bytes / self.copy_us / 1e3 if self.copy_us > 0 else 0.0

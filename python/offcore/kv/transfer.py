@@ -60,7 +60,7 @@ def _priority(given: Any) -> int:
 
 
 class Job:
-    """A load or store under way. It keeps caches and pool alive."""
+    """A load or store in progress. It keeps caches and pool alive."""
 
     def __init__(self, core: _core.KvJob, transfer: BlockTransfer, call: dict[str, Any]) -> None:
         self._core = core
@@ -68,26 +68,25 @@ class Job:
         self._call = call  # direction, what it is after, asked, submit_us
 
     def done(self) -> bool:
-        """Whether it has ended: been copied, been cancelled, or failed."""
+        """Returns whether the job has ended: completed, cancelled or failed."""
         return self._core.done()
 
     def wait(self, timeout: float | None = None) -> Transferred:
-        """Waits for the end, and says what was copied; also of a cancelled job.
-
-        Raises `Error`: timeout (the job goes on), driver when the GPU or the driver failed.
-        """
+        """Waits until the job has ended, even if cancelled, and returns what was copied. Raises
+        `Error`: timeout (the job continues), driver if the GPU or the driver failed."""
         self._core.wait(self._transfer.timeout if timeout is None else timeout)
         transfer = self._transfer
         numbers = (max(0, transfer.device), *transfer.links)
         return Transferred(self._core.report, transfer.backend, self._call, numbers)
 
     def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
-        """Waits until a layer (from 0 on) has arrived for all blocks.
+        """Waits until a layer (from 0) has arrived for all blocks.
 
-        stream: cuda: a torch.cuda.Stream, or its handle, which then waits instead of the caller:
-        what it is given later runs after the copies of the layer. The caller waits only until
-        those are enqueued. A job that was not started `by_layer` has one event, for all layers.
-        Raises `Error`: timeout; cancelled where the layer will not come.
+        stream: cuda: a torch.cuda.Stream, or its handle, which waits instead of the caller; the
+            caller waits only until the copies of the layer are enqueued.
+
+        A job without `by_layer` has one event for all layers. Raises `Error`: timeout; cancelled if
+        the layer was cancelled.
         """
         wait_s = self._transfer.timeout if timeout is None else timeout
         if stream is None:
@@ -100,55 +99,54 @@ class Job:
         self.wait_layer(self._core.layers - 1, stream, timeout)
 
     def cancel(self) -> None:
-        """What is not enqueued yet is not copied; `wait` tells what was. Returns at once."""
+        """Cancels copies that are not enqueued yet; `wait` returns what was copied."""
         self._core.cancel()
 
 
 class BlockTransfer:
     """Loads and stores of KV blocks between caches and host pools.
 
-    caches: a `Layout`, or what makes one with `block_axis` and `layer_axis`; for several groups
-        with block numbers of their own, a list of Layouts.
-    pool: the `HostPool` whose rows are as large as a block; a list with one for each group.
-    device: cuda: the GPU that the caches lie on; by default what the tensors say.
-    ahead_bytes, ahead_commands: how much is enqueued ahead in a direction. What is not enqueued
-        yet can be cancelled, or overtaken by a higher priority; less than what an engine copies in
-        about 100 us leaves it idle. Where both engines copy it is at most three small parts.
-    plain_from: pages of so many bytes are copied one by one, rather than several layers by one
-        strided copy; a number, or a pair for load and store. None: as many as the thread can
-        submit while the engine has something to do; without a driver none.
-    links: GPUs that lend their own links to the host, a list, or "all" others that are visible.
-        Large jobs then go over several at once: bytes wait in memory of such a GPU, at most
-        `link_bytes` of each, and cross NVLink from there. None: no other GPU is touched. Not for
-        jobs by layer. On host any numbers: further threads.
-    crossing_bytes: cuda: host memory, at most so much, from which copies are addressed that the
-        other direction's engine makes: pages of up to 256 KiB use both engines while the other
-        direction has none on its way. An eighth of what a block's layers are apart is taken, 8 MiB
-        at least, 10 MiB of the GPU's, and four blocks for a trial. Below 8 MiB: none, and one
-        engine copies; so it does with `links`, `kernel` or `plain_from`, or where this GPU does not
-        do it. Results say path "crossed".
-    linger: seconds, up to 60, that the transfer's thread spins for jobs after the last one, on
-        a core of its own, before it sleeps. One that has slept is slow over all of the next job:
-        small pages take a tenth longer. None: 0.05 with 8 cores, 0.002 with 4, else 0.0002.
-    kernel: cuda: a kernel of 16 blocks copies instead of the engines, where pages and addresses are
-        whole 16 bytes. It takes SMs; for pages so small that engines are slow, if SMs are free.
-        Results say path "kernel".
-    policy: cuda: whether SMs may gather pages in the GPU's memory and plain copies take whole
-        blocks over the link, or the other way round (path "packed"). "auto": where the machine's
-        numbers say that engines alone would be slower; "zero_sm": never; "pack": always.
-        Not with `links`, `kernel` or `plain_from`; other backends never pack.
-    pack_sms: how many SMs pack in a direction, at most, for `Transferred.sm_ms`; 0: as "zero_sm".
-    pack_bytes: the GPU's memory for packed blocks, at most; blocks above a quarter are not packed.
-    adopt: cuda: tensors in VMM memory (cuMemCreate) are mapped once more, at equal steps, where a
-        block then takes fewer copies, and stay allocated until `close`; `adopted` says so.
-    hold: copies are enqueued at once, and engines wait for a job's `after`: a stream can then wait
-        for the job soon, but what is enqueued behind it in that direction waits too.
-    verify: check every program of commands before it runs. For tests: it is slow.
+    caches: a `Layout`, or its argument, with `block_axis` and `layer_axis`; a list of Layouts for
+        several groups with separate block numbers.
+    pool: the `HostPool`, with rows of the size of a block; a list with one pool per group.
+    device: cuda: the GPU of the caches; default: from the tensors.
+    ahead_bytes, ahead_commands: limits of the work enqueued ahead per direction. Work that is not
+        enqueued yet can be cancelled, or overtaken by a higher priority. Less than about 100 us of
+        copies leaves an engine idle. If both engines copy, at most three small parts are enqueued.
+    plain_from: pages of at least this many bytes are copied one by one, instead of several layers
+        per strided copy; a number, or a pair for load and store. None: the size at which the thread
+        submits as fast as the engine copies; without a driver, none.
+    links: a list of GPUs that lend their links to the host, or "all" other visible GPUs. Large jobs
+        then use several links: data is buffered in the memory of such a GPU, at most `link_bytes`
+        each, and crosses NVLink. None: use no other GPU. Not for jobs by layer. On host any
+        numbers: additional threads.
+    crossing_bytes: cuda: maximum host memory for copies that the other direction's engine makes:
+        pages of up to 256 KiB use both engines while the other direction is idle. It uses an eighth
+        of the distance between a block's layers (at least 8 MiB), 10 MiB of GPU memory, and four
+        blocks for a trial. Below 8 MiB, with `links`, `kernel` or `plain_from`, or if the GPU does
+        not support it, one engine copies. Results have path "crossed".
+    linger: seconds, up to 60, that the transfer's thread spins for further jobs, on its own core,
+        before it sleeps. After a sleep the next job is slower: by a tenth with small pages. None:
+        0.05 with 8 cores, 0.002 with 4, else 0.0002.
+    kernel: cuda: a kernel of 16 blocks copies instead of engines, if pages and addresses are
+        multiples of 16 bytes. It uses SMs; for pages so small that engines are slow. Results have
+        path "kernel".
+    policy: cuda: whether SMs may pack pages in GPU memory, so that plain copies of whole blocks
+        cross the link (path "packed"). "auto": if engines alone would be slower according to the
+        machine file; "zero_sm": never; "pack": always. Not with `links`, `kernel` or `plain_from`;
+        other backends never pack.
+    pack_sms: maximum number of SMs that pack per direction (`Transferred.sm_ms`); 0: as "zero_sm".
+    pack_bytes: maximum GPU memory for packed blocks; blocks above a quarter of it are not packed.
+    adopt: cuda: map tensors in VMM memory (cuMemCreate) a second time at equal steps, if a block
+        then requires fewer copies. They stay allocated until `close`. Reported by `adopted`.
+    hold: enqueue copies at once and let engines wait for a job's `after`: a stream can then wait
+        for the job early, but later jobs in that direction wait too.
+    verify: verify every program before it runs. Slow; for tests.
 
-    Loads and stores run at the same time, in a stream for each engine. Jobs that touch the same
-    block or slot, one of them writing, keep the order of their calls. Tensors and pools
-    are kept alive by the transfer and its jobs. A transfer that is dropped together with its jobs
-    cancels them. Raises `Error`: invalid, unavailable.
+    Loads and stores run concurrently, in a stream per engine. Jobs that use the same block or slot,
+    at least one of them writing, run in call order. The transfer and its jobs keep tensors and
+    pools alive. Dropping a transfer together with its jobs cancels them. Raises `Error`: invalid,
+    unavailable.
     """
 
     def __init__(
@@ -282,18 +280,18 @@ class BlockTransfer:
     ) -> Job:
         """Copies host rows into blocks: slots[i] into blocks[i].
 
-        blocks, slots: equally long lists of whole numbers, best int64 arrays; no block twice.
-        priority: a higher one goes before what is not enqueued yet.
-        by_layer: False: all layers of a block together, which takes the fewest commands. True:
-            layer after layer, each with an event of its own (`Job.wait_layer`), so that the first
-            one can be computed with before the others have arrived; k: k layers together.
-        after: cuda: begins only when what is now in this torch.cuda.Stream, or before this
-            torch.cuda.Event, has run: what reads the blocks' old contents.
-        group: which of several groups.
+        blocks, slots: lists of integers of equal length, preferably int64 arrays; no block twice.
+        priority: higher priorities overtake work that is not enqueued yet.
+        by_layer: False: all layers of a block together, with the fewest commands. True: layer by
+            layer, each with an event (`Job.wait_layer`), so that compute can start on the first
+            layers while others arrive. An integer k: k layers together.
+        after: cuda: a torch.cuda.Stream or torch.cuda.Event: start after the work now in the
+            stream, or before the event, such as reads of the blocks' old contents.
+        group: number of the group, if there are several.
 
-        Returns at once; the copies are submitted by a thread. Raises `Error`: invalid for numbers
-        out of range, named twice or not allocated (nothing is copied then), unsupported for
-        `after` without a GPU, cancelled after `close`.
+        Returns immediately; a thread submits the copies. Raises `Error`: invalid for numbers that
+        are out of range, duplicate or not allocated (nothing is copied), unsupported for `after`
+        without a GPU, cancelled after `close`.
         """
         return self._start(True, blocks, slots, priority, by_layer, after, group)
 
@@ -307,9 +305,9 @@ class BlockTransfer:
         after: Any = None,
         group: int = 0,
     ) -> Job:
-        """Copies blocks into host rows: blocks[i] into slots[i]; no slot twice. As `load`.
+        """Copies blocks into host rows: blocks[i] into slots[i]; no slot twice. See `load`.
 
-        after: cuda: the stream, or the event, of what writes the blocks.
+        after: cuda: the stream or event of the work that writes the blocks.
         """
         return self._start(False, blocks, slots, priority, by_layer, after, group)
 
@@ -342,11 +340,8 @@ class BlockTransfer:
         return job
 
     def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:
-        """Ends the jobs under way and takes no more.
-
-        cancel: what is not enqueued yet is not copied. Raises `Error`: timeout while jobs go on;
-        call it again, or with `cancel`.
-        """
+        """Waits for jobs in progress and accepts no more. cancel: cancel copies that are not
+        enqueued yet. Raises `Error`: timeout while jobs are in progress; call it again."""
         self._core.close(cancel, self.timeout if timeout is None else timeout)
 
     def __enter__(self) -> BlockTransfer:

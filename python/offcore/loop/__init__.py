@@ -1,4 +1,4 @@
-"""Loop kernels: a static graph of operators as one persistent kernel a GPU (docs/loop.md)."""
+"""Loop kernels: a static graph of operators as one persistent kernel per GPU (docs/loop.md)."""
 
 from offcore.loop.graph import ADD, COPY, MUL, RELU, Buffer, Function, Graph, Slice
 from offcore.loop.plan import Plan, schedule_of

@@ -17,7 +17,7 @@ EVERYTHING = "*"
 
 @dataclass(frozen=True)
 class Function:
-    """Of elements: a C expression of `a`, `b`, ... for the kernel, and the same of numpy arrays."""
+    """Element-wise: a C expression of `a`, `b`, ... for kernels, and the same on numpy arrays."""
 
     cuda: str
     host: Callable[..., Any]
@@ -31,7 +31,7 @@ COPY = Function("a", lambda a: a)
 
 @dataclass(frozen=True)
 class Buffer:
-    """number: of the registered buffer it lies in, from byte `offset` on; None: private memory."""
+    """A registered buffer. number: of the registration, from byte `offset` on; None: private."""
 
     name: str
     dtype: str
@@ -81,10 +81,10 @@ class Operator:
 
 
 class Graph:
-    """The program of one rank, which the loop repeats. Operators run as if one after the other,
-    in the order of the calls; those that share no bytes may run at once.
+    """The program of one rank, which the loop repeats. Operators run as if in call order;
+    those that share no bytes may run concurrently.
 
-    chunk: bytes, of `comm.requests`.
+    chunk: bytes; as in `comm.requests`.
     """
 
     def __init__(self, rank: int, ranks: int, *, chunk: int = 256) -> None:
@@ -101,7 +101,7 @@ class Graph:
         number: int | None = None,
         offset: int = 0,
     ) -> Slice:
-        """Names `count` elements of registered buffer `number`, or of private, zeroed memory.
+        """Declares `count` elements of registered buffer `number`, or of private, zeroed memory.
         dtype: float32, float64, int32 or uint32; others are `unsupported`."""
         kind = np.dtype(dtype).name
         if kind not in C_TYPES:
@@ -119,8 +119,8 @@ class Graph:
         return made[:]
 
     def map(self, function: Function, out: Slice, *inputs: Slice) -> None:
-        """`out[i] = function(inputs[0][i], ...)`, of 8 inputs at most. In place is allowed, at
-        equal places only."""
+        """`out[i] = function(inputs[0][i], ...)`, with up to 8 inputs. In place is allowed at equal
+        offsets only."""
         if len(inputs) > 8:
             raise error("invalid", f"loop: map of {len(inputs)} inputs: 8 at most have names")
         for one in inputs:
@@ -146,7 +146,7 @@ class Graph:
         self.operators.append(Operator("gemm", out, (a, b), None, (m, n, k)))
 
     def put(self, peer: int, dst: Slice, src: Slice) -> None:
-        """Sends `src` to the peer's `dst` by an engine, and signals. Both registered."""
+        """Copies `src` to the peer's `dst` on an engine, and signals. Both must be registered."""
         self._peer(peer)
         _same(dst.count == src.count and dst.buffer.dtype == src.buffer.dtype, "put", dst)
         if src.buffer.number is None or dst.buffer.number is None:
@@ -154,15 +154,15 @@ class Graph:
         self.operators.append(Operator("put", dst, (src,), peer=peer, buffer=dst.buffer.number))
 
     def wait(self, peer: int, dst: Slice) -> None:
-        """Until the peer's put to `dst` has arrived: its k-th put here has the k-th wait."""
+        """Waits for the peer's put to `dst`: the k-th wait matches its k-th put here."""
         self._peer(peer)
         if dst.buffer.number is None:
             raise error("invalid", "loop: wait: the slice lies in a registered buffer")
         self.operators.append(Operator("wait", dst, peer=peer, buffer=dst.buffer.number))
 
     def barrier(self, number: int = 0) -> None:
-        """Of all ranks: all before it has ended on each of them before anything after it begins.
-        number: of a registered buffer, whose signals it takes."""
+        """A barrier of all ranks: all earlier operators end on every rank before later ones begin.
+        number: of a registered buffer, whose signals it uses."""
         peers = [peer for peer in range(self.ranks) if peer != self.rank]
         for kind in ("signal", "wait"):
             for peer in peers:
@@ -170,7 +170,7 @@ class Graph:
                 self.operators.append(one)
 
     def stamp(self) -> None:
-        """The time when all before it has ended: `Loop.stamps`."""
+        """Records the time at which all earlier operators have ended: `Loop.stamps`."""
         self.operators.append(Operator("stamp", everything=True))
 
     def _peer(self, peer: int) -> None:

@@ -117,7 +117,7 @@ class Plan:
 
 
 def schedule_of(graphs: Sequence[Graph]) -> list[list[Put]]:
-    """The puts of all ranks, for `comm.requests(schedule=...)`: the armed engine."""
+    """Returns the puts of all ranks, for `comm.requests(schedule=...)`: the armed engine."""
     return [
         [_planned(graph, one) for one in graph.operators if one.kind in ("put", "signal")]
         for graph in graphs

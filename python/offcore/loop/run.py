@@ -43,14 +43,17 @@ class Executor(Protocol):
 
 
 class Loop:
-    """One kernel a GPU that repeats a graph (docs/loop.md). Collective, as all calls but abort,
-    read, write and times.
+    """One kernel per GPU that repeats a graph (docs/loop.md). Collective, like all methods except
+    abort, read, write and times.
 
-    graphs: of all ranks. buffers: the windows that the graphs' numbers name. engine: of the puts,
-    "proxy" or "armed" (docs/gpu-driven.md). blocks: of the kernel; None: one an SM, 4 on backend
-    host. limit: seconds of each wait. spin: as of `comm.requests`.
-    Raises `Error`: invalid (graphs of ranks that do not fit), unsupported (no NVRTC, or a backend
-    other than host and cuda), driver, and what `comm.requests` does.
+    graphs: of all ranks.
+    buffers: the windows to which the graphs' numbers refer.
+    engine: of the puts, "proxy" or "armed" (docs/gpu-driven.md).
+    blocks: of the kernel; None: one per SM, or 4 on backend host.
+    limit: timeout of each wait, in seconds.
+    spin: as in `comm.requests`.
+    Raises `Error`: invalid (graphs that do not match), unsupported (no NVRTC, or a backend other
+    than host and cuda), driver, and as `comm.requests` does.
     """
 
     requests: Requests | None = None
@@ -92,8 +95,8 @@ class Loop:
             raise
 
     def start(self, iterations: int | None = None, *, launched: bool = False) -> None:
-        """Begins `iterations`, or until `stop`. launched: instead of the loop, a launch for each
-        operator, in order, of the same code (cuda only)."""
+        """Starts `iterations`, or runs until `stop`. launched: launch each operator separately, in
+        order, with the same code, instead of the loop (cuda only)."""
         if self._running or self._dead:
             raise error("invalid", "loop: it runs already, or has failed")
         if iterations is not None and iterations < 1:
@@ -104,8 +107,9 @@ class Loop:
             self._running = True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it has ended. Raises `Error`: timeout (it runs on), or what ended it early: timeout
-        of a wait, cancelled, peer, driver, invalid. The loop is dead then."""
+        """Waits until the loop has ended. Raises `Error`: timeout (the loop continues), or the
+        reason why it ended early: timeout of a wait, cancelled, peer, driver, invalid. The loop is
+        then dead."""
         deadline = time.monotonic() + self._seconds(timeout)
         while not all([one.ended() for one in self._executors]):
             if time.monotonic() > deadline:
@@ -121,13 +125,13 @@ class Loop:
                 raise error(CODES.get(code, "invalid"), f"{told} ({where})")
 
     def run(self, iterations: int, timeout: float | None = None, *, launched: bool = False) -> None:
-        """start and wait."""
+        """Calls start and wait."""
         self.start(iterations, launched=launched)
         self.wait(timeout)
 
     def stop(self, timeout: float | None = None) -> int:
-        """Ends a loop without an end behind an iteration that all ranks agree on: how many it has
-        made since it was opened. Raises `Error` as wait does, and invalid where none runs."""
+        """Ends an unlimited loop after an iteration on which all ranks agree. Returns the number of
+        iterations since it was opened. Raises `Error` as wait does, and invalid if none runs."""
         if not self._running or not self._endless:
             raise error("invalid", "loop: there is nothing to stop: none without an end runs")
         seconds, comm = self._seconds(timeout), self._comm
@@ -146,7 +150,7 @@ class Loop:
             one.abort()
 
     def close(self) -> None:
-        """Frees its memory; a loop that runs is aborted."""
+        """Frees the memory; a running loop is aborted."""
         if self._running:
             self.abort()
             deadline = time.monotonic() + self._comm.timeout
@@ -161,19 +165,19 @@ class Loop:
             one.close()
 
     def read(self, one: Slice, rank: int | None = None) -> NDArray[Any]:
-        """A copy of a slice's elements. Not while the loop runs."""
+        """Returns a copy of a slice's elements. Not while the loop runs."""
         return self._executor(rank).read(one)
 
     def write(self, one: Slice, data: NDArray[Any], rank: int | None = None) -> None:
-        """Not while the loop runs."""
+        """Sets a slice's elements. Not while the loop runs."""
         data = np.ascontiguousarray(data, one.buffer.dtype).ravel()
         if data.size != one.count:
             raise error("invalid", f"loop: {data.size} elements for {one.count}")
         self._executor(rank).write(one, data)
 
     def times(self, rank: int | None = None) -> NDArray[np.int64]:
-        """Nanoseconds at which the last iterations began, 4096 at most, and of their stamps: a row
-        for each, by the clock of the rank's GPU."""
+        """Returns the start times of up to 4096 last iterations and their stamps, one row each, in
+        ns of the clock of the rank's GPU."""
         one = self._executor(rank)
         found = one.times
         first = max(0, one.base - TIMES)

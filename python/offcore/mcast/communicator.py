@@ -31,7 +31,7 @@ CHAINS = 2  # while one root starts or ends the other one sends
 
 @dataclass(frozen=True)
 class Result:
-    """What an operation took, at this rank. The phases are those of the paper's Figure 10."""
+    """The result of an operation on this rank. The phases are those of the paper's Figure 10."""
 
     op: str
     ranks: int
@@ -51,7 +51,7 @@ class Result:
 
 
 class Handle:
-    """An operation under way. It goes on whether or not anybody waits for it."""
+    """An operation in progress. It proceeds whether or not `wait` is called."""
 
     def __init__(
         self, op: str, ranks: int, operation: _core.McastOperation, timeout: float
@@ -63,15 +63,15 @@ class Handle:
         self._result: Result | None = None
 
     def done(self) -> bool:
-        """Whether the operation has ended. Only `wait` tells whether it ended well."""
+        """Returns whether the operation has ended. Only `wait` reports errors."""
         return self._operation.ended
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Waits until this rank's output is complete and nobody reads its buffers any more.
+        """Waits until this rank's output is complete and its buffers are no longer read.
 
-        timeout: seconds; None: the communicator's, and a little. Raises `Error`: timeout (it goes
-        on where only this wait was too short), peer, cancelled, mismatch. After any but the first
-        the communicator is dead.
+        timeout: seconds; None: slightly more than the communicator's.
+        Raises `Error`: timeout (the operation continues if only this wait was too short), peer,
+        cancelled, mismatch. After any other than the first the communicator is dead.
         """
         if self._result is None:
             report = self._operation.wait(self._timeout if timeout is None else timeout)
@@ -108,23 +108,25 @@ class Handle:
 
 
 class Communicator:
-    """The ranks of a group, joined by multicast. Collective: all ranks open it alike.
+    """A group of ranks connected by multicast. Collective: all ranks pass the same options.
 
-    meeting: where they find each other: "host:port", at which rank 0 listens (OFFCORE_STORE), a
-    torch.distributed store, or a process group; None without OFFCORE_STORE: the default group.
-    At an address, ranks on several hosts need OFFCORE_JOB_SECRET (docs/security.md).
-    rank, world_size: needed except for a group (OFFCORE_RANK, OFFCORE_WORLD_SIZE).
-    interface: name or address of the network interface; None: the first that can multicast.
-    subgroups: multicast groups that a buffer is split over. chains: roots of an all-gather that
-    send at once. multicast: False sends everything through the ring. sealed: a MAC in every
-    datagram. receive_workers, send_workers: threads besides the one that decides; None: by cores.
-    timeout: seconds of one operation (OFFCORE_TIMEOUT_S). silence: seconds after which a peer that
-    says nothing is taken for dead. link_gbitps (Gbit/s), alpha_us: of the cutoff timer N/B + alpha.
-    The rest: the UDP transport's, see docs/mcast.md.
+    meeting: "host:port", where rank 0 listens (OFFCORE_STORE), a torch.distributed store, or a
+    process group; None without OFFCORE_STORE: the default group. With an address, ranks on several
+    hosts require OFFCORE_JOB_SECRET (docs/security.md).
+    rank, world_size: required unless a group is passed (OFFCORE_RANK, OFFCORE_WORLD_SIZE).
+    interface: name or address of the network interface; None: the first with multicast.
+    subgroups: number of multicast groups over which a buffer is spread.
+    chains: number of concurrent senders in an all-gather. multicast: False: use only the ring.
+    sealed: add a MAC to every datagram.
+    receive_workers, send_workers: threads besides the control thread; None: depends on cores.
+    timeout: limit of an operation, in seconds (OFFCORE_TIMEOUT_S).
+    silence: seconds after which a silent peer is considered dead.
+    link_gbitps, alpha_us: of the cutoff timer N/B + alpha; Gbit/s and us.
 
-    Calls are enqueued and run in their order, which is the same at all ranks: broadcasts,
-    all-gathers and barriers one after the other, and beside them reduce-scatters likewise.
-    Raises `Error`: invalid, timeout (ranks that did not come), mismatch, driver.
+    The other options belong to the UDP transport (docs/mcast.md). Calls are enqueued and run in
+    call order, which must be the same on all ranks: broadcasts, all-gathers and barriers in one
+    sequence, reduce-scatters concurrently in another. Raises `Error`: invalid, timeout (missing
+    ranks), mismatch, driver.
     """
 
     def __init__(
@@ -228,16 +230,16 @@ class Communicator:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self._ranks
 
     @property
     def timeout(self) -> float:
-        """Seconds after which an operation gives up."""
+        """Limit of an operation, in seconds."""
         return self._timeout
 
     def broadcast(self, array: Any, root: int = 0) -> Handle:
-        """The root's array, to all: contiguous, and of as many bytes at every rank."""
+        """Copies the root's array to all ranks: contiguous, of the same size on every rank."""
         root = checked("root", root, self._ranks - 1)
         place, _ = self._place("broadcast", array, "array", self._rank != root)
         counts = [0] * self._ranks
@@ -245,9 +247,9 @@ class Communicator:
         return self._submit("broadcast", root, place[0], counts, array)
 
     def all_gather(self, out: Any, inp: Any = None) -> Handle:
-        """Every rank's `inp`, in the order of the ranks, in every rank's `out`, which is as many
-        times as large. None: this rank's part lies in `out` already. Both are the operation's until
-        it has ended: `inp` is read when its turn comes."""
+        """Concatenates every rank's `inp`, in rank order, in every rank's `out`. None: this rank's
+        part is already in `out`. Do not touch either until the operation has ended: `inp` is read
+        when the operation runs."""
         place, dtype = self._place("all_gather", out, "out", True)
         if place[1] % self._ranks:
             raise error(
@@ -259,7 +261,7 @@ class Communicator:
         return self._gather("all_gather", place, dtype, counts, out, inp)
 
     def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
-        """As all_gather, but rank r gives `counts[r]` elements."""
+        """all_gather with `counts[r]` elements from rank r."""
         place, dtype = self._place("all_gather_v", out, "out", True)
         if len(counts) != self._ranks:
             raise error("invalid", f"all_gather_v: {len(counts)} counts, but {self._ranks} ranks")
@@ -275,17 +277,17 @@ class Communicator:
     def reduce_scatter(
         self, out: Any, inp: Any, op: str = "sum", *, scale: float = 1.0, dtype: Any = None
     ) -> Handle:
-        """Rank r's `out` becomes the reduction of every rank's part r of `inp`.
+        """Reduces part r of every rank's `inp` into rank r's `out`.
 
-        out: a part. inp: as many bytes as `ranks` parts; `out` may be this rank's own part of it.
-        op: "sum", "avg", "min", "max", or "premul_sum": of each input times `scale`.
-        dtype: of arrays that hold raw bits (uint8 to uint64), as bfloat16 does in numpy.
+        out: one part. inp: `ranks` parts; `out` may be this rank's own part of it.
+        op: "sum", "avg", "min", "max" or "premul_sum" (each input times `scale`).
+        dtype: for arrays of raw bits (uint8 to uint64), such as bfloat16 in numpy.
 
-        Sources are taken in rank order, floating-point numbers summed in fp32 (fp64 for float64)
-        and rounded once: the same bits in every run, and as offcore.Communicator's reduce_scatter.
-        Runs beside broadcasts and all-gathers of this communicator. Raises `Error`: invalid
-        (sizes, dtypes, overlap); the handle: mismatch where ranks name different sizes, operations
-        or dtypes.
+        Inputs are reduced in rank order; floating-point values are summed in fp32 (fp64 for
+        float64) and rounded once: results are bitwise equal in every run, and equal to those of
+        offcore.Communicator's reduce_scatter. Runs concurrently with broadcasts and all-gathers of
+        this communicator. Raises `Error`: invalid (sizes, dtypes, overlap). The handle raises
+        mismatch if ranks pass different sizes, operations or dtypes.
         """
         asked = named("reduce_scatter", op, dtype, scale)
         return self._reduce("reduce_scatter", out, inp, None, asked)
@@ -300,7 +302,7 @@ class Communicator:
         scale: float = 1.0,
         dtype: Any = None,
     ) -> Handle:
-        """As reduce_scatter, but rank r's part has `counts[r]` elements."""
+        """reduce_scatter with `counts[r]` elements in rank r's part."""
         if len(counts) != self._ranks:
             raise error(
                 "invalid", f"reduce_scatter_v: {len(counts)} counts, but {self._ranks} ranks"
@@ -309,7 +311,7 @@ class Communicator:
         return self._reduce("reduce_scatter_v", out, inp, counts, asked)
 
     def barrier(self) -> Handle:
-        """Ends once all ranks have called it."""
+        """Completes when all ranks have called it."""
         return self._submit("barrier", 0, 0, [0] * self._ranks, None)
 
     def _gather(
@@ -383,7 +385,7 @@ class Communicator:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was counted since the beginning, by name: see docs/mcast.md."""
+        """Totals since the communicator was opened, by name (docs/mcast.md)."""
         node = self._node
         return dict(self._counters if node is None else node.counters)
 
@@ -392,8 +394,8 @@ class Communicator:
         return prometheus(self.counters, {"rank": str(self._rank)})
 
     def close(self) -> None:
-        """Says goodbye to the peers, which takes 1.5 s where one does not hear it, and gives up
-        threads and sockets. Operations that have not ended fail as cancelled."""
+        """Disconnects from the peers (up to 1.5 s if one does not respond) and releases threads and
+        sockets. Unfinished operations fail as cancelled."""
         node = self._node
         if node is not None:
             node.close()

@@ -4,8 +4,8 @@
     with gpu.Communicator(group, device=0) as comm:
         comm.all_gather(out, inp).wait()    # torch tensors on cuda:0
 
-Copy engines bring a piece to pinned memory, multicast brings it to the other hosts, copy engines to
-their GPUs; meanwhile the pieces before and behind it are on their other ways. See docs/mcast.md.
+Copy engines copy a piece to pinned memory, multicast sends it to the other hosts, and copy engines
+copy it to their GPUs; neighbouring pieces are pipelined. See docs/mcast.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Cut = Callable[[Any, int], Piece]  # of a pinned buffer, and where the piece beg
 
 
 class Handle:
-    """An operation under way. It goes on whether or not anybody waits for it."""
+    """An operation in progress. It proceeds whether or not `wait` is called."""
 
     def __init__(
         self, op: str, timeout: float, after: Any, places: range, cut: Cut, keep: Any
@@ -52,14 +52,15 @@ class Handle:
         self._results: list[mcast.Result] = []
 
     def done(self) -> bool:
-        """Whether it has ended. Only `wait` tells whether it ended well."""
+        """Returns whether the operation has ended. Only `wait` reports errors."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> mcast.Result:
-        """Until the output is complete, for every stream. The result is the sum over pieces.
+        """Waits until the output is complete for every stream. The result is the sum over pieces.
 
-        timeout: seconds; None: the communicator's. Raises `Error`: timeout (it goes on, wait
-        again), and as offcore.mcast.Handle.
+        timeout: seconds; None: the communicator's.
+        Raises `Error`: timeout (the operation continues and can be waited for again), and as
+        offcore.mcast.Handle.
         """
         seconds = self._timeout if timeout is None else timeout
         if not self._ended.wait(seconds):
@@ -164,15 +165,16 @@ class _Lane:
 
 
 class Communicator:
-    """As offcore.mcast.Communicator, for arrays on a GPU: torch tensors, or what has CUDA's array
-    interface. Collective: all ranks open it alike.
+    """offcore.mcast.Communicator for arrays on a GPU: torch tensors, or objects with CUDA's array
+    interface. Collective: all ranks pass the same options.
 
-    device: the GPU. piece_bytes: of all ranks' blocks together that are staged at a time; each of
-    the two sequences takes four times as much pinned memory, at its first call.
-    meeting, and the others: offcore.mcast.Communicator's.
+    device: the GPU.
+    piece_bytes: bytes of all ranks' blocks together that are staged at a time. Each of the two
+    sequences allocates four times as much pinned memory at its first call.
 
-    A call reads and writes behind what torch's current stream has by then; without torch there is
-    no order. Raises `Error`: as offcore.mcast.Communicator, and unavailable without a driver.
+    Other options: offcore.mcast.Communicator's. A call is ordered after the work in torch's current
+    stream; without torch it is unordered. Raises `Error`: as offcore.mcast.Communicator, and
+    unavailable without a driver.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class Communicator:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self._net.ranks
 
     @property
@@ -210,7 +212,7 @@ class Communicator:
         return self._net.counters
 
     def broadcast(self, array: Any, root: int = 0) -> Handle:
-        """The root's array, to all."""
+        """Copies the root's array to all ranks."""
         root = checked("root", root, self.ranks - 1)
         start, size, _ = self._place("broadcast", array, self.rank != root)
 
@@ -225,13 +227,13 @@ class Communicator:
         return self._submit("broadcast", size, self._width * self.ranks, cut, array)
 
     def all_gather(self, out: Any, inp: Any = None) -> Handle:
-        """Every rank's `inp`, in the order of the ranks, in every rank's `out`. None: this rank's
-        part lies in `out` already."""
+        """Concatenates every rank's `inp`, in rank order, in every rank's `out`. None: this rank's
+        part is already in `out`."""
         blocks = [self._place("all_gather", out, True)[1] // self.ranks] * self.ranks
         return self._gather("all_gather", out, inp, blocks)
 
     def all_gather_v(self, out: Any, inp: Any, counts: Sequence[int]) -> Handle:
-        """As all_gather, but rank r gives `counts[r]` elements."""
+        """all_gather with `counts[r]` elements from rank r."""
         dtype = self._place("all_gather_v", out, True)[2]
         return self._gather("all_gather_v", out, inp, counts_in_bytes("all_gather", counts, dtype))
 
@@ -265,8 +267,8 @@ class Communicator:
     def reduce_scatter(
         self, out: Any, inp: Any, op: str = "sum", *, scale: float = 1.0, dtype: Any = None
     ) -> Handle:
-        """Rank r's `out` becomes the reduction of every rank's part r of `inp`; arguments and
-        numerics are offcore.mcast.Communicator's."""
+        """Reduces part r of every rank's `inp` into rank r's `out`; arguments and numerics are
+        offcore.mcast.Communicator's."""
         start, size, of_out = self._place("reduce_scatter", out, True)
         source, given, of_inp = self._place("reduce_scatter", inp, False)
         if given != size * self.ranks:
@@ -295,7 +297,7 @@ class Communicator:
         return self._submit("reduce_scatter", size, self._width, cut, keep, "reductions")
 
     def barrier(self) -> Handle:
-        """Ends once all ranks have called it."""
+        """Completes when all ranks have called it."""
         return self._submit("barrier", 0, 1, lambda *_: ([], self._net.barrier, []), None)
 
     def _place(self, op: str, array: Any, writable: bool) -> tuple[int, int, Any]:
@@ -331,7 +333,7 @@ class Communicator:
         return handle
 
     def close(self) -> None:
-        """Operations that have not ended fail as cancelled."""
+        """Unfinished operations fail as cancelled."""
         self._net.close()
         with self._lock:
             lanes, self._lanes = self._lanes, None

@@ -1,12 +1,12 @@
-"""Compute beside communication: classes, ideals, and a plan from tables measured once a machine.
+"""Overlap of compute and communication: classes, ideals, and plans from measured tables.
 
     tables = overlap.load("mi300x-8")
     gather = overlap.Collective("all_gather", 896 << 20, ranks=8)
     plan = overlap.Plan([overlap.gemm(8192, 8192, 8192), gather], tables)
     plan.strategy, plan.order, plan.cores
 
-A plan says what to run where and in which order; `plan.run(calls)` does it. The words are ConCCL's
-("Optimizing ML Concurrent Computation and Communication with GPU DMA Engines"); see
+A plan assigns kernels to cores or engines and orders them; `plan.run(calls)` executes it. Terms are
+ConCCL's ("Optimizing ML Concurrent Computation and Communication with GPU DMA Engines"); see
 docs/overlap.md.
 """
 

@@ -11,18 +11,18 @@ LONGER = 1.15  # a kernel of more than so many times the other's time is the lon
 
 
 def kind_of(compute_us: float, communication_us: float) -> str:
-    """ "G-long", "C-long" or, within 15 % of each other, "GC-equal", by times alone."""
+    """ "G-long", "C-long" or, if times differ by at most 15 %, "GC-equal"."""
     if compute_us > LONGER * communication_us:
         return "G-long"
     return "C-long" if communication_us > LONGER * compute_us else "GC-equal"
 
 
 def is_latency_bound(times_us: Mapping[int, float], nbytes: int) -> bool:
-    """Whether a collective of that size is: from the next smaller measured size on, its time grew
-    by less than half as much as its size, as shares of what they were.
+    """Returns whether a collective of this size is latency-bound: from the next smaller measured
+    size, its time grew by less than half as much as its size, in relative terms.
 
-    times_us: alone, by size. The smallest size is latency-bound if the next one is. Raises
-    `Error`: invalid where the size, or any other, was not measured.
+    times_us: isolated times by size. The smallest size is latency-bound if the next one is.
+    Raises `Error`: invalid if this size, or any other, was not measured.
     """
     sizes = sorted(times_us)
     if nbytes not in times_us or len(sizes) < 2:
@@ -34,10 +34,10 @@ def is_latency_bound(times_us: Mapping[int, float], nbytes: int) -> bool:
 
 @dataclass(frozen=True)
 class Ideal:
-    """Speed-ups over kernels one after the other, were only the longest one left.
+    """Upper bounds of the speedup over serial execution, in which only the longest kernel remains.
 
-    published: ConCCL's, of the isolated times of the serial run. least: of the shortest isolated
-    time that anybody needs for each kernel, so that no run exceeds it by a faster implementation.
+    published: ConCCL's definition, from the isolated times of the serial run.
+    least: from the shortest isolated time of any implementation of each kernel; no run exceeds it.
     """
 
     published: float
@@ -45,8 +45,9 @@ class Ideal:
 
 
 def ideal(serial_us: Sequence[float], shortest_us: Sequence[float] | None = None) -> Ideal:
-    """serial_us: isolated times of the kernels that run one after the other. shortest_us: by the
-    same order, the shortest of any implementation; by default the same. Raises `Error`: invalid."""
+    """Computes both bounds. serial_us: isolated times of the kernels of the serial run.
+    shortest_us: the shortest of any implementation, in the same order; default: serial_us. Raises
+    `Error`: invalid."""
     shortest = serial_us if shortest_us is None else shortest_us
     if len(shortest) != len(serial_us) or min((*serial_us, *shortest), default=0) <= 0:
         raise error("invalid", "times must be above 0, and both lists of the same length")
@@ -55,5 +56,5 @@ def ideal(serial_us: Sequence[float], shortest_us: Sequence[float] | None = None
 
 
 def share_of_ideal(speedup: float, ideal: float) -> float:
-    """How much of what could be gained was: 0 for 1x, 1 for the ideal."""
+    """Returns the share of the possible gain that was achieved: 0 for 1x, 1 for the ideal."""
     return (speedup - 1) / (ideal - 1) if ideal > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Kernels that run at once: GEMMs, whatever else computes, and collectives."""
+"""Kernels to overlap: GEMMs, other computations, and collectives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _MOVE_ALONE = ("all_gather", "all_to_all")
 
 @dataclass(frozen=True)
 class Compute:
-    """What computes, on cores.
+    """A computation on cores.
 
-    name: in plans. flops, memory_bytes: of one run, the bytes as measured behind the caches; with
-    neither it counts as compute-bound.
-    workgroups: blocks, CTAs. time_us: measured alone on all cores, else a roofline's.
+    name: in plans.
+    flops, memory_bytes: of one run; bytes as measured behind the caches. With neither it is treated
+        as compute-bound.
+    workgroups: blocks, CTAs.
+    time_us: measured isolated time on all cores; default: a roofline's.
     """
 
     name: str
@@ -55,8 +57,8 @@ class Compute:
         flops: float = 0,
         memory_bytes: float = 0,
     ) -> Compute:
-        """With the time of a function that returns when its work is done: the median of 9 calls
-        after 6."""
+        """Measures the time of a function that returns when its work is done: the median of 9 calls
+        after 6 warm-up calls."""
         times = []
         for _ in range(WARMUP + MEASURED):
             start = time.perf_counter()
@@ -67,7 +69,7 @@ class Compute:
 
     @property
     def op_to_byte(self) -> float:
-        """Operations for each byte of memory."""
+        """Operations per byte of memory."""
         return self.flops / self.memory_bytes if self.memory_bytes else math.inf
 
 
@@ -84,9 +86,10 @@ def gemm(
 ) -> Compute:
     """The product of an m x k and a k x n matrix.
 
-    memory_bytes: measured; without it each matrix counts once, which a kernel exceeds as soon as
-    its operands do not stay in caches. workgroups: by default tiles of 256 x 256. Raises `Error`:
-    invalid.
+    memory_bytes: measured; default: each matrix once, which a kernel exceeds if its operands do not
+        stay in caches.
+    workgroups: default: tiles of 256 x 256.
+    Raises `Error`: invalid.
     """
     if min(m, n, k) < 1:
         raise error("invalid", f"a GEMM of {m} x {n} x {k}: all must be 1 or more")
@@ -107,8 +110,8 @@ def gemm(
 class Collective:
     """A collective over `ranks` of `nbytes`, the total array (see offcore.sizes).
 
-    workgroups: of the kernel that runs it on cores; None: the tables'. time_us: measured alone,
-    on cores.
+    workgroups: of the kernel that runs it on cores; None: from the tables.
+    time_us: measured isolated time on cores.
     """
 
     op: str
@@ -125,17 +128,17 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """In plans: `all_gather 896M`."""
+        """Name in plans: `all_gather 896M`."""
         return f"{self.op} {format_bytes(self.nbytes)}"
 
     @property
     def wire_bytes(self) -> float:
-        """That leave a rank."""
+        """Bytes that leave a rank."""
         return _WIRE[self.op] * self.nbytes * (self.ranks - 1) / self.ranks
 
     @property
     def on_engines(self) -> bool:
-        """Whether engines can run all of it: they do not reduce."""
+        """Whether engines can run it; they do not reduce."""
         return self.op in _MOVE_ALONE
 
 

@@ -1,4 +1,4 @@
-"""Which strategy, how many cores for whom, and in which order (sections V-C, VI-F, VII-B1)."""
+"""Choice of strategy, cores and order (sections V-C, VI-F, VII-B1)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ Cores = Mapping[str, int]  # by a kernel's name
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy as it would be done.
+    """One strategy that was considered.
 
-    cores: of a kernel that has cores of its own (its partition), by name. engines: the collectives
-    that run on engines. time_us: estimated from the tables.
+    cores: sizes of partitions, by the name of the kernel.
+    engines: the collectives that run on engines.
+    time_us: estimated from the tables.
     """
 
     order: Names
@@ -41,11 +42,11 @@ class Choice:
 
 
 class Plan:
-    """What to do with kernels that do not depend on each other.
+    """A plan for kernels that do not depend on each other.
 
-    `strategy` is that of the least estimated time, the simplest within 1 %; `order`, `cores`
-    and `engines` are how to do it. `choices` has each strategy that was weighed. base is not:
-    tables do not say how much a kernel starves that is launched after a large one.
+    `strategy` has the lowest estimated time, or is the simplest within 1 %; `order`, `cores` and
+    `engines` describe it. `choices` contains all strategies that were considered. base is never
+    estimated: tables do not show how much a kernel starves that is launched after a large one.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Plan:
 
     @property
     def order(self) -> Names:
-        """In which to launch."""
+        """Order of launches."""
         return self.choices[self.strategy].order
 
     @property
     def cores(self) -> Cores:
-        """Of the kernels that have a partition."""
+        """Cores of the kernels that have a partition."""
         return self.choices[self.strategy].cores
 
     @property
@@ -90,22 +91,21 @@ class Plan:
 
     @property
     def time_us(self) -> float:
-        """Estimated."""
+        """Estimated time."""
         return self.choices[self.strategy].time_us
 
     def run(self, calls: Calls) -> None:
-        """Runs kernels as the plan says.
+        """Runs kernels according to the plan.
 
-        calls: by the kernels' names, what launches each: a function of a `Place`, whose `engines`
-        and `cores` say where (a collective's: offcore, or a library's kernels with so many CTAs).
+        calls: by the name of the kernel, a function that launches it. Its argument is a `Place`:
+            `engines` selects Offcore for a collective, `cores` limits a library's CTAs.
 
-        With torch on a GPU each kernel has a stream of its own, which begins behind the current
-        stream; later work of the current stream comes after all of them, and the host does not
-        wait. GEMMs of torch (cuBLAS) take the plan's SMs. Else each has a thread, a handle that a
-        call returns is waited for, and all has ended on return. Order: kernels are launched in the
-        plan's, the ones of few workgroups at a higher priority. Memory of another stream must
-        outlive the kernels (tensors that are used later do). Raises `Error`: invalid where calls
-        are not those of the plan's kernels, and whatever a call raises.
+        With torch on a GPU each kernel has a separate stream, forked from and joined to the current
+        stream; the host does not wait. GEMMs of torch (cuBLAS) use the plan's SMs. Otherwise each
+        kernel has a thread, returned handles are waited for, and all kernels have ended on return.
+        Kernels are launched in the plan's order, those with few workgroups at a higher priority.
+        Memory of other streams must outlive the kernels (tensors that are used later do). Raises
+        `Error`: invalid if calls do not match the plan's kernels, and the exceptions of calls.
         """
         launches = [
             Launch(
@@ -219,12 +219,14 @@ _SMALL_LOSS = 0.02  # of its time that a GEMM loses with each cut
 
 
 def chunks_of(product: Compute, gather: Collective, tables: Tables) -> int:
-    """In how many chunks an all-gather by engines is to come in front of the GEMM that needs it
-    (offcore.torch.all_gather_matmul): the fewest of the least estimated time.
+    """Returns the number of chunks for an all-gather on engines before a dependent GEMM
+    (offcore.torch.all_gather_matmul): the fewest with the lowest estimated time.
 
-    product: of the rows of all ranks. A rank's own rows are multiplied meanwhile; chunk k is when
-    it has arrived and chunk k - 1 is done. Every chunk costs a small all-gather's time more.
-    Raises `Error`: unsupported (tables without engines)."""
+    product: the GEMM of the rows of all ranks.
+
+    A rank's own rows are multiplied first; chunk k is multiplied when it has arrived and chunk
+    k - 1 is done. Each chunk adds the time of a small all-gather. Raises `Error`: unsupported
+    (tables without engines)."""
     if not tables.has_engines(gather):
         raise error("unsupported", f"{tables.machine}: {gather.op} by engines was not measured")
     own_us = tables.time_us(product) / gather.ranks

@@ -1,4 +1,4 @@
-"""Plans carried out: on streams of a GPU, or by threads where torch has none."""
+"""Execution of plans: on streams of a GPU, or in threads without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offcore.overlap.sms import sms_for_gemms
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kernel is to run: on engines, or on so many cores (None: as many as it takes)."""
+    """Where a kernel runs: on engines, or on this many cores (None: unrestricted)."""
 
     engines: bool
     cores: int | None

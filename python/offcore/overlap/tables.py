@@ -33,7 +33,7 @@ EFFICIENCY = 0.7  # of the peaks, in roofline times (section V-C)
 
 @dataclass(frozen=True)
 class Cores:
-    """A GPU's peaks. Bandwidths in 1e9 bytes a second."""
+    """A GPU's peaks. Bandwidths are in 1e9 bytes per second."""
 
     count: int  # SMs, CUs
     least: int  # that a partition can have, and a multiple of which it has
@@ -43,15 +43,15 @@ class Cores:
 
     @property
     def op_to_byte(self) -> float:
-        """Operations that it can do for each byte of memory."""
+        """Peak operations per byte of memory."""
         return self.tflops * 1e3 / self.memory_gbps
 
     def bound_of(self, kernel: Compute) -> str:
-        """ "cb" where it computes more for a measured byte than the machine can, else "mb"."""
+        """ "cb" if a kernel has more operations per measured byte than the machine, else "mb"."""
         return "cb" if kernel.op_to_byte > self.op_to_byte else "mb"
 
     def splits(self) -> list[int]:
-        """The powers of two that a partition may have, but for all cores."""
+        """Possible sizes of a partition: powers of two, except all cores."""
         powers = (1 << i for i in range(self.count.bit_length()))
         return [one for one in powers if one >= self.least and self.count - one >= self.least]
 
@@ -68,7 +68,7 @@ class Tables:
     rows: tuple[Row, ...]
 
     def roofline_us(self, kernel: Kernel) -> float:
-        """At 70 % of the machine's peaks."""
+        """Time at 70 % of the machine's peaks."""
         cores = self.cores
         if isinstance(kernel, Collective):
             return kernel.wire_bytes / (EFFICIENCY * cores.network_gbps) / 1e3
@@ -76,7 +76,7 @@ class Tables:
         return max(compute_us, kernel.memory_bytes / (EFFICIENCY * cores.memory_gbps) / 1e3)
 
     def time_us(self, kernel: Kernel, *, engines: bool = False) -> float:
-        """Alone: as it was measured, else by roofline and, for a collective, the time of a
+        """Isolated time: measured, or else from the roofline and, for a collective, the time of a
         latency-bound one."""
         if kernel.time_us is not None and not engines:
             return kernel.time_us
@@ -93,7 +93,7 @@ class Tables:
         return latency_us + self.roofline_us(kernel)
 
     def workgroups_of(self, kernel: Kernel) -> int:
-        """Raises `Error`: invalid for a collective where neither it nor the tables say."""
+        """Raises `Error`: invalid for a collective if neither it nor the tables have a value."""
         if isinstance(kernel, Collective) and kernel.workgroups is None:
             if kernel.op not in self.workgroups:
                 raise error("invalid", f"{self.machine}: {kernel.op}: give its workgroups")
@@ -101,8 +101,8 @@ class Tables:
         return kernel.workgroups or 1
 
     def slowdown(self, kernel: Kernel, cores: int) -> float:
-        """On so many cores: the row of the next fewer measured ones. Raises `Error`: unsupported
-        where nothing was measured for kernels of this class."""
+        """Slowdown on this many cores, from the row with the next fewer cores. Raises `Error`:
+        unsupported if kernels of this class were not measured."""
         bound, full, name = None, self.cores.count, self._class_of(kernel)
         if isinstance(kernel, Collective):
             latency = self._latency_us(kernel.op, False)
@@ -118,7 +118,7 @@ class Tables:
         return float(found[max(fewer)])
 
     def beside(self, kernel: Kernel, other: Kernel, *, engines: bool) -> float:
-        """How many times as long the one takes while the other runs."""
+        """Slowdown of one kernel while the other runs."""
         by = self._class_of(other)
         for row in self._of("beside", self._class_of(kernel)):
             if row["other"] == by and row["engines"] is engines:
@@ -130,7 +130,7 @@ class Tables:
         return kernel.op if isinstance(kernel, Collective) else self.cores.bound_of(kernel)
 
     def has_engines(self, kernel: Collective) -> bool:
-        """Whether engines can run it, and were measured."""
+        """Whether engines can run it and were measured."""
         rows = self._of("latency", kernel.op)
         return kernel.on_engines and any(row["engines"] for row in rows)
 
@@ -144,7 +144,7 @@ class Tables:
         return [row for row in self.rows if row["row"] == kind and row["kernel"] == kernel]
 
     def to_json(self) -> str:
-        """The file's text: a row a line."""
+        """The text of the file: one row per line."""
         head = {"machine": self.machine, "source": self.source, "cores": asdict(self.cores)}
         text = json.dumps(head | {"workgroups": dict(self.workgroups)}, indent=1)
         rows = ",\n".join("  " + json.dumps(row) for row in self.rows)
@@ -160,8 +160,8 @@ _KEYS = {
 
 
 def load(name_or_path: str | Path) -> Tables:
-    """The tables of that machine, or of that file (a path that ends in .json). Raises `Error`:
-    invalid where there are none, or where the file is not what it should be."""
+    """Loads the tables of a machine, or a file (a path that ends in .json). Raises `Error`: invalid
+    if there are none, or if the file is malformed."""
     name = str(name_or_path)
     path = Path(name) if name.endswith(".json") else machines.overlap_of(name)
     if path is None:

@@ -1,15 +1,15 @@
-"""transformers' continuous batching with its KV blocks kept and swapped in host memory.
+"""transformers' continuous batching with KV blocks kept in and swapped to host memory.
 
     tier = offcore.serving.transformers.enable(model, 16 << 30)
     model.generate_batch(prompts, ...)        # as before
     print(tier.counts)
 
-Blocks of finished requests are stored by the hash that the engine gives them. A later prompt that
-begins alike loads them instead of computing them again, also in a later call of `generate_batch`,
-whose cache is a new one. Requests that are preempted because the cache is full are swapped out to
-the same memory and back. Copies run on copy engines beside the model; the compute stream waits
-only for what it is about to read or overwrite: of large loads layer by layer, as the model comes to
-each. Sampling and scheduling stay the engine's.
+Blocks of finished requests are stored under the engine's hash. A later prompt with the same prefix
+loads them instead of recomputing them, even in a later call of `generate_batch` with a new cache.
+Requests that are preempted because the cache is full are swapped out to the same memory and back.
+Copies overlap with the model on copy engines; the compute stream waits only for blocks that it is
+about to read or overwrite, and for large loads layer by layer. Sampling and scheduling remain with
+the engine.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _replaced: dict[str, Any] = {}  # names of the engine's module, and what they st
 def enable(
     model: Any, host: int | HostTier = 8 << 30, *, one_allocation: bool = True, **options: Any
 ) -> HostTier:
-    """Gives a model's continuous batching a `HostTier`; the next cache of the engine uses it.
+    """Adds a `HostTier` to a model's continuous batching; the engine's next cache uses it.
 
-    host: bytes of pinned host memory, or a tier that is made already (then no other arguments).
-    one_allocation, options: those of `HostTier`.
+    host: bytes of pinned host memory, or an existing tier (then without other arguments).
+    one_allocation, options: of `HostTier`.
 
-    Prefixes are kept where the engine shares them: all layers have full attention, and
-    `allow_block_sharing` is on. Swapping needs neither, and ignores `cpu_offload_space`. With
-    tensor parallelism, and on devices that are neither CUDA GPUs nor the CPU, the engine keeps its
-    own copies, and says so once. Raises `Error`: unsupported where transformers is missing.
+    Prefixes are kept if the engine shares them: all layers have full attention, and
+    `allow_block_sharing` is on. Swapping requires neither, and ignores `cpu_offload_space`. With
+    tensor parallelism, and on devices other than CUDA GPUs and CPUs, the engine uses its own
+    copies, which is logged once. Raises `Error`: unsupported if transformers is missing.
     """
     if not isinstance(host, HostTier):
         tier = HostTier(host, one_allocation=one_allocation, **options)
@@ -72,7 +72,7 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """The model's next caches are the engine's own again; those at hand keep their tier."""
+    """Restores the engine's own copies from the next cache on; existing caches keep their tier."""
     _tiers.pop(id(model.config.get_text_config()), None)
     if not _tiers:
         api = importlib.import_module(f"{_PACKAGE}.continuous_api") if _replaced else None
