@@ -49,6 +49,7 @@ KV_MEMORIES = {
 KV_RUNS = {
     "H100": "cuda-kv-layouts-h100.jsonl",
     "H100, second host": "cuda-kv-layouts-h100-quick.jsonl",
+    "H100, third host": "cuda-kv-layouts-h100-third.jsonl",
     "H200": "cuda-kv-layouts-h200-quick.jsonl",
 }
 MULTICAST = (

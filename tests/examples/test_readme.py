@@ -48,12 +48,6 @@ def reductions() -> list[str]:
     return told
 
 
-def bert() -> list[float]:
-    """ms of a DDP step over NCCL and over Offcore, and the second's speed."""
-    line = r"step: alone [\d.]+ ms, NCCL ([\d.]+), offcore ([\d.]+) \(([\d.]+) of NCCL's speed"
-    return numbers("train-h200-2.txt", line)
-
-
 def steps() -> list[str]:
     """Of FSDP2 and DDP, ours and NCCL's: what later sections of the file have goes for older."""
     words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
@@ -67,15 +61,17 @@ def steps() -> list[str]:
         ours, nccl = (f"{float(ms[model, tokens, arm]):.0f}" for arm in ("offcore", "own"))
         return f"{int(tokens):,} tokens | {ours} ms | NCCL {nccl} ms"
 
-    least, most = sorted(speed["1b", tokens] for tokens in ("1024", "4096"))
+    upto = sorted(of for (model, _), of in speed.items() if model == "1b")
+    ddp = sorted(of for (model, _), of in speed.items() if model == "1bddp ")
     return [
-        f"FSDP2 steps of a 1.2 B Llama run at {least} to {most} times NCCL's speed, those of a "
-        f"2.9 B one at {speed['wide', '4096']}, and DDP steps at {speed['1bddp ', '1024']} "
-        f"(BERT-Large: {bert()[2]:.2f})",
+        f"FSDP2 steps of a 1.2 B Llama run at {upto[0]} to {upto[-1]} times NCCL's speed, those of "
+        f"a 2.9 B one at {speed['wide', '4096']}, and DDP steps at {ddp[0]} to {ddp[-1]}.",
         f"FSDP2 step, 2.9 B parameters, {row('wide', '4096')}",
         f"FSDP2 step, 1.2 B parameters, {row('1b', '1024')}",
         f"FSDP2 step, 1.2 B parameters, {row('1b', '4096')}",
+        f"FSDP2 step, 1.2 B parameters, {row('1b', '16384')}",
         f"DDP step, 1.2 B parameters, {row('1bddp ', '1024')}",
+        f"DDP step, 1.2 B parameters, {row('1bddp ', '8192')}",
     ]
 
 

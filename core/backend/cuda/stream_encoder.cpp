@@ -415,7 +415,6 @@ void StreamEncoder::collect(CUdeviceptr dst, CUdeviceptr src, uint64_t bytes, un
 }
 
 void StreamEncoder::flush_copies() {
-  write_pages();
   if (kernel_copies_) {
     const uint32_t kernels = kernel_copies_->flush();
     stats_.calls.kernels += kernels;

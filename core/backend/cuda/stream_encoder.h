@@ -126,12 +126,6 @@ class StreamEncoder {
     const PeerMapping* mapping = nullptr;  // null: not in a window
   };
 
-  // Pages of a block that an engine copies, and where in the host's memory they lie side by side.
-  struct PagedBlock {
-    uint64_t number = 0;
-    CUdeviceptr row = 0;
-  };
-
   MappedAddress place(const Slice& slice) const;
   CUdeviceptr address(const Slice& slice) const;
   bool walks(const Slice& slice, uint32_t rows, const PeerMapping* mapping) const;
@@ -154,7 +148,6 @@ class StreamEncoder {
   bool paged(const Command& command);
   void pack(const Command& command, const PageTable& table, bool scatters);
   void pages(const Command& command, const PageTable& table, bool scatters);
-  void write_pages();
   bool gather(const StridedCopy& rows);
   bool strided(StridedCopy rows);
   bool takes_batches() const;
@@ -200,9 +193,6 @@ class StreamEncoder {
   std::vector<CUstreamMemOp> ops_;
   unsigned flags_ = 0;                  // of the copies collected here
   std::optional<uint32_t> pages_left_;  // of a call, of pages that engines copy
-  const PageTable* page_table_ = nullptr;
-  bool scatters_ = false;
-  std::vector<PagedBlock> paged_blocks_;  // of that table, whose pages are in no call yet
   std::vector<CUdeviceptr> dsts_;
   std::vector<CUdeviceptr> srcs_;
   std::vector<size_t> sizes_;
