@@ -173,7 +173,7 @@ std::string why_not(const Moves& moves, const Variant& variant, const ProtocolFo
   const bool exchange_in_place = moves.exchange && moves.ranks > 1;
   if (kind == Variant::Shape::pipelined) {
     if (form.captured) return "a graph would run its chunks one after another";
-    return form.staged || none ? "" : "chunks go by way of slots; use protocol eager";
+    return form.staged || none ? "" : "chunks pass through slots; use protocol eager";
   }
   if (variant.prelaunch && form.captured) {
     return "a graph holds its commands itself, so nothing can be armed ahead of it; use the variant"
