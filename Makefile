@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
 
-.PHONY: help build demo test test-long fakes lint format docs asan tsan clean
+.PHONY: help build demo test test-long sanitize fakes lint format docs asan tsan clean
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -22,13 +22,14 @@ build: .venv/.installed  ## create .venv, build the package and install it there
 demo: build  ## real collectives, checked and compared: simulated 8 x MI300X, then this host
 	$(BIN)/offcore demo
 
-test: lint fakes  ## lint, all tests, and short forms under asan, ubsan and tsan
+test: lint fakes  ## lint and all tests
 	$(PYTEST)
-	$(MAKE) asan tsan
+
+sanitize: asan tsan  ## the tests' short forms under asan, ubsan and tsan
 
 test-long: lint fakes  ## everything long: hours of fuzzing, and all tests under the sanitizers
 	$(PYTEST) --long
-	$(MAKE) asan tsan SANITIZED="--long --hypothesis-profile=ci"
+	$(MAKE) sanitize SANITIZED="--long --hypothesis-profile=ci"
 
 # A test that needs the stand-in drivers builds them, in the time that it has itself.
 fakes: build
