@@ -266,7 +266,7 @@ def multicast() -> list[str]:
         )
         return (", ".join(map(format_bytes, by_size)), *ratios)
 
-    head = ("what (mcast-NAME.jsonl)", "bytes of the array", "beside gloo", "beside our own ring")
+    head = ("rows (mcast-NAME.jsonl)", "bytes of the array", "over gloo", "over our own ring")
     return table(head, ((f"{what} (`{name}`)", *cells(name)) for name, what in MULTICAST))
 
 
