@@ -28,7 +28,7 @@ class PoolMemory {
  public:
   virtual ~PoolMemory() = default;
   virtual void* take(uint64_t bytes, int device) = 0;  // null: there is no room
-  virtual void give(std::byte* part, void* stream) = 0;
+  virtual void give(std::byte* part) = 0;
   virtual uint64_t taken_bytes() = 0;
 };
 
@@ -42,7 +42,7 @@ class WindowMemory final : public PoolMemory {
     const auto offset = arena_.take(bytes);
     return offset ? base_ + *offset : nullptr;
   }
-  void give(std::byte* part, void*) override { arena_.give(static_cast<uint64_t>(part - base_)); }
+  void give(std::byte* part) override { arena_.give(static_cast<uint64_t>(part - base_)); }
   uint64_t taken_bytes() override { return arena_.taken_bytes(); }
 
  private:
@@ -57,9 +57,7 @@ class CacheMemory final : public PoolMemory {
   void* take(uint64_t bytes, int device) override {
     return device == device_ ? pool_.take(bytes) : nullptr;
   }
-  void give(std::byte* part, void* stream) override {
-    pool_.give(part, static_cast<cuda::CUstream>(stream));
-  }
+  void give(std::byte* part) override { pool_.give(part); }
   uint64_t taken_bytes() override { return pool_.taken_bytes(); }
 
  private:
@@ -88,12 +86,12 @@ struct Door {
     }
   }
 
-  void give(void* part, void* stream) noexcept {
+  void give(void* part) noexcept {
     std::unique_ptr<Pool> done;  // freed without the mutex
     const std::scoped_lock lock(mutex);
     if (!pool || part == nullptr) return;
     try {
-      pool->memory->give(static_cast<std::byte*>(part), stream);
+      pool->memory->give(static_cast<std::byte*>(part));
       done = left();
     } catch (const std::exception& why) {  // a GPU that has failed, or a driver that is going
       Log("memory pool").info("keeps what came back: ", why.what());
@@ -193,14 +191,14 @@ it: torch reports that it is out of memory.)";
 
 }  // namespace
 
-#define OFFCORE_DOOR(n)                                                          \
-  extern "C" __attribute__((visibility("default"))) void* offcore_pool_take_##n( \
-      size_t bytes, int device, void*) {                                         \
-    return doors()[n].take(bytes, device);                                       \
-  }                                                                              \
-  extern "C" __attribute__((visibility("default"))) void offcore_pool_give_##n(  \
-      void* part, size_t, int, void* stream) {                                   \
-    doors()[n].give(part, stream);                                               \
+#define OFFCORE_DOOR(n)                                                                            \
+  extern "C" __attribute__((visibility("default"))) void* offcore_pool_take_##n(                   \
+      size_t bytes, int device, void*) {                                                           \
+    return doors()[n].take(bytes, device);                                                         \
+  }                                                                                                \
+  extern "C" __attribute__((visibility("default"))) void offcore_pool_give_##n(void* part, size_t, \
+                                                                               int, void*) {       \
+    doors()[n].give(part);                                                                         \
   }
 OFFCORE_DOORS(OFFCORE_DOOR)
 #undef OFFCORE_DOOR

@@ -54,25 +54,38 @@ std::byte* CachePool::take(uint64_t bytes) {
   return reinterpret_cast<std::byte*>(range_.base() + *offset);
 }
 
-void CachePool::give(std::byte* part, CUstream stream) {
+void CachePool::give(std::byte* part) {
   const auto found = parts_.find(reinterpret_cast<CUdeviceptr>(part) - range_.base());
   if (found == parts_.end()) return;
-  const auto [offset, bytes] = *found;
+  sweep();
+  const bool waits = leaving_.empty();  // else one before has waited in vain
+  leaving_.push_back({found->first, found->second, std::nullopt});
   parts_.erase(found);
-  {
-    const ContextGuard current = gpu_->current();
-    CudaEvent through = gpu_->event();
-    through.record(stream);  // of a stream that is gone nobody knows: what it uses stays
-    leaving_.push_back({offset, bytes, std::move(through)});
-  }
   const Deadline deadline = Deadline::after_s(kThroughS);
-  while (!leaving_.back().through.passed() && !deadline.passed()) std::this_thread::yield();
+  while (!through(leaving_.back()) && waits && !deadline.passed()) std::this_thread::yield();
   sweep();
 }
 
+bool CachePool::through(LeavingPart& part) {
+  if (!part.through) {
+    const ContextGuard current = gpu_->current();
+    const Driver& driver = Driver::get();
+    CudaEvent all = gpu_->event();
+    if (driver.cuCtxRecordEvent != nullptr) {
+      if (driver.cuCtxRecordEvent(gpu_->context()->handle(), all.handle()) != kSuccess)
+        return false;
+    } else {  // before CUDA 12.5
+      if (driver.cuCtxSynchronize() != kSuccess) return false;
+      all.record(nullptr);
+    }
+    part.through.emplace(std::move(all));
+  }
+  return part.through->passed();
+}
+
 void CachePool::sweep() {
-  std::erase_if(leaving_, [&](const LeavingPart& part) {
-    if (!part.through.passed()) return false;
+  std::erase_if(leaving_, [&](LeavingPart& part) {
+    if (!through(part)) return false;
     range_.unmap(part.offset);
     taken_ -= part.bytes;
     return true;

@@ -3,6 +3,7 @@
 // tensors in VMM memory that others have allocated are mapped there once more.
 #pragma once
 #include <list>
+#include <optional>
 #include <vector>
 
 #include "core/backend/cuda/memory.h"
@@ -18,9 +19,10 @@ class CachePool {
 
   // Null: the addresses or the GPU's memory are full.
   std::byte* take(uint64_t bytes);
-  // Its memory goes once the stream is through, for which this waits a moment.
-  void give(std::byte* part, CUstream stream);
-  // Memory that a stream may still use is taken. Throws driver.
+  // Its memory goes once all that the GPU has been given so far is through, for which this waits a
+  // moment. Who used it nobody can say: a driver may crash where a stream is named that is gone.
+  void give(std::byte* part);
+  // Memory that may still be in use is taken. Throws driver.
   uint64_t taken_bytes() {
     sweep();
     return taken_;
@@ -30,8 +32,9 @@ class CachePool {
   struct LeavingPart {
     uint64_t offset;
     uint64_t bytes;
-    CudaEvent through;
+    std::optional<CudaEvent> through;  // none: the driver has refused it, as while it captures
   };
+  bool through(LeavingPart& part);
   void sweep();
 
   std::shared_ptr<const GpuContext> gpu_;

@@ -209,6 +209,7 @@ static_assert(sizeof(CUmemcpy3D) == 200);
   X(cuCtxPushCurrent, 4000, (CUcontext))                                                         \
   X(cuCtxPopCurrent, 4000, (CUcontext*))                                                         \
   X(cuCtxEnablePeerAccess, 4000, (CUcontext, unsigned))                                          \
+  X(cuCtxSynchronize, 2000, ())                                                                  \
   X(cuMemAlloc, 3020, (CUdeviceptr*, size_t))                                                    \
   X(cuMemFree, 3020, (CUdeviceptr))                                                              \
   X(cuMemGetAllocationGranularity, 10020, (size_t*, const CUmemAllocationProp*, int))            \
@@ -262,6 +263,7 @@ static_assert(sizeof(CUmemcpy3D) == 200);
 #define OFFCORE_CUDA_OPTIONAL_TABLE(X)                                                             \
   X(cuMemcpyBatchAsync, 13000,                                                                     \
     (CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, CUstream)) \
+  X(cuCtxRecordEvent, 12050, (CUcontext, CUevent))                                                 \
   X(cuUserObjectCreate, 11030, (CUuserObject*, void*, CUhostFn, unsigned, unsigned))               \
   X(cuUserObjectRelease, 11030, (CUuserObject, unsigned))                                          \
   X(cuGraphRetainUserObject, 11030, (CUgraph, CUuserObject, unsigned, unsigned))

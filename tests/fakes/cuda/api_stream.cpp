@@ -1,5 +1,7 @@
 // Entry points for streams, events, stream memory operations and capture.
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "tests/fakes/cuda/graph.h"
 #include "tests/fakes/cuda/memory.h"
@@ -61,9 +63,15 @@ FAKE_API Result cuStreamCreateWithPriority(StreamHandle* out, unsigned flags, in
   return enter("cuStreamCreateWithPriority", [&] {
     const auto context = current_context();
     require(out != nullptr && flags <= kStreamNonBlocking, kInvalidValue);
-    *out = streams().add((flags & kStreamNonBlocking) != 0
-                             ? std::make_shared<Stream>(context, flags, false)
-                             : blocking_stream(context));
+    auto stream = (flags & kStreamNonBlocking) != 0
+                      ? std::make_shared<Stream>(context, flags, false)
+                      : blocking_stream(context);
+    {
+      const std::lock_guard lock(context->mutex);
+      std::erase_if(context->every, [](const auto& other) { return other.expired(); });
+      context->every.push_back(stream);
+    }
+    *out = streams().add(std::move(stream));
   });
 }
 
@@ -214,9 +222,14 @@ FAKE_API Result cuEventDestroy_v2(EventHandle handle) {
   });
 }
 
+// The driver (580) reads what a stream that is gone has left behind, now and then to its end.
 FAKE_API Result cuEventRecord(EventHandle handle, StreamHandle stream_handle) {
   return enter("cuEventRecord", [&] {
     const auto event = events().find(handle);
+    if (streams().gone(stream_handle)) {
+      std::fputs("cuEventRecord: the stream is gone\n", stderr);
+      std::abort();
+    }
     const auto stream = stream_of(stream_handle);
     require(event->context == stream->context(), kInvalidHandle);
     {
@@ -227,6 +240,25 @@ FAKE_API Result cuEventRecord(EventHandle handle, StreamHandle stream_handle) {
     const std::lock_guard lock(event->mutex);
     event->marker = std::move(marker);
     event->capture = nullptr;
+  });
+}
+
+FAKE_API Result cuCtxRecordEvent(ContextHandle handle, EventHandle event_handle) {
+  return enter("cuCtxRecordEvent", [&] {
+    const auto event = events().find(event_handle);
+    require(event->context->handle == handle, kInvalidHandle);
+    auto marker = mark_of_context(event->context);
+    const std::lock_guard lock(event->mutex);
+    event->marker = std::move(marker);
+    event->capture = nullptr;
+  });
+}
+
+FAKE_API Result cuCtxSynchronize() {
+  return enter("cuCtxSynchronize", [&] {
+    const auto context = current_context();
+    mark_of_context(context)->wait();
+    check_alive(*context);
   });
 }
 

@@ -78,6 +78,12 @@ class Registry {
     objects_.erase(found);
     return object;
   }
+  // It was given out, and is no more.
+  bool gone(Handle handle) const {
+    const std::lock_guard lock(mutex_);
+    const auto number = (uint64_t)handle;
+    return number >> 40 == next_ >> 40 && number <= next_ && !objects_.contains(number);
+  }
   template <typename Doomed>
   void remove_if(Doomed&& doomed) {
     const std::lock_guard lock(mutex_);

@@ -100,6 +100,11 @@ bool Stream::idle() {
   return queue_.empty();
 }
 
+bool Stream::closed() {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
 void Stream::close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;
@@ -149,6 +154,48 @@ Registry<Stream, StreamHandle>& streams() {
 Registry<Event, EventHandle>& events() {
   static auto* const value = new Registry<Event, EventHandle>(3, kInvalidHandle);
   return *value;
+}
+
+std::shared_ptr<Marker> mark_of_context(const std::shared_ptr<Context>& context) {
+  std::vector<std::shared_ptr<Stream>> every{context->default_stream()};
+  {
+    const std::lock_guard lock(context->mutex);
+    for (const auto& other : context->every) {
+      if (auto stream = other.lock()) every.push_back(std::move(stream));
+    }
+    for (const auto& [thread, stream] : context->of_threads) every.push_back(stream);
+  }
+  bool captures = false;
+  {
+    const std::lock_guard lock(capture_mutex());
+    for (const auto& stream : every) {
+      const auto& capture = stream->capturing.capture;
+      if (capture == nullptr) continue;
+      capture->invalidate();
+      captures = true;
+    }
+  }
+  require(!captures, kCaptureUnsupported);
+  std::vector<std::shared_ptr<Marker>> markers;
+  std::vector<std::shared_ptr<Stream>> closed;
+  for (const auto& stream : every) {
+    if (stream->closed()) {
+      closed.push_back(stream);
+    } else {
+      markers.push_back(stream->mark());
+    }
+  }
+  const auto all = std::make_shared<Stream>(context, kStreamNonBlocking, false);
+  all->push([markers, closed](Engine&) {
+    for (const auto& marker : markers) marker->wait();
+    for (const auto& stream : closed) {
+      while (!stream->idle()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return kSuccess;
+  });
+  auto marker = all->mark();
+  all->close();
+  return marker;
 }
 
 void check_alive(const Context& context) {

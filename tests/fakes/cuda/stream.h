@@ -39,6 +39,7 @@ struct Context {
   std::shared_ptr<Stream> legacy;                  // the default stream
   std::map<std::thread::id, std::shared_ptr<Stream>> of_threads;  // their own default streams
   std::vector<std::weak_ptr<Stream>> blocking;     // streams that the default stream orders
+  std::vector<std::weak_ptr<Stream>> every;        // also those that are closed, not through
   static constexpr int64_t kThreads = 132 * 2048;  // that its SMs hold
   int64_t threads_free = kThreads;
   std::set<ContextHandle> peers;  // that it has asked for access to
@@ -79,6 +80,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool idle();
   void synchronize() { mark()->wait(); }
   void close();  // the thread ends when everything pushed is complete
+  bool closed();
 
   const std::shared_ptr<Context>& context() const { return context_; }
   unsigned flags() const { return flags_; }
@@ -133,6 +135,9 @@ std::shared_ptr<Context> any_current_context();
 std::shared_ptr<Context> current_context();
 // One that the default stream orders.
 std::shared_ptr<Stream> blocking_stream(const std::shared_ptr<Context>& context);
+// Passes when all that the context's streams have been given is complete. Throws where one of them
+// is being captured, and spoils that.
+std::shared_ptr<Marker> mark_of_context(const std::shared_ptr<Context>& context);
 // The stream of a handle, or a default stream of the current context.
 std::shared_ptr<Stream> stream_of(StreamHandle handle);
 void check_alive(const Context& context);

@@ -23,6 +23,8 @@
   X(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000)                                 \
   X(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000)                                   \
   X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000)                          \
+  X(cuCtxSynchronize, cuCtxSynchronize, 2000)                                    \
+  X(cuCtxRecordEvent, cuCtxRecordEvent, 12050)                                   \
   X(cuMemAlloc, cuMemAlloc_v2, 3020)                                             \
   X(cuMemFree, cuMemFree_v2, 3020)                                               \
   X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020)         \
