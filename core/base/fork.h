@@ -3,7 +3,8 @@
 //
 // - What has threads, locks or connections derives from OfProcess. The bindings refuse it in a
 //   child (python/bindings/process.h), before anything looks at it.
-// - It is owned by owned_by_process() or OwnedHere, which destroy nothing in a child.
+// - It is owned by owned_by_process(), owned_that_waits() or OwnedHere, which destroy nothing in a
+//   child.
 // - Every Descriptor is closed in a child, so that peers see its process die whatever children it
 //   has.
 // - What a process has one of lies in PerProcess, of which a child begins another.
@@ -63,6 +64,27 @@ OwnedHere<Type> owned_here(std::unique_ptr<Type> object) {
 template <typename Type>
 std::shared_ptr<Type> owned_by_process(std::unique_ptr<Type> object) {
   return owned_here(std::move(object));
+}
+
+// How what waits as it ends is destroyed: destroy(object), with nothing held that others need
+// meanwhile. The bindings say how; else it is simply called.
+inline std::atomic<void (*)(void (*destroy)(void*), void* object)> waiting_end{nullptr};
+
+struct DeleteWaiting : DeleteHere {
+  template <typename Type>
+  void operator()(Type* object) const {
+    if (born != forks()) return;
+    const auto destroy = [](void* held) { delete static_cast<Type*>(held); };
+    const auto end = waiting_end.load();
+    end != nullptr ? end(destroy, object) : destroy(object);
+  }
+};
+
+// As owned_by_process(), for objects whose destructors wait: for engines, or for threads that do.
+// No lock is held where the last reference to one goes.
+template <typename Type>
+std::shared_ptr<Type> owned_that_waits(std::unique_ptr<Type> object) {
+  return {object.release(), DeleteWaiting()};
 }
 
 // Made when first asked for, and never destroyed: threads may use it while the process ends.

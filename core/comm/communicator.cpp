@@ -25,7 +25,7 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<Backend> back
     fail(Code::invalid, "machine ", backend->machine().name, " has ", backend->machine().ranks,
          " ranks, ", ranks, " were requested");
   }
-  const std::shared_ptr<Communicator> communicator = owned_by_process(std::unique_ptr<Communicator>(
+  const std::shared_ptr<Communicator> communicator = owned_that_waits(std::unique_ptr<Communicator>(
       new Communicator(std::move(backend), std::move(rendezvous), ranks)));
   Communicator& self = *communicator;
   if (self.rendezvous_) self.settle_with_peers(signals, deadline);

@@ -48,13 +48,13 @@ HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_
 
 std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                            uint64_t chunk_bytes) {
-  return owned_by_process(
+  return owned_that_waits(
       std::unique_ptr<HostPool>(new HostPool(std::move(backend), row_bytes, chunk_bytes, {})));
 }
 
 std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                            uint64_t chunk_bytes, ForeignRows memory) {
-  return owned_by_process(std::unique_ptr<HostPool>(
+  return owned_that_waits(std::unique_ptr<HostPool>(
       new HostPool(std::move(backend), row_bytes, chunk_bytes, std::move(memory))));
 }
 

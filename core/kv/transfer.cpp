@@ -92,7 +92,7 @@ std::shared_ptr<Transfer> Transfer::create(std::shared_ptr<Backend> backend,
                                                   std::move(groups), options, std::move(memory),
                                                   std::move(keep)));
   transfer->begin();
-  return owned_by_process(std::move(transfer));
+  return owned_that_waits(std::move(transfer));
 }
 
 Transfer::Transfer(std::shared_ptr<Backend> backend,

@@ -262,7 +262,7 @@ void bind_report(nb::module_& module) {
 void bind_gpu_timer(nb::module_& module) {
   nb::class_<GpuTimer>(module, "GpuTimer", "Times work on a GPU: studies/gpu_timer.h.")
       .def(
-          nb::new_([](int device) { return owned_by_process(std::make_unique<GpuTimer>(device)); }),
+          nb::new_([](int device) { return owned_that_waits(std::make_unique<GpuTimer>(device)); }),
           nb::arg("device"))
       .def_prop_ro("stream",
                    [](const GpuTimer& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
@@ -338,7 +338,7 @@ void bind_backend(nb::module_& module) {
       .def(nb::new_([](const std::string& backend, const Machine& machine, Rank ranks, bool phantom,
                        uint64_t seed, std::vector<sim::Fault> faults, const CudaOptions& cuda,
                        bool packets) {
-             return owned_by_process(std::make_unique<Session>(
+             return owned_that_waits(std::make_unique<Session>(
                  backend, machine, ranks,
                  BackendOptions{.sim = {phantom, seed, std::move(faults),
                                         packets ? sdma::through_packets : nullptr},

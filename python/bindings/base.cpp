@@ -9,9 +9,11 @@
 #include "core/base/clock.h"
 #include "core/base/env.h"
 #include "core/base/error.h"
+#include "core/base/fork.h"
 #include "core/base/host_memory.h"
 #include "core/base/place.h"
 #include "module.h"
+#include "released.h"
 
 namespace offcore {
 namespace {
@@ -48,6 +50,7 @@ void bind_base(nb::module_& module) {
     }
   });
 
+  waiting_end = end_unlocked;
   module.def("env", &env, nb::arg("name"), "The environment variable's value, or its default.");
   module.def(
       "env_variables",

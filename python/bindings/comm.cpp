@@ -172,10 +172,11 @@ uint32_t register_memory(Communicator& self,
 }
 
 nb::object host_array(Communicator& self, uint64_t bytes) {
-  Share share = self.backend().allocate_host(bytes);
-  auto* data = reinterpret_cast<uint8_t*>(share.data);
-  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes}, capsule_of(std::move(share)))
-      .cast();
+  // Freeing pinned memory waits until the GPU is idle.
+  const std::shared_ptr<Share> share =
+      owned_that_waits(std::make_unique<Share>(self.backend().allocate_host(bytes)));
+  auto* data = reinterpret_cast<uint8_t*>(share->data);
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes}, capsule_of(share)).cast();
 }
 
 // Whether a tensor lives that was made with it, or an array that shares its memory.

@@ -224,7 +224,7 @@ void bind_node(nb::module_& module) {
   module.def(
       "open_udp_node",
       [](const UdpOptions& options, const Loops& loops) {
-        return owned_by_process(std::make_unique<UdpNode>(options, loops));
+        return owned_that_waits(std::make_unique<UdpNode>(options, loops));
       },
       nb::arg("options"), nb::arg("loops"), Unlocked());
 }

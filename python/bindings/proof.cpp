@@ -45,7 +45,7 @@ void bind_stress(nb::module_& module) {
   nb::class_<cuda::Stress>(module, "Stress", "See studies/proof/stress.h.")
       .def(nb::new_([](const std::vector<int>& devices) {
              cuda::Driver::open();
-             return owned_by_process(std::make_unique<cuda::Stress>(devices));
+             return owned_that_waits(std::make_unique<cuda::Stress>(devices));
            }),
            nb::arg("devices"))
       .def_prop_ro("strided", &cuda::Stress::strided)
@@ -69,7 +69,7 @@ void bind_occupation(nb::module_& module) {
   nb::class_<cuda::Occupation>(module, "Occupation", "See studies/proof/occupation.h.")
       .def(nb::new_([](const std::vector<int>& devices, double limit_s) {
              cuda::Driver::open();
-             return owned_by_process(std::make_unique<cuda::Occupation>(devices, limit_s));
+             return owned_that_waits(std::make_unique<cuda::Occupation>(devices, limit_s));
            }),
            nb::arg("devices"), nb::arg("limit_s"))
       .def_prop_ro("blocks", &cuda::Occupation::blocks)

@@ -9,6 +9,8 @@
 #include "core/base/clock.h"
 #include "module.h"
 
+extern "C" int PyGILState_Check();  // in every Python, if not in the headers of its stable ABI
+
 namespace offcore {
 
 // Lets go of the interpreter's lock while it lives. A wait whose deadline comes from within() ends
@@ -62,5 +64,13 @@ class LockReleased final : Waiter {
 };
 
 using Unlocked = nb::call_guard<LockReleased>;
+
+// Other threads go on while a destructor waits (core/base/fork.h). It may be called by any thread,
+// of Python or not, and once the interpreter ends its lock is kept.
+inline void end_unlocked(void (*destroy)(void*), void* object) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return destroy(object);
+  const LockReleased released;
+  destroy(object);
+}
 
 }  // namespace offcore

@@ -121,7 +121,7 @@ std::variant<std::vector<std::shared_ptr<RequestProxy>>, std::vector<VirtualProx
   const auto communicator = self.shared_from_this();
   std::vector<std::shared_ptr<RequestProxy>> proxies;
   for (const Rank rank : self.local_ranks()) {
-    proxies.push_back(owned_by_process(std::make_unique<RequestProxy>(
+    proxies.push_back(owned_that_waits(std::make_unique<RequestProxy>(
         self.backend(), rank, control, buffers, options,
         [communicator] { return communicator->poisoned(); }, communicator)));
   }

@@ -476,3 +476,22 @@ def test_a_process_ends_with_copies_under_way(how: str) -> None:
     {how}
     """
     check_on_gpu(code)
+
+
+def test_other_threads_go_on_while_a_dropped_transfer_waits() -> None:
+    """Among them the one that it waits for: it ends, and leaves nothing to its thread."""
+    code = """
+    world = World()
+    world.meet()
+    world.transfer.close()
+    del world.transfer
+    before = live()
+    layout = kv.Layout(Gpu(world.at, world.shape), block_axis=1, layer_axis=0)
+    transfer = kv.BlockTransfer(layout, world.pool, policy="zero_sm")
+    lib.fakecuda_hold_host_engines(1)
+    job = transfer.store([1, 2], [0, 1])
+    threading.Timer(0.3, lib.fakecuda_hold_host_engines, (0,)).start()
+    del job, transfer
+    assert live() == before, (live(), before)
+    """
+    check_on_gpu(code)
