@@ -454,9 +454,20 @@ def test_after_a_fork() -> None:
 def test_a_process_ends_well_although_a_backend_did_not_open() -> None:
     code = """
     memory = Memory()
-    for own_copy in ("none", None):
+    code, told = code_of(lambda: memory.copy(scattered(9, 64), backend="cuda",
+                                            machine="mi300x-8"))
+    assert code == "unsupported" and "keeps flags in host memory" in told, (code, told)
+    """
+    assert run(code, prelude=PRELUDE) == ""
+
+
+def test_what_does_not_copy_within_a_gpu_for_batches_is_told() -> None:
+    """Spare engines among it, which are a communicator's."""
+    code = """
+    memory = Memory()
+    for own_copy in ("engines", "none", None):
         policy = BatchPolicy(own_copy=own_copy)
         code, told = code_of(lambda: memory.copy(scattered(9, 64), policy=policy))
-        assert code == "invalid" and f"own_copy '{own_copy}': engines, engine or sm" in told, told
+        assert code == "invalid" and f"own_copy '{own_copy}' of a batch: pass engine or sm" in told
     """
     assert run(code, prelude=PRELUDE) == ""

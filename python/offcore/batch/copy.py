@@ -39,7 +39,7 @@ class BatchPolicy:
     engines: maximum number of engines per GPU; 0: one up to a total of `b2b_bytes_max` bytes, above
         that one per destination.
     sub_batch: number of copies submitted at once while more are prepared; 0: all.
-    own_copy: cuda: copies within a GPU request an "engine" or use "sm".
+    own_copy: cuda: copies within a GPU request an "engine" or use "sm"; not "engines".
     timed: whether the result has the time of the copies.
     """
 
@@ -55,6 +55,8 @@ class BatchPolicy:
     timed: bool = True
 
     def _core_policy(self, backend: str) -> _core.BatchPolicy:
+        if self.own_copy not in ("engine", "sm"):
+            raise error("invalid", f"own_copy '{self.own_copy}' of a batch: pass engine or sm")
         bcst = False if self.bcst is None and defaults.traits(backend).gpus else self.bcst
         try:
             return _core.BatchPolicy(
@@ -168,7 +170,7 @@ def batch_copy(
         call.swaps,
         call.policy._core_policy(call.backend),
         entries.phantom,
-        str(call.policy.own_copy),
+        call.policy.own_copy,
         streams_of(stream, entries.core.gpus) if defaults.traits(call.backend).gpus else [],
         entries.keep,
         seconds,
