@@ -321,13 +321,13 @@ class Calls:
         blocks, slots = (rng.permutation(2 * BLOCKS)[:BLOCKS].astype(np.uint64) for _ in range(2))
         cache = np.array(self.allocations, np.uint64) + blocks[:, np.newaxis] * page
         at = slots[:, np.newaxis] * TENSORS + np.arange(TENSORS, dtype=np.uint64)
-        listed = [
+        pages, rows = (
             np.concatenate(
                 [side[k : k + together].T.reshape(-1) for k in range(0, BLOCKS, together)]
             )
             for side in (cache, self.hosts["pool"] + at * page)
-        ]
-        return self.batches(*(listed if load else listed[::-1]), page, count)
+        )
+        return self.batches(*((pages, rows) if load else (rows, pages)), page, count)
 
     def batches(self, dsts: Places, srcs: Places, page: int, count: int) -> Times:
         columns = (dsts, srcs, np.full(len(dsts), page, np.uint64))
