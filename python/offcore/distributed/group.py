@@ -264,7 +264,7 @@ def _all_reduces(method: Callable[..., Any]) -> Callable[..., Any]:
         if below and args:
             nbytes = 0
             for one in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
-                nbytes += one.nbytes if one.is_cuda else below
+                nbytes += one.nbytes if one.is_cuda and not one.is_sparse else below
             if nbytes < below:
                 self._log(name)
                 return getattr(self.inner["cuda"], name)(*args, **kwargs)
