@@ -76,6 +76,7 @@ def rank_main(rank: int, given: Any, place: str) -> None:
     else:
         torch.set_num_threads(1)
     os.environ["OFFCORE_HOST"] = str(rank // given.ranks)
+    offcore.distributed.configure(all_reduce_from=0)
     if given.mcast:
         offcore.distributed.configure(between=McastOptions(interface=given.mcast))
     dist.init_process_group("offcore", init_method=place, rank=rank, world_size=ranks)
