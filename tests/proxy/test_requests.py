@@ -75,8 +75,10 @@ def test_an_engine_spins_between_requests() -> None:
 
             first = work(25)  # longer than it spins without any
             assert work(25) - first < 50
-            time.sleep(1)
-            assert max(map(sleeps, engines)) - first > 200
+            end = time.monotonic() + 20  # a machine may stand still for a second
+            while max(map(sleeps, engines)) - first <= 200:
+                assert time.monotonic() < end
+                time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("ranks", "producers", "chunk"), [(2, 3, 16), (4, 2, 4096)])
