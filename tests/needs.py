@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +26,22 @@ TOOLS = {
     "tc": "iproute2",
     "unshare": "util-linux",
 }
+COMPILER = os.environ.get("CXX", "c++")
 PACKAGES = ("matplotlib", "scipy", "torch", "transformers", "triton", "vllm", "sglang")
+
+
+def _has_tsan() -> bool:
+    """A compiler names a file that it has by its whole path."""
+    if shutil.which(COMPILER) is None:
+        return False
+    asked = [COMPILER, "-print-file-name=libtsan.so"]
+    return Path(subprocess.run(asked, capture_output=True, text=True).stdout).is_absolute()
+
+
 # What it takes more than a name to know: why it cannot be had here, or nothing.
 OTHERS: dict[str, Callable[[], str | None]] = {
     "c++": lambda: None if shutil.which("c++") else "install g++",
+    "tsan": lambda: None if _has_tsan() else f"{COMPILER} has no thread sanitizer: install libtsan",
     "namespaces": namespaces.refused,
 }
 

@@ -1,13 +1,13 @@
 // Producers that race for the ring of core/proxy/ring.h, and its engine: for the thread sanitizer.
-// Each request says who pushed it and as which one, and has a value in the producer's own memory,
-// which the engine reads without an order of its own. UNORDERED: the ring's words release nothing,
-// which the sanitizer has to see.
+// Before each request its producer writes a value into memory of its own, which the engine reads
+// once the request has come, without an order of its own. UNORDERED: the ring's words release
+// nothing, which the sanitizer has to see.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
-#include <vector>
 
 #include "core/proxy/host_calls.h"
+#include "studies/requests/numbered.h"
 
 namespace {
 
@@ -15,71 +15,58 @@ using namespace offcore::proxy;
 
 #ifdef UNORDERED
 struct Words : HostWords {
-  static void store(Word* at, Word value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+  static void store(Word* at, Word value) { append(at, value); }
   static void store(unsigned* at, unsigned value) { HostWords::store(at, value); }
 };
 #else
 using Words = HostWords;
 #endif
-using Calls = RequestCalls<Words>;
 
 constexpr unsigned kProducers = 4;
-constexpr unsigned kRanks = kProducers + 1;  // a peer each, and the rank itself
-constexpr Word kEach = 100'000;
+constexpr Word kEach = 20'000;
 constexpr unsigned kSlotsLog2 = 6;  // many laps
 
-struct Ring {
-  std::vector<Word> slots = std::vector<Word>(Word{1} << kSlotsLog2);
-  Word tail = 0, head = 0, taken = 0;
-  std::vector<Word> faults = std::vector<Word>(kRanks);
-  std::vector<Word> sent = std::vector<Word>(kRanks);
-  std::vector<Word> received = std::vector<Word>(kRanks * kSignalStride);
-  unsigned complaints[8] = {};
+Word values[kProducers][kEach];
 
-  RequestPort port() {
-    RequestPort made{};
-    made.slots = slots.data();
-    made.tail = &tail;
-    made.head = &head;
-    made.taken = &taken;
-    made.sent = sent.data();
-    made.received = received.data();
-    made.fault = made.fault_here = faults.data();
-    made.complaints = complaints;
-    made.limit_ns = 30'000'000'000;
-    made.slots_log2 = kSlotsLog2;
-    made.rank = kProducers;
-    made.ranks = kRanks;
-    made.buffers = kProducers;
-    return made;
+struct Calls : RequestCalls<Words> {
+  static PutTicket put(const RequestPort& port, unsigned peer, unsigned producer, unsigned src,
+                       Word number, Word chunks) {
+    values[producer][number] = number ^ producer;
+    return RequestCalls::put(port, peer, producer, src, number, chunks);
+  }
+  static PutTicket put_bytes(const RequestPort& port, unsigned peer, unsigned producer, Word number,
+                             unsigned src, Word src_offset, Word bytes) {
+    values[producer][number] = number ^ producer;
+    return RequestCalls::put_bytes(port, peer, producer, number, src, src_offset, bytes);
   }
 };
-
-// A producer's requests are of one word and of two, in turns; `peer` says whose they are.
-void produce(const RequestPort& port, unsigned own, std::vector<Word>& values) {
-  for (Word i = 0; i < kEach; ++i) {
-    values[i] = i ^ own;
-    const PutTicket ticket = i % 3 == 0 ? Calls::put_bytes(port, own, 0, i, 1, 2 * i, 8)
-                                        : Calls::put(port, own, 0, 1, i, 1);
-    if (ticket.fault != kNone) {
-      std::fprintf(stderr, "producer %u: fault %u\n", own, ticket.fault);
-      std::_Exit(1);
-    }
-  }
-}
 
 }  // namespace
 
 int main() {
-  Ring ring;
-  const RequestPort port = ring.port();
-  std::vector<std::vector<Word>> values(kProducers, std::vector<Word>(kEach));
+  std::vector<Word> slots(Word{1} << kSlotsLog2);
+  Word tail = 0, head = 0, taken = 0;
+  const Word faults[2] = {};
+  unsigned complaints[8] = {};
+  RequestPort port{};
+  port.slots = slots.data();
+  port.tail = &tail;
+  port.head = &head;
+  port.taken = &taken;
+  port.fault = port.fault_here = faults;
+  port.complaints = complaints;
+  port.limit_ns = 30'000'000'000;
+  port.slots_log2 = kSlotsLog2;
+  port.ranks = 2;
+  port.buffers = kProducers;
   std::vector<std::thread> producers;
   for (unsigned own = 0; own < kProducers; ++own) {
-    producers.emplace_back([&, own] { produce(port, own, values[own]); });
+    producers.emplace_back([&, own] {
+      if (offcore::push_numbered<Calls>(port, own, kEach) > 0) std::_Exit(2);  // refused
+    });
   }
-  RequestReader<Words> reader(ring.slots.data(), kSlotsLog2);
-  Word next[kProducers] = {};
+  RequestReader<Words> reader(slots.data(), kSlotsLog2);
+  std::vector<uint64_t> next(kProducers);
   Word wrong = 0;
   Word refreshed = 0;
   Word words[2] = {};
@@ -89,15 +76,13 @@ int main() {
       continue;
     }
     ++count;
-    const auto own = unsigned(words[0] >> 54 & 63);
-    const Word i = next[own]++;
-    wrong += values[own][i] != (i ^ own) || (op_of(words[0]) == kPutBytes) != (i % 3 == 0);
-    if (i % 3 != 0) wrong += (words[0] >> kChunkBits & kChunksMax) != i;
-    if (reader.position() - refreshed >= ring.slots.size() / 4) {
-      refreshed = reader.position();
-      HostWords::store(&ring.taken, refreshed);
-      HostWords::store(&ring.head, refreshed);
-    }
+    const Word own = words[0] >> 48 & 63;  // the producer
+    wrong +=
+        !offcore::is_numbered(words, next) || values[own][next[own] - 1] != ((next[own] - 1) ^ own);
+    if (reader.position() - refreshed < slots.size() / 4) continue;
+    refreshed = reader.position();
+    HostWords::store(&taken, refreshed);
+    HostWords::store(&head, refreshed);
   }
   for (std::thread& one : producers) one.join();
   std::printf("%llu requests, %llu wrong\n", kProducers * kEach, wrong);

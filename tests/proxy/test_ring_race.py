@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from needs import COMPILER
+
 HERE = Path(__file__).parent
-COMPILER = shutil.which(os.environ.get("CXX", "c++")) or "c++"
 
 
-@pytest.mark.needs("c++")
+@pytest.mark.needs("tsan")
 @pytest.mark.parametrize("order", ["ordered", "unordered"])
 def test_producers_race_for_the_ring(order: str, tmp_path: Path) -> None:
     """Nothing is lost, doubled or seen before it is written. The control: words that release
@@ -25,11 +26,11 @@ def test_producers_race_for_the_ring(order: str, tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    if "tsan" in built.stderr:
-        pytest.skip(f"{COMPILER} has no thread sanitizer: {built.stderr.splitlines()[-1]}")
     assert built.returncode == 0, built.stderr
     # It cannot live with the address randomisation of some kernels.
-    fixed = ["setarch", "-R"] if subprocess.run(["setarch", "-R", "true"]).returncode == 0 else []
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    if fixed and subprocess.run([*fixed, "true"], check=False).returncode != 0:
+        fixed = []
     done = subprocess.run(
         [*fixed, str(program)],
         env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
@@ -41,4 +42,4 @@ def test_producers_race_for_the_ring(order: str, tmp_path: Path) -> None:
     if order == "unordered":
         assert (done.returncode, "data race" in done.stderr) == (66, True), done.stderr
     else:
-        assert (done.returncode, done.stdout) == (0, "400000 requests, 0 wrong\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, "80000 requests, 0 wrong\n"), done.stderr
