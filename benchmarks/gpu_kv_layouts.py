@@ -7,7 +7,7 @@ Cases, each tensor an allocation of its own of 64 MiB or more: `kv-apart`, a ten
 and V apart (vLLM 0.26); `kv-tensors`, K and V in tensors of their own (transformers); `tensors`, a
 tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Ways: offcore as it is
 (`offcore`), without SMs (`zero-sm`), packed by 2, 4 and 8 SMs, its kernel of 16 blocks; one batch
-call of all pages, calls of 32 and of 64, copies one by one; torch's index_select and a copy a
+call of all pages, calls of 32, 64 and 256, copies one by one; torch's index_select and a copy a
 tensor. Steps, each a process of its own: `alone`; `segments`, the same from torch's expandable
 segments (* in the table); `pool`, from kv.cache_pool() (+); `adopted`, in VMM memory at unequal
 steps, which transfers map again (=, or ! where they did not); `gemm`, how much a product of
@@ -185,10 +185,8 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         names = ("step", "layout", "page_bytes", "blocks", "direction")
         groups.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    print(
-        "GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, 256,\nsingle,"
-    )
-    print("torch | auto's % of the link, path, times as fast as torch, as all peers;")
+    print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, 256,")
+    print("single, torch | auto's % of the link, path, times as fast as torch, as all peers;")
     print("zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
     print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():

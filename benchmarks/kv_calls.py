@@ -12,10 +12,9 @@ the kernel of `BlockTransfer(kernel=True)`, launched once with so many workgroup
 transfer takes, one for each block of the cache (64), and more.
 `pages`: 256 scattered pages of a block each, by cuMemcpyBatchAsync of so many. `tensors`: the pages
 of 64 blocks in 56 allocations, by such calls too, listed by block, by tensor, and of four blocks by
-tensor. Host memory is a
-HostPool's, the driver's own (cuMemHostAlloc), or registered, for which small or huge pages were
-asked; a GPU's comes from cuMemAlloc or is a window. Times are medians: until the calls have
-returned, and until the copies have ended.
+tensor. Host memory is a HostPool's, the driver's own (cuMemHostAlloc), or registered, for which
+small or huge pages were asked; a GPU's comes from cuMemAlloc or is a window. Times are medians:
+until the calls have returned, and until the copies have ended.
 """
 
 from __future__ import annotations
