@@ -76,6 +76,8 @@ std::unique_ptr<PointerLookup> open_pointers(int device) {
   return std::make_unique<cuda::PointerInfo>(device);
 }
 
+bool on_gpu(uint64_t address) { return cuda::on_gpu(address); }
+
 void add_backend(const BackendRow& row) { added_rows.push_back(&row); }
 
 std::unique_ptr<Backend> open_backend(const std::string& name, const Machine& machine, Rank ranks,

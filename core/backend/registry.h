@@ -32,5 +32,7 @@ void add_backend(const BackendRow& row);
 // Where memory lies that the callers' addresses name, as the driver of GPU `device` tells. Throws
 // unavailable where there is no driver that does.
 std::unique_ptr<PointerLookup> open_pointers(int device);
+// Whether CPUs cannot reach that address, as far as a driver tells that the process has loaded.
+bool on_gpu(uint64_t address);
 
 }  // namespace offcore

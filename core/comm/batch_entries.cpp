@@ -73,6 +73,22 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
     entries.seams.emplace_back(begin, rank_of(owner));
 }
 
+void check_reach_of_cpus(const BatchEntries& entries, const std::string& machine) {
+  constexpr uint64_t kGranule = uint64_t{2} << 20;  // of a GPU's memory: nothing else lies there
+  for (const auto& [places, side] :
+       {std::pair(&entries.dsts, "destination"), std::pair(&entries.srcs, "source")}) {
+    uint64_t last = 0;
+    for (size_t i = 0; i < entries.sizes.size(); ++i) {
+      const uint64_t at = (*places)[i];
+      if (entries.sizes[i] == 0 || at / kGranule == last) continue;
+      last = at / kGranule;
+      if (!on_gpu(at)) continue;
+      fail(Code::invalid, "entry ", i, ": its ", side, " is memory of a GPU, and for machine ",
+           machine, " CPUs copy: name neither a machine nor a backend");
+    }
+  }
+}
+
 void check_kind(const BatchEntries& entries, const std::string& kind) {
   if (kind == "auto") return;
   if (kind != "h2d" && kind != "d2h" && kind != "d2d" && kind != "h2h") {

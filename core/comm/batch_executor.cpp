@@ -144,12 +144,14 @@ std::unique_ptr<BatchRun> BatchExecutor::start(BatchCall call, const Deadline& d
   check_open();
   call.policy.captured = backend_->capture_of(call.streams) != 0;
   const Machine machine = backend_->machine();
+  const bool by_cpus = backend_->host_visible();
   lock.unlock();
   if (call.policy.captured && ranks_ > 1) {
     fail(Code::unsupported, "a batch of ", ranks_,
          " GPUs cannot be captured: capture one for each ",
          "GPU, or collectives of a communicator");
   }
+  if (by_cpus && !call.phantom) check_reach_of_cpus(call.entries, machine.name);
   BatchBases bases;
   std::vector<Slice> seams;
   const Moves moves = moves_of(call.entries, call.phantom, bases, seams);

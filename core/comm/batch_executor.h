@@ -40,6 +40,8 @@ struct BatchEntries {
 // 0 where no entry names any. Throws invalid, or unsupported for copies from host to host, with the
 // entry's number.
 void locate_on_gpus(BatchEntries& entries, int gpu);
+// Throws invalid where CPUs are to copy what they cannot reach.
+void check_reach_of_cpus(const BatchEntries& entries, const std::string& machine);
 
 // Throws invalid, naming the first entry of another kind. Known: auto, h2d, d2h, d2d, h2h.
 void check_kind(const BatchEntries& entries, const std::string& kind);

@@ -1,6 +1,8 @@
 """batch_copy on the stand-in driver: streams, captures, peers, and what it refuses. A process for
 each test, since a driver is set up once."""
 
+import json
+
 import pytest
 from test_capture import BEGIN
 from test_cuda import run
@@ -8,7 +10,7 @@ from test_cuda import run
 PRELUDE = (
     BEGIN
     + """
-import functools, random
+import functools, json, random
 from cuda_driver import MIB, WAIT, WRITE, mem_op
 from offcore import batch_copy, BatchPolicy
 
@@ -471,3 +473,22 @@ def test_what_does_not_copy_within_a_gpu_for_batches_is_told() -> None:
         assert code == "invalid" and f"own_copy '{own_copy}' of a batch: pass engine or sm" in told
     """
     assert run(code, prelude=PRELUDE) == ""
+
+
+@pytest.mark.parametrize("options", [{"machine": "mi300x-8"}, {"backend": "host"}])
+def test_cpus_are_not_handed_addresses_of_gpus(options: dict[str, str]) -> None:
+    """A machine's name may choose a backend whose engines are CPUs; they would end the process."""
+    code = """
+    memory, options = Memory(), json.loads(sys.argv[1])
+    before = memory.fill(1)
+    context = ctypes.c_void_p()
+    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert lib.cuCtxPushCurrent_v2(context) == 0
+    for entry, side in (((0, 0), (-1, 0), 64), "destination"), (((-1, 0), (0, 0), 64), "source"):
+        entries = [((-1, 128), (-1, 0), 64), entry]
+        code, told = code_of(lambda: memory.copy(entries, **options))
+        assert code == "invalid" and f"entry 1: its {side} is memory of a GPU" in told, told
+    found = memory.look()
+    assert all((found[home] == before[home]).all() for home in before)
+    """
+    assert run(code, json.dumps(options), prelude=PRELUDE) == ""

@@ -1,6 +1,10 @@
 #include "core/backend/cuda/pointer_info.h"
 
 #include <algorithm>
+#include <atomic>
+
+#include "core/backend/driver_library.h"
+#include "core/base/env.h"
 
 namespace offcore::cuda {
 namespace {
@@ -15,6 +19,22 @@ std::shared_ptr<const GpuContext> opened(int ordinal) {
 }
 
 }  // namespace
+
+bool on_gpu(uint64_t address) {
+  using GetAttribute = CUresult (*)(void*, int, CUdeviceptr);
+  static std::atomic<GetAttribute> found{nullptr};
+  GetAttribute get = found;
+  if (get == nullptr) {  // whoever has such memory has loaded the driver
+    void* const library = dlopen(env("OFFCORE_LIBCUDA").c_str(), RTLD_NOLOAD | RTLD_LAZY);
+    if (library == nullptr) return false;
+    found = get = symbol<GetAttribute>(library, "cuPointerGetAttribute");
+    if (get == nullptr) return false;
+  }
+  int type = 0;
+  int managed = 0;
+  return get(&type, kPointerMemoryType, address) == kSuccess && type == kDeviceMemory &&
+         get(&managed, kPointerManaged, address) == kSuccess && managed == 0;
+}
 
 uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std::byte* last) {
   const ContextGuard current = gpu.current();

@@ -26,6 +26,9 @@ uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std:
 // asked; what is mapped, to those it was opened for.
 bool reaches(const GpuContext& gpu, const std::byte* first, const std::byte* last);
 
+// Whether CPUs cannot reach that address, as far as the process's driver tells.
+bool on_gpu(uint64_t address);
+
 class PointerInfo final : public PointerLookup {
  public:
   // `ordinal`: the GPU whose context looks. Throws unavailable or driver.
