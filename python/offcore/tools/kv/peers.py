@@ -48,8 +48,11 @@ class Way(Protocol):
     def enqueue(self, direction: str, stream: int) -> float:
         """Starts all requests of a direction. Returns the microseconds that it took the caller."""
 
-    def settle(self) -> dict[str, Any]:
-        """Waits for what was started; facts about it, for a row."""
+    def settle(self) -> None:
+        """Waits for what was started."""
+
+    def facts(self) -> dict[str, Any]:
+        """Of what was waited for, for a row."""
 
     def leave(self) -> None:
         """Takes what the rows of loads hold, where its own lie elsewhere."""
@@ -70,6 +73,7 @@ class Transfers:
         self._timeout_s = timeout_s
         self._transfer = kv.BlockTransfer(case.cache, case.pool, **options)
         self._jobs: list[kv.Job] = []
+        self._results: list[kv.Transferred] = []
 
     def enqueue(self, direction: str, stream: int) -> float:
         start = self._transfer.load if direction == "load" else self._transfer.store
@@ -79,9 +83,12 @@ class Transfers:
         self._jobs += jobs
         return took_us
 
-    def settle(self) -> dict[str, Any]:
-        results = [job.wait(self._timeout_s) for job in self._jobs]
+    def settle(self) -> None:
+        self._results = [job.wait(self._timeout_s) for job in self._jobs]
         self._jobs = []
+
+    def facts(self) -> dict[str, Any]:
+        results = self._results
         calls: dict[str, int] = {}
         for result in results:
             for name, count in result.calls.items():
@@ -135,7 +142,10 @@ class Pages:
             self._copy(dsts, srcs, stream)
         return (time.perf_counter_ns() - began_ns) / 1e3
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
         return dict.fromkeys(_FACTS)
 
     def leave(self) -> None:
@@ -187,7 +197,10 @@ class Selected:
                         tensor.index_copy_(self._axis, index, moved)
         return (time.perf_counter_ns() - began_ns) / 1e3
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
         return dict.fromkeys(_FACTS)
 
     def _each(self, direction: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
