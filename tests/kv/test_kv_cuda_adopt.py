@@ -82,8 +82,9 @@ def test_a_pool_gives_memory_at_equal_steps() -> None:
     give(places[2], size, 0, None)
     give(places[3], size, 0, None)
     assert take(8 * MIB, 0, None) == places[2]
-    def leaves():
+    def leaves(end_use):
         held, end = _core.pool_taken_bytes(door), time.monotonic() + 20
+        end_use()
         while _core.pool_taken_bytes(door) == held and time.monotonic() < end:
             time.sleep(0.001)
         return held - _core.pool_taken_bytes(door)
@@ -93,8 +94,7 @@ def test_a_pool_gives_memory_at_equal_steps() -> None:
     give(places[0], size, 0, None)  # waits a moment, and keeps it then
     assert calls("cuMemUnmap") == before
     assert take(size, 0, None) not in places
-    gate.open()
-    assert leaves() == 4 * MIB
+    assert leaves(gate.open) == 4 * MIB
     assert take(size, 0, None) == places[0]
     assert calls("cuMemUnmap") == before + 1
     # A stream that is gone is not named to the driver, which might crash.
@@ -107,8 +107,8 @@ def test_a_pool_gives_memory_at_equal_steps() -> None:
     driver("cuStreamBeginCapture", capturing, 0)
     give(places[1], size, 0, None)
     assert calls("cuMemUnmap") == before + 2
-    driver.code("cuStreamEndCapture", capturing, ctypes.byref(ctypes.c_uint64()))
-    assert leaves() == 4 * MIB
+    graph = ctypes.byref(ctypes.c_uint64())
+    assert leaves(lambda: driver.code("cuStreamEndCapture", capturing, graph)) == 4 * MIB
     assert calls("cuMemUnmap") == before + 3
     assert take(size, 0, None) == places[0]
     _core.close_pool(door)
@@ -122,8 +122,7 @@ def test_a_pool_gives_memory_at_equal_steps() -> None:
     _core.close_pool(door)
     give(part, size, 0, None)
     assert _core.pool_taken_bytes(door) == 4 * MIB
-    gate.open()
-    assert leaves() == 4 * MIB
+    assert leaves(gate.open) == 4 * MIB
     kept = live()["reservations"]
     assert _core.open_cache_pool(0, 64 * MIB) == door
     assert live()["reservations"] == kept
