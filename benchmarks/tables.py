@@ -51,6 +51,7 @@ KV_RUNS = {
     "H100, second host": "cuda-kv-layouts-h100-quick.jsonl",
     "H100, third host": "cuda-kv-layouts-h100-third.jsonl",
     "H200": "cuda-kv-layouts-h200-quick.jsonl",
+    "H200, second host": "cuda-kv-layouts-h200.jsonl",
 }
 MULTICAST = (
     ("all_gather-4", "all-gather, 4 hosts"),
