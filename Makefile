@@ -17,9 +17,9 @@ export CXX
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-build: .venv/.checks  ## create .venv, build the package and install it there, with all tools
+build: .venv/.installed  ## create .venv, build the package and install it there
 
-demo: .venv/.installed  ## real collectives, checked and compared: simulated 8 x MI300X, then this host
+demo: build  ## real collectives, checked and compared: simulated 8 x MI300X, then this host
 	$(BIN)/offcore demo
 
 test: lint fakes  ## lint and all tests
@@ -93,11 +93,7 @@ clean:  ## remove .venv and everything that was built
 
 .venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt
 	@echo "building offcore into .venv: a minute or two the first time"
-	$(BIN)/pip install -q --no-build-isolation '.[plot]'
-	touch $@
-
-.venv/.checks: .venv/.installed
-	$(BIN)/pip install -q 'offcore[test,lint]'
+	$(BIN)/pip install -q --no-build-isolation '.[test,lint]'
 	touch $@
 
 .venv/.docs: .venv/.tools pyproject.toml
