@@ -76,7 +76,10 @@ std::unique_ptr<PointerLookup> open_pointers(int device) {
   return std::make_unique<cuda::PointerInfo>(device);
 }
 
-bool on_gpu(uint64_t address) { return cuda::on_gpu(address); }
+std::optional<size_t> first_on_gpu(std::span<const uint64_t> addresses,
+                                   std::span<const uint64_t> bytes) {
+  return cuda::first_on_gpu(addresses, bytes);
+}
 
 void add_backend(const BackendRow& row) { added_rows.push_back(&row); }
 

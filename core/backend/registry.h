@@ -1,6 +1,8 @@
 // The backends by name. A backend joins by one row in registry.cpp.
 #pragma once
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,7 +34,9 @@ void add_backend(const BackendRow& row);
 // Where memory lies that the callers' addresses name, as the driver of GPU `device` tells. Throws
 // unavailable where there is no driver that does.
 std::unique_ptr<PointerLookup> open_pointers(int device);
-// Whether CPUs cannot reach that address, as far as a driver tells that the process has loaded.
-bool on_gpu(uint64_t address);
+// The first of so many bytes, not 0, that CPUs cannot reach, as far as a driver tells that the
+// process has loaded.
+std::optional<size_t> first_on_gpu(std::span<const uint64_t> addresses,
+                                   std::span<const uint64_t> bytes);
 
 }  // namespace offcore

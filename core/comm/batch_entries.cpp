@@ -1,6 +1,7 @@
 // What is found out about a batch's entries before anything is planned.
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <set>
 
 #include "core/backend/registry.h"
@@ -74,18 +75,12 @@ void locate_on_gpus(BatchEntries& entries, int gpu) {
 }
 
 void check_reach_of_cpus(const BatchEntries& entries, const std::string& machine) {
-  constexpr uint64_t kGranule = uint64_t{2} << 20;  // of a GPU's memory: nothing else lies there
   for (const auto& [places, side] :
        {std::pair(&entries.dsts, "destination"), std::pair(&entries.srcs, "source")}) {
-    uint64_t last = 0;
-    for (size_t i = 0; i < entries.sizes.size(); ++i) {
-      const uint64_t at = (*places)[i];
-      if (entries.sizes[i] == 0 || at / kGranule == last) continue;
-      last = at / kGranule;
-      if (!on_gpu(at)) continue;
-      fail(Code::invalid, "entry ", i, ": its ", side, " is memory of a GPU, and for machine ",
-           machine, " CPUs copy: name neither a machine nor a backend");
-    }
+    const std::optional<size_t> found = first_on_gpu(*places, entries.sizes);
+    if (!found) continue;
+    fail(Code::invalid, "entry ", *found, ": its ", side, " is memory of a GPU, which the CPUs ",
+         "that copy for machine ", machine, " cannot access: leave out backend and machine");
   }
 }
 

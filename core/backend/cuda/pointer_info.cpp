@@ -1,7 +1,6 @@
 #include "core/backend/cuda/pointer_info.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "core/backend/driver_library.h"
 #include "core/base/env.h"
@@ -20,20 +19,25 @@ std::shared_ptr<const GpuContext> opened(int ordinal) {
 
 }  // namespace
 
-bool on_gpu(uint64_t address) {
-  using GetAttribute = CUresult (*)(void*, int, CUdeviceptr);
-  static std::atomic<GetAttribute> found{nullptr};
-  GetAttribute get = found;
-  if (get == nullptr) {  // whoever has such memory has loaded the driver
-    void* const library = dlopen(env("OFFCORE_LIBCUDA").c_str(), RTLD_NOLOAD | RTLD_LAZY);
-    if (library == nullptr) return false;
-    found = get = symbol<GetAttribute>(library, "cuPointerGetAttribute");
-    if (get == nullptr) return false;
+std::optional<size_t> first_on_gpu(std::span<const uint64_t> addresses,
+                                   std::span<const uint64_t> bytes) {
+  // Whoever has such memory has loaded the driver. It stays loaded: a handle is not given back.
+  void* const library = dlopen(env("OFFCORE_LIBCUDA").c_str(), RTLD_NOLOAD | RTLD_LAZY);
+  if (library == nullptr) return std::nullopt;
+  const auto get = symbol<CUresult (*)(void*, int, CUdeviceptr)>(library, "cuPointerGetAttribute");
+  if (get == nullptr) return std::nullopt;
+  uint64_t last = 0;  // a granule that is no GPU's: the next address is likely to lie there too
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (bytes[i] == 0 || addresses[i] / kGranule == last) continue;
+    last = addresses[i] / kGranule;
+    int type = 0;
+    int managed = 0;
+    if (get(&type, kPointerMemoryType, addresses[i]) == kSuccess && type == kDeviceMemory &&
+        get(&managed, kPointerManaged, addresses[i]) == kSuccess && managed == 0) {
+      return i;
+    }
   }
-  int type = 0;
-  int managed = 0;
-  return get(&type, kPointerMemoryType, address) == kSuccess && type == kDeviceMemory &&
-         get(&managed, kPointerManaged, address) == kSuccess && managed == 0;
+  return std::nullopt;
 }
 
 uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std::byte* last) {

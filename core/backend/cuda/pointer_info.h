@@ -1,6 +1,7 @@
 // What the driver tells of addresses.
 #pragma once
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/backend/cuda/gpu_context.h"
@@ -26,8 +27,10 @@ uint64_t allocation_of(const GpuContext& gpu, const std::byte* first, const std:
 // asked; what is mapped, to those it was opened for.
 bool reaches(const GpuContext& gpu, const std::byte* first, const std::byte* last);
 
-// Whether CPUs cannot reach that address, as far as the process's driver tells.
-bool on_gpu(uint64_t address);
+// The first of so many bytes, not 0, that CPUs cannot reach, as far as a driver tells that the
+// process has loaded.
+std::optional<size_t> first_on_gpu(std::span<const uint64_t> addresses,
+                                   std::span<const uint64_t> bytes);
 
 class PointerInfo final : public PointerLookup {
  public:
