@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_overlap.py --quick       # a few of each, in two minutes
     python benchmarks/gpu_overlap.py               # all, in less than seven
-    python benchmarks/gpu_overlap.py --energy      # joules, beside a GEMM and alone, in nine
+    python benchmarks/gpu_overlap.py --energy      # joules of ConCCL's 30 and alone, in eight
     python benchmarks/gpu_overlap.py --matched     # ConCCL's 30, sizes by the paper's time ratios
 
 All: all-gather and all-to-all in ConCCL's 15 sizes each, reduce-scatter, all-reduce and GEMMs of
@@ -40,7 +40,7 @@ MIB = 1 << 20
 LISTED = 20  # lines of a table, so that the rest is not pushed out of a short log
 STEP_S = 15.0  # what is silent for four times as long has hung
 LIMITS_S = {"quick": 115, "full": 390, "matched": 240, "energy": 560}
-AFTER_S = {"quick": 45, "full": 110}  # of these, for what follows the combinations
+AFTER_S = {"quick": 45, "full": 110, "energy": 105}  # of these, for what follows the combinations
 SPARE_S = 8  # for the end
 
 
@@ -74,14 +74,14 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
     if kind == "matched":
         return [Asked(Request(**common, pairs=pairs, matched=True), end_s)]
     if kind == "energy":
-        joules = Request(
-            **common,
-            steps=("energy",),
-            energy=[("cb1_896M", op) for op in OPS],
-            energy_alone=[("all_gather", nbytes) for nbytes in ALONE],
-            loops=("base", "sp", "ConCCL"),  # sp: the best of NCCL's kernels on 2 x H200
-        )
-        return [Asked(joules, end_s)]
+        common |= {"steps": ("energy",), "energy_s": 3.0}
+        # sp: the best of NCCL's kernels on 2 x H200.
+        beside = Request(**common, energy=pairs, loops=("base", "sp", "ConCCL"), trials=1)
+        alone = [("all_gather", nbytes) for nbytes in ALONE]
+        return [
+            Asked(beside, end_s - AFTER_S[kind]),
+            Asked(Request(**common, energy_alone=alone, trials=3), end_s),
+        ]
     pairs += [(tag, op) for op in measured.REDUCING for tag in REDUCED[: 1 if quick else None]]
     pairs += [(tag, op) for op in OPS for tag in FEW_ROWS[: 1 if quick else None]]
     sizes = (64 << 10, 256 * MIB // max(1, args.shrink) ** 2)

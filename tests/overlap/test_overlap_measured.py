@@ -123,7 +123,9 @@ def test_joules_of_a_run_are_without_the_idle_rest() -> None:
         Case("", Shape(1, 1, 1), "all_gather", 1 << 20),
     ]
     job = {"energy_s": 6.0, "trials": 5, "limit_s": 99.0, "loops": ["base", "sp", "ConCCL"]}
-    rows = list(energy.rows(stage, cases, job | {"energy_cores": 4}))
+    told = list(energy.rows(stage, cases, job | {"energy_cores": 4}))
+    assert len([row for row in told if "at" in row]) == 5 * 5  # of 6 s each: no long silence
+    rows = [row for row in told if "at" not in row]
     assert [row["strategy"] for row in rows] == ["base", "sp", "ConCCL", "kernel", "engines"]
     assert [row["joules"] for row in rows] == pytest.approx([0.3] * 5)
     assert [row["joules_above_idle"] for row in rows] == pytest.approx([0.2] * 5)

@@ -30,6 +30,7 @@ def _loops(case: Case, rp: int, cores: int) -> dict[str, list[Part]]:
 
 
 def rows(stage: Stage, cases: Sequence[Case], job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row a strategy, and {"at": what} before each loop, since a case may take minutes."""
     seconds, trials = job["energy_s"], job["trials"]
     idle = stage.energy([], seconds)
     if not idle:
@@ -52,6 +53,7 @@ def rows(stage: Stage, cases: Sequence[Case], job: dict[str, Any]) -> Iterator[d
                 if stage.elapsed_s() + seconds > job["limit_s"]:
                     yield {"skipped": f"energy: no time is left for {name}"}
                     continue
+                yield {"at": f"joules of {name}"}
                 found[name].append(stage.energy(parts, seconds))
         for name, measured in found.items():
             if measured:

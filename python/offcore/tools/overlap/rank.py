@@ -62,7 +62,10 @@ def _measure(job: Job, say: TextIO) -> Callable[[], None]:
     job["limit_s"] -= time.time() - job["started"]  # imports took some
     stage = _stage(job)
     for row in _rows(stage, job):
-        emit(say, {"event": "row", "row": row})
+        if at := row.get("at") or row.get("step"):
+            emit(say, {"event": "step", "name": at})
+        if "at" not in row:
+            emit(say, {"event": "row", "row": row})
     return stage.close
 
 
