@@ -82,6 +82,9 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
             Asked(beside, end_s - AFTER_S[kind]),
             Asked(Request(**common, energy_alone=alone, trials=3), end_s),
         ]
+    if args.tags != "all":
+        pairs += [(tag, op) for op in measured.REDUCING for tag in tags]
+        return [Asked(Request(**common, pairs=pairs), end_s)]
     pairs += [(tag, op) for op in measured.REDUCING for tag in REDUCED[: 1 if quick else None]]
     pairs += [(tag, op) for op in OPS for tag in FEW_ROWS[: 1 if quick else None]]
     sizes = (64 << 10, 256 * MIB // max(1, args.shrink) ** 2)
@@ -166,7 +169,7 @@ def main() -> int:
     parser.add_argument("--backend", default="cuda", help="cuda, or host")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all by default")
     parser.add_argument("--limit", type=int, default=0, help="seconds, of the whole")
-    parser.add_argument("--tags", default="all", help="GEMM_SIZE,...")
+    parser.add_argument("--tags", default="all", help="GEMM_SIZE,...: these alone, every operation")
     parser.add_argument("--shrink", type=int, default=0, help="divides GEMMs' dimensions")
     args = parser.parse_args()
     kinds = [name for name in ("quick", "matched", "energy") if getattr(args, name)]

@@ -7,8 +7,9 @@ and timed beside NCCL's kernels.
 
 The package must be importable (PYTHONPATH=build/gpu/site after h200_check.py --only build). Times
 are of calls in a stream whose work is enqueued ahead (`ours`), of replays of a graph of 20 calls
-(`graph`), NCCL's the same, and of calls that the host makes one after another (`calls`). Medians,
-of the slower rank, in us. S is the whole array; NVLink multicast is off.
+(`graph`), NCCL's the same, and of calls that the host makes one after another (`calls`). `torch`:
+its _low_contention_reduce_scatter of symmetric memory, enqueued ahead. Medians, of the slower rank,
+in us. S is the whole array; NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 
 import offcore.torch
 
@@ -238,6 +240,20 @@ def print_row(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
 
 
+def low_contention(count: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """CALLS of torch's reduce-scatter by copies and a kernel that sums them."""
+    x = symmetric.empty(count, dtype=dtype, device=device).zero_()
+    name = dist.group.WORLD.group_name
+    symmetric.rendezvous(x, name)
+    start = torch.ops.symm_mem._low_contention_reduce_scatter
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            torch.ops._c10d_functional.wait_tensor(start(x, "sum", name))
+
+    return calls
+
+
 def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> None:
     stream = torch.cuda.Stream()
     ranks = comm.ranks
@@ -274,6 +290,10 @@ def measure(comm: Any, arguments: argparse.Namespace, device: torch.device) -> N
                 if not arguments.eager:
                     row["graph"] = timed(graph_of(ours, stream), device, 2_000_000)
                 row["nccl"] = timed(graph_of(theirs, stream), device, 2_000_000)
+                if op == "reduce_scatter" and arguments.torch:
+                    peer = low_contention(count, dtype, device)
+                    peer()
+                    row["torch"] = timed(peer, device, 12_000_000)
             print_row(row)
 
 
@@ -294,6 +314,7 @@ def main() -> int:
     parser.add_argument("--check", type=int, default=0, metavar="N", help="random reductions")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--op", default="all")
+    parser.add_argument("--torch", action="store_true", help="torch's reduce-scatter too")
     parser.add_argument("--eager", action="store_true", help="leave graphs out")
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M,64M,256M,1G")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of --measure")
