@@ -1,7 +1,10 @@
 """`offcore overlap`, as a user runs it."""
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 import needs
 from offcore import overlap
@@ -32,3 +35,19 @@ def test_the_command_line(offcore_cli, tmp_path: Path) -> None:
         ran = offcore_cli("overlap", "plot", rows_file, "--figure", "10", "--out", to)
         assert ran.status == 0, ran.err
         assert to.stat().st_size > 5000
+
+
+@pytest.mark.needs("torch")
+def test_a_measurement_on_this_machine(offcore_cli, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    words = ("overlap", "run", "cb1_896M", "--backend", "host", "--ops", "all_gather")
+    ran = offcore_cli(*words, "--strategies", "serial,base,ConCCL", "--json", file)
+    assert ran.status == 0
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    names = [row["strategy"] for row in rows if "strategy" in row]
+    assert names == ["serial", "base", "ConCCL"]
+    assert all(row["backend"] == "host" for row in rows if "strategy" in row)
+    assert "measured: speed-up over one after the other" in ran.out
+    assert re.search(r"^ all_gather +cb1_\S+ .* \d\.\d\d +\d\.\d\d *$", ran.out, re.M)
+    for wrong in (("cb9_1G",), ("--ops", "x"), ("--strategies", "x")):
+        assert offcore_cli("overlap", "run", *wrong, "--backend", "host").status == 2

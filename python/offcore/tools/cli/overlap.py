@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
@@ -11,22 +12,25 @@ from typing import Annotated, Any
 
 import typer
 
-from offcore import folders, machines
+from offcore import _core, folders, machines
 from offcore.errors import error
 from offcore.overlap import Plan, load
 from offcore.overlap.plan import STRATEGIES
 from offcore.tools import plot, report
 from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
+from offcore.tools.overlap import measured, sweep, tabled, text
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap import plot as overlap_plot
-from offcore.tools.overlap import sweep, tabled, text
+from offcore.tools.overlap.cases import COMBINATIONS, OPS
+from offcore.tools.overlap.measure import STRATEGIES as MEASURED
 from offcore.tools.papers.conccl import fit
 from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Stamp
 
 app = typer.Typer(
-    help="Plan and simulate the overlap of GEMMs and collectives (ConCCL).", no_args_is_help=True
+    help="Plan, simulate and measure the overlap of GEMMs and collectives (ConCCL).",
+    no_args_is_help=True,
 )
 
 
@@ -60,6 +64,14 @@ def advise_command(
         console.print(f"tables: {tables.source}", highlight=False, soft_wrap=True)
 
 
+class On(str, Enum):
+    """What run runs on."""
+
+    sim = "sim"
+    host = "host"
+    cuda = "cuda"
+
+
 @app.command("run")
 def run_command(
     combinations: Annotated[
@@ -70,15 +82,54 @@ def run_command(
         ),
     ] = "all",
     machine: SimMachineOption = models.NAME,
+    backend: Annotated[
+        On, typer.Option(help="sim: simulate; cuda: measure on GPUs; host: on CPUs, smaller.")
+    ] = On.sim,
+    ranks: Annotated[
+        int, typer.Option(min=0, max=64, metavar="N", help="To measure; 0: all GPUs, or 2 CPUs.")
+    ] = 0,
+    ops: Annotated[
+        str, typer.Option(metavar="NAME,...", help="To measure; also reduce_scatter, all_reduce.")
+    ] = ",".join(OPS),
+    strategies: Annotated[
+        str, typer.Option(metavar="all|NAME,...", help="To measure; also nccl-ce.")
+    ] = "all",
+    limit: Annotated[
+        int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Of a measurement.")
+    ] = 600,
     json: JsonOption = None,
 ) -> None:
-    """Simulate GEMMs concurrent with all-gathers and all-to-alls under every strategy.
+    """Run GEMMs concurrent with all-gathers and all-to-alls under every strategy.
+
+    Simulates the machine, or with --backend measures this one: each kernel alone, then each
+    strategy with the splits that promise most. Needs torch, and on cuda two GPUs.
 
     \b
     offcore overlap run --json rows.jsonl
     offcore overlap run cb1_896M,mb1_4G
+    offcore overlap run cb1_896M --backend host --strategies serial,base,ConCCL
     """
-    wanted = parsed(sweep.combinations, combinations, "all|NAME,...")
+    if backend is On.sim:
+        _simulated(parsed(sweep.combinations, combinations, "all|NAME,..."), machine, json)
+        return
+    tags = list(COMBINATIONS) if combinations == "all" else combinations.split(",")
+    for tag in tags:
+        parsed(measured.split_tag, tag, "all|NAME,...")
+    names: Sequence[str] = MEASURED
+    if strategies != "all":
+        names = known_names(strategies, "--strategies", list(MEASURED))
+    wanted = known_names(ops, "--ops", [*OPS, *measured.REDUCING])
+    request = measured.Request(
+        backend.value,
+        ranks or (_core.gpus() if backend is On.cuda else 2),
+        pairs=[(tag, op) for op in wanted for tag in tags],
+        strategies=names,
+        limit_s=limit,
+    )
+    _measured(request, json)
+
+
+def _simulated(wanted: Sequence[sweep.Combination], machine: str, json: str | None) -> None:
     model, _ = models.load(machine)
     stamp = asdict(Stamp())
     found = [sweep.measure(model, one) for one in wanted]
@@ -89,6 +140,21 @@ def run_command(
     console = report.console(stderr=json == "-")
     console.print(text.outcome_table(found, machine))
     console.print(caution(machine), highlight=False, soft_wrap=True)
+
+
+def _measured(request: measured.Request, json: str | None) -> None:
+    stamp = asdict(Stamp())
+    rows = []
+    with JsonLines(json) as lines:
+        for row in measured.rows(request):
+            for lost in ("skipped", "failed"):
+                if lost in row:
+                    typer.echo(f"{lost} {row[lost]}", err=True)
+            if "step" not in row:
+                lines.write(row | stamp)
+                rows.append(row)
+    machine = next((row["machine"] for row in rows if "machine" in row), request.backend)
+    report.console(stderr=json == "-").print(text.measured_table(rows, machine))
 
 
 @app.command("characterise")
@@ -120,10 +186,10 @@ def characterise_command(
     if rows is None:
         tables = sweep.characterise(models.load(machine)[0])
     else:
-        measured = read_records(rows)
-        tables = tabled.tables_of(measured, f"measured: {rows.name}")
-        tell("\n".join(tabled.lines(tabled.judged(measured, tables))))
-        for name, points in tabled.errors(measured, tables).items():
+        found = read_records(rows)
+        tables = tabled.tables_of(found, f"measured: {rows.name}")
+        tell("\n".join(tabled.lines(tabled.judged(found, tables))))
+        for name, points in tabled.errors(found, tables).items():
             if points:
                 tell(
                     f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "

@@ -9,7 +9,7 @@ from offcore.overlap import classify
 from offcore.sizes import format_bytes
 
 Row = Mapping[str, Any]
-_NAMES = ("serial", "base", "sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")
+NAMES = ("serial", "base", "sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")
 _KERNELS = ("base", "sp", "rp", "sp_rp")
 
 
@@ -32,7 +32,7 @@ def share_of_means(rows: Sequence[Row], ideal: str = "ideal_published") -> float
 def lines(rows: Iterable[Row]) -> list[str]:
     """Speed-ups, and in brackets percent of the ideal, as ConCCL counts it."""
     found = by_combination(rows)
-    names = [name for name in _NAMES if any(name in one for one in found.values())]
+    names = [name for name in NAMES if any(name in one for one in found.values())]
     wide = " ".join(f"{name:>10}" for name in names)
     told = [f"{'':28} {'GEMM':>6} {'kernel':>6} {'engine':>6} ms {'type':8} ideal {wide}"]
     for op in dict.fromkeys(case[0] for case in found):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,7 +11,8 @@ from rich.table import Table
 from offcore.overlap import Collective, Compute, Plan, gemm
 from offcore.overlap.kernels import Kernel
 from offcore.overlap.plan import STRATEGIES
-from offcore.sizes import parse_bytes
+from offcore.sizes import format_bytes, parse_bytes
+from offcore.tools.overlap import summary
 from offcore.tools.overlap.sweep import Outcome, share
 from offcore.tools.tables import titled
 
@@ -82,4 +83,22 @@ def outcome_table(found: Sequence[Outcome], machine: str) -> Table:
     table.add_section()
     shares = (f"{share(found, name):.0%}" for name in strategies)
     table.add_row("of ideal", "mean", "", "", "", *shares)
+    return table
+
+
+def measured_table(rows: Sequence[Mapping[str, Any]], machine: str) -> Table:
+    """Of rows that measured.rows gives; strategies that were not run in any are left out."""
+    found = summary.by_combination(rows)
+    ran = {name for one in found.values() for name in one}
+    strategies = [name for name in summary.NAMES if name in ran and name != "serial"]
+    table = titled(
+        f"{machine}, measured: speed-up over one after the other",
+        ("op", "combination", "type"),
+        ("ideal", *strategies),
+    )
+    for (op, tag, nbytes), one in found.items():
+        row = next(iter(one.values()))
+        cells = (f"{one[name]['speedup']:.2f}" if name in one else "-" for name in strategies)
+        label = f"{tag}_{format_bytes(nbytes)}"
+        table.add_row(op, label, row["kind"], f"{row['ideal_published']:.2f}", *cells)
     return table
