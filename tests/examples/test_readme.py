@@ -91,6 +91,21 @@ def steps() -> list[str]:
     ]
 
 
+def bert() -> list[str]:
+    """Of the file's last run: a DDP step, and all-reduces alone and beside layers."""
+    name = "train-h200-2.txt"
+    line = r"^11\. .*alone ([\d.]+) ms, with NCCL ([\d.]+), offcore \(\S+\) ([\d.]+)"
+    alone, nccl, ours = numbers(name, line)
+    line = r"^ +32 MiB in pieces of 4 MiB: NCCL (\d+) GB/s alone, (\d+) .*; offcore (\d+), (\d+)"
+    rates = [f"{rate:.0f} GB/s" for rate in numbers(name, line)]
+    page = text("docs/performance.md")
+    pieces = r"4 MiB, alone \| (\d+ GB/s) .* \| NCCL (\d+ GB/s) .* of BERT-Large \| (\d+ GB/s) "
+    found = re.search(pieces + r".*? \| NCCL (\d+ GB/s) ", page)
+    assert found is not None
+    assert found.groups() == (rates[2], rates[0], rates[3], rates[1])
+    return [f"384 tokens | {ours} ms | NCCL {nccl} ms; {alone} ms without communication"]
+
+
 def between_four() -> list[str]:
     """Reductions and plain tensors of 4 GPUs; the slowest of the sizes up to 256 MiB."""
     words = (RESULTS / "reduce-h200-4.txt").read_text("utf-8")
@@ -254,6 +269,7 @@ def collectives() -> list[str]:
         reductions,
         small_reductions,
         steps,
+        bert,
         between_four,
         kv,
         overlap,

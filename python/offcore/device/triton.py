@@ -15,7 +15,7 @@ program has stored before; behind `wait` it sees what was sent. Other programs' 
 with release and acquire between them and this one.
 
 Tickets are numbers above 0, faults (1 to 6, as device.cuh's) below; waits return a fault, 0: none.
-Not for warp-specialised kernels.
+Not for warp-specialised kernels. `test`, `received` and `put_bytes` of device.cuh are missing here.
 """
 
 # ruff: noqa: SIM102, SIM108  (Triton's branches are no expressions)
