@@ -99,6 +99,13 @@ def test_version(offcore_cli):
     assert ran.out.startswith("offcore ")
 
 
+def test_shells_complete_commands_and_operations(offcore_cli):
+    for words, found in (("offcore brea", ["breakdown"]), ("offcore bench all_g", ["all_gather"])):
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        ran = offcore_cli(env=asked | {"_OFFCORE_COMPLETE": "complete_bash"})
+        assert (ran.status, ran.out.split()) == (0, found), ran.err
+
+
 def test_demo_without_plots_says_so_first_and_ends_well(monkeypatch, capsys, tmp_path):
     for package in ("matplotlib", "torch"):
         monkeypatch.setitem(sys.modules, package, None)

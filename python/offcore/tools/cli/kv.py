@@ -38,7 +38,8 @@ LayoutOption = Annotated[
     typer.Option(
         metavar="NAME,...",
         help="Layout of the cache: layers (outermost, one tensor), tensors (one per layer), "
-        "kv-apart (the same, K and V apart), contiguous (over layers).",
+        "kv-apart (the same, K and V apart in it), kv-tensors (one for K and one for V per layer), "
+        "contiguous (over layers).",
     ),
 ]
 

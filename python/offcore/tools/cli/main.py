@@ -74,7 +74,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 success; 1 error (offcore: CODE: message), wrong bytes, or a claim that "
     "is not met; 2 invalid command line; 130 Ctrl-C. --json writes one object per line.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
