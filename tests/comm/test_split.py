@@ -12,9 +12,10 @@ import pytest
 
 import offcore
 from offcore import Error
-from stores import as_ranks
+from stores import as_ranks, free_store
 
 ROOT = str(Path(str(offcore.__file__)).parents[1])
+TESTS = str(Path(__file__).parents[1])
 
 
 def seen_by(group: offcore.Communicator, own: int) -> list[int]:
@@ -54,6 +55,70 @@ def test_groups_of_groups() -> None:
         return members
 
     assert as_ranks(4, work) == [[1, 0], [1, 0], [3, 2], [3, 2]]
+
+
+REDUCING = """
+import sys
+import numpy as np
+import offcore
+from reductions import numbers, reduced, stored
+
+store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+calls = [("sum", "float32", {}), ("sum", "bfloat16", {}), ("avg", "int32", {}),
+         ("premul_sum", "float16", {"scale": 0.3}), ("max", "int64", {})]
+
+def reduce(comm, members, seed):
+    me, count = members.index(rank), 1031
+    for number, (op, dtype, scale) in enumerate(calls):
+        inputs = [numbers(count * len(members), dtype, 1000 * seed + 100 * number + one)
+                  for one in members]
+        wanted = reduced(inputs, op, dtype, **scale)
+        for place in (comm.empty, comm.host_array):
+            out, whole, part = (place(n, stored(dtype)) for n in (wanted.size, wanted.size, count))
+            whole[:] = inputs[me]
+            comm.all_reduce(out, whole, op, dtype=dtype, **scale).wait()
+            assert np.array_equal(out, wanted), ("all_reduce", op, dtype, members)
+            comm.reduce_scatter(part, whole, op, dtype=dtype, **scale).wait()
+            mine = wanted[me * count : (me + 1) * count]
+            assert np.array_equal(part, mine), ("reduce_scatter", op, dtype, members)
+            assert np.array_equal(whole, inputs[me])
+            comm.all_reduce(whole, None, op, dtype=dtype, **scale).wait()
+            assert np.array_equal(whole, wanted), ("in place", op, dtype, members)
+
+with offcore.Communicator(
+    backend="host", store=store, rank=rank, world_size=ranks, timeout=30
+) as comm:
+    members = [one for one in reversed(range(ranks)) if one % 2 == rank % 2]
+    with comm.split(rank % 2, key=ranks - rank) as group:
+        assert (group.ranks, group.local_ranks) == (len(members), [members.index(rank)])
+        for turn in range(2):  # the group and the communicator in turns
+            reduce(group, members, turn)
+            reduce(comm, list(range(ranks)), turn)
+    reduce(comm, list(range(ranks)), 2)
+"""
+
+
+def test_reductions_of_groups_of_processes() -> None:
+    """To the bit: sources in the order of the group, which is not that of the communicator."""
+    store = free_store()
+    path = os.pathsep.join([ROOT, TESTS])
+    group = [
+        subprocess.Popen(
+            [sys.executable, "-c", REDUCING, store, str(rank), "5"],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(5)
+    ]
+    try:
+        for rank, process in enumerate(group):
+            told, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, f"rank {rank}: {told}"
+    finally:
+        for process in group:
+            process.kill()
 
 
 def test_what_cannot_be_split() -> None:
