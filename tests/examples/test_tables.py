@@ -117,6 +117,17 @@ def test_offloads_are_worth_what_the_document_says() -> None:
     assert f"{small:.1f} times as fast in datagrams of 1472 bytes, {large:.1f} times" in text
 
 
+def test_a_mac_costs_what_the_document_says() -> None:
+    rates = {
+        row["sealed"]: f"{row['gbitps']:.1f}"
+        for row in read_records(tables.RESULTS / "mcast-loopback.jsonl")
+        if row["measure"] == "sealed" and row["bytes"] == 64 << 20
+    }
+    text = " ".join((ROOT / "docs/measurements/mcast.md").read_text("utf-8").split())
+    told = f"64 MiB arrive at {rates[True]} instead of {rates[False]} Gbit/s"
+    assert f"With a MAC in every datagram (`sealed`), {told}." in text
+
+
 @pytest.mark.parametrize(
     ("op", "variant"),
     re.findall(r"^\| (all_\w+) `(\w+)`", (ROOT / "docs/papers.md").read_text("utf-8"), re.M),
