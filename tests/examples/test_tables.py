@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import offcore
+from offcore.comm.programs import variants
 from offcore.tools.papers.mcast import claims as mcast_claims
 from offcore.tools.records import read_records
 
@@ -126,6 +127,31 @@ def test_a_mac_costs_what_the_document_says() -> None:
     text = " ".join((ROOT / "docs/measurements/mcast.md").read_text("utf-8").split())
     told = f"64 MiB arrive at {rates[True]} instead of {rates[False]} Gbit/s"
     assert f"With a MAC in every datagram (`sealed`), {told}." in text
+
+
+def test_the_rows_by_variant_are_those_that_papers_names() -> None:
+    """On 2 x H100, of every variant that two ranks have."""
+    records = read_records(tables.RESULTS / "cuda-h100-2-variants.jsonl")
+    assert {(row["machine"], row["ranks"]) for row in records} == {("h100-2", 2)}
+    found: dict[tuple[str, bool], set[str]] = {}
+    for row in records:
+        if row["impl"] == "offcore":
+            assert (row["protocol"], row["wrong"]) == ("promise", 0)
+            found.setdefault((row["op"], row["in_place"]), set()).add(row["variant"])
+    for op, in_place in found:
+        assert "bcst" not in variants(op, ranks=2, in_place=in_place)
+    plain = {"pcpy", "b2b", "fan", "prelaunch_pcpy", "prelaunch_b2b", "prelaunch_fan"}
+    assert found == {
+        ("all_gather", True): plain,
+        ("all_to_all", False): plain,
+        ("all_to_all", True): {"swap", "prelaunch_swap"},
+    }
+    page = (ROOT / "docs/papers.md").read_text("utf-8")
+    [line] = [one for one in page.splitlines() if "(cuda-h100-2-variants.jsonl;" in one]
+    assert "two ranks have no bcst, and in-place all-to-all has swap alone" in line
+    named = re.search(r"--in-place --protocol promise --variants (\S+) --baseline nccl", line)
+    assert named is not None
+    assert set(named[1].split(",")) == plain
 
 
 @pytest.mark.parametrize(
