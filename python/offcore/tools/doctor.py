@@ -50,11 +50,23 @@ def _gpus() -> dict[str, Any] | None:
     return {
         "driver": signal_forms.driver_name(facts),
         "gpus": facts["gpus"],
+        **_profile(len(facts["gpus"])),
         "all_reach_each_other": reached,
         "multicast": "never used",
         "signals": form,
         "signals_why": why,
     }
+
+
+def _profile(gpus: int) -> dict[str, Any]:
+    """The machine that all GPUs are taken for, and what of it was not measured on such ones."""
+    machines = offcore.machines
+    name = machines.for_gpus(gpus)
+    table = machines.tables().get(name)
+    assumed = name.startswith(f"{machines.ASSUMED}-")
+    notes = ["its costs are assumed, not measured on these GPUs"] if assumed else []
+    notes.append("a tuned table" if table else "no tuned table: run `offcore tune --backend cuda`")
+    return {"machine": name, "assumed": assumed, "machine_notes": notes}
 
 
 def _build() -> dict[str, str]:
@@ -188,6 +200,7 @@ def _render_gpus(cuda: dict[str, Any]) -> Group:
         gpus.add_row(str(gpu["ordinal"]), gpu["name"], gpu["pci"], node, peers)
     driver = _grid("driver", "what", "")
     driver.add_row("version", cuda["driver"])
+    driver.add_row("machine", "; ".join((cuda["machine"], *cuda["machine_notes"])))
     driver.add_row("signal form", f"{cuda['signals']}: {cuda['signals_why']}")
     driver.add_row("NVLink multicast", cuda["multicast"])
     return Group(gpus, driver)
