@@ -121,3 +121,20 @@ def test_chunks_in_front_of_a_gemm() -> None:
     with pytest.raises(offcore.Error) as caught:
         overlap.chunks_of(PRODUCT, Collective("all_reduce", 1 << 30, 8), TABLES)
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize(("machine", "ranks"), [("h200-2", 2), ("mi300x-8", 8)])
+def test_each_chunk_adds_the_time_of_a_small_gather(machine: str, ranks: int) -> None:
+    """Also where engines are faster than the share of the peak that a roofline is taken at."""
+    tables = overlap.load(machine)
+    for power in range(10, 37):
+        gather = Collective("all_gather", 1 << power, ranks)
+        assert overlap.chunks_of(overlap.gemm(64, 64, 64), gather, tables) == 1
+    chosen: set[int] = set()
+    for rows in (1024, 8192, 65536):
+        product = overlap.gemm(rows, 8192, 8192)
+        gathers = [Collective("all_gather", 1 << power, ranks) for power in range(16, 37)]
+        found = [overlap.chunks_of(product, gather, tables) for gather in gathers]
+        assert found == sorted(found)
+        chosen |= set(found)
+    assert chosen == {1, 2, 4, 8}  # as docs/overlap.md says

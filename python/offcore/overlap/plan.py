@@ -230,8 +230,8 @@ def chunks_of(product: Compute, gather: Collective, tables: Tables) -> int:
     if not tables.has_engines(gather):
         raise error("unsupported", f"{tables.machine}: {gather.op} by engines was not measured")
     own_us = tables.time_us(product) / gather.ranks
-    wire_us = tables.roofline_us(gather)
-    each_us = tables.time_us(gather, engines=True) - wire_us
+    each_us = tables.time_us(Collective(gather.op, 1, gather.ranks), engines=True)
+    wire_us = tables.time_us(gather, engines=True) - each_us
 
     def estimated(chunks: int) -> float:
         arrived, done = 0.0, own_us
