@@ -70,6 +70,7 @@ Machine without_rows(Machine machine) {
   machine.native.strided = false;
   machine.native.bcst_rows = 1;
   std::erase_if(machine.tuned, [](const TunedRow& row) {
+    if (row.op == to_string(Collective::all_reduce)) return false;  // its variants are others
     const Variant::Shape shape = parse_variant(row.variant).kind;
     return shape == Variant::Shape::fan || shape == Variant::Shape::bcst;
   });
@@ -265,7 +266,9 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
   Choice choice;
   in_time([&] {
     if (reduces(facts.collective)) {
-      plan->program = plan_reduction(reduction_of(facts), request.variant, machine, form, deadline);
+      const ReductionPlan reduction = reduction_of(facts);
+      choice.tuned = request.variant == "auto" && !tuned_variant(reduction, machine, form).empty();
+      plan->program = plan_reduction(reduction, request.variant, machine, form, deadline);
       return;
     }
     const Moves moves = moves_of(facts);

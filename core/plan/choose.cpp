@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <string>
 
 #include "core/base/error.h"
 #include "core/machine/cost.h"
 #include "core/plan/plan.h"
+#include "core/plan/reduction.h"
 
 namespace offcore {
 
@@ -17,8 +20,10 @@ constexpr double kSlotsGain = 0.97;  // less is not worth the memory
 constexpr uint64_t kSlotsBytesMax = 64 << 20;
 constexpr uint64_t kChunkedBytesMin = 1 << 20;  // below that a queue that only drains costs more
 
-bool fits(const TunedRow& row, const Moves& moves, uint64_t total_bytes) {
-  return row.op == moves.op && row.ranks == moves.ranks && row.in_place == moves.in_place &&
+// Call: Moves, or how a ReductionPlan names the same.
+template <typename Call>
+bool fits(const TunedRow& row, const Call& call, uint64_t total_bytes) {
+  return row.op == call.op && row.ranks == call.ranks && row.in_place == call.in_place &&
          row.bytes_min <= total_bytes && total_bytes <= row.bytes_max;
 }
 
@@ -30,20 +35,28 @@ unsigned distance(const TunedRow& row, const Machine& machine, const ProtocolFor
          (row.signals != machine.signals ? 1u : 0u);
 }
 
-// The first of the nearest rows that fit: even the farthest is a better guess than the model's.
-std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
-                             const ProtocolForm& form) {
-  std::optional<Variant> best;
-  unsigned nearest = std::numeric_limits<unsigned>::max();
+// The first of the nearest rows that fit and can be had, or null: even the farthest is a better
+// guess than the model's.
+template <typename Call, typename Possible>
+const TunedRow* nearest(const Call& call, uint64_t total_bytes, const Machine& machine,
+                        const ProtocolForm& form, const Possible& possible) {
+  const TunedRow* best = nullptr;
+  unsigned least = std::numeric_limits<unsigned>::max();
   for (const TunedRow& row : machine.tuned) {
     const unsigned away = distance(row, machine, form);
-    if (away >= nearest || !fits(row, moves, total_bytes)) continue;
-    const Variant variant = parse_variant(row.variant);
-    if (!why_not(moves, variant, form).empty()) continue;
-    best = variant;
-    nearest = away;
+    if (away >= least || !fits(row, call, total_bytes) || !possible(row)) continue;
+    best = &row;
+    least = away;
   }
   return best;
+}
+
+std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
+                             const ProtocolForm& form) {
+  const TunedRow* row = nearest(moves, total_bytes, machine, form, [&](const TunedRow& one) {
+    return why_not(moves, parse_variant(one.variant), form).empty();
+  });
+  return row == nullptr ? std::nullopt : std::optional(parse_variant(row->variant));
 }
 
 // Of the buffers that a staged program has slots for.
@@ -94,6 +107,20 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
          ": no variant can do this on ", machine.name);
   }
   return best;
+}
+
+std::string tuned_variant(const ReductionPlan& plan, const Machine& machine,
+                          const ProtocolForm& form) {
+  struct {
+    std::string op;
+    size_t ranks;
+    bool in_place;
+  } const call{plan.op, plan.parts.size(), plan.in_place};
+  const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
+  const TunedRow* row = nearest(call, total, machine, form, [&](const TunedRow& one) {
+    return one.variant == "pipelined" || (one.variant == "one_shot" && one_shot_fits(plan));
+  });
+  return row == nullptr ? "" : row->variant;
 }
 
 bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine) {

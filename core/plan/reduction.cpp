@@ -402,9 +402,17 @@ std::vector<uint64_t> equal_parts(uint64_t bytes, Rank ranks) {
   return parts;
 }
 
-std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const std::string& variant,
+bool one_shot_fits(const ReductionPlan& plan) {
+  const uint64_t peers = plan.parts.size() - 1;
+  const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
+  return plan.op == "all_reduce" && (peers == 1 || total * peers <= kOneShotBytesMax);
+}
+
+std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const std::string& wanted,
                                               const Machine& machine, const ProtocolForm& form,
                                               const Deadline& deadline) {
+  const std::string tuned = wanted == "auto" ? tuned_variant(plan, machine, form) : "";
+  const std::string& variant = tuned.empty() ? wanted : tuned;
   if (variant != "auto" && variant != "pipelined" && variant != "one_shot") {
     fail(Code::unsupported, plan.op, " has the variants pipelined and one_shot, not ", variant);
   }
@@ -447,8 +455,9 @@ std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const s
     }
   };
   const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
-  const bool fits = plan.op == "all_reduce" && (peers == 1 || total * peers <= kOneShotBytesMax);
-  if (variant == "one_shot" || (variant == "auto" && fits)) consider_cuts(total, true);
+  if (variant == "one_shot" || (variant == "auto" && one_shot_fits(plan))) {
+    consider_cuts(total, true);
+  }
   if (variant != "one_shot") {
     consider_cuts(*std::max_element(plan.parts.begin(), plan.parts.end()), false);
   }

@@ -34,9 +34,16 @@ struct ReductionPlan {
 // all_reduce and reduce: an array of so many bytes in parts that are aligned alike.
 std::vector<uint64_t> equal_parts(uint64_t bytes, Rank ranks);
 
-// Lowers, legalizes, verifies. variant: "auto" (the cheapest by the cost model), "pipelined" or
-// "one_shot". form.staged: outputs are in no window, and what peers send goes by way of slots.
-// Throws unsupported for another variant, and timeout.
+// Whether one_shot may be chosen: for arrays that are not too large for so many ranks.
+bool one_shot_fits(const ReductionPlan& plan);
+
+// The tuned table's variant, or an empty string.
+std::string tuned_variant(const ReductionPlan& plan, const Machine& machine,
+                          const ProtocolForm& form);
+
+// Lowers, legalizes, verifies. variant: "auto" (the tuned table's, else the cheapest by the cost
+// model), "pipelined" or "one_shot". form.staged: outputs are in no window, and what peers send
+// goes by way of slots. Throws unsupported for another variant, and timeout.
 std::shared_ptr<const Program> plan_reduction(const ReductionPlan& plan, const std::string& variant,
                                               const Machine& machine, const ProtocolForm& form,
                                               const Deadline& deadline = Deadline::never());

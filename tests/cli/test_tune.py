@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 import offcore
@@ -81,6 +82,40 @@ def test_how_a_call_enters_counts_more_than_its_signals(tmp_path, monkeypatch):
     for protocol, variant in (("barrier", "fan"), ("promise", "b2b")):
         program = program_of(machine, "all_gather", 2, 1024, "auto", True, protocol)
         assert program.variant == variant
+
+
+def tuned_all_reduce(variant, ranks, folder, machine):
+    found = row(variant, 1 << 20, 90.0, op="all_reduce", ranks=ranks, machine=machine)
+    form = {"in_place": False, "asked": "eager", "protocol": "eager", "staged": True}
+    tune.write(tune.pick([found | form | {"signals": None}]), folder / "tuned" / f"{machine}.json")
+
+
+@pytest.mark.parametrize("variant", ["one_shot", "pipelined"])
+def test_all_reduces_take_the_tables_variant(tmp_path, monkeypatch, variant):
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    tuned_all_reduce(variant, 2, tmp_path, "host-2")
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        for count in (3, 1 << 10, 1 << 20):
+            given = [np.full(count, rank + 1, "int32") for rank in range(2)]
+            out = [np.empty(count, "int32") for _ in range(2)]
+            result = comm.all_reduce(out, given).wait()
+            assert (result.variant, result.tuned) == (variant, True)
+            assert all((one == 3).all() for one in out)
+        named = comm.all_reduce(out, given, variant="one_shot").wait()
+        assert (named.variant, named.tuned) == ("one_shot", False)
+        assert not comm.reduce_scatter([one[: count // 2] for one in out], given).wait().tuned
+
+
+def test_a_table_has_no_all_reduce_in_one_shot_where_it_is_too_large(tmp_path, monkeypatch):
+    """Above 32 MiB of all peers: arrays of 11 MiB between four."""
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    tuned_all_reduce("one_shot", 4, tmp_path, "h200-4")
+    machine = machines.load("h200-4")
+    small, large = (
+        program_of(machine, "all_reduce", 4, size, "auto", False, "eager").variant
+        for size in (10 << 20, 11 << 20)
+    )
+    assert (small, large) == ("one_shot", "pipelined")
 
 
 def test_what_is_within_noise_goes_to_fewer_commands():

@@ -28,7 +28,8 @@ from offcore.tools.bench import collectives
 from offcore.tools.records import check_records, read_records
 from offcore.tools.report import JsonLines, Row, Stamp, collect, format_us, to_json
 
-OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
+# Those with a choice: reduce_scatter and reduce have one variant.
+OPS = ("all_gather", "all_to_all", "broadcast", "scatter", "gather", "all_reduce")
 SIZES = "1K:64M:4"
 GPU_SIZES = "1K:64K:4,128K:4M,16M:1G:4"  # every power of two where variants change places
 PROTOCOLS = "auto,eager,promise"
@@ -62,7 +63,12 @@ def requests(template: collectives.Request, ops: Sequence[str]) -> list[collecti
         for check in (True, False)
         if (sizes := [size for size in template.sizes if (size <= limit) == check])
     ]
-    return [replace(part, op=op, in_place=place) for op, place in places for part in parts]
+    known = {"all_reduce": collectives.variants_known("all_reduce")}
+    return [
+        replace(part, op=op, in_place=place, variants=known.get(op, part.variants))
+        for op, place in places
+        for part in parts
+    ]
 
 
 def measure(asked: Sequence[collectives.Request], json_to: str | None) -> list[dict[str, Any]]:
