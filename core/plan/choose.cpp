@@ -5,6 +5,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "core/base/error.h"
 #include "core/machine/cost.h"
@@ -20,11 +21,20 @@ constexpr double kSlotsGain = 0.97;  // less is not worth the memory
 constexpr uint64_t kSlotsBytesMax = 64 << 20;
 constexpr uint64_t kChunkedBytesMin = 1 << 20;  // below that a queue that only drains costs more
 
-// Call: Moves, or how a ReductionPlan names the same.
-template <typename Call>
-bool fits(const TunedRow& row, const Call& call, uint64_t total_bytes) {
+struct TunedCall {
+  std::string_view op;
+  uint64_t ranks;
+  bool in_place;
+  uint64_t total_bytes;
+};
+
+TunedCall call_of(const Moves& moves, uint64_t total_bytes) {
+  return {moves.op, moves.ranks, moves.in_place, total_bytes};
+}
+
+bool fits(const TunedRow& row, const TunedCall& call) {
   return row.op == call.op && row.ranks == call.ranks && row.in_place == call.in_place &&
-         row.bytes_min <= total_bytes && total_bytes <= row.bytes_max;
+         row.bytes_min <= call.total_bytes && call.total_bytes <= row.bytes_max;
 }
 
 // How far what a row measured is from what is asked for: the slots count most, then the entry
@@ -37,14 +47,14 @@ unsigned distance(const TunedRow& row, const Machine& machine, const ProtocolFor
 
 // The first of the nearest rows that fit and can be had, or null: even the farthest is a better
 // guess than the model's.
-template <typename Call, typename Possible>
-const TunedRow* nearest(const Call& call, uint64_t total_bytes, const Machine& machine,
-                        const ProtocolForm& form, const Possible& possible) {
+template <typename Possible>
+const TunedRow* nearest(const TunedCall& call, const Machine& machine, const ProtocolForm& form,
+                        const Possible& possible) {
   const TunedRow* best = nullptr;
   unsigned least = std::numeric_limits<unsigned>::max();
   for (const TunedRow& row : machine.tuned) {
     const unsigned away = distance(row, machine, form);
-    if (away >= least || !fits(row, call, total_bytes) || !possible(row)) continue;
+    if (away >= least || !fits(row, call) || !possible(row)) continue;
     best = &row;
     least = away;
   }
@@ -53,7 +63,8 @@ const TunedRow* nearest(const Call& call, uint64_t total_bytes, const Machine& m
 
 std::optional<Variant> tuned(const Moves& moves, uint64_t total_bytes, const Machine& machine,
                              const ProtocolForm& form) {
-  const TunedRow* row = nearest(moves, total_bytes, machine, form, [&](const TunedRow& one) {
+  const TunedCall call = call_of(moves, total_bytes);
+  const TunedRow* row = nearest(call, machine, form, [&](const TunedRow& one) {
     return why_not(moves, parse_variant(one.variant), form).empty();
   });
   return row == nullptr ? std::nullopt : std::optional(parse_variant(row->variant));
@@ -111,25 +122,27 @@ Choice choose(const Moves& moves, uint64_t total_bytes, const Machine& machine,
 
 std::string tuned_variant(const ReductionPlan& plan, const Machine& machine,
                           const ProtocolForm& form) {
-  struct {
-    std::string op;
-    size_t ranks;
-    bool in_place;
-  } const call{plan.op, plan.parts.size(), plan.in_place};
+  if (form.captured) return "";  // another program: not in chunks, and no table measures it
   const uint64_t total = std::accumulate(plan.parts.begin(), plan.parts.end(), uint64_t{0});
-  const TunedRow* row = nearest(call, total, machine, form, [&](const TunedRow& one) {
-    return one.variant == "pipelined" || (one.variant == "one_shot" && one_shot_fits(plan));
+  const TunedCall call{plan.op, plan.parts.size(), plan.in_place, total};
+  const TunedRow* row = nearest(call, machine, form, [&](const TunedRow& one) {
+    if (one.variant != "pipelined" && one.variant != "one_shot") {
+      fail(Code::invalid, "the tuned table has ", one.variant, " for ", plan.op,
+           ": it has the variants pipelined and one_shot");
+    }
+    return one.variant == "pipelined" || one_shot_fits(plan);
   });
   return row == nullptr ? "" : row->variant;
 }
 
 bool slots_win(const Moves& moves, uint64_t total_bytes, const Machine& machine) {
   if (!moves.full_exchange || total_bytes > kSlotsBytesMax) return false;
+  const TunedCall call = call_of(moves, total_bytes);
   double best_us[2] = {std::numeric_limits<double>::infinity(),
                        std::numeric_limits<double>::infinity()};
   for (const TunedRow& row : machine.tuned) {
     const bool promised = !row.entry && !row.staged;
-    if (promised || row.signals != machine.signals || !fits(row, moves, total_bytes)) continue;
+    if (promised || row.signals != machine.signals || !fits(row, call)) continue;
     // Beyond the size that it was measured at, which may be the last one, time goes with bytes.
     const double larger =
         row.bytes == 0 ? 1.0 : static_cast<double>(total_bytes) / static_cast<double>(row.bytes);

@@ -117,6 +117,15 @@ void bind_reductions(nb::module_& module) {
       nb::arg("op"), nb::arg("parts"), nb::arg("reduction"), nb::arg("dtype"), nb::arg("variant"),
       nb::arg("machine"), nb::arg("protocol"), nb::arg("root") = 0, nb::arg("in_place") = false,
       nb::arg("scale") = 1.0, "lower, legalize and verify what reduces.");
+  module.def(
+      "tuned_variant",
+      [](const std::string& op, std::vector<uint64_t> parts, const Machine& machine,
+         const ProtocolForm& protocol, bool in_place) {
+        return tuned_variant({.op = op, .parts = std::move(parts), .in_place = in_place}, machine,
+                             protocol);
+      },
+      nb::arg("op"), nb::arg("parts"), nb::arg("machine"), nb::arg("protocol"), nb::arg("in_place"),
+      "What the tuned table has for a reduction, or an empty string.");
 }
 
 }  // namespace

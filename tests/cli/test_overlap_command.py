@@ -49,5 +49,9 @@ def test_a_measurement_on_this_machine(offcore_cli, tmp_path: Path) -> None:
     assert all(row["backend"] == "host" for row in rows if "strategy" in row)
     assert "measured: speed-up over one after the other" in ran.out
     assert re.search(r"^ all_gather +cb1_\S+ .* \d\.\d\d +\d\.\d\d *$", ran.out, re.M)
+    none = offcore_cli(*words, "--ranks", "1")
+    assert none.status == 1
+    assert "nothing was measured" in none.err
+    assert offcore_cli("overlap", "run", "cb1_896M", "--ops", "all_reduce").status == 1
     for wrong in (("cb9_1G",), ("--ops", "x"), ("--strategies", "x")):
         assert offcore_cli("overlap", "run", *wrong, "--backend", "host").status == 2

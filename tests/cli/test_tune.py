@@ -106,6 +106,33 @@ def test_all_reduces_take_the_tables_variant(tmp_path, monkeypatch, variant):
         assert not comm.reduce_scatter([one[: count // 2] for one in out], given).wait().tuned
 
 
+def test_what_was_not_measured_stays_in_the_table(offcore_cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    old = [row("fan", 1024, 7.0), row("pcpy", 1024, 9.0, op="all_to_all")]
+    own = tmp_path / "tuned" / "h200-2.json"
+    tune.write(tune.pick(old), own)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("b2b", 1024, 5.0, op="all_to_all")), "utf-8")
+    ran = offcore_cli("tune", "--from", rows)
+    assert ran.status == 0
+    assert "kept: 1 rows of other operations or ranks" in ran.out.replace("\n", " ")
+    told = {one["op"]: one["variant"] for one in json.loads(own.read_text("utf-8"))}
+    assert told == {"all_gather": "fan", "all_to_all": "b2b"}
+    other = tmp_path / "other.json"
+    assert offcore_cli("tune", "--from", rows, "--out", other).status == 0
+    assert len(json.loads(other.read_text("utf-8"))) == 1
+
+
+def test_explain_tells_of_an_all_reduce_by_the_table(offcore_cli, tmp_path, monkeypatch):
+    words = ("explain", "all_reduce", "--machine", "h200-2", "--bytes", "1M", "--json", "-")
+    monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
+    assert not offcore_cli(*words).records[0]["tuned"]
+    tuned_all_reduce("one_shot", 2, tmp_path, "h200-2")
+    assert offcore_cli(*words).records[0]["tuned"]
+    tuned_all_reduce("pipelined:4", 2, tmp_path, "h200-2")
+    assert "the tuned table has pipelined:4 for all_reduce" in offcore_cli(*words).err
+
+
 def test_a_table_has_no_all_reduce_in_one_shot_where_it_is_too_large(tmp_path, monkeypatch):
     """Above 32 MiB of all peers: arrays of 11 MiB between four."""
     monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
@@ -177,13 +204,15 @@ def test_from_recorded_rows_to_a_table_that_machines_read(offcore_cli, tmp_path,
     path = tmp_path / "tuned" / "h200-2.json"
     assert str(path) in ran.out.replace("\n", "")
     assert "7.00 at 1K" in ran.out
-    for found in json.loads(path.read_text()):
+    table = json.loads(path.read_text())
+    assert {found["op"] for found in table} == set(tune.OPS[:2])  # others of the packaged table
+    for found in (one for one in table if one["op"] == "all_gather"):
         assert found["time_us"] > 0
         assert (found["date"], found["commit"]) == ("2026-11-22", "abc")
     monkeypatch.setenv("OFFCORE_MACHINES", str(tmp_path))
     # The rows of the form that is used count first.
     machine = machines.load("h200-2")
-    assert {(r.variant, r.signals) for r in machine.tuned} == {
+    assert {(r.variant, r.signals) for r in machine.tuned if r.op == "all_gather"} == {
         ("fan", "fenced"),
         ("pcpy", "copy_order"),
     }

@@ -135,10 +135,12 @@ class _Reducing:
         dtype: str,
         reduction: str,
     ) -> None:
-        self._machine = machine
         self._op = op
-        self._in_place = in_place and op == "all_reduce"  # of the others it is one rank's affair
-        self._entering = _core.Protocol(entry=False, staged=_staged(protocol))
+        self._place: dict[str, Any] = {
+            "machine": machine,
+            "protocol": _core.Protocol(entry=False, staged=_staged(protocol)),
+            "in_place": in_place and op == "all_reduce",  # of the others it is one rank's affair
+        }
         self._names = (reduction, dtype)
         size = item_bytes(dtype)
         if nbytes % size:
@@ -152,18 +154,11 @@ class _Reducing:
         return _reducing_variants(self._op)
 
     def choose(self) -> tuple[str, bool]:
-        return self.plan("auto").variant, False
+        tuned = _core.tuned_variant(self._op, self._parts, **self._place)
+        return self.plan("auto").variant, bool(tuned)
 
     def plan(self, variant: str) -> _core.Program:
-        return _core.plan_reduction(
-            self._op,
-            self._parts,
-            *self._names,
-            variant,
-            self._machine,
-            self._entering,
-            in_place=self._in_place,
-        )
+        return _core.plan_reduction(self._op, self._parts, *self._names, variant, **self._place)
 
 
 def item_bytes(dtype: str) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from offcore import folders
+from offcore import folders, machines
 from offcore.errors import error
 from offcore.sizes import format_bytes
 from offcore.tools.bench import collectives
@@ -63,12 +63,15 @@ def requests(template: collectives.Request, ops: Sequence[str]) -> list[collecti
         for check in (True, False)
         if (sizes := [size for size in template.sizes if (size <= limit) == check])
     ]
-    known = {"all_reduce": collectives.variants_known("all_reduce")}
-    return [
-        replace(part, op=op, in_place=place, variants=known.get(op, part.variants))
-        for op, place in places
-        for part in parts
-    ]
+    asked = []
+    for op, place in places:
+        for part in parts:
+            part = replace(part, op=op, in_place=place)
+            if op == "all_reduce":  # a promise changes nothing
+                variants = collectives.variants_known(op)
+                part = replace(part, variants=variants, protocols=["auto", "eager"])
+            asked.append(part)
+    return asked
 
 
 def measure(asked: Sequence[collectives.Request], json_to: str | None) -> list[dict[str, Any]]:
@@ -157,6 +160,20 @@ def _ranges(winners: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         row |= {"date": found["date"], "commit": found["commit"]}
         table.append(row)
     return table
+
+
+def kept(table: Sequence[dict[str, Any]], machine: str) -> list[dict[str, Any]]:
+    """Rows of the table in force that this one does not replace: other operations and ranks."""
+    path = machines.tables().get(machine)
+    if path is None:
+        return []
+    measured = {(row["op"], row["ranks"]) for row in table}
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
+    return [row for row in rows if (row["op"], row["ranks"]) not in measured]
+
+
+def told(others: Sequence[dict[str, Any]]) -> str:
+    return f"; kept: {len(others)} rows of other operations or ranks" if others else ""
 
 
 def machine_of(records: Iterable[dict[str, Any]]) -> str:

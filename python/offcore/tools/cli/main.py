@@ -220,8 +220,8 @@ def tune_command(
     """Measure every variant and write the table that auto selects from.
 
     The table is tuned/MACHINE.json in your machines folder (OFFCORE_MACHINES, by default
-    ~/.config/offcore/machines) and takes precedence over offcore's own. offcore doctor lists the
-    tables. --json keeps the measured rows.
+    ~/.config/offcore/machines) and takes precedence over offcore's own. Rows of operations not
+    measured are kept, unless --out is given. offcore doctor lists tables. --json keeps the rows.
 
     \b
     offcore tune --backend cuda --signals fenced,copy_order
@@ -256,10 +256,11 @@ def tune_command(
     name = tune.machine_of(records)
     table = tune.pick(records, prelaunch)
     path = out or offcore.machines.tuned_path(name)
-    tune.write(table, path)
+    others = tune.kept(table, name) if out is None else []
+    tune.write([*table, *others], path)
     console = report.console(stderr=json == "-")
     console.print(tune.shown(table, name))
-    console.print(f"table: {path}", highlight=False, soft_wrap=True)
+    console.print(f"table: {path}{tune.told(others)}", highlight=False, soft_wrap=True)
 
 
 @app.command("plot")

@@ -64,8 +64,8 @@ def advise_command(
         console.print(f"tables: {tables.source}", highlight=False, soft_wrap=True)
 
 
-class On(str, Enum):
-    """What run runs on."""
+class Backend(str, Enum):
+    """Where run executes."""
 
     sim = "sim"
     host = "host"
@@ -83,33 +83,37 @@ def run_command(
     ] = "all",
     machine: SimMachineOption = models.NAME,
     backend: Annotated[
-        On, typer.Option(help="sim: simulate; cuda: measure on GPUs; host: on CPUs, smaller.")
-    ] = On.sim,
+        Backend,
+        typer.Option(help="sim: simulate; cuda: measure on GPUs; host: on CPUs, smaller sizes."),
+    ] = Backend.sim,
     ranks: Annotated[
-        int, typer.Option(min=0, max=64, metavar="N", help="To measure; 0: all GPUs, or 2 CPUs.")
+        int,
+        typer.Option(min=0, max=64, metavar="N", help="Ranks of a measurement; 0: all GPUs, or 2."),
     ] = 0,
     ops: Annotated[
-        str, typer.Option(metavar="NAME,...", help="To measure; also reduce_scatter, all_reduce.")
+        str, typer.Option(metavar="NAME,...", help="Measured; also reduce_scatter, all_reduce.")
     ] = ",".join(OPS),
     strategies: Annotated[
-        str, typer.Option(metavar="all|NAME,...", help="To measure; also nccl-ce.")
+        str, typer.Option(metavar="all|NAME,...", help="Measured strategies.")
     ] = "all",
     limit: Annotated[
-        int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Of a measurement.")
+        int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Time limit of a measurement.")
     ] = 600,
     json: JsonOption = None,
 ) -> None:
     """Run GEMMs concurrent with all-gathers and all-to-alls under every strategy.
 
     Simulates the machine, or with --backend measures this one: each kernel alone, then each
-    strategy with the splits that promise most. Needs torch, and on cuda two GPUs.
+    strategy with the most promising splits. On cuda this needs torch and two GPUs.
 
     \b
     offcore overlap run --json rows.jsonl
     offcore overlap run cb1_896M,mb1_4G
     offcore overlap run cb1_896M --backend host --strategies serial,base,ConCCL
     """
-    if backend is On.sim:
+    if backend is Backend.sim:
+        if (ranks, ops, strategies) != (0, ",".join(OPS), "all"):
+            raise error("invalid", "--ranks, --ops and --strategies need --backend cuda or host")
         _simulated(parsed(sweep.combinations, combinations, "all|NAME,..."), machine, json)
         return
     tags = list(COMBINATIONS) if combinations == "all" else combinations.split(",")
@@ -121,7 +125,7 @@ def run_command(
     wanted = known_names(ops, "--ops", [*OPS, *measured.REDUCING])
     request = measured.Request(
         backend.value,
-        ranks or (_core.gpus() if backend is On.cuda else 2),
+        ranks or (_core.gpus() if backend is Backend.cuda else 2),
         pairs=[(tag, op) for op in wanted for tag in tags],
         strategies=names,
         limit_s=limit,
@@ -153,6 +157,8 @@ def _measured(request: measured.Request, json: str | None) -> None:
             if "step" not in row:
                 lines.write(row | stamp)
                 rows.append(row)
+    if not any("strategy" in row for row in rows):
+        raise error("unsupported", "nothing was measured: the reasons are above")
     machine = next((row["machine"] for row in rows if "machine" in row), request.backend)
     report.console(stderr=json == "-").print(text.measured_table(rows, machine))
 
