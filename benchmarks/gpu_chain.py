@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from gpu_reduce import CALLS, graph_of, join_ranks, run_ranks, slowest
+from gpu_reduce import CALLS, graph_of, join_ranks, run_ranks, timed
 
 import offcore.torch
 
@@ -84,26 +83,6 @@ class Chain:
         dist.barrier()
 
 
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """us a call of run(), which makes CALLS. Those of a first run let the ranks fall into step."""
-    times = []
-    for _ in range(TURNS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(ASLEEP)
-        run()
-        first.record()
-        for _ in range(REPEATED):
-            run()
-        last.record()
-        torch.cuda.synchronize()
-        us = first.elapsed_time(last) * 1e3 / (REPEATED * CALLS)
-        times.append(slowest(us, device))
-    return statistics.median(times)
-
-
 def repeated(call: Callable[[], Any]) -> None:
     for _ in range(CALLS):
         call()
@@ -130,7 +109,7 @@ def row(comm: Any, chain: Chain, nbytes: int, device: torch.device) -> dict[str,
     found = {}
     for name, run in ways(comm, chain, nbytes, device).items():
         run()
-        found[name] = timed(run, device)
+        found[name] = timed(run, device, ASLEEP, TURNS, warm=1, runs=REPEATED)
     return found
 
 

@@ -175,8 +175,17 @@ def slowest(us: float, device: torch.device) -> float:
     return float(value)
 
 
-def timed(run: Callable[[], Any], device: torch.device, cycles: int, turns: int = 7) -> float:
-    """us of one of CALLS, enqueued behind a kernel that sleeps so long."""
+def timed(
+    run: Callable[[], Any],
+    device: torch.device,
+    cycles: int,
+    turns: int = 7,
+    *,
+    warm: int = 0,
+    runs: int = 1,
+) -> float:
+    """us of one of CALLS, enqueued behind a kernel that sleeps so long. warm: runs that are not
+    timed, in which the ranks fall into step."""
     times = []
     for _ in range(turns):
         torch.cuda.synchronize()
@@ -185,11 +194,14 @@ def timed(run: Callable[[], Any], device: torch.device, cycles: int, turns: int 
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if cycles:
             torch.cuda._sleep(cycles)
+        for _ in range(warm):
+            run()
         first.record()
-        run()
+        for _ in range(runs):
+            run()
         last.record()
         torch.cuda.synchronize()
-        times.append(slowest(first.elapsed_time(last) * 1e3 / CALLS, device))
+        times.append(slowest(first.elapsed_time(last) * 1e3 / (runs * CALLS), device))
     return sorted(times)[len(times) // 2]
 
 
