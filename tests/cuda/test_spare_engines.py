@@ -207,3 +207,26 @@ def test_a_peer_that_is_killed_amid_their_copies() -> None:
         assert process.stdout.readline() == "ready\n"
     group[1].send_signal(signal.SIGKILL)
     assert finish(group, {0: 0, 1: -signal.SIGKILL})
+
+
+def test_signals_of_reductions_keep_a_stream_that_never_copies() -> None:
+    """In a stream that has copied, an engine would send them when it is through with the data."""
+    code = """
+    comm = opened()
+    outs, inputs = comm.window(32 * MIB), comm.window(64 * MIB)
+
+    def late():
+        before = done("late_writes")[0]
+        comm.reduce_scatter(outs, inputs, dtype="float32").wait()
+        return done("late_writes")[0] - before
+
+    late()  # slots grow
+    alone, writes = late(), done("writes")[0]
+    for nbytes in (8 * MIB, 64 * MIB):
+        exchanged(comm, nbytes)
+        assert late() == alone, (nbytes, alone)
+    gathered(comm, 64 * MIB)
+    assert late() == alone
+    assert done("writes")[0] > writes
+    """
+    assert run(code, prelude=PRELUDE) == ""

@@ -71,11 +71,11 @@ CudaExecutor::LaneStreams& CudaExecutor::lane(uint32_t index, uint32_t device) {
   return lane;
 }
 
-OrderedStream& CudaExecutor::engine(LaneStreams& lane, uint32_t device, size_t index) {
-  while (lane.engines.size() <= index) {
-    lane.engines.push_back(std::make_unique<OrderedStream>(devices_[device], words_));
+OrderedStream& CudaExecutor::ordered(OrderedStreams& streams, uint32_t device, size_t index) {
+  while (streams.size() <= index) {
+    streams.push_back(std::make_unique<OrderedStream>(devices_[device], words_));
   }
-  return *lane.engines[index];
+  return *streams[index];
 }
 
 void CudaExecutor::check_places(const CudaProgram& compiled, const Launch& launch) {
@@ -133,7 +133,7 @@ CudaExecutor::RankSubmission CudaExecutor::begin(CudaSubmission& submission,
       (given == kLegacyStream && has_batches(submission.compiled, local, options_.call_min));
   if (given != 0 && !named) turn.stream = reinterpret_cast<CUstream>(given);
   if (submission.launch.gives_way && given == 0 && own.last_stream == turn.stream) {
-    turn.stream = engine(own, local.device, 0).stream();
+    turn.stream = ordered(own.engines, local.device, 0).stream();
   }
   if (own.last_done != nullptr && own.last_stream != turn.stream)
     own.last_done->enqueue_wait(turn.stream);
@@ -163,7 +163,7 @@ void CudaExecutor::fork(RankSubmission& turn) {
   const CudaEvent here = turn.device->event();
   here.record(turn.stream);
   for (size_t i = inside; i < local.engines.size(); ++i) {
-    here.enqueue_wait(engine(*turn.lane, local.device, i).stream());
+    here.enqueue_wait(ordered(turn.lane->engines, local.device, i).stream());
   }
 }
 
@@ -185,8 +185,7 @@ std::vector<CUstream> CudaExecutor::lend(RankSubmission& turn, size_t index, Str
   here.record(forked);
   std::vector<CUstream> streams;
   for (size_t i = 0; i < 2 * spare->aliases().size(); ++i) {
-    // Behind those of queues, and of signals aside.
-    streams.push_back(engine(*turn.lane, local.device, 2 * local.engines.size() + i).stream());
+    streams.push_back(ordered(turn.lane->spares, local.device, i).stream());
     here.enqueue_wait(streams.back());
   }
   encoder.lend(streams, local.spare_bytes);
@@ -199,7 +198,7 @@ void CudaExecutor::engines(CudaSubmission& submission, RankSubmission& turn) {
   const LocalProgram& local = *turn.local;
   const size_t inside = local.joined && !local.engines.empty() ? 1 : 0;
   for (size_t i = inside; i < local.engines.size(); ++i) {
-    OrderedStream& line = engine(*turn.lane, local.device, i);
+    OrderedStream& line = ordered(turn.lane->engines, local.device, i);
     StreamEncoder own = encoder(submission, turn, line.stream(), line.word());
     const std::vector<CUstream> spares = lend(turn, i, own, line.stream());
     own.whole(queues[local.engines[i]].commands);
@@ -224,16 +223,15 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
       if (own == nullptr) {
         const auto& engines = turn.local->engines;
         const auto at = std::find(engines.begin(), engines.end(), step.queue) - engines.begin();
-        OrderedStream& line = engine(*turn.lane, turn.local->device, static_cast<size_t>(at));
+        const auto index = static_cast<size_t>(at);
+        OrderedStream& line = ordered(turn.lane->engines, turn.local->device, index);
         own = std::make_unique<StreamEncoder>(
             this->encoder(submission, turn, line.stream(), line.word()));
         if (const size_t end = signals_aside(queue.commands); end > 0) {
-          const size_t beside = engines.size() + static_cast<size_t>(at);
-          const CUstream signals = engine(*turn.lane, turn.local->device, beside).stream();
+          const CUstream signals = ordered(turn.lane->asides, turn.local->device, index).stream();
           own->send_aside(signals, queue.commands.data() + end);
           asides.emplace_back(&turn, signals);
         }
-        const auto index = static_cast<size_t>(at);
         for (const CUstream spare : lend(turn, index, *own, line.stream())) {
           asides.emplace_back(&turn, spare);
         }
@@ -247,7 +245,7 @@ void CudaExecutor::serial(CudaSubmission& submission, std::vector<RankSubmission
     if (compiled.one_stream) continue;
     const ContextGuard current = turn.device->enqueuing();
     for (size_t i = 0; i < turn.local->engines.size(); ++i) {
-      join(turn, engine(*turn.lane, turn.local->device, i).stream());
+      join(turn, ordered(turn.lane->engines, turn.local->device, i).stream());
     }
   }
   for (const auto& [turn, stream] : asides) {
@@ -321,9 +319,9 @@ void CudaExecutor::abandon(CudaSubmission& submission, std::vector<RankSubmissio
   try {
     for (RankSubmission& turn : turns) {
       const ContextGuard current = turn.device->current();
-      for (const auto& line : turn.lane->engines) {
-        turn.joins.push_back(turn.device->event());
-        turn.joins.back().record(line->stream());
+      const LaneStreams& lane = *turn.lane;
+      for (const OrderedStreams* streams : {&lane.engines, &lane.spares, &lane.asides}) {
+        for (const auto& one : *streams) join(turn, one->stream());
       }
       for (const CudaEvent& join : turn.joins) join.enqueue_wait(turn.stream);
       auto done = std::make_shared<CudaEvent>(turn.device->event());

@@ -113,10 +113,13 @@ class CudaExecutor final : public exec::Executor {
   void close() override;
 
  private:
+  using OrderedStreams = std::vector<std::unique_ptr<OrderedStream>>;
   struct LaneStreams {
     std::unique_ptr<OrderedStream> caller;
     std::unique_ptr<SignalTable> signal_table;
-    std::vector<std::unique_ptr<OrderedStream>> engines;  // made when needed
+    // Made when needed, and never one for another's use: signals of a stream that has copied wait
+    // until the engine has emptied its other streams (seen on driver 580).
+    OrderedStreams engines, spares, asides;
     CUstream last_stream = nullptr;
     std::shared_ptr<const CudaEvent> last_done;
   };
@@ -133,7 +136,7 @@ class CudaExecutor final : public exec::Executor {
   };
 
   LaneStreams& lane(uint32_t index, uint32_t device);
-  OrderedStream& engine(LaneStreams& lane, uint32_t device, size_t index);
+  OrderedStream& ordered(OrderedStreams& streams, uint32_t device, size_t index);
   void enqueue_ranks(CudaSubmission& submission, std::vector<RankSubmission>& turns);
   bool untouched(const CudaSubmission& submission) const;
   void abandon(CudaSubmission& submission, std::vector<RankSubmission>& turns);

@@ -116,6 +116,7 @@ FAKE_API uint64_t fakecuda_done(const char* what) {
               {"bytes", all.bytes},
               {"waits", all.waits},
               {"writes", all.writes},
+              {"late_writes", all.late_writes},
               {"to_host_engine", all.to_host_engine},
               {"from_host_engine", all.from_host_engine}};
   for (const auto& row : rows) {

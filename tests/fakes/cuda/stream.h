@@ -36,7 +36,7 @@ struct Context {
   ContextHandle handle = nullptr;
   std::atomic<Result> error{kSuccess};  // sticky: once set, nothing of the context runs
   std::mutex mutex;
-  std::shared_ptr<Stream> legacy;                  // the default stream
+  std::shared_ptr<Stream> legacy;                                 // the default stream
   std::map<std::thread::id, std::shared_ptr<Stream>> of_threads;  // their own default streams
   std::vector<std::weak_ptr<Stream>> blocking;     // streams that the default stream orders
   std::vector<std::weak_ptr<Stream>> every;        // also those that are closed, not through
@@ -60,6 +60,7 @@ struct Engine {
   Context& context;
   std::mt19937_64& random;
   bool loose = false;                              // later copies may overtake what is left to do
+  bool copied = false;                             // something, already
   std::vector<std::function<Result()>> left = {};  // of earlier copies
   Result catch_up();                               // does what is left
   void pause();  // for a random while, now and then: what other streams do overtakes

@@ -255,6 +255,7 @@ Work copy_work(std::vector<Transfer> batch) {
     if (chunks.empty()) return kSuccess;
     if (settings().seed != 0) std::ranges::shuffle(chunks, engine.random);
     engine.pause();
+    engine.copied = true;
     wait_for_hosts_engine(batch, engine.context);
     if (const Result code = planted_fault("copy")) return code;
     std::optional<Room> room;
@@ -314,6 +315,7 @@ Work mem_op_work(std::vector<MemOp> ops) {
         code = wait_for_word(op, engine);
       } else if (op.operation == kOpWrite32 || op.operation == kOpWrite64) {
         ++tally().writes;
+        if (engine.copied) ++tally().late_writes;
         code = write_word(op, engine);
       }
       if (code != kSuccess) return code;

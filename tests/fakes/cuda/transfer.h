@@ -46,6 +46,7 @@ struct Tally {
   // the host's memory.
   std::atomic<uint64_t> to_host_engine{0}, from_host_engine{0};
   std::atomic<uint64_t> rows{0}, bytes{0}, waits{0}, writes{0};
+  std::atomic<uint64_t> late_writes{0};  // in streams that had copied: a GPU's engine makes them
 };
 Tally& tally();
 
