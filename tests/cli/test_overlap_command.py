@@ -55,3 +55,38 @@ def test_a_measurement_on_this_machine(offcore_cli, tmp_path: Path) -> None:
     assert offcore_cli("overlap", "run", "cb1_896M", "--ops", "all_reduce").status == 1
     for wrong in (("cb9_1G",), ("--ops", "x"), ("--strategies", "x")):
         assert offcore_cli("overlap", "run", *wrong, "--backend", "host").status == 2
+
+
+@pytest.mark.needs("torch")
+def test_tables_of_this_machine(offcore_cli, tmp_path: Path) -> None:
+    file, rows, again = (tmp_path / name for name in ("t.json", "rows.jsonl", "again.json"))
+    words = ("overlap", "characterise", "--backend", "host")
+    peaks = ("--peaks", "0.1,10,10")
+    ran = offcore_cli(*words, *peaks, "--gemms", "m128_mb1", "--out", file, "--json", rows)
+    assert ran.status == 0, ran.err
+    tables = overlap.load(file)
+    kinds = {row["row"] for row in tables.rows}
+    assert kinds == {"slowdown", "latency", "bandwidth", "beside"}
+    assert {row["kernel"] for row in tables.rows} == {"cb", "mb", "all_gather", "all_to_all"}
+    assert re.search(r"^m128_mb1 by cores: \d+:1.00 ", ran.out, re.M)
+    # The rows make the same tables.
+    ran = offcore_cli("overlap", "characterise", "--rows", rows, *peaks, "--out", again)
+    assert ran.status == 0, ran.err
+    assert overlap.load(again).rows == tables.rows
+    none = offcore_cli(*words, "--out", file)
+    assert none.status == 1
+    assert "no peaks of host-2 are known: give --peaks" in none.err
+
+
+@pytest.mark.needs("torch")
+def test_curves_of_one_rank(offcore_cli, tmp_path: Path) -> None:
+    words = ("overlap", "characterise", "--backend", "host", "--ranks", "1")
+    ran = offcore_cli(*words, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert {row["gemm"] for row in ran.records if "measure" in row} == {"cb1", "m64_mb1"}
+    assert "no tables: collectives are part of them" in ran.err
+    refused = offcore_cli(*words, "--out", tmp_path / "x.json")
+    assert "tables need two ranks" in refused.err
+    for wrong in (("--gemms", "cb1"), ("--ranks", "2"), ("--counters",)):
+        assert offcore_cli("overlap", "characterise", *wrong).status == 1
+    assert offcore_cli("overlap", "characterise", "--peaks", "1,2").status == 2

@@ -9,7 +9,7 @@ import pytest
 import offcore
 from offcore import overlap
 from offcore.errors import error
-from offcore.tools.overlap import energy, summary, tabled
+from offcore.tools.overlap import energy, measure, summary, tabled
 from offcore.tools.overlap.measure import Case, Sweep
 from offcore.tools.overlap.stage import GEMM, Part, Shape
 from offcore.tools.records import read_records
@@ -105,6 +105,29 @@ def test_a_failure_is_a_row_and_the_rest_goes_on() -> None:
 def test_processes_that_hang_end_the_sweep() -> None:
     with pytest.raises(offcore.Error, match="rank 1: the GPU"):
         rows_of(error("timeout", "rank 1: the GPU has not ended a run"))
+
+
+class Small(Failing):
+    """Operands of more than 8 rows do not fit, and nothing runs on 2 cores."""
+
+    def prepare(self, shape: Shape) -> None:
+        if shape.m > 8:
+            raise self._failure
+
+    def ends_us(self, parts: list[Part], warmup: int, measured: int) -> list[list[float]]:
+        if parts[0].cores == 2:
+            raise self._failure
+        return [[80.0 / (parts[0].cores or 8)]] * measured
+
+
+def test_a_gemm_that_fails_leaves_the_curves_of_others() -> None:
+    stage: Any = Small(RuntimeError("no memory"))
+    shapes = {"large": Shape(9, 8, 8), "small": Shape(8, 8, 8)}
+    found = list(measure.gemm_curve(stage, shapes, (4, 2, 1, 8)))
+    assert [row.get("slowdown", row.get("failed")) for row in found] == [
+        "large on 8 cores: rank 0: RuntimeError: no memory",
+        *(1.0, 2.0, "small on 2 cores: rank 0: RuntimeError: no memory", 8.0),
+    ]
 
 
 class Counting(Failing):

@@ -34,6 +34,14 @@ _LOOK_S = 0.5
 _TAIL_LINES = 8
 
 
+def environment_of(variables: dict[str, str]) -> dict[str, str]:
+    """This process's, these variables, and a PYTHONPATH with which workers find packages where this
+    process found them."""
+    root = str(Path(str(offcore.__file__)).parent.parent)
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    return os.environ | variables | {"PYTHONPATH": path}
+
+
 class RankProcesses:
     """timeout_s: of a worker's own waits. environment: what workers get besides this process's.
     module: what they run."""
@@ -81,16 +89,13 @@ class RankProcesses:
     def _start(self, rank: int, store: str, folder: str) -> None:
         stderr = self._stack.enter_context((Path(folder) / f"stderr.{rank}").open("w+b"))
         self._stderr.append(stderr)
-        # Workers find packages where this process found them.
-        root = str(Path(str(offcore.__file__)).parent.parent)
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
         process = subprocess.Popen(
             (sys.executable, "-m", self._module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=os.environ | self._environment | {"PYTHONPATH": path},
+            env=environment_of(self._environment),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its workers
         )
         self._processes.append(process)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -14,11 +15,11 @@ import typer
 
 from offcore import _core, folders, machines
 from offcore.errors import error
-from offcore.overlap import Plan, load
+from offcore.overlap import Plan, Tables, load
 from offcore.overlap.plan import STRATEGIES
 from offcore.tools import plot, report
 from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
-from offcore.tools.overlap import measured, sweep, tabled, text
+from offcore.tools.overlap import counters, measured, summary, sweep, tabled, text
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap import plot as overlap_plot
 from offcore.tools.overlap.cases import COMBINATIONS, OPS
@@ -27,6 +28,8 @@ from offcore.tools.papers.conccl import fit
 from offcore.tools.papers.latte.calibrated import caution
 from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Stamp
+
+PEAKS = "TFLOPS,MEMORY,NETWORK"
 
 app = typer.Typer(
     help="Plan, simulate and measure the overlap of GEMMs and collectives (ConCCL).",
@@ -65,7 +68,7 @@ def advise_command(
 
 
 class Backend(str, Enum):
-    """Where run executes."""
+    """Where run and characterise execute."""
 
     sim = "sim"
     host = "host"
@@ -147,66 +150,170 @@ def _simulated(wanted: Sequence[sweep.Combination], machine: str, json: str | No
 
 
 def _measured(request: measured.Request, json: str | None) -> None:
-    stamp = asdict(Stamp())
-    rows = []
     with JsonLines(json) as lines:
-        for row in measured.rows(request):
-            for lost in ("skipped", "failed"):
-                if lost in row:
-                    typer.echo(f"{lost} {row[lost]}", err=True)
-            if "step" not in row:
-                lines.write(row | stamp)
-                rows.append(row)
+        rows = _collected(measured.rows(request), lines)
     if not any("strategy" in row for row in rows):
         raise error("unsupported", "nothing was measured: the reasons are above")
     machine = next((row["machine"] for row in rows if "machine" in row), request.backend)
     report.console(stderr=json == "-").print(text.measured_table(rows, machine))
 
 
+def _collected(rows: Iterable[dict[str, Any]], lines: JsonLines) -> list[dict[str, Any]]:
+    """Writes each as it comes, and tells on stderr what was skipped or failed."""
+    stamp = asdict(Stamp())
+    found = []
+    for row in rows:
+        for lost in ("skipped", "failed"):
+            if lost in row:
+                typer.echo(f"{lost} {row[lost]}", err=True)
+        if "step" not in row:
+            lines.write(row | stamp)
+            found.append(row)
+    return found
+
+
+def _peaks(text: str) -> tuple[float, ...]:
+    values = tuple(float(one) for one in text.split(",")) if text else ()
+    if text and (len(values) != len(PEAKS.split(",")) or not all(0 < v < inf for v in values)):
+        raise ValueError(f"'{text}': write {PEAKS}, such as 989,4800,450")
+    return values
+
+
 @app.command("characterise")
 def characterise_command(
     machine: SimMachineOption = models.NAME,
+    backend: Annotated[
+        Backend,
+        typer.Option(help="sim: simulate; cuda: measure this machine's GPUs; host: its CPUs."),
+    ] = Backend.sim,
     rows: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rows measured on GPUs (benchmarks/gpu_overlap.py); default: simulate.",
-        ),
+        typer.Option(metavar="FILE", help="Rows that were measured before; measures nothing."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The tables; default: in your machines folder."),
     ] = None,
+    counted: Annotated[
+        bool,
+        typer.Option("--counters", help="cuda: count bytes of GEMMs in L2 and memory instead."),
+    ] = False,
+    gemms: Annotated[
+        str, typer.Option(metavar="NAME,...", help="GEMMs, such as cb1; default: what is needed.")
+    ] = "",
+    ranks: Annotated[
+        int, typer.Option(min=0, max=64, metavar="N", help="Ranks; 0: all GPUs, or 2.")
+    ] = 0,
+    peaks: Annotated[
+        str, typer.Option(metavar=PEAKS, help="Of other GPUs than H100 and H200: TFLOP/s, GB/s.")
+    ] = "",
+    limit: Annotated[
+        int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Time limit of measurements.")
+    ] = 600,
     json: JsonOption = None,
 ) -> None:
     """Write the tables that advise reads: slowdowns by cores, latencies and mutual slowdowns.
 
-    The tables are made from the simulated machine, or with --rows from measurements on GPUs. With
-    --rows, plans are also checked on the combinations that are not part of the tables.
+    The tables are made from the simulated machine, with --backend from measurements of this one, or
+    with --rows from earlier ones; plans are then checked on combinations that the tables are not
+    of. --json also gets the measured rows. On one GPU there are only these: tables need two.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
+    offcore overlap characterise --backend cuda --out h200-2.json --json rows.jsonl
     offcore overlap characterise --rows benchmarks/results/overlap-h200-2.jsonl
+    offcore overlap characterise --backend cuda --counters --json rows.jsonl
     """
-    tell = partial(typer.echo, err=json == "-")
-    if rows is None:
-        tables = sweep.characterise(models.load(machine)[0])
-    else:
-        found = read_records(rows)
-        tables = tabled.tables_of(found, f"measured: {rows.name}")
-        tell("\n".join(tabled.lines(tabled.judged(found, tables))))
-        for name, points in tabled.errors(found, tables).items():
-            if points:
-                tell(
-                    f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "
-                    f"mean, {median(points):.1f} in the median, {max(points):.0f} at most"
-                )
+    given, known = parsed(_peaks, peaks, "--peaks"), list(measured.SHAPES)
+    if backend is Backend.sim and (counted or gemms or ranks):
+        raise error("invalid", "--counters, --gemms and --ranks need --backend cuda or host")
+    if backend is not Backend.sim and rows is not None:
+        raise error("invalid", "--rows are measured already: leave out --backend")
+    with JsonLines(json) as lines:
+        if counted:
+            names = known_names(gemms or ",".join(known), "--gemms", known)
+            _counted(backend, names, given, limit, out, lines)
+            return
+        if backend is not Backend.sim:
+            needed = ",".join(tabled.GEMMS.values())
+            names = known_names(f"{needed},{gemms}", "--gemms", known)
+            count = ranks or (_core.gpus() if backend is Backend.cuda else 2)
+            request = measured.for_tables(backend.value, count, names, limit)
+            _characterised(request, given, out, lines)
+            return
+        if rows is None:
+            _written(sweep.characterise(models.load(machine)[0]), out, lines)
+            return
+        _tabled(read_records(rows), f"measured: {rows.name}", given, out, lines)
+
+
+def _tabled(
+    rows: Sequence[dict[str, Any]],
+    source: str,
+    peaks: Sequence[float],
+    out: Path | None,
+    lines: JsonLines,
+) -> None:
+    """Tables of measured rows, and how plans made from them do."""
+    tell = partial(typer.echo, err=lines.to_stdout)
+    tables = tabled.tables_of(rows, source, peaks)
+    if judged := tabled.judged(rows, tables):
+        tell("\n".join(tabled.lines(judged)))
+    for name, points in tabled.errors(rows, tables).items():
+        if points:
+            tell(
+                f"{name}: estimates are {fmean(points):.1f} points of the ideal off in the "
+                f"mean, {median(points):.1f} in the median, {max(points):.0f} at most"
+            )
+    _written(tables, out, lines)
+
+
+def _written(tables: Tables, out: Path | None, lines: JsonLines) -> None:
     path = out or folders.machines() / "overlap" / f"{tables.machine}.json"
     folders.prepare(path.parent)
     path.write_text(tables.to_json(), "utf-8")
-    with JsonLines(json) as lines:
-        lines.write({"tables": str(path), "rows": len(tables.rows), "source": tables.source})
-    tell(f"tables: {path}, {len(tables.rows)} rows")
+    lines.write({"tables": str(path), "rows": len(tables.rows), "source": tables.source})
+    typer.echo(f"tables: {path}, {len(tables.rows)} rows", err=lines.to_stdout)
+
+
+def _characterised(
+    request: measured.Request, peaks: Sequence[float], out: Path | None, lines: JsonLines
+) -> None:
+    alone = request.ranks < 2
+    if alone and out is not None:
+        raise error("unsupported", "tables need two ranks: on one use --json FILE, without --out")
+    if not alone:  # before minutes of measurements
+        cuda = request.backend == "cuda"
+        name = machines.for_gpus(request.ranks) if cuda else f"host-{request.ranks}"
+        tabled.cores_of(name, request.backend, 1, peaks)
+    found = _collected(measured.rows(request), lines)
+    curves = summary.curve_lines(found)
+    if not curves:
+        raise error("unsupported", "nothing was measured: the reasons are above")
+    typer.echo("\n".join(curves), err=lines.to_stdout)
+    if alone:
+        typer.echo(
+            "no tables: collectives are part of them, which need two ranks or more", err=True
+        )
+    else:
+        source = f"measured: offcore overlap characterise --backend {request.backend}"
+        _tabled(found, f"{source}, {Stamp().date}", peaks, out, lines)
+
+
+def _counted(
+    backend: Backend,
+    gemms: Sequence[str],
+    peaks: Sequence[float],
+    limit: int,
+    out: Path | None,
+    lines: JsonLines,
+) -> None:
+    if backend is not Backend.cuda or out is not None:
+        raise error("invalid", "--counters needs --backend cuda, and --json FILE instead of --out")
+    found = _collected(counters.rows(gemms, limit, peaks), lines)
+    if not any(row.get("measure") == "counters" for row in found):
+        raise error("unsupported", "nothing was counted: the reasons are above")
+    report.console(stderr=lines.to_stdout).print(text.counters_table(found))
 
 
 @app.command("calibrate")
@@ -240,6 +347,7 @@ class FigureName(str, Enum):
     """What plot draws."""
 
     slowdowns = "5"
+    bandwidths = "6"
     ideals = "7"
     kernels = "8"
     engines = "10"
@@ -250,11 +358,11 @@ def plot_command(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="Rows of run (--json), or measured; for figure 5: tables."
+            metavar="FILE", help="Rows of run; figure 5: tables; 6: rows of --counters."
         ),
     ],
     figure: Annotated[
-        FigureName, typer.Option(metavar="5|7|8|10", help="ConCCL's figure.")
+        FigureName, typer.Option(metavar="5|6|7|8|10", help="ConCCL's figure.")
     ] = FigureName.engines,
     published: Annotated[
         bool, typer.Option("--published", help="Only ConCCL's 30 combinations of table II.")
@@ -264,7 +372,7 @@ def plot_command(
     ),
     json: JsonOption = None,
 ) -> None:
-    """Draw one of ConCCL's figures 5, 7, 8 and 10.
+    """Draw one of ConCCL's figures 5, 6, 7, 8 and 10.
 
     \b
     offcore overlap plot rows.jsonl --figure 8 --out figure8.png
@@ -274,6 +382,11 @@ def plot_command(
     if figure is FigureName.slowdowns:
         tables = load(file)
         count, drawn = len(tables.rows), overlap_plot.draw_slowdowns(tables)
+    elif figure is FigureName.bandwidths:
+        rows = [row for row in read_records(file) if row.get("measure") == "counters"]
+        if not rows:
+            raise error("invalid", f"{file}: no rows of characterise --counters")
+        count, drawn = len(rows), overlap_plot.draw_bandwidths(rows)
     else:
         # Measured files have rows of other kinds too: curves, joules, what failed.
         rows = [row for row in read_records(file) if "strategy" in row and "speedup" in row]

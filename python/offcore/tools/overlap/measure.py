@@ -8,8 +8,9 @@ isolated times of the GEMM and of the library's kernels, one after the other.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from offcore.errors import Error, error
@@ -99,6 +100,22 @@ def too_large(stage: Stage, op: str, nbytes: int) -> str:
     return "" if nbytes <= room else f"{nbytes} bytes do not fit: there is room for {room}"
 
 
+def attempted(stage: Stage, label: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What work returns, or {"failed": why} where it failed on any rank. Raises `Error`: timeout,
+    since what hangs goes on in the GPU: only new processes can go on."""
+    row: dict[str, Any] = {}
+    failure = ""
+    try:
+        row = work()
+    except Exception as cause:  # whatever libraries raise: the others can be measured
+        if isinstance(cause, Error) and cause.code == "timeout":
+            raise
+        failure = f"{type(cause).__name__}: {str(cause)[:_TOLD]}"
+    # A rank that waits for one that failed does not come here: its peer gives up in time.
+    told = stage.agreed(failure)
+    return {"failed": f"{label}: {told}"} if told else row
+
+
 class Sweep:
     """cores: that a collective's kernel is given in turn; idle: that a GEMM leaves beside engines.
     limit_s: after which no step is begun. runs: warm-up, and measured."""
@@ -148,18 +165,9 @@ class Sweep:
 
     def _row(self, case: Case, name: str) -> dict[str, Any]:
         label = f"{case.op} {case.gemm} {case.nbytes} {name}"
-        row: dict[str, Any] = {}
-        failure = ""
-        try:
-            row = self._measured(case, name, label)
-        except Exception as cause:  # whatever libraries raise: the others can be measured
-            if isinstance(cause, Error) and cause.code == "timeout":
-                raise  # what hangs goes on in the GPU: only new processes can go on
-            failure = f"{type(cause).__name__}: {str(cause)[:_TOLD]}"
-        # A rank that waits for one that failed does not come here: its peer gives up in time.
-        if told := self._stage.agreed(failure):
+        row = attempted(self._stage, label, lambda: self._measured(case, name, label))
+        if "failed" in row:
             self._forget()
-            return {"failed": f"{label}: {told}"}
         return row
 
     def _forget(self) -> None:
@@ -300,28 +308,39 @@ def _by_cores(tried: Sequence[Found]) -> dict[int, float]:
 def gemm_curve(
     stage: Stage, shapes: Mapping[str, Shape], counts: Iterable[int]
 ) -> Iterator[dict[str, Any]]:
-    """Figure 5a: each GEMM on all cores and on fewer."""
+    """Figure 5a: each GEMM on all cores and on fewer; or {"failed": why}."""
     every = stage.cores
-    wanted = sorted({one for one in counts if 0 < one < every}, reverse=True)
+    fewer = sorted({one for one in counts if 0 < one < every}, reverse=True)
     for name, shape in shapes.items():
-        stage.prepare(shape)
         full = 0.0
-        for cores in (None, *wanted):
-            found = run(stage, [Part(GEMM, cores=cores)])
-            time_us = found.time_us
-            full = full or time_us
-            yield {
-                "measure": "gemm",
-                "gemm": name,
-                **asdict(shape),
-                "cores": cores or every,
-                "time_us": round(time_us, 3),
-                "slowdown": round(time_us / full, 4),
-                "tflops": round(shape.flops / time_us / 1e6, 1),
-                "machine": stage.machine,
-                "backend": stage.backend,
-                **found.facts,
-            }
+        for cores in (None, *fewer):
+            label = f"{name} on {cores or every} cores"
+            row = attempted(stage, label, partial(_curve_row, stage, name, shape, cores, full))
+            yield row
+            if "failed" in row and not full:
+                break  # operands do not fit: there is nothing to compare with
+            full = full or row["time_us"]
+
+
+def _curve_row(
+    stage: Stage, name: str, shape: Shape, cores: int | None, full_us: float
+) -> dict[str, Any]:
+    """full_us: on all cores; 0: this is the first row of the GEMM."""
+    if not full_us:
+        stage.prepare(shape)
+    found = run(stage, [Part(GEMM, cores=cores)])
+    return {
+        "measure": "gemm",
+        "gemm": name,
+        **asdict(shape),
+        "cores": cores or stage.cores,
+        "time_us": round(found.time_us, 3),
+        "slowdown": round(found.time_us / (full_us or found.time_us), 4),
+        "tflops": round(shape.flops / found.time_us / 1e6, 1),
+        "machine": stage.machine,
+        "backend": stage.backend,
+        **found.facts,
+    }
 
 
 def collective_curve(

@@ -33,6 +33,8 @@ _MATCHED_MOST = 30 << 30  # bytes of a size that is chosen by its time
 # GEMMs of few rows, which memory bounds on any machine; n and k as of ConCCL's.
 FEW_ROWS = {f"m{m}_{tag}": (m, *GEMMS[tag][1:]) for tag in ("mb1", "cb1") for m in (64, 128, 256)}
 SHAPES = GEMMS | FEW_ROWS
+_BESIDE = ("cb1_896M", "m64_mb1_128M")  # what tables take slowdowns by neighbours from
+_CURVE_SIZES = 64 << 10, 256 << 20  # latency- and bandwidth-bound
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,22 @@ class Request:
         )
 
 
+def for_tables(backend: str, ranks: int, gemms: Sequence[str], limit_s: float) -> Request:
+    """What tables are made of (see tabled.py): curves of GEMMs and, with two ranks or more, of
+    collectives, and GEMMs beside collectives. gemms: whose curves are taken."""
+    request = Request(backend, ranks, steps=("curve",), limit_s=limit_s, curve_gemms=gemms)
+    if ranks < 2:
+        return request
+    small, large = _CURVE_SIZES
+    return replace(
+        request,
+        steps=("run", "curve", "collectives"),
+        pairs=[(tag, op) for op in OPS for tag in _BESIDE],
+        strategies=("sp", "ConCCL"),
+        curve_sizes=(small, large // SHRUNK[backend] ** 2),
+    )
+
+
 def shape_of(tag: str, shrink: int) -> tuple[int, int, int]:
     """Raises ValueError for a tag that no GEMM has."""
     if tag not in SHAPES:
@@ -95,6 +113,11 @@ def split_tag(tag: str) -> tuple[str, int]:
     if gemm not in SHAPES:
         raise ValueError(f"'{tag}': write GEMM_SIZE, where GEMM is one of {', '.join(SHAPES)}")
     return gemm, size_of(size)
+
+
+def bound_by_name(tag: str) -> str:
+    """The class that a GEMM's name stands for: ConCCL's, or mb where it has few rows."""
+    return "mb" if tag in FEW_ROWS else tag[:2]
 
 
 def _ratio(op: str, tag: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ COLOURS = {
     "all_gather": "#0072B2",
     "all_to_all": "#D55E00",
 }
+_MARKERS = "os^vDP*X<>hd"
 _KERNELS = ("base", "sp", "rp", "sp_rp")
 _SHOWN = {8: ("base", "sp", "rp", "best"), 10: ("base", "best", "ConCCL", "ConCCL_rp")}
 _NEEDED = ("op", "gemm", "bytes", "kind", "strategy", "speedup", "ideal_published")
@@ -175,3 +177,31 @@ def _line(tables: Tables, name: str, axes: Any, label: str, at: Callable[[int], 
     if name in ("cb", "mb"):
         near = [(0, 1.0), *(one for one in points if one[0] <= tables.cores.count / 2)]
     axes.plot(*zip(*near, strict=True), marker="o", color=COLOURS[name], label=label)
+
+
+def draw_bandwidths(rows: Sequence[Row]) -> Any:
+    """Figure 6: bandwidths of the last-level cache and of memory by GEMMs, by the SMs they lack."""
+    figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    tags = list(dict.fromkeys(row["gemm"] for row in rows))
+    drawn: Counter[str] = Counter()
+    for tag in tags:
+        own = sorted((row for row in rows if row["gemm"] == tag), key=lambda row: -row["sms"])
+        bound = own[0]["bound"]
+        style = {"color": COLOURS[bound], "marker": _MARKERS[drawn[bound] % len(_MARKERS)]}
+        drawn[bound] += 1
+        lacking = [row["every"] - row["sms"] for row in own]
+        for axes, name in zip(panels, ("l2_gbps", "dram_gbps"), strict=True):
+            values = [row[name] / 1e3 for row in own]
+            axes.plot(lacking, values, **style, linewidth=1, markersize=5, label=f"{tag} ({bound})")
+    peak = rows[0]["peak_gbps"] / 1e3
+    panels[1].axhline(peak, color="black", linewidth=0.8, linestyle="--", label="peak of HBM")
+    for axes, title in zip(panels, ("L2", "HBM"), strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("SMs that a GEMM lacks")
+        axes.set_ylabel("TB/s")
+        axes.set_ylim(0)
+        bare(axes)
+    figure.legend(*panels[1].get_legend_handles_labels(), frameon=False, fontsize=8,
+                  loc="outside right upper")  # fmt: skip
+    panels[1].set_title(_source(rows), fontsize=9, loc="right")
+    return figure

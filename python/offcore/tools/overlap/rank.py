@@ -45,7 +45,9 @@ def _rows(stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
 
 def _step(name: str, stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
     if name == "curve":
-        yield from measure.gemm_curve(stage, _shapes(job["shapes"]), job["gemm_cores"])
+        beside = (stage.cores - one for one in job["cores"])  # what collectives leave
+        counts = {*job["gemm_cores"], *beside}
+        yield from measure.gemm_curve(stage, _shapes(job["shapes"]), counts)
     elif name == "collectives":
         for op in job["ops"]:
             yield from measure.collective_curve(stage, op, job["curve_sizes"], job["cores"])

@@ -18,11 +18,10 @@ from offcore.tools.overlap.cases import OPS
 from offcore.tools.overlap.stage import ENGINES, GEMM, KERNEL
 from offcore.tools.overlap.summary import by_combination
 
-# Data sheets: dense bf16, HBM, NVLink out of a GPU. Rooflines are at 70 % of these.
-PEAKS = {
-    "h200-2": Cores(132, 8, 989.0, 4800.0, 450.0),
-    "h100-2": Cores(132, 8, 989.0, 3350.0, 450.0),
-}
+# TFLOP/s of dense bf16, GB/s of HBM, GB/s out of a GPU by NVLink, of data sheets. Rooflines are at
+# 70 % of these.
+PEAKS = {"h200": (989.0, 4800.0, 450.0), "h100": (989.0, 3350.0, 450.0)}
+_LEAST = {"cuda": 8, "host": 1}  # cores that a partition can have
 GEMMS = {"cb": "cb1", "mb": "m64_mb1"}  # that stand for their classes
 WEIGHED = ("serial", "sp", "rp", "sp_rp", "ConCCL", "ConCCL_rp")
 NEAR = 1.01  # of the least time: as good as the best
@@ -31,13 +30,25 @@ Row = Mapping[str, Any]
 _Case = dict[str, Row]
 
 
-def tables_of(rows: Sequence[Row], source: str) -> Tables:
+def cores_of(machine: str, backend: str, count: int, peaks: Sequence[float] = ()) -> Cores:
+    """Of a machine with so many cores a rank. peaks: as in PEAKS; default: of the data sheet.
+    Raises `Error`: invalid for a machine whose data sheet is not known."""
+    known = peaks or PEAKS.get(machine.partition("-")[0], ())
+    if not known:
+        named = machine or "an unnamed machine"
+        raise error("invalid", f"no peaks of {named} are known: give --peaks")
+    tflops, memory_gbps, network_gbps = known
+    return Cores(count, _LEAST[backend], tflops, memory_gbps, network_gbps)
+
+
+def tables_of(rows: Sequence[Row], source: str, peaks: Sequence[float] = ()) -> Tables:
     """From the curves of one GEMM of each class and of two sizes of each collective, and from the
-    combinations of these GEMMs. Raises `Error`: invalid where the rows lack them."""
-    machine = next((row["machine"] for row in rows if "machine" in row), "")
-    if machine not in PEAKS:
-        raise error("invalid", f"no peaks of {machine or 'an unnamed machine'} are known")
-    cores = PEAKS[machine]
+    combinations of these GEMMs. peaks: see cores_of. Raises `Error`: invalid where the rows lack
+    them."""
+    first: Row = next((row for row in rows if "machine" in row), {})
+    machine = first.get("machine", "")
+    count = next((row["stage"]["cores"] for row in rows if "stage" in row), 0)
+    cores = cores_of(machine, first.get("backend", "cuda"), count, peaks)
     made: list[Row] = []
     for bound, tag in GEMMS.items():
         found = [row for row in rows if row.get("measure") == "gemm" and row["gemm"] == tag]
@@ -55,8 +66,7 @@ def tables_of(rows: Sequence[Row], source: str) -> Tables:
             raise error("invalid", f"rows lack two sizes of {op}: measure with step collectives")
         workgroups[op] = max(row["cores"] or 0 for row in found)
         made += _collective_rows(op, found)
-    combinations = by_combination(rows)
-    for (op, tag, _), case in combinations.items():
+    for (op, tag, _), case in by_combination(rows).items():
         bound = next((one for one in GEMMS if GEMMS[one] == tag), "")
         if bound and op in OPS:
             made += _beside_rows(op, bound, case, made, cores.count - workgroups[op])

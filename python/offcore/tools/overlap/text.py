@@ -102,3 +102,23 @@ def measured_table(rows: Sequence[Mapping[str, Any]], machine: str) -> Table:
         label = f"{tag}_{format_bytes(nbytes)}"
         table.add_row(op, label, row["kind"], f"{row['ideal_published']:.2f}", *cells)
     return table
+
+
+def counters_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line a GEMM on all SMs: its bytes of HBM and L2, and its class by these and by name."""
+    found = [row for row in rows if row.get("measure") == "counters" and row["sms"] == row["every"]]
+    machine = f"{found[0]['machine']}, counted" if found else "counted"
+    table = titled(
+        f"{machine}: bytes and class on all SMs",
+        ("GEMM", "class by bytes", "by name"),
+        ("HBM GB", "L2 GB", "HBM TB/s", "L2 TB/s", "flop a byte", "machine's"),
+    )
+    for row in found:
+        dram_bytes = row["dram_read_bytes"] + row["dram_write_bytes"]
+        table.add_row(
+            row["gemm"], row["bound"], row["bound_by_name"],
+            *(f"{value / 1e9:.3f}" for value in (dram_bytes, row["l2_bytes"])),
+            *(f"{row[name] / 1e3:.2f}" for name in ("dram_gbps", "l2_gbps")),
+            *(f"{row[name]:,.0f}" for name in ("op_byte", "machine_op_byte")),
+        )  # fmt: skip
+    return table
