@@ -4,12 +4,13 @@
     python benchmarks/gpu_overlap.py               # all, in less than seven
     python benchmarks/gpu_overlap.py --energy      # joules of ConCCL's 30 and alone, in eight
     python benchmarks/gpu_overlap.py --matched     # ConCCL's 30, sizes by the paper's time ratios
+    python benchmarks/gpu_overlap.py --dependent   # GEMMs and collectives that depend on each other
 
 All: all-gather and all-to-all in ConCCL's 15 sizes each, reduce-scatter, all-reduce and GEMMs of
-few rows, under every strategy; an all-gather in front of the GEMM that needs it; joules; GEMMs on
-fewer SMs, collectives on fewer CTAs. Rows go to $OUT/overlap-MACHINE.jsonl where OUT is set, else
-to benchmarks/results, each as soon as it is known; what failed is among them. Short tables end the
-output. The whole has a time limit, after which what is known is kept.
+few rows, under every strategy; GEMMs behind an all-gather and in front of a reduce-scatter; joules;
+GEMMs on fewer SMs, collectives on fewer CTAs. Rows go to $OUT/overlap-MACHINE.jsonl where OUT is
+set, else to benchmarks/results, each as soon as it is known; what failed is among them. Short
+tables end the output. The whole has a time limit, after which what is known is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import offcore
 from offcore.tools import report
-from offcore.tools.overlap import measured, stage, summary
+from offcore.tools.overlap import dependent, measured, stage, summary
 from offcore.tools.overlap.cases import COMBINATIONS, OPS
 from offcore.tools.overlap.measured import Request
 
@@ -39,7 +40,7 @@ LOOPS = ("gemm", "kernel", "engines", "base", "rp", "ConCCL")
 MIB = 1 << 20
 LISTED = 20  # lines of a table, so that the rest is not pushed out of a short log
 STEP_S = 15.0  # what is silent for four times as long has hung
-LIMITS_S = {"quick": 115, "full": 390, "matched": 240, "energy": 560}
+LIMITS_S = {"quick": 115, "full": 390, "matched": 240, "energy": 560, "dependent": 90}
 AFTER_S = {"quick": 45, "full": 110, "energy": 105}  # of these, for what follows the combinations
 SPARE_S = 8  # for the end
 
@@ -73,6 +74,8 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
     pairs = [(tag, op) for op in OPS for tag in tags]
     if kind == "matched":
         return [Asked(Request(**common, pairs=pairs, matched=True), end_s)]
+    if kind == "dependent":
+        return [Asked(Request(**common, steps=("matmul",)), end_s)]
     if kind == "energy":
         common |= {"steps": ("energy",), "energy_s": 3.0}
         # sp: the best of NCCL's kernels on 2 x H200.
@@ -92,7 +95,7 @@ def asked_of(args: argparse.Namespace, kind: str) -> list[Asked]:
         **common,
         energy=[("cb1_896M", op) for op in OPS[: 1 if quick else None]],
         steps=("matmul", "energy") if quick else ("matmul", "energy", "curve", "collectives"),
-        dependent=("cb1",) if quick else ("cb1", "mb1"),
+        dependents=dependent.NAMES[:1] if quick else dependent.NAMES,
         curve_gemms=CURVES,
         curve_sizes=sizes,
         loops=LOOPS[3:] if quick else LOOPS,
@@ -166,13 +169,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--matched", action="store_true")
     parser.add_argument("--energy", action="store_true")
+    parser.add_argument("--dependent", action="store_true")
     parser.add_argument("--backend", default="cuda", help="cuda, or host")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all by default")
     parser.add_argument("--limit", type=int, default=0, help="seconds, of the whole")
     parser.add_argument("--tags", default="all", help="GEMM_SIZE,...: these alone, every operation")
     parser.add_argument("--shrink", type=int, default=0, help="divides GEMMs' dimensions")
     args = parser.parse_args()
-    kinds = [name for name in ("quick", "matched", "energy") if getattr(args, name)]
+    kinds = [name for name in LIMITS_S if getattr(args, name, False)]
     if len(kinds) > 1:
         parser.error(f"--{' or --'.join(kinds)}")
     kind = kinds[0] if kinds else "full"
@@ -190,7 +194,7 @@ def main() -> int:
     show(rows)
     failed = sum("failed" in row for row in rows)
     print(f"{len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s: {path}")
-    return 0 if any("strategy" in row for row in rows) else 1
+    return 0 if any("strategy" in row or "form" in row for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from offcore.bootstrap import bootstrap_of
 from offcore.comm import Handle, communicator, nvtx
 from offcore.errors import error
 from offcore.operands import Side
-from offcore.torch_matmul import all_gather_matmul, matmul_shard
+from offcore.torch_matmul import all_gather_matmul, matmul_reduce_scatter, matmul_shard
 
-__all__ = ["Communicator", "all_gather_matmul", "matmul_shard"]
+__all__ = ["Communicator", "all_gather_matmul", "matmul_reduce_scatter", "matmul_shard"]
 
 _core.tensor_class(torch.Tensor, torch.strided)
 LEGACY_STREAM = 1  # the driver's other name for the default stream, whose handle is 0

@@ -1,4 +1,4 @@
-"""All-gather followed by a dependent GEMM, overlapped: each chunk is multiplied on arrival."""
+"""GEMMs overlapped with the all-gather of their input, or the reduce-scatter of their result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from offcore.comm.communicator import Communicator
+from offcore.comm.handle import Handle
 from offcore.errors import error
 from offcore.operands import NUMBER_MAX, checked
 
 
 class _Place:
-    """Window memory for the rows of all ranks: chunks, ranks, rows, columns."""
+    """Window memory for the rows of all ranks: chunks, ranks, rows, columns; and a stream of its
+    copies."""
 
     def __init__(self, comm: Communicator, shape: tuple[int, ...], dtype: Any) -> None:
         count = dtype.itemsize
@@ -31,9 +33,9 @@ class _Place:
 _places: weakref.WeakKeyDictionary[Communicator, dict[Any, _Place]] = weakref.WeakKeyDictionary()
 
 
-def _place(comm: Communicator, shape: tuple[int, ...], dtype: Any, lane: int) -> _Place:
+def _place(comm: Communicator, use: str, shape: tuple[int, ...], dtype: Any, lane: int) -> _Place:
     kept = _places.setdefault(comm, {})
-    key = (shape, dtype, lane)
+    key = (use, shape, dtype, lane)
     if key not in kept:
         kept[key] = _Place(comm, shape, dtype)
     return kept[key]
@@ -45,7 +47,7 @@ def matmul_shard(
     """Returns this rank's input buffer of all_gather_matmul with one chunk, which then needs no
     copy. Write it in the stream of the calls. The first call is collective."""
     shape = (1, comm.ranks, checked("rows", rows), checked("columns", columns))
-    return _place(comm, shape, dtype, lane).rows[0, comm.local_ranks[0]]
+    return _place(comm, "gather", shape, dtype, lane).rows[0, comm.local_ranks[0]]
 
 
 def all_gather_matmul(
@@ -74,10 +76,11 @@ def all_gather_matmul(
     copy a rank's own rows there, unless they are there already (see matmul_shard). Raises `Error`:
     invalid (shapes, dtypes, several local ranks), and as all_gather does.
     """
-    out = _checked(comm, shard, weight, out, chunks)
-    m, k = shard.shape
-    rank, ranks, rows = comm.local_ranks[0], comm.ranks, m // chunks
-    place = _place(comm, (chunks, ranks, rows, k), shard.dtype, lane)
+    m, k = _checked(comm, "all_gather_matmul", "shard", shard, weight)
+    rows = _rows_of("all_gather_matmul", m, chunks)
+    rank, ranks = comm.local_ranks[0], comm.ranks
+    out = _result("all_gather_matmul", out, shard, (ranks * m, weight.shape[1]))
+    place = _place(comm, "gather", (chunks, ranks, rows, k), shard.dtype, lane)
     arrived = _gather(comm, place, shard, lane)
     torch.mm(shard, weight, out=out[rank * m : (rank + 1) * m])
     for chunk, wait in enumerate(arrived):
@@ -88,25 +91,110 @@ def all_gather_matmul(
     return out
 
 
-def _checked(comm: Communicator, shard: Any, weight: Any, out: Any, chunks: int) -> Any:
+def matmul_reduce_scatter(
+    comm: Communicator,
+    inp: Any,
+    weight: Any,
+    *,
+    out: Any = None,
+    chunks: int = 1,
+    lane: int = 0,
+) -> Any:
+    """Multiplies this rank's `inp` by its `weight`, adds up the products of all ranks, and returns
+    this rank's part of the rows in `out`.
+
+    inp: (ranks x m, k), contiguous; the same shape on every rank.
+    weight: (k, n), of this rank.
+    out: (m, n), contiguous; by default allocated. No gradients are recorded.
+    chunks: per rank, a divisor of m. Several pay off if copying the products takes longer than the
+        GEMM of one rank's rows.
+
+    The rows of other ranks are multiplied first. Engines copy chunk k of their products while
+    chunk k + 1, and then this rank's own rows, are multiplied; an elementwise kernel adds them up.
+    Products are rounded to the dtype. Their sums are rounded once, and computed in float32, or
+    float64 for float64.
+
+    Streams, memory and errors as in all_gather_matmul.
+    """
+    op = "matmul_reduce_scatter"
+    whole, k = _checked(comm, op, "inp", inp, weight)
+    rank, ranks, n = comm.local_ranks[0], comm.ranks, weight.shape[1]
+    if whole % ranks:
+        raise error("invalid", f"{op}: {whole} rows of inp are no multiple of {ranks} ranks")
+    rows = _rows_of(op, whole // ranks, chunks)
+    out = _result(op, out, inp, (whole // ranks, n))
+    place = _place(comm, "scatter", (chunks, ranks, rows, n), inp.dtype, lane)
+    given = inp.view(ranks, chunks, rows, k)
+    others = [peer for peer in range(ranks) if peer != rank]
+    counts = [[rows * n * (peer != other) for other in range(ranks)] for peer in range(ranks)]
+    sent = torch.empty(chunks, len(others), rows, n, dtype=inp.dtype, device=inp.device)
+    arrived = []
+    for chunk in range(chunks):
+        for slot, peer in enumerate(others):
+            torch.mm(given[peer, chunk], weight, out=sent[chunk, slot])
+        # Behind what others send, the slot of this rank's own product.
+        came = place.rows[chunk, :-1].reshape(-1)
+        arrived.append(_push(comm, place, came, sent[chunk].view(-1), counts, lane))
+    for chunk in range(chunks):
+        torch.mm(given[rank, chunk], weight, out=place.rows[chunk, -1])
+    for wait in arrived:
+        wait()
+    return _added(place.rows, out)
+
+
+def _added(rows: Any, out: Any) -> Any:
+    """The sum over ranks."""
+    into = out.view(rows.shape[0], *rows.shape[2:])
+    if rows.shape[1] == 2:  # three times as fast as torch.sum, to the same bits
+        torch.add(rows[:, 0], rows[:, 1], out=into)
+    else:
+        torch.sum(rows, 1, dtype=out.dtype, out=into)
+    return out
+
+
+def _push(
+    comm: Communicator, place: _Place, came: Any, sent: Any, counts: list[list[int]], lane: int
+) -> Callable[[], Any]:
+    """Sends products to the other ranks, behind the current stream: what waits for theirs."""
+    if place.stream is None:
+        handle: Handle = comm.all_to_all_v(came, sent, counts, lane=lane)
+        return handle.wait
+    current = torch.cuda.current_stream(place.memory.device)
+    place.stream.wait_stream(current)
+    with torch.cuda.stream(place.stream):
+        comm.all_to_all_v(came, sent, counts, lane=lane)
+        event = torch.cuda.Event()
+        event.record()
+    return partial(current.wait_event, event)
+
+
+def _checked(comm: Communicator, op: str, name: str, inp: Any, weight: Any) -> tuple[int, int]:
+    """The shape of `inp`."""
     if len(comm.local_ranks) != 1:
-        raise error("invalid", "all_gather_matmul: needs one rank in each process")
-    if shard.dim() != 2 or weight.dim() != 2 or shard.shape[1] != weight.shape[0]:
+        raise error("invalid", f"{op}: needs one rank in each process")
+    if inp.dim() != 2 or weight.dim() != 2 or inp.shape[1] != weight.shape[0]:
         raise error(
             "invalid",
-            f"all_gather_matmul: shard is {tuple(shard.shape)}, weight {tuple(weight.shape)}; "
+            f"{op}: {name} is {tuple(inp.shape)}, weight {tuple(weight.shape)}; "
             "they must be (m, k) and (k, n)",
         )
-    if shard.dtype != weight.dtype or not shard.is_contiguous():
-        raise error("invalid", "all_gather_matmul: shard must be contiguous, of weight's dtype")
-    m = shard.shape[0]
+    if inp.dtype != weight.dtype or not inp.is_contiguous():
+        raise error("invalid", f"{op}: {name} must be contiguous, of weight's dtype")
+    return inp.shape[0], inp.shape[1]
+
+
+def _rows_of(op: str, m: int, chunks: int) -> int:
+    """Of a chunk."""
     if checked("chunks", chunks, NUMBER_MAX) < 1 or m % chunks:
-        raise error("invalid", f"all_gather_matmul: {chunks} chunks do not divide {m} rows")
-    wanted = (comm.ranks * m, weight.shape[1])
+        raise error("invalid", f"{op}: {chunks} chunks do not divide {m} rows")
+    return m // chunks
+
+
+def _result(op: str, out: Any, like: Any, shape: tuple[int, int]) -> Any:
     if out is None:
-        out = torch.empty(wanted, dtype=shard.dtype, device=shard.device)
-    if tuple(out.shape) != wanted or out.dtype != shard.dtype or not out.is_contiguous():
-        raise error("invalid", f"all_gather_matmul: out must be contiguous, of shape {wanted}")
+        out = torch.empty(shape, dtype=like.dtype, device=like.device)
+    if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
+        raise error("invalid", f"{op}: out must be contiguous, of shape {shape}")
     return out
 
 

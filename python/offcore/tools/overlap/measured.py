@@ -11,7 +11,7 @@ from typing import Any
 from offcore.errors import Error, error
 from offcore.sizes import format_bytes
 from offcore.tools.bench.rank_processes import RankProcesses
-from offcore.tools.overlap import gpu_stage, host_stage
+from offcore.tools.overlap import dependent, gpu_stage, host_stage
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of
 from offcore.tools.overlap.measure import STRATEGIES
@@ -63,7 +63,7 @@ class Request:
     curve_gemms: Sequence[str] = tuple(GEMMS)
     curve_ops: Sequence[str] = OPS
     curve_sizes: Sequence[int] = ()
-    dependent: Sequence[str] = ("cb1", "mb1")
+    dependents: Sequence[str] = dependent.NAMES
     energy: Sequence[tuple[str, str]] = ()
     energy_alone: Sequence[tuple[str, int]] = ()
     energy_s: float = 6.0
@@ -178,7 +178,7 @@ def _job(request: Request, begin: int) -> dict[str, Any]:
         "begin": begin,
         "shapes": {tag: shape_of(tag, request.shrink) for tag in request.curve_gemms},
         "gemm_cores": list(counts),
-        "dependent": {tag: shape_of(tag, request.shrink) for tag in request.dependent},
+        "dependent": dependent.cases_of(request.dependents, request.ranks, request.shrink),
         "curve_sizes": list(request.curve_sizes),
         "energy_s": request.energy_s,
         "trials": request.trials,

@@ -55,7 +55,7 @@ def _step(name: str, stage: Stage, job: Job) -> Iterator[dict[str, Any]]:
         sweep = Sweep(stage, job["cores"], job["idle"], job["limit_s"], tuple(job["runs"]))
         yield from sweep.rows(_cases(job["cases"]), job["strategies"], job["begin"])
     elif name == "matmul":
-        yield from dependent.rows(stage, _shapes(job["dependent"]))
+        yield from dependent.rows(stage, job["dependent"])
     else:
         yield from energy.rows(stage, _cases(job["energy"]), job)
 

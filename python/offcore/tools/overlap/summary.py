@@ -112,9 +112,11 @@ def curve_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def matmul_lines(rows: Iterable[Row]) -> list[str]:
-    """An all-gather in front of a GEMM that needs it: over the library's, one after the other."""
-    return [
-        f"{row['gemm']} {row['form']:18} {row['time_us'] / 1e3:7.3f} ms, {row['speedup']:.2f}x"
-        for row in rows
-        if row.get("measure") == "matmul"
-    ]
+    """GEMMs and collectives that depend on each other: over the library's, one after the other."""
+    told = []
+    for row in rows:
+        if row.get("measure") == "matmul":
+            name = f"{row.get('op', 'all_gather')} {row['gemm']}"
+            speedup = f", {row['speedup']:.2f}x" if row["speedup"] else ""
+            told.append(f"{name:22} {row['form']:18} {row['time_us'] / 1e3:7.3f} ms{speedup}")
+    return told

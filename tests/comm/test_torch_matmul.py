@@ -1,5 +1,5 @@
-"""An all-gather in front of the GEMM that needs it: by ranks that are threads, and on streams that
-note what is ordered in them."""
+"""A GEMM behind an all-gather of its input, or in front of a reduce-scatter of its result: by ranks
+that are threads, and on streams that note what is ordered in them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from stores import as_ranks
 needs.require("torch")
 import torch  # noqa: E402
 
-from offcore.torch import all_gather_matmul, matmul_shard  # noqa: E402
+from offcore.torch import all_gather_matmul, matmul_reduce_scatter, matmul_shard  # noqa: E402
 from offcore.torch_matmul import _places  # noqa: E402
 
 
@@ -24,7 +24,7 @@ def whole_numbers(rows: int, columns: int, seed: int, dtype: Any = torch.float32
     return torch.randint(-4, 5, (rows, columns), generator=made).to(dtype)
 
 
-@pytest.mark.parametrize(
+SIZES = pytest.mark.parametrize(
     ("m", "k", "n", "chunks"),
     [
         *((12, 5, 7, chunks) for chunks in (1, 2, 3, 4, 12)),
@@ -36,6 +36,9 @@ def whole_numbers(rows: int, columns: int, seed: int, dtype: Any = torch.float32
         (0, 4, 3, 2),
     ],
 )
+
+
+@SIZES
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_row_is_multiplied(ranks: int, m: int, k: int, n: int, chunks: int) -> None:
     """Of two calls in a row, whose rows pass through the same memory."""
@@ -53,6 +56,58 @@ def test_every_row_is_multiplied(ranks: int, m: int, k: int, n: int, chunks: int
         assert len(_places[comm]) == 1
 
     as_ranks(ranks, work)
+
+
+@SIZES
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_product_is_added(ranks: int, m: int, k: int, n: int, chunks: int) -> None:
+    def work(comm: offcore.Communicator, rank: int) -> None:
+        kept = torch.full((m, n), 99.0)
+        for turn in range(2):
+            inputs = [whole_numbers(ranks * m, k, 10 * turn + one) for one in range(ranks)]
+            weights = [whole_numbers(k, n, 100 + 10 * turn + one) for one in range(ranks)]
+            products = [torch.mm(*pair) for pair in zip(inputs, weights, strict=True)]
+            wanted = torch.stack(products).sum(0)[rank * m : (rank + 1) * m]
+            given = inputs[rank], weights[rank]
+            assert torch.equal(matmul_reduce_scatter(comm, *given, chunks=chunks), wanted)
+            assert matmul_reduce_scatter(comm, *given, out=kept, chunks=chunks) is kept
+            assert torch.equal(kept, wanted)
+        assert len(_places[comm]) == 1
+
+    as_ranks(ranks, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_rounded_once(dtype: Any, ranks: int) -> None:
+    """bfloat16 has 256 and 258, but not 257: sums of two would lose both ones."""
+
+    def work(comm: offcore.Communicator, rank: int) -> None:
+        for lane in (0, 1):
+            value = torch.full((2 * ranks, 1), 256 if rank == 0 else 1, dtype=dtype)
+            out = matmul_reduce_scatter(comm, value, torch.ones(1, 3, dtype=dtype), lane=lane)
+            assert out.dtype == dtype
+            assert torch.equal(out, torch.full((2, 3), 255 + ranks).to(dtype))
+
+    as_ranks(ranks, work)
+
+
+def test_calls_of_both_kinds_keep_their_memory() -> None:
+    """A shard in its place stays, whatever other calls have the same shape."""
+
+    def work(comm: offcore.Communicator, rank: int) -> None:
+        placed = matmul_shard(comm, 6, 5, torch.float32)
+        shards = [whole_numbers(6, 5, one) for one in range(2)]
+        placed.copy_(shards[rank])
+        weight, inp = whole_numbers(5, 5, 7), whole_numbers(12, 5, 8)
+        for _ in range(2):
+            summed = matmul_reduce_scatter(comm, inp, weight)
+            assert torch.equal(summed, 2 * torch.mm(inp, weight)[rank * 6 : (rank + 1) * 6])
+            assert torch.equal(
+                all_gather_matmul(comm, placed, weight), torch.mm(torch.cat(shards), weight)
+            )
+
+    as_ranks(2, work)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
@@ -120,10 +175,33 @@ def test_refusals(shard: Any, weight: Any, more: dict[str, Any], words: str) -> 
         assert comm not in _places
 
 
-def test_several_ranks_in_a_process_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("inp", "weight", "more", "words"),
+    [
+        (SHARD, torch.ones(5, 3), {}, r"inp is \(6, 4\), weight \(5, 3\)"),
+        (SHARD, WEIGHT.double(), {}, "of weight's dtype"),
+        (torch.ones(4, 6).t(), WEIGHT, {}, "inp must be contiguous"),
+        (torch.ones(5, 4), WEIGHT, {}, "5 rows of inp are no multiple of 2 ranks"),
+        (SHARD, WEIGHT, {"chunks": 2}, "2 chunks do not divide 3 rows"),
+        (SHARD, WEIGHT, {"chunks": 0}, "0 chunks"),
+        (SHARD, WEIGHT, {"out": torch.ones(6, 3)}, r"out must be contiguous, of shape \(3, 3\)"),
+    ],
+)
+def test_refusals_of_products(inp: Any, weight: Any, more: dict[str, Any], words: str) -> None:
+    def work(comm: offcore.Communicator, _: int) -> None:
+        with pytest.raises(offcore.Error, match=words) as refused:
+            matmul_reduce_scatter(comm, inp, weight, **more)
+        assert refused.value.code == "invalid"
+        assert comm not in _places
+
+    as_ranks(2, work)
+
+
+@pytest.mark.parametrize("call", [all_gather_matmul, matmul_reduce_scatter])
+def test_several_ranks_in_a_process_are_refused(call: Any) -> None:
     with offcore.Communicator(backend="host", ranks=2) as comm:
         with pytest.raises(offcore.Error, match="one rank in each process") as refused:
-            all_gather_matmul(comm, SHARD, WEIGHT)
+            call(comm, SHARD, WEIGHT)
         assert refused.value.code == "invalid"
 
 
@@ -151,7 +229,7 @@ class Event:
         self.arrivals = [one for one in self.stream.did if callable(one)]
 
 
-class Comm:
+class Gathers:
     """Rank 1 of 3. Rows of the others are in their place once a stream has waited for them."""
 
     ranks, local_ranks = 3, (1,)
@@ -203,7 +281,7 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def test_chunks_are_copied_in_a_stream_beside_the_gemms(current: Stream, chunks: int) -> None:
     shards = [whole_numbers(6, 5, rank) for rank in range(3)]
     weight = whole_numbers(5, 4, 9)
-    comm: Any = Comm(shards, chunks)
+    comm: Any = Gathers(shards, chunks)
     wanted = torch.cat(shards).double() @ weight.double()
     for _ in range(2):
         out = all_gather_matmul(comm, shards[1], weight, chunks=chunks, lane=2)
@@ -225,7 +303,7 @@ def test_chunks_are_copied_in_a_stream_beside_the_gemms(current: Stream, chunks:
 def test_a_shard_in_its_place_on_a_stream(current: Stream) -> None:
     shards = [whole_numbers(6, 5, rank) for rank in range(3)]
     weight = whole_numbers(5, 4, 9)
-    comm: Any = Comm(shards, 1)
+    comm: Any = Gathers(shards, 1)
     placed = matmul_shard(comm, 6, 5, torch.float32, lane=2)
     placed.copy_(shards[1])
     [place] = _places[comm].values()
@@ -235,3 +313,49 @@ def test_a_shard_in_its_place_on_a_stream(current: Stream) -> None:
     assert torch.equal(out.double(), torch.cat(shards).double() @ weight.double())
     assert place.memory._version == version + 2  # the rows of two others, and no copy of its own
     assert current.did == ["gemm", "arrival", "gemm", "gemm"]
+
+
+class Exchanges:
+    """Rank 1 of 3. Products of the others are in their slots once a stream has waited for them."""
+
+    ranks, local_ranks = 3, (1,)
+
+    def __init__(self, current: Stream, products: list[list[Any]]) -> None:
+        self.current, self.products = current, products  # by chunk: sent to 0 and 2, from both
+        self.exchanged = 0
+
+    def empty(self, count: int, dtype: str) -> Any:
+        return torch.full((count,), 255, dtype=getattr(torch, dtype))
+
+    def all_to_all_v(self, came: Any, sent: Any, counts: list[list[int]], *, lane: int) -> None:
+        assert lane == 2
+        most = came.numel() // 2
+        assert counts == [[0, most, most], [most, 0, most], [most, most, 0]]
+        # Behind the GEMMs of what is sent, and in front of all others.
+        assert Stream.here.did[-1] == ("behind", self.current)
+        assert self.current.did == ["gemm"] * 2 * (self.exchanged + 1)
+        wanted, arrives = self.products[self.exchanged]
+        self.exchanged += 1
+        assert torch.equal(sent, wanted.flatten())
+        Stream.here.did.append(lambda: came.copy_(arrives.flatten()))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 6])
+def test_products_are_copied_in_a_stream_beside_the_gemms(current: Stream, chunks: int) -> None:
+    inputs = [whole_numbers(18, 5, rank) for rank in range(3)]
+    weight = whole_numbers(5, 4, 9)
+    parts = [torch.mm(one, weight).view(3, chunks, -1, 4) for one in inputs]
+    current.did.clear()
+    exchanged = [
+        (
+            torch.stack([parts[1][0, chunk], parts[1][2, chunk]]),
+            torch.stack([parts[0][1, chunk], parts[2][1, chunk]]),
+        )
+        for chunk in range(chunks)
+    ]
+    comm: Any = Exchanges(current, exchanged)
+    out = matmul_reduce_scatter(comm, inputs[1], weight, chunks=chunks, lane=2)
+    assert torch.equal(out.view(-1), sum(one[1] for one in parts).flatten())
+    assert Stream.here is current
+    assert comm.exchanged == chunks
+    assert current.did == ["gemm"] * 3 * chunks + ["arrival"] * chunks
