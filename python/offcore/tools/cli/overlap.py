@@ -18,8 +18,25 @@ from offcore.errors import error
 from offcore.overlap import Plan, Tables, load
 from offcore.overlap.plan import STRATEGIES
 from offcore.tools import plot, report
-from offcore.tools.cli.options import NUMBER_MAX, JsonOption, SimMachineOption, known_names, parsed
-from offcore.tools.overlap import counters, measured, summary, sweep, tabled, text
+from offcore.tools.cli.options import (
+    NUMBER_MAX,
+    JsonOption,
+    MachineOption,
+    SimMachineOption,
+    known_names,
+    parsed,
+)
+from offcore.tools.overlap import (
+    counters,
+    gpu_fit,
+    gpu_model,
+    measured,
+    predict,
+    summary,
+    sweep,
+    tabled,
+    text,
+)
 from offcore.tools.overlap import model as models
 from offcore.tools.overlap import plot as overlap_plot
 from offcore.tools.overlap.cases import COMBINATIONS, OPS
@@ -30,6 +47,7 @@ from offcore.tools.records import read_records
 from offcore.tools.report import JsonLines, Stamp
 
 PEAKS = "TFLOPS,MEMORY,NETWORK"
+HEAD = "% of the ideal, errors in points of it"
 
 app = typer.Typer(
     help="Plan, simulate and measure the overlap of GEMMs and collectives (ConCCL).",
@@ -137,7 +155,7 @@ def run_command(
 
 
 def _simulated(wanted: Sequence[sweep.Combination], machine: str, json: str | None) -> None:
-    model, _ = models.load(machine)
+    model = gpu_model.any_of(machine)
     stamp = asdict(Stamp())
     found = [sweep.measure(model, one) for one in wanted]
     with JsonLines(json) as lines:
@@ -146,7 +164,8 @@ def _simulated(wanted: Sequence[sweep.Combination], machine: str, json: str | No
                 lines.write(row | stamp)
     console = report.console(stderr=json == "-")
     console.print(text.outcome_table(found, machine))
-    console.print(caution(machine), highlight=False, soft_wrap=True)
+    told = caution(machine) or f"{machine}: parameters are measured (offcore overlap predict)"
+    console.print(told, highlight=False, soft_wrap=True)
 
 
 def _measured(request: measured.Request, json: str | None) -> None:
@@ -318,29 +337,83 @@ def _counted(
 
 @app.command("calibrate")
 def calibrate_command(
-    machine: SimMachineOption = models.NAME,
+    machine: MachineOption = None,
     seed: Annotated[
         int, typer.Option(min=0, max=NUMBER_MAX, metavar="N", help="Seed of the search.")
     ] = fit.SEED,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Rows measured on GPUs: compute the parameters from a few of them."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Machines folder; default: yours.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Fit the interference model to ConCCL's published numbers (under a minute; needs scipy).
+    """Fit the interference model to ConCCL's published numbers, or compute it from measured rows.
+
+    The fit takes under a minute and needs scipy. With --rows, the machine is that of the rows.
 
     \b
     offcore overlap calibrate --out machines
+    offcore overlap calibrate --rows benchmarks/results/overlap-h200-2.jsonl --out machines
     """
     folder = out or folders.machines()
+    if rows is not None and (machine or seed != fit.SEED):
+        raise error(
+            "invalid", "--rows name their machine, and need no search: no --machine, --seed"
+        )
+    if rows is None:
+        record = fit.calibrate(machine or models.NAME, seed, partial(typer.echo, err=True))
+    else:
+        record = gpu_fit.record_of(read_records(rows), rows.name)
     folders.prepare(folder)
-    record = fit.calibrate(machine, seed, partial(typer.echo, err=True))
     tell = partial(typer.echo, err=json == "-")
     for one in record["parameters"]:
         tell(f"{one['name']} {one['value']:g} {one['unit']}")
     tell(f"written: {fit.write(record, folder)}")
     with JsonLines(json) as lines:
         lines.write(record)
+
+
+@app.command("predict")
+def predict_command(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Rows measured on GPUs (gpu_overlap.py).")
+    ],
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whose model; default: the rows'.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Predict measured combinations with the machine's model, and print how far it is off.
+
+    Every all-gather and all-to-all beside a GEMM, under every strategy, in points of the measured
+    ideal and in percent of the time: with the isolated times of the combination's two kernels given
+    as measured, and with these predicted too. Rows that parameters come from count apart.
+
+    \b
+    offcore overlap predict benchmarks/results/overlap-h200-2-matched.jsonl
+    """
+    rows = read_records(file)
+    named = next((str(row["machine"]) for row in rows if "machine" in row), "")
+    model = gpu_model.load(machine or named)
+    found = {isolated: predict.predictions(rows, model, isolated) for isolated in predict.ISOLATED}
+    every = [one for some in found.values() for one in some]
+    if not every:
+        raise error("invalid", f"{file}: no measured combinations of two kernels")
+    with JsonLines(json) as lines:
+        for one in every:
+            lines.write(asdict(one))
+    console = report.console(stderr=json == "-")
+    for isolated, some in found.items():
+        held_out = [one for one in some if not one.fitted]
+        if held_out:
+            console.print(predict.table(held_out, f"isolated times {isolated}: {HEAD}"))
+    source = f"parameters of {model.name}: {model.record['source']}"
+    console.print("\n".join([*predict.lines(every, rows), source]), highlight=False, soft_wrap=True)
 
 
 class FigureName(str, Enum):

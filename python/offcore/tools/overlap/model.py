@@ -4,7 +4,8 @@ Every kernel runs at the rate that its cores, or its engines, give it, as if it 
 by one more than what the others' memory traffic costs it. Rates hold until a kernel ends. A
 collective on engines takes the time that its program takes in the simulator, the very program that
 other backends run; on cores it moves bytes at a rate that rises with its cores. A GEMM computes
-in waves of tiles, or waits for memory, whichever is longer.
+in waves of tiles, or waits for memory, whichever is longer. Where isolated times were measured, a
+model of the same form takes them from there (gpu_model.py).
 """
 
 from __future__ import annotations
@@ -63,18 +64,22 @@ class Load:
 
 # By the names of the kernels that still run: how many cores each has, None for engines.
 Allot = Callable[[frozenset[str]], Mapping[str, int | None]]
+# By names of kernels: the share of its rate that one keeps while another runs that was first.
+Paces = Mapping[str, float]
 
 
-class Model:
-    """Of one machine. Times in us."""
+class Gpu:
+    """What models of all machines share. Times in us.
 
-    def __init__(self, name: str, values: Interference) -> None:
-        if name not in CORES:
-            known = ", ".join(CORES)
-            raise error("unsupported", f"the cores of {name} are not modelled: known are {known}")
+    workgroups: of a collective's kernel, by default. splits: cores that strategies with partitions
+    try for it. starved: the share of its workgroups that run while a GEMM that was first does.
+    """
+
+    workgroups: Mapping[str, int] = WORKGROUPS
+
+    def __init__(self, name: str, cores: Cores) -> None:
         self.name = name
-        self.cores = CORES[name]
-        self.values = values
+        self.cores = cores
         self._machine = machines.load(name)
         self._session = _core.Session("sim", self._machine, self._machine.ranks, phantom=True)
         self._engines: dict[tuple[str, int], float] = {}
@@ -82,6 +87,110 @@ class Model:
     @property
     def ranks(self) -> int:
         return int(self._machine.ranks)
+
+    @property
+    def splits(self) -> Sequence[int]:
+        return self.cores.splits()
+
+    @property
+    def starved(self) -> float:
+        raise NotImplementedError
+
+    def gemm(self, m: int, n: int, k: int, name: str, *, memory_bound: bool) -> Compute:
+        """A GEMM of 16-bit elements, with the memory traffic that it has on all cores."""
+        raise NotImplementedError
+
+    def alone_us(self, load: Load) -> float:
+        raise NotImplementedError
+
+    def isolated_us(self, load: Load) -> float:
+        """Alone, run after run, which power may limit."""
+        return self.alone_us(load)
+
+    def traffic(self, load: Load) -> float:
+        """Bytes of memory."""
+        raise NotImplementedError
+
+    def contention(self, load: Load, other: Load) -> float:
+        """Slowdown of one by the other's traffic, where it took the whole memory bandwidth."""
+        raise NotImplementedError
+
+    def leaves(self, gemm: Compute) -> Sequence[int]:
+        """Cores that a GEMM is given beside engines where it may leave some idle."""
+        raise NotImplementedError
+
+    def paces(self, strategy: str, gemm: Compute, collective: Collective) -> Paces:
+        """Of the kernel that the strategy launches second."""
+        return {}
+
+    def engines_us(self, op: str, nbytes: int) -> float:
+        """One engine a peer: the program that the simulator and every backend runs."""
+        if (op, nbytes) not in self._engines:
+            inside = op == "all_gather"
+            program = program_of(self._machine, op, self.ranks, nbytes, "pcpy", inside, "promise")
+            self._engines[op, nbytes] = self._session.run(program).time_ns / 1e3
+        return self._engines[op, nbytes]
+
+    def traffic_share(self, load: Load) -> float:
+        """Of the memory's bandwidth, while the kernel runs as if alone."""
+        return self.traffic(load) / self.alone_us(load) / 1e3 / self.cores.memory_gbps
+
+    def slowdown(self, load: Load, others: Sequence[Load]) -> float:
+        """By the others' memory traffic."""
+        cost = 1.0
+        for other in others:
+            cost += self.contention(load, other) * self.traffic_share(other)
+        return cost
+
+    def play(self, kernels: Sequence[Kernel], allot: Allot, paces: Paces | None = None) -> float:
+        """Until the last kernel ends."""
+        return self._played(kernels, allot, paces or {}, 1.0)[0]
+
+    def _played(
+        self, kernels: Sequence[Kernel], allot: Allot, paces: Paces, clock: float
+    ) -> tuple[float, float]:
+        """The time, and the joules beyond those of a GPU that runs something. clock: of GEMMs."""
+        left = {one.name: 1.0 for one in kernels}
+        now = joules = 0.0
+        while left:
+            cores = allot(frozenset(left))
+            loads = [Load(one, cores[one.name]) for one in kernels if one.name in left]
+            rates = {
+                one.name: 1
+                / self.alone_us(one)
+                / self.slowdown(one, [other for other in loads if other is not one])
+                for one in loads
+            }
+            if len(loads) > 1:
+                rates = {name: rate * paces.get(name, 1.0) for name, rate in rates.items()}
+            if clock < 1:
+                for one in loads:
+                    rates[one.name] *= clock if isinstance(one.kernel, Compute) else 1.0
+            step = min(left[name] / rate for name, rate in rates.items())
+            now += step
+            joules += sum(step * rates[one.name] * self.joules(one, clock) for one in loads)
+            left = {n: share - step * rates[n] for n, share in left.items()}
+            left = {n: share for n, share in left.items() if share > 1e-9}
+        return now, joules
+
+    def joules(self, load: Load, clock: float) -> float:
+        """Of one run, beyond those of a GPU that runs something; 0 where power is not modelled."""
+        return 0.0
+
+
+class Model(Gpu):
+    """Of a machine whose isolated times are computed."""
+
+    def __init__(self, name: str, values: Interference) -> None:
+        if name not in CORES:
+            known = ", ".join(CORES)
+            raise error("unsupported", f"no published numbers of {name}'s cores: known are {known}")
+        super().__init__(name, CORES[name])
+        self.values = values
+
+    @property
+    def starved(self) -> float:
+        return self.values.starved
 
     def with_values(self, values: Interference) -> Model:
         """The same machine, which keeps what was simulated."""
@@ -126,56 +235,26 @@ class Model:
         wire = Collective(op, _LARGE, self.ranks).wire_bytes
         return wire / self.engines_us(op, _LARGE) / 1e3
 
-    def engines_us(self, op: str, nbytes: int) -> float:
-        """One engine a peer: the program that the simulator and every backend runs."""
-        if (op, nbytes) not in self._engines:
-            inside = op == "all_gather"
-            program = program_of(self._machine, op, self.ranks, nbytes, "pcpy", inside, "promise")
-            self._engines[op, nbytes] = self._session.run(program).time_ns / 1e3
-        return self._engines[op, nbytes]
-
-    def traffic_share(self, load: Load) -> float:
-        """Of the memory's bandwidth, while the kernel runs as if alone."""
+    def traffic(self, load: Load) -> float:
         kernel = load.kernel
         if isinstance(kernel, Compute):
-            moved = self._memory_bytes(kernel, load.cores or self.cores.count)
-        else:
-            moved = TRAFFIC[kernel.op] * kernel.wire_bytes
-        return moved / self.alone_us(load) / 1e3 / self.cores.memory_gbps
+            return self._memory_bytes(kernel, load.cores or self.cores.count)
+        return TRAFFIC[kernel.op] * kernel.wire_bytes
 
-    def slowdown(self, load: Load, others: Sequence[Load]) -> float:
-        """By the others' memory traffic."""
-        cost = 1.0
-        for other in others:
-            by = self.values.memory_contention
-            if load.cores is not None and other.cores is not None:
-                by += self.values.l2_contention
-            cost += by * self.traffic_share(other)
-        return cost
+    def contention(self, load: Load, other: Load) -> float:
+        by = self.values.memory_contention
+        if load.cores is not None and other.cores is not None:
+            by += self.values.l2_contention
+        return by
 
-    def play(self, kernels: Sequence[Kernel], allot: Allot) -> float:
-        """Until the last kernel ends."""
-        left = {one.name: 1.0 for one in kernels}
-        now = 0.0
-        while left:
-            cores = allot(frozenset(left))
-            loads = [Load(one, cores[one.name]) for one in kernels if one.name in left]
-            rates = {
-                one.name: 1
-                / self.alone_us(one)
-                / self.slowdown(one, [other for other in loads if other is not one])
-                for one in loads
-            }
-            step = min(left[name] / rate for name, rate in rates.items())
-            now += step
-            left = {n: share - step * rates[n] for n, share in left.items()}
-            left = {n: share for n, share in left.items() if share > 1e-9}
-        return now
+    def leaves(self, gemm: Compute) -> Sequence[int]:
+        bound = self.cores.bound_of(gemm)
+        return [self.cores.count - THRASH_FREE if bound == "mb" else self.cores.count]
 
 
-def load(name: str = NAME) -> tuple[Model, dict[str, Any]]:
-    """The calibrated model and its record. Raises `Error`: unsupported for a machine without one,
-    invalid for a record that is not one."""
+def record_of(name: str) -> dict[str, Any]:
+    """What `offcore overlap calibrate` wrote. Raises `Error`: unsupported for a machine without it,
+    invalid for a file that is none."""
     path = machines.calibration_of(RECORD.format(name))
     if path is None:
         raise error(
@@ -183,7 +262,22 @@ def load(name: str = NAME) -> tuple[Model, dict[str, Any]]:
         )
     try:
         record = json.loads(path.read_text("utf-8"))
-        values = {one["name"]: float(one["value"]) for one in record["parameters"]}
-        return Model(name, Interference(**values)), record
+        names = [one["name"] for one in record["parameters"]]
+        if record["machine"] != name or len(set(names)) < len(names):
+            raise ValueError("it is of another machine, or names a parameter twice")
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise error("invalid", f"{path}: not a calibration ({cause!r})") from cause
+    return dict(record)
+
+
+def load(name: str = NAME) -> tuple[Model, dict[str, Any]]:
+    """The model that is fitted to published numbers, and its record. Raises `Error`: unsupported
+    for a machine without one, invalid for a record that is not one."""
+    record = record_of(name)
+    if "curves" in record:
+        raise error("unsupported", f"the model of {name} is of measured rows, not of published")
+    try:
+        values = {one["name"]: float(one["value"]) for one in record["parameters"]}
+        return Model(name, Interference(**values)), record
+    except (ValueError, KeyError, TypeError) as cause:
+        raise error("invalid", f"{name}: not a calibration ({cause!r})") from cause

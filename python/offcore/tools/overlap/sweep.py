@@ -11,10 +11,10 @@ from offcore.overlap.kernels import Collective, Compute
 from offcore.overlap.plan import Plan
 from offcore.overlap.tables import Tables
 from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of, split_tag
-from offcore.tools.overlap.model import THRASH_FREE, WORKGROUPS, Allot, Load, Model
+from offcore.tools.overlap.model import Allot, Gpu, Load, Paces
 
 
-def gemm_of(model: Model, tag: str) -> Compute:
+def gemm_of(model: Gpu, tag: str) -> Compute:
     return model.gemm(*GEMMS[tag], tag, memory_bound=tag.startswith("mb"))
 
 
@@ -25,10 +25,12 @@ class Combination:
     tag: str
     op: str
 
-    def kernels(self, model: Model) -> tuple[Compute, Collective]:
+    def kernels(self, model: Gpu) -> tuple[Compute, Collective]:
         gemm, size = self.tag.split("_")
         nbytes = size_of(size)
-        return gemm_of(model, gemm), Collective(self.op, nbytes, model.ranks, WORKGROUPS[self.op])
+        return gemm_of(model, gemm), Collective(
+            self.op, nbytes, model.ranks, model.workgroups[self.op]
+        )
 
 
 def combinations(text: str) -> list[Combination]:
@@ -71,7 +73,7 @@ class Outcome:
     def rp_cores(self) -> int:
         return min(self.rp_us, key=self.rp_us.__getitem__)
 
-    def rows(self, model: Model) -> Iterable[dict[str, Any]]:
+    def rows(self, model: Gpu) -> Iterable[dict[str, Any]]:
         """One for each strategy, flat."""
         for strategy, time_us in self.times_us.items():
             cores = self.rp_cores if strategy in ("rp", "sp_rp") else None
@@ -94,15 +96,21 @@ class Outcome:
             } | {f"ideal_{name}": round(value, 4) for name, value in asdict(self.ideal).items()}
 
 
-def measure(model: Model, combination: Combination) -> Outcome:
+def measure(model: Gpu, combination: Combination) -> Outcome:
     gemm, collective = combination.kernels(model)
-    every = model.cores.count
+    return outcome(model, combination, gemm, collective)
 
-    def play(allot: Allot) -> float:
-        return model.play((gemm, collective), allot)
 
-    def fixed(gemm_cores: int, cores: int | None) -> float:
-        return play(lambda _: {gemm.name: gemm_cores, collective.name: cores})
+def outcome(model: Gpu, combination: Combination, gemm: Compute, collective: Collective) -> Outcome:
+    """Of these kernels, whose isolated times may have been given."""
+    every, default = model.cores.count, model.workgroups[collective.op]
+    paces = {name: model.paces(name, gemm, collective) for name in ("sp", "rp", "sp_rp")}
+
+    def play(allot: Allot, paces: Paces | None = None) -> float:
+        return model.play((gemm, collective), allot, paces)
+
+    def fixed(gemm_cores: int, cores: int | None, paces: Paces | None = None) -> float:
+        return play(lambda _: {gemm.name: gemm_cores, collective.name: cores}, paces)
 
     def beside(cores: int) -> Allot:
         """So many cores for the collective while the GEMM runs, and all that is free after."""
@@ -111,35 +119,32 @@ def measure(model: Model, combination: Combination) -> Outcome:
             alone = len(running) < 2
             return {
                 gemm.name: every if alone else every - cores,
-                collective.name: WORKGROUPS[collective.op] if alone else cores,
+                collective.name: default if alone else cores,
             }
 
         return allot
 
-    default = WORKGROUPS[collective.op]
-    rp_us = {cores: fixed(every - cores, cores) for cores in model.cores.splits()}
-    bound = model.cores.bound_of(gemm)
-    fewer = every - THRASH_FREE if bound == "mb" else every
-    gemm_us = model.alone_us(Load(gemm, every))
-    kernel_us = model.alone_us(Load(collective, default))
+    rp_us = {cores: fixed(every - cores, cores, paces["rp"]) for cores in model.splits}
+    split = min(rp_us, key=rp_us.__getitem__)
+    gemm_us = model.isolated_us(Load(gemm, every))
+    kernel_us = model.isolated_us(Load(collective, default))
     times = {
         "serial": gemm_us + kernel_us,
-        "base": play(beside(max(1, round(model.values.starved * default)))),
-        "sp": play(beside(default)),
-        "rp": min(rp_us.values()),
-        # Whoever has cores of its own starves nobody, in whatever order.
-        "sp_rp": min(rp_us.values()),
+        "base": play(beside(max(1, round(model.starved * default)))),
+        "sp": play(beside(default), paces["sp"]),
+        "rp": rp_us[split],
+        "sp_rp": fixed(every - split, split, paces["sp_rp"]),
         "ConCCL": fixed(every, None),
-        "ConCCL_rp": fixed(fewer, None),
+        "ConCCL_rp": min(fixed(cores, None) for cores in model.leaves(gemm)),
     }
     return Outcome(
         tag=combination.tag,
         op=combination.op,
         kind=classify.kind_of(gemm_us, kernel_us),
-        bound=bound,
+        bound=model.cores.bound_of(gemm),
         gemm_us=gemm_us,
         kernel_us=kernel_us,
-        engines_us=model.alone_us(Load(collective, None)),
+        engines_us=model.isolated_us(Load(collective, None)),
         times_us=times,
         rp_us=rp_us,
     )
@@ -166,23 +171,23 @@ _STAND_INS = ("cb5", "mb1")  # the GEMM of each class that is measured
 _SOURCE = "the calibrated model of docs/overlap.md, simulated: offcore overlap characterise"
 
 
-def characterise(model: Model) -> Tables:
+def characterise(model: Gpu) -> Tables:
     """The tables of plans: of one GEMM of each class and two sizes of each collective."""
     gemms = [gemm_of(model, tag) for tag in _STAND_INS]
     rows = [*_gemm_rows(model, gemms)]
     for op in OPS:
         rows += [*_collective_rows(model, op), *_beside_rows(model, op, gemms)]
-    return Tables(model.name, _SOURCE, model.cores, WORKGROUPS, tuple(rows))
+    return Tables(model.name, _SOURCE, model.cores, model.workgroups, tuple(rows))
 
 
-def _slowdown(model: Model, kernel: Compute | Collective, cores: int, default: int) -> float:
+def _slowdown(model: Gpu, kernel: Compute | Collective, cores: int, default: int) -> float:
     on, full = (model.alone_us(Load(kernel, count)) for count in (cores, default))
     return round(on / full, 4)
 
 
-def _gemm_rows(model: Model, gemms: Sequence[Compute]) -> Iterable[dict[str, Any]]:
+def _gemm_rows(model: Gpu, gemms: Sequence[Compute]) -> Iterable[dict[str, Any]]:
     every = model.cores.count
-    counts = {one for cores in model.cores.splits() for one in (cores, every - cores)}
+    counts = {one for cores in model.splits for one in (cores, every - cores)}
     for gemm in gemms:
         bound = model.cores.bound_of(gemm)
         for cores in sorted(counts, reverse=True):
@@ -190,24 +195,24 @@ def _gemm_rows(model: Model, gemms: Sequence[Compute]) -> Iterable[dict[str, Any
             yield {"row": "slowdown", "kernel": bound, "cores": cores, "slowdown": slowdown}
 
 
-def _collective_rows(model: Model, op: str) -> Iterable[dict[str, Any]]:
+def _collective_rows(model: Gpu, op: str) -> Iterable[dict[str, Any]]:
     for bound, nbytes in SIZES.items():
         kernel = Collective(op, nbytes, model.ranks)
-        for cores in model.cores.splits():
+        for cores in model.splits:
             place = {"row": "slowdown", "kernel": op, "bound": bound, "bytes": nbytes}
-            slowdown = _slowdown(model, kernel, cores, WORKGROUPS[op])
+            slowdown = _slowdown(model, kernel, cores, model.workgroups[op])
             yield place | {"cores": cores, "slowdown": slowdown}
     small = Collective(op, SIZES["latency"], model.ranks)
-    for workgroups in (WORKGROUPS[op], None):
+    for workgroups in (model.workgroups[op], None):
         engines = workgroups is None
         place = {"row": "latency", "kernel": op, "engines": engines, "bytes": small.nbytes}
         yield place | {"time_us": round(model.alone_us(Load(small, workgroups)), 3)}
 
 
-def _beside_rows(model: Model, op: str, gemms: Sequence[Compute]) -> Iterable[dict[str, Any]]:
+def _beside_rows(model: Gpu, op: str, gemms: Sequence[Compute]) -> Iterable[dict[str, Any]]:
     large = Collective(op, SIZES["bandwidth"], model.ranks)
     for gemm in gemms:
-        for cores in (WORKGROUPS[op], None):
+        for cores in (model.workgroups[op], None):
             loads = Load(gemm, model.cores.count - (cores or 0)), Load(large, cores)
             names = model.cores.bound_of(gemm), op
             for one in (0, 1):
@@ -218,6 +223,6 @@ def _beside_rows(model: Model, op: str, gemms: Sequence[Compute]) -> Iterable[di
                 )
 
 
-def planned(model: Model, tables: Tables, combination: Combination) -> Plan:
+def planned(model: Gpu, tables: Tables, combination: Combination) -> Plan:
     """By shapes, measured traffic and rooflines alone."""
     return Plan(combination.kernels(model), tables)
