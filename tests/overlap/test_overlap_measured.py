@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+import needs
 import offcore
 from offcore import overlap
 from offcore.errors import error
-from offcore.tools.overlap import energy, measure, summary, tabled
+from offcore.tools.cli.main import app
+from offcore.tools.overlap import energy, engines, measure, summary, tabled
 from offcore.tools.overlap.measure import Case, Sweep
 from offcore.tools.overlap.stage import GEMM, Part, Shape
 from offcore.tools.records import read_records
@@ -44,6 +47,61 @@ def test_estimates_beside_measurements() -> None:
         "sp_rp": 25.4,
         "ConCCL": 16.1,
     }
+
+
+def test_figure_9_is_what_the_documents_say() -> None:
+    benched = engines.speedups(read_records(RESULTS / "cuda-h200-2.jsonl"))
+    assert [len(points) for points in benched.values()] == [21, 21]
+    gather, exchange = benched["all_gather"], benched["all_to_all"]
+    below = [1 / min(value for size, value in points.items() if size < 1 << 20)
+             for points in (gather, exchange)]  # fmt: skip
+    assert [round(one, 1) for one in below] == [1.9, 1.5]
+    assert round(max(gather.values()), 2) == 1.47
+    assert min(value for size, value in gather.items() if size >= 4 << 20) > 1.05
+    assert round(exchange[1 << 30], 2) == 0.69
+    large = engines.speedups(ROWS)
+    exchange = large["all_to_all"]
+    assert [round(exchange[size << 20], 2) for size in (128, 256, 1024, 27136)] == [
+        0.95, 0.96, 0.89, 0.82
+    ]  # fmt: skip
+    gather = {size: one for size, one in large["all_gather"].items() if size >= 128 << 20}
+    assert [round(pick(gather.values()), 2) for pick in (min, max)] == [1.21, 1.5]
+    assert round(1 / large["all_gather"][64 << 10], 1) == 2.2
+
+
+def test_figure_9_takes_only_calls_by_engines_as_they_are_by_default() -> None:
+    row = {"op": "all_gather", "bytes": 1024, "timing": "chain", "mode": "eager"}
+    library = [row | {"impl": "nccl", "time_us": 9}, row | {"impl": "nccl", "time_us": 8}]
+    own = row | {"impl": "offcore", "asked": "auto", "own_copy": "engine", "signals": "fenced"}
+    others = [
+        own | {"own_copy": "sm", "time_us": 1},
+        own | {"signals": "copy_order", "time_us": 1},
+        own | {"asked": "promise", "time_us": 1},
+        own | {"mode": "graph", "time_us": 1},
+        own | {"timing": "call", "time_us": 1},
+        row | {"impl": "nccl-ce", "time_us": 1},
+        own | {"op": "broadcast", "time_us": 1},
+    ]
+    for rows in (library, [*library, *others], [own | {"time_us": 4}]):
+        with pytest.raises(offcore.Error, match="both engines and") as raised:
+            engines.speedups(rows)
+        assert raised.value.code == "invalid"
+    ours = [own | {"time_us": 5}, own | {"time_us": 4}]
+    assert engines.speedups([*library, *others, *ours]) == {"all_gather": {1024: 2.0}}
+
+
+def test_figure_9_is_drawn(tmp_path: Path) -> None:
+    needs.require("matplotlib")
+    for name, count in (("cuda-h200-2", 42), ("overlap-h200-2", 28)):
+        out = tmp_path / f"{name}.svg"
+        made = CliRunner().invoke(
+            app,
+            ["overlap", "plot", str(RESULTS / f"{name}.jsonl"), "--figure", "9", "--published",
+             "--out", str(out), "--json", "-"],
+        )  # fmt: skip
+        assert made.exit_code == 0, made.output
+        assert out.stat().st_size > 8000
+        assert f'"rows": {count}' in made.output or f'"points": {count}' in made.output, made.output
 
 
 def test_rows_without_curves_make_no_tables() -> None:

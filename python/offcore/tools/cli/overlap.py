@@ -28,6 +28,7 @@ from offcore.tools.cli.options import (
 )
 from offcore.tools.overlap import (
     counters,
+    engines,
     gpu_fit,
     gpu_model,
     measured,
@@ -423,6 +424,7 @@ class FigureName(str, Enum):
     bandwidths = "6"
     ideals = "7"
     kernels = "8"
+    alone = "9"
     engines = "10"
 
 
@@ -435,17 +437,23 @@ def plot_command(
         ),
     ],
     figure: Annotated[
-        FigureName, typer.Option(metavar="5|6|7|8|10", help="ConCCL's figure.")
+        FigureName, typer.Option(metavar="5|6|7|8|9|10", help="ConCCL's figure.")
     ] = FigureName.engines,
     published: Annotated[
-        bool, typer.Option("--published", help="Only ConCCL's 30 combinations of table II.")
+        bool,
+        typer.Option(
+            "--published",
+            help="Only ConCCL's 30 combinations of table II; figure 9: its values, too.",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The plot (.png, .svg, .pdf).")] = Path(
         "overlap.png"
     ),
     json: JsonOption = None,
 ) -> None:
-    """Draw one of ConCCL's figures 5, 6, 7, 8 and 10.
+    """Draw one of ConCCL's figures 5, 6, 7, 8, 9 and 10.
+
+    Figure 9, engines beside the library's kernels by size, also reads rows of offcore bench.
 
     \b
     offcore overlap plot rows.jsonl --figure 8 --out figure8.png
@@ -460,6 +468,11 @@ def plot_command(
         if not rows:
             raise error("invalid", f"{file}: no rows of characterise --counters")
         count, drawn = len(rows), overlap_plot.draw_bandwidths(rows)
+    elif figure is FigureName.alone:
+        rows = [row for row in read_records(file) if "op" in row]
+        series = engines.speedups(rows)
+        count = sum(map(len, series.values()))
+        drawn = engines.draw(series, overlap_plot.source(rows), published=published)
     else:
         # Measured files have rows of other kinds too: curves, joules, what failed.
         rows = [row for row in read_records(file) if "strategy" in row and "speedup" in row]

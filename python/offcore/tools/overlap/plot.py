@@ -54,7 +54,7 @@ def _legend(axes: Any, columns: int) -> None:
     )
 
 
-def _source(rows: Sequence[Row]) -> str:
+def source(rows: Sequence[Row]) -> str:
     """Where the rows come from: "mi300x-8, simulated"."""
     names = {f"{row.get('machine', '')}, {row.get('backend', '')}" for row in rows}
     return (
@@ -99,7 +99,7 @@ def draw_ideals(rows: Sequence[Row]) -> Any:
     axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize=8)
     axes.set_ylim(1, 2.05)
     axes.set_ylabel("ideal speed-up")
-    axes.set_title(_source(rows), fontsize=9, loc="right")
+    axes.set_title(source(rows), fontsize=9, loc="right")
     _legend(axes, len(ops))
     bare(axes)
     return figure
@@ -127,7 +127,7 @@ def draw_speedups(rows: Sequence[Row], figure: int) -> Any:
     axes.set_xticks(range(len(groups)), [f"{op}\n{kind}" for op, kind in groups], fontsize=8)
     axes.set_ylim(1, max(2.1, *(bar.get_height() * 1.03 for bar in axes.patches)))
     axes.set_ylabel("speed-up over one after the other")
-    axes.set_title(_source(rows), fontsize=9, loc="right")
+    axes.set_title(source(rows), fontsize=9, loc="right")
     _legend(axes, len(shown) + 1)
     bare(axes)
     return drawn
@@ -203,5 +203,5 @@ def draw_bandwidths(rows: Sequence[Row]) -> Any:
         bare(axes)
     figure.legend(*panels[1].get_legend_handles_labels(), frameon=False, fontsize=8,
                   loc="outside right upper")  # fmt: skip
-    panels[1].set_title(_source(rows), fontsize=9, loc="right")
+    panels[1].set_title(source(rows), fontsize=9, loc="right")
     return figure

@@ -10,7 +10,7 @@ from typing import Any
 
 from offcore.overlap.kernels import Collective
 from offcore.sizes import format_bytes
-from offcore.tools.overlap import plot
+from offcore.tools.overlap import engines, plot
 from offcore.tools.overlap.cases import COMBINATIONS, GEMMS, OPS, size_of
 from offcore.tools.overlap.model import WORKGROUPS, Load
 from offcore.tools.overlap.sweep import gemm_of
@@ -19,7 +19,7 @@ from offcore.tools.papers.conccl.rows import Results, engines_speedup
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.latte.calibrated import ABSOLUTE
 from offcore.tools.papers.latte.page import STYLE, at_limits, claims
-from offcore.tools.plot import draw_table, pyplot, size_axis
+from offcore.tools.plot import draw_table, pyplot
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,10 @@ def _draw_traffic(found: Results) -> Any:
 
 
 def _draw_engines(found: Results) -> Any:
-    figure, axes = pyplot().subplots(figsize=(8.2, 3.8), layout="constrained")
     sizes = [1 << power for power in range(10, 35)]
-    for op in OPS:
-        values = [engines_speedup(found.model, op, size) for size in sizes]
-        axes.plot(sizes, values, marker="o", markersize=4, color=plot.COLOURS[op], label=op)
-    axes.axhline(1 / 4, color="#555555", linestyle=":", label="published: up to 4x slower")
-    size_axis(axes, sizes)
-    axes.yaxis.set_major_formatter("{x:g}x")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_ylim(0)
-    axes.set_ylabel("engines: times as fast as on cores")
-    axes.set_title("Collectives on engines beside cores, 8 x MI300X (model)", fontsize=10)
-    axes.legend(frameon=False, fontsize=9)
-    plot.bare(axes)
-    return figure
+    series = {op: {size: engines_speedup(found.model, op, size) for size in sizes} for op in OPS}
+    title = "Collectives on engines beside cores, 8 x MI300X (model)"
+    return engines.draw(series, title, published=True)
 
 
 def _table(columns: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[float]) -> Any:
