@@ -13,7 +13,8 @@ import pytest
 import offcore
 from offcore import loop
 from offcore.comm.requests import Requests
-from offcore.loop import gpu, nvrtc, plan, source
+from offcore.device.cuda import nvrtc
+from offcore.loop import gpu, plan, source
 from offcore.loop.host import HostExecutor
 
 RNG = np.random.default_rng(3)
@@ -374,6 +375,20 @@ def test_nvcc_compiles_the_text(tmp_path):
     done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert ".entry offcore_loop" in (tmp_path / "loop.ptx").read_text("utf-8")
+
+
+def test_nvrtc_of_a_package(monkeypatch, tmp_path):
+    """It asks for its builtins by name alone, so they are loaded before it."""
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libnvrtc-builtins.alt.so.13.0"):
+        (tmp_path / name).touch()
+    loaded = []
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: [str(tmp_path / "libnvrtc.so.13")])
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", loaded.append)
+    nvrtc.library.cache_clear()
+    nvrtc.library()
+    nvrtc.library.cache_clear()
+    names = ("libnvrtc-builtins.so.13.0", "libnvrtc.so.13")
+    assert loaded == [str(tmp_path / name) for name in names]
 
 
 def test_without_nvrtc(monkeypatch):

@@ -14,7 +14,8 @@ BESIDE = {
     "offcore.distributed": 1780,  # of which groups that span hosts are 370, direct calls 137
     "offcore.fsdp": 600,
     "offcore.serving": 1450,  # four engines
-    "offcore.loop": 1400,
+    "offcore.loop": 1180,
+    "offcore.device.cuda": 320,
     "offcore.device.triton": 330,
     "offcore.torch": 95,
     "offcore.torch_matmul": 225,  # both directions

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from offcore import _core
 from offcore.comm.requests import Requests
+from offcore.device.cuda import nvrtc
+from offcore.device.cuda.driver import Driver
 from offcore.errors import error
-from offcore.loop import nvrtc
-from offcore.loop.driver import Driver
 from offcore.loop.graph import Graph, Slice
 from offcore.loop.host import TIMES
 from offcore.loop.plan import RUN, STAMP, Instruction, Plan
@@ -71,7 +71,8 @@ class GpuExecutor:
         try:
             self.plan = plan = Plan(graph, blocks or driver.sms)
             cubin = nvrtc.compile_cubin(text_of(plan), driver.arch, include_paths())
-            self._loop, self._step = driver.load(cubin, "offcore_loop", "offcore_step")
+            driver.load(cubin)
+            self._loop, self._step = map(driver.function, ("offcore_loop", "offcore_step"))
             room = driver.co_resident(self._loop, THREADS)
             if len(plan.blocks) > room:
                 raise error(

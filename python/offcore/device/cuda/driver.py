@@ -1,4 +1,5 @@
-"""What a loop asks of the CUDA driver, by ctypes: memory, code, one launch in a stream."""
+"""What kernels compiled at run time ask of the CUDA driver, by ctypes: memory, code, launches in a
+stream."""
 
 from __future__ import annotations
 
@@ -36,13 +37,14 @@ class Driver:
         self.arch = f"sm_{self._attribute(MAJOR)}{self._attribute(MINOR)}"
         self._call("cuStreamCreateWithPriority", ctypes.byref(self._stream), NON_BLOCKING, 0)
 
-    def load(self, cubin: bytes, *names: str) -> list[ctypes.c_void_p]:
+    def load(self, cubin: bytes) -> None:
         self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-        functions = [ctypes.c_void_p() for _ in names]
-        for function, name in zip(functions, names, strict=True):
-            found = ctypes.byref(function)
-            self._call("cuModuleGetFunction", found, self._module, name.encode())
-        return functions
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """Of the code that was loaded."""
+        found = ctypes.c_void_p()
+        self._call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
+        return found
 
     def co_resident(self, function: ctypes.c_void_p, threads: int) -> int:
         count = ctypes.c_int()
@@ -115,7 +117,7 @@ class Driver:
         deadline = time.monotonic() + seconds
         while not self.idle():
             if time.monotonic() > deadline:
-                raise error("timeout", f"loop: its kernels did not end within {seconds:g} s")
+                raise error("timeout", f"kernels: they did not end within {seconds:g} s")
 
     def close(self) -> None:
         """Once nothing runs. A second call does nothing."""
@@ -139,7 +141,7 @@ class Driver:
             given = (name.encode(), ctypes.byref(at), 12000, ctypes.c_uint64(0))
             code = self._cuda.cuGetProcAddress_v2(*given, ctypes.byref(found))
             if code or not at.value:
-                raise error("driver", f"loop: the driver has no {name}: it needs CUDA 12.0")
+                raise error("driver", f"kernels: the driver has no {name}: it needs CUDA 12.0")
             self._functions[name] = ctypes.CFUNCTYPE(ctypes.c_int)(at.value)
         return self._functions[name]
 
@@ -166,4 +168,4 @@ class Driver:
         text = ctypes.c_char_p()
         self._function("cuGetErrorString")(code, ctypes.byref(text))
         told = (text.value or b"?").decode()
-        raise error("driver", f"loop: {name}: {told} ({code})")
+        raise error("driver", f"kernels: {name}: {told} ({code})")
