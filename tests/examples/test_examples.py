@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offcore import device
 from offcore.sizes import parse_bytes
 from offcore.tools.bench import compare
 from offcore.tools.report import format_us
@@ -74,6 +76,31 @@ def test_a_prompt_is_fetched():
     assert re.match(r" +store: 6144 pages in 256 commands \(strided\), ", lines[0])
     assert re.match(r"by layer: 6144 pages in \d{4} commands", lines[2].strip())
     assert lines[3].startswith("correct, on ")
+
+
+def test_threads_ask_for_copies():
+    assert sorted(run(EXAMPLES / "host_put.py").splitlines()) == [
+        f"rank {rank}: 0 wrong bytes in 200 rounds" for rank in range(3)
+    ]
+
+
+def test_cuda_kernels_that_ask_for_copies(tmp_path):
+    """Without GPUs it says so; nvcc reads what NVRTC would. Their bytes are checked on GPUs."""
+    env = os.environ | {"OFFCORE_LIBCUDA": "libnone.so.1"}
+    first, second = run(EXAMPLES / "nvrtc_put.py", env=env).splitlines()
+    assert first.startswith("no two GPUs here (")
+    assert re.match(r"compiled for sm_90: \d{4,} bytes of code|not compiled: .*nvrtc", second)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    [source] = re.findall(
+        r'^SOURCE = r"""(.*?)"""', (EXAMPLES / "nvrtc_put.py").read_text(), re.S | re.M
+    )
+    (tmp_path / "put.cu").write_text(source, "utf-8")
+    command = (nvcc, "-std=c++17", "-arch=sm_90", "-ptx", f"-I{device.include_path()}", "put.cu")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ".entry exchange" in (tmp_path / "put.ptx").read_text("utf-8")
 
 
 def test_multicast_between_processes():
