@@ -25,7 +25,8 @@ COPIED = (
     ("machines", "machines", "**/*.json"),
     ("include/offcore", "core/proxy", "device.cuh"),
     ("include/offcore", "core/proxy", "ring.h"),
-    ("tools/papers/recorded", "benchmarks/results", "gpu-driven-h200-2*.txt"),
+    ("tools/papers/recorded", "benchmarks/results", "gpu-driven-h200-2.txt"),
+    ("tools/papers/recorded", "benchmarks/results", "train-h200-2.txt"),
 )
 BUILT = ["_core.*.so", "_core.pyi"]
 IMPORTS = 9

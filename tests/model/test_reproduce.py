@@ -16,7 +16,7 @@ import offcore
 from offcore import _core, machines
 from offcore.errors import Error
 from offcore.tools import explain
-from offcore.tools.papers import driven_model, gpu_driven, reproduce
+from offcore.tools.papers import driven_figures, driven_model, gpu_driven, reproduce
 from offcore.tools.papers.findings import tally
 from offcore.tools.papers.latte import figures, rows
 
@@ -172,13 +172,16 @@ def test_gpu_driven_beside_what_was_recorded(tmp_path: Path) -> None:
     findings = reproduce.run("gpu-driven", tmp_path, Console(width=200))
     told = {one.published for one in findings}
     assert told > {"39.3 us", "11.2 us", "3.5x", "4.32 us", "9.1x", "4 MB", "3.87x", "3.68"}
-    assert told > {"151.6 us", "2.35x", "2.00x", "2.46x, 2.12x", "64.5 %", "9.10 GB/s, 1.82x"}
+    assert told > {"151.6 us", "2.35x", "2.00x", "2.46x", "2.12x", "64.5 %", "9.10 GB/s, 1.82x"}
     assert told > {"1364 (0.32 %), 13 (0.48 %)", "1.96 TB/s; 99.2 %"}
     assert all(one.met is None for one in findings if one.basis == "not measured")
-    assert "6 measured, not counted, 16 not measured, not counted" in tally(findings)
+    assert "9 measured, not counted, 13 not measured, not counted" in tally(findings)
     html = (tmp_path / "gpu-driven.html").read_text("utf-8")
     assert "11.42 us (11.04 us at 71dc787)" in html
-    assert (tmp_path / "figure-4.png").stat().st_size > 8000
+    for name in ("figure-1", "figure-4", "figure-4-right", "figure-5"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 8000
+        assert (tmp_path / f"{name}.svg").read_bytes().startswith(b"<?xml")
+    assert html.count("<figure>") == len(driven_figures.FIGURES) == 4
 
 
 LINK, PAYLOAD, ASKED, HEADER = 15754, 128, 512, 24  # bytes a us; of a packet, a read, a header
@@ -242,8 +245,20 @@ def test_the_model_of_paper_003s_engines(tmp_path: Path) -> None:
 
 
 def test_gpu_driven_needs_what_was_recorded(tmp_path: Path) -> None:
-    with pytest.raises(Error, match="is missing"):
-        gpu_driven.recorded(tmp_path)
+    for read in (gpu_driven.recorded, gpu_driven.trained):
+        with pytest.raises(Error, match="is missing"):
+            read(tmp_path)
+    (tmp_path / "train-h200-2.txt").write_text("8. At 2f72b22: another text", "utf-8")
+    with pytest.raises(Error, match="has no such run"):
+        gpu_driven.trained(tmp_path)
+
+
+def test_the_runs_of_training_are_the_recorded_ones() -> None:
+    first, last = gpu_driven.trained(Path(__file__).parents[2] / "benchmarks" / "results")
+    assert (first.commit, first.nccl_ms, first.offcore_ms, first.speed) == ("2f72b22", 56, 61, 0.92)
+    assert (first.nccl_alone, first.nccl_beside, first.offcore_beside) == (76.4, 46.4, 38.4)
+    assert (last.commit, last.alone_ms, last.nccl_ms, last.speed) == ("a888dca", 40.7, 48, 0.87)
+    assert (last.nccl_alone, last.nccl_beside, last.offcore_beside) == (74, 30, 52)
 
 
 def test_the_help_names_every_paper(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Model:
 
     def __init__(self, machine: str = MACHINE) -> None:
         self._on = Simulated(machine, rounds=4, phantom=True)
+        self.machine = self._on.machine
         self.hardware = cache(lambda nbytes: self._gbps("device", nbytes))
         self.software = cache(lambda nbytes: self._gbps("proxy", nbytes))
 
@@ -43,12 +44,16 @@ class Model:
         """Of many messages of that size, none of which continues another."""
         return self._on.message_gbps(engine, nbytes, 2, COUNT_MAX)
 
+    def way_us(self, engine: str, nbytes: int) -> float:
+        """Of a message alone, half of a round trip."""
+        return self._on.one_way_us(engine, nbytes, min(nbytes, KIB))
+
     def one_way_us(self) -> dict[str, float]:
         """Of a few bytes."""
         return {
-            "C-Drv": events_us(self._on.machine, SMALL),
-            "G-Drv-S": self._on.one_way_us("proxy", SMALL, SMALL),
-            "G-Drv-H": self._on.one_way_us("device", SMALL, SMALL),
+            "C-Drv": events_us(self.machine, SMALL),
+            "G-Drv-S": self.way_us("proxy", SMALL),
+            "G-Drv-H": self.way_us("device", SMALL),
         }
 
 

@@ -7,20 +7,16 @@ time or a rate is met by being no worse, a factor by being no smaller.
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from html import escape
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from offcore.errors import error
-from offcore.tools import plot
 from offcore.tools.papers import driven_model
-from offcore.tools.papers.findings import Finding, percent, tally
+from offcore.tools.papers.findings import Finding, percent
 
-FILE = "gpu-driven-h200-2.txt"
+FILE, TRAINING_FILE = "gpu-driven-h200-2.txt", "train-h200-2.txt"
 KINDS = "ping-pong|throughput|push|step|kernel"
 LINE = re.compile(rf"^({KINDS})\s+(\S.*?)\s+(\d+)\s+([\d.]+) ", re.MULTILINE)
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,36 +24,75 @@ KIB, MIB = 1 << 10, 1 << 20
 LATER = re.compile(r"^ping-pong, us one way, of 4 KiB ([\d.]+) ", re.MULTILINE)
 LATER_PROXY = "proxy, f1a60bf"
 WAITS = "two streams' waits"
-TITLE = "GPU-driven copies: published and measured"
 
 Rows = dict[tuple[str, str, int], float]
+# Runs of gpu_bert.py in its file, by the names of `Training`; NUMBER stands for a number.
+RUNS = (
+    r"At (?P<commit>\w+), .*gpu_bert.py.*\n"
+    r" +step: alone (?P<alone_ms>NUMBER) ms, NCCL (?P<nccl_ms>NUMBER), "
+    r"offcore (?P<offcore_ms>NUMBER) \((?P<speed>NUMBER) of .* alone NCCL (?P<nccl_alone>NUMBER),\n"
+    r".* each layer of such a step (?P<nccl_beside>NUMBER) and (?P<offcore_beside>NUMBER),",
+    r"gpu_bert.py.* at (?P<commit>\w+): a step alone (?P<alone_ms>NUMBER) ms, "
+    r"with NCCL (?P<nccl_ms>NUMBER), offcore .* (?P<offcore_ms>NUMBER): (?P<speed>NUMBER)\.\n"
+    r".*: NCCL (?P<nccl_alone>NUMBER) GB/s alone, (?P<nccl_beside>NUMBER) beside layers, "
+    r".*; offcore NUMBER, (?P<offcore_beside>NUMBER) and",
+)
 # Not measured here: key, claim, published.
 UNMEASURED = (
     ("I", "latency in frameworks that use the DMA engine", "hundreds of us"),
-    ("F1", "rate by size of a message, ideal and by TensorFlow", "curves"),
     ("T1", "polling gap, mutex", "58.3, 58.7 us"),
-    ("T1", "all of them", "151.6 us"),
     ("T2", "an FPGA's stack: ALMs, block RAM", "14253 (3.34 %), 188 (6.93 %)"),
     ("T2", "an FPGA's PCIe: ALMs, block RAM", "1364 (0.32 %), 13 (0.48 %)"),
     ("II-B", "mutex, both threads on one core", "5 us"),
     ("II-B", "a busy CPU sees an event; a GPU's signal by the host", "3 us; 2 to 3 us"),
     ("II-B", "trigger of an event; waking a command", "4 us; 10 to 20 us"),
     ("II-C", "the kernel's reads of L2; FFMA among the other's instructions", "1.96 TB/s; 99.2 %"),
-    ("II-C", "BERT-Large on 8 V100: computation; all-reduce", "-45.0 %; 5.0 GB/s, 53.6 %"),
+    ("II-C", "BERT-Large on 8 V100: computation beside all-reduces", "-45.0 %"),
     ("II-C", "the same on 8 A100", "-14.3 %; 49.0 GB/s, 30.9 %"),
     ("III-B", "SR, SC and RC by MMIO", "2 to 3 us"),
-    ("F5", "training of BERT-Large by Megatron-LM, PT-TRT", "2.46x, 2.12x"),
+    ("F5", "training of BERT-Large beside Megatron-LM", "2.46x"),
     ("F5", "share of the gap that is communication", "64.5 %"),
-    ("F5", "all-reduce beside training", "9.10 GB/s, 1.82x"),
 )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of benchmarks/gpu_bert.py on 2 x H200: ms of a step without communication, over NCCL
+    and over offcore; its speed beside NCCL's; GB/s of all-reduces of 32 MiB, alone and beside
+    layers."""
+
+    commit: str
+    alone_ms: float
+    nccl_ms: float
+    offcore_ms: float
+    speed: float
+    nccl_alone: float
+    nccl_beside: float
+    offcore_beside: float
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        raise error("invalid", f"{path} is missing: install offcore again") from None
+
+
+def trained(folder: Path) -> list[Training]:
+    """The runs as recorded, the last one last. Raises invalid where they are not at hand."""
+    text, runs = _text(folder / TRAINING_FILE), []
+    for pattern in RUNS:
+        found = re.search(pattern.replace("NUMBER", r"\d+(?:\.\d+)?"), text)
+        if found is None:
+            raise error("invalid", f"{folder / TRAINING_FILE} has no such run: {pattern[:40]}...")
+        given = found.groupdict()
+        runs.append(Training(given.pop("commit"), **{name: float(n) for name, n in given.items()}))
+    return runs
 
 
 def recorded(folder: Path) -> Rows:
     """Raises invalid where they are not at hand."""
-    try:
-        text = (folder / FILE).read_text("utf-8")
-    except OSError:
-        raise error("invalid", f"{folder / FILE} is missing: install offcore again") from None
+    text = _text(folder / FILE)
     rows = {
         (what, engine, int(nbytes)): float(value)
         for what, engine, nbytes, value in LINE.findall(text)
@@ -65,6 +100,15 @@ def recorded(folder: Path) -> Rows:
     if later := LATER.search(text):
         rows["ping-pong", LATER_PROXY, 4 * KIB] = float(later[1])
     return rows
+
+
+def contiguous_peak(rows: Rows) -> float:
+    """GB/s: what is taken for the link's rate."""
+    return max(
+        gb
+        for (what, engine, _), gb in rows.items()
+        if (what, engine) == ("throughput", "contiguous")
+    )
 
 
 def _time(claim: str, published: float, ours: float) -> Finding:
@@ -96,7 +140,16 @@ def _beside(rows: Rows) -> list[Finding]:
         return f"NCCL {by['NCCL']:.2f}x, offcore {by['offcore']:.2f}x"
 
     events = f"{step('event seen')}, {step(WAITS, 0)} us"
+    polled, row = rows["ping-pong", "polling", MIB], rows["throughput", "memcpy loop", MIB]
+    total = f"{rows['ping-pong', 'polling', 4 * KIB]:.1f} us"
     told = (
+        (
+            "F1",
+            "a message at a time, and copies in a row (ours: 1 MiB, polling)",
+            "curves",
+            f"{MIB / polled / 1e3:.1f}, {row:.1f} GB/s",
+        ),
+        ("T1", "all of them (ours: a way by polling, with its copy)", "151.6 us", total),
         ("T1", "trigger of an event, synchronisation of streams", "3.8, 11.6 us", events),
         ("T1", "kernel launch (ours: until the kernel runs)", "19.2 us", f"{step('launch')} us"),
         ("II-C", "a kernel that reads L2 beside a 64 MB all-gather", "2.35x", slower("L2")),
@@ -108,7 +161,32 @@ def _beside(rows: Rows) -> list[Finding]:
     ]
 
 
-def findings(rows: Rows) -> list[Finding]:
+def _trained(runs: Sequence[Training]) -> list[Finding]:
+    """2 GPUs and DDP, not 8 and a system of its own. The last run counts."""
+
+    def beside(run: Training) -> str:
+        return f"{run.offcore_beside:.0f} GB/s, {run.offcore_beside / run.nccl_beside:.2f}x"
+
+    *earlier, last = runs
+    others = [f"{one.speed:.2f}x at {one.commit}" for one in earlier]
+    speed = _factor(
+        "training of BERT-Large beside PT-TRT (ours: DDP beside NCCL)", 2.12, last.speed
+    )
+    reduce = _factor("all-reduce beside training (ours: beside layers)", 1.82,
+                     last.offcore_beside / last.nccl_beside)  # fmt: skip
+    told = ", ".join(f"{beside(one)} at {one.commit}" for one in earlier)
+    share = (
+        f"{last.nccl_beside:.0f} GB/s, {100 * last.nccl_beside / last.nccl_alone:.1f} % of alone"
+    )
+    return [
+        Finding("II-C", "NCCL's all-reduce beside BERT-Large (ours: beside layers)",
+                "5.0 GB/s, 53.6 %", share, "", "measured", None),
+        replace(speed, key="F5", model=f"{speed.model} ({', '.join(others)})"),
+        replace(reduce, key="F5", published="9.10 GB/s, 1.82x", model=f"{beside(last)} ({told})"),
+    ]  # fmt: skip
+
+
+def findings(rows: Rows, runs: Sequence[Training]) -> list[Finding]:
     ping = {
         engine: us
         for (what, engine, at), us in rows.items()
@@ -117,7 +195,7 @@ def findings(rows: Rows) -> list[Finding]:
     rate = {
         (engine, at): value for (what, engine, at), value in rows.items() if what == "throughput"
     }
-    peak = max(rate["contiguous", at] for engine, at in rate if engine == "contiguous")
+    peak = contiguous_peak(rows)
     full = min(
         at for (engine, at), gb in rate.items() if engine == "contiguous" and gb >= 0.9 * peak
     )
@@ -141,50 +219,8 @@ def findings(rows: Rows) -> list[Finding]:
                 f"{rows['push', 'to and fro', 8]:.2f} us", "", "measured", None),
     ]  # fmt: skip
     found += _beside(rows)
+    found += _trained(runs)
     found += driven_model.findings(driven_model.Model())
     for key, claim, published in UNMEASURED:
         found.append(Finding(key, claim, published, "-", "", "not measured", None))
     return found
-
-
-def draw(rows: Rows) -> Any:
-    """Figure 4's left half: throughput of many messages, by their size; and the model's."""
-    figure, (axes, modelled) = plot.pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    model, sizes = driven_model.Model(), driven_model.SIZES
-    for name, rate in (("hardware engine", model.hardware), ("software engine", model.software)):
-        modelled.plot(sizes, [rate(size) for size in sizes], marker="o", label=name)
-    modelled.set_title("the paper's engines, modelled")
-    axes.set_title("2 x H200, measured")
-    for name in ("contiguous", "apart", "memcpy loop"):
-        points = sorted(
-            (at, gb)
-            for (what, engine, at), gb in rows.items()
-            if (what, engine) == ("throughput", name)
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    for one in (axes, modelled):
-        one.set_xscale("log", base=2)
-        one.set_xlabel("bytes of a message")
-        one.set_ylabel("GB/s")
-        one.legend()
-    return figure
-
-
-def page(found: Sequence[Finding], svg: bytes) -> str:
-    image = base64.b64encode(svg).decode()
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
-        for cells in (
-            (f.key, f.claim, f.published, f.model, f.difference, f.basis, f.verdict) for f in found
-        )
-    )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title></head><body>
-<h1>{TITLE}</h1>
-<p>The paper's: V100 on PCIe. Ours: 2 x H200, as recorded; rows that begin with "model": its engines
-on its own machine, simulated. Claims met: {escape(tally(found))}.</p>
-<table><tr><th>row<th>claim<th>published<th>ours<th>difference<th>basis<th></tr>
-{body}</table>
-<img alt="Throughput by the size of a message" src="data:image/svg+xml;base64,{image}">
-</body></html>
-"""

@@ -14,7 +14,7 @@ from rich.table import Table
 from offcore.errors import error
 from offcore.tools import plot
 from offcore.tools.overlap import model as overlap_model
-from offcore.tools.papers import calibrate, gpu_driven
+from offcore.tools.papers import calibrate, driven_figures, driven_model, gpu_driven
 from offcore.tools.papers.conccl import figures as conccl_figures
 from offcore.tools.papers.conccl import rows as conccl_rows
 from offcore.tools.papers.findings import Finding, tally
@@ -97,13 +97,18 @@ def conccl(folder: Path, console: Console) -> list[Finding]:
 
 
 def driven(folder: Path, console: Console) -> list[Finding]:
-    """Paper 003's numbers beside those recorded on 2 x H200, and beside a model of its engines"""
+    """Paper 003's figures 1, 4, 5 and numbers: as recorded on 2 x H200, and by a model of it"""
     plot.pyplot()
-    rows = gpu_driven.recorded(Path(__file__).with_name("recorded"))
-    findings = gpu_driven.findings(rows)
+    kept = Path(__file__).with_name("recorded")
+    rows, runs = gpu_driven.recorded(kept), gpu_driven.trained(kept)
+    findings = gpu_driven.findings(rows, runs)
+    found = driven_figures.Results(rows, runs, driven_model.Model())
+    drawn = [
+        (one.title, one.caption, _save(one.draw(found), folder / one.name))
+        for one in driven_figures.FIGURES
+    ]
     html = folder / "gpu-driven.html"
-    svg = _save(gpu_driven.draw(rows), folder / "figure-4")
-    html.write_text(gpu_driven.page(findings, svg), "utf-8")
+    html.write_text(driven_figures.page(findings, drawn), "utf-8")
     console.print(table(findings))
     console.print(f"page: {html}", highlight=False, soft_wrap=True)
     return findings
