@@ -1,6 +1,7 @@
 """`offcore gpu bench`: on backend host in full; on cuda what is told before and when it fails."""
 
 import contextlib
+import ctypes
 import importlib
 import json
 import sys
@@ -8,8 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda_library import fake_cuda_library
 
-from offcore.tools.driven import held, host, sections, simulated
+from offcore.errors import Error
+from offcore.tools.driven import held, host, nccl, sections, simulated
 from offcore.tools.driven.rows import MESSAGES, SIZES
 
 
@@ -157,6 +160,33 @@ def test_forms_end_after_a_fault(monkeypatch, tmp_path, capsys):
         "forms: form [wait] flag: rank 0: fault 1",
         "forms: RuntimeError: form [wait] flag: 0.01 s later its streams still wait",
     ]
+
+
+def test_sends_and_receives_of_nccl(monkeypatch):
+    """On a stand-in that counts calls. On GPUs their bytes are compared."""
+    stand_in = ctypes.CDLL(str(fake_cuda_library().with_name("libnccl.so.2")))
+    monkeypatch.setattr(nccl, "library", lambda: stand_in)
+    made = nccl.Nccl(2)
+    assert made.version == "2.28.9"
+    for sender in range(3):
+        made.way(sender % 2, 1 - sender % 2, 1 << 40, 2 << 40, 4096, [11, 12])
+    made.close()
+    asked = ["CommInitAll", "GroupStart", "Send", "Recv", "GroupEnd", "CommDestroy"]
+    counted = [stand_in.fakenccl_calls(f"nccl{name}".encode()) for name in asked]
+    assert counted == [1, 3, 3, 3, 3, 2]
+    monkeypatch.setattr(stand_in, "ncclGroupEnd", lambda: 5)
+    with pytest.raises(Error, match=r"ncclGroupEnd: stand-in \(5\)"):
+        made.way(0, 1, 0, 0, 0, [0, 0])
+
+
+def test_nccl_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(nccl.ctypes, "CDLL", str)
+    monkeypatch.setattr(nccl.sys, "path", [str(tmp_path)])
+    assert nccl.library() == "libnccl.so.2"
+    path = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert nccl.library() == str(path)
 
 
 def held_words(sms):

@@ -57,9 +57,9 @@ def bench_command(
 ) -> None:
     """Time ping-pongs, pushes and throughput of requests, and check every byte.
 
-    On cuda, also times copies ordered by events, synchronisation and polling, and kernels that read
-    L2 or multiply during all-gathers of offcore and NCCL. Each section runs in its own process, for
-    at most --timeout seconds.
+    On cuda, also times copies ordered by events, synchronisation and polling, NCCL's send and
+    receive, and kernels that read L2 or multiply during all-gathers of offcore and NCCL. Each
+    section runs in its own process, for at most --timeout seconds.
     On sim, GPU threads and engines are simulated in virtual time with the costs of a machine file:
     nothing is measured.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offcore.tools.driven.by_cpu import by_the_cpu
+from offcore.tools.driven.by_nccl import by_nccl
 from offcore.tools.driven.contention import contention
 from offcore.tools.driven.forms import chases
 from offcore.tools.driven.gpu import Bench, ping_pongs, pushes, throughput
@@ -17,6 +18,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "armed": lambda bench: ping_pongs(bench, "armed"),
     "armed-co": lambda bench: ping_pongs(bench, "armed co"),
     "cpu": by_the_cpu,
+    "nccl": by_nccl,
     "push": pushes,
     "throughput": throughput,
     "contention": contention,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import cupy  # type: ignore[import-not-found]
@@ -28,19 +29,31 @@ def copy(bench: Bench, rank: int, nbytes: int, stream: Any) -> None:
     cupy.cuda.runtime.memcpyAsync(dst, src, nbytes, 4, stream.ptr)
 
 
-def by_events(bench: Bench, nbytes: int) -> float:
-    """Kernel, event, copy, event, kernel on the other GPU; all enqueued ahead of the first."""
-    rounds = 40
-    copies = []
+def shut(bench: Bench) -> Callable[[], None]:
+    """What is enqueued in rank 0's stream now waits until the result is called."""
     flags = bench.results[0]["flags"]
-    for rank in RANKS:
-        with cupy.cuda.Device(rank):
-            copies.append(cupy.cuda.Stream(non_blocking=True))
     with cupy.cuda.Device(0):
+        side = cupy.cuda.Stream(non_blocking=True)
         flags.fill(0)
         cupy.cuda.get_current_stream().synchronize()
     gate = np.uint64(flags.data.ptr)
     bench.launch(0, "hold", (gate, gate + np.uint64(8), gate + np.uint64(16)))
+
+    def open_it() -> None:
+        with cupy.cuda.Device(0):
+            flags[1:2].set(np.ones(1, "uint64"), stream=side)
+
+    return open_it
+
+
+def by_events(bench: Bench, nbytes: int) -> float:
+    """Kernel, event, copy, event, kernel on the other GPU; all enqueued ahead of the first."""
+    rounds = 40
+    copies = []
+    for rank in RANKS:
+        with cupy.cuda.Device(rank):
+            copies.append(cupy.cuda.Stream(non_blocking=True))
+    open_it = shut(bench)
     kept = []
     for k in range(rounds):
         for rank in RANKS:
@@ -60,9 +73,7 @@ def by_events(bench: Bench, nbytes: int) -> float:
                     with cupy.cuda.Device(1 - rank):
                         before.wait_event(event)
                 kept.append(event)
-    with cupy.cuda.Device(0):
-        side = cupy.cuda.Stream(non_blocking=True)
-        flags[1:2].set(np.ones(1, "uint64"), stream=side)
+    open_it()
     bench.end("events")
     times = np.diff(bench.results[0]["times"].get()[:rounds].astype(np.int64))[5:]
     return float(statistics.median(times.tolist())) / 2e3

@@ -18,7 +18,8 @@ from offcore.errors import Error, error
 from offcore.tools.driven import host, simulated
 
 HOST = tuple(host.SECTIONS)
-CUDA = ("proxy", "armed", "armed-co", "cpu", "push", "throughput", "contention", "forms")
+CUDA = ("proxy", "armed", "armed-co", "cpu", "nccl", "push", "throughput", "contention", "forms")
+WITHOUT_MULTICAST = "NCCL_NVLS_ENABLE=0"  # which no send and no receive has a use for
 ENVIRONMENT = ("CUDA_MODULE_LOADING=EAGER", "CUDA_DEVICE_MAX_CONNECTIONS=32")
 
 
@@ -59,7 +60,8 @@ def _here(name: str, rounds: int, file: Path, machine: str | None) -> list[str]:
 
 
 def _on_cuda(name: str, rounds: int, file: Path, limit_s: float) -> list[str]:
-    command = ["env", *ENVIRONMENT, sys.executable, "-m", "offcore.tools.driven"]
+    more = [WITHOUT_MULTICAST] if name == "nccl" else []
+    command = ["env", *ENVIRONMENT, *more, sys.executable, "-m", "offcore.tools.driven"]
     command += [name, str(rounds), str(file)]
     try:
         done = subprocess.run(command, timeout=limit_s, stderr=subprocess.PIPE, text=True)
