@@ -3,7 +3,9 @@
 // The driver loads it (CUDA_INJECTION64_PATH) and calls InitializeInjection. It appends JSON lines
 // to cupti.jsonl in the working directory: copies ("memcpy"), fills ("memset") and kernels, and the
 // marks that the program sets between them by cupti_mark. A copy on an asynchronous copy engine has
-// the channel type "engine"; one that SMs do has "compute". Built by gpu_proof.py, which reads it.
+// the channel type "engine"; one that SMs do has "compute". After cupti_calls it records the calls
+// of CUDA's functions by all threads ("call") in place of copies and fills. Built by gpu_proof.py,
+// which reads it.
 #include <cupti.h>
 #include <dlfcn.h>
 
@@ -42,6 +44,13 @@ void write_transfer(const char* kind, const Record& record) {
                record.channelID);
 }
 
+void write_call(CUpti_CallbackDomain domain, const CUpti_ActivityAPI& record) {
+  const char* name = "?";
+  cuptiGetCallbackName(domain, record.cbid, &name);
+  std::fprintf(out, "{\"kind\": \"call\", \"name\": \"%s\", \"start\": %llu}\n", name,
+               static_cast<unsigned long long>(record.start));
+}
+
 void write_record(const CUpti_Activity* record) {
   switch (record->kind) {
     case CUPTI_ACTIVITY_KIND_MEMCPY:
@@ -54,10 +63,19 @@ void write_record(const CUpti_Activity* record) {
     case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
       const auto* kernel = reinterpret_cast<const CUpti_ActivityKernel9*>(record);
       std::fprintf(out,
-                   "{\"kind\": \"kernel\", \"device\": %u, \"stream\": %u, \"name\": \"%s\"}\n",
-                   kernel->deviceId, kernel->streamId, kernel->name);
+                   "{\"kind\": \"kernel\", \"device\": %u, \"stream\": %u, \"name\": \"%s\", "
+                   "\"start\": %llu, \"end\": %llu}\n",
+                   kernel->deviceId, kernel->streamId, kernel->name,
+                   static_cast<unsigned long long>(kernel->start),
+                   static_cast<unsigned long long>(kernel->end));
       return;
     }
+    case CUPTI_ACTIVITY_KIND_DRIVER:
+      return write_call(CUPTI_CB_DOMAIN_DRIVER_API,
+                        *reinterpret_cast<const CUpti_ActivityAPI*>(record));
+    case CUPTI_ACTIVITY_KIND_RUNTIME:
+      return write_call(CUPTI_CB_DOMAIN_RUNTIME_API,
+                        *reinterpret_cast<const CUpti_ActivityAPI*>(record));
     default:
       return;
   }
@@ -110,29 +128,52 @@ bool wait_for_devices() {
   return waited;
 }
 
+bool succeeded(const char* what, CUptiResult result) {
+  if (result != CUPTI_SUCCESS) complain(what, result);
+  return result == CUPTI_SUCCESS;
+}
+
 }  // namespace
+
+// Before there is a context.
+extern "C" __attribute__((visibility("default"))) int cupti_calls() {
+  bool good = out != nullptr;
+  for (const CUpti_ActivityKind kind :
+       {CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2, CUPTI_ACTIVITY_KIND_MEMSET}) {
+    good &= succeeded("cuptiActivityDisable", cuptiActivityDisable(kind));
+  }
+  for (const CUpti_ActivityKind kind : {CUPTI_ACTIVITY_KIND_DRIVER, CUPTI_ACTIVITY_KIND_RUNTIME}) {
+    good &= succeeded("cuptiActivityEnable", cuptiActivityEnable(kind));
+  }
+  return good ? 0 : 1;
+}
+
+// By the clock of the records; 0: there is none.
+extern "C" __attribute__((visibility("default"))) uint64_t cupti_now() {
+  uint64_t now = 0;
+  return succeeded("cuptiGetTimestamp", cuptiGetTimestamp(&now)) ? now : 0;
+}
 
 // Writes what has been recorded so far, then the mark: the records after it belong to it.
 extern "C" __attribute__((visibility("default"))) int cupti_mark(const char* name) {
   if (out == nullptr || !wait_for_devices()) return 1;
   const CUptiResult result = cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED);
-  if (result != CUPTI_SUCCESS) complain("cuptiActivityFlushAll", result);
+  const bool flushed = succeeded("cuptiActivityFlushAll", result);
   const std::lock_guard lock(mutex);
   std::fprintf(out, "{\"kind\": \"mark\", \"name\": \"%s\"}\n", name);
   std::fflush(out);
-  return result == CUPTI_SUCCESS ? 0 : 1;
+  return flushed ? 0 : 1;
 }
 
 extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
   out = std::fopen("cupti.jsonl", "w");
   if (out == nullptr) return 0;
-  CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
-  if (result != CUPTI_SUCCESS) complain("cuptiActivityRegisterCallbacks", result);
+  succeeded("cuptiActivityRegisterCallbacks",
+            cuptiActivityRegisterCallbacks(give_buffer, take_buffer));
   for (const CUpti_ActivityKind kind :
        {CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2, CUPTI_ACTIVITY_KIND_MEMSET,
         CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL}) {
-    result = cuptiActivityEnable(kind);
-    if (result != CUPTI_SUCCESS) complain("cuptiActivityEnable", result);
+    succeeded("cuptiActivityEnable", cuptiActivityEnable(kind));
   }
   std::fprintf(out, "{\"kind\": \"ready\"}\n");
   return 1;

@@ -1,7 +1,8 @@
-"""Proves on the GPUs of this machine that flags stay behind data and that collectives use no SM.
+"""Proves on the GPUs of this machine that flags stay behind data, that collectives use no SM, and
+that loop kernels need no launch.
 
     python benchmarks/gpu_proof.py                    # all; needs two GPUs
-    python benchmarks/gpu_proof.py --only held        # stress | held | channels
+    python benchmarks/gpu_proof.py --only held        # stress | held | channels | loop
 
 stress    `offcore doctor --stress`, which remembers the signal forms that are safe here.
 held      Blocks that only wait fill every SM of every GPU; an operation must end meanwhile, with
@@ -12,6 +13,9 @@ channels  CUPTI records every copy, fill and kernel of the operations: no kernel
           a copy engine's channel. Controls: kernels and an SM copy that it has to see. Needs
           CUPTI's header and library and a C++ compiler (CUDA's toolkit, or PyPI's
           nvidia-cuda-cupti with cuda.h).
+loop      CUPTI records every call of CUDA's functions, and every kernel, while loop kernels run,
+          by both engines: one kernel a GPU for all iterations, and no launch. Controls: the calls
+          that submit the proxy's copies, and launches of the same operators one by one.
 
 Each step is a process with a time limit. The exit status is 0 where all was proven.
 """
@@ -29,7 +33,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +44,7 @@ from gpu_steps import run_step
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu" / "site"  # where h200_check.py installs the package
 LIMIT_S = 25
+LOOP_LIMIT_S = 75  # its kernels are compiled
 HELD_S = 5.0  # the blocks go by themselves then
 ENDS_S = 0.5  # what needs no SM has ended by then
 DRAINS_S = 3.0  # and all the rest, once the blocks have gone
@@ -227,15 +232,22 @@ def held(ranks: int) -> list[str]:
     return failures
 
 
-def channels(ranks: int, recorder: str) -> list[str]:
-    """What is wrong; nothing: proven."""
+def loaded(recorder: str) -> ctypes.CDLL:
     from offcore import _core
 
     _core.cuda_facts()  # opens the driver, which loads the recorder
     if not Path("cupti.jsonl").is_file():
-        return ["the driver did not load CUPTI's recorder"]
+        raise RuntimeError("the driver did not load CUPTI's recorder")
     library = ctypes.CDLL(recorder)
     library.cupti_mark.argtypes = (ctypes.c_char_p,)
+    return library
+
+
+def channels(ranks: int, recorder: str) -> list[str]:
+    """What is wrong; nothing: proven."""
+    from offcore import _core
+
+    library = loaded(recorder)
     with opened(ranks) as comm, opened(ranks, own_copy="sm") as other:
         cases, controls = Cases(comm, PART, LARGE_OPS), Cases(other, PART)
         for tried in (cases, controls):
@@ -259,6 +271,13 @@ def channels(ranks: int, recorder: str) -> list[str]:
     if any(marks):
         return ["CUPTI's recorder could not write its records"]
     return judge(Path("cupti.jsonl").read_text(encoding="utf-8").splitlines(), len(cases.all))
+
+
+def loops(recorder: str) -> list[str]:
+    """What is wrong; nothing: proven."""
+    from gpu_loop_calls import record
+
+    return record(loaded(recorder), Path.cwd())
 
 
 def judge(lines: list[str], operations: int) -> list[str]:
@@ -329,6 +348,10 @@ def build_recorder(folder: Path) -> Path:
     return made
 
 
+def limit_of(name: str) -> float:
+    return LOOP_LIMIT_S if name == "loop" else LIMIT_S
+
+
 def step(name: str, command: list[str], folder: Path, env: dict[str, str] | None = None) -> bool:
     path = [str(SITE)] if SITE.is_dir() else []
     path += [p for p in (os.environ.get("PYTHONPATH", ""),) if p]
@@ -340,7 +363,9 @@ def step(name: str, command: list[str], folder: Path, env: dict[str, str] | None
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     began = time.monotonic()
-    code = run_step([sys.executable, *command], folder, LIMIT_S, os.environ | given | (env or {}))
+    code = run_step(
+        [sys.executable, *command], folder, limit_of(name), os.environ | given | (env or {})
+    )
     told = "PROVEN" if code == 0 else f"NOT PROVEN ({code})"
     print(f"{name}: {told} in {time.monotonic() - began:.1f} s", flush=True)
     return code == 0
@@ -350,14 +375,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("stress", "held", "channels"))
+    parser.add_argument("--only", choices=("stress", "held", "channels", "loop"))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs to use")
-    parser.add_argument("--role", choices=("held", "channels"), help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("held", "channels", "loop"), help=argparse.SUPPRESS)
     parser.add_argument("--recorder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        faulthandler.dump_traceback_later(LIMIT_S - 5, exit=True)  # where it hangs
-        failures = held(args.ranks) if args.role == "held" else channels(args.ranks, args.recorder)
+        faulthandler.dump_traceback_later(limit_of(args.role) - 5, exit=True)  # where it hangs
+        roles: dict[str, Callable[[], list[str]]] = {
+            "held": lambda: held(args.ranks),
+            "channels": lambda: channels(args.ranks, args.recorder),
+            "loop": lambda: loops(args.recorder),
+        }
+        failures = roles[args.role]()
         for failure in failures:
             print(f"   {failure[:400]}", flush=True)
         return 1 if failures else 0
@@ -369,14 +399,16 @@ def main() -> int:
             good &= step("stress", ["-m", "offcore.tools.cli", "doctor", "--stress"], folder)
         if args.only in (None, "held"):
             good &= step("held", [*role, "held"], folder)
-        if args.only in (None, "channels"):
+        for name in ("channels", "loop"):
+            if args.only not in (None, name):
+                continue
             try:
                 recorder = str(build_recorder(folder))
             except RuntimeError as failure:
-                print(f"channels: NOT PROVEN: {failure}")
+                print(f"{name}: NOT PROVEN: {failure}")
                 return 1
-            command = [*role, "channels", "--recorder", recorder]
-            good &= step("channels", command, folder, {"CUDA_INJECTION64_PATH": recorder})
+            command = [*role, name, "--recorder", recorder]
+            good &= step(name, command, folder, {"CUDA_INJECTION64_PATH": recorder})
     return 0 if good else 1
 
 

@@ -14,6 +14,7 @@ from test_cuda import ROOT, run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+from gpu_loop_calls import CONTROL, Span, judge_calls  # noqa: E402
 from gpu_proof import judge  # noqa: E402
 
 
@@ -132,3 +133,51 @@ def test_how_records_are_judged(records: list[dict[str, Any]], words: str) -> No
     failures = judge([json.dumps(record) for record in [{"kind": "ready"}, *records]], 2)
     assert bool(failures) == bool(words)
     assert words in " ".join(failures)
+
+
+def loop_records() -> list[dict[str, Any]]:
+    """Of loops between 100 and 200 whose CPU only submits copies, and of launches after 300."""
+    loops = [{"kind": "kernel", "name": "offcore_loop", "start": 50, "end": 250} for _ in range(2)]
+    copies = [{"kind": "call", "name": "cuMemcpyBatchAsync", "start": at} for at in (20, 120, 160)]
+    launch = {"kind": "call", "name": "cuLaunchCooperativeKernel", "start": 40}
+    control = [{"kind": "call", "name": "cuLaunchKernel", "start": 310 + at} for at in range(20)]
+    control += [one | {"kind": "kernel", "end": one["start"] + 1} for one in control]
+    return [{"kind": "ready"}, *loops, launch, *copies, *control]
+
+
+SPANS = [Span("proxy", 100, 200, [500, 480]), Span(CONTROL, 300, 400, [20, 20])]
+
+
+def judged(records: list[dict[str, Any]], spans: list[Span] = SPANS) -> list[str]:
+    return judge_calls([json.dumps(one) for one in records], spans)
+
+
+def test_what_the_cpu_calls_beside_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert judged(loop_records()) == []
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["launches"], one["kernels begun"], one["copies"]) for one in told] == [
+        (0, 0, 2),
+        (20, 20, 0),
+    ]
+    assert told[0]["iterations"] == [500, 480]
+    assert told[0]["calls"] == {"cuMemcpyBatchAsync": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        ({"kind": "call", "name": "cuGraphLaunch", "start": 150}, "1 launches, 0 kernels begun"),
+        ({"kind": "kernel", "name": "copy", "start": 150, "end": 151}, "0 launches, 1 kernels"),
+        ({"kind": "kernel", "name": "other", "start": 1, "end": 900}, "that ran throughout"),
+        ({"kind": "lost", "count": 3}, "CUPTI lost 3 records"),
+    ],
+)
+def test_launches_beside_a_loop_are_told(more: dict[str, Any], wrong: str) -> None:
+    [told] = judged([*loop_records(), more])
+    assert wrong in told
+
+
+def test_a_recorder_that_sees_nothing_proves_nothing() -> None:
+    told = judged([{"kind": "ready"}], [Span("armed", 100, 200, [3, 900]), SPANS[1]])
+    assert [one.partition(":")[0] for one in told] == ["armed"] * 3 + ["control"]
+    assert "only 3 iterations" in told[0]

@@ -120,7 +120,11 @@ def test_only_a_loop_without_an_end_is_stopped():
         refused("invalid", looped.stop)
         looped.wait()
         looped.start()
+        deadline = time.monotonic() + 20
+        while looped.begun() < 50_103:  # it runs, and counts
+            assert time.monotonic() < deadline
         ended = looped.stop()
+        assert ended >= 50_103
         refused("invalid", looped.stop)
         looped.run(2)
         assert (looped.read(a) == ended + 2).all()

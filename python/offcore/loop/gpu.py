@@ -157,7 +157,7 @@ class GpuExecutor:
     def ask_to_stop(self) -> int:
         self._shared.stop = 1
         _core.fence()  # as in `begin` of kernel.cuh: one of both sees what the other wrote
-        return self._shared.begun
+        return self.begun
 
     def end_at(self, iterations: int) -> None:
         self._shared.end = iterations + 1
@@ -167,6 +167,10 @@ class GpuExecutor:
 
     def close(self) -> None:
         self.driver.close()
+
+    @property
+    def begun(self) -> int:
+        return self._shared.begun
 
     @property
     def fault(self) -> int:

@@ -27,6 +27,8 @@ class Executor(Protocol):
     base: int
 
     @property
+    def begun(self) -> int: ...
+    @property
     def fault(self) -> int: ...
     @property
     def times(self) -> dict[int, list[int]]: ...
@@ -44,7 +46,7 @@ class Executor(Protocol):
 
 class Loop:
     """One kernel per GPU that repeats a graph (docs/loop.md). Collective, like all methods except
-    abort, read, write and times.
+    abort, read, write, begun and times.
 
     graphs: of all ranks.
     buffers: the windows to which the graphs' numbers refer.
@@ -174,6 +176,11 @@ class Loop:
         if data.size != one.count:
             raise error("invalid", f"loop: {data.size} elements for {one.count}")
         self._executor(rank).write(one, data)
+
+    def begun(self, rank: int | None = None) -> int:
+        """Returns how many iterations a loop without an end has begun since it was opened, also
+        while it runs."""
+        return self._executor(rank).begun
 
     def times(self, rank: int | None = None) -> NDArray[np.int64]:
         """Returns the start times of up to 4096 last iterations and their stamps, one row each, in
