@@ -25,6 +25,7 @@ COPIED = (
     ("machines", "machines", "**/*.json"),
     ("include/offcore", "core/proxy", "device.cuh"),
     ("include/offcore", "core/proxy", "ring.h"),
+    ("tools/driven", "studies/requests", "soak.h"),
     ("tools/papers/recorded", "benchmarks/results", "gpu-driven-h200-2.txt"),
     ("tools/papers/recorded", "benchmarks/results", "train-h200-2.txt"),
 )

@@ -251,6 +251,17 @@ void bind_trials(nb::module_& module) {
       nb::arg("ports"), nb::arg("sends"), nb::arg("receives"), nb::arg("producers"),
       nb::arg("rounds"), nb::arg("chunk_bytes"),
       "Threads of these ranks send stamped chunks to every other rank: how many were wrong.");
+  module.def(
+      "trial_soak",
+      [](const HostPort& sender, const HostPort& receiver, uint32_t lanes, uint32_t each,
+         uint32_t buffers, uint64_t slots, uintptr_t clocks) {
+        LockReleased released;
+        return trial_soak(sender.port, receiver.port, {lanes, each, buffers, slots},
+                          reinterpret_cast<const Word*>(clocks));
+      },
+      nb::arg("sender"), nb::arg("receiver"), nb::arg("lanes"), nb::arg("each"), nb::arg("buffers"),
+      nb::arg("slots"), nb::arg("clocks"),
+      "Threads push what offcore.tools.driven.soak draws: how many of them failed.");
 }
 
 void bind_times(nb::module_& module) {

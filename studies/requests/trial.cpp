@@ -174,4 +174,23 @@ uint64_t trial_exchange(const std::vector<ExchangeEnd>& ends, uint32_t producers
   return wrong;
 }
 
+uint64_t trial_soak(const RequestPort& sender, const RequestPort& receiver, const SoakShape& shape,
+                    const Word* clocks) {
+  std::atomic<uint64_t> failed{0};
+  std::vector<std::thread> threads;
+  for (uint32_t lane = 0; lane < shape.lanes; ++lane) {
+    threads.emplace_back([&, lane] {
+      failed += soak_lane<HostCalls>(sender, receiver.rank, shape, lane) != proxy::kNone;
+    });
+    if (clocks == nullptr) continue;
+    threads.emplace_back([&, clock = clocks + lane * (kSoakClock / sizeof(Word))] {
+      const Word last = shape.each / kSoakEvery;
+      failed += soak_watch<HostWords>(clock, last, receiver.limit_ns) != proxy::kNone;
+    });
+  }
+  failed += soak_signals<HostCalls>(receiver, sender.rank, shape) != proxy::kNone;
+  for (std::thread& thread : threads) thread.join();
+  return failed;
+}
+
 }  // namespace offcore

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/proxy/ring.h"
+#include "studies/requests/soak.h"
 
 namespace offcore {
 
@@ -30,5 +31,10 @@ struct ExchangeEnd {
 // or the calls that failed.
 uint64_t trial_exchange(const std::vector<ExchangeEnd>& ends, uint32_t producers, uint64_t rounds,
                         uint64_t chunk_bytes);
+
+// A soak from one rank to another by a thread a lane, each with one that watches its clock; null:
+// nobody does. How many of them failed.
+uint64_t trial_soak(const proxy::RequestPort& sender, const proxy::RequestPort& receiver,
+                    const SoakShape& shape, const proxy::Word* clocks);
 
 }  // namespace offcore

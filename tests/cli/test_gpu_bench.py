@@ -4,13 +4,18 @@ import contextlib
 import ctypes
 import importlib
 import json
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cuda_library import fake_cuda_library
 
+from offcore import device
 from offcore.errors import Error
 from offcore.tools.driven import held, host, nccl, sections, simulated
 from offcore.tools.driven.rows import MESSAGES, SIZES
@@ -94,6 +99,23 @@ def test_rows_in_a_file_and_a_table(offcore_cli, tmp_path):
     assert "every byte right" in ran.out
     assert "M requests/s" in ran.out
     assert '"section": "push"' in file.read_text("utf-8")
+
+
+def test_nvcc_compiles_the_kernels(tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    folder = Path(sections.__file__).parent
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-ptx", "-o", str(tmp_path / "made.ptx")]
+    command += [f"-I{device.include_path()}", f"-I{folder}", str(folder / "kernels.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "made.ptx").read_text("utf-8")
+    names = re.findall(
+        r"^KERNELS = \((.*?)^\)", (folder / "gpu.py").read_text("utf-8"), re.M | re.S
+    )
+    for name in re.findall(r'"(\w+)"', names[0]):
+        assert f".entry {name}(" in text, name
 
 
 def test_what_cannot_run_says_why(offcore_cli, gpu_cli):

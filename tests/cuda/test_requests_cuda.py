@@ -44,6 +44,30 @@ def test_every_rank_to_every_other() -> None:
     """)
 
 
+def test_a_soak() -> None:
+    """As GPU threads push ten million: both kinds, each with a place of its own, lanes in order."""
+    check_alone("""
+    from offcore.tools.driven import soak
+    shape = soak.Shape(lanes=4, each=16 * 32, buffers=2, slots=1024)
+    comm = opened(2)
+    send, *received, table = (comm.window(size) for size in
+        [shape.nbytes] * 3 + [shape.clock_bytes, len(shape.table())])
+    source = np.random.default_rng(5).integers(0, 256, shape.nbytes, "uint8")
+    send.write(source, rank=0)
+    table.write(shape.table(), rank=0)
+    with comm.requests([send, *received, table], chunk=soak.SLOT, limit=30.0) as requests:
+        ports = [gpu_port(requests, rank) for rank in range(2)]
+        given = shape.lanes, shape.each, shape.buffers, shape.slots
+        clocks = seen(received[-1].address(1), shape.clock_bytes)
+        assert _core.trial_soak(*ports, *given, clocks) == 0
+        requests.drain()
+        requests.check()
+        stats = requests.stats(0)
+    got = [look(one, 1) for one in received]
+    assert soak.wrong(shape, source, got.__getitem__, stats) == []
+    """)
+
+
 def test_neighbours_go_as_one_copy_and_others_as_a_batch() -> None:
     check_alone("""
     comm = opened(2)

@@ -17,6 +17,7 @@ import pytest
 
 import offcore
 from offcore import _core
+from offcore.tools.driven import soak
 from stores import free_store
 
 NONE, TIMEOUT, FULL, INVALID, STOPPED, PEER = 0, 1, 2, 3, 4, 5
@@ -49,6 +50,55 @@ def test_ten_million_requests(request: pytest.FixtureRequest) -> None:
     wrong, time_ns = _core.trial_ring(8, 200_000 if sanitized else 10_000_000, 4096)
     assert wrong == 0
     assert time_ns > 0
+
+
+SOAK = soak.Shape(lanes=6, each=16 * 64, buffers=3, slots=2048)
+
+
+def soaked(shape: soak.Shape, watched: bool) -> Any:
+    """Runs one on host: what soak.wrong asks for."""
+    sizes = [shape.nbytes] * (1 + shape.buffers) + [shape.clock_bytes, len(shape.table())]
+    with offcore.Communicator(backend="host", ranks=2) as comm:
+        send, *received, table = (comm.empty(size) for size in sizes)
+        send[0][:] = np.random.default_rng(5).integers(0, 256, shape.nbytes, "uint8")
+        table[0][:] = shape.table()
+        with comm.requests([send, *received, table], chunk=soak.SLOT, limit=30.0) as requests:
+            ports = [requests.host_port(rank) for rank in range(2)]
+            given = shape.lanes, shape.each, shape.buffers, shape.slots
+            clocks = received[-1][1].ctypes.data if watched else 0
+            assert _core.trial_soak(*ports, *given, clocks) == 0
+            requests.drain()
+            requests.check()
+            return send[0].copy(), [one[1].copy() for one in received], requests.stats(0)
+
+
+def test_a_soak(request: pytest.FixtureRequest) -> None:
+    """Requests of both kinds by many lanes; a word that is wrong anywhere is told."""
+    source, got, stats = soaked(SOAK, not request.config.getoption("--sanitized"))
+    assert soak.wrong(SOAK, source, got.__getitem__, stats) == []
+    assert stats.requests == 6 * 64 * 17
+    got[1][soak.SLOT * 77 + 3] ^= 1
+    got[3][soak.CLOCK] ^= 1
+    told = soak.wrong(SOAK, source, got.__getitem__, stats._replace(requests=1, nbytes=2))
+    assert told == [
+        "requests: 1 of 6528",
+        f"nbytes: 2 of {stats.nbytes}",
+        "buffer 1: 1 wrong slots, the first is 77",
+        "1 clocks do not show the last number",
+    ]
+
+
+def test_what_a_soak_draws() -> None:
+    """Both kinds, all sizes and many places, in parts as at once."""
+    whole, size, shift, src = SOAK.drawn(0, 6144)
+    assert 0.45 < whole.mean() < 0.55
+    assert set(size.tolist()) == set(range(1, soak.SLOT + 1))
+    assert (shift + size).max() == soak.SLOT
+    assert shift.min() == 0
+    assert (src + size).max() <= SOAK.nbytes
+    parts = [SOAK.drawn(at, 1024) for at in range(0, 6144, 1024)]
+    for number, all_of in enumerate((whole, size, shift, src)):
+        assert (np.concatenate([part[number] for part in parts]) == all_of).all()
 
 
 def test_an_engine_spins_between_requests() -> None:

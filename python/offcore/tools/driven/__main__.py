@@ -11,7 +11,7 @@ from offcore.tools.driven.by_cpu import by_the_cpu
 from offcore.tools.driven.by_nccl import by_nccl
 from offcore.tools.driven.contention import contention
 from offcore.tools.driven.forms import chases
-from offcore.tools.driven.gpu import Bench, ping_pongs, pushes, throughput
+from offcore.tools.driven.gpu import Bench, ping_pongs, pushes, soak, throughput
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "proxy": lambda bench: ping_pongs(bench, "proxy"),
@@ -20,6 +20,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "cpu": by_the_cpu,
     "nccl": by_nccl,
     "push": pushes,
+    "soak": soak,
     "throughput": throughput,
     "contention": contention,
     "forms": chases,

@@ -8,6 +8,8 @@ held        The same ping-pong while blocks hold every SM but one of both GPUs (
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
             a second from many blocks, until all have ended (`bytes`: slots of the ring), and copies
             that they became.
+soak        Ten million requests of 8 and 16 bytes by 8,192 lanes, each with a place of its own:
+            none lost, doubled, reordered within its lane or torn (soak.py). Requests a second.
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
             beside a loop of cuMemcpyAsync of the same.
 """
@@ -25,6 +27,7 @@ import numpy as np
 
 import offcore
 from offcore import _core
+from offcore.tools.driven import soak as soaks
 from offcore.tools.driven.held import Holders
 from offcore.tools.driven.rows import KIB, LIMIT_S, MESSAGES, MIB, SIZES, Rows
 
@@ -34,6 +37,8 @@ KERNELS = (
     "push_cost",
     "push_many",
     "messages",
+    "soak",
+    "soak_watch",
     "stamp_time",
     "hold",
     "hold_sms",
@@ -46,6 +51,8 @@ KERNELS = (
 BUFFER = 64 * MIB
 PUSHERS = ((1, 1), (1, 32), (64, 1), (64, 32), (128, 32), (128, 128), (128, 512))
 RANKS = (0, 1)
+SOAK = soaks.Shape(lanes=128 * 64, each=1280, buffers=10, slots=1 << 20)
+SOAK_BLOCK, WATCH_BLOCK = 64, 1024
 
 
 class Bench(Rows):
@@ -59,8 +66,9 @@ class Bench(Rows):
         self.kernels: list[dict[str, Any]] = []
         self.streams: list[Any] = []
         self.results: list[dict[str, Any]] = []
-        source = Path(__file__).with_name("kernels.cu").read_text("utf-8")
-        options = ("-std=c++17", f"-I{offcore.device.include_path()}")
+        folder = Path(__file__).parent
+        source = (folder / "kernels.cu").read_text("utf-8")
+        options = ("-std=c++17", f"-I{offcore.device.include_path()}", f"-I{folder}")
         for rank in RANKS:
             with cupy.cuda.Device(rank):
                 module = cupy.RawModule(code=source, options=options)
@@ -248,6 +256,43 @@ def push_rates(bench: Bench, slots: int, pushers: tuple[tuple[int, int], ...]) -
             copies = (stats.copies - before.copies) / count
             bench.add("push copies", f"{blocks} x {threads}", slots, copies, "copies a request")
         requests.check()
+
+
+def soak(bench: Bench) -> None:
+    shape = SOAK
+    source = np.random.default_rng(2).integers(0, 256, shape.nbytes, "uint8")
+    send, *received = (bench.comm.window(shape.nbytes) for _ in range(shape.buffers + 1))
+    clocks, table = bench.comm.window(shape.clock_bytes), bench.comm.window(len(shape.table()))
+    send.write(source, rank=0)
+    table.write(shape.table(), rank=0)
+    for window in (*received, clocks):
+        window.write(np.zeros(window.nbytes, "uint8"), rank=1)
+    with bench.comm.requests(
+        [send, *received, clocks, table], chunk=soaks.SLOT, limit=LIMIT_S, spin=5.0
+    ) as requests:
+        sizes = np.uint32(shape.each), np.uint32(shape.buffers), np.uint64(shape.slots)
+        sides = [(np.uint64(requests.port(rank)), np.uint32(1 - rank), *sizes) for rank in RANKS]
+        watch = (*sides[1], np.uint64(clocks.address(1)), bench.address(1, "fault"))
+        blocks = {"grid": shape.lanes // WATCH_BLOCK, "block": WATCH_BLOCK}
+        bench.launch(1, "soak_watch", watch, **blocks)
+        args = (*sides[0], bench.address(0, "fault"))
+        blocks = {"grid": shape.lanes // SOAK_BLOCK, "block": SOAK_BLOCK}
+        ms = timed(bench, lambda: bench.launch(0, "soak", args, **blocks))
+        bench.end("soak")
+        requests.drain()
+        requests.check()
+        stats = requests.stats(0)
+
+        def read(buffer: int) -> soaks.Bytes:
+            got = np.empty([*received, clocks][buffer].nbytes, "uint8")
+            [*received, clocks][buffer].read(got, rank=1)
+            return got
+
+        bench.failures += [f"soak: {one}" for one in soaks.wrong(shape, source, read, stats)]
+    name = f"{shape.lanes} lanes"
+    bench.add("soak", name, soaks.SLOT, stats.requests / 1e6, "M requests, all right")
+    bench.add("soak", name, soaks.SLOT, stats.requests / ms / 1e3, "M requests/s")
+    bench.add("soak copies", name, soaks.SLOT, stats.copies / stats.requests, "copies a request")
 
 
 def throughput(bench: Bench) -> None:

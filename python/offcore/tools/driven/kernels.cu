@@ -1,4 +1,5 @@
 // Kernels of `offcore gpu bench`, compiled by NVRTC.
+#include <soak.h>
 #include <offcore/device.cuh>
 
 using offcore::RequestPort;
@@ -160,6 +161,33 @@ extern "C" __global__ void messages(const RequestPort* where, unsigned peer, uns
   }
   unsigned code = ticket.fault;
   if (threadIdx.x < count && code == 0) code = offcore::wait_sent(port, ticket);
+  if (code != 0) *fault = code;
+}
+
+// Every thread is a lane of a soak.
+extern "C" __global__ void soak(const RequestPort* where, unsigned peer, unsigned each,
+                                unsigned buffers, Word slots, unsigned* fault) {
+  __shared__ RequestPort port;
+  if (threadIdx.x == 0) port = *where;
+  __syncthreads();
+  const unsigned lanes = gridDim.x * blockDim.x;
+  const unsigned lane = blockIdx.x * blockDim.x + threadIdx.x;
+  const unsigned code =
+      offcore::soak_lane<offcore::proxy::Gpu>(port, peer, {lanes, each, buffers, slots}, lane);
+  if (code != 0) *fault = code;
+}
+
+// Of the other side: every thread watches the clock of a lane, and the first one the signals.
+extern "C" __global__ void soak_watch(const RequestPort* where, unsigned peer, unsigned each,
+                                      unsigned buffers, Word slots, const Word* clocks,
+                                      unsigned* fault) {
+  const unsigned lanes = gridDim.x * blockDim.x;
+  const unsigned lane = blockIdx.x * blockDim.x + threadIdx.x;
+  unsigned code = offcore::soak_watch<offcore::proxy::GpuMemory>(
+      clocks + 2 * lane, each / offcore::kSoakEvery, where->limit_ns);
+  if (lane == 0 && code == 0) {
+    code = offcore::soak_signals<offcore::proxy::Gpu>(*where, peer, {lanes, each, buffers, slots});
+  }
   if (code != 0) *fault = code;
 }
 

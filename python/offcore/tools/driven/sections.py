@@ -18,7 +18,18 @@ from offcore.errors import Error, error
 from offcore.tools.driven import host, simulated
 
 HOST = tuple(host.SECTIONS)
-CUDA = ("proxy", "armed", "armed-co", "cpu", "nccl", "push", "throughput", "contention", "forms")
+CUDA = (
+    "proxy",
+    "armed",
+    "armed-co",
+    "cpu",
+    "nccl",
+    "push",
+    "soak",
+    "throughput",
+    "contention",
+    "forms",
+)
 WITHOUT_MULTICAST = "NCCL_NVLS_ENABLE=0"  # which no send and no receive has a use for
 ENVIRONMENT = ("CUDA_MODULE_LOADING=EAGER", "CUDA_DEVICE_MAX_CONNECTIONS=32")
 
