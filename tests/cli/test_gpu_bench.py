@@ -211,6 +211,23 @@ def test_nccl_is_looked_for(monkeypatch, tmp_path):
     assert nccl.library() == str(path)
 
 
+@pytest.mark.parametrize("wrong", [[], ["7 blocks had gone before the ping-pong ended"]])
+def test_a_ping_pong_without_held_sms_is_no_row(monkeypatch, wrong):
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "offcore.tools.driven.gpu", raising=False)
+    gpu = importlib.import_module("offcore.tools.driven.gpu")
+    one = SimpleNamespace(gpu=1, start=list, end=lambda: list(wrong))
+    monkeypatch.setattr(gpu, "Holders", lambda *_: one)
+    monkeypatch.setattr(gpu, "ping_pong", lambda *_: 9.5)
+    rows = []
+    bench = SimpleNamespace(
+        kernels=[0, 1], rounds=3, failures=[], add=lambda *row: rows.append(row)
+    )
+    gpu.held(bench, None, "armed", 4096, 1)
+    assert rows == ([] if wrong else [("held", "armed", 4096, 9.5, "us one way")])
+    assert bench.failures == [f"held, armed: rank 1: {text}" for text in wrong] * 2
+
+
 def held_words(sms):
     """As the blocks leave them where all but one SM were held."""
     words = np.zeros(held.WORDS, np.uint32)
