@@ -45,26 +45,45 @@ def test_every_rank_to_every_other() -> None:
 
 
 def test_a_soak() -> None:
-    """As GPU threads push ten million: both kinds, each with a place of its own, lanes in order."""
+    """`offcore gpu bench --only soak`, smaller, and with threads as GPU threads, which push and
+    watch; then one byte that is wrong."""
     check_alone("""
-    from offcore.tools.driven import soak
-    shape = soak.Shape(lanes=4, each=16 * 32, buffers=2, slots=1024)
-    comm = opened(2)
-    send, *received, table = (comm.window(size) for size in
-        [shape.nbytes] * 3 + [shape.clock_bytes, len(shape.table())])
-    source = np.random.default_rng(5).integers(0, 256, shape.nbytes, "uint8")
-    send.write(source, rank=0)
-    table.write(shape.table(), rank=0)
-    with comm.requests([send, *received, table], chunk=soak.SLOT, limit=30.0) as requests:
-        ports = [gpu_port(requests, rank) for rank in range(2)]
-        given = shape.lanes, shape.each, shape.buffers, shape.slots
-        clocks = seen(received[-1].address(1), shape.clock_bytes)
-        assert _core.trial_soak(*ports, *given, clocks) == 0
-        requests.drain()
-        requests.check()
-        stats = requests.stats(0)
-    got = [look(one, 1) for one in received]
-    assert soak.wrong(shape, source, got.__getitem__, stats) == []
+    from types import SimpleNamespace
+    sys.modules["cupy"] = SimpleNamespace()
+    from offcore.tools.driven import gpu, soak
+    shape = gpu.SOAK = soak.Shape(lanes=4, each=16 * 32, buffers=2, slots=1024)
+    gpu.SOAK_BLOCK = gpu.WATCH_BLOCK = 2
+    gpu.timed = lambda bench, call: call() or 2.0
+    made, rows, asked = [], [], []
+    class Comm:
+        def __init__(self):
+            self.comm, self.windows = opened(2), []
+        def window(self, nbytes):
+            self.windows.append(self.comm.window(nbytes))
+            return self.windows[-1]
+        def requests(self, *args, **options):
+            made.append(self.comm.requests(*args, **options))
+            return made[-1]
+    def launch(rank, name, args, grid, block):
+        asked.append((rank, name, grid * block, *map(int, args[1:5])))
+        assert int(args[0]) == made[-1].port(rank)
+        if name != "soak":
+            return
+        ports = [gpu_port(made[-1], rank) for rank in range(2)]
+        clocks = seen(bench.comm.windows[-2].address(1), shape.clock_bytes)
+        assert _core.trial_soak(*ports, 4, *map(int, args[2:5]), clocks) == 0
+    bench = SimpleNamespace(comm=Comm(), launch=launch, failures=[], address=lambda *_: 0)
+    bench.end, bench.add = lambda what: None, lambda *row: rows.append(row)
+    gpu.soak(bench)
+    assert bench.failures == [], bench.failures
+    assert asked == [(1, "soak_watch", 4, 0, 512, 2, 1024), (0, "soak", 4, 1, 512, 2, 1024)]
+    count = 4 * 32 * 17
+    assert rows[0] == ("soak", "4 lanes", 64, count / 1e6, "M requests, all right")
+    assert rows[1][3] == count / 2000 and rows[2][0] == "soak copies"
+    bench.end = lambda what: bench.comm.windows[-4].write(np.full(1, 77, np.uint8), 640, rank=1)
+    del bench.comm.windows[:]
+    gpu.soak(bench)
+    assert bench.failures == ["soak: buffer 0: 1 wrong slots, the first is 10"], bench.failures
     """)
 
 
