@@ -201,6 +201,74 @@ def test_sends_and_receives_of_nccl(monkeypatch):
         made.way(0, 1, 0, 0, 0, [0, 0])
 
 
+class HostArray(np.ndarray):
+    """Of a GPU, as cupy has it."""
+
+    get = np.ndarray.copy
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class Timed:
+    """A context, a stream and an event."""
+
+    ptr = 5
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def synchronize(self, *_):
+        pass
+
+    record = synchronize
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_trips_by_nccl(monkeypatch, lost):
+    """There and back, all enqueued while rank 0's stream is shut. What does not arrive is told."""
+    cuda = SimpleNamespace(Device=Timed, Event=Timed, get_elapsed_time=lambda *_: 0.8)
+    made = {name: lambda *args, of=name: getattr(np, of)(*args).view(HostArray)
+            for name in ("asarray", "zeros")}  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, **made))
+    for name in ("gpu", "by_cpu", "by_nccl"):
+        monkeypatch.delitem(sys.modules, f"offcore.tools.driven.{name}", raising=False)
+    by_nccl = importlib.import_module("offcore.tools.driven.by_nccl")
+    told, rows, notes = [], [], []
+
+    def way(sender, receiver, src, dst, nbytes, streams):
+        told.append(f"{sender}{receiver}")
+        if not (lost and sender == 1):
+            ctypes.memmove(dst, src, nbytes)
+
+    def shut(_):
+        told.append("shut")
+        return lambda: told.append("open")
+
+    stand_in = SimpleNamespace(version="2.28.9", way=way, close=lambda: told.append("closed"))
+    monkeypatch.setattr(by_nccl, "Nccl", lambda ranks: stand_in)
+    monkeypatch.setattr(by_nccl, "shut", shut)
+    bench = SimpleNamespace(streams=[Timed(), Timed()], failures=[], end=lambda what: None)
+    bench.note, bench.add = notes.append, lambda *row: rows.append(row)
+    by_nccl.by_nccl(bench)
+    trips = ["01", "10"] * by_nccl.ROUNDS
+    of_a_size = trips + ["shut", *trips, "open"] * by_nccl.SPANS
+    assert told == of_a_size * len(SIZES) + ["closed"]
+    assert [row[:3] for row in rows] == [
+        ("ping-pong", name, size) for size in SIZES for name in ("nccl", "nccl host")
+    ]
+    assert rows[0][3] == pytest.approx(800 / (2 * by_nccl.ROUNDS))
+    assert notes == ["NCCL 2.28.9"]
+    assert bench.failures == ([f"nccl: wrong bytes of {size}" for size in SIZES] if lost else [])
+
+
 def test_nccl_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(nccl.ctypes, "CDLL", str)
     monkeypatch.setattr(nccl.sys, "path", [str(tmp_path)])
