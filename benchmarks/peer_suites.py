@@ -1,6 +1,7 @@
 """Other people's tests of torch.distributed, with the backend "offcore" and with torch's own.
 
     python benchmarks/peer_suites.py [--suites ...] [--tests WORDS] [--ranks N] [--record FILE]
+    python benchmarks/peer_suites.py --jobs 8      # so many tests at once
     python benchmarks/peer_suites.py --nccl-tests FOLDER
 
 distributed: torch/testing/_internal/distributed/distributed_test.py of torch's wheel. It skips what
@@ -32,6 +33,7 @@ import time
 import traceback
 import unittest
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +122,14 @@ class Outcomes(unittest.TestResult):
     addFailure = addError  # noqa: N815
 
 
-def run_here(suite_name: str, words: list[str]) -> None:
-    """Runs the tests in this process, a line of JSON for each on stdout."""
+def run_here(suite_name: str, words: list[str], share: str) -> None:
+    """Runs the tests in this process, every n-th from the k-th on for share "k/n"; a line of JSON
+    for each on stdout."""
     suite = load(suite_name)
     names = unittest.defaultTestLoader.getTestCaseNames(suite)
     chosen = [name for name in names if not words or any(word in name for word in words)]
+    first, step = map(int, share.split("/"))
+    chosen = chosen[first::step]
     unittest.TestSuite(suite(name) for name in chosen).run(Outcomes())
 
 
@@ -162,18 +167,28 @@ def run_scripts(backend: str, ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def run_backend(
-    backend: str, suite: str, ranks: int, words: list[str]
+    backend: str, suite: str, ranks: int, words: list[str], jobs: int
 ) -> dict[str, dict[str, Any]]:
     """What became of each test."""
     if suite == "accelerate":
         return run_scripts(backend, ranks)
+    with ThreadPoolExecutor(jobs) as pool:
+        shares = [f"{job}/{jobs}" for job in range(jobs)]
+        parts = pool.map(lambda share: run_share(backend, suite, ranks, words, share), shares)
+        return {name: one for part in parts for name, one in part.items()}
+
+
+def run_share(
+    backend: str, suite: str, ranks: int, words: list[str], share: str
+) -> dict[str, dict[str, Any]]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("barrier", "test_dir", "init_dir"):
             (Path(folder) / name).mkdir()
         given = (backend, str(ranks), folder, "127.0.0.1", own(ranks))
         env = os.environ | dict(zip(OPTIONS, given, strict=True))
-        command = [sys.executable, __file__, "--here", suite]
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or asking for GPUs starts CUDA before the fork
+        command = [sys.executable, __file__, "--here", suite, "--share", share]
         command += ["--tests", *words] if words else []
         with subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -197,14 +212,16 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=[], help="only those with one of these words")
     parser.add_argument("--backends", nargs="*", help="by default torch's own, and offcore")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="tests at once")
     parser.add_argument("--record", type=Path, help="where the outcome is written, as text")
     parser.add_argument("--suites", nargs="*", default=SUITES, choices=SUITES)
     parser.add_argument("--nccl-tests", type=Path, help="where its built programs are")
     parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     parser.add_argument("--script", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here or args.script:
-        run_here(args.here, args.tests) if args.here else run_script(args.script)
+        run_here(args.here, args.tests, args.share) if args.here else run_script(args.script)
         return
     if args.nccl_tests:
         shim = Path(__file__).with_name("gpu_nccl_shim.py")
@@ -218,7 +235,7 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {backend: {} for backend in backends}
     for backend in backends:
         for suite in args.suites:
-            found[backend] |= run_backend(backend, suite, args.ranks, args.tests)
+            found[backend] |= run_backend(backend, suite, args.ranks, args.tests, args.jobs)
     lines = [*summary(found)]
     print("\n".join(lines))
     if args.record:
@@ -236,6 +253,11 @@ def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         )
         yield f"skipped with {backend}, by reason:"
         yield from (f"  {count:3} {reason}" for reason, count in reasons.most_common())
+    yield "failed with each:"
+    for name in sorted({name for tests in found.values() for name in tests}):
+        failed = [tests[name] for tests in found.values() if name in tests]
+        if all(one["outcome"] == "failed" for one in failed):
+            yield f"  {name}: {failed[-1]['reason']}"
     yield "tests that differ:"
     for name in sorted({name for tests in found.values() for name in tests}):
         outcomes = {backend: tests[name] for backend, tests in found.items() if name in tests}
@@ -251,7 +273,7 @@ def header(ranks: int) -> Iterator[str]:
     plain = own(ranks)
     place = "CPU tensors" if plain == "gloo" else "GPUs"
     yield f"torch's and accelerate's tests with {ranks} ranks on {place}, over {plain} and offcore"
-    yield f"command: python benchmarks/peer_suites.py --ranks {ranks} --record FILE"
+    yield f"command: python benchmarks/peer_suites.py {' '.join(sys.argv[1:])}"
     yield from (f"{name}: {value}" for name, value in vars(Stamp()).items())
     yield ""
 
