@@ -165,20 +165,22 @@ class Calls:
         if len(args) < count:
             raise error("invalid", f"{name}: pass tensors as positional arguments")
         opts = _options(kind, args[count:], kwargs)
-        tensors = arranged(*args[:count])
+        args = tuple([_real(one) for one in args[:count]])
+        tensors = arranged(*args)
         work = getattr(self.collectives, core)(*tensors, opts)
         if work is not None:
             return work
-        own = self._inner_of(args[:count])
+        own = self._inner_of(args)
         self._log(name)
         if inner.endswith("_base") and name.endswith("_coalesced"):
             pairs = zip(*tensors, strict=True)
             return Together([getattr(own, inner)(*pair, opts) for pair in pairs])
         lists = arranged in (_one, _both) and not inner.endswith("_base")
-        return getattr(own, inner)(*(tensors if lists else args[:count]), opts)
+        return getattr(own, inner)(*(tensors if lists else args), opts)
 
     def _hand(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._log(name)
+        args = tuple([_real(one) for one in args])
         return getattr(self._inner_of(args), name)(*args, **kwargs)
 
     def _inner_of(self, args: Any) -> Any:
@@ -225,6 +227,22 @@ def _options(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return opts
 
 
+_OWN = torch.Tensor.__torch_dispatch__  # of tensors with memory of their own
+
+
+def _real(given: Any) -> Any:
+    """The tensors themselves: up to torch 2.13, groups also get what stands for them. Those of
+    functional collectives are waited for."""
+    if isinstance(given, (list, tuple)):
+        return [_real(one) for one in given]
+    if not isinstance(given, torch.Tensor) or type(given).__torch_dispatch__ is _OWN:
+        return given
+    if not hasattr(given, "trigger_wait"):
+        kind = type(given).__name__
+        raise error("unsupported", f"a {kind} has no memory of its own: pass its local tensor")
+    return given.trigger_wait()
+
+
 def _first_tensor(given: Any) -> Any:
     if isinstance(given, torch.Tensor):
         return given
@@ -264,6 +282,8 @@ def _all_reduces(method: Callable[..., Any]) -> Callable[..., Any]:
         if below and args:
             nbytes = 0
             for one in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
+                if type(one).__torch_dispatch__ is not _OWN:
+                    return all_reduce(self, _real(args[0]), *args[1:], **kwargs)
                 nbytes += one.nbytes if one.is_cuda and not one.is_sparse else below
             if nbytes < below:
                 self._log(name)
