@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+own_empty = torch.empty
 
 
 class Driver:
@@ -38,6 +41,7 @@ class Here:
 
     driver: Driver
     stream: Stream
+    pool: MemPool | None = None
 
 
 class Stream:
@@ -83,6 +87,50 @@ class Entered:
         Here.stream = self.before
 
 
+class Allocator:
+    """torch.cuda.memory.CUDAPluggableAllocator."""
+
+    def __init__(self, library: str, take: str, give: str) -> None:
+        calls = ctypes.CDLL(library)
+        self.take, self.give = calls[take], calls[give]
+        self.take.restype = ctypes.c_void_p
+        self.take.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.give.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+    def allocator(self) -> Allocator:
+        return self
+
+
+class MemPool:
+    """Without torch's cache: each tensor is a segment, given back at its end."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+
+
+@contextlib.contextmanager
+def within_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    before, Here.pool = Here.pool, pool
+    try:
+        yield
+    finally:
+        Here.pool = before
+
+
+def empty(*size: Any, **given: Any) -> Any:
+    """torch.empty, in the pool of a `use_mem_pool`."""
+    if Here.pool is None:
+        return own_empty(*size, **{**given, "device": "cpu"})
+    count = own_empty(*size, device="meta").numel()
+    nbytes = count * given["dtype"].itemsize
+    allocator, device = Here.pool.allocator, given["device"].index
+    if (address := allocator.take(nbytes, device, None)) is None:
+        raise torch.cuda.OutOfMemoryError
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, allocator.give, address, nbytes, device, None)
+    return torch.frombuffer(memory, dtype=given["dtype"])
+
+
 class Future(torch._C.Future):
     """Marks the stream and looks for tensors in what it is given, as torch's own do."""
 
@@ -123,6 +171,10 @@ def use(driver: Driver, device: int) -> None:
         (torch.cuda, "current_device", lambda: device),
         (torch.cuda, "is_current_stream_capturing", capturing),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: Here.stream.cuda_stream),
+        (torch.cuda.memory, "CUDAPluggableAllocator", Allocator),
+        (torch.cuda, "MemPool", MemPool),
+        (torch.cuda, "use_mem_pool", within_pool),
+        (torch, "empty", empty),
         (torch, "Stream", Entered),
         (torch._C, "Future", Future),
         (torch.futures, "Future", Future),

@@ -347,6 +347,45 @@ def shards(rank: int, ranks: int) -> None:
     assert closed.value.code == "invalid"
 
 
+def from_the_group(rank: int, ranks: int) -> None:
+    """Tensors in a pool of window memory, until it is full: then they are torch's own."""
+    one = Rank(rank, ranks)
+    core, device = one.group.collectives, one.side.device
+    assert not one.group.supports_tensor_alloc(device)
+    core._arguments = {"memory": 4 * RING}
+    assert one.group.supports_tensor_alloc(device)
+    told: list[Any] = []
+    one.side._told = told.append
+    part, copied = one.tensor(PART, rank + 1), one.tensor(PART, 0)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def copy(dst: Any, src: Any) -> None:
+        to, what = (ctypes.c_uint64(tensor.data_ptr()) for tensor in (dst, src))
+        one.driver.cuMemcpyAsync(to, what, ctypes.c_size_t(4 * PART), stream)
+        one.driver.cuStreamSynchronize(stream)
+
+    count = 3 * RING // 8  # three of them do not fit
+    for turn in range(4):
+        made = [
+            one.group.allocate_tensor(count, dtype=torch.float32, device=device) for _ in range(3)
+        ]
+        assert core.memory["cuda"].refused == turn + 1
+        whole = made[turn % 2]
+        shards = whole.chunk(ranks)
+        copy(shards[rank], part)
+        late = options("Allgather", asyncOp=turn > 1)
+        one.group._allgather_base(whole, shards[rank], late).wait()
+        for peer, shard in enumerate(shards):
+            copy(copied, shard)
+            assert one.values(copied) == [peer + 1]
+        one.side.settle()  # a late call keeps its tensors until then
+        del made, whole, shards, shard
+    assert [result.staged for result in told] == [False] * 4
+    memory = offcore.distributed.report()["memory"]
+    assert memory == {"cuda": {"bytes": 4 * RING, "refused": 4}}
+    core._arguments, core.memory = {}, {}
+
+
 def meet(rank: int, ranks: int, name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name}/{rank}", "")
@@ -354,7 +393,7 @@ def meet(rank: int, ranks: int, name: str) -> None:
 
 
 def well(rank: int, ranks: int) -> None:
-    for part in (right, in_order, long_way, short, in_ranges, shards):
+    for part in (right, in_order, long_way, short, in_ranges, shards, from_the_group):
         part(rank, ranks)
 
 

@@ -13,19 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._composable import checkpoint
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import offcore
+import offcore.distributed
 import offcore.fsdp
 from offcore.distributed import hosts, reach
+from offcore.distributed.group import BACKENDS
+from offcore.distributed.memory import Ring
 from offcore.distributed.report import calls_of
 from offcore.fsdp.enable import _param_groups
-from offcore.fsdp.memory import Ring
 from offcore.fsdp.shards import Meeting, Shards
 
 WIDTH, LAYERS, STEPS = 32, 3, 4
+TOO_LITTLE = 20 << 10  # bytes of window memory
 
 
 class Block(torch.nn.Module):
@@ -281,6 +284,43 @@ def killed_in_a_step(rank: int, ranks: int) -> None:
     assert time.monotonic() - began < 10
 
 
+def from_the_group(rank: int, ranks: int) -> None:
+    """FSDP2's buffers in window memory of a group, which torch's own setting asks for."""
+    gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    plain, _ = trained(mesh=gloo)
+
+    def prepare(model: Any) -> None:
+        for layer in model.modules():
+            if isinstance(layer, FSDPModule):
+                layer.set_allocate_memory_from_process_group_for_comm(True)
+
+    for nbytes in (1 << 18, TOO_LITTLE, 0):
+        options = offcore.distributed.Options(memory=nbytes)
+        group = dist.new_group(pg_options=options)
+        results: list[Any] = []
+        calls_of(group).collectives._sides["cpu"]._told = results.append
+        ours, _ = trained(prepare, mesh=DeviceMesh.from_group(group, "cpu"))
+        same(plain, ours, exactly=ranks == 2)
+        staged = [one.staged for one in results if one.op == "all_gather"]
+        told = offcore.distributed.report(group)["memory"]
+        if nbytes == 0:
+            assert told == {}
+            assert all(staged)
+        else:
+            assert told["cpu"]["bytes"] == nbytes
+            assert (told["cpu"]["refused"] > 0) == (nbytes == TOO_LITTLE)
+            assert any(staged) == (nbytes == TOO_LITTLE)
+            assert not all(staged)
+        cpu = torch.device("cpu")
+        backend = group._get_backend(cpu)
+        assert backend.supports_tensor_alloc(cpu) == (nbytes > 0)
+        assert not backend.supports_tensor_alloc(torch.device("meta"))
+        if nbytes == 0:  # up to torch 2.13 gloo answers
+            with pytest.raises(RuntimeError if not BACKENDS else offcore.Error):
+                backend.allocate_tensor(3, dtype=torch.int8, device=cpu)
+        dist.destroy_process_group(group)
+
+
 def ring(rank: int, ranks: int) -> None:
     with offcore.Communicator(backend="host", store=dist.group.WORLD) as comm:
         memory = Ring(comm, 4096)
@@ -301,6 +341,12 @@ def ring(rank: int, ranks: int) -> None:
         del held[0]
         assert memory.take((3072,), torch.uint8) is not None
         assert memory.refused == 2
+        held.clear()
+        kept = memory.take((1000,), torch.uint8)  # as gradients are
+        for _ in range(20):
+            memory.take((1000,), torch.uint8).fill_(1)
+        assert memory.refused == 2
+        del kept
 
 
 def places_follow_from_sizes(rank: int, ranks: int) -> None:
@@ -368,6 +414,7 @@ def pair(rank: int, ranks: int) -> None:
 if __name__ == "__main__":
     crew.run(2, pair, "gloo")
     crew.run(4, four, "gloo")
+    crew.run(2, from_the_group, "offcore")
     crew.run(2, killed_in_a_step, "gloo", killed=1)
     if "long" in sys.argv:
         crew.run(4, fewer_ranks, "gloo")

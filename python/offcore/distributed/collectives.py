@@ -16,6 +16,7 @@ from offcore.comm import Communicator
 from offcore.distributed import reach
 from offcore.distributed.direct import DirectSide, side_of
 from offcore.distributed.hosts import Hosts, open_ends
+from offcore.distributed.memory import Pool, Ring, memory_of
 from offcore.distributed.sides import Body, Side, log
 from offcore.errors import error
 from offcore.torch_calls import Arguments, all_on, joined, packed, reducible, reduction_of
@@ -38,6 +39,7 @@ class Collectives:
         self.timeout = timeout
         self.carried: dict[str, int] = {}  # calls by name
         self.obstacles: dict[str, str] = {}  # by type of device
+        self.memory: dict[str, Ring | Pool] = {}  # by type of device
         self._store = store
         self._arguments = arguments.arguments
         self._sides: dict[str, Side] = {}
@@ -184,6 +186,24 @@ class Collectives:
 
         return self._run("barrier", body, [torch.empty(0, device="cpu")], None, opts)
 
+    def memory_on(self, device: torch.device) -> Ring | Pool | None:
+        """What `allocate_tensor` takes from; None: there is none. Collective at the first call."""
+        kind, nbytes = device.type, self._arguments.get("memory", 0)
+        if not nbytes or kind in self.memory or kind not in ("cpu", "cuda"):
+            return self.memory.get(kind)
+        if kind == "cuda" and device.index is None:
+            device = torch.device(kind, torch.cuda.current_device())
+        side = self._sides.get(kind) or self._open(device)
+        if side is None or isinstance(side.comm, Hosts):
+            return None
+
+        def body(comm: Communicator) -> Any:
+            self.memory[kind] = memory_of(comm, nbytes, device)
+            return (), ()
+
+        side.call("memory", body)  # in the order of the group's calls
+        return self.memory[kind]
+
     def hosts(self) -> dict[str, dict[str, int]]:
         """Of a group that spans hosts, by type of device: how many, and what a rail brought."""
         return {
@@ -194,6 +214,7 @@ class Collectives:
 
     def close(self) -> None:
         """Once what is under way has ended."""
+        self.memory.clear()
         self._each(Side.close)
 
     def abort(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
@@ -38,16 +39,18 @@ def configure(**arguments: Any) -> None:
 
 class Options(Arguments):
     """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; `between`,
-    offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md); and
-    `all_reduce_from`: all-reduces on GPUs of fewer bytes are NCCL's (default 256 MiB; 0: none)."""
+    offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md); `all_reduce_from`:
+    all-reduces on GPUs of fewer bytes are NCCL's (default 256 MiB; 0: none); and `memory`: bytes of
+    window memory for the back end's `allocate_tensor` (default 0: it has none)."""
 
     known = {*signature(Communicator).parameters, *OF_GROUPS} - _FROM_GROUP
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        least = arguments.get("all_reduce_from", 0)
-        if type(least) is not int or least < 0:
-            raise error("invalid", f"all_reduce_from={least!r}: pass a number of bytes, or 0")
+        for name in ("all_reduce_from", "memory"):
+            nbytes = arguments.get(name, 0)
+            if type(nbytes) is not int or nbytes < 0:
+                raise error("invalid", f"{name}={nbytes!r}: pass a number of bytes, or 0")
 
 
 class Together(dist.Work):  # type: ignore[misc]
@@ -120,11 +123,39 @@ _TENSORS = {"alltoall_base": 4, "all_to_all_single": 4, "broadcast": 1, "reduce"
 _TENSORS |= {"allreduce": 1, "allreduce_coalesced": 1}
 
 
-class Calls:
+class Allocates:
+    """What torch asks of a back end for memory, as FSDP2 does once it is told to by
+    `set_allocate_memory_from_process_group_for_comm`."""
+
+    collectives: Collectives
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether there is memory for tensors on that device. Collective at the first call."""
+        return self.collectives.memory_on(device) is not None
+
+    def allocate_tensor(self, size: int, *, dtype: Any, device: Any) -> Any:
+        """A tensor of `size` elements that peers write directly, where it lies at the same place on
+        all ranks, as it does if they allocate alike. Where the memory is full it is torch's own,
+        and `report` counts it. Raises `Error`: unsupported without memory; memory."""
+        memory = self.collectives.memory_on(torch.device(device))
+        if memory is None:
+            why = "pass Options(memory=BYTES); groups that span hosts have none"
+            raise error("unsupported", f"group {self.collectives.name} allocates no tensors: {why}")
+        taken = memory.take((size,), dtype)
+        return torch.empty(size, dtype=dtype, device=device) if taken is None else taken
+
+
+@functools.cache
+def _allocating(kind: Any) -> Any:
+    """A back end of torch's own that allocates as its group. Up to torch 2.13 it is the one that
+    torch asks."""
+    return type(kind.__name__, (Allocates, kind), {})
+
+
+class Calls(Allocates):
     """What both kinds share: which call goes where. `inner` is gloo, and NCCL where there are GPUs;
     they carry what offcore does not."""
 
-    collectives: Collectives
     inner: dict[str, Any]
     handed: dict[str, int]
     nccl_below: int  # bytes of an all-reduce on GPUs
@@ -134,8 +165,11 @@ class Calls:
             raise error("invalid", f"pg_options is a {type(given).__name__}: pass Options(...)")
         store, rank, ranks = options.store, options.group_rank, options.group_size
         self.handed = {}
+        arguments = Arguments(**{**_configured.arguments, **(given.arguments if given else {})})
+        asked = not BACKENDS and arguments.arguments.get("memory", 0) > 0
+        kind_of = _allocating if asked else lambda kind: kind
         self.inner = {
-            "cpu": dist.ProcessGroupGloo(
+            "cpu": kind_of(dist.ProcessGroupGloo)(
                 dist.PrefixStore("gloo/", store), rank, ranks, timeout=options.timeout
             )
         }
@@ -144,10 +178,9 @@ class Calls:
             nccl._timeout = options.timeout
             nccl.global_ranks_in_group = options.global_ranks_in_group
             nccl.group_name = f"{options.group_id}/{NAME}"
-            self.inner["cuda"] = dist.ProcessGroupNCCL(
+            self.inner["cuda"] = kind_of(dist.ProcessGroupNCCL)(
                 dist.PrefixStore("nccl/", store), rank, ranks, nccl
             )
-        arguments = Arguments(**{**_configured.arguments, **(given.arguments if given else {})})
         below = arguments.arguments.get("all_reduce_from", ALL_REDUCE_FROM)
         self.nccl_below = below if "cuda" in self.inner else 0
         self.collectives = Collectives(
@@ -158,6 +191,8 @@ class Calls:
             str(options.group_id),
             arguments,
         )
+        for one in self.inner.values() if asked else ():
+            one.collectives = self.collectives
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core, kind, inner, arranged = _CALLS[name]

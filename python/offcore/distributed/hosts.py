@@ -37,7 +37,7 @@ _OPS = (
     "gather",
 )
 _TORCH = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-OF_GROUPS = ("between", "all_reduce_from")  # arguments that are no communicator's
+OF_GROUPS = ("between", "all_reduce_from", "memory")  # arguments that are no communicator's
 _SMALL = 16 << 20  # bytes of a host's part; below, a call for each host costs more than a copy
 
 ByHost = list[list[int]]  # the ranks of each

@@ -12,10 +12,10 @@ from offcore.errors import error
 
 def report(group: Any = None) -> dict[str, Any]:
     """Calls since the group was made: `carried` by offcore and `handed` to torch's own backends,
-    by name; `obstacles`, why no call of a type of device can be carried, by its name; `hosts`, of a
-    group that spans hosts, by type of device: how many, the `ranks` of each, and bytes `received`
-    from others. group: None is the default one. Raises `Error`: invalid for a group of another
-    backend.
+    by name. By type of device: `memory`, the bytes for `allocate_tensor` and how many tensors were
+    `refused` since it was full; `obstacles`, why no call can be carried; and `hosts`, of a group
+    that spans hosts: how many, the `ranks` of each, and bytes `received` from others. group: None
+    is the default one. Raises `Error`: invalid for a group of another backend.
     """
     found = calls_of(group)
     if found is None:
@@ -24,6 +24,9 @@ def report(group: Any = None) -> dict[str, Any]:
     return {
         "carried": dict(core.carried),
         "handed": dict(found.handed),
+        "memory": {
+            kind: {"bytes": one.nbytes, "refused": one.refused} for kind, one in core.memory.items()
+        },
         "obstacles": dict(core.obstacles),
         "hosts": core.hosts(),
     }

@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from offcore.comm import Communicator, Result
 from offcore.distributed.direct import DirectSide, side_of
 from offcore.distributed.hosts import Hosts, open_ends
+from offcore.distributed.memory import Ring
 from offcore.distributed.sides import Body, Side
-from offcore.fsdp.memory import Ring
 from offcore.torch_calls import reducible, reduction_of
 
 _AllGather: Any = _fsdp_api.AllGather

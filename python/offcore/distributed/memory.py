@@ -1,0 +1,98 @@
+"""Window memory for tensors of a group, whose pieces live as long as their tensors."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from offcore import _core
+from offcore.comm import Communicator
+from offcore.comm.arrays import tensors_of
+
+_ALIGN = 512
+
+
+class _Piece(NamedTuple):
+    begin: int
+    end: int
+    lease: _core.Lease
+
+
+class Ring:
+    """`nbytes` of window memory on every rank. Collective.
+
+    Where a piece lies follows from the sizes that were taken before, and from the tensors that the
+    caller still has, never from how far an engine has come: so ranks that allocate alike get the
+    same places, and peers can write there directly. That is why operations get a piece by its
+    `region`: they would keep a tensor until they have ended, and longer. Whoever writes into a
+    piece next is ordered behind its last readers by the stream in which FSDP allocates, as for
+    torch's own allocator.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.refused = 0  # requests that it had no room for
+        self._window = comm.window(max(nbytes, _ALIGN))
+        self._rank = comm.local_ranks[0]
+        self._first = self._window.address()
+        self._at = 0
+        self._pieces: list[_Piece] = []  # by place
+
+    def take(self, size: Sequence[int], dtype: Any) -> Any:
+        """A tensor; None: there is no room for it."""
+        wide = -(-math.prod(size) * dtype.itemsize // _ALIGN) * _ALIGN
+        self._pieces = [one for one in self._pieces if one.lease.held]
+        begin = self._room(wide, self._at)
+        if begin is None:
+            begin = self._room(wide, 0)
+        if begin is None or wide == 0:
+            self.refused += 1
+            return None
+        self._at = begin + wide
+        lease = _core.Lease()
+        taken = tensors_of(dtype)(self._window._core, self._rank, begin, tuple(size), lease)
+        bisect.insort(self._pieces, _Piece(begin, self._at, lease))
+        return taken
+
+    def _room(self, wide: int, begin: int) -> int | None:
+        """The first place from there on where so many bytes are free."""
+        for one in self._pieces:
+            if one.begin - begin >= wide:
+                return begin
+            begin = max(begin, one.end)
+        return begin if self.nbytes - begin >= wide else None
+
+    def region(self, tensor: Any) -> Any:
+        """Where a tensor lies, for an operation; None: outside of the ring."""
+        offset = tensor.data_ptr() - self._first
+        inside = 0 <= offset <= self.nbytes - tensor.nbytes
+        return self._window.region(offset, tensor.nbytes) if inside else None
+
+
+class Pool:
+    """`nbytes` of window memory on every rank's GPU, which torch's allocator divides: it knows the
+    streams. Collective."""
+
+    def __init__(self, comm: Any, nbytes: int, device: Any) -> None:
+        self.nbytes = nbytes
+        self.refused = 0
+        self._device = device
+        self._pool = comm.memory_pool(nbytes)
+
+    def take(self, size: Sequence[int], dtype: Any) -> Any:
+        """As Ring's."""
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                return torch.empty(size, dtype=dtype, device=self._device)
+        except torch.cuda.OutOfMemoryError:
+            self.refused += 1
+            return None
+
+
+def memory_of(comm: Any, nbytes: int, device: Any) -> Ring | Pool:
+    """For a group's tensors on that device. Collective."""
+    return Ring(comm, nbytes) if device.type == "cpu" else Pool(comm, nbytes, device)
