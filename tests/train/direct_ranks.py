@@ -229,6 +229,7 @@ def wrong(rank: int, ranks: int) -> None:
     with pytest.raises(offcore.Error, match=r"all_gather \(call 1 of rank \d, group g\)") as odd:
         one.group._allgather_base(whole, part, options("Allgather"))
     assert odd.value.code == "invalid"
+    elsewhere(one, part)
     work = one.group.allreduce([part], options())  # the group lives on
     work.wait(datetime.timedelta(seconds=20))
     late = one.tensor(PART, 0)
@@ -245,7 +246,7 @@ def wrong(rank: int, ranks: int) -> None:
         while one.side.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         for again in (work.wait, lambda: one.group.allreduce([part], options())):
-            with pytest.raises(offcore.Error, match=r"all_reduce \(call 4 .*in time") as dead:
+            with pytest.raises(offcore.Error, match=r"all_reduce \(call 6 .*in time") as dead:
                 again()
             assert dead.value.code == "timeout"
     meet(rank, ranks, "aborted")
@@ -256,6 +257,37 @@ def wrong(rank: int, ranks: int) -> None:
             assert dead.value.code == "peer"
     meet(rank, ranks, "over")
     early(rank, ranks)
+
+
+def elsewhere(one: Rank, part: Any) -> None:
+    """Tensors of another GPU are refused. A call with both kinds of device goes to torch's own back
+    end, whose it is to refuse it."""
+    other, host, whole = one.tensor(PART, 0), torch.zeros(PART), one.tensor(2 * PART, 0)
+    other.get_device = lambda: 1 - one.rank
+    host.is_cuda, host.is_cpu, host.get_device = False, True, lambda: -1
+    wrong = f"rank {one.rank} lies on .*; this rank needs memory of cuda:{one.rank}"
+    gathers = options("Allgather")
+    for call in (
+        lambda: one.group.allreduce([other], options()),
+        lambda: one.group._allgather_base(whole, other, gathers),
+    ):
+        with pytest.raises(offcore.Error, match=wrong) as refused:
+            call()
+        assert refused.value.code == "invalid"
+    carried, taken = dict(one.group.collectives.carried), []
+
+    class Torch:
+        def taken(self, *given: Any) -> Any:
+            taken.append(given)
+
+        allreduce_coalesced = _allgather_base = taken
+
+    one.group._inner_of = lambda _: Torch()
+    one.group._allgather_base(whole, host, gathers)
+    one.group.allreduce_coalesced([part, host], options("AllreduceCoalesced"))
+    del one.group._inner_of
+    assert [len(given) for given in taken] == [3, 2]
+    assert one.group.collectives.carried == carried
 
 
 def early(rank: int, ranks: int) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 import offcore
 import offcore.distributed
 from offcore.distributed import reach
+from offcore.distributed.group import BACKENDS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8]
 BYTES = [torch.bool, torch.complex64, torch.float8_e4m3fn]  # that only move
@@ -228,8 +229,9 @@ def groups(rank: int, ranks: int) -> None:
         with pytest.raises(offcore.Error, match="unknown argument backend: give"):
             refuses(backend="host")
         for wrong in (-1, 1.5, "1M", None, True):
-            with pytest.raises(offcore.Error, match=r"all_reduce_from=.*: pass a number of bytes"):
-                refuses(all_reduce_from=wrong)
+            for name in ("all_reduce_from", "memory"):
+                with pytest.raises(offcore.Error, match=f"{name}=.*: pass a number of bytes"):
+                    refuses(**{name: wrong})
     alone = dist.new_group(
         [rank],
         pg_options=offcore.distributed.Options(sms=8, all_reduce_from=1 << 20),
@@ -292,6 +294,43 @@ def apart(rank: int, ranks: int) -> None:
     assert reach.obstacle([json.dumps(one) for one in facts]) == "rank 0: no driver"
 
 
+def mixed_devices(rank: int, ranks: int) -> None:
+    """Refused on each rank, and nothing has been sent: the group lives on."""
+    own, other = torch.ones(2), torch.ones(2, device="meta")
+    whole = torch.ones(2 * ranks)
+    for call in (
+        lambda: dist.all_gather([own] * ranks, other),
+        lambda: dist.all_gather([own] * (ranks - 1) + [other], own),
+        lambda: dist.all_gather_into_tensor(whole, other),
+        lambda: dist.reduce_scatter_tensor(other, whole),
+        lambda: dist.reduce_scatter(own, [own] * (ranks - 1) + [other]),
+        lambda: dist.all_to_all([own] * ranks, [other] + [own] * (ranks - 1)),
+        lambda: dist.all_to_all_single(whole, torch.ones(2 * ranks, device="meta")),
+        lambda: dist.all_reduce_coalesced([own, other]),
+        lambda: dist.scatter(other, [own] * ranks if rank == 0 else None),
+        lambda: dist.gather(other, [own] * ranks if rank == 0 else None),
+    ):
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+            call()
+    dist.all_reduce(own)
+    assert (own == ranks).all()
+
+
+def loaded(rank: int, ranks: int) -> None:
+    """Processes of a loader come and go beside calls under way."""
+    for given in torch.utils.data.DataLoader(
+        [torch.full((1 << 16,), 1.0 + rank + turn) for turn in range(6)],
+        num_workers=2,
+        multiprocessing_context="fork",
+    ):
+        rows = given.squeeze(0)
+        expected = rows[0] * ranks + sum(range(ranks)) - rank * ranks
+        works = [dist.all_reduce(rows, async_op=True), dist.barrier(async_op=True)]
+        for work in works:
+            work.wait()
+        assert (rows == expected).all()
+
+
 def forked(rank: int, ranks: int) -> None:
     """A child of a rank is refused, rather than waiting for threads that it does not have."""
     dist.all_reduce(torch.ones(3), async_op=True).wait()
@@ -317,6 +356,9 @@ def world(rank: int, ranks: int) -> None:
     groups(rank, ranks)
     data_parallel(rank, ranks)
     apart(rank, ranks)
+    if not BACKENDS:  # from torch 2.14 on its dispatcher makes calls with meta tensors, of nothing
+        mixed_devices(rank, ranks)
+    loaded(rank, ranks)
     forked(rank, ranks)
     dist.destroy_process_group()
 
@@ -340,6 +382,27 @@ def late_peer(rank: int, ranks: int) -> None:
             dist.all_reduce(torch.ones(3), group=group)
         assert caught.value.code == "peer"
     dist.all_reduce(torch.ones(3))  # other groups go on
+
+
+def unlike_calls(rank: int, ranks: int) -> None:
+    """Ranks that differ in a call's size, dtype, reduction, root or kind are told so, all of them,
+    also in a group that has made the call before."""
+    kind, op = ([torch.float32, torch.int32][rank], OPS[rank])
+    for differs in (
+        lambda group: dist.all_reduce(torch.ones(3 + rank), group=group),
+        lambda group: dist.all_reduce(torch.ones(4, dtype=kind), group=group),
+        lambda group: dist.all_reduce(torch.ones(4), op=op, group=group, async_op=True).wait(),
+        lambda group: dist.broadcast(torch.ones(4), rank, group=group),
+        lambda group: dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group),
+    ):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(4), group=group)
+        with pytest.raises(offcore.Error) as caught:
+            differs(group)
+        assert caught.value.code == "mismatch"
+        with pytest.raises(offcore.Error, match="is dead since"):
+            dist.all_reduce(torch.ones(4), group=group)
+        dist.destroy_process_group(group)
 
 
 def dead_peer(rank: int, ranks: int) -> None:
@@ -381,7 +444,7 @@ def aborted(rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     crew.run(3, world, "offcore")
-    for failing in (late_peer, dead_peer, dead_peer_of_ddp, aborted):
+    for failing in (unlike_calls, late_peer, dead_peer, dead_peer_of_ddp, aborted):
         crew.run(2, failing, "offcore", timeout_s=20)
     print("done")
     sys.exit()

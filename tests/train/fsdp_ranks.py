@@ -245,7 +245,7 @@ def apart(rank: int, ranks: int) -> None:
 
 
 def two_models(rank: int, ranks: int) -> None:
-    """Steps of two models in turns, inputs from a loader's process, forked after `enable`."""
+    """Steps of two models in turns, inputs from a loader's processes, forked after `enable`."""
 
     def both(enables: bool) -> list[Any]:
         torch.manual_seed(5)
@@ -254,7 +254,7 @@ def two_models(rank: int, ranks: int) -> None:
             offcore.fsdp.enable(model)
         loader = torch.utils.data.DataLoader(
             [torch.full((8,), 1.0 + turn + rank) for turn in range(4)],
-            num_workers=1,
+            num_workers=2,
             multiprocessing_context="fork",
         )
         for given in loader:
@@ -281,6 +281,29 @@ def killed_in_a_step(rank: int, ranks: int) -> None:
     with pytest.raises(offcore.Error, match=r"fsdp \[0, 1\]") as caught:
         loss.backward()
     assert caught.value.code == "peer"
+    with pytest.raises(offcore.Error, match="is dead since"):  # so does every later step
+        model(torch.ones(2, 8))
+    offcore.fsdp.disable(model)
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 10
+
+
+def killed_with_the_groups_memory(rank: int, ranks: int) -> None:
+    """The same where the backend "offcore" does it all."""
+    group = dist.new_group(pg_options=offcore.distributed.Options(memory=1 << 20))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = torch.nn.Sequential(*(fully_shard(torch.nn.Linear(8, 8), mesh=mesh) for _ in range(3)))
+    for layer in model:
+        layer.set_allocate_memory_from_process_group_for_comm(True)
+    model(torch.ones(2, 8)).sum().backward()
+    began = time.monotonic()
+    loss = model(torch.ones(2, 8)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(offcore.Error, match=r"of rank 0, group \d+\): .*rank 1") as caught:
+        loss.backward()
+    assert caught.value.code == "peer"
+    dist.destroy_process_group()
     assert time.monotonic() - began < 10
 
 
@@ -416,6 +439,7 @@ if __name__ == "__main__":
     crew.run(4, four, "gloo")
     crew.run(2, from_the_group, "offcore")
     crew.run(2, killed_in_a_step, "gloo", killed=1)
+    crew.run(2, killed_with_the_groups_memory, "offcore", killed=1)
     if "long" in sys.argv:
         crew.run(4, fewer_ranks, "gloo")
     print("done")

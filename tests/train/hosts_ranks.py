@@ -210,6 +210,11 @@ def uneven(rank: int, ranks: int) -> None:
 
 def even(local: int) -> Any:
     def ranks_of_hosts(rank: int, ranks: int) -> None:
+        group = dist.new_group(pg_options=offcore.distributed.Options(memory=1 << 20))
+        cpu = torch.device("cpu")
+        assert not group._get_backend(cpu).supports_tensor_alloc(cpu)
+        assert offcore.distributed.report(group)["memory"] == {}
+        dist.destroy_process_group(group)
         told = offcore.distributed.report()["hosts"]["cpu"]
         assert told == {"hosts": ranks // local, "ranks": local, "received": 0}
         if ranks == 6:
