@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,23 @@ class _Place:
         self.rows = self.memory[:count].view(dtype).view(shape)
         on_gpu = self.memory.is_cuda
         self.stream = torch.cuda.Stream(self.memory.device) if on_gpu else None
+        self._last: tuple[Any, Any] | None = None  # stream, and event of the end, of the last call
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """By a call, behind the one before, whatever stream that was made in. A graph's replays are
+        in the order that its user gives them."""
+        if self.stream is None or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        current = torch.cuda.current_stream(self.memory.device)
+        if self._last is not None and self._last[0] != current:
+            current.wait_event(self._last[1])
+        try:
+            yield
+        finally:
+            self._last = current, torch.cuda.Event()
+            self._last[1].record()
 
 
 _places: weakref.WeakKeyDictionary[Communicator, dict[Any, _Place]] = weakref.WeakKeyDictionary()
@@ -81,13 +99,14 @@ def all_gather_matmul(
     rank, ranks = comm.local_ranks[0], comm.ranks
     out = _result("all_gather_matmul", out, shard, (ranks * m, weight.shape[1]))
     place = _place(comm, "gather", (chunks, ranks, rows, k), shard.dtype, lane)
-    arrived = _gather(comm, place, shard, lane)
-    torch.mm(shard, weight, out=out[rank * m : (rank + 1) * m])
-    for chunk, wait in enumerate(arrived):
-        wait()
-        for peer in (peer for peer in range(ranks) if peer != rank):
-            begin = peer * m + chunk * rows
-            torch.mm(place.rows[chunk, peer], weight, out=out[begin : begin + rows])
+    with place.used():
+        arrived = _gather(comm, place, shard, lane)
+        torch.mm(shard, weight, out=out[rank * m : (rank + 1) * m])
+        for chunk, wait in enumerate(arrived):
+            wait()
+            for peer in (peer for peer in range(ranks) if peer != rank):
+                begin = peer * m + chunk * rows
+                torch.mm(place.rows[chunk, peer], weight, out=out[begin : begin + rows])
     return out
 
 
@@ -128,18 +147,19 @@ def matmul_reduce_scatter(
     others = [peer for peer in range(ranks) if peer != rank]
     counts = [[rows * n * (peer != other) for other in range(ranks)] for peer in range(ranks)]
     sent = torch.empty(chunks, len(others), rows, n, dtype=inp.dtype, device=inp.device)
-    arrived = []
-    for chunk in range(chunks):
-        for slot, peer in enumerate(others):
-            torch.mm(given[peer, chunk], weight, out=sent[chunk, slot])
-        # Behind what others send, the slot of this rank's own product.
-        came = place.rows[chunk, :-1].reshape(-1)
-        arrived.append(_push(comm, place, came, sent[chunk].view(-1), counts, lane))
-    for chunk in range(chunks):
-        torch.mm(given[rank, chunk], weight, out=place.rows[chunk, -1])
-    for wait in arrived:
-        wait()
-    return _added(place.rows, out)
+    with place.used():
+        arrived = []
+        for chunk in range(chunks):
+            for slot, peer in enumerate(others):
+                torch.mm(given[peer, chunk], weight, out=sent[chunk, slot])
+            # Behind what others send, the slot of this rank's own product.
+            came = place.rows[chunk, :-1].reshape(-1)
+            arrived.append(_push(comm, place, came, sent[chunk].view(-1), counts, lane))
+        for chunk in range(chunks):
+            torch.mm(given[rank, chunk], weight, out=place.rows[chunk, -1])
+        for wait in arrived:
+            wait()
+        return _added(place.rows, out)
 
 
 def _added(rows: Any, out: Any) -> Any:
@@ -201,17 +221,14 @@ def _result(op: str, out: Any, like: Any, shape: tuple[int, int]) -> Any:
 def _gather(comm: Communicator, place: _Place, shard: Any, lane: int) -> list[Callable[[], Any]]:
     """Starts a gather for each chunk: what waits for them in turn, on the current stream."""
     own = place.rows[:, comm.local_ranks[0]]
-    copied = own.data_ptr() != shard.data_ptr()
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard.view(own.shape))  # in another stream it might wait for a GEMM's SMs
     if place.stream is None:
-        if copied:
-            own.copy_(shard.view(own.shape))
         return [comm.all_gather(chunk, lane=lane).wait for chunk in place.rows]
     waits: list[Callable[[], Any]] = []
     current = torch.cuda.current_stream(place.memory.device)
     place.stream.wait_stream(current)
     with torch.cuda.stream(place.stream):
-        if copied:
-            own.copy_(shard.view(own.shape))
         for chunk in place.rows:
             comm.all_gather(chunk, lane=lane)
             event = torch.cuda.Event()

@@ -274,6 +274,7 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.here)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Stream.here
 
 
@@ -313,6 +314,24 @@ def test_a_shard_in_its_place_on_a_stream(current: Stream) -> None:
     assert torch.equal(out.double(), torch.cat(shards).double() @ weight.double())
     assert place.memory._version == version + 2  # the rows of two others, and no copy of its own
     assert current.did == ["gemm", "arrival", "gemm", "gemm"]
+
+
+def test_a_call_in_another_stream_comes_behind_the_one_before(current: Stream) -> None:
+    """Its copies would overwrite what GEMMs of that one still read."""
+    shards = [whole_numbers(6, 5, rank) for rank in range(3)]
+    weight = whole_numbers(5, 4, 9)
+    comm: Any = Gathers(shards, 1)
+    other, alone = Stream(), ["gemm", "arrival", "gemm", "gemm"]
+    for stream, behind in (
+        (current, []),
+        (other, ["arrival"]),
+        (other, []),
+        (current, ["arrival"]),
+    ):
+        with torch.cuda.stream(stream):
+            all_gather_matmul(comm, shards[1], weight, lane=2)
+        assert stream.did == [*behind, *alone]
+        stream.did.clear()
 
 
 class Exchanges:
