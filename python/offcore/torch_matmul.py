@@ -35,17 +35,21 @@ class _Place:
     def used(self) -> Iterator[None]:
         """By a call, behind the one before, whatever stream that was made in. A graph's replays are
         in the order that its user gives them."""
-        if self.stream is None or torch.cuda.is_current_stream_capturing():
+        if self.stream is None:
             yield
             return
-        current = torch.cuda.current_stream(self.memory.device)
-        if self._last is not None and self._last[0] != current:
-            current.wait_event(self._last[1])
-        try:
-            yield
-        finally:
-            self._last = current, torch.cuda.Event()
-            self._last[1].record()
+        with torch.cuda.device(self.memory.device):
+            current = torch.cuda.current_stream()
+            if torch.cuda.is_current_stream_capturing():
+                yield
+                return
+            if self._last is not None and self._last[0] != current:
+                current.wait_event(self._last[1])
+            try:
+                yield
+            finally:
+                self._last = current, torch.cuda.Event()
+                self._last[1].record(current)
 
 
 _places: weakref.WeakKeyDictionary[Communicator, dict[Any, _Place]] = weakref.WeakKeyDictionary()
@@ -68,6 +72,7 @@ def matmul_shard(
     return _place(comm, "gather", shape, dtype, lane).rows[0, comm.local_ranks[0]]
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def all_gather_matmul(
     comm: Communicator,
     shard: Any,
@@ -110,6 +115,7 @@ def all_gather_matmul(
     return out
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def matmul_reduce_scatter(
     comm: Communicator,
     inp: Any,
@@ -179,7 +185,7 @@ def _push(
     if place.stream is None:
         handle: Handle = comm.all_to_all_v(came, sent, counts, lane=lane)
         return handle.wait
-    current = torch.cuda.current_stream(place.memory.device)
+    current = torch.cuda.current_stream()
     place.stream.wait_stream(current)
     with torch.cuda.stream(place.stream):
         comm.all_to_all_v(came, sent, counts, lane=lane)
@@ -226,7 +232,7 @@ def _gather(comm: Communicator, place: _Place, shard: Any, lane: int) -> list[Ca
     if place.stream is None:
         return [comm.all_gather(chunk, lane=lane).wait for chunk in place.rows]
     waits: list[Callable[[], Any]] = []
-    current = torch.cuda.current_stream(place.memory.device)
+    current = torch.cuda.current_stream()
     place.stream.wait_stream(current)
     with torch.cuda.stream(place.stream):
         for chunk in place.rows:

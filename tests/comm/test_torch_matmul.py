@@ -224,8 +224,8 @@ class Stream:
 
 
 class Event:
-    def record(self) -> None:
-        self.stream = Stream.here
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or Stream.here
         self.arrivals = [one for one in self.stream.did if callable(one)]
 
 
@@ -273,7 +273,8 @@ def _current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.here)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.here)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Stream.here
 
@@ -378,3 +379,12 @@ def test_products_are_copied_in_a_stream_beside_the_gemms(current: Stream, chunk
     assert Stream.here is current
     assert comm.exchanged == chunks
     assert current.did == ["gemm"] * 3 * chunks + ["arrival"] * chunks
+
+
+def test_weights_that_want_gradients_get_none() -> None:
+    def work(comm: offcore.Communicator, rank: int) -> None:
+        weight = torch.nn.Parameter(whole_numbers(4, 3, 1))
+        for call in (all_gather_matmul, matmul_reduce_scatter):
+            assert not call(comm, whole_numbers(6, 4, rank), weight).requires_grad
+
+    as_ranks(2, work)

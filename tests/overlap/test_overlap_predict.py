@@ -21,7 +21,7 @@ from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = ("overlap-h200-2", "overlap-h200-2-matched", "overlap-h200-2-256M")
+FILES = tuple(f"overlap-h200-2{run}" for run in ("", "-matched", "-256M", "-reductions"))
 ROWS = {name: read_records(RESULTS / f"{name}.jsonl") for name in FILES}
 FITTED_FROM = FILES[0]
 
@@ -85,6 +85,8 @@ ERRORS = {
     ("overlap-h200-2-matched", COMPUTED): (168, 9.5, 5.8, 3.0),
     ("overlap-h200-2-256M", GIVEN): (12, 9.8, 6.4, 3.0),
     ("overlap-h200-2-256M", COMPUTED): (12, 9.6, 5.8, 2.9),
+    ("overlap-h200-2-reductions", GIVEN): (48, 15.1, 9.2, 3.4),
+    ("overlap-h200-2-reductions", COMPUTED): (48, 15.4, 9.8, 3.4),
 }
 
 
@@ -119,9 +121,9 @@ def test_sums_and_means_are_what_the_documents_say(
         every = [one for name in FILES for one in held_out(found[name, isolated])]
         large = [one for one in every if one.ideal >= predict.LARGE]
         counts = len(every), len(large)
-        assert counts == (372, 240)
+        assert counts == (420, 264)
         means[isolated] = [round(fmean(abs(one.points) for one in x), 1) for x in (every, large)]
-    assert means == {GIVEN: [11.0, 7.3], COMPUTED: [12.6, 9.0]}
+    assert means == {GIVEN: [11.5, 7.3], COMPUTED: [12.9, 8.8]}
     fitted = [abs(one.points) for one in found[FITTED_FROM, GIVEN] if one.fitted]
     assert (len(fitted), round(fmean(fitted), 1)) == (24, 5.0)
 
@@ -132,6 +134,7 @@ def test_the_same_measured_twice_differs_as_much() -> None:
         "overlap-h200-2": (28, 13.5),
         "overlap-h200-2-matched": (22, 9.6),
         "overlap-h200-2-256M": (2, 1.2),
+        "overlap-h200-2-reductions": (5, 21.3),
     }
 
 

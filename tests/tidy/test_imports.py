@@ -18,7 +18,7 @@ BESIDE = {
     "offcore.device.cuda": 320,
     "offcore.device.triton": 330,
     "offcore.torch": 95,
-    "offcore.torch_matmul": 240,  # both directions
+    "offcore.torch_matmul": 245,  # both directions
     "offcore.mcast.torch": 235,
     "offcore.mcast.gpu": 410,
     "offcore.torch_calls": 190,

@@ -117,7 +117,7 @@ class CudaExecutor final : public exec::Executor {
   struct LaneStreams {
     std::unique_ptr<OrderedStream> caller;
     std::unique_ptr<SignalTable> signal_table;
-    // Made when needed, and never one for another's use: signals of a stream that has copied wait
+    // Made when needed. Signals have streams of their own: in one that has copied they would wait
     // until the engine has emptied its other streams (seen on driver 580).
     OrderedStreams engines, spares, asides;
     CUstream last_stream = nullptr;
