@@ -32,10 +32,10 @@ test-long: lint fakes  ## everything long: hours of fuzzing, and all tests under
 	$(MAKE) sanitize SANITIZED="--long --hypothesis-profile=ci"
 
 # A test that needs the stand-in drivers builds them, in the time that it has itself.
-fakes: build
+fakes: build .venv/.checks
 	$(BIN)/python tests/fakes/cuda_library.py
 
-lint: build  ## clang-format, ruff and mypy
+lint: build .venv/.checks  ## clang-format, ruff and mypy
 	find core shim studies python/bindings tests/conformance/toy -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,7 +60,7 @@ STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
 # Leaks count where the core is on the stack. Python's objects come from malloc here, because the leak
 # checker does not look for pointers in Python's own arenas, which are mapped; what importing the core
 # makes (types, functions, their names) lives as long as the process: tests/leaks.supp leaves it out.
-asan: build build/asan/.installed  ## tests under asan, and ubsan in the core
+asan: build .venv/.checks build/asan/.installed  ## tests under asan, and ubsan in the core
 	rm -f build/asan/report.*
 	PYTHONPATH=$(CURDIR)/build/asan/site LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $(STDCXX)" \
 	ASAN_OPTIONS='log_path=$(CURDIR)/build/asan/report:stack_trace_format="    #%n %f %S %m"' \
@@ -69,7 +69,7 @@ asan: build build/asan/.installed  ## tests under asan, and ubsan in the core
 	$(PYTEST) --capture=sys --sanitized=asan $(SANITIZED) || { cat build/asan/report.*; exit 1; }
 	! grep -B 9 -A 9 '/offcore/_core\.' build/asan/report.*
 
-tsan: build build/tsan/.installed  ## tests under the thread sanitizer
+tsan: build .venv/.checks build/tsan/.installed  ## tests under the thread sanitizer
 	PYTHONPATH=$(CURDIR)/build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
 	TSAN_OPTIONS=die_after_fork=0 $(FIXED_ADDRESSES) \
 	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
@@ -93,7 +93,12 @@ clean:  ## remove .venv and everything that was built
 
 .venv/.installed: .venv/.tools $(SOURCES) CMakeLists.txt
 	@echo "building offcore into .venv: a minute or two the first time"
-	$(BIN)/pip install -q --no-build-isolation '.[test,lint]'
+	$(BIN)/pip install -q --no-build-isolation '.[plot]'
+	touch $@
+
+# What tests and lint need, which the demo does not wait for.
+.venv/.checks: pyproject.toml | .venv/.installed
+	$(BIN)/pip install -q 'offcore[test,lint]'
 	touch $@
 
 .venv/.docs: .venv/.tools pyproject.toml
