@@ -15,47 +15,98 @@ namespace {
 constexpr uint64_t kRowsMax = uint64_t{1} << 32;
 constexpr uint64_t kRowBytesMax = uint64_t{1} << 40;
 
-// Of a chunk. Pages are registered once: chunks of others' memory meet where a page begins, or are
-// one.
-uint64_t rows_of_chunk(uint64_t row_step, uint64_t chunk_bytes, const ForeignRows* foreign) {
-  if (row_step == 0) return 0;
-  const uint64_t rows = std::max<uint64_t>(1, chunk_bytes / row_step);
-  if (foreign == nullptr) return rows;
+// Of a chunk of others' memory. Pages are registered once: chunks meet where a page begins, or
+// there is one.
+uint64_t rows_of_chunk(const ForeignRows::RowMemory& part, uint64_t chunk_bytes) {
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (reinterpret_cast<uint64_t>(foreign->data) % page != 0) return kRowsMax;
-  const uint64_t step = page / std::gcd(row_step, page);
+  if (reinterpret_cast<uint64_t>(part.data) % page != 0) return kRowsMax;
+  const uint64_t rows = std::max<uint64_t>(1, chunk_bytes / part.row_step);
+  const uint64_t step = page / std::gcd(part.row_step, page);
   return (rows + step - 1) / step * step;
+}
+
+void check_row(uint64_t row_bytes) {
+  if (row_bytes == 0 || row_bytes > kRowBytesMax) {
+    fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
+  }
+}
+
+// Whether rows of both have bytes in common, the second of which begins no sooner.
+bool overlap(const ForeignRows::RowMemory& part, const ForeignRows::RowMemory& later,
+             uint64_t row_bytes) {
+  const auto ahead = static_cast<uint64_t>(later.data - part.data);
+  if (ahead >= part.bytes) return false;
+  const uint64_t inside = ahead % part.row_step;  // where rows of both lie between each other
+  return part.row_step != later.row_step || inside < row_bytes ||
+         part.row_step - inside < row_bytes;
+}
+
+void check_apart(std::vector<ForeignRows::RowMemory> parts, uint64_t row_bytes) {
+  std::sort(parts.begin(), parts.end(),
+            [](const auto& part, const auto& other) { return part.data < other.data; });
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (size_t k = i + 1; k < parts.size() && parts[k].data < parts[i].data + parts[i].bytes;
+         ++k) {
+      if (!overlap(parts[i], parts[k], row_bytes)) continue;
+      fail(Code::invalid, "two parts of the memory overlap: rows of one, ", parts[i].row_step,
+           " bytes apart, begin ", parts[k].data - parts[i].data,
+           " bytes before those of the other");
+    }
+  }
 }
 
 }  // namespace
 
-HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes,
-                   std::optional<ForeignRows> foreign)
+HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes,
+                   std::vector<RowSource> sources, std::shared_ptr<void> keep)
     : OfProcess("the host pool"),
       backend_(std::move(backend)),
       row_bytes_(row_bytes),
-      foreign_(std::move(foreign)),
-      row_step_(foreign_ ? foreign_->row_step : row_bytes),
-      rows_chunk_(rows_of_chunk(row_step_, chunk_bytes, foreign_ ? &*foreign_ : nullptr)) {
-  if (row_bytes == 0 || row_bytes > kRowBytesMax) {
-    fail(Code::invalid, "a block has ", row_bytes, " bytes: it must have 1 to 2^40");
+      keep_(std::move(keep)),
+      sources_(std::move(sources)) {}
+
+std::vector<HostPool::RowSource> HostPool::sources_of(std::vector<ForeignRows::RowMemory> parts,
+                                                      uint64_t row_bytes, uint64_t chunk_bytes) {
+  std::vector<RowSource> sources;
+  uint64_t first = 0;
+  for (ForeignRows::RowMemory& part : parts) {
+    if (part.row_step < row_bytes || part.row_step > kRowBytesMax) {
+      fail(Code::invalid, "rows of ", row_bytes, " bytes cannot lie ", part.row_step,
+           " bytes apart: give a step of the row or more");
+    }
+    if (part.bytes < row_bytes) {
+      fail(Code::invalid, "a part of the memory has ", part.bytes, " bytes, fewer than a row of ",
+           row_bytes);
+    }
+    const uint64_t rows = (part.bytes - row_bytes) / part.row_step + 1;
+    sources.push_back({.data = part.data,
+                       .row_step = part.row_step,
+                       .rows = rows,
+                       .rows_chunk = rows_of_chunk(part, chunk_bytes),
+                       .first = first});
+    first += rows;
+    part.bytes = (rows - 1) * part.row_step + row_bytes;
   }
-  if (row_step_ < row_bytes || row_step_ > kRowBytesMax) {
-    fail(Code::invalid, "rows of ", row_bytes, " bytes cannot lie ", row_step_,
-         " bytes apart: give a step of the row or more");
-  }
+  check_apart(std::move(parts), row_bytes);
+  return sources;
 }
 
 std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                            uint64_t chunk_bytes) {
-  return owned_that_waits(
-      std::unique_ptr<HostPool>(new HostPool(std::move(backend), row_bytes, chunk_bytes, {})));
+  check_row(row_bytes);
+  std::vector<RowSource> own{{.row_step = row_bytes,
+                              .rows = kRowsMax,
+                              .rows_chunk = std::max<uint64_t>(1, chunk_bytes / row_bytes)}};
+  return owned_that_waits(std::unique_ptr<HostPool>(
+      new HostPool(std::move(backend), row_bytes, std::move(own), nullptr)));
 }
 
 std::shared_ptr<HostPool> HostPool::create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                            uint64_t chunk_bytes, ForeignRows memory) {
+  check_row(row_bytes);
+  std::vector<RowSource> sources = sources_of(memory.parts, row_bytes, chunk_bytes);
   return owned_that_waits(std::unique_ptr<HostPool>(
-      new HostPool(std::move(backend), row_bytes, chunk_bytes, std::move(memory))));
+      new HostPool(std::move(backend), row_bytes, std::move(sources), std::move(memory.keep))));
 }
 
 HostPool::~HostPool() {
@@ -82,12 +133,11 @@ void HostPool::check_room(uint64_t rows) const {
   if (rows > kRowsMax - slots_.size()) {
     fail(Code::invalid, slots_.size(), " and ", rows, " rows are more than ", kRowsMax);
   }
-  if (foreign_) {
-    const uint64_t bytes = foreign_->bytes;
-    const uint64_t most = bytes < row_bytes_ ? 0 : (bytes - row_bytes_) / row_step_ + 1;
+  if (sources_.empty() || sources_.back().data != nullptr) {
+    const uint64_t most = sources_.empty() ? 0 : sources_.back().first + sources_.back().rows;
     if (rows <= most - slots_.size()) return;
-    fail(Code::invalid, bytes, " bytes of memory have ", most, " rows of ", row_bytes_, " bytes, ",
-         row_step_, " bytes apart, not ", slots_.size() + rows);
+    fail(Code::invalid, "the memory has ", most, " rows of ", row_bytes_, " bytes, not ",
+         slots_.size() + rows);
   }
   const HostMemory memory = host_memory();
   const uint64_t coming = slots_.size() - ready_ + rows;
@@ -109,9 +159,11 @@ void HostPool::grow(uint64_t rows) {
   };
   try {
     slots_.resize(before + rows);
-    for (uint64_t first = before; first < slots_.size(); first += rows_chunk_) {
-      const uint64_t count = std::min<uint64_t>(rows_chunk_, slots_.size() - first);
-      chunks_.push_back({.first = first, .rows = count, .share = {}});
+    for (uint64_t first = before; first < slots_.size(); first += chunks_.back().rows) {
+      const RowSource& source = source_of(first);
+      const uint64_t left = std::min(slots_.size(), source.first + source.rows) - first;
+      const uint64_t count = std::min(source.rows_chunk, left);
+      chunks_.push_back({.first = first, .rows = count, .source = &source, .share = {}});
     }
     if (registering() && !running_) start_thread();
   } catch (const std::bad_alloc&) {
@@ -139,20 +191,21 @@ void HostPool::register_chunks() {
         std::find_if(chunks_.begin(), chunks_.end(),
                      [](const Chunk& chunk) { return chunk.share.data == nullptr; }) -
         chunks_.begin());
-    const uint64_t at = chunks_[index].first * row_step_;
-    const uint64_t bytes = (chunks_[index].rows - 1) * row_step_ + row_bytes_;
+    const RowSource& source = *chunks_[index].source;
+    const uint64_t at = (chunks_[index].first - source.first) * source.row_step;
+    const uint64_t bytes = (chunks_[index].rows - 1) * source.row_step + row_bytes_;
     busy_ = true;
     lock.unlock();
     Share share;
     std::optional<Error> failure;
     try {
       ForeignMemory* const others = backend_->capabilities().foreign_memory;
-      if (!foreign_) {
+      if (source.data == nullptr) {
         share = backend_->allocate_host(bytes);
       } else if (others != nullptr) {
-        share = others->register_host(foreign_->data + at, bytes, foreign_->keep);
+        share = others->register_host(source.data + at, bytes, keep_);
       } else {  // engines are threads, or simulated
-        share = {.bytes = bytes, .data = foreign_->data + at, .owner = foreign_->keep};
+        share = {.bytes = bytes, .data = source.data + at, .owner = keep_};
       }
     } catch (const Error& error) {
       failure = error;
@@ -262,8 +315,7 @@ std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
   const PoolLock lock = enter();
   check_taken(slot);
   const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
-  return {chunk.share.data + (static_cast<uint64_t>(slot) - chunk.first) * row_step_,
-          chunk.share.owner};
+  return {chunk.at(static_cast<uint64_t>(slot)), chunk.share.owner};
 }
 
 std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
@@ -275,8 +327,7 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
   for (int64_t number : slots) {
     const auto slot = static_cast<uint64_t>(number);
     if (chunk == nullptr || slot - chunk->first >= chunk->rows) chunk = &chunk_of(slot);
-    rows.push_back({.at = chunk->share.data + (slot - chunk->first) * row_step_,
-                    .chunk = static_cast<uint32_t>(chunk - chunks_.data())});
+    rows.push_back({.at = chunk->at(slot), .chunk = static_cast<uint32_t>(chunk - chunks_.data())});
     pinned_ += slots_[slot].users++ == 0;
   }
   return rows;
@@ -341,6 +392,13 @@ const HostPool::Chunk& HostPool::chunk_of(uint64_t slot) const {
   const auto after =
       std::upper_bound(chunks_.begin(), chunks_.end(), slot,
                        [](uint64_t wanted, const Chunk& chunk) { return wanted < chunk.first; });
+  return *std::prev(after);
+}
+
+const HostPool::RowSource& HostPool::source_of(uint64_t row) const {
+  const auto after = std::upper_bound(
+      sources_.begin(), sources_.end(), row,
+      [](uint64_t wanted, const RowSource& source) { return wanted < source.first; });
   return *std::prev(after);
 }
 

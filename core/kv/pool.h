@@ -31,11 +31,15 @@ struct Row {
   uint32_t chunk = 0;
 };
 
-// Memory that others have allocated: a row every `row_step` bytes.
+// Memory that others have allocated, in the order of its rows: in each part one every `row_step`
+// bytes.
 struct ForeignRows {
-  std::byte* data = nullptr;
-  uint64_t bytes = 0;
-  uint64_t row_step = 0;
+  struct RowMemory {
+    std::byte* data = nullptr;
+    uint64_t bytes = 0;
+    uint64_t row_step = 0;
+  };
+  std::vector<RowMemory> parts;
   std::shared_ptr<void> keep;
 };
 
@@ -51,7 +55,6 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   HostPool& operator=(const HostPool&) = delete;
 
   uint64_t row_bytes() const { return row_bytes_; }
-  uint64_t rows_chunk() const { return rows_chunk_; }
 
   // Adds rows at the end; they become usable in the background.
   void grow(uint64_t rows);
@@ -87,10 +90,21 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
 
  private:
   using PoolLock = std::unique_lock<std::mutex>;
+  // Where rows are to be had.
+  struct RowSource {
+    std::byte* data = nullptr;  // null: the pool's own, still to be allocated
+    uint64_t row_step = 0;
+    uint64_t rows = 0;
+    uint64_t rows_chunk = 0;
+    uint64_t first = 0;  // row
+  };
   struct Chunk {
     uint64_t first = 0;
     uint64_t rows = 0;
+    const RowSource* source = nullptr;
     Share share;  // without data: not registered yet
+
+    std::byte* at(uint64_t slot) const { return share.data + (slot - first) * source->row_step; }
   };
   struct Slot {
     uint32_t users = 0;  // jobs
@@ -99,8 +113,10 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
     bool leaving = false;
   };
 
-  HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, uint64_t chunk_bytes,
-           std::optional<ForeignRows> foreign);
+  HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, std::vector<RowSource> sources,
+           std::shared_ptr<void> keep);
+  static std::vector<RowSource> sources_of(std::vector<ForeignRows::RowMemory> parts,
+                                           uint64_t row_bytes, uint64_t chunk_bytes);
   void check_room(uint64_t rows) const;
   PoolLock enter() const;
   void start_thread();
@@ -109,6 +125,7 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   void check(std::span<const int64_t> slots, bool distinct);
   void check_taken(int64_t slot) const;
   const Chunk& chunk_of(uint64_t slot) const;
+  const RowSource& source_of(uint64_t row) const;
   void give(uint64_t first, uint64_t count) noexcept;
   void remove(uint64_t first, uint64_t count);
   void release(uint64_t slot);
@@ -117,9 +134,8 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
 
   const std::shared_ptr<Backend> backend_;
   const uint64_t row_bytes_;
-  const std::optional<ForeignRows> foreign_;
-  const uint64_t row_step_;
-  const uint64_t rows_chunk_;
+  const std::shared_ptr<void> keep_;      // others' memory
+  const std::vector<RowSource> sources_;  // by their first row
 
   mutable std::mutex mutex_;  // of all below
   std::condition_variable changed_;

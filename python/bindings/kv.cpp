@@ -28,6 +28,7 @@ using kv::Job;
 using kv::JobReport;
 using kv::Layout;
 using kv::Transfer;
+using PoolMemory = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, bytes, row step
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr double kLingerMaxS = 60;
@@ -70,13 +71,13 @@ std::shared_ptr<Layout> layout_of(
 
 std::shared_ptr<HostPool> open_host_pool(const std::string& backend, const Machine& machine,
                                          int device, uint64_t block_bytes, uint64_t blocks,
-                                         uint64_t chunk_bytes, std::pair<uint64_t, uint64_t> memory,
-                                         uint64_t row_stride, nb::object keep) {
+                                         uint64_t chunk_bytes,
+                                         const std::vector<PoolMemory>& memory, nb::object keep) {
   const bool own = keep.is_none();
-  kv::ForeignRows foreign{.data = reinterpret_cast<std::byte*>(memory.first),
-                          .bytes = memory.second,
-                          .row_step = row_stride,
-                          .keep = keep_alive(std::move(keep))};
+  kv::ForeignRows foreign{.keep = keep_alive(std::move(keep))};
+  for (const auto& [address, bytes, row_stride] : memory) {
+    foreign.parts.push_back({reinterpret_cast<std::byte*>(address), bytes, row_stride});
+  }
   const LockReleased released;
   auto here = open_one(backend, machine, device);
   const auto pool =
@@ -203,7 +204,6 @@ void bind_pools(nb::module_& module) {
              "Of pieces (address, block step, bytes, layer, tensor), in the order of the row.");
   nb::class_<HostPool>(module, "HostPool", "core/kv/pool.h")
       .def_prop_ro("row_bytes", &HostPool::row_bytes)
-      .def_prop_ro("rows_chunk", &HostPool::rows_chunk)
       .def_prop_ro("counts",
                    [](const HostPool& self) {
                      const HostPool::PoolCounts counts = self.counts();
@@ -237,7 +237,7 @@ void bind_pools(nb::module_& module) {
           nb::arg("timeout_s"));
   module.def("open_host_pool", &open_host_pool, nb::arg("backend"), nb::arg("machine"),
              nb::arg("device"), nb::arg("block_bytes"), nb::arg("blocks"), nb::arg("chunk_bytes"),
-             nb::arg("memory"), nb::arg("row_stride"), nb::arg("keep").none());
+             nb::arg("memory"), nb::arg("keep").none());
 }
 
 using Places = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

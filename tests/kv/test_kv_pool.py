@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,7 +339,7 @@ def test_rows_of_memory_that_others_have_allocated(places: Places, start: int) -
         assert slots.tolist() == list(range(40)), "the owner's own numbers"
         for slot in slots:
             pool.row(slot)[:] = slot + 100
-        check_refused(lambda: pool.grow(1), "invalid", "have 40 rows of 600 bytes, 1000 bytes")
+        check_refused(lambda: pool.grow(1), "invalid", "has 40 rows of 600 bytes, not 41")
     rows = np.full((40, 1000), 7, np.uint8)
     rows[:, :600] = np.arange(100, 140)[:, None]
     assert (memory == rows.reshape(-1)[: memory.size]).all()
@@ -351,3 +352,67 @@ def test_rows_of_memory_that_others_have_allocated(places: Places, start: int) -
         ({"row_stride": 1000}, "row_stride needs memory="),
     ):
         check_refused(lambda o=options: places.pool(600, 2, **o), "invalid", says)
+
+
+def test_rows_of_several_pieces_of_memory(places: Places) -> None:
+    """Each at a stride of its own, in the order of the list. Random jobs leave every byte of the
+    cache, the rows and what lies between them as plain copies would."""
+    rng = np.random.default_rng(5)
+    cache = places.tensor(0, (3, 40, 200))
+    layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+    kept = [np.frombuffer(mmap.mmap(-1, 64 << 10), np.uint8) for _ in range(3)]
+    # Rows of the second lie at the end of its page; those of the third between each other.
+    parts: list[Any] = [(kept[0][:9000], 1000), kept[1][4096 - 600 :][:3600]]
+    parts += [(kept[2], 8192)]
+    steps = [(kept[0], 0, 1000, 9), (kept[1], 3496, 600, 6), (kept[2], 0, 8192, 8)]
+    wanted = [part.copy() for part in kept]
+
+    def row(images: list[np.ndarray], slot: int) -> np.ndarray:
+        for (_, at, step, count), image in zip(steps, images, strict=True):
+            if slot < count:
+                return image[at + slot * step :][:600]
+            slot -= count
+        raise AssertionError
+
+    with places.pool(600, 20, memory=parts, chunk_bytes=9000) as pool:
+        pool.grow(3)
+        check_refused(lambda: pool.grow(1), "invalid", "has 23 rows of 600 bytes, not 24")
+        slots = pool.allocate(23, timeout=20)
+        assert slots.tolist() == list(range(23))
+        for slot in slots:
+            pool.row(slot)[:] = row(wanted, slot)[:] = rng.integers(0, 256, 600, np.uint8)
+        image = rng.integers(0, 256, 1 << 18, np.uint8)
+        places.write(image)
+        blocks_of = image[: 3 * 40 * 200].reshape(3, 40, 200)
+        with kv.BlockTransfer(layout, pool) as transfer:
+            for _ in range(60):
+                count = int(rng.integers(1, 23))
+                start = int(rng.integers(0, 24 - count))
+                run = rng.random() < 0.5
+                named = np.arange(start, start + count) if run else rng.permutation(23)[:count]
+                blocks = rng.permutation(40)[:count] if rng.random() < 0.5 else named + 10
+                if rng.random() < 0.5:
+                    transfer.load(blocks, named, by_layer=int(rng.integers(0, 3))).wait(10)
+                    for block, slot in zip(blocks, named, strict=True):
+                        blocks_of[:, block] = row(wanted, slot).reshape(3, 200)
+                else:
+                    transfer.store(blocks, named).wait(10)
+                    for block, slot in zip(blocks, named, strict=True):
+                        row(wanted, slot)[:] = blocks_of[:, block].reshape(-1)
+        assert (places.read() == image).all()
+        assert all((part == other).all() for part, other in zip(kept, wanted, strict=True))
+    if places.backend != "cuda":  # whose pages are registered once
+        both = [(kept[2], 8192), (kept[2][4096:], 8192)]
+        with places.pool(600, 16, memory=both) as pool:
+            for slot in pool.allocate(16, timeout=20):
+                pool.row(slot)[:] = slot
+        assert kept[2].reshape(8, 2, 4096)[:, :, 0].T.ravel().tolist() == list(range(16))
+    for memory, says in (
+        ([kept[0][:600], kept[1][:599]], "599 bytes, fewer than a row of 600"),
+        ([(kept[0], 599)], "cannot lie 599 bytes apart"),
+        ([kept[0], kept[1][::2]], "memory[1] is not contiguous"),
+        ([kept[0][:6000], kept[0][5999:]], "two parts of the memory overlap"),
+        ([(kept[0], 8192), (kept[0][599:], 8192)], "two parts of the memory overlap"),
+        ([], "the memory has 0 rows"),
+    ):
+        check_refused(lambda m=memory: places.pool(600, 2, memory=m), "invalid", says)

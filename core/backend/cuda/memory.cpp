@@ -473,7 +473,8 @@ std::shared_ptr<void> register_pinned(std::shared_ptr<const PrimaryContext> cont
     for (const std::byte* byte : {data, data + bytes - 1}) {
       const auto at = reinterpret_cast<uint64_t>(byte);
       if (attribute_of<int>(at, kPointerMemoryType) == kHostMemoryType) continue;
-      fail(Code::driver, "a part of ", bytes, " bytes of host memory is registered already");
+      fail(Code::driver, "a part of ", bytes,
+           " bytes of host memory is registered already: registrations are of whole pages");
     }
     return keep;
   }

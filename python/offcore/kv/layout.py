@@ -50,11 +50,8 @@ def _memory_of(array: Any) -> _Memory:
         return _Memory(array.ctypes.data, array.shape, array.strides, array.itemsize, _HOST)
     facts = getattr(array, "__cuda_array_interface__", None)
     if facts is None:
-        raise error(
-            "invalid",
-            f"a cache is a {type(array).__name__}: pass torch tensors, numpy "
-            "arrays, or objects with CUDA's array interface",
-        )
+        kinds = "torch tensors, numpy arrays, or objects with CUDA's array interface"
+        raise error("invalid", f"a cache is a {type(array).__name__}: pass {kinds}")
     shape = tuple(facts["shape"])
     itemsize = np.dtype(facts["typestr"]).itemsize
     dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -78,11 +75,8 @@ def _places(memory: _Memory, axes: Sequence[int]) -> tuple[list[int], int]:
         page *= memory.shape[axis]
         rest.remove(axis)
     if math.prod(memory.shape[axis] for axis in rest) > _PIECES_MAX:
-        raise error(
-            "invalid",
-            f"a block of a cache of shape {memory.shape} is in too many pieces: "
-            "is block_axis right?",
-        )
+        why = "a block is in too many pieces: is block_axis right?"
+        raise error("invalid", f"a cache of shape {memory.shape}: {why}")
     steps = [[k * memory.steps[axis] for k in range(memory.shape[axis])] for axis in rest]
     return [sum(parts) for parts in itertools.product(*steps)], page
 
@@ -92,11 +86,8 @@ def _pieces_of(memory: _Memory, block_axis: int, layer_axis: int | None) -> list
     if 0 in memory.shape or any(
         step <= 0 for step, size in zip(memory.steps, memory.shape, strict=True) if size > 1
     ):
-        raise error(
-            "invalid",
-            f"a cache of shape {memory.shape} has no memory of its own for each "
-            "element: it is empty, expanded or flipped",
-        )
+        why = "no memory of its own for each element: it is empty, expanded or flipped"
+        raise error("invalid", f"a cache of shape {memory.shape} has {why}")
     blocks = _axis("block_axis", block_axis, memory)
     layers = None if layer_axis is None else _axis("layer_axis", layer_axis, memory)
     if blocks == layers:

@@ -39,7 +39,8 @@ class HostPool:
     memory: existing host memory for the rows: a writable, contiguous numpy array, mmap, torch CPU
         tensor or buffer. It is registered in place, in chunks that start at a page (in one chunk if
         it does not), and kept until the pool has released it. Several processes may register the
-        same shared memory.
+        same shared memory. Or a list of such, or of pairs (memory, stride), with rows numbered in
+        this order; entries that share a page must have been registered by their owner.
     row_stride: bytes between the starts of rows in `memory`; default `block_bytes`. Gaps between
         rows are never touched.
     timeout: default timeout of a wait, in seconds.
@@ -76,21 +77,29 @@ class HostPool:
             self.block_bytes,
             checked("blocks", blocks),
             checked("chunk_bytes", chunk_bytes),
-            *self._place(memory, row_stride),
+            *self._places(memory, row_stride),
         )
         open_pools.add(self)
 
-    def _place(self, memory: Any, row_stride: int | None) -> tuple[tuple[int, int], int, Any]:
+    def _places(
+        self, memory: Any, row_stride: int | None
+    ) -> tuple[list[tuple[int, int, int]], Any]:
+        """(address, bytes, row stride) of each part of given memory, and what keeps them."""
         if memory is None:
             if row_stride is not None:
                 raise error("invalid", "row_stride needs memory=: a pool's own rows are adjacent")
-            return (0, 0), 0, None
-        try:
-            place, _ = memory_of(memory, True)
-        except OperandError as refusal:
-            raise error("invalid", f"memory{refusal}") from None
-        stride = self.block_bytes if row_stride is None else checked("row_stride", row_stride)
-        return place, stride, keep_alive(memory)
+            return [], None
+        places = []
+        for number, entry in enumerate(memory if isinstance(memory, list) else [memory]):
+            part, stride = entry if isinstance(entry, tuple) else (entry, row_stride)
+            try:
+                (address, nbytes), _ = memory_of(part, True)
+            except OperandError as refusal:
+                where = f"memory[{number}]" if isinstance(memory, list) else "memory"
+                raise error("invalid", f"{where}{refusal}") from None
+            step = self.block_bytes if stride is None else checked("row_stride", stride)
+            places.append((address, nbytes, step))
+        return places, keep_alive(memory)
 
     @property
     def blocks(self) -> int:
@@ -148,8 +157,7 @@ class HostPool:
     def row(self, slot: int) -> NDArray[np.uint8]:
         """Returns an allocated slot's memory, uint8 of `block_bytes`, without a copy. The array
         keeps it allocated, but another block may use it once the slot is freed."""
-        row: Any = self._core.row(checked("slot", slot))
-        return cast(NDArray[np.uint8], row)
+        return cast(NDArray[np.uint8], self._core.row(checked("slot", slot)))
 
     def grow(self, blocks: int) -> None:
         """Adds rows at the end, available once they are registered."""

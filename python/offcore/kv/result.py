@@ -25,14 +25,12 @@ class Transferred(Facts):
     @property
     def direction(self) -> str:
         """load (host to device) or store."""
-        direction: str = self._call["direction"]
-        return direction
+        return str(self._call["direction"])
 
     @property
     def asked(self) -> int:
         """Number of blocks requested."""
-        asked: int = self._call["asked"]
-        return asked
+        return int(self._call["asked"])
 
     @property
     def blocks(self) -> int:
@@ -110,8 +108,7 @@ class Transferred(Facts):
     @property
     def submit_us(self) -> float:
         """The caller's time in load or store."""
-        submit_us: float = self._call["submit_us"]
-        return submit_us
+        return float(self._call["submit_us"])
 
     @property
     def enqueue_us(self) -> float:
