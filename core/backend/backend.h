@@ -254,6 +254,15 @@ class Memory {
   virtual bool host_visible() const { return true; }
 };
 
+// Streams of the caller's stand before it until it is open. Opened by its end at the latest.
+class Gate {
+ public:
+  virtual ~Gate() = default;
+  // Throws unsupported where too many streams stand before gates.
+  virtual void enqueue_wait(uintptr_t stream) = 0;
+  virtual void open() = 0;  // at once, unless Streams::open_behind does
+};
+
 // The callers' streams (as Launch::streams).
 class Streams {
  public:
@@ -264,6 +273,11 @@ class Streams {
   virtual std::unique_ptr<Mark> mark_event(uintptr_t event) = 0;
   // Makes a stream of the caller's wait for the end of a run of this backend's.
   virtual void enqueue_wait(Run& run, uintptr_t stream) = 0;
+  // A closed one. Those of a line are opened one after the other by open_behind(). Throws
+  // unsupported where a stream that stands might hold up others, and memory.
+  virtual std::shared_ptr<Gate> gate(uint32_t line) = 0;
+  // Opens it when these runs of this backend's have ended. Throws driver.
+  virtual void open_behind(Gate& gate, std::span<const std::shared_ptr<Run>> runs) = 0;
 };
 
 // Captures of such streams. Programs of mode capture are launched into captures, and no others:

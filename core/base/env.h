@@ -39,7 +39,7 @@ namespace offcore {
   X(XDG_CACHE_HOME, "~/.cache", "", "parent folder of OFFCORE_CACHE's default")                   \
   X(XDG_CONFIG_HOME, "~/.config", "", "parent folder of OFFCORE_MACHINES's default")              \
   X(CUDA_DEVICE_MAX_CONNECTIONS, "8", "",                                                         \
-    "NVIDIA's: channels of a GPU; 32 allows parked programs and GPU-driven copies")
+    "NVIDIA's: channels of a GPU; 32 allows parked programs, GPU-driven copies and gates")
 
 struct EnvVariable {
   const char* name;

@@ -75,6 +75,26 @@ void Job::enqueue_wait(uint32_t layer, Streams& streams, uintptr_t stream,
   for (const std::shared_ptr<Run>& run : runs) streams.enqueue_wait(*run, stream);
 }
 
+void Job::enqueue_gate(uint32_t layer, Streams& streams, uintptr_t stream) {
+  const uint32_t layer_group = layer_group_of(layer);
+  std::shared_ptr<Gate> gate;
+  if (!enqueued(layer)) gate = streams.gate(static_cast<uint32_t>(request_.direction));
+  {
+    const std::scoped_lock lock(queue_->mutex);
+    if (layer_groups_[layer_group].empty() && !done()) {
+      std::shared_ptr<Gate>& place = gates_[layer_group];
+      if (place == nullptr) place = std::move(gate);
+      gate = place;
+    } else {
+      gate = nullptr;
+    }
+  }
+  // A driver whose queue is full of what stands before other gates holds its caller: not under the
+  // mutex.
+  if (gate != nullptr) return gate->enqueue_wait(stream);
+  enqueue_wait(layer, streams, stream, Deadline::after_ns(0));
+}
+
 void Job::cancel() {
   const std::scoped_lock lock(queue_->mutex);
   cancelled_ = true;

@@ -98,6 +98,9 @@ class Job {
   // Makes a stream wait for a layer that is wanted, once its copies are enqueued: until then the
   // caller waits.
   void enqueue_wait(uint32_t layer, Streams& streams, uintptr_t stream, const Deadline& deadline);
+  // The same by a gate, which nobody waits for. It is open, too, once the job has ended without the
+  // layer. Throws what the backend's gates do.
+  void enqueue_gate(uint32_t layer, Streams& streams, uintptr_t stream);
   // What is not enqueued yet is not copied.
   void cancel();
   JobReport report() const;  // once done
@@ -131,6 +134,7 @@ class Job {
   // By JobQueue::mutex; the report is the worker's until the job has ended.
   std::vector<std::vector<std::shared_ptr<Run>>>
       layer_groups_;  // what ends each; none: it is not whole
+  std::vector<std::shared_ptr<Gate>> gates_;  // of each, where there is one that is closed
   uint32_t layer_groups_done_ = 0;
   std::optional<Error> failure_;
   JobReport report_;

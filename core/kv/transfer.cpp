@@ -213,6 +213,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
     layer_groups = this->layer_groups(job->request_.group, job->together_);
   }
   job->layer_groups_.resize(layer_groups->size());
+  job->gates_.resize(layer_groups->size());
   job->layer_groups_ahead_.resize(layer_groups->size());
   job->report_.link_bytes.resize(links_);
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
@@ -254,8 +255,7 @@ void Transfer::wait(Job& job, const Deadline& deadline) const {
   job.wait(deadline);
 }
 
-void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
-                            const Deadline& deadline) const {
+Streams& Transfer::streams_with(uintptr_t stream) const {
   Streams* streams = backend_->capabilities().streams;
   if (streams == nullptr) fail(Code::unsupported, "this backend has no streams that can wait");
   if (backend_->capture_of({&stream, 1}) != 0) {
@@ -263,9 +263,26 @@ void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
          "the stream is being captured, and a graph cannot wait for a transfer: ",
          "call it outside");
   }
+  return *streams;
+}
+
+void Transfer::enqueue_wait(Job& job, uint32_t layer, uintptr_t stream,
+                            const Deadline& deadline) const {
+  Streams& streams = streams_with(stream);
   job.want(layer);
   help([&] { return job.enqueued(layer); }, deadline);
-  job.enqueue_wait(layer, *streams, stream, deadline);
+  job.enqueue_wait(layer, streams, stream, deadline);
+}
+
+// A held job stands in an engine's queue until what it comes after has passed, which may stand
+// before a gate of a job behind it.
+void Transfer::enqueue_gate(Job& job, uint32_t layer, uintptr_t stream) const {
+  if (options_.hold) {
+    fail(Code::invalid, "gate cannot be combined with hold, by which engines wait: leave one out");
+  }
+  Streams& streams = streams_with(stream);
+  job.want(layer);
+  job.enqueue_gate(layer, streams, stream);
 }
 
 void Transfer::close(bool cancel, const Deadline& deadline) {

@@ -49,6 +49,8 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   // Throws unsupported for a stream that is being captured.
   void wait(Job& job, const Deadline& deadline) const;
   void enqueue_wait(Job& job, uint32_t layer, uintptr_t stream, const Deadline& deadline) const;
+  // Job::enqueue_gate likewise.
+  void enqueue_gate(Job& job, uint32_t layer, uintptr_t stream) const;
   // Ends the jobs under way (`cancel`: what of them is enqueued) and the thread. Throws timeout; no
   // job is taken afterwards all the same.
   void close(bool cancel, const Deadline& deadline);
@@ -63,6 +65,7 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
            std::shared_ptr<const MappedAgain> adopted, std::shared_ptr<const void> keep);
   void begin();
   void check(const TransferRequest& request);
+  Streams& streams_with(uintptr_t stream) const;
   template <typename Ended>
   void help(const Ended& ended, const Deadline& deadline) const;
   std::shared_ptr<const std::vector<LayerGroup>> layer_groups(uint32_t group,

@@ -351,10 +351,18 @@ void TransferWorker::finish(const std::shared_ptr<Job>& job) {
   const int64_t began_ns = job->began_ns_;
   if (began_ns >= 0) job->report_.copy_ns = backend_->now_ns() - began_ns;
   std::erase(jobs_, job);
-  const std::scoped_lock lock(queue_->mutex);
-  --queue_->under_way;
-  job->ended_.store(true, std::memory_order_release);
-  queue_->changed.notify_all();
+  std::vector<std::shared_ptr<Gate>> gates;
+  {
+    const std::scoped_lock lock(queue_->mutex);
+    --queue_->under_way;
+    job->ended_.store(true, std::memory_order_release);
+    gates.swap(job->gates_);
+    queue_->changed.notify_all();
+  }
+  // A caller may be about to put a stream before one.
+  for (const std::shared_ptr<Gate>& gate : gates) {
+    if (gate != nullptr) gate->open();
+  }
 }
 
 }  // namespace offcore::kv

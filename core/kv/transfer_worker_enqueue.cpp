@@ -286,11 +286,13 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
   report.blocks = job->builder_->copied();
   job->last_[{link.number, lane.number}] = submission.run;
   ++job->layer_groups_ahead_[layer_group];
+  std::shared_ptr<Gate> gate;
   if (ends_layer_group) {
     const std::scoped_lock lock(queue_->mutex);
     for (const auto& [where, run] : job->last_) job->layer_groups_[layer_group].push_back(run);
     job->enqueued_ = layer_group + 1;
     report.layers = std::min(job->layers_, (layer_group + 1) * job->together_);
+    gate = job->gates_[layer_group];
     queue_->changed.notify_all();
   }
   ++job->parts_ahead_;
@@ -300,6 +302,9 @@ void TransferWorker::enqueue(Link& link, LinkLane& lane, const std::shared_ptr<J
   if (job->builder_->ended()) {
     std::erase(directions_[static_cast<size_t>(request.direction)].jobs, job);
   }
+  if (gate == nullptr) return;
+  Streams& streams = *backend_->capabilities().streams;
+  streams.open_behind(*gate, job->layer_groups_[layer_group]);
 }
 
 }  // namespace offcore::kv

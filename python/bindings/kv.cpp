@@ -307,11 +307,12 @@ void bind_jobs(nb::module_& module) {
           nb::arg("layer"), nb::arg("timeout_s"))
       .def(
           "enqueue_wait",
-          [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s) {
+          [](const Started& self, uint32_t layer, uintptr_t stream, double timeout_s, bool gate) {
             LockReleased released;
+            if (gate) return self.transfer->enqueue_gate(*self.job, layer, stream);
             self.transfer->enqueue_wait(*self.job, layer, stream, released.within(timeout_s));
           },
-          nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"))
+          nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), nb::arg("gate"))
       .def(
           "cancel", [](const Started& self) { self.job->cancel(); }, Unlocked())
       .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })

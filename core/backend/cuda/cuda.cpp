@@ -5,6 +5,7 @@
 #include "core/backend/cuda/cache_memory.h"
 #include "core/backend/cuda/executor.h"
 #include "core/backend/cuda/foreign_memory.h"
+#include "core/backend/cuda/gates.h"
 #include "core/backend/cuda/pointer_info.h"
 #include "core/backend/cuda/request_engine.h"
 
@@ -326,6 +327,23 @@ class CudaBackend final : public Backend,
     static_cast<CudaRun&>(run).enqueue_wait(stream);
   }
 
+  std::shared_ptr<Gate> gate(uint32_t line) override {
+    executor_->check_channels("a stream can wait for copies that are not enqueued yet (gate)");
+    {
+      const std::scoped_lock lock(gates_mutex_);
+      if (gates_ == nullptr) gates_ = std::make_shared<Gates>(executor_);
+    }
+    return gates_->gate(line);
+  }
+
+  void open_behind(Gate& gate, std::span<const std::shared_ptr<Run>> runs) override {
+    auto& own = static_cast<CudaGate&>(gate);
+    for (const std::shared_ptr<Run>& run : runs) {
+      static_cast<CudaRun&>(*run).enqueue_wait(reinterpret_cast<uintptr_t>(own.line()));
+    }
+    own.open_in_line();
+  }
+
   std::unique_ptr<Mark> mark_event(uintptr_t event) override {
     const GpuContext& gpu = first_gpu();
     const ContextGuard current = gpu.current();
@@ -354,6 +372,8 @@ class CudaBackend final : public Backend,
 
   Machine machine_;
   std::shared_ptr<CudaExecutor> executor_;
+  std::mutex gates_mutex_;
+  std::shared_ptr<Gates> gates_;  // null: there were none
 };
 
 std::vector<int> devices_of(const std::vector<Rank>& local_ranks, Rank ranks,

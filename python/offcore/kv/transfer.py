@@ -75,28 +75,34 @@ class Job:
         """Waits until the job has ended, even if cancelled, and returns what was copied. Raises
         `Error`: timeout (the job continues), driver if the GPU or the driver failed."""
         self._core.wait(self._transfer.timeout if timeout is None else timeout)
-        transfer = self._transfer
-        numbers = (max(0, transfer.device), *transfer.links)
-        return Transferred(self._core.report, transfer.backend, self._call, numbers)
+        numbers = (max(0, self._transfer.device), *self._transfer.links)
+        return Transferred(self._core.report, self._transfer.backend, self._call, numbers)
 
-    def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
+    def wait_layer(
+        self, layer: int, stream: Any = None, timeout: float | None = None, gate: bool = False
+    ) -> None:
         """Waits until a layer (from 0) has arrived for all blocks.
 
         stream: cuda: a torch.cuda.Stream, or its handle, which waits instead of the caller; the
             caller waits only until the copies of the layer are enqueued.
+        gate: return before that; for at most 4 streams. A stream also continues if the job ends
+            without the layer: call `wait` before you use what it computes (docs/tuning.md).
 
         A job without `by_layer` has one event for all layers. Raises `Error`: timeout; cancelled if
-        the layer was cancelled.
+        the layer was cancelled; unsupported for a gate without CUDA_DEVICE_MAX_CONNECTIONS=32.
         """
+        number = checked("layer", layer, _INT_MAX)
         wait_s = self._transfer.timeout if timeout is None else timeout
-        if stream is None:
-            self._core.wait_layer(checked("layer", layer, _INT_MAX), wait_s)
+        if stream is not None:
+            self._core.enqueue_wait(number, _handle(stream), wait_s, gate)
+        elif gate:
+            raise error("invalid", "gate needs stream=: the stream that waits")
         else:
-            self._core.enqueue_wait(checked("layer", layer, _INT_MAX), _handle(stream), wait_s)
+            self._core.wait_layer(number, wait_s)
 
-    def wait_stream(self, stream: Any, timeout: float | None = None) -> None:
+    def wait_stream(self, stream: Any, timeout: float | None = None, gate: bool = False) -> None:
         """Makes a stream wait for all layers, as `wait_layer` does for one."""
-        self.wait_layer(self._core.layers - 1, stream, timeout)
+        self.wait_layer(self._core.layers - 1, stream, timeout, gate)
 
     def cancel(self) -> None:
         """Cancels copies that are not enqueued yet; `wait` returns what was copied."""
@@ -120,11 +126,10 @@ class BlockTransfer:
         then use several links: data is buffered in the memory of such a GPU, at most `link_bytes`
         each, and crosses NVLink. None: use no other GPU. Not for jobs by layer. On host any
         numbers: additional threads.
-    crossing_bytes: cuda: maximum host memory for copies that the other direction's engine makes:
-        pages of up to 256 KiB use both engines while the other direction is idle. It uses an eighth
-        of the distance between a block's layers (at least 8 MiB), 10 MiB of GPU memory, and four
-        blocks for a trial. Below 8 MiB, with `links`, `kernel` or `plain_from`, or if the GPU does
-        not support it, one engine copies. Results have path "crossed".
+    crossing_bytes: cuda: maximum host memory for copies by the other direction's engine: pages of
+        up to 256 KiB use both while that direction is idle (path "crossed"). Takes an eighth of the
+        distance between a block's layers (at least 8 MiB), 10 MiB of GPU memory, and four blocks.
+        Below 8 MiB, with `links`, `kernel` or `plain_from`, or if unsupported, one engine copies.
     linger: seconds, up to 60, that the transfer's thread spins for further jobs, on its own core,
         before it sleeps. After a sleep the next job is slower: by a tenth with small pages. None:
         0.05 with 8 cores, 0.002 with 4, else 0.0002.
@@ -175,14 +180,10 @@ class BlockTransfer:
         pools = [pool] if isinstance(pool, HostPool) else list(pool)
         groups = list(caches) if isinstance(caches, (list, tuple)) else [caches]
         if not groups or not all(isinstance(group, Layout) for group in groups):
-            groups = [
-                caches
-                if isinstance(caches, Layout)
-                else Layout(caches, block_axis=block_axis, layer_axis=layer_axis)
-            ]
+            groups = [Layout(caches, block_axis=block_axis, layer_axis=layer_axis)]
         if len({(one.backend, one.machine) for one in pools}) != 1:
             raise error(
-                "invalid", "all host pools of a transfer must have the same backend and machine"
+                "invalid", "host pools of a transfer must have the same backend and machine"
             )
         self.layouts: list[Layout] = groups
         self.pools = pools
