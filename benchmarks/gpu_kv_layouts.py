@@ -5,13 +5,15 @@
 
 Cases, each tensor an allocation of its own of 64 MiB or more: `kv-apart`, a tensor a layer with K
 and V apart (vLLM 0.26); `kv-tensors`, K and V in tensors of their own (transformers); `tensors`, a
-tensor a layer; and in one allocation `layers` (vLLM 0.33) and `contiguous`. Ways: offcore as it is
+tensor a layer; in one allocation `layers` (vLLM 0.33) and `contiguous`; and with rows as engines
+have them on the host, `page-first` (SGLang) and `chunks` (LMCache). Ways: offcore as it is
 (`offcore`), without SMs (`zero-sm`), packed by 2, 4 and 8 SMs, its kernel of 16 blocks; one batch
 call of all pages, calls of 32, 64 and 256, copies one by one; torch's index_select and a copy a
-tensor. Steps, each a process of its own: `alone`; `segments`, the same from torch's expandable
-segments (* in the table); `pool`, from kv.cache_pool() (+); `adopted`, in VMM memory at unequal
-steps, which transfers map again (=, or ! where they did not); `gemm`, how much a product of
-matrices of 8192 slows down meanwhile; then random jobs of all layouts and policies (kv_check.py).
+tensor; batch_copy, as the adapter of LMCache uses it. Steps, each a process of its own: `alone`;
+`segments`, the same from torch's expandable segments (* in the table); `pool`, from kv.cache_pool()
+(+); `adopted`, in VMM memory at unequal steps, which transfers map again (=, or ! where they did
+not); `gemm`, how much a product of matrices of 8192 slows down meanwhile; then random jobs of all
+layouts and policies (kv_check.py).
 Every byte is checked.
 Rows go to $OUT/cuda-kv-layouts.jsonl where OUT is set, else to benchmarks/results; the table comes
 last.
@@ -60,6 +62,8 @@ CASES = [
     ("layers", 16, 28, 64, FEW),
     ("layers", 64, 28, 64, FEW),
     ("contiguous", 32, 28, 64, FEW),
+    ("page-first", 32, 28, 64, (*FEW, "batch-copy")),
+    ("chunks", 32, 28, 64, (*FEW, "batch-copy")),
     ("tensors", 128, 28, 64, OWN),
     ("layers", 32, 28, 256, OWN),
     ("layers", 128, 28, 64, OWN),
@@ -186,14 +190,14 @@ def show(rows: list[Row]) -> None:
         names = ("step", "layout", "page_bytes", "blocks", "direction")
         groups.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
     print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, 256,")
-    print("single, torch | auto's % of the link, path, times as fast as torch, as all peers;")
-    print("zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
+    print("single, torch, batch_copy | auto's % of the link, path, times as fast as torch,")
+    print("as all peers; zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
     print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
         layout += MEMORIES.get(step, "") if step != "adopted" or own["adopted"] else "!"
-        rates = " ".join(rate(ways, name) for name in ("offcore", *ALL))
-        peers = ("kernel", *BY_ENGINES, "torch")
+        rates = " ".join(rate(ways, name) for name in ("offcore", *ALL, "batch-copy"))
+        peers = ("kernel", *BY_ENGINES, "torch", "batch-copy")
         kernel = f"{sm_ms(ways['kernel']):4.0f}" if "kernel" in ways else "   -"
         gemm = ""
         if own["gemm_slowdown"] is not None:

@@ -40,6 +40,8 @@ KV_LAYOUTS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "tensors": ("a tensor per layer", lambda page, layers: page),
     "layers": ("layers outermost", lambda page, layers: page),
     "contiguous": ("contiguous over layers", lambda page, layers: page * layers),
+    "page-first": ("SGLang, page_first_direct", lambda page, layers: page // 2),
+    "chunks": ("LMCache's chunks", lambda page, layers: page // 2),
 }
 KV_MEMORIES = {
     "segments": ", expandable segments",

@@ -2,6 +2,7 @@
 check of bytes behind their column #wrong, which has to find what is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,20 @@ def test_every_way_on_a_gpu(gpu_cli, tmp_path) -> None:
             assert row["calls"]["strided"] == (8 if both else 4)
 
 
+def test_what_engines_have_on_the_host(gpu_cli, tmp_path) -> None:
+    """SGLang's two planes, and LMCache's chunks, of which the last one is not full."""
+    layouts, peers = ("page-first", "chunks"), ("batch-copy", "loop")
+    plan = Plan("host", [Geometry("tiny", 3, 512)], blocks=[20], layouts=layouts, rounds=1)
+    found = list(run(replace(plan, directions=DIRECTIONS, peers=peers, requests=2)))
+    assert [row["wrong"] for row in found] == [0] * 2 * 3 * 3
+    rows = tmp_path / "kv.jsonl"
+    words = ("--layout", ",".join(layouts), "--tokens", "32", "--iters", "1")
+    words += ("--baseline", "batch-copy,packed,loop", "--direction", "load,store")
+    ran = gpu_cli("kv", "bench", "--backend", "cuda", *words, "--json", rows)
+    assert ran.status == 0, ran.err
+    assert {json.loads(line)["path"] for line in rows.open()} == {None, "packed", "plain"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_wrong_bytes_are_found(layout: str, direction: str) -> None:
@@ -154,7 +169,7 @@ def test_wrong_bytes_are_found(layout: str, direction: str) -> None:
     before = copied(4)
     memory = case._memories[-1].tensor(0, (16,))
     memory[7] ^= 1
-    case.pool.row(case.named(direction)[0][1][2])[100] ^= 1
+    case.parts(case.named(direction)[0][1][2])[0][100] ^= 1
     assert case.wrong(direction, before) == 2
     assert case.wrong(direction, copied(5)) == 0
     way.close()

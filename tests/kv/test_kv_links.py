@@ -40,7 +40,9 @@ def test_every_byte_arrives(layout, layers, page, blocks, requests, rows, ahead,
         assert case.wrong("both", before) == 0
         for result in jobs:
             assert result.links.keys() == {0, *links}
-            assert sum(result.links.values()) == result.bytes == blocks * geometry.block_bytes
+            assert sum(result.links.values()) == result.bytes
+        wanted = 2 * requests * blocks * geometry.block_bytes
+        assert sum(result.bytes for result in jobs) == wanted
         ways.settle()
     ways.close()
     case.close()

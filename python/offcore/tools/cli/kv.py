@@ -39,7 +39,9 @@ LayoutOption = Annotated[
         metavar="NAME,...",
         help="Layout of the cache: layers (outermost, one tensor), tensors (one per layer), "
         "kv-apart (the same, K and V apart in it), kv-tensors (one for K and one for V per layer), "
-        "contiguous (over layers).",
+        "contiguous (over layers), page-first (kv-tensors; on the host, rows of K and of V apart: "
+        "SGLang's page_first_direct), chunks (kv-apart; on the host, 256 tokens of a layer "
+        "together: LMCache).",
     ),
 ]
 

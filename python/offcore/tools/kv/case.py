@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,11 +14,16 @@ import offcore
 from offcore import kv
 from offcore.tools.kv.models import Geometry
 
-LAYOUTS = ("layers", "tensors", "kv-apart", "kv-tensors", "contiguous")
+LAYOUTS = (
+    *("layers", "tensors", "kv-apart", "kv-tensors", "contiguous"),
+    "page-first",  # kv-tensors; on the host K's rows, then V's: SGLang's page_first_direct
+    "chunks",  # kv-apart; on the host 256 tokens of each layer side by side: LMCache's chunks
+)
 DIRECTIONS = ("load", "store", "both")
 
 _READY_S = 600.0  # pinning takes about 0.1 s/GB
 _OWN_BYTES = 64 << 20  # torch puts smaller tensors together in one allocation
+_CHUNK_BLOCKS = 16  # of 256 tokens
 _SPARE = 4  # of so many blocks one more that no copy may touch
 
 Bytes = NDArray[np.uint8]
@@ -151,14 +157,12 @@ def _pieces(geometry: Geometry, layout: str, blocks: int) -> list[_Piece]:
     if layout == "tensors":
         return [_Piece(layer, 0, page, page) for layer in range(layers)]
     half = page // 2
-    apart = layout == "kv-tensors"  # K's and V's tensors are allocations of their own
-    return [
-        _Piece(
-            2 * layer + part if apart else layer, 0 if apart else part * blocks * half, half, half
-        )
-        for layer in range(layers)
-        for part in range(2)
-    ]
+    order = [(layer, part) for layer in range(layers) for part in range(2)]
+    if layout in ("page-first", "chunks"):
+        order.sort(key=lambda place: place[1])
+    if layout in ("kv-tensors", "page-first"):  # K's and V's are allocations of their own
+        return [_Piece(2 * layer + part, 0, half, half) for layer, part in order]
+    return [_Piece(layer, part * blocks * half, half, half) for layer, part in order]
 
 
 def _words(array: Bytes) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -208,12 +212,11 @@ class Case:
         memories = 1 + max(piece.memory for piece in self._pieces)
         nbytes = total * geometry.block_bytes // memories
         self._memories = [memory_of(backend, nbytes, gpus) for _ in range(memories)]
-        self.pool = kv.HostPool(geometry.block_bytes, named, backend=backend)
-        self.pool.wait_ready(_READY_S)
-        slots = rng.permutation(self.pool.allocate(named)).reshape(sets, blocks)
+        self.caches = self._layouts(total)
+        self._chunks: kv.HostPool | None = None  # of which the pools have parts
+        slots = self._open_pools(sets, rng)
         self.loads = list(zip(order[:requests], slots[:requests], strict=True))
         self.stores = list(zip(order[-requests:], slots[-requests:], strict=True))
-        self.cache = self._layout(total)
         self._images = [np.empty(nbytes, np.uint8) for _ in self._memories]
         # What checks write to is kept: a host may take longer for new memory than for a check.
         self._found = np.empty(nbytes, np.uint8)
@@ -222,20 +225,63 @@ class Case:
             offcore.fill(image, seed + number)
             memory.write(image)
 
-    def _layout(self, total: int) -> kv.Layout:
+    def _open_pools(self, sets: int, rng: np.random.Generator) -> Numbers:
+        """The pool of each group, with all slots taken; the slots of each set."""
+        blocks = self.blocks
+        if self.layout != "chunks":
+            self.pools = [
+                kv.HostPool(cache.block_bytes, sets * blocks, backend=self.backend)
+                for cache in self.caches
+            ]
+            slots = rng.permutation(sets * blocks).reshape(sets, blocks)
+        else:
+            each = -(-blocks // _CHUNK_BLOCKS)
+            count, nbytes = sets * each, _CHUNK_BLOCKS * self.geometry.block_bytes
+            self._chunks = kv.HostPool(nbytes, count, backend=self.backend)
+            rows = [
+                self._chunks.row(slot) for slot in self._chunks.allocate(count, timeout=_READY_S)
+            ]
+            span = nbytes // len(self.caches)
+            self.pools = [
+                kv.HostPool(
+                    cache.block_bytes,
+                    count * _CHUNK_BLOCKS,
+                    backend=self.backend,
+                    memory=[row[group * span :][:span] for row in rows],
+                )
+                for group, cache in enumerate(self.caches)
+            ]
+            first = rng.permutation(count).reshape(sets, each, 1) * _CHUNK_BLOCKS
+            slots = (first + np.arange(_CHUNK_BLOCKS)).reshape(sets, -1)[:, :blocks]
+        for pool in self.pools:
+            pool.allocate(pool.blocks, timeout=_READY_S)
+        return slots
+
+    def _layouts(self, total: int) -> list[kv.Layout]:
+        """Of each group that has rows of its own on the host."""
         page, layers = self.geometry.page_bytes, self.geometry.layers
         if self.layout == "contiguous":
-            return kv.Layout(self._memories[0].tensor(0, (total, layers, page)), layer_axis=1)
+            self.tensors = [self._memories[0].tensor(0, (total, layers, page))]
+            return [kv.Layout(self.tensors[0], layer_axis=1)]
         if self.layout == "layers":
-            whole = self._memories[0].tensor(0, (layers, total, page))
-            return kv.Layout(whole, block_axis=1, layer_axis=0)
-        if self.layout == "tensors":
-            return kv.Layout([memory.tensor(0, (total, page)) for memory in self._memories])
+            self.tensors = [self._memories[0].tensor(0, (layers, total, page))]
+            return [kv.Layout(self.tensors[0], block_axis=1, layer_axis=0)]
+        shapes = {"tensors": (total, page), "kv-tensors": (total, page // 2)}
+        shapes["page-first"] = shapes["kv-tensors"]
+        shape = shapes.get(self.layout, (2, total, page // 2))
+        self.tensors = [memory.tensor(0, shape) for memory in self._memories]
+        sides = self.tensors[::2], self.tensors[1::2]
         if self.layout == "kv-tensors":
-            memories = [memory.tensor(0, (total, page // 2)) for memory in self._memories]
-            return kv.Layout(list(zip(memories[::2], memories[1::2], strict=True)))
-        halves = [memory.tensor(0, (2, total, page // 2)) for memory in self._memories]
-        return kv.Layout(halves, block_axis=1)
+            return [kv.Layout(list(zip(*sides, strict=True)))]
+        if self.layout == "page-first":
+            return [kv.Layout(side) for side in sides]
+        if self.layout == "chunks":
+            return [
+                kv.Layout([memory.tensor(at, (total, page // 2))])
+                for at in (0, total * page // 2)
+                for memory in self._memories
+            ]
+        return [kv.Layout(self.tensors, block_axis=self.block_axis)]
 
     @property
     def nbytes(self) -> int:
@@ -250,7 +296,7 @@ class Case:
     @property
     def block_axis(self) -> int:
         """Of the cache's tensors."""
-        return int(self.layout in ("layers", "kv-apart"))
+        return int(self.layout in ("layers", "kv-apart", "chunks"))
 
     def named(self, direction: str) -> list[tuple[Numbers, Numbers]]:
         """The blocks and slots of each request."""
@@ -261,20 +307,31 @@ class Case:
         bases = np.array([self._memories[p.memory].address + p.at for p in self._pieces], np.uint64)
         steps = np.array([piece.step for piece in self._pieces], np.uint64)
         cache = bases[None, :] + blocks.astype(np.uint64)[:, None] * steps[None, :]
-        rows = np.array([self.pool.row(slot).ctypes.data for slot in slots], np.uint64)
-        inside = np.arange(len(self._pieces), dtype=np.uint64) * np.uint64(self.piece_bytes)
-        return cache.ravel(), (rows[:, None] + inside[None, :]).ravel()
+        rows = np.array([[part.ctypes.data for part in self.parts(slot)] for slot in slots])
+        count = len(self._pieces) // len(self.pools)
+        inside = np.arange(count, dtype=np.uint64) * np.uint64(self.piece_bytes)
+        return cache.ravel(), (rows.astype(np.uint64)[:, :, None] + inside).ravel()
+
+    def parts(self, slot: int) -> list[Bytes]:
+        """A row: what each group has of it."""
+        return [pool.row(slot) for pool in self.pools]
+
+    def places(self, slot: int) -> Iterator[Bytes]:
+        """Each page of a row."""
+        for part in self.parts(slot):
+            yield from part.reshape(-1, self.piece_bytes)
 
     def refresh(self, turn: int) -> None:
         """Other bytes in all rows, so that what an earlier copy has left there cannot pass."""
         for slot in {slot for _, slots in (*self.loads, *self.stores) for slot in slots.tolist()}:
-            offcore.fill(self.pool.row(slot), (turn << 32) + slot)
+            for group, part in enumerate(self.parts(slot)):
+                offcore.fill(part, (turn << 32) + (group << 24) + slot)
 
     def rows(self) -> Bytes:
         """What the rows of the loads hold now, until the next call."""
         for rows, (_, slots) in zip(self._before, self.loads, strict=True):
             for row, slot in zip(rows, slots, strict=True):
-                row[:] = self.pool.row(slot)
+                np.concatenate(self.parts(slot), out=row)
         return self._before
 
     def wrong(self, direction: str, before: Bytes) -> int:
@@ -284,7 +341,9 @@ class Case:
         if direction != "store":
             for (blocks, slots), rows in zip(self.loads, before, strict=True):
                 for row, slot in zip(rows, slots, strict=True):
-                    wrong += _differing(self.pool.row(slot), row)
+                    groups = row.reshape(len(self.pools), -1)
+                    for part, wanted in zip(self.parts(slot), groups, strict=True):
+                        wrong += _differing(part, wanted)
                 self._put(blocks, rows)
         if direction != "load":
             for blocks, slots in self.stores:
@@ -299,10 +358,8 @@ class Case:
         views = self._views()
         wrong = 0
         for block, slot in zip(blocks, slots, strict=True):
-            row, at = self.pool.row(slot), 0
-            for view in views:
-                wrong += _differing(row[at : at + view.shape[1]], view[block])
-                at += view.shape[1]
+            for place, view in zip(self.places(slot), views, strict=True):
+                wrong += _differing(place, view[block])
         return wrong
 
     def _views(self) -> list[Bytes]:
@@ -327,4 +384,5 @@ class Case:
             at += view.shape[1]
 
     def close(self) -> None:
-        self.pool.close()
+        for pool in (*self.pools, *filter(None, [self._chunks])):
+            pool.close()

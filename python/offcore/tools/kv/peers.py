@@ -2,6 +2,7 @@
 
 `offcore`: BlockTransfer as it is; `zero-sm`: by copy engines alone; `packed`, `packed-8`: all of it
 packed by 4 SMs, or 8; `kernel`: by its kernel of 16 blocks.
+`batch-copy`: `offcore.batch_copy` of all pages, as the adapter of LMCache uses it.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
 all pages; `batch32`, `batch64`, `batch256`: such calls of so many pages each. `vllm`, `triton`:
 vLLM's own calls, where it is installed: its batch of all pages, and its kernel. What these are
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offcore import _core, kv
+from offcore import _core, batch_copy, kv
 from offcore.errors import error
 from offcore.tools.kv.case import Case, Numbers, torch_with_gpu
 
@@ -34,7 +35,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "packed-8": {"policy": "pack", "pack_sms": 8},
     "kernel": {"kernel": True},
 }
-IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN)
+IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN, "batch-copy")
 PEERS = IMPLS[1:]
 _FACTS = ("path", "links", "commands", "calls", "enqueue_us", "sms", "sm_ms", "adopted")
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
@@ -71,14 +72,16 @@ class Transfers:
     def __init__(self, case: Case, timeout_s: float, **options: Any) -> None:
         self._case = case
         self._timeout_s = timeout_s
-        self._transfer = kv.BlockTransfer(case.cache, case.pool, **options)
+        self._transfer = kv.BlockTransfer(case.caches, case.pools, **options)
         self._jobs: list[kv.Job] = []
         self._results: list[kv.Transferred] = []
 
     def enqueue(self, direction: str, stream: int) -> float:
         start = self._transfer.load if direction == "load" else self._transfer.store
         began_ns = time.perf_counter_ns()
-        jobs = [start(blocks, slots) for blocks, slots in self._case.named(direction)]
+        groups = range(len(self._case.pools))
+        named = self._case.named(direction)
+        jobs = [start(*request, group=group) for request in named for group in groups]
         took_us = (time.perf_counter_ns() - began_ns) / 1e3
         self._jobs += jobs
         return took_us
@@ -158,6 +161,31 @@ class Pages:
         pass
 
 
+class Batched(Pages):
+    """Offcore's batches of the same places."""
+
+    def __init__(self, case: Case, timeout_s: float) -> None:
+        self._handles: list[Any] = []
+        self._timeout_s = timeout_s
+        self._on_gpu = case.backend == "cuda"
+        super().__init__(case, self._start, lambda column: column.astype(np.int64))
+        self._nbytes = case.piece_bytes
+        self._hosts = {id(srcs) for _, srcs in self._requests[True]}
+
+    def _start(self, dsts: Any, srcs: Any, stream: int) -> None:
+        sizes = np.full(len(dsts), self._nbytes, np.int64)
+        kind = "h2d" if id(srcs) in self._hosts else "d2h"
+        where: dict[str, Any] = {"backend": "host"}
+        if self._on_gpu:
+            where = {"backend": "cuda", "stream": stream}
+        self._handles.append(batch_copy(dsts, srcs, sizes, kind=kind, **where))
+
+    def settle(self) -> None:
+        for handle in self._handles:
+            handle.wait(self._timeout_s)
+        self._handles.clear()
+
+
 class Selected:
     """The peer that selects blocks tensor by tensor."""
 
@@ -167,7 +195,7 @@ class Selected:
         self._torch = torch = _torch_of(case)
         self._case = case
         self._axis = case.block_axis
-        self._tensors = [torch.as_tensor(tensor) for tensor in case.cache.tensors]
+        self._tensors = [torch.as_tensor(tensor) for tensor in case.tensors]
         self._requests = {
             direction: [self._place(blocks) for blocks, _ in case.named(direction)]
             for direction in ("load", "store")
@@ -210,10 +238,8 @@ class Selected:
         for (_, slots), (_, parts) in requests:
             views = case.views([part.numpy().reshape(-1) for part in parts], len(slots))
             for number, slot in enumerate(slots):
-                row, at = case.pool.row(slot), 0
-                for view in views:
-                    yield row[at : at + view.shape[1]], view[number]
-                    at += view.shape[1]
+                for place, view in zip(case.places(slot), views, strict=True):
+                    yield place, view[number]
 
     def leave(self) -> None:
         for row, own in self._each("load"):
@@ -285,6 +311,8 @@ def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
         return _driver_peer(case, _core.copy_by_loop)
     if name == "torch":
         return Selected(case)
+    if name == "batch-copy":
+        return Batched(case, timeout_s)
     if case.backend != "cuda":
         raise _absent(name, f"backend {case.backend} has no driver and no kernels")
     if name in _CALL_PAGES:
