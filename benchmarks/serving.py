@@ -3,7 +3,8 @@
     python benchmarks/serving.py --quick            # within two minutes on one GPU
     python benchmarks/serving.py                    # models, prompts, batches and hit rates: 400 s
     python benchmarks/serving.py --swap             # preempted requests
-    python benchmarks/serving.py --model 1.5b --prompts 8192 --batches 8 --hits 100
+    python benchmarks/serving.py --model 1.5b,llama8b --prompts 1024,4096 --batches 1,8,32 \\
+        --hits 0,50,70,100 --arms recompute,loop,batch,kernel,separate,packed,ours --limit 580
     python benchmarks/serving.py --model tiny       # on a CPU, to see that it runs
 
 Random weights of Qwen2.5's and Llama-3.1-8B's sizes; nothing is downloaded. Each arm has an engine
@@ -17,27 +18,29 @@ memory, while the GPU's own prefix cache is emptied; the rest is new. Arms:
     ours        offcore's copies as `enable(model, bytes)` makes them; the cache is one allocation
     separate    by engines only, with the cache as the engine allocates it, a tensor a layer for K
                 and for V
-    packed      as `separate`, with SMs that pack, where `offcore.kv` has that
+    packed      as `separate`, with SMs that pack
+    loop        the same cache, a driver's copy call for each page
+    batch       the same, one cuMemcpyBatchAsync for all pages of a load
+    kernel      the same, by offcore's kernel of 16 blocks; more bring at most 4 % (docs/papers.md)
 
-`beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
-layers and attention, beside endless loads by these arms and by `kernel`, offcore's SM kernel:
-ms alone, ms beside, GB/s of the loads. `--swap` has no hits: requests outgrow the cache, are
-preempted and resumed, by the engine's OffloadingManager (engine), without host memory (recompute),
-and by the tier (ours).
+`loop` and `kernel` are the peers of DMA-Latte's Figures 16 and 17. `packed` and `kernel` need a
+GPU; `beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
+layers and attention, beside endless loads by some arms: ms alone, ms beside, GB/s of the loads.
+`--swap` has no hits: requests outgrow the cache, are preempted and resumed, by the engine's
+OffloadingManager (engine), without host memory (recompute), and by the tier (ours).
 
 TTFT is from the request's creation to its first token; all requests of a batch are scheduled
-together. Tokens of `engine`, `ours`, `separate` and `packed` must be the same, and at hit 100 those
-of `gpu`, as their shapes are; for recompute the share of equal ones is told, as other shapes round
-otherwise. Attention is torch's flash attention where that works, else paged|sdpa, which builds
-whole masks and is slow; rows say which. An arm that fails is a row with "error", and others go on.
-Rows go to $OUT/serving.jsonl where OUT is set, else to --json; the table comes last.
+together. Tokens of all arms that copy must be the same, and at hit 100 those of `gpu`, as their
+shapes are; for recompute the share of equal ones is told, as other shapes round otherwise.
+Attention is torch's flash attention where that works, else paged|sdpa, which builds whole masks and
+is slow; rows say which. An arm that fails is a row with "error", and others go on. Rows go to
+$OUT/serving.jsonl where OUT is set, else to --json; the table comes last.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
 import os
 import queue
@@ -46,6 +49,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,29 +58,20 @@ import torch
 import transformers
 from serving_beside import beside
 from serving_model import MODELS, attention, model_of
-from serving_peers import TorchTier, TorchTransfer
-from serving_table import ARMS, COPYING, Row, table_of
+from serving_peers import DriverTier, DriverTransfer, TorchTier, TorchTransfer
+from serving_table import ARMS, COPYING, USUAL, Row, table_of
 from serving_times import Times
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as engine_logging
 
 import offcore
-from offcore import kv
+from offcore import _core, kv
 from offcore.serving import transformers as serving
 from offcore.serving.host_tier import HostTier
 
-
-def packing() -> dict[str, Any] | None:
-    """The arguments with which `kv.BlockTransfer` packs; None where it cannot."""
-    known = inspect.signature(kv.BlockTransfer).parameters
-    # Room for four blocks of 256 tokens of the largest model.
-    return {"policy": "pack", "pack_bytes": 128 << 20} if "policy" in known else None
-
-
-def zero_sm() -> dict[str, Any]:
-    """The arguments with which a transfer never packs."""
-    known = inspect.signature(kv.BlockTransfer).parameters
-    return {"policy": "zero_sm"} if "policy" in known else {}
+# Room for four blocks of 256 tokens of the largest model.
+PACKED: dict[str, Any] = {"policy": "pack", "pack_bytes": 128 << 20}
+ON_GPUS = ("packed", "kernel")  # arms that only a GPU has
 
 
 def tier_of(arm: str, host_bytes: int) -> HostTier | None:
@@ -86,10 +81,13 @@ def tier_of(arm: str, host_bytes: int) -> HostTier | None:
     if arm == "ours":
         return HostTier(host_bytes)
     if arm == "separate":
-        return HostTier(host_bytes, one_allocation=False, **zero_sm())
+        return HostTier(host_bytes, one_allocation=False, policy="zero_sm")
     if arm == "packed":
-        return HostTier(host_bytes, one_allocation=False, **(packing() or {}))
-    return None
+        return HostTier(host_bytes, one_allocation=False, **PACKED)
+    if arm == "kernel":
+        return HostTier(host_bytes, one_allocation=False, kernel=True)
+    copies = {"loop": _core.copy_by_loop, "batch": _core.copy_by_batch}
+    return DriverTier(host_bytes, copies[arm]) if arm in copies else None
 
 
 class Gate(queue.Queue[Any]):
@@ -272,8 +270,8 @@ def arms_of(args: argparse.Namespace, swap: bool) -> list[str]:
     named = args.arms.split(",")
     if unknown := set(named) - set(ARMS):
         sys.exit(f"no such arms: {', '.join(sorted(unknown))}")
-    if packing() is None:
-        named = [arm for arm in named if arm != "packed"]
+    if args.device == "cpu":
+        named = [arm for arm in named if arm not in ON_GPUS]
     return [arm for arm in named if arm != "gpu"] if swap else named
 
 
@@ -321,15 +319,11 @@ def run_case(
 
 def run_beside(model: Any, args: argparse.Namespace) -> list[Row]:
     """A decode step beside loads by each arm that copies."""
-    zero, pack = zero_sm(), packing()
-
-    def ours(layout: kv.Layout, pool: kv.HostPool) -> Any:
-        return kv.BlockTransfer(layout, pool, **zero)
-
+    ours = partial(kv.BlockTransfer, policy="zero_sm")
     arms: dict[str, Any] = {"engine": TorchTransfer, "ours": ours, "separate": ours}
-    if pack is not None:
-        arms["packed"] = lambda layout, pool: kv.BlockTransfer(layout, pool, **pack)
-    arms["kernel"] = lambda layout, pool: kv.BlockTransfer(layout, pool, kernel=True)
+    arms["packed"] = partial(kv.BlockTransfer, **PACKED)
+    arms["batch"] = partial(DriverTransfer, copy=_core.copy_by_batch)
+    arms["kernel"] = partial(kv.BlockTransfer, kernel=True)
     return beside(model, arms, {"ours", "kernel"})
 
 
@@ -368,7 +362,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", default=None, help="tokens, by commas")
     parser.add_argument("--batches", default=None)
     parser.add_argument("--hits", default=None, help="percent, by commas")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default=",".join(USUAL), help=f"some of {', '.join(ARMS)}")
     parser.add_argument("--breakdown", action="store_true", help="host time of each part, in rows")
     parser.add_argument("--rounds", type=int, default=None, help="3; 2 with --quick")
     parser.add_argument("--new", type=int, default=8, help="tokens a request")

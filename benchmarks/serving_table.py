@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-ARMS = ("recompute", "gpu", "engine", "ours", "separate", "packed")
-COPYING = ("engine", "ours", "separate", "packed")
+USUAL = ("recompute", "gpu", "engine", "ours", "separate", "packed")
+PEERS = ("loop", "batch", "kernel")
+ARMS = (*USUAL, *PEERS)
+COPYING = ARMS[2:]
 Row = dict[str, Any]
 
 
@@ -31,6 +33,32 @@ def line_of(place: tuple[Any, ...], rows: list[Row], arms: list[str]) -> str:
     return f"{place[0]:<8} {place[1]:6} {place[2]:5} {place[3]!s:>4} {cells} {same:5.2f}"
 
 
+def speedups(rows: list[Row]) -> list[str]:
+    """How many times as fast offcore's arms are as each peer: TTFT, tokens/s; and the most."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if "ttft_ms" in row and row["hit"] not in ("-", "swap"):
+            place = tuple(row[name] for name in ("model", "prompt", "batch", "hit"))
+            cases.setdefault(place, {})[row["arm"]] = row
+    lines, most = [], dict.fromkeys(PEERS, (0.0, 0.0))
+    for place, arms in cases.items():
+        own = [arm for arm in ("ours", "separate", "packed") if arm in arms]
+        cells = []
+        for peer in (one for one in PEERS if one in arms and own):
+            for arm in own:
+                ttft = arms[peer]["ttft_ms"] / arms[arm]["ttft_ms"]
+                rate = arms[arm]["tokens_s"] / arms[peer]["tokens_s"]
+                cells.append(f"{arm}/{peer} {ttft:.2f} {rate:.2f}")
+                most[peer] = (max(most[peer][0], ttft), max(most[peer][1], rate))
+        if cells:
+            lines.append(f"{place[0]} {place[1]} x {place[2]}, {place[3]} %: " + ", ".join(cells))
+    if lines:
+        told = [f"{peer} {a:.2f} {b:.2f}" for peer, (a, b) in most.items() if a]
+        lines.append("at most: " + ", ".join(told))
+        lines.insert(0, "times as fast, TTFT and tokens/s:")
+    return lines
+
+
 def table_of(rows: list[Row]) -> str:
     """A line for each length, batch and hit rate, a column for each arm; then decodes, errors."""
     served = [row for row in rows if row["hit"] != "beside"]
@@ -42,6 +70,7 @@ def table_of(rows: list[Row]) -> str:
         lines.append(f"model    prompt batch  hit {head}  same")
     places = ((r["model"], r["prompt"], r["batch"], r["hit"]) for r in served if r["hit"] != "-")
     lines += [line_of(place, served, arms) for place in dict.fromkeys(places)]
+    lines += speedups(served)
     for row in rows:
         if row["hit"] == "beside" and "error" not in row:
             lines.append(

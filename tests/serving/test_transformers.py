@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +54,16 @@ def test_a_second_call_loads_what_the_first_one_computed() -> None:
         assert tier.counts["loaded"] == 3 * 6
     finally:
         serving.disable(model)
+
+
+def test_the_measurement_runs_on_a_cpu(tmp_path: Path) -> None:
+    """All arms that need no GPU, with the tokens of recomputing."""
+    script = Path(__file__).parents[2] / "benchmarks" / "serving.py"
+    arms = "recompute,gpu,engine,ours,separate,packed,loop,batch,kernel"
+    words = ["--model", "tiny", "--hits", "0,70,100", "--rounds", "1", "--arms", arms]
+    words += ["--json", str(tmp_path / "rows.jsonl")]
+    ran = subprocess.run(
+        [sys.executable, script, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "at most: loop" in ran.stdout
