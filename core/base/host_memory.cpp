@@ -1,11 +1,15 @@
 #include "core/base/host_memory.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <fstream>
 #include <limits>
 #include <optional>
 #include <sstream>
 #include <vector>
+
+#include "core/base/error.h"
 
 namespace offcore {
 namespace {
@@ -116,6 +120,16 @@ HostMemory host_memory(const std::string& root) {
     }
   }
   return memory;
+}
+
+std::string locked_memory_limits() {
+  rlimit locked{};
+  getrlimit(RLIMIT_MEMLOCK, &locked);
+  const HostMemory memory = host_memory();
+  return cat("RLIMIT_MEMLOCK (ulimit -l) is ",
+             locked.rlim_cur == RLIM_INFINITY ? "unlimited" : cat(locked.rlim_cur, " bytes"),
+             "; of ", memory.total_bytes, " bytes of memory, ", memory.available_bytes,
+             " are available");
 }
 
 }  // namespace offcore

@@ -14,4 +14,7 @@ struct HostMemory {
 // `root`: a folder with another /proc and /sys, for tests.
 HostMemory host_memory(const std::string& root = "");
 
+// What bounds memory that cannot be swapped out, for an error's text.
+std::string locked_memory_limits();
+
 }  // namespace offcore

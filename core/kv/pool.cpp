@@ -14,15 +14,14 @@ namespace {
 
 constexpr uint64_t kRowsMax = uint64_t{1} << 32;
 constexpr uint64_t kRowBytesMax = uint64_t{1} << 40;
+constexpr uint64_t kHalvedMin = uint64_t{16} << 20;  // bytes of a chunk, after the driver refused
 
-// Of a chunk of others' memory. Pages are registered once: chunks meet where a page begins, or
-// there is one.
-uint64_t rows_of_chunk(const ForeignRows::RowMemory& part, uint64_t chunk_bytes) {
+// Of chunks of others' memory. Pages are registered once: chunks meet where a page begins, or there
+// is one.
+uint64_t rows_step_of(const ForeignRows::RowMemory& part) {
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (reinterpret_cast<uint64_t>(part.data) % page != 0) return kRowsMax;
-  const uint64_t rows = std::max<uint64_t>(1, chunk_bytes / part.row_step);
-  const uint64_t step = page / std::gcd(part.row_step, page);
-  return (rows + step - 1) / step * step;
+  return page / std::gcd(part.row_step, page);
 }
 
 void check_row(uint64_t row_bytes) {
@@ -79,10 +78,13 @@ std::vector<HostPool::RowSource> HostPool::sources_of(std::vector<ForeignRows::R
            row_bytes);
     }
     const uint64_t rows = (part.bytes - row_bytes) / part.row_step + 1;
+    const uint64_t step = rows_step_of(part);
+    const uint64_t wanted = std::max<uint64_t>(1, chunk_bytes / part.row_step);
     sources.push_back({.data = part.data,
                        .row_step = part.row_step,
                        .rows = rows,
-                       .rows_chunk = rows_of_chunk(part, chunk_bytes),
+                       .rows_chunk = (wanted + step - 1) / step * step,
+                       .rows_step = step,
                        .first = first});
     first += rows;
     part.bytes = (rows - 1) * part.row_step + row_bytes;
@@ -214,11 +216,13 @@ void HostPool::register_chunks() {
     }
     lock.lock();
     busy_ = false;
+    if (failure && halve(index)) continue;
     if (failure) {
       slots_.resize(ready_);
       chunks_.resize(index);
       failure_ = Error(failure->code(), cat("the host pool has ", ready_,
-                                            " rows and gets no more: ", failure->message()));
+                                            " rows and gets no more: ", failure->message(), " (",
+                                            locked_memory_limits(), ")"));
     } else {
       Chunk& chunk = chunks_[index];
       chunk.share = std::move(share);
@@ -228,6 +232,23 @@ void HostPool::register_chunks() {
     changed_.notify_all();
   }
   running_ = false;
+}
+
+// A driver that does not register a chunk may do a part of it: what a limit leaves.
+bool HostPool::halve(size_t index) {
+  Chunk rest = chunks_[index];
+  const uint64_t step = rest.source->rows_step;
+  const uint64_t rows = rest.rows / 2 / step * step;
+  if (rows * rest.source->row_step < kHalvedMin) return false;
+  rest.first += rows;
+  rest.rows -= rows;
+  try {
+    chunks_.insert(chunks_.begin() + static_cast<std::ptrdiff_t>(index) + 1, std::move(rest));
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  chunks_[index].rows = rows;
+  return true;
 }
 
 uint64_t HostPool::shrink(uint64_t keep) {

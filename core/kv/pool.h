@@ -96,7 +96,8 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
     uint64_t row_step = 0;
     uint64_t rows = 0;
     uint64_t rows_chunk = 0;
-    uint64_t first = 0;  // row
+    uint64_t rows_step = 1;  // chunks have whole multiples of it
+    uint64_t first = 0;      // row
   };
   struct Chunk {
     uint64_t first = 0;
@@ -122,6 +123,7 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   void start_thread();
   void end_thread(PoolLock lock);
   void register_chunks();
+  bool halve(size_t index);
   void check(std::span<const int64_t> slots, bool distinct);
   void check_taken(int64_t slot) const;
   const Chunk& chunk_of(uint64_t slot) const;

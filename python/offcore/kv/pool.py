@@ -123,8 +123,8 @@ class HostPool:
         return self._core.counts[3]
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Waits until all rows are registered. Raises `Error`: timeout; memory or driver if a chunk
-        could not be allocated: the pool then continues with the rows before it."""
+        """Waits until all rows are registered. Raises `Error`: timeout; memory or driver, with the
+        limits, if no chunk of 16 MiB could be registered either: the pool keeps the rows before."""
         self._core.wait_ready(self.timeout if timeout is None else timeout)
 
     def allocate(self, count: int, *, timeout: float | None = None) -> Slots:

@@ -302,6 +302,9 @@ void AddressSpace::register_host(DevicePtr start, uint64_t bytes) {
   const std::unique_lock lock(mutex_);
   require(!overlaps(registrations_, start, bytes), kHostMemoryAlreadyRegistered);
   require(!overlaps(reservations_, start, bytes) && is_host_memory(start, bytes), kInvalidValue);
+  uint64_t pinned = bytes;
+  for (const auto& [at, own] : registrations_) pinned += own;
+  require(pinned <= settings().pinned_bytes, kOutOfMemory);
   registrations_.emplace(start, bytes);
 }
 

@@ -67,6 +67,7 @@ Settings read() {
     out.devices.resize(std::min<size_t>(out.devices.size(), 1));
   }
   out.memory_bytes = bytes(variable("OFFCORE_FAKE_CUDA_MEMORY"), out.memory_bytes);
+  out.pinned_bytes = bytes(variable("OFFCORE_FAKE_CUDA_PINNED"), out.pinned_bytes);
   out.seed = number(variable("OFFCORE_FAKE_CUDA_SEED"), out.seed);
   out.serial_graphs = variable("OFFCORE_FAKE_CUDA_GRAPHS") == "serial";
   out.lacks = split(variable("OFFCORE_FAKE_CUDA_LACKS"), ',');

@@ -18,6 +18,7 @@ struct Settings {
   std::vector<int> devices;  // physical numbers of the visible ones
   std::string name = "NVIDIA H200 (stand-in)";
   uint64_t memory_bytes = uint64_t{16} << 30;  // of each device
+  uint64_t pinned_bytes = UINT64_MAX;          // of the host that can be registered
   int driver = 13000;
   bool mig = false;
   bool loose = false;                   // copies of one stream overtake each other
