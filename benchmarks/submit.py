@@ -124,11 +124,11 @@ def group_calls(rank: int, stores: list[str]) -> dict[str, Callable[[], Any]]:
 
 def shards_of(comm: Any, side: Any, rank: int) -> Any:
     """FSDP2's, of a communicator that is there."""
-    from offcore.fsdp import memory, shards
+    from offcore.fsdp import shards
 
     made: Any = object.__new__(shards.Shards)
     made._rank, made.hosts = rank, []
-    made.ring = memory.Ring(comm, 4 * NBYTES)
+    made.ring = shards.Ring(comm, 4 * NBYTES)
     made.ran = {name: shards.Ran() for name in ("all_gather", "reduce_scatter")}
     made._sides = {
         name: type(side)(comm, "shards", rank, 60.0, side.device, ran.add)

@@ -1,12 +1,13 @@
 // What the lanes of a soak push, GPU threads (offcore.tools.driven's kernels.cu) and host threads
-// alike, and how the other side sees their order. offcore.tools.driven.soak says what is there in
-// the end: it draws the same requests.
+// alike, and how the other side waits for them. offcore.tools.driven.soak says what is there in the
+// end: it draws the same requests.
 //
 // Buffers: 0 is sent, in slots of 64 bytes; 1 to `buffers` are received, and every slot of them is
 // the place of one request: of a whole slot (8 bytes a request), or of 1 to 64 bytes anywhere in it
 // from anywhere in buffer 0 (16 bytes). Then a buffer with a clock of two words for each lane, and
 // one with what clocks may show. After so many requests a lane sends the next number to its clock,
-// with a signal, once the last one has been sent: so they come in order.
+// with a signal, once the last one has been sent: so a clock never goes back. Nothing else is said
+// of the order in which a lane's requests arrive, each in a place of its own.
 #pragma once
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #include <offcore/ring.h>

@@ -78,6 +78,32 @@ def test_tables_of_this_machine(offcore_cli, tmp_path: Path) -> None:
     assert "no peaks of host-2 are known: give --peaks" in none.err
 
 
+def test_what_would_be_ignored_is_refused(offcore_cli, tmp_path: Path) -> None:
+    rows = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap-h200-2.jsonl"
+    for words, told in (
+        (("--rows", rows, "--machine", "h100-2"), "--machine is simulated"),
+        (("--backend", "host", "--machine", "h200-2"), "--machine is simulated"),
+        (("--peaks", "1,2,3"), "--peaks need --rows"),
+        (("--backend", "cuda", "--counters", "--ranks", "3"), "--counters are of one GPU"),
+    ):
+        out = tmp_path / "x.json"
+        ran = offcore_cli("overlap", "characterise", *words, "--out", out)
+        assert ran.status == 1
+        assert told in ran.err
+        assert not out.exists()
+
+
+def test_what_a_machine_lacks_is_told(offcore_cli, tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    ran = offcore_cli("overlap", "run", "cb1_896M", "--machine", "h100-2")
+    assert "calibrate --rows FILE, of benchmarks/gpu_overlap.py without --quick" in ran.err
+    quick = results / "overlap-h100-2-quick.jsonl"
+    ran = offcore_cli("overlap", "calibrate", "--rows", quick, "--out", tmp_path)
+    assert "rows lack the curve of cb1: all rows of benchmarks/gpu_overlap.py" in ran.err
+    ran = offcore_cli("overlap", "run", "cb1_896M", "--machine", "h200-2")
+    assert "h200-2: parameters are partly fitted" in ran.out
+
+
 @pytest.mark.needs("torch")
 def test_curves_of_one_rank(offcore_cli, tmp_path: Path) -> None:
     words = ("overlap", "characterise", "--backend", "host", "--ranks", "1")

@@ -4,6 +4,7 @@ the generated kernel, as host code and as nvcc compiles it."""
 import shutil
 import subprocess
 import time
+import types
 
 import generated
 import loop_graphs
@@ -115,6 +116,7 @@ def test_only_a_loop_without_an_end_is_stopped():
         looped.write(one, np.ones(8))
         refused("invalid", looped.stop)
         looped.run(3)
+        assert looped.begun() == 3
         refused("invalid", looped.stop)
         looped.start(50_000)
         refused("invalid", looped.stop)
@@ -366,6 +368,19 @@ def test_stop_is_told_before_the_host_looks(monkeypatch):
     monkeypatch.setattr(gpu._core, "fence", lambda: told.append("fence"))
     assert executor.ask_to_stop() == 7
     assert told == [("stop", 1), "fence", "begun"]
+
+
+def test_iterations_of_a_number_count_on_a_gpu():
+    """Whose kernel counts only those of a loop without an end."""
+    executor = object.__new__(gpu.GpuExecutor)
+    executor.driver = types.SimpleNamespace(idle=lambda: True)
+    executor._shared, executor._args = gpu.Shared(begun=3), gpu.Args(base=3, end=8)
+    executor.base, executor._free = 3, False
+    assert executor.begun == 3
+    assert executor.ended()
+    assert executor.begun == 8
+    executor._shared.begun = 9  # of the next one
+    assert executor.begun == 9
 
 
 def test_nvcc_compiles_the_text(tmp_path):

@@ -49,7 +49,7 @@ def test_recorded_parameters_are_of_the_recorded_rows(model: GpuModel) -> None:
         told = f"{one['value']:g} {one['unit']}".strip()
         assert f"| `{one['name']}` | {told} | " in page
     bases = {one["basis"] for one in made["parameters"]}
-    assert bases == {"measured", "fitted", "datasheet", "assumed"}
+    assert bases == {"measured", "fitted", "datasheet", "documented", "assumed"}
     for one in made["parameters"]:
         assert one["source"]
         assert one["meaning"]

@@ -341,6 +341,12 @@ def from_the_group(rank: int, ranks: int) -> None:
         if nbytes == 0:  # up to torch 2.13 gloo answers
             with pytest.raises(RuntimeError if not BACKENDS else offcore.Error):
                 backend.allocate_tensor(3, dtype=torch.int8, device=cpu)
+        else:
+            refused = offcore.distributed.report(group)["memory"]
+            assert backend.allocate_tensor(0, dtype=torch.int8, device=cpu).numel() == 0
+            assert offcore.distributed.report(group)["memory"] == refused
+            with pytest.raises(offcore.Error, match="allocates no tensors on meta"):
+                backend.allocate_tensor(3, dtype=torch.int8, device="meta")
         dist.destroy_process_group(group)
 
 
@@ -368,6 +374,7 @@ def ring(rank: int, ranks: int) -> None:
         kept = memory.take((1000,), torch.uint8)  # as gradients are
         for _ in range(20):
             memory.take((1000,), torch.uint8).fill_(1)
+        assert memory.take((0, 8), torch.uint8) is None  # it needs no room
         assert memory.refused == 2
         del kept
 

@@ -132,8 +132,20 @@ def compiled(rank: int, ranks: int, backend: str = "aot_eager") -> None:
     carried("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
+class Watched(torch.Tensor):
+    """One with memory of its own, which also looks at what is done with it."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
 def stand_ins(rank: int, ranks: int) -> None:
-    """Tensors that stand for others: what is not waited for yet is, others are refused."""
+    """Tensors that stand for others: what is not waited for yet is, others without memory are
+    refused."""
     world = dist.group.WORLD
 
     def summed() -> Any:
@@ -154,6 +166,10 @@ def stand_ins(rank: int, ranks: int) -> None:
     elif rank == 1:
         dist.recv(parts[2], 0)
         assert (parts[2] == total).all()
+    watched = torch.full((2,), rank + 1.0).as_subclass(Watched)
+    dist.all_reduce(watched)
+    dist.all_gather(parts, watched)
+    assert (torch.stack(parts) == total).all()
     shard = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (ranks,)), [Shard(0)])
     with pytest.raises((RuntimeError, NotImplementedError)):  # in 2.14 torch refuses it
         dist.all_reduce(shard)

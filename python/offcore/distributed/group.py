@@ -139,8 +139,9 @@ class Allocates:
         and `report` counts it. Raises `Error`: unsupported without memory; memory."""
         memory = self.collectives.memory_on(torch.device(device))
         if memory is None:
-            why = "pass Options(memory=BYTES); groups that span hosts have none"
-            raise error("unsupported", f"group {self.collectives.name} allocates no tensors: {why}")
+            none = f"group {self.collectives.name} allocates no tensors on {device}"
+            why = "Options(memory=BYTES) gives it memory on cpu and cuda, unless it spans hosts"
+            raise error("unsupported", f"{none}: {why}")
         taken = memory.take((size,), dtype)
         return torch.empty(size, dtype=dtype, device=device) if taken is None else taken
 
@@ -267,15 +268,17 @@ _OWN = torch.Tensor.__torch_dispatch__  # of tensors with memory of their own
 
 def _real(given: Any) -> Any:
     """The tensors themselves: up to torch 2.13, groups also get what stands for them. Those of
-    functional collectives are waited for."""
+    functional collectives are waited for; others with a `__torch_dispatch__` need memory."""
     if isinstance(given, (list, tuple)):
         return [_real(one) for one in given]
     if not isinstance(given, torch.Tensor) or type(given).__torch_dispatch__ is _OWN:
         return given
-    if not hasattr(given, "trigger_wait"):
+    if hasattr(given, "trigger_wait"):
+        return given.trigger_wait()
+    if not given.data_ptr():
         kind = type(given).__name__
         raise error("unsupported", f"a {kind} has no memory of its own: pass its local tensor")
-    return given.trigger_wait()
+    return given
 
 
 def _first_tensor(given: Any) -> Any:
@@ -317,7 +320,7 @@ def _all_reduces(method: Callable[..., Any]) -> Callable[..., Any]:
         if below and args:
             nbytes = 0
             for one in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
-                if type(one).__torch_dispatch__ is not _OWN:
+                if type(one).__torch_dispatch__ is not _OWN and _real(one) is not one:
                     return all_reduce(self, _real(args[0]), *args[1:], **kwargs)
                 nbytes += one.nbytes if one.is_cuda and not one.is_sparse else below
             if nbytes < below:

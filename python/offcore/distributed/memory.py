@@ -25,12 +25,15 @@ class _Piece(NamedTuple):
 class Ring:
     """`nbytes` of window memory on every rank. Collective.
 
-    Where a piece lies follows from the sizes that were taken before, and from the tensors that the
-    caller still has, never from how far an engine has come: so ranks that allocate alike get the
-    same places, and peers can write there directly. That is why operations get a piece by its
-    `region`: they would keep a tensor until they have ended, and longer. Whoever writes into a
-    piece next is ordered behind its last readers by the stream in which FSDP allocates, as for
-    torch's own allocator.
+    Where a piece lies follows from the sizes that were taken before, and from the tensors that are
+    still held: ranks that allocate and drop alike get the same places, where peers write directly.
+    That is why operations get a piece by its `region`: they would keep a tensor until they have
+    ended, and longer.
+
+    On GPUs whoever writes into a piece next is ordered behind its last readers by the stream in
+    which FSDP allocates, as for torch's own allocator. On CPUs an asynchronous call of a group
+    holds its tensors until its thread has ended it, sooner on one rank than on another: places can
+    then differ, and calls with tensors at different places are staged.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -43,14 +46,14 @@ class Ring:
         self._pieces: list[_Piece] = []  # by place
 
     def take(self, size: Sequence[int], dtype: Any) -> Any:
-        """A tensor; None: there is no room for it."""
+        """A tensor; None: there is no room for it, or it needs none."""
         wide = -(-math.prod(size) * dtype.itemsize // _ALIGN) * _ALIGN
         self._pieces = [one for one in self._pieces if one.lease.held]
         begin = self._room(wide, self._at)
         if begin is None:
             begin = self._room(wide, 0)
         if begin is None or wide == 0:
-            self.refused += 1
+            self.refused += wide > 0
             return None
         self._at = begin + wide
         lease = _core.Lease()

@@ -157,7 +157,7 @@ class GpuExecutor:
     def ask_to_stop(self) -> int:
         self._shared.stop = 1
         _core.fence()  # as in `begin` of kernel.cuh: one of both sees what the other wrote
-        return self.begun
+        return self._shared.begun
 
     def end_at(self, iterations: int) -> None:
         self._shared.end = iterations + 1
@@ -170,7 +170,7 @@ class GpuExecutor:
 
     @property
     def begun(self) -> int:
-        return self._shared.begun
+        return max(self._shared.begun, self.base)  # which only free-running loops count
 
     @property
     def fault(self) -> int:

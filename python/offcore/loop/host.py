@@ -122,7 +122,7 @@ class HostExecutor:
             return False
         with self._changed:
             stopping = self._stop
-            if not stopping:
+            if not stopping and not self._over(iteration):
                 self.begun = iteration + 1
         if stopping and not self._until(lambda: self._end is not None, 0, 0):
             return False

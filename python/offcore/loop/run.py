@@ -178,8 +178,8 @@ class Loop:
         self._executor(rank).write(one, data)
 
     def begun(self, rank: int | None = None) -> int:
-        """Returns how many iterations a loop without an end has begun since it was opened, also
-        while it runs."""
+        """Returns how many iterations have begun since it was opened, also while a loop without an
+        end runs. On GPUs, those of `start(iterations)` count once `wait` has seen their end."""
         return self._executor(rank).begun
 
     def times(self, rank: int | None = None) -> NDArray[np.int64]:

@@ -1,5 +1,6 @@
 // Entry points for modules and kernels. A module is PTX text; only kernels that the stand-in knows
 // can be played (kernels.h).
+#include <algorithm>
 #include <cstring>
 
 #include "tests/fakes/cuda/kernels.h"
@@ -56,6 +57,20 @@ FAKE_API Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle modul
     const std::string entry = std::string(".entry ") + name + "(";
     require(found->text.find(entry) != std::string::npos, kNotFound);
     *function = functions().add(std::make_shared<Function>(Function{name}));
+  });
+}
+
+FAKE_API Result cuFuncGetParamInfo(FunctionHandle function, size_t index, size_t* offset,
+                                   size_t* size) {
+  return enter("cuFuncGetParamInfo", [&] {
+    const auto sizes = kernel_arguments(functions().find(function)->name);
+    require(index < sizes.size() && offset != nullptr, kInvalidValue);
+    *offset = 0;
+    for (size_t i = 0; i <= index; ++i) {
+      const size_t aligned = std::min(sizes[i], 8u);
+      *offset = (*offset + aligned - 1) / aligned * aligned + (i < index ? sizes[i] : 0);
+    }
+    if (size != nullptr) *size = sizes[index];
   });
 }
 

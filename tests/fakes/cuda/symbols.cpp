@@ -86,6 +86,7 @@
   X(cuModuleLoadData, cuModuleLoadData, 2010)                                    \
   X(cuModuleUnload, cuModuleUnload, 2000)                                        \
   X(cuModuleGetFunction, cuModuleGetFunction, 2000)                              \
+  X(cuFuncGetParamInfo, cuFuncGetParamInfo, 12040)                               \
   X(cuLaunchKernel, cuLaunchKernel, 4000)                                        \
   X(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010)                              \
   X(cuGetErrorName, cuGetErrorName, 6000)                                        \

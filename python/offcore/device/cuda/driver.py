@@ -6,13 +6,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from offcore import _core
-from offcore.errors import error
+from offcore.errors import Error, error
 
-NOT_READY = 600
+INVALID_VALUE, NOT_READY = 1, 600
 SM_COUNT, MAJOR, MINOR = 16, 75, 76
 NON_BLOCKING, PORTABLE_MAPPED = 1, 3
 
@@ -22,11 +21,14 @@ class Driver:
     leaves the caller's as it was."""
 
     def __init__(self, gpu: int) -> None:
-        self._cuda = ctypes.CDLL(_core.env("OFFCORE_LIBCUDA") or "libcuda.so.1")
+        try:
+            library = ctypes.CDLL(_core.env("OFFCORE_LIBCUDA") or "libcuda.so.1")
+            self._find = library.cuGetProcAddress_v2
+        except (OSError, AttributeError) as cause:
+            raise error("unavailable", f"kernels: no driver of CUDA 12.0: {cause}") from cause
         self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._functions: dict[str, Any] = {}
-        self._memory: list[int] = []
-        self._host: list[int] = []
+        self._memory, self._host = list[int](), list[int]()
         self._pages: list[mmap.mmap] = []
         self._module, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuInit", self._function("cuInit")(0))
@@ -46,11 +48,22 @@ class Driver:
         self._call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         return found
 
+    def parameters(self, function: ctypes.c_void_p) -> list[int] | None:
+        """Their bytes; None: the driver cannot tell, before CUDA 12.4."""
+        name, offset, size = "cuFuncGetParamInfo", ctypes.c_size_t(), ctypes.c_size_t()
+        if self._found(name, 12040) is None:
+            return None
+        where, sizes = (ctypes.byref(offset), ctypes.byref(size)), list[int]()
+        while (code := self._bound(name, function, ctypes.c_size_t(len(sizes)), *where)) == 0:
+            sizes.append(size.value)
+        if code != INVALID_VALUE:  # there are no more
+            self._check(name, code)
+        return sizes
+
     def co_resident(self, function: ctypes.c_void_p, threads: int) -> int:
         count = ctypes.c_int()
-        size = ctypes.c_size_t(0)
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        self._call(name, ctypes.byref(count), function, threads, size)
+        self._call(name, ctypes.byref(count), function, threads, ctypes.c_size_t(0))
         return count.value * self.sms
 
     def allocate(self, nbytes: int) -> int:
@@ -90,14 +103,7 @@ class Driver:
         self._call("cuMemcpyHtoDAsync", ctypes.c_uint64(to), host, size, self._stream)
         self.wait(10.0)
 
-    def launch(
-        self,
-        function: ctypes.c_void_p,
-        grid: int,
-        threads: int,
-        args: Sequence[Any],
-        cooperative: bool,
-    ) -> None:
+    def launch(self, function: Any, grid: int, threads: int, args: Any, cooperative: bool) -> None:
         """cooperative: all blocks run at once, or the driver refuses."""
         pointers = [ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in args]
         given = (ctypes.c_void_p * len(args))(*pointers)
@@ -119,10 +125,15 @@ class Driver:
             if time.monotonic() > deadline:
                 raise error("timeout", f"kernels: they did not end within {seconds:g} s")
 
-    def close(self) -> None:
-        """Once nothing runs. A second call does nothing."""
+    def close(self, seconds: float = 10.0) -> None:
+        """Waits until nothing runs; what failed is freed, too. A second call does nothing."""
         if not self._context:
             return
+        try:
+            self.wait(seconds)
+        except Error as failure:
+            if failure.code == "timeout":
+                raise
         for at in self._memory:
             self._bound("cuMemFree", ctypes.c_uint64(at))
         for at in self._host:
@@ -136,13 +147,17 @@ class Driver:
 
     def _function(self, name: str) -> Any:
         """By the driver's own table, in the form of CUDA 12.0."""
-        if name not in self._functions:
-            at, found = ctypes.c_void_p(), ctypes.c_int()
-            given = (name.encode(), ctypes.byref(at), 12000, ctypes.c_uint64(0))
-            code = self._cuda.cuGetProcAddress_v2(*given, ctypes.byref(found))
-            if code or not at.value:
-                raise error("driver", f"kernels: the driver has no {name}: it needs CUDA 12.0")
-            self._functions[name] = ctypes.CFUNCTYPE(ctypes.c_int)(at.value)
+        if name not in self._functions and self._found(name, 12000) is None:
+            raise error("driver", f"kernels: the driver has no {name}: it needs CUDA 12.0")
+        return self._functions[name]
+
+    def _found(self, name: str, version: int) -> Any:
+        """None: it came later than this driver."""
+        at, found = ctypes.c_void_p(), ctypes.c_int()
+        given = (name.encode(), ctypes.byref(at), version, ctypes.c_uint64(0))
+        if self._find(*given, ctypes.byref(found)) or not at.value:
+            return None
+        self._functions[name] = ctypes.CFUNCTYPE(ctypes.c_int)(at.value)
         return self._functions[name]
 
     def _attribute(self, number: int) -> int:
@@ -167,5 +182,4 @@ class Driver:
             return
         text = ctypes.c_char_p()
         self._function("cuGetErrorString")(code, ctypes.byref(text))
-        told = (text.value or b"?").decode()
-        raise error("driver", f"kernels: {name}: {told} ({code})")
+        raise error("driver", f"kernels: {name}: {(text.value or b'?').decode()} ({code})")

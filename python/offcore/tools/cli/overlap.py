@@ -49,6 +49,7 @@ from offcore.tools.report import JsonLines, Stamp
 
 PEAKS = "TFLOPS,MEMORY,NETWORK"
 HEAD = "% of the ideal, errors in points of it"
+PARAMETERS = "docs/measurements/model.md; errors: offcore overlap predict"
 
 app = typer.Typer(
     help="Plan, simulate and measure the overlap of GEMMs and collectives (ConCCL).",
@@ -165,7 +166,7 @@ def _simulated(wanted: Sequence[sweep.Combination], machine: str, json: str | No
                 lines.write(row | stamp)
     console = report.console(stderr=json == "-")
     console.print(text.outcome_table(found, machine))
-    told = caution(machine) or f"{machine}: parameters are measured (offcore overlap predict)"
+    told = caution(machine) or f"{machine}: parameters are partly fitted: {PARAMETERS}"
     console.print(told, highlight=False, soft_wrap=True)
 
 
@@ -201,7 +202,7 @@ def _peaks(text: str) -> tuple[float, ...]:
 
 @app.command("characterise")
 def characterise_command(
-    machine: SimMachineOption = models.NAME,
+    machine: MachineOption = None,
     backend: Annotated[
         Backend,
         typer.Option(help="sim: simulate; cuda: measure this machine's GPUs; host: its CPUs."),
@@ -225,7 +226,11 @@ def characterise_command(
         int, typer.Option(min=0, max=64, metavar="N", help="Ranks; 0: all GPUs, or 2.")
     ] = 0,
     peaks: Annotated[
-        str, typer.Option(metavar=PEAKS, help="Of other GPUs than H100 and H200: TFLOP/s, GB/s.")
+        str,
+        typer.Option(
+            metavar=PEAKS,
+            help="TFLOP/s, GB/s. Needed on CPUs, and on GPUs other than H100 and H200.",
+        ),
     ] = "",
     limit: Annotated[
         int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Time limit of measurements.")
@@ -249,6 +254,12 @@ def characterise_command(
         raise error("invalid", "--counters, --gemms and --ranks need --backend cuda or host")
     if backend is not Backend.sim and rows is not None:
         raise error("invalid", "--rows are measured already: leave out --backend")
+    if machine and (rows is not None or backend is not Backend.sim):
+        raise error("invalid", "--machine is simulated: no --rows, --backend")
+    if peaks and rows is None and backend is Backend.sim:
+        raise error("invalid", "--peaks need --rows, or --backend cuda or host")
+    if counted and ranks:
+        raise error("invalid", "--counters are of one GPU: no --ranks")
     with JsonLines(json) as lines:
         if counted:
             names = known_names(gemms or ",".join(known), "--gemms", known)
@@ -262,7 +273,7 @@ def characterise_command(
             _characterised(request, given, out, lines)
             return
         if rows is None:
-            _written(sweep.characterise(models.load(machine)[0]), out, lines)
+            _written(sweep.characterise(models.load(machine or models.NAME)[0]), out, lines)
             return
         _tabled(read_records(rows), f"measured: {rows.name}", given, out, lines)
 
@@ -470,7 +481,7 @@ def plot_command(
         count, drawn = len(rows), overlap_plot.draw_bandwidths(rows)
     elif figure is FigureName.alone:
         rows = [row for row in read_records(file) if "op" in row]
-        series = engines.speedups(rows)
+        series = engines.speedups(rows, file)
         count = sum(map(len, series.values()))
         drawn = engines.draw(series, overlap_plot.source(rows), published=published)
     else:

@@ -8,8 +8,8 @@ held        The same ping-pong while blocks hold every SM but one of both GPUs (
 push        What a push costs its thread; until the engine has taken it, seen from the GPU; requests
             a second from many blocks, until all have ended (`bytes`: slots of the ring), and copies
             that they became.
-soak        Ten million requests of 8 and 16 bytes by 8,192 lanes, each with a place of its own:
-            none lost, doubled, reordered within its lane or torn (soak.py). Requests a second.
+soak        11 million requests of up to 64 bytes by 8,192 lanes, each with a place of its own: none
+            lost, doubled or torn (soak.py). Requests a second.
 throughput  Messages in flight, all bytes compared: side by side (merged by the engine) or apart;
             beside a loop of cuMemcpyAsync of the same.
 """

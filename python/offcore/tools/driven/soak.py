@@ -1,4 +1,4 @@
-"""Millions of requests of many lanes, of which none may be lost, doubled, reordered or torn.
+"""Millions of requests of many lanes, of which none may be lost, doubled or torn.
 
 studies/requests/soak.h, which is installed beside this file, says what the lanes push. Here the
 same requests are drawn, to say what the received buffers hold in the end and what the engine has

@@ -22,9 +22,9 @@ _KERNELS = "nccl"
 _FAR = 16  # times as large: no neighbour
 
 
-def speedups(rows: Sequence[Row]) -> Series:
+def speedups(rows: Sequence[Row], file: object = "these rows") -> Series:
     """Of rows of `overlap run`, measured or simulated, or of `offcore bench`. Raises invalid where
-    none has both times.
+    none has both times; it names `file`.
 
     Rows of bench: ours are calls enqueued ahead as they are by default, the fastest variant, and
     without copies by SMs; the library is the fastest way that its kernels were run in that run.
@@ -32,7 +32,7 @@ def speedups(rows: Sequence[Row]) -> Series:
     benched = [row for row in rows if "impl" in row]
     found = _of_bench(benched) if benched else _of_overlap(rows)
     if not found:
-        raise error("invalid", "no rows have times of both engines and the library's kernels")
+        raise error("invalid", f"{file}: none has times of both engines and the library's kernels")
     return {op: dict(sorted(found[op].items())) for op in OPS if op in found}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from offcore.errors import error
+from offcore.errors import Error, error
 from offcore.overlap.kernels import Collective
 from offcore.tools.overlap.cases import OPS
 from offcore.tools.overlap.gpu_model import traffic_of
@@ -31,7 +31,8 @@ POWERED = "mb1"  # whose isolated time power limits
 CAP_W = {"h200": 700.0, "h100": 700.0}  # data sheets, SXM
 PAUSE_US = (800.0, 1000.0, 1200.0)
 MEASURED, FITTED, SHEET, ASSUMED = "measured", "fitted", "datasheet", "assumed"
-_SHEET = (SHEET, "NVIDIA's data sheet: dense bf16, NVLink in one direction")
+_SHEET = "NVIDIA's data sheet"
+_PARTITION = ("documented", "cuDevSmResourceSplitByCount, compute capability 9.0")
 _LOOPS = (MEASURED, "endless loops of cb1 and of collectives of 896 MiB")
 _SIZES = (MEASURED, "256 and 896 MiB alone")
 
@@ -40,14 +41,14 @@ def _pairs(strategy: str, gemm: str = "cb1") -> tuple[str, str]:
     return FITTED, f"{gemm} beside both collectives, {strategy}"
 
 
-# Unit, meaning, basis and source. Measured: alone. Fitted: to pairs of kernels.
+# Unit, meaning, basis and source. Measured: alone. Fitted: to pairs of kernels, or by assumptions.
 TOLD: dict[str, tuple[str, str, str, str]] = {
-    "cores": ("", "SMs", *_SHEET),
-    "cores_least": ("", "that a partition has, or a multiple", *_SHEET),
-    "tflops": ("TFLOP/s", "peak, for classes", *_SHEET),
-    "memory_gbps": ("GB/s", "peak of the memory", *_SHEET),
-    "network_gbps": ("GB/s", "peak out of a GPU", *_SHEET),
-    "cap_w": ("W", "power limit of a GPU", *_SHEET),
+    "cores": ("", "SMs", MEASURED, "the count that the driver gives"),
+    "cores_least": ("", "that a partition has, or a multiple", *_PARTITION),
+    "tflops": ("TFLOP/s", "peak, for classes", SHEET, f"{_SHEET}: dense bf16"),
+    "memory_gbps": ("GB/s", "peak of the memory", SHEET, f"{_SHEET}: memory bandwidth"),
+    "network_gbps": ("GB/s", "peak out of a GPU", SHEET, f"{_SHEET}: NVLink in one direction"),
+    "cap_w": ("W", "power limit of a GPU", SHEET, f"{_SHEET}: SXM, maximum power"),
     "gemm_tflops": ("TFLOP/s", "a compute-bound GEMM in short runs", MEASURED, "cb1 alone"),
     "gemm_gbps": (
         "GB/s",
@@ -72,8 +73,8 @@ TOLD: dict[str, tuple[str, str, str, str]] = {
     "energy_exponent": (
         "",
         "joules of a TFLOP are proportional to speed to this power",
-        MEASURED,
-        "mb1 alone at the power limit",
+        FITTED,
+        "mb1 alone at the power limit, by pause_us",
     ),
     "pause_us": (
         "us",
@@ -130,6 +131,11 @@ TOLD: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+def _lacking(what: str) -> Error:
+    needed = "all rows of benchmarks/gpu_overlap.py without options are needed"
+    return error("invalid", f"rows lack {what}: {needed}")
+
+
 class Rows:
     """What parameters are computed from. Raises `Error`: invalid where something is missing."""
 
@@ -150,12 +156,12 @@ class Rows:
         for row in self._rows:
             if all(row.get(name) == value for name, value in wanted.items()):
                 return row
-        raise error("invalid", f"rows lack {what}")
+        raise _lacking(what)
 
     def curve(self, tag: str) -> dict[int, float]:
         found = [row for row in self._rows if row.get("measure") == "gemm" and row["gemm"] == tag]
         if not found:
-            raise error("invalid", f"rows lack the curve of {tag}")
+            raise _lacking(f"the curve of {tag}")
         return {row["cores"]: row["slowdown"] for row in found}
 
     def gemm(self, tag: str) -> Row:
@@ -166,7 +172,7 @@ class Rows:
         case = self._cases.get((op, GEMMS[bound], SIZES[bound]), {})
         for name in ("base", "sp", "rp", "sp_rp", "ConCCL"):
             if name not in case:
-                raise error("invalid", f"rows lack {op} beside {GEMMS[bound]} under {name}")
+                raise _lacking(f"{op} beside {GEMMS[bound]} under {name}")
         return case
 
     def energy(self, op: str, what: str) -> Row:
@@ -183,7 +189,7 @@ class Rows:
         nbytes = max((row["bytes"] for row in found), default=0)
         times = {row["cores"]: row["time_us"] for row in found if row["bytes"] == nbytes}
         if len(times) < 3 or None not in times:
-            raise error("invalid", f"rows lack the curve of {op} by its cores")
+            raise _lacking(f"the curve of {op} by its cores")
         return nbytes, float(times.pop(None)), times
 
 

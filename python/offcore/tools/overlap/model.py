@@ -257,9 +257,8 @@ def record_of(name: str) -> dict[str, Any]:
     invalid for a file that is none."""
     path = machines.calibration_of(RECORD.format(name))
     if path is None:
-        raise error(
-            "unsupported", f"overlap on {name} is not calibrated: offcore overlap calibrate"
-        )
+        told = "offcore overlap calibrate --rows FILE, of benchmarks/gpu_overlap.py without --quick"
+        raise error("unsupported", f"overlap on {name} is not calibrated: {told}")
     try:
         record = json.loads(path.read_text("utf-8"))
         names = [one["name"] for one in record["parameters"]]
