@@ -15,7 +15,7 @@ BESIDE = {
     "offcore.fsdp": 500,
     "offcore.serving": 1450,  # four engines
     "offcore.loop": 1180,
-    "offcore.device.cuda": 345,
+    "offcore.device.cuda": 320,
     "offcore.device.triton": 330,
     "offcore.torch": 95,
     "offcore.torch_matmul": 245,  # both directions

@@ -11,7 +11,7 @@ from offcore.errors import error
 
 __all__ = ["Kernels", "compile_cubin"]
 
-_CData: type = ctypes.c_int.__mro__[-2]  # of all ctypes values
+_CData: Any = ctypes.c_int.__mro__[-2]  # of all ctypes values
 
 
 class Kernels:

@@ -58,11 +58,10 @@ def bench_command(
     """Time ping-pongs, pushes and throughput of requests, and check every byte.
 
     On cuda, also times copies ordered by events, synchronisation and polling, NCCL's send and
-    receive, and kernels that read L2 or multiply during all-gathers of offcore and NCCL; soak
-    pushes 11 million requests from 8,192 threads, of which none may be lost, doubled or torn. Each
-    section runs in its own process, for at most --timeout seconds.
-    On sim, GPU threads and engines are simulated in virtual time with the costs of a machine file:
-    nothing is measured.
+    receive, kernels that read L2 or multiply during all-gathers of offcore and NCCL, and a soak:
+    11 million requests, of which none may be lost, doubled or torn. Each section runs in its own
+    process, for at most --timeout seconds. On sim, GPU threads and engines are simulated in virtual
+    time with the costs of a machine file: nothing is measured.
 
     \b
     offcore gpu bench --backend host --only ping-pong,push

@@ -227,10 +227,7 @@ def characterise_command(
     ] = 0,
     peaks: Annotated[
         str,
-        typer.Option(
-            metavar=PEAKS,
-            help="TFLOP/s, GB/s. Needed on CPUs, and on GPUs other than H100 and H200.",
-        ),
+        typer.Option(metavar=PEAKS, help="Needed on CPUs, GPUs but H100, H200: TFLOP/s, GB/s."),
     ] = "",
     limit: Annotated[
         int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Time limit of measurements.")
@@ -264,18 +261,16 @@ def characterise_command(
         if counted:
             names = known_names(gemms or ",".join(known), "--gemms", known)
             _counted(backend, names, given, limit, out, lines)
-            return
-        if backend is not Backend.sim:
+        elif backend is not Backend.sim:
             needed = ",".join(tabled.GEMMS.values())
             names = known_names(f"{needed},{gemms}", "--gemms", known)
             count = ranks or (_core.gpus() if backend is Backend.cuda else 2)
             request = measured.for_tables(backend.value, count, names, limit)
             _characterised(request, given, out, lines)
-            return
-        if rows is None:
+        elif rows is None:
             _written(sweep.characterise(models.load(machine or models.NAME)[0]), out, lines)
-            return
-        _tabled(read_records(rows), f"measured: {rows.name}", given, out, lines)
+        else:
+            _tabled(read_records(rows), f"measured: {rows.name}", given, out, lines)
 
 
 def _tabled(
