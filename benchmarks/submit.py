@@ -126,9 +126,10 @@ def shards_of(comm: Any, side: Any, rank: int) -> Any:
     """FSDP2's, of a communicator that is there."""
     from offcore.fsdp import shards
 
+    module: Any = shards  # which has a ring wherever that is defined
     made: Any = object.__new__(shards.Shards)
     made._rank, made.hosts = rank, []
-    made.ring = shards.Ring(comm, 4 * NBYTES)
+    made.ring = module.Ring(comm, 4 * NBYTES)
     made.ran = {name: shards.Ran() for name in ("all_gather", "reduce_scatter")}
     made._sides = {
         name: type(side)(comm, "shards", rank, 60.0, side.device, ran.add)
