@@ -133,7 +133,7 @@ class Job {
 
   // By JobQueue::mutex; the report is the worker's until the job has ended.
   std::vector<std::vector<std::shared_ptr<Run>>>
-      layer_groups_;  // what ends each; none: it is not whole
+      layer_groups_;                          // what ends each; none: it is not whole
   std::vector<std::shared_ptr<Gate>> gates_;  // of each, where there is one that is closed
   uint32_t layer_groups_done_ = 0;
   std::optional<Error> failure_;
