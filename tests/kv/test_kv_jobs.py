@@ -404,7 +404,7 @@ job = transfer.load(np.arange(2000), slots)
 """
 
 
-@pytest.mark.parametrize("how", ["pass", "sys.exit(0)", "pool.grow(1 << 20)"])
+@pytest.mark.parametrize("how", ["pass", "sys.exit(0)", "pool.grow(1 << 18)"])
 def test_a_process_ends_with_jobs_under_way(how: str) -> None:
     assert in_a_process(how) == ""
 
