@@ -3,7 +3,6 @@ machine gives (gpu_driven.py, driven_model.py), and their page."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,7 +12,7 @@ from offcore.tools.driven import simulated
 from offcore.tools.papers import driven_model
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.gpu_driven import LATER_PROXY, Rows, Training, contiguous_peak
-from offcore.tools.papers.latte.page import STYLE, claims
+from offcore.tools.papers.latte.page import STYLE, claims, figures
 from offcore.tools.plot import COLOURS, PAGE_INCHES, pyplot, size_axis
 
 TITLE = "GPU-driven copies: published and measured"
@@ -261,12 +260,7 @@ FIGURES = (
 
 def page(found: Sequence[Finding], drawn: Sequence[tuple[str, str, bytes]]) -> str:
     """drawn: (title, caption, SVG). One HTML page that needs nothing else."""
-    shown = "\n".join(
-        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}: {escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-        for title, caption, svg in drawn
-    )
+    shown = figures(drawn)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>

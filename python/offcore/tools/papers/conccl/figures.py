@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,7 +17,7 @@ from offcore.tools.papers.conccl import fit, rows
 from offcore.tools.papers.conccl.rows import Results, engines_speedup
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.latte.calibrated import ABSOLUTE
-from offcore.tools.papers.latte.page import STYLE, at_limits, claims
+from offcore.tools.papers.latte.page import STYLE, at_limits, claims, figures
 from offcore.tools.plot import draw_table, pyplot
 
 
@@ -157,12 +156,7 @@ def page(
     drawn: Sequence[tuple[str, str, bytes]],
 ) -> str:
     """drawn: (title, caption, SVG). One HTML page that needs nothing else."""
-    shown = "\n".join(
-        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}: {escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-        for title, caption, svg in drawn
-    )
+    shown = figures(drawn)
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
     cells = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"

@@ -43,6 +43,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
     return f'<div class="scroll">{table}</div>'
 
 
+def figures(drawn: Sequence[tuple[str, str, bytes]]) -> str:
+    """drawn: (title, caption, SVG)."""
+    return "\n".join(
+        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}: {escape(caption)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        for title, caption, svg in drawn
+    )
+
+
 def claims(findings: Sequence[Finding]) -> str:
     """The table of them, as HTML."""
 
@@ -123,16 +133,11 @@ def _spread(engines: Mapping[str, Any]) -> str:
 def page(
     findings: Sequence[Finding],
     record: Mapping[str, Any],
-    figures: Sequence[tuple[str, str, bytes]],
+    drawn: Sequence[tuple[str, str, bytes]],
 ) -> str:
-    """figures: (title, caption, SVG)."""
+    """drawn: (title, caption, SVG)."""
     engines = record["engines"]
-    drawn = "\n".join(
-        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}: {escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-        for title, caption, svg in figures
-    )
+    shown = figures(drawn)
     equally = engines["equally_good"]["fits"]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>DMA-Latte, reproduced by a model</title>
@@ -150,7 +155,7 @@ Power has {_told(record["power"])}, KV fetches {_told(record["kv"])}.</p>
 <h2>Claims</h2>
 {claims(findings)}
 <h2>Figures and tables</h2>
-{drawn}
+{shown}
 <h2>Parameters: engines and RCCL's curves</h2>
 <p>Fitted by <code>offcore calibrate --seed {record["seed"]} --starts {record["starts"]}</code>.
 "Equally good": what {equally} fits from random starts have, whose worst row is as good within a

@@ -6,7 +6,6 @@ of namespaces is drawn beside them where rows of it were recorded.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +15,7 @@ from typing import Any
 from offcore.sizes import format_bytes
 from offcore.tools.mcast.plot import COLOURS, tidy_axes
 from offcore.tools.papers.findings import Finding, tally
-from offcore.tools.papers.latte.page import STYLE, claims
+from offcore.tools.papers.latte.page import STYLE, claims, figures
 from offcore.tools.papers.mcast.claims import (
     BOUND,
     CHUNK,
@@ -281,12 +280,7 @@ FIGURES = (
 
 def page(found: Sequence[Finding], drawn: Sequence[tuple[str, str, bytes]]) -> str:
     """drawn: (title, caption, SVG). One HTML page that needs nothing else."""
-    shown = "\n".join(
-        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}: {escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-        for title, caption, svg in drawn
-    )
+    shown = figures(drawn)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Multicast all-gather, reproduced</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
