@@ -1,13 +1,16 @@
-"""Tests on the bases that torch's wheel has for DTensor and FSDP, whose own tests it lacks.
+"""Suites of torch's wheel: its distributed_test.py, and tests on the bases that it has for DTensor
+and FSDP, whose own tests it lacks.
 
 Run by peer_suites.py, which says with which backend. DTensor: torch's converter shards every
 argument of an operation in every way, and compares with the operation on whole tensors. FSDP:
 torch's models train sharded and beside DDP, and end with the same losses and weights.
+
+Ranks are forked from a server that has imported this module and nothing else: a process that has
+made one of torch's test cases may have started CUDA, and a fork of it could not.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import unittest
@@ -19,11 +22,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from torch.testing._internal import common_fsdp
+from torch.testing._internal import common_distributed, common_fsdp
+from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed._tensor import common_dtensor
 
+import offcore.distributed  # noqa: F401  # registers the backend
+
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
-FORK = torch.multiprocessing.get_context("fork").Process
+LIMIT_S = 60  # of one test
+SERVER = torch.multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([__name__])
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -55,6 +63,42 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8)
 
 
+def process(target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> Any:
+    """A rank, in the folder that torch's tests have put into the environment since the server was
+    started."""
+    given = (os.environ["TEMP_DIR"], target, *args)
+    return SERVER.Process(target=_run_in, args=given, **options)
+
+
+def _run_in(folder: str, target: Callable[..., None], *args: Any, **options: Any) -> None:
+    os.environ["TEMP_DIR"] = folder
+    target(*args, **options)
+
+
+def begin_with_backend() -> None:
+    """From now on default groups have the backend of the environment, whatever they ask for."""
+    begin = dist.init_process_group
+
+    def begin_with(backend: str | None = None, **options: Any) -> None:
+        begin(os.environ["SUITE_BACKEND"], **options)
+
+    dist.init_process_group = begin_with
+
+
+_BASES: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
+
+
+class Distributed(*_BASES):  # type: ignore[misc]
+    def setUp(self) -> None:
+        super().setUp()
+        self._start_processes(process)
+
+    @classmethod
+    def _run(cls, *args: Any, **options: Any) -> None:
+        begin_with_backend()
+        super()._run(*args, **options)
+
+
 class DTensor(common_dtensor.DTensorTestBase):  # type: ignore[misc]
     @property
     def world_size(self) -> int:
@@ -62,7 +106,7 @@ class DTensor(common_dtensor.DTensorTestBase):  # type: ignore[misc]
 
     def setUp(self) -> None:
         super(common_dtensor.DTensorTestBase, self).setUp()
-        self._start_processes(FORK)
+        self._start_processes(process)
 
     def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
         dist.init_process_group(
@@ -104,7 +148,7 @@ class Fsdp(common_fsdp.FSDPTest):  # type: ignore[misc]
 
     def setUp(self) -> None:
         super(common_fsdp.FSDPTest, self).setUp()
-        self._start_processes(FORK)
+        self._start_processes(process)
 
 
 def _parity(model: Any, **options: Any) -> Callable[[Any], None]:
@@ -142,11 +186,14 @@ def _fill() -> None:
             setattr(Fsdp, "_".join(words) + ("_orig_params" if orig else ""), test)
 
 
-@functools.cache
-def classes() -> dict[str, type[unittest.TestCase]]:
-    """By name of the suite."""
-    _fill()
-    common_fsdp.DISTRIBUTED_BACKEND = os.environ["SUITE_BACKEND"]
-    if common_fsdp.DEVICE_TYPE == "cpu":  # else the base finds too few devices
-        torch.accelerator.device_count = lambda: RANKS
-    return {"dtensor": DTensor, "fsdp": Fsdp}
+_fill()
+common_distributed.TIMEOUT_DEFAULT = LIMIT_S
+common_fsdp.DISTRIBUTED_BACKEND = os.environ.get("SUITE_BACKEND", "gloo")
+if common_fsdp.DEVICE_TYPE == "cpu":  # else the base finds too few devices
+    torch.accelerator.device_count = lambda: RANKS
+torch.set_num_threads(1)
+SUITES: dict[str, type[unittest.TestCase]] = {
+    "distributed": Distributed,
+    "dtensor": DTensor,
+    "fsdp": Fsdp,
+}

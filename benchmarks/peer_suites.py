@@ -12,7 +12,7 @@ accelerate: `test_ops` and `test_script` of the package, by torchrun, a test eac
 
 torch's own backend is NCCL where there are as many GPUs as ranks, else gloo, on CPU tensors. One
 after the other; prints for each what passed, failed and was skipped, and the tests that
-differ. Tests have processes of their own, forked from one that has imported torch. Needs `pip
+differ. Ranks are processes of their own, forked from one that has imported torch. Needs `pip
 install expecttest accelerate`; takes three minutes for each backend. --nccl-tests runs the programs
 of nccl-tests in that folder beside the same through the NCCL shim (gpu_nccl_shim.py): needs GPUs.
 """
@@ -39,54 +39,15 @@ from typing import Any
 
 SUITES = ("distributed", "dtensor", "fsdp", "accelerate")
 SCRIPTS = ("test_ops", "test_script")  # accelerate's
-LIMIT_S = 60  # of one test
 SCRIPT_LIMIT_S = 300
 OPTIONS = ("SUITE_BACKEND", "WORLD_SIZE", "TEMP_DIR", "MASTER_ADDR", "BACKEND")
 
 
-def load(suite: str) -> type[unittest.TestCase]:
-    """A class that starts its ranks by fork. Its options lie in the environment."""
-    import torch
-    from torch.testing._internal import common_distributed
-    from torch.testing._internal.distributed import distributed_test
-
-    import offcore.distributed  # noqa: F401  # registers the backend
-
-    common_distributed.TIMEOUT_DEFAULT = LIMIT_S
-    torch.set_num_threads(1)
-    if suite != "distributed":
-        import peer_bases
-
-        return peer_bases.classes()[suite]
-    begin_with_backend()
-
-    bases: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
-
-    class Suite(*bases):  # type: ignore[misc]
-        def setUp(self) -> None:
-            super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
-
-    return Suite
-
-
-def begin_with_backend() -> None:
-    """From now on default groups have the backend of the environment, whatever they ask for."""
-    import torch.distributed as dist
-
-    begin = dist.init_process_group
-
-    def begin_with(backend: str | None = None, **options: Any) -> None:
-        begin(os.environ["SUITE_BACKEND"], **options)
-
-    dist.init_process_group = begin_with
-
-
 def run_script(name: str) -> None:
     """A script of accelerate's, in a process that torchrun has started."""
-    import offcore.distributed  # noqa: F401  # registers the backend
+    import peer_bases
 
-    begin_with_backend()
+    peer_bases.begin_with_backend()
     runpy.run_module(f"accelerate.test_utils.scripts.{name}", run_name="script")["main"]()
 
 
@@ -125,7 +86,9 @@ class Outcomes(unittest.TestResult):
 def run_here(suite_name: str, words: list[str], share: str) -> None:
     """Runs the tests in this process, every n-th from the k-th on for share "k/n"; a line of JSON
     for each on stdout."""
-    suite = load(suite_name)
+    import peer_bases
+
+    suite = peer_bases.SUITES[suite_name]
     names = unittest.defaultTestLoader.getTestCaseNames(suite)
     chosen = [name for name in names if not words or any(word in name for word in words)]
     first, step = map(int, share.split("/"))
@@ -187,6 +150,7 @@ def run_share(
             (Path(folder) / name).mkdir()
         given = (backend, str(ranks), folder, "127.0.0.1", own(ranks))
         env = os.environ | dict(zip(OPTIONS, given, strict=True))
+        env["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), env.get("PYTHONPATH", "")))
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or asking for GPUs starts CUDA before the fork
         command = [sys.executable, __file__, "--here", suite, "--share", share]
         command += ["--tests", *words] if words else []
