@@ -6,7 +6,7 @@
 Random jobs of all layouts run in both directions at once, in any order and priority, packed or not,
 beside matrix products that keep the SMs busy. Whoever is told of an end looks at the bytes at once.
 Blocks of threads that only wait hold every SM: transfers by engines must end meanwhile, and one by
-a kernel must not.
+a kernel must not. Streams compare layers behind gates, and nothing but the gates holds them back.
 Speed is what a caller sees, from the call until `wait` returns, as medians: folded over the layers
 and page by page, beside one contiguous copy of pinned memory.
 Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -31,8 +32,9 @@ from offcore.sizes import parse_sizes
 SLEEP_CYCLES = 20_000_000  # a kernel that a store has to come after
 PRODUCT = 4096
 TURNS = 9
+GATE_TURNS = 60
 LAYERS = 28
-ON_GPU = ("streams", "order", "held")  # of the checks: they need one
+ON_GPU = ("streams", "gates", "order", "held")  # of the checks: they need one
 HELD_S = 5.0  # the blocks go by themselves then
 # What needs no SM has ended by then. Blocks that look at a word of the host take much of the link.
 ENDS_S = 1.5
@@ -185,6 +187,45 @@ def streams(checks: Checks) -> int:
     return wrong
 
 
+def gates(checks: Checks) -> int:
+    """Streams that wait for layers which are not enqueued yet: each compares every byte of its
+    job's blocks, a layer after the other, beside three other jobs."""
+    cache = checks.cache(LAYERS, 512, 16 << 10)
+    layout = kv.Layout(cache, block_axis=1, layer_axis=0)
+    pool = checks.pool(layout, 512)
+    slots = pool.allocate(512, timeout=60)
+    rows = checks.cache(512, LAYERS, 16 << 10)  # so that kernels find them without the link
+    for slot, row in zip(slots, rows.cpu().numpy(), strict=True):
+        pool.row(slot)[:] = row.reshape(-1)
+    readers = [torch.cuda.Stream() for _ in range(4)]
+    found, took = torch.zeros(len(readers), dtype=torch.int64, device="cuda"), []
+    for turn, policy in zip(range(GATE_TURNS), itertools.cycle(checks.policies()), strict=False):
+        ahead = checks.random.choice((1, 1 << 20, 32 << 20))
+        with kv.BlockTransfer(layout, pool, policy=policy, ahead_bytes=ahead) as transfer:
+            cache.zero_()
+            parts = zip(torch.randperm(512).chunk(4), torch.randperm(512).chunk(4), strict=True)
+            asked = [(blocks, at, blocks.cuda(), at.cuda()) for blocks, at in parts]
+            checks.settle()
+            for number, (stream, (blocks, at, blocks_gpu, at_gpu)) in enumerate(
+                zip(readers, asked, strict=True)
+            ):
+                by_layer, priority = checks.random.randrange(3), checks.random.randrange(3)
+                job = transfer.load(blocks, slots[at], by_layer=by_layer, priority=priority)
+                with torch.cuda.stream(stream):
+                    for layer in range(LAYERS):
+                        began = time.perf_counter()
+                        # Without a gate once: memory that torch still allocates would wait.
+                        job.wait_layer(layer, stream, gate=turn > 0)
+                        took.append(time.perf_counter() - began)
+                        other = cache[layer].index_select(0, blocks_gpu) != rows[at_gpu, layer]
+                        found[number] += other.sum()
+            checks.settle()
+    wrong = int(found.sum())
+    middle = 1e6 * statistics.median(took[len(readers) * LAYERS :])
+    print(f"gates: {GATE_TURNS * len(readers)} jobs, {wrong} wrong; a call takes {middle:.1f} us")
+    return wrong
+
+
 def order(checks: Checks) -> int:
     """Whoever is told of a copy's end looks at once: the host at stores, a kernel at loads. Both
     engines have a part of each job."""
@@ -331,7 +372,7 @@ def speed(checks: Checks) -> int:
 
 
 def main() -> int:
-    known = {"jobs": random_jobs, "streams": streams, "order": order}
+    known = {"jobs": random_jobs, "streams": streams, "gates": gates, "order": order}
     known |= {"held": held, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(known), help="of " + ", ".join(known))
@@ -343,6 +384,7 @@ def main() -> int:
     parser.add_argument("--pages", default="8K,16K,32K,64K,256K", help="bytes of a layer's page")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # which gates want
     checks = Checks(args)
     wrong = 0
     for name in args.only.split(","):
