@@ -25,10 +25,10 @@ class _Piece(NamedTuple):
 class Ring:
     """`nbytes` of window memory on every rank. Collective.
 
-    Where a piece lies follows from the sizes that were taken before, and from the tensors that are
-    still held: ranks that allocate and drop alike get the same places, where peers write directly.
-    That is why operations get a piece by its `region`: they would keep a tensor until they have
-    ended, and longer.
+    Pieces lie at the two ends in turn, so two at a time need only their bytes; more go between.
+    Where one lies follows from the sizes taken before and the tensors still held: ranks that
+    allocate and drop alike get the same places, where peers write directly. So operations get a
+    piece by its `region`: they would keep a tensor until they have ended, and longer.
 
     On GPUs whoever writes into a piece next is ordered behind its last readers by the stream in
     which FSDP allocates, as for torch's own allocator. On CPUs an asynchronous call of a group
@@ -42,32 +42,34 @@ class Ring:
         self._window = comm.window(max(nbytes, _ALIGN))
         self._rank = comm.local_ranks[0]
         self._first = self._window.address()
-        self._at = 0
+        self._high = False  # where the last piece lies: at the upper end
         self._pieces: list[_Piece] = []  # by place
 
     def take(self, size: Sequence[int], dtype: Any) -> Any:
         """A tensor; None: there is no room for it, or it needs none."""
         wide = -(-math.prod(size) * dtype.itemsize // _ALIGN) * _ALIGN
         self._pieces = [one for one in self._pieces if one.lease.held]
-        begin = self._room(wide, self._at)
-        if begin is None:
-            begin = self._room(wide, 0)
+        begin = self._room(wide)
         if begin is None or wide == 0:
             self.refused += wide > 0
             return None
-        self._at = begin + wide
+        self._high = begin > 0
         lease = _core.Lease()
         taken = tensors_of(dtype)(self._window._core, self._rank, begin, tuple(size), lease)
-        bisect.insort(self._pieces, _Piece(begin, self._at, lease))
+        bisect.insort(self._pieces, _Piece(begin, begin + wide, lease))
         return taken
 
-    def _room(self, wide: int, begin: int) -> int | None:
-        """The first place from there on where so many bytes are free."""
-        for one in self._pieces:
-            if one.begin - begin >= wide:
-                return begin
-            begin = max(begin, one.end)
-        return begin if self.nbytes - begin >= wide else None
+    def _room(self, wide: int) -> int | None:
+        """Where so many bytes are free: at the end that the last piece has not, at the other, or
+        between."""
+        ends = [0, *(one.end for one in self._pieces)]
+        begins = [*(one.begin for one in self._pieces), self.nbytes]
+        gaps = [*zip(ends, begins, strict=True)]
+        upper = max(self.nbytes - wide, 0) // _ALIGN * _ALIGN
+        for place in (0, upper) if self._high else (upper, 0):
+            if any(low <= place and place + wide <= high for low, high in gaps):
+                return place
+        return next((low for low, high in gaps if high - low >= wide), None)
 
     def region(self, tensor: Any) -> Any:
         """Where a tensor lies, for an operation; None: outside of the ring."""

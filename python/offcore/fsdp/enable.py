@@ -73,7 +73,8 @@ def enable(
 
     all_gather, reduce_scatter, all_reduce: the collectives to handle; all_reduce is HSDP's.
     memory: bytes of window memory for outputs of all-gathers, per group of ranks that share
-        parameters; default: enough for the three largest modules plus the largest once more.
+        parameters; default: enough for the two largest modules, which FSDP2 prefetches at most;
+        explicit prefetching of more modules needs more.
         Outputs that do not fit are allocated by torch and staged through slots (`staged`).
     timeout: seconds after which an unfinished call fails and the group is dead. No rank may lag
         further behind, e.g. while it writes a checkpoint.
@@ -208,8 +209,7 @@ def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, int]]:
             needs.setdefault(group, []).append(whole)
             devices[group] = param_group.device
     for group, sizes in needs.items():
-        largest = sorted(sizes, reverse=True)[:3]
-        total = min(sum(largest) + max(largest, default=0), sum(sizes) + max(largest, default=0))
+        total = sum(sorted(sizes)[-2:])
         yield group, devices[group], -(-total // _ROUND) * _ROUND
 
 
