@@ -48,6 +48,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -281,9 +282,8 @@ def failed(why: Exception) -> Row:
 
 def run_case(
     model: Any, args: argparse.Namespace, prompt: int, batch: int, hits: list[int]
-) -> list[Row]:
+) -> Iterator[Row]:
     """All arms and hit rates for one length of prompts and one batch."""
-    rows: list[Row] = []
     reference: dict[int, list[Any]] = {}
     case = Case(args, model, prompt, batch)
     # The highest first: what it needs longest is used last, and stays in host memory.
@@ -308,13 +308,12 @@ def run_case(
                     reference.setdefault(hit, tokens)
                 if hit in reference:
                     row["same_tokens"] = agreement(tokens, reference[hit])
-                rows.append(place | {"hit": hit} | row)
+                yield place | {"hit": hit} | row
         except Exception as why:  # the other arms go on
-            rows.append(place | {"hit": "-"} | failed(why))
+            yield place | {"hit": "-"} | failed(why)
         finally:
             if engine is not None:
                 engine.close()
-    return rows
 
 
 def run_beside(model: Any, args: argparse.Namespace) -> list[Row]:
@@ -420,14 +419,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
     ]
 
 
-def measured(args: argparse.Namespace, rows: list[Row]) -> None:
-    """Appends the rows of all cases."""
+def measured(args: argparse.Namespace, rows: list[Row], record: Callable[[Row], object]) -> None:
+    """Appends the rows of all cases, and records each as soon as it is known."""
     attend = attention()
     models: dict[str, Any] = {}
 
-    def add(name: str, found: list[Row]) -> None:
+    def add(name: str, found: Iterable[Row]) -> None:
         for row in found:
             rows.append({"model": name, "attention": attend, **row})
+            record(rows[-1])
             print(json.dumps(rows[-1]), flush=True)
 
     for name, prompt, batch, hits in plan_of(args):
@@ -457,10 +457,8 @@ def main() -> None:
         sys.exit(f"transformers {version} is not supported: pip install transformers=={known[0]}")
     engine_logging.set_verbosity_error()
     rows: list[Row] = []
-    try:
-        measured(args, rows)
-    finally:
-        out = Path(os.environ["OUT"]) / "serving.jsonl" if "OUT" in os.environ else args.json
+    out = Path(os.environ["OUT"]) / "serving.jsonl" if "OUT" in os.environ else args.json
+    with out.open("w", encoding="utf-8", buffering=1) if out else nullcontext() as file:
         stamp = {
             "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
             "offcore": offcore.__version__,
@@ -471,9 +469,15 @@ def main() -> None:
             "rounds": args.rounds,
             "date": time.strftime("%Y-%m-%d"),
         }
-        if out is not None:
-            out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows), "utf-8")
-        print(table_of(rows))
+
+        def record(row: Row) -> None:
+            if file is not None:
+                file.write(json.dumps(row | stamp) + "\n")
+
+        try:
+            measured(args, rows, record)
+        finally:
+            print(table_of(rows))
     wrong = [
         row
         for row in rows
