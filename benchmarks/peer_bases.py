@@ -17,6 +17,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import peer_suites
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -75,16 +76,6 @@ def _run_in(folder: str, target: Callable[..., None], *args: Any, **options: Any
     target(*args, **options)
 
 
-def begin_with_backend() -> None:
-    """From now on default groups have the backend of the environment, whatever they ask for."""
-    begin = dist.init_process_group
-
-    def begin_with(backend: str | None = None, **options: Any) -> None:
-        begin(os.environ["SUITE_BACKEND"], **options)
-
-    dist.init_process_group = begin_with
-
-
 _BASES: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
 
 
@@ -95,7 +86,7 @@ class Distributed(*_BASES):  # type: ignore[misc]
 
     @classmethod
     def _run(cls, *args: Any, **options: Any) -> None:
-        begin_with_backend()
+        peer_suites.begin_with_backend()
         super()._run(*args, **options)
 
 

@@ -43,11 +43,23 @@ SCRIPT_LIMIT_S = 300
 OPTIONS = ("SUITE_BACKEND", "WORLD_SIZE", "TEMP_DIR", "MASTER_ADDR", "BACKEND")
 
 
+def begin_with_backend() -> None:
+    """From now on default groups have the backend of the environment, whatever they ask for."""
+    import torch.distributed as dist
+
+    import offcore.distributed  # noqa: F401  # registers the backend
+
+    begin = dist.init_process_group
+
+    def begin_with(backend: str | None = None, **options: Any) -> None:
+        begin(os.environ["SUITE_BACKEND"], **options)
+
+    dist.init_process_group = begin_with
+
+
 def run_script(name: str) -> None:
     """A script of accelerate's, in a process that torchrun has started."""
-    import peer_bases
-
-    peer_bases.begin_with_backend()
+    begin_with_backend()
     runpy.run_module(f"accelerate.test_utils.scripts.{name}", run_name="script")["main"]()
 
 
