@@ -5,14 +5,18 @@ Run by peer_suites.py, which says with which backend. DTensor: torch's converter
 argument of an operation in every way, and compares with the operation on whole tensors. FSDP:
 torch's models train sharded and beside DDP, and end with the same losses and weights.
 
-Ranks are forked from a server that has imported this module and nothing else: a process that has
-made one of torch's test cases may have started CUDA, and a fork of it could not.
+Ranks run one test after the other. They are forked from a server that has imported this module and
+nothing else: a process that has made one of torch's test cases may have started CUDA, and a fork of
+it could not.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import time
+import traceback
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +31,18 @@ from torch.testing._internal import common_distributed, common_fsdp
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed._tensor import common_dtensor
 
-import offcore.distributed  # noqa: F401  # registers the backend
-
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
-LIMIT_S = 60  # of one test
+LIMIT_S = 30  # of one test
+START_S = 60  # and from the ranks' start: the first tests start CUDA too
 SERVER = torch.multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__])
+ERROR = common_distributed.MultiProcessTestCase.TEST_ERROR_EXIT_CODE
+# Tests that end a process: torch gives their groups less time, for its watchdog to do so soon.
+CRASHING = {
+    name
+    for name, timeout_s in distributed_test.CUSTOM_PG_TIMEOUT.items()
+    if timeout_s < distributed_test.default_pg_timeout
+}
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -64,16 +74,109 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8)
 
 
-def process(target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> Any:
-    """A rank, in the folder that torch's tests have put into the environment since the server was
-    started."""
-    given = (os.environ["TEMP_DIR"], target, *args)
-    return SERVER.Process(target=_run_in, args=given, **options)
+class Rank:
+    """A process that runs tests one after the other; to each test case of torch's, a process of its
+    own, whose `exitcode` is None until the test has ended."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._pipe, other_end = torch.multiprocessing.Pipe()
+        self._process = SERVER.Process(target=_serve, args=(other_end,))
+        self._process.start()
+        other_end.close()
+        self.call: tuple[Any, ...] = ()
+        self._code: int | None = None
+
+    def start(self) -> None:
+        self._code = None
+        self._pipe.send((dict(os.environ), *self.call))
+
+    @property
+    def pid(self) -> Any:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        try:
+            if self._code is None and self._pipe.poll():
+                self._code = self._pipe.recv()
+        except (EOFError, ConnectionError):  # the process has ended
+            self._process.join()
+            self._code = self._process.exitcode
+        return self._code
+
+    def terminate(self) -> None:
+        if self.exitcode is None:
+            self._process.kill()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
-def _run_in(folder: str, target: Callable[..., None], *args: Any, **options: Any) -> None:
-    os.environ["TEMP_DIR"] = folder
-    target(*args, **options)
+_living: list[Rank] = []
+
+
+def process(target: Callable[..., None], args: Any, kwargs: Any, **_: Any) -> Rank:
+    """The living process of the rank that `args` begin with."""
+    if not _living:
+        _living.extend(Rank() for _ in range(RANKS))
+    rank: Rank = _living[args[0]]
+    rank.call = (target, args, kwargs)
+    return rank
+
+
+def end_ranks() -> None:
+    """The next test gets fresh ones."""
+    for rank in _living:
+        rank.end()
+    _living.clear()
+
+
+def limit(left_s: float) -> None:
+    """The next test may take so long, or what one may take at most if that is less."""
+    age_s = time.monotonic() - _living[0].began if _living else 0
+    common_distributed.TIMEOUT_DEFAULT = min(max(LIMIT_S, START_S - age_s), left_s)
+
+
+def _serve(pipe: Any) -> None:
+    peer_suites.begin_with_backend()
+    gc.freeze()  # what is imported need not be looked through after each test
+    while True:
+        environment, *call = pipe.recv()
+        os.environ.clear()
+        os.environ.update(environment)
+        dist.set_debug_level_from_env()
+        pipe.send(_exit_code(*call))
+        _reset()  # if it cannot, it is the next test that gets fresh ranks
+
+
+def _exit_code(target: Callable[..., None], args: Any, kwargs: Any) -> Any:
+    """What a process for this call alone would exit with."""
+    try:
+        target(*args, **kwargs)
+    except SystemExit as left:
+        return left.code or 0
+    except Exception:
+        *_, told = args
+        if told.closed:  # the test has run, and not failed
+            raise
+        told.send(traceback.format_exc())
+        return ERROR
+    return 0
+
+
+def _reset() -> None:
+    """Takes away what a test may have left, except in the environment: each gets its own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    distributed_test.Barrier.barrier_id = 0
+    torch.set_default_dtype(torch.float32)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.set_device(0)
 
 
 _BASES: Any = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
@@ -83,11 +186,6 @@ class Distributed(*_BASES):  # type: ignore[misc]
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(process)
-
-    @classmethod
-    def _run(cls, *args: Any, **options: Any) -> None:
-        peer_suites.begin_with_backend()
-        super()._run(*args, **options)
 
 
 class DTensor(common_dtensor.DTensorTestBase):  # type: ignore[misc]
@@ -100,6 +198,8 @@ class DTensor(common_dtensor.DTensorTestBase):  # type: ignore[misc]
         self._start_processes(process)
 
     def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
+        if self.device_type == "cuda":  # a mesh does so only in a process that has not used CUDA
+            torch.cuda.set_device(self.rank)
         dist.init_process_group(
             os.environ["SUITE_BACKEND"],
             world_size=RANKS,
@@ -178,7 +278,7 @@ def _fill() -> None:
 
 
 _fill()
-common_distributed.TIMEOUT_DEFAULT = LIMIT_S
+common_distributed.TIMEOUT_OVERRIDE.clear()  # minutes, for some
 common_fsdp.DISTRIBUTED_BACKEND = os.environ.get("SUITE_BACKEND", "gloo")
 if common_fsdp.DEVICE_TYPE == "cpu":  # else the base finds too few devices
     torch.accelerator.device_count = lambda: RANKS
