@@ -61,7 +61,7 @@ def test_jobs_by_layer_go_on_together() -> None:
             job.wait_layer(layer, other, timeout=5)
     gate.open()
     assert passed(reader)
-    assert (world.read()[0] == np.arange(64)[:, np.newaxis]).all()
+    assert (world.read(1)[0] == np.arange(64)[:, np.newaxis]).all()
     assert [job.wait(10).layers for job in jobs] == [4] * 4
     assert (world.read() == np.arange(64)[:, np.newaxis]).all()
     gate.shut()

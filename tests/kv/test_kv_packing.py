@@ -27,9 +27,9 @@ class Apart:
         for at, layer in zip(self.at, self.image):
             driver.put(at, layer.tobytes())
 
-    def read(self):
-        held = [driver.read(at, 2 * self.blocks * self.page) for at in self.at]
-        return np.frombuffer(b"".join(held), np.uint8).reshape(self.image.shape)
+    def read(self, layers=None):  # the first ones, while jobs write the others
+        held = [driver.read(at, 2 * self.blocks * self.page) for at in self.at[:layers]]
+        return np.frombuffer(b"".join(held), np.uint8).reshape(self.image[:layers].shape)
 
     def rows(self, slots):
         return np.stack([self.pool.row(slot) for slot in slots])
@@ -123,7 +123,7 @@ def test_order_of_packed_jobs(sms: str) -> None:
     for layer in range(world.layers):
         job.wait_layer(layer, stream)
         driver("cuStreamSynchronize", stream)
-        held = world.read()[layer][:, some(60, 5)].transpose(1, 0, 2).reshape(60, -1)
+        held = world.read(layer + 1)[layer][:, some(60, 5)].transpose(1, 0, 2).reshape(60, -1)
         row = world.rows(some(60, 6)).reshape(60, world.layers, -1)[:, layer]
         assert (held == row).all(), layer
     job.wait(20)
