@@ -27,8 +27,8 @@ os.environ.pop("OFFCORE_MACHINES", None)
 os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
-# the core, what loads the stand-in driver (which is built without a sanitizer), what runs tools of
-# the network's, what bounds times, and under the thread sanitizer also what starts no thread.
+# the core, what is about the stand-in driver or takes long there, what runs tools of the network's,
+# what bounds times, and under the thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
     "asan": {
         "cli",
@@ -50,7 +50,6 @@ NOT_SANITIZED["asan"] |= {"serving"}  # adapters in Python: what they call has t
 NOT_SANITIZED["tsan"] = NOT_SANITIZED["asan"] | {"golden", "ir", "model", "plan", "property", "sim"}
 # gloo's threads are built without it
 NOT_SANITIZED["tsan"] |= {"test_mcast_torch.py", "test_torch_meeting.py"}
-NOT_SANITIZED["tsan"] |= {"test_kv_links.py", "test_kv_calls.py", "test_kv_packing.py"}  # stand-in
 NOT_SANITIZED["tsan"] |= {  # of folders with others that do start threads
     "test_mcast_claims.py",
     *("test_cutting.py", "test_dying.py", "test_fat_tree.py", "test_lossy.py", "test_strangers.py"),
@@ -119,10 +118,10 @@ def pytest_collection_finish() -> None:
 
 def _sanitized(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether a sanitizer's build runs it, once its file is collected."""
+    if config.getoption("--long"):
+        return "cuda" not in item.nodeid or "kv" in item.path.parts
     if "cuda" in item.nodeid:
         return False
-    if config.getoption("--long"):
-        return True
     if "test_reproduce_" in item.nodeid:  # most of it is matplotlib
         return False
     return "sim-h200" not in item.nodeid  # in all that the core does it is as an MI300X

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -17,14 +16,6 @@ from offcore import _core
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from cuda_library import fake_cuda_library, fake_hsa_library, toy_library
 
-
-def sanitizer() -> str | None:
-    """Whose build of the package this is."""
-    spec = importlib.util.find_spec("offcore")
-    origin = "" if spec is None else str(spec.origin)
-    return next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
-
-
 # A process opens one HSA runtime: tests/sdma/test_sdma_ways.py runs tests of this suite in others.
 SDMA_WAY = os.environ.get("OFFCORE_TEST_SDMA_WAY", "queues")
 HSA_KINDS = {"queues": "", "batch_copy": "_batch", "hip_batch": "_old"}
@@ -32,7 +23,7 @@ HSA_KINDS = {"queues": "", "batch_copy": "_batch", "hip_batch": "_old"}
 
 def hsa_stand_in(way: str = SDMA_WAY) -> dict[str, str]:
     """The environment in which stand-ins are AMD's runtimes that have this way, with eight GPUs."""
-    library = fake_hsa_library(HSA_KINDS[way], sanitizer())
+    library = fake_hsa_library(HSA_KINDS[way])
     return {
         "OFFCORE_LIBHSA": str(library),
         "OFFCORE_LIBHIP": str(library.with_name("libamdhip64.so")),
@@ -42,7 +33,7 @@ def hsa_stand_in(way: str = SDMA_WAY) -> dict[str, str]:
 @functools.cache
 def add_toy() -> None:
     """From now on the toy backend opens in this process."""
-    _core.add_backend(str(toy_library(sanitizer())))
+    _core.add_backend(str(toy_library()))
 
 
 def stand_in() -> dict[str, str]:

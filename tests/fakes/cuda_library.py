@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,9 +13,20 @@ ROOT = FOLDER.parents[1]
 LIMIT_S = 600
 
 
+def sanitizer() -> str | None:
+    """Whose build of the package this is."""
+    spec = importlib.util.find_spec("offcore")
+    origin = "" if spec is None else str(spec.origin)
+    return next((name for name in ("asan", "tsan") if f"/build/{name}/" in origin), None)
+
+
 @functools.cache
 def fake_cuda_library() -> Path:
-    """The library, brought up to date. No sanitizer's build has one: no test wants it there."""
+    """The library, brought up to date; beside a sanitizer's build of the package the one of that
+    build, which came with it. The thread sanitizer sees the copies of any other, but not what
+    orders them."""
+    if preset := sanitizer():
+        return ROOT / "build" / preset / "fakes" / "libcuda.so.1"
     build = ROOT / "build" / "fakes"
     build.mkdir(parents=True, exist_ok=True)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -33,17 +45,14 @@ def fake_cuda_library() -> Path:
     return build / "libcuda.so.1"
 
 
-def fake_hsa_library(kind: str = "", preset: str | None = None) -> Path:
-    """The stand-in HSA runtime, plain or of a sanitizer's build; `_batch` has no queues, `_old` no
-    batch copy either."""
-    folder = ROOT / "build" / preset / "fakes" if preset else fake_cuda_library().parent
-    return folder / f"libhsa-runtime64{kind}.so.1"
+def fake_hsa_library(kind: str = "") -> Path:
+    """The stand-in HSA runtime: `_batch` has no queues, `_old` no batch copy either."""
+    return fake_cuda_library().with_name(f"libhsa-runtime64{kind}.so.1")
 
 
-def toy_library(preset: str | None = None) -> Path:
-    """The toy backend (tests/conformance/toy), plain or of a sanitizer's build."""
-    folder = ROOT / "build" / preset / "fakes" if preset else fake_cuda_library().parent
-    return folder / "libtoy.so"
+def toy_library() -> Path:
+    """The toy backend (tests/conformance/toy)."""
+    return fake_cuda_library().with_name("libtoy.so")
 
 
 def without_torch() -> dict[str, str]:
