@@ -54,8 +54,18 @@ class Checks:
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device)
 
     def pool(self, layout: kv.Layout, blocks: int, rows_chunk: int = 0) -> kv.HostPool:
-        chunk = rows_chunk * layout.block_bytes or 1 << 30
-        return kv.HostPool(layout.block_bytes, blocks, backend=self.args.backend, chunk_bytes=chunk)
+        chunk = rows_chunk * layout.row_bytes or 1 << 30
+        rows = blocks // layout.row_blocks
+        return kv.HostPool(layout.row_bytes, rows, backend=self.args.backend, chunk_bytes=chunk)
+
+    def slots(self, layout: kv.Layout, count: int) -> list[int]:
+        """Any, or those of whole rows but the first and the last one."""
+        shared = layout.row_blocks
+        if self.random.random() < 0.5:
+            return self.random.sample(range(layout.blocks), count)
+        rows = self.random.sample(range(layout.blocks // shared), layout.blocks // shared)
+        skip = self.random.randrange(min(shared, layout.blocks - count + 1))
+        return [row * shared + place for row in rows for place in range(shared)][skip:][:count]
 
     def policies(self) -> tuple[str, ...]:
         """Those that differ here."""
@@ -100,7 +110,24 @@ def layouts(checks: Checks) -> list[tuple[str, kv.Layout, Any]]:
             lambda b: [outermost[:, b]],
         ),
         ("contiguous", kv.Layout(contiguous, layer_axis=1), lambda b: [contiguous[b]]),
+        (
+            "K and V apart, 16 blocks a row",
+            kv.Layout(apart, block_axis=1, row_blocks=16),
+            lambda b: [t[:, b] for t in apart],
+        ),
+        (
+            "layers outermost, 3 blocks a row",
+            kv.Layout(outermost, block_axis=1, layer_axis=0, row_blocks=3),
+            lambda b: [outermost[:, b]],
+        ),
     ]
+
+
+def at(pool: kv.HostPool, layout: kv.Layout, slot: int) -> bytes:
+    """What a slot has of its row."""
+    shared = layout.row_blocks
+    page = layout.copies()[0][1] if shared > 1 else layout.block_bytes
+    return pool.row(slot // shared).reshape(-1, shared, page)[:, slot % shared].tobytes()
 
 
 def random_jobs(checks: Checks) -> int:
@@ -111,7 +138,7 @@ def random_jobs(checks: Checks) -> int:
     rounds = max(1, checks.args.jobs // (20 * len(policies)))
     for (name, layout, parts), policy in itertools.product(layouts(checks), policies):
         pool = checks.pool(layout, layout.blocks, rows_chunk=7)
-        slots = pool.allocate(layout.blocks, timeout=60)
+        pool.allocate(pool.blocks, timeout=60)
 
         def image(parts: Any = parts, blocks: int = layout.blocks) -> list[bytes]:
             checks.settle()
@@ -120,7 +147,7 @@ def random_jobs(checks: Checks) -> int:
             ]
 
         caches = image()
-        rows = [pool.row(slot).tobytes() for slot in slots]
+        rows = [at(pool, layout, slot) for slot in range(layout.blocks)]
         ahead = checks.random.choice((1, 1 << 16, 32 << 20))
         jobs = 0
         with kv.BlockTransfer(layout, pool, ahead_bytes=ahead, policy=policy) as transfer:
@@ -130,7 +157,8 @@ def random_jobs(checks: Checks) -> int:
                 waiting = []
                 for _ in range(20):
                     count = checks.random.randrange(layout.blocks)
-                    named = [checks.random.sample(range(layout.blocks), count) for _ in range(2)]
+                    named = [checks.random.sample(range(layout.blocks), count)]
+                    named.append(checks.slots(layout, count))
                     load = checks.random.random() < 0.5
                     call = transfer.load if load else transfer.store
                     by_layer = checks.random.choice((0, 0, 1, 2))
@@ -145,7 +173,7 @@ def random_jobs(checks: Checks) -> int:
                     copied, pages = copied + result.commands, pages + result.pages
                 jobs += len(waiting)
                 wrong += sum(a != b for a, b in zip(image(), caches, strict=True))
-                wrong += sum(pool.row(k).tobytes() != rows[k] for k in range(layout.blocks))
+                wrong += sum(at(pool, layout, k) != rows[k] for k in range(layout.blocks))
         print(f"{name}, {policy}: {jobs} jobs, {wrong} wrong; {pages} pages by {copied} commands")
         pool.close()
     return wrong

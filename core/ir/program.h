@@ -52,7 +52,8 @@ struct Buffer {
     local,   // one per rank, seen only by that rank's own queues; `bytes` is the largest
     host,    // one, in host memory, seen by all
     paged,   // as local, but its bytes lie in pages (backend/page_table.h), whole blocks a command:
-             // cores copy them to or from a local buffer of the rank's, engines a host one
+             // cores copy them to or from a local buffer of the rank's, engines a host one, where
+             // the pages of one block may lie in rows
   };
   std::string name;
   Home kind = Home::window;

@@ -99,12 +99,15 @@ class SliceCheck {
       reject("shape", program_, place_, side, " is local to rank ", slice.rank);
     }
     if (buffer.kind != Buffer::Home::paged) return;
-    const Slice& other = &slice == &command_.dst ? command_.src : command_.dst;
-    const Buffer::Home home = program_.buffers[other.buffer].kind;
+    const bool to = &slice == &command_.dst;
+    const Buffer::Home home = program_.buffers[(to ? command_.src : command_.dst).buffer].kind;
     const bool reached = home == Buffer::Home::local || home == Buffer::Home::host;
-    if (command_.op == Op::copy && command_.rows == 1 && reached) return;
+    const bool one =
+        command_.rows == 1 ||
+        static_cast<uint64_t>(to ? command_.dst_step : command_.src_step) == command_.bytes;
+    if (command_.op == Op::copy && one && reached) return;
     reject("shape", program_, place_, side,
-           " lies in pages, which only a copy of one row reaches, ",
+           " lies in pages, which only a copy reaches whose rows follow each other there, ",
            "to or from a local buffer or a host one");
   }
 

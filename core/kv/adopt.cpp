@@ -12,7 +12,7 @@ std::shared_ptr<const Layout> moved(const Layout& layout, const std::vector<std:
   for (Piece& piece : pieces) {
     piece.address = firsts[piece.tensor] + (piece.address - extents[piece.tensor].first);
   }
-  return std::make_shared<Layout>(std::move(pieces), layout.blocks());
+  return std::make_shared<Layout>(std::move(pieces), layout.blocks(), layout.row_blocks());
 }
 
 size_t copies(const Layout& layout, std::span<const uint64_t> memories) {

@@ -37,7 +37,7 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
     for (const Piece& piece : layout.pieces()) {
       if (piece.layer < first) {
         ++layer_group.first_piece;
-        layer_group.row_at += piece.bytes;
+        layer_group.at += piece.bytes;
       }
       if (piece.layer < first || piece.layer >= last) continue;
       layer_group.bytes += piece.bytes;
@@ -51,7 +51,7 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
             {.address = reinterpret_cast<uint64_t>(layout.base()) + fold.at + piece * fold.step,
              .block_step = fold.block_step,
              .bytes = fold.bytes,
-             .at = fold.row_at + piece * fold.row_step});
+             .at = (fold.row_at + piece * fold.row_step) / layout.row_blocks()});
       }
     }
   }
@@ -91,7 +91,7 @@ CommandBuilder::BlockRun CommandBuilder::run(const RowSpan& rows, size_t first,
   const size_t count = run_of(std::min(blocks_.size() - first, count_max), step_of);
   if (count < 2) return {.first = first};
   const auto [step, row_step] = *step_of(0);
-  const bool next_to = step == 1 && row_step == static_cast<int64_t>(layout_->row_bytes());
+  const bool next_to = step == 1 && row_step == static_cast<int64_t>(layout_->place_step());
   if (count < (next_to ? 2 : kStridesFrom)) return {.first = first};
   return {.first = first, .count = count, .step = step, .row_step = row_step};
 }
@@ -115,16 +115,15 @@ PageCopies CommandBuilder::page_copies() const {
     for (const Fold& fold : layers.folds) {
       const bool one = together(found, fold);
       copies.commands += one ? 1 : std::min<uint64_t>(found.count, fold.pieces);
-      copies.rows += one ? 1 : found.count * fold.pieces;
+      copies.rows += (one ? 1 : found.count) * fold.pieces;
     }
   }
   return copies;
 }
 
-// Whether one plain copy does a run of blocks.
+// Whether a run of blocks is contiguous in each piece, on both sides.
 bool CommandBuilder::together(const BlockRun& run, const Fold& fold) const {
-  return run.count > 1 && fold.pieces == 1 &&
-         static_cast<uint64_t>(run.step) * fold.block_step == fold.bytes &&
+  return run.count > 1 && static_cast<uint64_t>(run.step) * fold.block_step == fold.bytes &&
          static_cast<uint64_t>(run.row_step) == fold.bytes;
 }
 
@@ -145,30 +144,33 @@ bool CommandBuilder::all_apart(const BlockRun& run, bool submitted_soonest,
                      [&](const Fold& fold) { return apart(run, fold, submitted_soonest, part); });
 }
 
+// What the layer group has of a block in its row.
+Slice CommandBuilder::host_row(size_t block) const {
+  const uint64_t at = layout_->row_blocks() * (*layer_groups_)[layer_group_].at;
+  return {.offset = reinterpret_cast<uint64_t>(rows_[block].at) + at,
+          .rank = kHostRank,
+          .buffer = kRows};
+}
+
 // The same of all folds, a command a block. `first`: block of the part.
 void CommandBuilder::add_pages(const BlockRun& run, size_t first, Part& part) const {
   const LayerGroup& layers = (*layer_groups_)[layer_group_];
-  const bool load = direction_ == Direction::load;
+  const uint64_t shared = layout_->row_blocks();
+  const uint64_t rows = shared == 1 ? 1 : layers.pieces;
+  const uint64_t bytes = layers.bytes / rows;
   for (size_t i = run.first; i < run.first + run.count; ++i) {
     const Slice pages{.offset = (i - first) * layers.bytes, .rank = kOwner, .buffer = kPages};
-    const Slice row{.offset = reinterpret_cast<uint64_t>(rows_[i].at) + layers.row_at,
-                    .rank = kHostRank,
-                    .buffer = kRows};
-    part.commands.push_back({.dst = load ? pages : row,
-                             .src = load ? row : pages,
-                             .bytes = layers.bytes,
-                             .op = Op::copy});
+    part.commands.push_back(copy(pages, host_row(i), bytes, rows, bytes, shared * bytes));
     part.copies += layers.apart;
   }
 }
 
-// Between the cache and a row, wherever that lies.
-void CommandBuilder::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step,
-                          uint64_t row_step, Part& part) const {
-  const Slice cache{.offset = at, .rank = kOwner, .buffer = kCache};
+// Between memory of a GPU's and a row, wherever that lies.
+Command CommandBuilder::copy(const Slice& gpu, const Slice& row, uint64_t bytes, uint64_t rows,
+                             uint64_t step, uint64_t row_step) const {
   const bool load = direction_ == Direction::load;
-  Command command{.dst = load ? cache : row,
-                  .src = load ? row : cache,
+  Command command{.dst = load ? gpu : row,
+                  .src = load ? row : gpu,
                   .bytes = bytes,
                   .rows = static_cast<uint32_t>(rows),
                   .op = Op::copy};
@@ -176,15 +178,22 @@ void CommandBuilder::copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows,
     command.dst_step = static_cast<int64_t>(load ? step : row_step);
     command.src_step = static_cast<int64_t>(load ? row_step : step);
   }
-  push(command, part);
+  return command;
 }
 
 // One fold of a run of blocks.
 void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& fold,
                          bool submitted_soonest, Part& part) const {
+  if (together(run, fold)) {  // as one block with larger pages
+    Fold all = fold;
+    all.bytes *= run.count;
+    return add(rows, {.first = run.first}, all, submitted_soonest, part);
+  }
   const auto at = [&](size_t block, size_t piece) {
     const auto number = static_cast<uint64_t>(blocks_[run.first + block]);
-    return fold.at + number * fold.block_step + piece * fold.step;
+    return Slice{.offset = fold.at + number * fold.block_step + piece * fold.step,
+                 .rank = kOwner,
+                 .buffer = kCache};
   };
   const auto row = [&](size_t block, size_t piece) {
     Slice slice = rows.in;
@@ -194,60 +203,97 @@ void CommandBuilder::add(const RowSpan& rows, const BlockRun& run, const Fold& f
   };
   const uint64_t block_step = static_cast<uint64_t>(run.step) * fold.block_step;
   const auto row_step = static_cast<uint64_t>(run.row_step);
-  if (together(run, fold)) {
-    return copy(at(0, 0), row(0, 0), run.count * fold.bytes, 1, 0, 0, part);
-  }
   if (apart(run, fold, submitted_soonest, part)) {
     for (size_t block = 0; block < run.count; ++block) {
       for (size_t piece = 0; piece < fold.pieces; ++piece) {
-        copy(at(block, piece), row(block, piece), fold.bytes, 1, 0, 0, part);
+        push(copy(at(block, piece), row(block, piece), fold.bytes, 1, 0, 0), part);
       }
     }
   } else if (run.count <= fold.pieces) {
     for (size_t block = 0; block < run.count; ++block) {
-      copy(at(block, 0), row(block, 0), fold.bytes, fold.pieces, fold.step, fold.row_step, part);
+      push(copy(at(block, 0), row(block, 0), fold.bytes, fold.pieces, fold.step, fold.row_step),
+           part);
     }
   } else {
     for (size_t piece = 0; piece < fold.pieces; ++piece) {
-      copy(at(0, piece), row(0, piece), fold.bytes, run.count, block_step, row_step, part);
+      push(copy(at(0, piece), row(0, piece), fold.bytes, run.count, block_step, row_step), part);
     }
   }
 }
 
-// What the layer group has of rows between the host and the stage, where it lies side by side: one
-// copy for rows that follow each other, and one for those at equal steps.
+// How many blocks from that one on are in adjacent places.
+size_t CommandBuilder::adjacent(size_t first, size_t count_max) const {
+  const Row& row = rows_[first];
+  size_t count = 1;
+  while (count < count_max && rows_[first + count].chunk == row.chunk &&
+         rows_[first + count].at == row.at + count * layout_->place_step()) {
+    ++count;
+  }
+  return count;
+}
+
+// What the layer group has of rows between the host and the stage, where it lies side by side.
 void CommandBuilder::add_rows(size_t first, size_t count, Rank stage, Part& part) const {
   const LayerGroup& layers = (*layer_groups_)[layer_group_];
-  const bool load = direction_ == Direction::load;
+  const size_t shared = layout_->row_blocks();
   for (size_t i = 0; i < count;) {
-    const auto step_of = [&](size_t k) -> std::optional<uint64_t> {
-      const Row& row = rows_[first + i + k];
-      const Row& next = rows_[first + i + k + 1];
-      const bool follows = next.chunk == row.chunk && next.at > row.at;
-      const auto step = static_cast<uint64_t>(next.at - row.at);
-      const bool one = step == layers.bytes;
-      if (!follows || !(one || forms_.strided(count - i, layers.bytes, true))) return std::nullopt;
-      return step;
-    };
-    size_t together = run_of(count - i, step_of);
-    const uint64_t step = together > 1 ? *step_of(0) : layers.bytes;
-    const bool rows = step != layers.bytes && together >= kStridesFrom;
-    if (step != layers.bytes && !rows) together = 1;
-    const Slice staged{.offset = i * layers.bytes, .rank = stage, .buffer = kStage};
-    const Slice row{.offset = reinterpret_cast<uint64_t>(rows_[first + i].at) + layers.row_at,
-                    .rank = kHostRank,
-                    .buffer = kRows};
-    Command command{.dst = load ? staged : row,
-                    .src = load ? row : staged,
-                    .bytes = rows ? layers.bytes : together * layers.bytes,
-                    .rows = rows ? static_cast<uint32_t>(together) : 1,
-                    .op = Op::copy};
-    if (rows) {
-      command.dst_step = static_cast<int64_t>(load ? layers.bytes : step);
-      command.src_step = static_cast<int64_t>(load ? step : layers.bytes);
+    const size_t place = (rows_[first].place + i) % shared;  // in the stage's row
+    const size_t begin = i - std::min(i, place);
+    const size_t end = std::min(count, i + shared - place);
+    const size_t blocks = adjacent(first + i, end - i);
+    Slice staged{.offset = begin * layers.bytes, .rank = stage, .buffer = kStage};
+    if (blocks == shared) {
+      i += add_whole_rows(first + i, count - i, staged, part);
+      continue;
     }
-    push(command, part);
-    i += together;
+    staged.offset += (i - begin) * layers.piece_bytes;
+    add_places(first + i, blocks, staged, (end - begin) * layers.piece_bytes, part);
+    i += blocks;
+  }
+}
+
+// One copy for rows that follow each other, and one for those at equal steps. Returns of how many
+// blocks.
+size_t CommandBuilder::add_whole_rows(size_t first, size_t left, const Slice& staged,
+                                      Part& part) const {
+  const size_t shared = layout_->row_blocks();
+  const uint64_t bytes = shared * (*layer_groups_)[layer_group_].bytes;
+  const auto step_of = [&](size_t k) -> std::optional<uint64_t> {
+    const size_t after = first + (k + 1) * shared;
+    const Row& row = rows_[after - shared];
+    const Row& next = rows_[after];
+    const bool follows = next.chunk == row.chunk && next.at > row.at;
+    const auto step = static_cast<uint64_t>(next.at - row.at);
+    const bool one = step == bytes;
+    if (!follows || adjacent(after, shared) < shared) return std::nullopt;
+    if (!one && !forms_.strided(left / shared, bytes, true)) return std::nullopt;
+    return step;
+  };
+  size_t together = run_of(left / shared, step_of);
+  const uint64_t step = together > 1 ? *step_of(0) : bytes;
+  const bool rows = step != bytes && together >= kStridesFrom;
+  if (step != bytes && !rows) together = 1;
+  push(copy(staged, host_row(first), rows ? bytes : together * bytes, rows ? together : 1, bytes,
+            step),
+       part);
+  return together * shared;
+}
+
+// Blocks in adjacent places, fewer than a row has. `step`: from a piece to the next in the stage.
+void CommandBuilder::add_places(size_t first, size_t count, const Slice& staged, uint64_t step,
+                                Part& part) const {
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  const uint64_t bytes = count * layers.piece_bytes;
+  const uint64_t row_step = layout_->row_blocks() * layers.piece_bytes;
+  Slice row = host_row(first);
+  if (forms_.strided(layers.pieces, bytes, true)) {
+    return push(copy(staged, row, bytes, layers.pieces, step, row_step), part);
+  }
+  Slice from = staged;
+  for (uint32_t piece = 0; piece < layers.pieces; ++piece) {
+    push(copy(from, row, bytes, 1, 0, 0), part);
+    from.offset += step;
+    row.offset += row_step;
   }
 }
 
@@ -327,8 +373,9 @@ Part CommandBuilder::next(const PartBudget& budget) {
     part.pages_at = PageTable{.pieces = layers.pages.data(),
                               .count = layers.apart,
                               .piece_bytes = layers.piece_bytes,
-                              .first_at = layers.row_at,
+                              .first_at = layers.at,
                               .block_bytes = layers.bytes,
+                              .row_blocks = layout_->row_blocks(),
                               .blocks = blocks_.subspan(first, next_ - first),
                               .call_pages = form.together,
                               .first_pages = form.first == 0 ? form.together : form.first};
@@ -341,7 +388,10 @@ template <typename Between>
 Part CommandBuilder::staged(size_t blocks_max, Rank stage, const Between& between) {
   const LayerGroup& layers = (*layer_groups_)[layer_group_];
   const size_t first = next_;
-  const size_t count = std::min<size_t>(blocks_max, blocks_.size() - first);
+  size_t count = std::min<size_t>(blocks_max, blocks_.size() - first);
+  // Whole rows are a plain copy, which is worth a part that is a little smaller.
+  const size_t over = (rows_[first].place + count) % layout_->row_blocks();
+  if (first + count < blocks_.size() && 2 * over <= count) count -= over;
   Part part{.bytes = count * layers.bytes, .pages = count * layers.pieces, .form = forms_.form()};
   part.calls = part.form.calls();
   const bool load = direction_ == Direction::load;
@@ -387,8 +437,10 @@ Part CommandBuilder::next_packed(size_t blocks_max, const PagePiece* pieces) {
     part.pages_at = PageTable{.pieces = pieces + layers.first_piece,
                               .count = layers.pieces,
                               .piece_bytes = layers.piece_bytes,
-                              .first_at = layers.row_at,
+                              .first_at = layers.at,
                               .block_bytes = layers.bytes,
+                              .row_blocks = layout_->row_blocks(),
+                              .first_place = rows_[first].place,
                               .blocks = blocks_.subspan(first, count)};
   });
 }

@@ -3,13 +3,15 @@
 //
 // Blocks at equal steps in the cache and among the slots form runs. A run is copied by whichever
 // has fewer commands: a strided copy a block over the pieces of a fold, or one a piece over the
-// blocks; by one plain copy where both sides are contiguous. No command leaves a chunk of the pool.
+// blocks; by one of all where those of a piece are contiguous on both sides. No command leaves a
+// chunk of the pool.
 //
 // The order is that of the layer groups, and within one that of the given blocks.
 //
 // A staged part is two groups of commands: rows between the host and memory of a GPU's, where they
 // lie side by side, and from there to or from the cache: a neighbour's memory, and engines, or the
-// GPU's own, and cores (packing.h).
+// GPU's own, and cores (packing.h). Blocks that share a row lie there as in a row of so many
+// (PageTable::row_blocks).
 #pragma once
 #include <memory>
 #include <optional>
@@ -43,7 +45,7 @@ struct LayerGroup {
   uint64_t bytes = 0;   // of a block
   uint32_t pieces = 0;  // of a block
   uint32_t apart = 0;   // copies of a block if none is strided
-  uint64_t row_at = 0;  // of its bytes in a row
+  uint64_t at = 0;      // of its bytes among a block's
   uint32_t first_piece = 0;
   uint64_t piece_bytes = 0;      // of the largest
   std::vector<PagePiece> pages;  // of a block if none is strided, in the order of the row
@@ -79,6 +81,8 @@ inline constexpr Rank kNeighbour = 1;
 struct CacheGroup {
   std::shared_ptr<const Layout> layout;
   std::shared_ptr<HostPool> pool;
+
+  RowPlaces places() const { return {layout->row_blocks(), layout->place_step()}; }
 };
 
 // What a job's blocks take if engines copy them page by page.
@@ -135,9 +139,13 @@ class CommandBuilder {
   void add_pages(const BlockRun& run, size_t first, Part& part) const;
   void add(const RowSpan& rows, const BlockRun& run, const Fold& fold, bool submitted_soonest,
            Part& part) const;
-  void copy(uint64_t at, Slice row, uint64_t bytes, uint64_t rows, uint64_t step, uint64_t row_step,
-            Part& part) const;
+  Slice host_row(size_t block) const;
+  Command copy(const Slice& gpu, const Slice& row, uint64_t bytes, uint64_t rows, uint64_t step,
+               uint64_t row_step) const;
   void add_rows(size_t first, size_t count, Rank stage, Part& part) const;
+  size_t add_whole_rows(size_t first, size_t left, const Slice& staged, Part& part) const;
+  void add_places(size_t first, size_t count, const Slice& staged, uint64_t step, Part& part) const;
+  size_t adjacent(size_t first, size_t count_max) const;
   template <typename Between>
   Part staged(size_t blocks_max, Rank stage, const Between& between);
   void end(Part& part);

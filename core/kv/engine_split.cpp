@@ -44,15 +44,18 @@ Reach reach_of(const Machine& machine, const std::vector<Candidate>& candidates,
   return reach;
 }
 
-// Stores the first and the last block both ways. Loads are tried by the backend: here they would
-// write what somebody may be using.
+// Stores the first and the last block both ways, as often as they fill whole rows. Loads are tried
+// by the backend: here they would write what somebody may be using.
 class EngineTrial {
  public:
   EngineTrial(Backend& backend, const CacheGroup& group,
               std::shared_ptr<const std::vector<LayerGroup>> layer_groups)
       : backend_(backend), group_(group), layer_groups_(std::move(layer_groups)) {
-    if (group.layout->blocks() > 1)
-      blocks_.push_back(static_cast<int64_t>(group.layout->blocks()) - 1);
+    const Layout& layout = *group.layout;
+    if (layout.blocks() > 1) blocks_.push_back(static_cast<int64_t>(layout.blocks()) - 1);
+    for (size_t i = 0; blocks_.size() % layout.row_blocks() != 0; ++i) {
+      blocks_.push_back(blocks_[i]);
+    }
   }
   uint64_t bytes() const { return 2 * half(); }  // of the host's
 
@@ -70,12 +73,14 @@ class EngineTrial {
   }
 
  private:
-  uint64_t half() const { return blocks_.size() * group_.layout->row_bytes(); }
+  uint64_t half() const { return blocks_.size() * group_.layout->block_bytes(); }
 
   Calls store(const Share& keep, std::byte* to, bool crossed) const {
+    const Layout& layout = *group_.layout;
     std::vector<Row> rows;  // not in the blocks' order, in which they could be a run
     for (size_t i = blocks_.size(); i-- > 0;) {
-      rows.push_back({.at = to + i * group_.layout->row_bytes()});
+      std::byte* const row = to + i / layout.row_blocks() * layout.row_bytes();
+      rows.push_back({.at = row + i % layout.row_blocks() * layout.place_step()});
     }
     CommandBuilder builder(Direction::store, {}, group_.layout, layer_groups_, blocks_,
                            std::move(rows));

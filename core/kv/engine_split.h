@@ -19,10 +19,10 @@ struct EngineSplit {
   bool any() const;
 };
 
-// Takes at most so many bytes of the host's memory, besides four blocks for the trial, and no SM.
-// No group where none has such pages, where the backend has no such engines, or a trial of them
-// does not bring the same bytes as others do. `memories`: of each group, as Layout::folds takes
-// them.
+// Takes at most so many bytes of the host's memory, besides four blocks for the trial, or two rows
+// that blocks share, and no SM. No group where none has such pages, where the backend has no such
+// engines, or a trial of them does not bring the same bytes as others do. `memories`: of each
+// group, as Layout::folds takes them.
 EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
                         const std::vector<std::vector<uint64_t>>& memories, uint64_t bytes);
 

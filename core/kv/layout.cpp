@@ -11,6 +11,7 @@ namespace offcore::kv {
 namespace {
 
 constexpr uint64_t kBytesMax = uint64_t{1} << 47;
+constexpr uint32_t kRowBlocksMax = 1 << 16;
 
 uint64_t begin_of(const Piece& piece) { return reinterpret_cast<uint64_t>(piece.address); }
 uint64_t end_of(const Piece& piece, uint64_t blocks) {
@@ -57,12 +58,13 @@ bool together(const Fold& a, const Fold& b, std::span<const uint64_t> memories) 
   return memories.empty() || memories[a.tensor] == memories[b.tensor];
 }
 
-// Joins a piece to the one before it where they touch in the cache; in the row all do.
+// Joins a piece to the one before it where they touch in the cache and in the row.
 void append(std::vector<Fold>& folds, const Fold& next, std::span<const uint64_t> memories) {
   if (!folds.empty()) {
     Fold& last = folds.back();
-    if (last.at + last.bytes == next.at && last.block_step == next.block_step &&
-        last.bytes + next.bytes <= last.block_step && together(last, next, memories)) {
+    if (last.at + last.bytes == next.at && last.row_at + last.bytes == next.row_at &&
+        last.block_step == next.block_step && last.bytes + next.bytes <= last.block_step &&
+        together(last, next, memories)) {
       last.bytes += next.bytes;
       return;
     }
@@ -96,9 +98,12 @@ std::vector<Fold> folded(const std::vector<Fold>& single, std::span<const uint64
 
 }  // namespace
 
-Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
-    : pieces_(std::move(pieces)), blocks_(blocks) {
+Layout::Layout(std::vector<Piece> pieces, uint64_t blocks, uint32_t row_blocks)
+    : pieces_(std::move(pieces)), blocks_(blocks), row_blocks_(row_blocks) {
   if (pieces_.empty() || blocks == 0) fail(Code::invalid, "a cache needs layers and blocks");
+  if (row_blocks == 0 || row_blocks > kRowBlocksMax) {
+    fail(Code::invalid, "row_blocks is ", row_blocks, ": it must lie in 1..", kRowBlocksMax);
+  }
   uint32_t layer = 0;
   uint64_t last = 0;
   for (const Piece& piece : pieces_) {
@@ -111,9 +116,13 @@ Layout::Layout(std::vector<Piece> pieces, uint64_t blocks)
            piece.block_step,
            " is invalid: each block's page must be contiguous and not overlap others");
     }
+    if (row_blocks > 1 && piece.bytes != pieces_.front().bytes) {
+      fail(Code::invalid, "blocks with pages of ", pieces_.front().bytes, " and of ", piece.bytes,
+           " bytes cannot share rows: row_blocks needs pages of one size");
+    }
     if (base_ == nullptr || piece.address < base_) base_ = piece.address;
     last = std::max(last, end_of(piece, blocks));
-    row_bytes_ += piece.bytes;
+    block_bytes_ += piece.bytes;
   }
   if (pieces_.front().layer != 0) fail(Code::invalid, "the first layer of a cache must be layer 0");
   span_ = last - reinterpret_cast<uint64_t>(base_);
@@ -168,7 +177,7 @@ std::vector<Fold> Layout::folds(uint32_t first, uint32_t last,
                        .tensor = piece.tensor};
       append(single, alone, memories);
     }
-    row_at += piece.bytes;
+    row_at += row_blocks_ * piece.bytes;
   }
   return folded(single, memories);
 }

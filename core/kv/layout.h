@@ -1,8 +1,9 @@
-// Where the blocks of a paged KV cache lie, and how one block lies in a row of host memory.
+// Where the blocks of a paged KV cache lie, and how they lie in rows of host memory.
 //
 // A cache is a list of pieces: block b of a piece is the `bytes` bytes at address + b * block_step.
-// A row of host memory holds a block's pieces side by side, in the order of the list. All layouts
-// of caches are that: a tensor a layer, layers outermost, blocks contiguous over layers, K and V
+// A row of host memory holds a block's pieces side by side, in the order of the list, or of several
+// blocks, which have places in it: the first piece of all of them, then the second. All layouts of
+// caches are that: a tensor a layer, layers outermost, blocks contiguous over layers, K and V
 // together or apart. Pieces at equal steps form a fold, which for one block is ONE strided copy
 // (DMA-Latte sections 2.1.2 and 5.3 copy one piece at a time).
 #pragma once
@@ -38,12 +39,17 @@ struct Fold {
 
 class Layout : public std::enable_shared_from_this<Layout> {
  public:
-  // Throws invalid for pieces that are empty, out of order or overlap.
-  Layout(std::vector<Piece> pieces, uint64_t blocks);
+  // `row_blocks`: that share a row; several need pieces of equal size. Throws invalid for these,
+  // and for pieces that are empty, out of order or overlap.
+  Layout(std::vector<Piece> pieces, uint64_t blocks, uint32_t row_blocks = 1);
 
   uint64_t blocks() const { return blocks_; }
   uint32_t layers() const { return pieces_.back().layer + 1; }
-  uint64_t row_bytes() const { return row_bytes_; }
+  uint64_t block_bytes() const { return block_bytes_; }
+  uint32_t row_blocks() const { return row_blocks_; }
+  uint64_t row_bytes() const { return row_blocks_ * block_bytes_; }
+  // From a block to the one in the next place of its row; of rows of one block, in the next row.
+  uint64_t place_step() const { return row_blocks_ == 1 ? block_bytes_ : pieces_.front().bytes; }
   const std::vector<Piece>& pieces() const { return pieces_; }
   // The lowest address, and the bytes from there to the highest.
   std::byte* base() const { return base_; }
@@ -61,7 +67,8 @@ class Layout : public std::enable_shared_from_this<Layout> {
  private:
   std::vector<Piece> pieces_;
   uint64_t blocks_;
-  uint64_t row_bytes_ = 0;
+  uint32_t row_blocks_;
+  uint64_t block_bytes_ = 0;
   std::byte* base_ = nullptr;
   uint64_t span_ = 0;
 };

@@ -49,7 +49,7 @@ bool may_pay(const Layout& layout, std::span<const uint64_t> memories, const Mac
     ++copies;
     rows += fold.pieces;
   }
-  return packing_pays(kMany * copies, kMany * rows, kMany * layout.row_bytes(), machine);
+  return packing_pays(kMany * copies, kMany * rows, kMany * layout.block_bytes(), machine);
 }
 
 }  // namespace
@@ -81,10 +81,10 @@ Packing packing_of(Backend& backend, const std::vector<CacheGroup>& groups,
       fail(Code::invalid, "the cache is not memory of GPU ", backend.device(kOwner),
            ", or not open to it: its SMs cannot pack it");
     }
-    const bool fits = layout.row_bytes() <= packing.lane_bytes && layout.blocks() <= kBlocksMax;
+    const bool fits = layout.block_bytes() <= packing.lane_bytes && layout.blocks() <= kBlocksMax;
     if (all && !fits) {
-      fail(Code::invalid, "to pack blocks of ", layout.row_bytes(), " bytes takes pack_bytes of ",
-           2 * packing.lanes * layout.row_bytes(), " or more, not ", options.bytes);
+      fail(Code::invalid, "to pack blocks of ", layout.block_bytes(), " bytes takes pack_bytes of ",
+           2 * packing.lanes * layout.block_bytes(), " or more, not ", options.bytes);
     }
     const bool packs =
         fits &&

@@ -322,7 +322,7 @@ std::vector<int64_t> HostPool::allocate(uint64_t count, const Deadline& deadline
 
 void HostPool::free(std::span<const int64_t> slots) {
   const PoolLock lock = enter();
-  check(slots, true);
+  check(slots, true, 1);
   for (int64_t number : slots) {
     Slot& slot = slots_[static_cast<size_t>(number)];
     slot.leaving = slot.users > 0;
@@ -334,36 +334,41 @@ void HostPool::free(std::span<const int64_t> slots) {
 
 std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
   const PoolLock lock = enter();
-  check_taken(slot);
+  check_taken(slot, 1);
   const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
   return {chunk.at(static_cast<uint64_t>(slot)), chunk.share.owner};
 }
 
-std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct) {
+std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct,
+                               const RowPlaces& places) {
   const PoolLock lock = enter();
-  check(slots, distinct);
+  check(slots, distinct, places.blocks);
   std::vector<Row> rows;
   rows.reserve(slots.size());
   const Chunk* chunk = nullptr;
   for (int64_t number : slots) {
-    const auto slot = static_cast<uint64_t>(number);
+    const uint64_t slot = static_cast<uint64_t>(number) / places.blocks;
+    const uint64_t place = static_cast<uint64_t>(number) % places.blocks;
     if (chunk == nullptr || slot - chunk->first >= chunk->rows) chunk = &chunk_of(slot);
-    rows.push_back({.at = chunk->at(slot), .chunk = static_cast<uint32_t>(chunk - chunks_.data())});
+    rows.push_back({.at = chunk->at(slot) + place * places.step,
+                    .chunk = static_cast<uint32_t>(chunk - chunks_.data()),
+                    .place = static_cast<uint32_t>(place)});
     pinned_ += slots_[slot].users++ == 0;
   }
   return rows;
 }
 
-void HostPool::unpin(std::span<const int64_t> slots) noexcept {
+void HostPool::unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept {
   const PoolLock lock(mutex_);
   for (int64_t number : slots) {
-    Slot& slot = slots_[static_cast<size_t>(number)];
+    const uint64_t row = static_cast<uint64_t>(number) / places.blocks;
+    Slot& slot = slots_[row];
     if (--slot.users > 0) continue;
     --pinned_;
     if (!slot.leaving) continue;
     slot.leaving = false;
     --leaving_;
-    release(static_cast<uint64_t>(number));
+    release(row);
   }
   changed_.notify_all();
 }
@@ -385,27 +390,30 @@ void HostPool::close(const Deadline& deadline) {
   if (!running_) gone.swap(chunks_);  // else another close() waits for the thread, and frees them
 }
 
-void HostPool::check_taken(int64_t number) const {
-  if (number < 0 || static_cast<uint64_t>(number) >= slots_.size()) {
-    fail(Code::invalid, "slot ", number, " is not one of the host pool's ", slots_.size());
+void HostPool::check_taken(int64_t number, uint32_t row_blocks) const {
+  const uint64_t row = static_cast<uint64_t>(number) / row_blocks;
+  if (number < 0 || row >= slots_.size()) {
+    fail(Code::invalid, "slot ", number, " is not one of the host pool's ",
+         slots_.size() * row_blocks);
   }
-  const Slot& slot = slots_[static_cast<size_t>(number)];
+  const Slot& slot = slots_[row];
   if (!slot.taken || slot.leaving) {
     fail(Code::invalid, "slot ", number, " is not allocated", slot.leaving ? " any more" : "",
          ": it was freed, or never allocated");
   }
 }
 
-void HostPool::check(std::span<const int64_t> slots, bool distinct) {
+void HostPool::check(std::span<const int64_t> slots, bool distinct, uint32_t row_blocks) {
   if (++stamp_ == 0) {
-    for (Slot& slot : slots_) slot.stamp = 0;
+    std::fill(stamps_.begin(), stamps_.end(), 0);
     stamp_ = 1;
   }
+  stamps_.resize(std::max(stamps_.size(), slots_.size() * row_blocks));
   for (int64_t number : slots) {
-    check_taken(number);
-    Slot& slot = slots_[static_cast<size_t>(number)];
-    if (distinct && slot.stamp == stamp_) fail(Code::invalid, "slot ", number, " is listed twice");
-    slot.stamp = stamp_;
+    check_taken(number, row_blocks);
+    uint32_t& stamp = stamps_[static_cast<size_t>(number)];
+    if (distinct && stamp == stamp_) fail(Code::invalid, "slot ", number, " is listed twice");
+    stamp = stamp_;
   }
 }
 

@@ -1,4 +1,4 @@
-// Host memory for KV blocks: rows of one block each, with all layers side by side (layout.h).
+// Host memory for KV blocks: rows of one block each, or of several, with all layers (layout.h).
 //
 // The memory, or what others have allocated, comes in chunks, registered in the background, because
 // registering takes about 0.1 s/GB and a whole pool at once may fail. A row lies in one chunk, and
@@ -25,10 +25,17 @@
 
 namespace offcore::kv {
 
-// Where a slot's row lies.
+// Where a slot lies.
 struct Row {
   std::byte* at = nullptr;
   uint32_t chunk = 0;
+  uint32_t place = 0;  // in its row, of several blocks
+};
+
+// How blocks share a row: their slots are row * blocks + place.
+struct RowPlaces {
+  uint32_t blocks = 1;
+  uint64_t step = 0;  // from a place to the next, in bytes
 };
 
 // Memory that others have allocated, in the order of its rows: in each part one every `row_step`
@@ -80,10 +87,10 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   // An allocated slot's memory, and what keeps it mapped.
   std::pair<std::byte*, std::shared_ptr<void>> row(int64_t slot) const;
 
-  // For a job: its rows, which are not given to others until unpin. Throws invalid for slots that
-  // are not allocated, and where `distinct` for those named twice.
-  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct);
-  void unpin(std::span<const int64_t> slots) noexcept;
+  // For a job: where its slots lie, whose rows are not given to others until unpin. Throws invalid
+  // for slots in rows that are not allocated, and where `distinct` for those named twice.
+  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places);
+  void unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept;
 
   // Waits for the jobs, and lets go of the memory. Throws timeout while jobs go on.
   void close(const Deadline& deadline);
@@ -108,8 +115,7 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
     std::byte* at(uint64_t slot) const { return share.data + (slot - first) * source->row_step; }
   };
   struct Slot {
-    uint32_t users = 0;  // jobs
-    uint32_t stamp = 0;  // of the last call that named it
+    uint32_t users = 0;  // times that jobs name it
     bool taken = false;
     bool leaving = false;
   };
@@ -124,8 +130,8 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   void end_thread(PoolLock lock);
   void register_chunks();
   bool halve(size_t index);
-  void check(std::span<const int64_t> slots, bool distinct);
-  void check_taken(int64_t slot) const;
+  void check(std::span<const int64_t> slots, bool distinct, uint32_t row_blocks);
+  void check_taken(int64_t slot, uint32_t row_blocks) const;
   const Chunk& chunk_of(uint64_t slot) const;
   const RowSource& source_of(uint64_t row) const;
   void give(uint64_t first, uint64_t count) noexcept;
@@ -141,9 +147,10 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
 
   mutable std::mutex mutex_;  // of all below
   std::condition_variable changed_;
-  std::vector<Chunk> chunks_;  // by their first slot; the ready ones come first
-  std::vector<Slot> slots_;
-  std::map<uint64_t, uint64_t> runs_;                 // free: first slot -> how many, in one chunk
+  std::vector<Chunk> chunks_;          // by their first slot; the ready ones come first
+  std::vector<Slot> slots_;            // of whole rows
+  std::vector<uint32_t> stamps_;       // by the number in a call: the last call that named it
+  std::map<uint64_t, uint64_t> runs_;  // free: first slot -> how many, in one chunk
   std::set<std::pair<uint64_t, uint64_t>> by_count_;  // the same as (how many, first)
   uint64_t ready_ = 0;
   uint64_t free_ = 0;

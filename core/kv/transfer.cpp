@@ -61,13 +61,41 @@ std::vector<Neighbour> lent_by(const std::vector<std::shared_ptr<Backend>>& back
   for (const std::shared_ptr<Backend>& backend : backends) {
     for (const CacheGroup& group : groups) {
       check_reach(*backend, *group.layout);
-      if (group.layout->row_bytes() <= bytes / 4) continue;
-      fail(Code::invalid, "a block of ", group.layout->row_bytes(), " bytes needs links of at ",
-           "least ", 4 * group.layout->row_bytes(), " bytes of a neighbour's memory, not ", bytes);
+      const uint64_t block_bytes = group.layout->block_bytes();
+      if (group.layout->row_blocks() > 1) {
+        fail(Code::unsupported, "links cannot be combined with row_blocks: blocks cross the links ",
+             "of other GPUs as whole rows");
+      }
+      if (block_bytes <= bytes / 4) continue;
+      fail(Code::invalid, "a block of ", block_bytes, " bytes needs links of at least ",
+           4 * block_bytes, " bytes of a neighbour's memory, not ", bytes);
     }
     neighbours.push_back({backend, backend->allocate(kNeighbour, bytes)});
   }
   return neighbours;
+}
+
+void check_pool(const CacheGroup& group) {
+  const Layout& layout = *group.layout;
+  if (layout.row_bytes() == group.pool->row_bytes()) return;
+  if (layout.row_blocks() == 1) {
+    fail(Code::invalid, "a block of the cache has ", layout.block_bytes(),
+         " bytes, one of the host pool ", group.pool->row_bytes());
+  }
+  fail(Code::invalid, layout.row_blocks(), " blocks of the cache have ", layout.row_bytes(),
+       " bytes, a row of the host pool ", group.pool->row_bytes());
+}
+
+// A slot is to be the same bytes for all groups of its pool.
+void check_shared(const CacheGroup& group, const CacheGroup& other) {
+  const RowPlaces places = group.places();
+  const RowPlaces others = other.places();
+  if (group.pool != other.pool) return;
+  if (places.blocks == others.blocks && places.step == others.step) return;
+  fail(Code::invalid,
+       "two groups share a host pool, but not how blocks lie in its rows: ", "row_blocks ",
+       places.blocks, " and ", others.blocks, ", pages of ", places.step, " and ", others.step,
+       " bytes");
 }
 
 }  // namespace
@@ -110,10 +138,8 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
   if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
   for (size_t i = 0; i < groups_.size(); ++i) {
     const CacheGroup& group = groups_[i];
-    if (group.layout->row_bytes() != group.pool->row_bytes()) {
-      fail(Code::invalid, "a block of the cache has ", group.layout->row_bytes(),
-           " bytes, one of the host pool ", group.pool->row_bytes());
-    }
+    check_pool(group);
+    for (size_t other = 0; other < i; ++other) check_shared(group, groups_[other]);
     named_[i].resize(group.layout->blocks());
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
@@ -196,7 +222,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   request.held = options_.hold;
   const CacheGroup& group = groups_[request.group];
   const uint32_t layers = group.layout->layers();
-  const uint64_t bytes = request.blocks.size() * group.layout->row_bytes();
+  const uint64_t bytes = request.blocks.size() * group.layout->block_bytes();
   const bool load = request.direction == Direction::load;
   const PageForms forms(backend_->machine(), !backend_->host_visible() && !options_.kernel,
                         options_.plain_from[static_cast<size_t>(request.direction)]);
@@ -216,7 +242,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   job->gates_.resize(layer_groups->size());
   job->layer_groups_ahead_.resize(layer_groups->size());
   job->report_.link_bytes.resize(links_);
-  std::vector<Row> rows = group.pool->pin(job->request_.slots, !load);
+  std::vector<Row> rows = group.pool->pin(job->request_.slots, !load, group.places());
   try {
     job->builder_.emplace(job->request_.direction, forms, group.layout, std::move(layer_groups),
                           job->request_.blocks, std::move(rows));
@@ -227,7 +253,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
     queue_->news = true;
     queue_->work.notify_one();
   } catch (...) {
-    group.pool->unpin(job->request_.slots);
+    group.pool->unpin(job->request_.slots, group.places());
     throw;
   }
   if (queue_->asleep && bytes <= kBeginsWithCaller) worker_->help(false);

@@ -344,7 +344,8 @@ void TransferWorker::stop(const std::shared_ptr<Job>& job, std::optional<Error> 
 void TransferWorker::finish(const std::shared_ptr<Job>& job) {
   if (job->done()) return;
   const TransferRequest& request = job->request_;
-  groups_[request.group].pool->unpin(request.slots);
+  const CacheGroup& group = groups_[request.group];
+  group.pool->unpin(request.slots, group.places());
   job->waits_.clear();
   job->last_.clear();
   job->request_.after = nullptr;

@@ -169,7 +169,7 @@ uint64_t TransferWorker::share_of(const DirectionQueue& direction, const Job& jo
   const uint64_t most = std::max<uint64_t>(1, pace_.ahead_bytes / kPartsOfPace);
   if (job.together_ < job.layers_) return most;
   const uint64_t share = job.builder_->left_bytes() / (kSharesOfLink * direction.links.size());
-  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  const uint64_t row = groups_[job.request_.group].layout->block_bytes();
   return std::max(row, std::clamp(share, std::min(most, kShareMin), most));
 }
 
@@ -179,7 +179,7 @@ uint64_t TransferWorker::share_of_packing(const Job& job) const {
   const uint64_t before = job.report_.bytes;
   const uint64_t share = std::min(most, kPackedFirst + before / kPackedGrowth);
   if (job.request_.direction == Direction::store) return share;
-  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  const uint64_t row = groups_[job.request_.group].layout->block_bytes();
   const uint64_t left = job.request_.blocks.size() * row - before;
   return std::min(share, std::max(kPackedFirst, left / kPackedRest));
 }
@@ -187,7 +187,7 @@ uint64_t TransferWorker::share_of_packing(const Job& job) const {
 // The same where both engines copy: little at a job's begin, so that both have some soon, and
 // towards its end.
 uint64_t TransferWorker::share_of_engine(const LinkLane& lane, const Job& job, bool goes_on) const {
-  const uint64_t row = groups_[job.request_.group].layout->row_bytes();
+  const uint64_t row = groups_[job.request_.group].layout->block_bytes();
   const uint64_t left = job.builder_->left_bytes() / row;
   const uint64_t before = job.request_.blocks.size() - left;
   const uint64_t parts = lane.crossed ? 1 : kOwnParts;

@@ -44,6 +44,7 @@ class Legalizer {
   bool is_native(const Command& command) const {
     switch (command.op) {
       case Op::copy:
+        if (paged(command.dst) || paged(command.src)) return true;  // whole, by who lists the pages
         return command.bytes > 0 && command.bytes <= machine_.limits.copy_bytes_max &&
                (command.rows == 1 || command.rows <= rows_max(command));
       case Op::swap:
@@ -58,6 +59,11 @@ class Legalizer {
         return true;
     }
     return false;
+  }
+
+  bool paged(const Slice& slice) const {
+    return slice.buffer < program_.buffers.size() &&
+           program_.buffers[slice.buffer].kind == Buffer::Home::paged;
   }
 
   void legalize(const Command& command, const Queue& queue) {

@@ -57,7 +57,7 @@ std::vector<int64_t> copied(const Numbers& numbers) {
 
 std::shared_ptr<Layout> layout_of(
     const std::vector<std::tuple<uintptr_t, uint64_t, uint64_t, uint32_t, uint32_t>>& rows,
-    uint64_t blocks) {
+    uint64_t blocks, uint32_t row_blocks) {
   std::vector<kv::Piece> pieces;
   for (const auto& [address, block_step, bytes, layer, tensor] : rows) {
     pieces.push_back({.address = reinterpret_cast<std::byte*>(address),
@@ -66,7 +66,7 @@ std::shared_ptr<Layout> layout_of(
                       .layer = layer,
                       .tensor = tensor});
   }
-  return std::make_shared<Layout>(std::move(pieces), blocks);
+  return std::make_shared<Layout>(std::move(pieces), blocks, row_blocks);
 }
 
 std::shared_ptr<HostPool> open_host_pool(const std::string& backend, const Machine& machine,
@@ -189,7 +189,7 @@ void bind_pools(nb::module_& module) {
   nb::class_<Layout>(module, "KvLayout", "core/kv/layout.h")
       .def_prop_ro("blocks", &Layout::blocks)
       .def_prop_ro("layers", &Layout::layers)
-      .def_prop_ro("row_bytes", &Layout::row_bytes)
+      .def_prop_ro("block_bytes", &Layout::block_bytes)
       .def(
           "folds",
           [](const Layout& self) {
@@ -200,7 +200,7 @@ void bind_pools(nb::module_& module) {
             return folds;
           },
           "(pieces, bytes of a piece) of every copy of one block.");
-  module.def("kv_layout", &layout_of, nb::arg("pieces"), nb::arg("blocks"),
+  module.def("kv_layout", &layout_of, nb::arg("pieces"), nb::arg("blocks"), nb::arg("row_blocks"),
              "Of pieces (address, block step, bytes, layer, tensor), in the order of the row.");
   nb::class_<HostPool>(module, "HostPool", "core/kv/pool.h")
       .def_prop_ro("row_bytes", &HostPool::row_bytes)

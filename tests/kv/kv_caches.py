@@ -62,6 +62,13 @@ class Places:
         return kv.HostPool(block_bytes, blocks, backend=self.backend, **options)
 
 
+def place(pool: kv.HostPool, layout: kv.Layout, slot: int) -> np.ndarray:
+    """What a slot has of its row, by pieces."""
+    shared = layout.row_blocks
+    page = layout.copies()[0][1] if shared > 1 else layout.block_bytes
+    return pool.row(slot // shared).reshape(-1, shared, page)[:, slot % shared]
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of a cache: where it lies, its shape, and which axes are blocks and layers."""
@@ -91,7 +98,7 @@ class Cache:
     entries: list[tuple[Tensor, ...]]
     alone: bool = field(default=False)  # one entry, with all layers
 
-    def layout(self, places: Places) -> kv.Layout:
+    def layout(self, places: Places, row_blocks: int = 1) -> kv.Layout:
         first = self.entries[0][0]
         arrays = [
             tuple(places.tensor(t.at, t.shape, t.dtype) for t in entry) for entry in self.entries
@@ -99,7 +106,12 @@ class Cache:
         given: Any = [a[0] if len(a) == 1 else a for a in arrays]
         if self.alone:
             given = given[0]
-        return kv.Layout(given, block_axis=first.block_axis, layer_axis=first.layer_axis)
+        return kv.Layout(
+            given,
+            block_axis=first.block_axis,
+            layer_axis=first.layer_axis,
+            row_blocks=row_blocks,
+        )
 
     def layers(self, image: np.ndarray) -> list[list[np.ndarray]]:
         """Each layer's tensors in an image, as (blocks, rest)."""

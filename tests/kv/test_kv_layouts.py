@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_caches import ROOM, Cache, Places, Tensor
+from kv_caches import ROOM, Cache, Places, Tensor, place
 
 import offcore
 from offcore import kv
@@ -15,7 +15,8 @@ EXAMPLES = {"host": 80, "sim": 60, "cuda": 30}
 
 
 @st.composite
-def caches(draw: st.DrawFn, blocks: int) -> Cache:
+def caches(draw: st.DrawFn, blocks: int, even: bool = False) -> Cache:
+    """even: pages have one size."""
     layers = draw(st.integers(1, 6))
     dtype = draw(st.sampled_from(("uint8", "uint16", "float32")))
     pages = st.sampled_from(((1,), (3,), (4, 5), (2, 1, 8)))
@@ -31,7 +32,7 @@ def caches(draw: st.DrawFn, blocks: int) -> Cache:
     shapes = {
         "each": [(blocks, *page)],
         "apart": [(2, blocks, *page)],
-        "pairs": [(blocks, *page), (blocks, *draw(pages))],
+        "pairs": [(blocks, *page), (blocks, *(page if even else draw(pages)))],
     }[kind]
     gap = draw(st.sampled_from((None, 0, 48)))  # the same after each tensor, or any
     at = 0
@@ -65,19 +66,25 @@ class Checked:
     """A cache, its pool and transfer, beside what they must hold."""
 
     def __init__(
-        self, places: Places, cache: Cache, slots: int, chunk: int, **options: Any
+        self,
+        places: Places,
+        cache: Cache,
+        slots: int,
+        chunk: int,
+        row_blocks: int = 1,
+        **options: Any,
     ) -> None:
         self.places, self.cache = places, cache
         self.image = np.random.default_rng(5).integers(0, 256, ROOM, dtype=np.uint8)
         places.write(self.image)
-        layout = cache.layout(places)
-        self.pool = places.pool(layout.block_bytes, slots, chunk_bytes=chunk * layout.block_bytes)
+        self.layout = layout = cache.layout(places, row_blocks)
+        rows = -(-slots // row_blocks)
+        self.pool = places.pool(layout.row_bytes, rows, chunk_bytes=chunk * layout.row_bytes)
         self.pool.wait_ready(10)
-        assert self.pool.allocate(slots).tolist() == list(range(slots))
-        self.rows = [bytes([slot]) * layout.block_bytes for slot in range(slots)]
-        for slot in range(slots):
-            self.pool.row(slot)[:] = slot
-        self.layers = layout.layers
+        assert self.pool.allocate(rows).tolist() == list(range(rows))
+        self.rows = [bytes([slot]) * layout.block_bytes for slot in range(rows * row_blocks)]
+        for slot in range(len(self.rows)):
+            place(self.pool, layout, slot)[:] = slot
         self.policy = options.get("policy", "auto")
         self.transfer = kv.BlockTransfer(layout, self.pool, verify=True, **options)
 
@@ -92,9 +99,9 @@ class Checked:
         assert (result.asked, result.blocks, result.layers) == (
             len(blocks),
             len(blocks),
-            self.layers,
+            self.layout.layers,
         )
-        assert result.bytes == len(blocks) * self.pool.block_bytes
+        assert result.bytes == len(blocks) * self.layout.block_bytes
         packed = self.policy == "pack" and blocks != []
         assert result.commands <= result.pages or packed
         assert (result.path == "none") == (not blocks)
@@ -105,22 +112,24 @@ class Checked:
     def check(self) -> None:
         assert np.array_equal(self.places.read(), self.image)
         for slot, row in enumerate(self.rows):
-            assert self.pool.row(slot).tobytes() == row, slot
+            assert place(self.pool, self.layout, slot).tobytes() == row, slot
 
     def close(self) -> None:
         self.transfer.close()
         self.pool.close()
 
 
-def test_any_layout_and_any_blocks(places: Places) -> None:
+@pytest.mark.parametrize("row_blocks", [1, 2, 3, 16])
+def test_any_layout_and_any_blocks(places: Places, row_blocks: int) -> None:
     @settings(
         max_examples=min(settings().max_examples, EXAMPLES[places.backend]),
         suppress_health_check=list(HealthCheck),
     )
     @given(st.data())
     def check_one(data: st.DataObject) -> None:
-        blocks = data.draw(st.integers(1, 12), "blocks")
-        slots = data.draw(st.integers(blocks, 16), "slots")
+        most = 12 if row_blocks == 1 else 40
+        blocks = data.draw(st.integers(1, most), "blocks")
+        slots = data.draw(st.integers(blocks, most + 4), "slots")
         limit = st.sampled_from((None, 1, 8))
         pack = places.backend == "cuda" and data.draw(st.booleans(), "pack")
         plain = (None, None)
@@ -129,9 +138,10 @@ def test_any_layout_and_any_blocks(places: Places) -> None:
         sms = data.draw(st.sampled_from((1, 2, 4)), "sms")
         checked = Checked(
             places,
-            data.draw(caches(blocks), "cache"),
+            data.draw(caches(blocks, even=row_blocks > 1), "cache"),
             slots,
             data.draw(st.sampled_from((1, 3, 16)), "rows of a chunk"),
+            row_blocks,
             ahead_bytes=data.draw(st.sampled_from((1, 400, 1 << 20)), "ahead_bytes"),
             ahead_commands=data.draw(st.sampled_from((1, 256)), "ahead_commands"),
             plain_from=plain,

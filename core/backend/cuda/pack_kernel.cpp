@@ -22,9 +22,10 @@ constexpr struct {
 struct PackArguments {
   uint64_t pieces, packed, spent, first_at, block_bytes;
   uint32_t count, slices, blocks, scatters;
+  uint32_t row_blocks, from, to, at;
   uint32_t block[PackKernel::kBlocksMax];
 };
-static_assert(sizeof(PackArguments) == 3896);
+static_assert(sizeof(PackArguments) == 3912);
 
 }  // namespace
 
@@ -33,7 +34,7 @@ PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context) {
   kernel_.emplace(std::move(context), kPackPtx[0].ptx, kPackPtx[0].name,
                   "packing needs a GPU of compute capability 8.0 or more, and the driver's own "
                   "compiler of PTX, libnvidia-ptxjitcompiler");
-  PackArguments nothing{.count = 1, .slices = 1};
+  PackArguments nothing{.count = 1, .slices = 1, .row_blocks = 1};
   kernel_->warm_up(kPackThreads, &nothing);
 }
 
@@ -53,14 +54,18 @@ PackKernel::Launched PackKernel::launch(const PackCopy& copy, uint32_t sms, CUst
   for (size_t at = first; at < last; at += most) {
     const size_t count = std::min<size_t>(last - at, most);
     PackArguments arguments{.pieces = reinterpret_cast<uint64_t>(pages.pieces),
-                            .packed = copy.packed + (at - first) * pages.block_bytes,
+                            .packed = copy.packed,
                             .spent = spent,
                             .first_at = pages.first_at,
                             .block_bytes = pages.block_bytes,
                             .count = pages.count,
                             .slices = static_cast<uint32_t>(slices),
                             .blocks = static_cast<uint32_t>(count),
-                            .scatters = copy.scatters};
+                            .scatters = copy.scatters,
+                            .row_blocks = pages.row_blocks,
+                            .from = pages.first_place,
+                            .to = static_cast<uint32_t>(pages.first_place + last - first),
+                            .at = static_cast<uint32_t>(pages.first_place + at - first)};
     for (size_t i = 0; i < count; ++i) {
       arguments.block[i] = static_cast<uint32_t>(pages.blocks[at + i]);
     }

@@ -47,15 +47,16 @@ void StreamEncoder::pages(const Command& command, const PageTable& table, bool s
   if (!pages_left_) pages_left_ = table.first_pages;
   const std::span<const PagePiece> pieces(table.pieces, table.count);
   const Slice& at = scatters ? command.dst : command.src;
-  CUdeviceptr row = address(scatters ? command.src : command.dst) - table.first_at;
+  CUdeviceptr row = address(scatters ? command.src : command.dst);
   const size_t first = at.offset / table.block_bytes;
-  const size_t last = first + command.bytes / table.block_bytes;
+  const size_t last = first + command.rows * command.bytes / table.block_bytes;
   for (size_t i = first; i < last; ++i, row += table.block_bytes) {
     const auto block = static_cast<uint64_t>(table.blocks[i]);
     for (const PagePiece& piece : pieces) {
       const CUdeviceptr page = piece.address + block * piece.block_step;
-      dsts_.push_back(scatters ? page : row + piece.at);
-      srcs_.push_back(scatters ? row + piece.at : page);
+      const CUdeviceptr place = row + table.row_blocks * (piece.at - table.first_at);
+      dsts_.push_back(scatters ? page : place);
+      srcs_.push_back(scatters ? place : page);
       sizes_.push_back(piece.bytes);
       if (--*pages_left_ > 0) continue;
       flush_copies();

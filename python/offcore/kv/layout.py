@@ -16,6 +16,7 @@ import numpy as np
 
 from offcore import _core
 from offcore.errors import error
+from offcore.operands import checked
 
 _PIECES_MAX = 1 << 16
 _HOST = -1
@@ -92,9 +93,8 @@ def _pieces_of(memory: _Memory, block_axis: int, layer_axis: int | None) -> list
     layers = None if layer_axis is None else _axis("layer_axis", layer_axis, memory)
     if blocks == layers:
         raise error("invalid", f"block_axis and layer_axis are both {blocks}")
-    places, page = _places(
-        memory, [a for a in range(len(memory.shape)) if a not in (blocks, layers)]
-    )
+    rest = [axis for axis in range(len(memory.shape)) if axis not in (blocks, layers)]
+    places, page = _places(memory, rest)
     block_step = memory.steps[blocks] if memory.shape[blocks] > 1 else page
     count, step = (1, 0) if layers is None else (memory.shape[layers], memory.steps[layers])
     return [
@@ -111,6 +111,8 @@ class Layout:
         such tensors.
     block_axis: the axis of the blocks in every tensor; its length is the same in all.
     layer_axis: the axis of the layers, in tensors that have all of them.
+    row_blocks: blocks that share a row, piece by piece: its shape is (pieces, row_blocks, page),
+        with pages of one size, and slot r * row_blocks + i is place i of row r. Not with `links`.
 
     | tensors | arguments |
     |---|---|
@@ -122,23 +124,25 @@ class Layout:
 
     Torch tensors and numpy arrays of any dtype and strides are accepted. A row contains the layers
     of a block, contiguous and in order. Raises `Error`: invalid for caches with different numbers
-    of blocks, overlapping memory, or several devices.
+    of blocks, overlapping memory, several devices, or pages of several sizes that share rows.
     """
 
-    def __init__(self, caches: Any, *, block_axis: int = 0, layer_axis: int | None = None) -> None:
-        entries = caches if isinstance(caches, (list, tuple)) else [caches]
-        if layer_axis is not None:
-            entries = [tuple(entries)]
+    def __init__(
+        self,
+        caches: Any,
+        *,
+        block_axis: int = 0,
+        layer_axis: int | None = None,
+        row_blocks: int = 1,
+    ) -> None:
+        entries = _tensors(caches) if layer_axis is None else [tuple(_tensors(caches))]
         self.tensors = [tensor for entry in entries for tensor in _tensors(entry)]
         memories = [_memory_of(tensor) for tensor in self.tensors]
         devices = {memory.device for memory in memories}
         counts = {memory.shape[_axis("block_axis", block_axis, memory)] for memory in memories}
         if len(devices) != 1 or len(counts) != 1:
-            raise error(
-                "invalid",
-                "all tensors of a cache must have the same number of blocks and be on "
-                f"the same device: here {sorted(counts)} on {devices or 'none'}",
-            )
+            what = "all tensors of a cache must have the same number of blocks and device"
+            raise error("invalid", f"{what}: here {sorted(counts)} on {devices or 'none'}")
         self.device: int | None = devices.pop()
         numbered = enumerate(_pieces_of(memory, block_axis, layer_axis) for memory in memories)
         pieces: list[Piece] = []
@@ -152,7 +156,8 @@ class Layout:
                 for tensor, layers in own:
                     pieces += [(*piece[:3], layer, tensor) for piece in layers[depth]]
                 layer += 1
-        self._core = _core.kv_layout(pieces, counts.pop())
+        self.row_blocks = checked("row_blocks", row_blocks, 1 << 16)
+        self._core = _core.kv_layout(pieces, counts.pop(), self.row_blocks)
 
     @property
     def blocks(self) -> int:
@@ -166,8 +171,13 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block with all its layers: the size of a row of host memory."""
-        return self._core.row_bytes
+        """Bytes of a block with all its layers."""
+        return self._core.block_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of host memory, for `HostPool`: `row_blocks` blocks."""
+        return self.row_blocks * self.block_bytes
 
     def copies(self) -> list[tuple[int, int]]:
         """(rows, bytes of a row) of each copy of one block, strided if rows > 1. Tensors in several
@@ -175,9 +185,7 @@ class Layout:
         return self._core.folds()
 
     def __repr__(self) -> str:
-        return (
-            f"Layout({self.blocks} blocks, {self.layers} layers, {self.block_bytes} bytes a block)"
-        )
+        return f"Layout({self.blocks} blocks of {self.block_bytes} bytes, {self.layers} layers)"
 
 
 def _tensors(entry: Any) -> Sequence[Any]:

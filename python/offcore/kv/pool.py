@@ -30,7 +30,7 @@ def numbers_of(name: str, given: ArrayLike) -> Slots:
 class HostPool:
     """Pinned host memory for KV blocks: each row of `block_bytes` holds a block with all layers.
 
-    block_bytes: of a row: `Layout.block_bytes`.
+    block_bytes: of a row: `Layout.row_bytes`, of several blocks if they share rows.
     blocks: number of rows. They are registered with the driver in the background, about 0.1 s/GB,
         in chunks of `chunk_bytes`. No row and no copy crosses chunks. See `progress`.
     backend: "cuda", "host", "sim" or "auto": cuda if available, else host.

@@ -114,7 +114,7 @@ class BlockTransfer:
 
     caches: a `Layout`, or its argument, with `block_axis` and `layer_axis`; a list of Layouts for
         several groups with separate block numbers.
-    pool: the `HostPool`, with rows of the size of a block; a list with one pool per group.
+    pool: the `HostPool`, with rows of `Layout.row_bytes`; a list with one pool per group.
     device: cuda: the GPU of the caches; default: from the tensors.
     ahead_bytes, ahead_commands: limits of the work enqueued ahead per direction. Work that is not
         enqueued yet can be cancelled, or overtaken by a higher priority. Less than about 100 us of

@@ -137,6 +137,7 @@ struct PackPiece {
 struct PackArguments {
   uint64_t pieces, packed, spent, first_at, block_bytes;
   uint32_t count, slices, blocks, scatters;
+  uint32_t row_blocks, from, to, at;
   uint32_t block[960];
 };
 
@@ -166,7 +167,11 @@ void pack(const std::vector<uint64_t>& words, unsigned grid, Engine& engine) {
                sizeof piece, false);
     require(piece.bytes <= a.slices * uint64_t{4096}, kIllegalAddress);
     const uint64_t page = piece.address + a.block[block] * piece.block_step;
-    const uint64_t packed = a.packed + block * a.block_bytes + (piece.at - a.first_at);
+    const uint32_t place = a.at + block;
+    const uint32_t begin = std::max(place / a.row_blocks * a.row_blocks, a.from);
+    const uint32_t end = std::min((place / a.row_blocks + 1) * a.row_blocks, a.to);
+    const uint64_t packed = a.packed + (begin - a.from) * a.block_bytes +
+                            (end - begin) * (piece.at - a.first_at) + (place - begin) * piece.bytes;
     std::vector<std::byte> held(piece.bytes);
     move_bytes(engine, a.scatters != 0 ? packed : page, held.data(), held.size(), false);
     move_bytes(engine, a.scatters != 0 ? page : packed, held.data(), held.size(), true);
@@ -320,7 +325,7 @@ std::vector<unsigned> kernel_arguments(const std::string& name) {
   static const std::map<std::string, std::vector<unsigned>> known = {
       {"gather", {2048, 8, 8, 4, 4, 4}},
       {"offcore_exchange", {sizeof(offcore::proxy::ExchangeArgs)}},
-      {"offcore_pack", {3896}},
+      {"offcore_pack", {3912}},
       {"offcore_reduce_bfloat16", {sizeof(ReduceArguments)}},
       {"offcore_reduce_float16", {sizeof(ReduceArguments)}},
       {"offcore_reduce_float32", {sizeof(ReduceArguments)}},

@@ -2,7 +2,8 @@
 //
 // A warp takes 4 KiB of a page at a time, all of them in flight at once, so that a few SMs have
 // enough under way to keep up with a link. Pages and pieces are found by division, from the
-// numbers of the blocks and a table of the pieces: nobody lists their product.
+// numbers of the blocks and a table of the pieces: nobody lists their product. Blocks that share a
+// row on the host lie side by side piece by piece, so that rows and parts of them are one copy each.
 #include <cstdint>
 
 namespace {
@@ -31,6 +32,12 @@ struct Arguments {
   uint32_t slices;       // of the largest piece
   uint32_t blocks;
   uint32_t scatters;  // to the pages
+  // Blocks have places in rows of so many, one after the other: all of the copy those from `from`
+  // to before `to`, the launch's those from `at` on.
+  uint32_t row_blocks;
+  uint32_t from;
+  uint32_t to;
+  uint32_t at;
   uint32_t block[kBlocksMax];
 };
 
@@ -88,7 +95,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const uint64_t left = size.x - offset;
     const uint32_t bytes = left < kSlice ? static_cast<uint32_t>(left) : kSlice;
     const uint64_t page = place.x + a.block[block] * place.y + offset;
-    const uint64_t packed = a.packed + block * a.block_bytes + (size.y - a.first_at) + offset;
+    const uint32_t at = a.at + block;
+    const uint32_t row = at - at % a.row_blocks;
+    const uint32_t begin = max(row, a.from);
+    const uint32_t blocks = min(row + a.row_blocks, a.to) - begin;  // of the row
+    const uint64_t packed = a.packed + (begin - a.from) * a.block_bytes +
+                            blocks * (size.y - a.first_at) + (at - begin) * size.x + offset;
     if (a.scatters != 0) {
       copy(page, packed, bytes, lane);
     } else {
