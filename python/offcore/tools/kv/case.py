@@ -17,7 +17,7 @@ from offcore.tools.kv.models import Geometry
 LAYOUTS = (
     *("layers", "tensors", "kv-apart", "kv-tensors", "contiguous"),
     "page-first",  # kv-tensors; on the host K's rows, then V's: SGLang's page_first_direct
-    "chunks",  # kv-apart; on the host 256 tokens of each layer side by side: LMCache's chunks
+    "chunks",  # kv-apart; on the host 256 tokens a row, K's layers first: LMCache's chunks
 )
 DIRECTIONS = ("load", "store", "both")
 
@@ -208,12 +208,12 @@ class Case:
         rng = np.random.default_rng(seed)
         order = rng.permutation(total)[:named].reshape(sets, blocks)
         self._total = total
+        self._shared = _CHUNK_BLOCKS if layout == "chunks" else 1  # blocks of a row
         self._pieces = _pieces(geometry, layout, total)
         memories = 1 + max(piece.memory for piece in self._pieces)
         nbytes = total * geometry.block_bytes // memories
         self._memories = [memory_of(backend, nbytes, gpus) for _ in range(memories)]
         self.caches = self._layouts(total)
-        self._chunks: kv.HostPool | None = None  # of which the pools have parts
         slots = self._open_pools(sets, rng)
         self.loads = list(zip(order[:requests], slots[:requests], strict=True))
         self.stores = list(zip(order[-requests:], slots[-requests:], strict=True))
@@ -226,36 +226,15 @@ class Case:
             memory.write(image)
 
     def _open_pools(self, sets: int, rng: np.random.Generator) -> Numbers:
-        """The pool of each group, with all slots taken; the slots of each set."""
-        blocks = self.blocks
-        if self.layout != "chunks":
-            self.pools = [
-                kv.HostPool(cache.block_bytes, sets * blocks, backend=self.backend)
-                for cache in self.caches
-            ]
-            slots = rng.permutation(sets * blocks).reshape(sets, blocks)
-        else:
-            each = -(-blocks // _CHUNK_BLOCKS)
-            count, nbytes = sets * each, _CHUNK_BLOCKS * self.geometry.block_bytes
-            self._chunks = kv.HostPool(nbytes, count, backend=self.backend)
-            rows = [
-                self._chunks.row(slot) for slot in self._chunks.allocate(count, timeout=_READY_S)
-            ]
-            span = nbytes // len(self.caches)
-            self.pools = [
-                kv.HostPool(
-                    cache.block_bytes,
-                    count * _CHUNK_BLOCKS,
-                    backend=self.backend,
-                    memory=[row[group * span :][:span] for row in rows],
-                )
-                for group, cache in enumerate(self.caches)
-            ]
-            first = rng.permutation(count).reshape(sets, each, 1) * _CHUNK_BLOCKS
-            slots = (first + np.arange(_CHUNK_BLOCKS)).reshape(sets, -1)[:, :blocks]
+        """The pool of each group, with all rows taken; the slots of each set."""
+        each = -(-self.blocks // self._shared)
+        self.pools = [
+            kv.HostPool(cache.row_bytes, sets * each, backend=self.backend) for cache in self.caches
+        ]
         for pool in self.pools:
             pool.allocate(pool.blocks, timeout=_READY_S)
-        return slots
+        first = rng.permutation(sets * each).reshape(sets, each, 1) * self._shared
+        return (first + np.arange(self._shared)).reshape(sets, -1)[:, : self.blocks]
 
     def _layouts(self, total: int) -> list[kv.Layout]:
         """Of each group that has rows of its own on the host."""
@@ -276,11 +255,12 @@ class Case:
         if self.layout == "page-first":
             return [kv.Layout(side) for side in sides]
         if self.layout == "chunks":
-            return [
-                kv.Layout([memory.tensor(at, (total, page // 2))])
+            halves = [
+                memory.tensor(at, (total, page // 2))
                 for at in (0, total * page // 2)
                 for memory in self._memories
             ]
+            return [kv.Layout([halves], row_blocks=self._shared)]  # all of K comes first
         return [kv.Layout(self.tensors, block_axis=self.block_axis)]
 
     @property
@@ -309,29 +289,31 @@ class Case:
         cache = bases[None, :] + blocks.astype(np.uint64)[:, None] * steps[None, :]
         rows = np.array([[part.ctypes.data for part in self.parts(slot)] for slot in slots])
         count = len(self._pieces) // len(self.pools)
-        inside = np.arange(count, dtype=np.uint64) * np.uint64(self.piece_bytes)
+        inside = np.arange(count, dtype=np.uint64) * np.uint64(self._shared * self.piece_bytes)
         return cache.ravel(), (rows.astype(np.uint64)[:, :, None] + inside).ravel()
 
     def parts(self, slot: int) -> list[Bytes]:
-        """A row: what each group has of it."""
-        return [pool.row(slot) for pool in self.pools]
+        """What each group has at a slot, as (pages, bytes)."""
+        row, place = divmod(slot, self._shared)
+        shape = (-1, self._shared, self.piece_bytes)
+        return [pool.row(row).reshape(shape)[:, place] for pool in self.pools]
 
     def places(self, slot: int) -> Iterator[Bytes]:
-        """Each page of a row."""
+        """Each page at a slot."""
         for part in self.parts(slot):
-            yield from part.reshape(-1, self.piece_bytes)
+            yield from part
 
     def refresh(self, turn: int) -> None:
         """Other bytes in all rows, so that what an earlier copy has left there cannot pass."""
-        for slot in {slot for _, slots in (*self.loads, *self.stores) for slot in slots.tolist()}:
-            for group, part in enumerate(self.parts(slot)):
-                offcore.fill(part, (turn << 32) + (group << 24) + slot)
+        for group, pool in enumerate(self.pools):
+            for row in range(pool.blocks):
+                offcore.fill(pool.row(row), (turn << 32) + (group << 24) + row)
 
     def rows(self) -> Bytes:
         """What the rows of the loads hold now, until the next call."""
         for rows, (_, slots) in zip(self._before, self.loads, strict=True):
             for row, slot in zip(rows, slots, strict=True):
-                np.concatenate(self.parts(slot), out=row)
+                np.concatenate(self.parts(slot), out=row.reshape(-1, self.piece_bytes))
         return self._before
 
     def wrong(self, direction: str, before: Bytes) -> int:
@@ -341,7 +323,7 @@ class Case:
         if direction != "store":
             for (blocks, slots), rows in zip(self.loads, before, strict=True):
                 for row, slot in zip(rows, slots, strict=True):
-                    groups = row.reshape(len(self.pools), -1)
+                    groups = row.reshape(len(self.pools), -1, self.piece_bytes)
                     for part, wanted in zip(self.parts(slot), groups, strict=True):
                         wrong += _differing(part, wanted)
                 self._put(blocks, rows)
@@ -384,5 +366,5 @@ class Case:
             at += view.shape[1]
 
     def close(self) -> None:
-        for pool in (*self.pools, *filter(None, [self._chunks])):
+        for pool in self.pools:
             pool.close()
