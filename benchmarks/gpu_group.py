@@ -87,7 +87,7 @@ class Check:
         self.wrong += off != 0
         if dist.get_rank() == 0:
             step = f"{ms:8.1f}" if ms else " " * 8
-            print(f"{name:<28} {step} {off:10.3g} {staged:>8}  {memory}", flush=True)
+            print(f"{name:<28} {step} {off:10.3g} {staged:>8}  {memory}".rstrip(), flush=True)
 
     def fsdp(self) -> None:
         kind = self.device.type
@@ -174,6 +174,7 @@ class Check:
         for method in ("allgather", "alltoall"):
             set_rotate_method(method)
             outs = []
+            torch.use_deterministic_algorithms(True)  # else sums of gradients have no fixed order
             for group in (self.own, self.group):
                 torch.manual_seed(3)
                 whole = [
