@@ -107,6 +107,11 @@ void measure(uint64_t page, bool even) {
                       .ranks = 1,
                       .buffers = {flag_buffer()}};
       program.buffers.insert(program.buffers.end(), buffers.begin(), buffers.end());
+      if (part.pages_at) {  // as core/kv/submit.cpp has them
+        const uint64_t bytes = part.pages_at->blocks.size() * part.pages_at->block_bytes;
+        program.buffers.push_back({.name = "stage", .kind = Buffer::Home::local});
+        program.buffers.push_back({.name = "pages", .kind = Buffer::Home::paged, .bytes = bytes});
+      }
       program.queues.push_back({.commands = std::move(part.commands)});
       if (legal) program = legalize(std::move(program), machine);
       if (checked) verify(program);
