@@ -25,24 +25,24 @@ class _Piece(NamedTuple):
 class Ring:
     """`nbytes` of window memory on every rank. Collective.
 
-    Pieces lie at the two ends in turn, so two at a time need only their bytes; more go between.
-    Where one lies follows from the sizes taken before and the tensors still held: ranks that
-    allocate and drop alike get the same places, where peers write directly. So operations get a
-    piece by its `region`: they would keep a tensor until they have ended, and longer.
+    Places follow from what was taken and is held: ranks that allocate and drop alike get the same,
+    where peers write directly. Operations get a piece's `region`, or they would hold it longer.
+    tight: pieces lie at both ends in turn, so two need only their bytes; else each lies behind the
+    one before, and no place depends on a drop that is a little late.
 
     On GPUs whoever writes into a piece next is ordered behind its last readers by the stream in
     which FSDP allocates, as for torch's own allocator. On CPUs an asynchronous call of a group
-    holds its tensors until its thread has ended it, sooner on one rank than on another: places can
-    then differ, and calls with tensors at different places are staged.
+    holds its tensors until its thread has ended it, sooner on one rank than on another.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int) -> None:
+    def __init__(self, comm: Communicator, nbytes: int, tight: bool = False) -> None:
         self.nbytes = nbytes
         self.refused = 0  # requests that it had no room for
+        self._tight = tight
         self._window = comm.window(max(nbytes, _ALIGN))
         self._rank = comm.local_ranks[0]
         self._first = self._window.address()
-        self._high = False  # where the last piece lies: at the upper end
+        self._at = 0  # where the last piece ends
         self._pieces: list[_Piece] = []  # by place
 
     def take(self, size: Sequence[int], dtype: Any) -> Any:
@@ -53,23 +53,23 @@ class Ring:
         if begin is None or wide == 0:
             self.refused += wide > 0
             return None
-        self._high = begin > 0
+        self._at = begin + wide
         lease = _core.Lease()
         taken = tensors_of(dtype)(self._window._core, self._rank, begin, tuple(size), lease)
-        bisect.insort(self._pieces, _Piece(begin, begin + wide, lease))
+        bisect.insort(self._pieces, _Piece(begin, self._at, lease))
         return taken
 
     def _room(self, wide: int) -> int | None:
-        """Where so many bytes are free: at the end that the last piece has not, at the other, or
-        between."""
+        """Where so many bytes are free."""
         ends = [0, *(one.end for one in self._pieces)]
         begins = [*(one.begin for one in self._pieces), self.nbytes]
-        gaps = [*zip(ends, begins, strict=True)]
         upper = max(self.nbytes - wide, 0) // _ALIGN * _ALIGN
-        for place in (0, upper) if self._high else (upper, 0):
-            if any(low <= place and place + wide <= high for low, high in gaps):
-                return place
-        return next((low for low, high in gaps if high - low >= wide), None)
+        first = [upper, 0] if self._at <= upper else [0, upper]  # the end that the last has not
+        for place in first if self._tight else [self._at]:
+            for low, high in zip(ends, begins, strict=True):
+                if max(low, place) + wide <= high and (low <= place or not self._tight):
+                    return max(low, place)
+        return next((a for a, b in zip(ends, begins, strict=True) if b - a >= wide), None)
 
     def region(self, tensor: Any) -> Any:
         """Where a tensor lies, for an operation; None: outside of the ring."""

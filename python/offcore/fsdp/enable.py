@@ -21,7 +21,7 @@ from offcore.distributed.report import calls_of
 from offcore.distributed.report import report as report_of_group
 from offcore.distributed.sides import log
 from offcore.errors import error
-from offcore.fsdp.shards import AllGather, Meeting, ReduceScatter, Shards
+from offcore.fsdp.shards import AllGather, Meeting, ReduceScatter, Shards, tight
 
 _ROUND = 1 << 21
 
@@ -73,8 +73,9 @@ def enable(
 
     all_gather, reduce_scatter, all_reduce: the collectives to handle; all_reduce is HSDP's.
     memory: bytes of window memory for outputs of all-gathers, per group of ranks that share
-        parameters; default: enough for the two largest modules, which FSDP2 prefetches at most;
-        explicit prefetching of more modules needs more.
+        parameters; default: the two largest modules (on CPUs and several hosts four). FSDP2 usually
+        has two outputs at a time, but more with explicit prefetching, `unshard(async_op=True)`, or
+        modules that run forward without a backward pass: see `refused`.
         Outputs that do not fit are allocated by torch and staged through slots (`staged`).
     timeout: seconds after which an unfinished call fails and the group is dead. No rank may lag
         further behind, e.g. while it writes a checkpoint.
@@ -90,11 +91,11 @@ def enable(
         raise error("invalid", "the model is enabled already: call disable first")
     made = _Enabled(defaults.seconds(timeout), Options(**arguments).arguments)
     try:
-        for group, device, nbytes in _groups_of(param_groups):
+        for group, device, sizes in _groups_of(param_groups):
             meeting = _meeting(group, device, made) if all_gather or reduce_scatter else None
             if meeting is None:
                 continue
-            size = nbytes if memory is None else memory
+            size = _ring_bytes(sizes, tight(device, meeting.hosts)) if memory is None else memory
             ring = size if all_gather else 0
             made.shards[group] = Shards(group, device, made.timeout, ring, arguments, meeting)
         for param_group in param_groups:
@@ -196,8 +197,8 @@ def _param_groups(model: Any) -> Iterator[Any]:
             yield from found
 
 
-def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, int]]:
-    """Each group of ranks that share parameters, its device, and what its ring is to hold."""
+def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, list[int]]]:
+    """Each group of ranks that share parameters, its device, and bytes of modules, falling."""
     needs: dict[Any, list[int]] = {}
     devices = {}
     for param_group in param_groups:
@@ -209,8 +210,13 @@ def _groups_of(param_groups: list[Any]) -> Iterator[tuple[Any, Any, int]]:
             needs.setdefault(group, []).append(whole)
             devices[group] = param_group.device
     for group, sizes in needs.items():
-        total = sum(sorted(sizes)[-2:])
-        yield group, devices[group], -(-total // _ROUND) * _ROUND
+        yield group, devices[group], sorted(sizes, reverse=True)
+
+
+def _ring_bytes(sizes: list[int], tight: bool) -> int:
+    """Room for two outputs at a time, or twice as many where calls hold them for longer."""
+    most = sizes[:2] if tight else [*sizes[:3], sizes[0]]
+    return -(-(sum(most) + 4 * 512) // _ROUND) * _ROUND  # pieces have whole multiples of 512
 
 
 def _gathered_bytes(param_group: Any) -> int:

@@ -72,6 +72,11 @@ class Meeting(NamedTuple):
     hosts: list[list[int]]
 
 
+def tight(device: Any, hosts: Any) -> bool:
+    """Whether pieces of a ring are held by their tensors alone, not by calls that are under way."""
+    return torch.device(device).type == "cuda" and len(hosts) == 1
+
+
 class Shards:
     """The ranks of one group, each with a shard, and a lane for each direction. Where they are on
     several hosts, their communicator is that of a host's. Collective: `memory` bytes of window
@@ -91,7 +96,8 @@ class Shards:
         self.group = group
         self._ends = open_ends(*meeting, self._rank, timeout, device, arguments, lanes=2)
         self.hosts = [end for end in self._ends if isinstance(end, Hosts)]  # none: there is one
-        self.ring = Ring(self.hosts[0].inside if self.hosts else self._ends[0], memory)
+        inside = self.hosts[0].inside if self.hosts else self._ends[0]
+        self.ring = Ring(inside, memory, tight(device, meeting.hosts))
         for one in self.hosts:
             one.region_of = self._operand
         self.ran = {"all_gather": Ran(), "reduce_scatter": Ran()}
