@@ -156,16 +156,16 @@ def same_dtype(one: Any, other: Any) -> bool:
     return one is other or dtype_name(one) == dtype_name(other)
 
 
-def checked(name: str, value: Any, last: int = BYTES_MAX) -> int:
-    """A whole number from 0 to `last`. Raises `Error`: invalid, naming what it is."""
-    if type(value) is int and 0 <= value <= last:
+def checked(name: str, value: Any, last: int = BYTES_MAX, first: int = 0) -> int:
+    """A whole number from `first` to `last`. Raises `Error`: invalid, naming what it is."""
+    if type(value) is int and first <= value <= last:
         return value
     try:
         number = operator.index(value)
     except TypeError:
         raise error("invalid", f"{name} must be a whole number, not {value!r}") from None
-    if not 0 <= number <= last:
-        raise error("invalid", f"{name} is {number}; it must lie in 0..{last}")
+    if not first <= number <= last:
+        raise error("invalid", f"{name} is {number}; it must lie in {first}..{last}")
     return number
 
 

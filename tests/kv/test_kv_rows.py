@@ -104,7 +104,7 @@ def test_what_is_refused() -> None:
     cache = outermost()
     layout = layout_of(cache)
     pool = pool_of(layout)
-    for wrong, told in ((0, "row_blocks is 0"), (1 << 17, "0..65536"), (-1, "row_blocks is -1")):
+    for wrong, told in ((0, "row_blocks is 0"), (1 << 17, "1..65536"), (-1, "row_blocks is -1")):
         check_refused(lambda w=wrong: layout_of(cache, w), "invalid", told)
     sizes = [(np.zeros((8, 64), np.uint8), np.zeros((8, 32), np.uint8))]
     told = "pages of 64 and of 32 bytes cannot share rows"

@@ -111,8 +111,8 @@ class Layout:
         such tensors.
     block_axis: the axis of the blocks in every tensor; its length is the same in all.
     layer_axis: the axis of the layers, in tensors that have all of them.
-    row_blocks: blocks that share a row, piece by piece: its shape is (pieces, row_blocks, page),
-        with pages of one size, and slot r * row_blocks + i is place i of row r. Not with `links`.
+    row_blocks: blocks that share a row of shape (pieces, row_blocks, page), with pages of one size.
+        Pieces: what of a block is contiguous. Slot r * row_blocks + i is place i of row r.
 
     | tensors | arguments |
     |---|---|
@@ -156,7 +156,7 @@ class Layout:
                 for tensor, layers in own:
                     pieces += [(*piece[:3], layer, tensor) for piece in layers[depth]]
                 layer += 1
-        self.row_blocks = checked("row_blocks", row_blocks, 1 << 16)
+        self.row_blocks = checked("row_blocks", row_blocks, 1 << 16, first=1)
         self._core = _core.kv_layout(pieces, counts.pop(), self.row_blocks)
 
     @property

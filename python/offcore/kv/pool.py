@@ -28,9 +28,9 @@ def numbers_of(name: str, given: ArrayLike) -> Slots:
 
 
 class HostPool:
-    """Pinned host memory for KV blocks: each row of `block_bytes` holds a block with all layers.
+    """Pinned host memory for KV blocks: a row holds one with all layers, or `Layout.row_blocks`.
 
-    block_bytes: of a row: `Layout.row_bytes`, of several blocks if they share rows.
+    block_bytes: of a row: `Layout.row_bytes`.
     blocks: number of rows. They are registered with the driver in the background, about 0.1 s/GB,
         in chunks of `chunk_bytes`. No row and no copy crosses chunks. See `progress`.
     backend: "cuda", "host", "sim" or "auto": cuda if available, else host.
@@ -45,8 +45,8 @@ class HostPool:
         rows are never touched.
     timeout: default timeout of a wait, in seconds.
 
-    A slot is the number of a row, from 0. Methods are thread-safe. Raises `Error`: invalid,
-    unavailable; `wait_ready` reports failed allocations.
+    Methods, all thread-safe, name rows by number: slots, unless blocks share rows. Raises `Error`:
+    invalid, unavailable; `wait_ready` reports failed allocations.
     """
 
     def __init__(

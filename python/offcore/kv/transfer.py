@@ -281,7 +281,7 @@ class BlockTransfer:
     ) -> Job:
         """Copies host rows into blocks: slots[i] into blocks[i].
 
-        blocks, slots: lists of integers of equal length, preferably int64 arrays; no block twice.
+        blocks, slots: lists of integers, best int64 arrays; no block twice. Slots: `Layout`.
         priority: higher priorities overtake work that is not enqueued yet.
         by_layer: False: all layers of a block together, with the fewest commands. True: layer by
             layer, each with an event (`Job.wait_layer`), so that compute can start on the first
