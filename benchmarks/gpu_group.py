@@ -9,8 +9,9 @@ memory (`Options(memory=)`), too little of it, and torch.cuda.empty_cache() betw
 collectives under torch.compile (aot_eager and inductor); in a CUDA graph that is replayed with
 other numbers; ring attention (context_parallel) with both ways to rotate. Each line: milliseconds
 of a step where there are steps, the largest difference from NCCL's result, all-gathers that went
-through slots of all, and bytes of window memory and what did not fit. The status is 1 for a
-difference.
+through slots of all, and bytes of window memory and what did not fit. The last training is by
+offcore.fsdp. The status is 1 for a difference (of attention, for one of more than 1e-3), and for
+all-gathers that go through slots though there is memory, or that do not though there is too little.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import offcore.distributed
+import offcore.fsdp
 from offcore.distributed.report import calls_of
 
 STEPS, LAYERS = 6, 4
@@ -38,8 +40,11 @@ MEMORY = {"cuda": 1 << 30, "cpu": 1 << 20}
 TOO_LITTLE = {"cuda": 64 << 20, "cpu": 1 << 16}
 
 
-def trained(group: Any, device: torch.device, allocates: bool, empties: bool) -> tuple[Any, float]:
-    """A few steps of FSDP2 over that group: the weights, and milliseconds of a step."""
+def trained(
+    group: Any, device: torch.device, allocates: bool, empties: bool, reports: Any = None
+) -> tuple[Any, float]:
+    """A few steps of FSDP2 over that group: the weights, and milliseconds of a step. reports: a
+    list: by offcore.fsdp, whose report goes there."""
     width = WIDTH[device.type]
     torch.manual_seed(1)
     layers = [
@@ -56,6 +61,8 @@ def trained(group: Any, device: torch.device, allocates: bool, empties: bool) ->
     for layer in model.modules() if allocates else ():
         if isinstance(layer, FSDPModule):
             layer.set_allocate_memory_from_process_group_for_comm(True)
+    if reports is not None:
+        offcore.fsdp.enable(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(10 + dist.get_rank())
     times = []
@@ -69,7 +76,16 @@ def trained(group: Any, device: torch.device, allocates: bool, empties: bool) ->
             if empties:
                 torch.cuda.empty_cache()
         times.append(1e3 * (time.perf_counter() - began))
+    if reports is not None:
+        reports.append(offcore.fsdp.report(model))
+        offcore.fsdp.disable(model)
     return [one.full_tensor().detach() for one in model.parameters()], statistics.median(times)
+
+
+def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """The largest difference; NaN where one has it."""
+    off = [(a.double() - b.double()).abs().max() for a, b in zip(one, other, strict=True)]
+    return float(torch.stack(off).max())
 
 
 class Check:
@@ -82,9 +98,16 @@ class Check:
         self.wrong = 0
 
     def line(
-        self, name: str, off: float, ms: float = 0, staged: str = "", memory: Any = ""
+        self,
+        name: str,
+        off: float,
+        ms: float = 0,
+        told: tuple[str, Any] = ("", ""),
+        most: float = 0,
     ) -> None:
-        self.wrong += off != 0
+        """told: all-gathers through slots of all; window memory."""
+        self.wrong += not off <= most  # NaN too
+        staged, memory = told
         if dist.get_rank() == 0:
             step = f"{ms:8.1f}" if ms else " " * 8
             print(f"{name:<28} {step} {off:10.3g} {staged:>8}  {memory}".rstrip(), flush=True)
@@ -108,10 +131,17 @@ class Check:
             ours, ms = trained(group, self.device, nbytes > 0, "empty" in name)
             calls.collectives._sides[kind].settle()
             staged = [one.staged for one in told if one.op == "all_gather"]
-            off = max((a - b).abs().max().item() for a, b in zip(plain, ours, strict=True))
             memory = offcore.distributed.report(group)["memory"].get(kind, "")
-            self.line(f"FSDP2{name}", off, ms, f"{sum(staged)}/{len(staged)}", memory)
+            told_of = f"{sum(staged)}/{len(staged)}", memory
+            self.line(f"FSDP2{name}", apart(plain, ours), ms, told_of)
+            self.wrong += nbytes > 0 and sum(staged) != len(staged) * (nbytes == little)
             dist.destroy_process_group(group)
+        reports: list[Any] = []
+        ours, ms = trained(self.own, self.device, False, False, reports)
+        gathers = reports[0]["all_gather"]
+        self.wrong += gathers["staged"] + gathers["handed"]
+        told_of = f"{gathers['staged']}/{gathers['calls']}", reports[0]["memory"]
+        self.line("offcore.fsdp", apart(plain, ours), ms, told_of)
 
     def collectives(self, group: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         whole = functional.all_gather_tensor(x, 0, group) @ w
@@ -131,7 +161,7 @@ class Check:
         for how in ("aot_eager", "inductor"):
             torch._dynamo.reset()
             found = torch.compile(self.collectives, fullgraph=True, backend=how)(self.group, x, w)
-            self.line(f"torch.compile, {how}", (found - wanted).abs().max().item())
+            self.line(f"torch.compile, {how}", apart([wanted], [found]))
 
     def graph(self) -> None:
         """Captured once, replayed with other numbers, with eager calls between."""
@@ -161,9 +191,7 @@ class Check:
                 one.fill_(-1)
             graph.replay()
             found = [one.clone() for one in (*outs, turned, total)]
-            wanted = calls(self.own if turn % 2 else self.group)
-            pairs = zip(found, wanted, strict=True)
-            off = max(off, *((a - b).abs().max().item() for a, b in pairs))
+            off += apart(found, calls(self.own if turn % 2 else self.group))
         torch.cuda.synchronize()
         self.line("CUDA graph, 20 replays", off)
 
@@ -189,10 +217,7 @@ class Check:
                     out = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True)
                     out.float().square().sum().backward()
                     outs.append([out.detach(), *(one.grad for one in own)])
-            off = max(
-                (a.float() - b.float()).abs().max().item() for a, b in zip(*outs, strict=True)
-            )
-            self.line(f"context_parallel, {method}", off)
+            self.line(f"context_parallel, {method}", apart(*outs), most=1e-3)
 
 
 def main() -> int:

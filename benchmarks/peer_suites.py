@@ -268,7 +268,11 @@ def main() -> None:
 
 def summary(found: dict[str, Found], took: dict[str, float]) -> Iterator[str]:
     for backend, tests in found.items():
-        counts = collections.Counter(one["outcome"] for one in tests.values())
+        again = " only in fresh processes"  # what passed there after it had failed
+        counts = collections.Counter(
+            one["outcome"] + again * bool(one["first"] and one["outcome"] == "passed")
+            for one in tests.values()
+        )
         told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         yield f"{backend}: {len(tests)} tests, {told}, in {took[backend]:.0f} s"
     for backend, tests in found.items():
