@@ -414,22 +414,27 @@ FAKE_API Result cuPointerGetAttribute(void* value, int attribute, DevicePtr addr
 
 namespace {
 
-// Device memory as a kernel of a test sees it: through the table of mappings.
+// Memory as a kernel of a test sees it: through the table of mappings, or the host's.
 std::byte* seen_by_kernel(DevicePtr address, uint64_t bytes) {
   const auto facts = addresses().facts(address);
+  if (facts.kind == Kind::kRegistered) return reinterpret_cast<std::byte*>(address);
   if (facts.kind != Kind::kMapped) return nullptr;
   const uint64_t offset = address - facts.start;
   return offset + bytes <= facts.bytes ? facts.allocation->data() + offset : nullptr;
 }
 
+void tell_changed(DevicePtr address) {
+  if (const auto allocation = addresses().facts(address).allocation) allocation->changed();
+}
+
 }  // namespace
 
-// What a running kernel would do to a word of device memory.
+// What a running kernel would do to a word, or the CPU to one of registered host memory.
 FAKE_API int fakecuda_store32(DevicePtr address, uint32_t value) {
   std::byte* const word = seen_by_kernel(address, 4);
   if (!word) return -1;
   __atomic_store_n(reinterpret_cast<uint32_t*>(word), value, __ATOMIC_RELEASE);
-  addresses().facts(address).allocation->changed();
+  tell_changed(address);
   return 0;
 }
 
@@ -441,7 +446,7 @@ FAKE_API void* fakecuda_memory(DevicePtr address, uint64_t bytes) {
 
 FAKE_API int fakecuda_changed(DevicePtr address) {
   if (!seen_by_kernel(address, 1)) return -1;
-  addresses().facts(address).allocation->changed();
+  tell_changed(address);
   return 0;
 }
 

@@ -175,7 +175,7 @@ FAKE_API Result cuStreamWaitEvent(StreamHandle handle, EventHandle event_handle,
         throw Failure{kCaptureIsolation};
       }
     }
-    if (!marker || marker->passed) return;
+    if (!marker) return;
     stream->push([marker](Engine&) {
       marker->wait();
       return kSuccess;
@@ -267,7 +267,7 @@ FAKE_API Result cuEventQuery(EventHandle handle) {
     const auto event = events().find(handle);
     const auto marker = settled_marker(*event);
     refuse_unsafe();
-    require(!marker || marker->passed, kNotReady);
+    require(!marker || marker->is_passed(), kNotReady);
     check_alive(*event->context);
   });
 }
@@ -292,7 +292,7 @@ FAKE_API Result cuEventElapsedTime(float* ms, EventHandle start, EventHandle end
     require(!((first->flags | second->flags) & kEventDisableTiming), kInvalidHandle);
     const auto from = settled_marker(*first), until = settled_marker(*second);
     require(from && until, kInvalidHandle);
-    require(from->passed && until->passed, kNotReady);
+    require(from->is_passed() && until->is_passed(), kNotReady);
     *ms = static_cast<float>(until->time_ns - from->time_ns) * 1e-6f;
   });
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tests/fakes/cuda/abi.h"
+#include "tests/fakes/cuda/seen.h"
 
 namespace fakecuda {
 
@@ -33,6 +34,7 @@ void set_initialized();
 
 template <typename Body>
 Result enter(const char* name, Body&& body, When when = When::kInitialized) noexcept {
+  const Hidden hidden;
   try {
     begin_call(name, when);
     body();

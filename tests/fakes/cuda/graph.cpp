@@ -165,12 +165,15 @@ int exchange_mode(int mode) { return std::exchange(thread_mode, mode); }
 
 Result GraphExec::run(Engine& engine) {
   const std::lock_guard alone(running);
+  take_over(&running);
   if (settings().serial_graphs) {
     for (const size_t node : any_order(graph, engine.random)) run_node(graph.nodes[node], engine);
+    pass_on(&running);
     return kSuccess;
   }
   std::vector<Marker> done(graph.nodes.size());
   const auto run_lane = [&](int lane, std::mt19937_64& random) {
+    const Hidden hidden;
     Engine own{engine.context, random};
     for (size_t i = 0; i < graph.nodes.size(); ++i) {
       const Node& node = graph.nodes[i];
@@ -184,10 +187,15 @@ Result GraphExec::run(Engine& engine) {
   std::vector<std::thread> others;
   for (int lane = 1; lane < graph.lanes; ++lane) {
     auto& random = randoms.emplace_back(engine.random());
+    const Shown shown;
     others.emplace_back([&, lane] { run_lane(lane, random); });
   }
   run_lane(0, engine.random);
-  for (auto& other : others) other.join();
+  for (auto& other : others) {
+    const Shown shown;
+    other.join();
+  }
+  pass_on(&running);
   return kSuccess;
 }
 

@@ -31,10 +31,13 @@ class Memory {
     return reinterpret_cast<uint32_t*>(piece_.data);
   }
   uint32_t load(DevicePtr address) {
-    return __atomic_load_n(word(address, false), __ATOMIC_ACQUIRE);
+    const uint32_t* const at = word(address, false);
+    const Shown shown;
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
   }
   void store(DevicePtr address, uint32_t value) {
-    __atomic_store_n(word(address, true), value, __ATOMIC_RELEASE);
+    uint32_t* const at = word(address, true);
+    if (const Shown shown; true) __atomic_store_n(at, value, __ATOMIC_RELEASE);
     if (piece_.allocation) piece_.allocation->changed();
   }
   const Piece& piece() const { return piece_; }  // the last word's
@@ -77,6 +80,7 @@ uint64_t wrong_words(const Reader& r, uint32_t peer, uint32_t value, Engine& eng
           kIllegalAddress);
   require(found.size() == 1, kIllegalAddress);
   const auto* chunk = reinterpret_cast<const uint32_t*>(found.front().data);
+  const Shown shown;
   for (uint32_t at = r.words; at-- > 0;) {
     wrong += __atomic_load_n(chunk + at, __ATOMIC_RELAXED) != base + at;
   }
@@ -125,8 +129,10 @@ void gather(const std::vector<uint64_t>& a, Engine& engine) {
   };
   for (uint64_t row = 0; row * units < a[260]; ++row) {
     const uint64_t* pair = &a[2 * (row / rows)];
-    std::memcpy(at(pair[0] + row % rows * dst_step, true),
-                at(pair[1] + row % rows * src_step, false), units * 16);
+    std::byte* const dst = at(pair[0] + row % rows * dst_step, true);
+    const std::byte* const src = at(pair[1] + row % rows * src_step, false);
+    const Shown shown;
+    std::memcpy(dst, src, units * 16);
   }
 }
 
@@ -148,7 +154,7 @@ void move_bytes(Engine& engine, uint64_t address, std::byte* bytes, uint64_t cou
   require(addresses().pieces(address, count, engine.context.physical, write, false, found),
           kIllegalAddress);
   for (const Piece& piece : found) {
-    if (write) {
+    if (const Shown shown; write) {
       std::memcpy(piece.data, bytes, piece.bytes);
     } else {
       std::memcpy(bytes, piece.data, piece.bytes);
@@ -209,6 +215,7 @@ void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType d
   const auto load = [&](uint64_t address) {
     std::vector<std::byte>& row = rows.emplace_back();
     for (const Piece& piece : at(address, false)) {
+      const Shown shown;
       row.insert(row.end(), piece.data, piece.data + piece.bytes);
     }
     return row.data();
@@ -228,6 +235,7 @@ void reduce_job(const ReduceArguments& a, const ReduceJob& job, offcore::DType d
   }
   const std::byte* from = result.data();
   for (const Piece& piece : at(job.dst, true)) {
+    const Shown shown;
     std::memcpy(piece.data, from, piece.bytes);
     from += piece.bytes;
   }
@@ -284,6 +292,7 @@ void exchange(const std::vector<uint64_t>& words, unsigned grid, Engine& engine)
   a.in = seen(engine, a.in, a.in_units * a.unit);
   own(a.ended);
   a.port = &port;
+  const Shown shown;
   if (const unsigned fault = offcore::proxy::ExchangeCalls<HostWords>::run(a)) {
     HostWords::store(&a.told[1], fault);
   }

@@ -27,6 +27,7 @@ struct Used {
   std::mutex mutex;
   std::map<int, uint64_t> bytes;  // by physical device
   uint64_t allocations = 0;       // imported ones too
+  std::map<ino_t, std::weak_ptr<Allocation::View>> views;
 };
 
 Used& used() {
@@ -62,16 +63,28 @@ DevicePtr find_room(uint64_t bytes, uint64_t align, DevicePtr hint) {
 
 }  // namespace
 
-Allocation::Allocation(int fd, uint64_t bytes, bool owned) : fd_(fd), bytes_(bytes), owned_(owned) {
-  void* view = mmap(nullptr, bytes + kTrailerBytes, PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (view == MAP_FAILED) {
-    close(fd);
-    throw Failure{kOutOfMemory};
-  }
-  data_ = static_cast<std::byte*>(view);
-  trailer_ = reinterpret_cast<Trailer*>(data_ + bytes);
+static std::atomic<uint64_t> numbers{0};
+
+uint64_t Allocation::made() { return numbers; }
+
+Allocation::Allocation(int fd, uint64_t bytes, bool owned)
+    : fd_(fd), bytes_(bytes), number_(++numbers), owned_(owned) {
+  struct stat file{};
+  fstat(fd, &file);
   const std::lock_guard lock(used().mutex);
+  std::weak_ptr<View>& known = used().views[file.st_ino];
+  view_ = known.lock();
+  if (view_ == nullptr) {
+    void* const data = mmap(nullptr, bytes + kTrailerBytes, PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (data == MAP_FAILED) {
+      close(fd);
+      throw Failure{kOutOfMemory};
+    }
+    view_ = std::make_shared<View>(static_cast<std::byte*>(data), bytes + kTrailerBytes);
+    known = view_;
+  }
+  trailer_ = reinterpret_cast<Trailer*>(data() + bytes);
   ++used().allocations;
 }
 
@@ -123,11 +136,14 @@ std::shared_ptr<Allocation> Allocation::import(int fd) {
   return std::shared_ptr<Allocation>(new Allocation(own, trailer.bytes, false));
 }
 
+Allocation::View::~View() { munmap(data, bytes); }
+
 Allocation::~Allocation() {
   const int device = trailer_->device;
-  munmap(data_, bytes_ + kTrailerBytes);
   close(fd_);
   const std::lock_guard lock(used().mutex);
+  view_.reset();
+  std::erase_if(used().views, [](const auto& entry) { return entry.second.expired(); });
   --used().allocations;
   if (owned_) used().bytes[device] -= bytes_;
 }
@@ -139,6 +155,7 @@ int Allocation::duplicate_fd() const {
 }
 
 void Allocation::changed() {
+  const Hidden hidden;
   // Pairs with wait_for_change(): either the sleeper sees the bytes, or this sees the sleeper.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (trailer_->sleepers.load() == 0) return;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tests/fakes/cuda/abi.h"
+#include "tests/fakes/cuda/seen.h"
 
 namespace fakecuda {
 
@@ -39,6 +40,12 @@ struct Trailer {
 
 class Allocation {
  public:
+  // Where the CPU finds the file: once in a process, however often it was imported.
+  struct View {
+    std::byte* data;
+    uint64_t bytes;
+    ~View();
+  };
   static std::shared_ptr<Allocation> create(int device, uint64_t bytes, int handle_types);
   static std::shared_ptr<Allocation> import(int fd);
   ~Allocation();
@@ -49,14 +56,17 @@ class Allocation {
   uint64_t bytes() const { return bytes_; }
   int device() const { return trailer_->device; }
   int handle_types() const { return trailer_->handle_types; }
-  std::byte* data() const { return data_; }
+  std::byte* data() const { return view_->data; }
   int fd() const { return fd_; }
   uint64_t serial() const { return trailer_->serial; }
-  std::atomic<MemoryHandle> handle{0};  // as cuMemCreate gave it; 0: nobody was given any
-  void changed();                       // wakes who waits for a change, in all processes
+  uint64_t number() const { return number_; }  // of this process's, as they were made
+  static uint64_t made();                      // so many until now
+  std::atomic<MemoryHandle> handle{0};         // as cuMemCreate gave it; 0: nobody was given any
+  void changed();                              // wakes who waits for a change, in all processes
   // Sleeps until something was written, unless `holds` already.
   template <typename Condition>
   void wait_for_change(Condition&& holds, int64_t timeout_ns) {
+    const Hidden hidden;
     trailer_->sleepers.fetch_add(1);
     const uint32_t seen = trailer_->changes;
     if (!holds()) sleep(seen, timeout_ns);
@@ -68,8 +78,9 @@ class Allocation {
   void sleep(uint32_t seen, int64_t timeout_ns);
   int fd_;
   uint64_t bytes_;
+  const uint64_t number_;
   bool owned_;  // counted against the memory of its device
-  std::byte* data_ = nullptr;
+  std::shared_ptr<View> view_;
   Trailer* trailer_ = nullptr;
 };
 

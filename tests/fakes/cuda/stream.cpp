@@ -16,8 +16,21 @@ int64_t now_ns() {
 
 void Marker::pass() {
   time_ns = now_ns();
-  passed = 1;
-  passed.notify_all();
+  {
+    const Shown shown;
+    passed_ = 1;
+  }
+  passed_.notify_all();
+}
+
+void Marker::wait() const {
+  passed_.wait(0);
+  is_passed();
+}
+
+bool Marker::is_passed() const {
+  const Shown shown;
+  return passed_ != 0;
 }
 
 void Engine::pause() {
@@ -88,16 +101,22 @@ void Stream::enqueue(Entry entry) {
   changed_.wait(lock, [&] { return queue_.size() < settings().queue_depth; });
   require(!closed_, kContextIsDestroyed);
   queue_.push_back(std::move(entry));
+  pass_on(&queue_.back());
   if (!started_) {
     started_ = true;
-    std::thread([self = shared_from_this()] { self->serve(); }).detach();
+    std::thread([self = shared_from_this()]() mutable {
+      const Hidden hidden;  // to the end of the stream
+      std::exchange(self, nullptr)->serve();
+    }).detach();
   }
   changed_.notify_all();
 }
 
 bool Stream::idle() {
   const std::lock_guard lock(mutex_);
-  return queue_.empty();
+  if (!queue_.empty()) return false;
+  take_over(this);
+  return true;
 }
 
 bool Stream::closed() {
@@ -119,6 +138,7 @@ void Stream::serve() {
     changed_.wait(lock, [&] { return closed_ || !queue_.empty(); });
     if (queue_.empty()) return;
     Entry entry = std::move(queue_.front());
+    take_over(&queue_.front());
     lock.unlock();
     if (entry.work && context_->error == kSuccess) {
       if (const Result code = entry.work(engine)) context_->fail(code);
@@ -130,6 +150,7 @@ void Stream::serve() {
       lock.lock();
     }
     entry.work = nullptr;
+    pass_on(this);
     queue_.pop_front();
     if (entry.marker) entry.marker->pass();
     changed_.notify_all();

@@ -24,10 +24,13 @@ class Stream;
 
 // A place in a stream's order, passed once everything before it is complete.
 struct Marker {
-  std::atomic<uint32_t> passed{0};
-  std::atomic<int64_t> time_ns{0};
   void pass();
-  void wait() const { passed.wait(0); }
+  void wait() const;
+  bool is_passed() const;
+  std::atomic<int64_t> time_ns{0};
+
+ private:
+  std::atomic<uint32_t> passed_{0};
 };
 
 struct Context {

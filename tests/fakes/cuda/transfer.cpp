@@ -34,15 +34,30 @@ bool copy_word(std::byte* dst, const std::byte* src, uint64_t bytes) {
   return true;
 }
 
-// Words are flags: they move in one piece.
+template <typename Word>
+void copy_words(std::byte*& dst, const std::byte*& src, uint64_t& bytes) {
+  while (bytes >= sizeof(Word) && reinterpret_cast<uintptr_t>(src) % sizeof(Word) == 0) {
+    const Word word = __atomic_load_n(reinterpret_cast<const Word*>(src), __ATOMIC_RELAXED);
+    std::memcpy(dst, &word, sizeof(Word));
+    dst += sizeof(Word), src += sizeof(Word), bytes -= sizeof(Word);
+  }
+}
+
+// A single word is a flag, and moves in one piece. A few are read one by one, whole: they may be
+// counters, which are looked at while they are written.
 void copy_bytes(std::byte* dst, const std::byte* src, uint64_t bytes) {
   if (copy_word<uint32_t>(dst, src, bytes) || copy_word<uint64_t>(dst, src, bytes)) return;
+  if (bytes <= 4096) {
+    copy_words<uint64_t>(dst, src, bytes);
+    copy_words<uint32_t>(dst, src, bytes);
+  }
   std::memmove(dst, src, bytes);
 }
 
 // Whole pages are given back to the kernel, which shows zeros there: a communicator clears more
 // memory than most tests ever touch.
 void clear(std::byte* start, uint64_t bytes) {
+  const Shown shown;
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const auto at = reinterpret_cast<uintptr_t>(start);
   const uint64_t head = std::min(bytes, (page - at % page) % page);
@@ -61,7 +76,9 @@ void tell_changed(const std::vector<Piece>& pieces) {
   }
 }
 
-Result copy_chunk(const Chunk& chunk, int device) {
+// `made`: the allocations that there had been when the copy was enqueued. What it writes into later
+// ones, mapped there instead, nobody reads.
+Result copy_chunk(const Chunk& chunk, int device, uint64_t made) {
   std::vector<Piece> dst, src;
   const auto& space = addresses();
   if (!space.pieces(chunk.dst, chunk.bytes, device, true, chunk.dst_host, dst) ||
@@ -71,7 +88,12 @@ Result copy_chunk(const Chunk& chunk, int device) {
   uint64_t at_dst = 0, at_src = 0;
   for (size_t i = 0, j = 0; i < dst.size() && j < src.size();) {
     const uint64_t bytes = std::min(dst[i].bytes - at_dst, src[j].bytes - at_src);
-    copy_bytes(dst[i].data + at_dst, src[j].data + at_src, bytes);
+    if (dst[i].allocation && dst[i].allocation->number() > made) {
+      copy_bytes(dst[i].data + at_dst, src[j].data + at_src, bytes);
+    } else {
+      const Shown shown;
+      copy_bytes(dst[i].data + at_dst, src[j].data + at_src, bytes);
+    }
     at_dst += bytes;
     at_src += bytes;
     if (at_dst == dst[i].bytes) ++i, at_dst = 0;
@@ -97,9 +119,7 @@ void add_chunks(const Transfer& transfer, std::vector<Chunk>& out) {
 }
 
 template <typename T>
-bool condition_holds(const std::byte* data, uint64_t wanted, unsigned flags) {
-  const T word = __atomic_load_n(reinterpret_cast<const T*>(data), __ATOMIC_ACQUIRE);
-  const auto value = static_cast<T>(wanted);
+bool meets(T word, T value, unsigned flags) {
   switch (flags & 3) {
     case kWaitGeq:
       return static_cast<std::make_signed_t<T>>(word - value) >= 0;
@@ -110,6 +130,16 @@ bool condition_holds(const std::byte* data, uint64_t wanted, unsigned flags) {
     default:
       return static_cast<T>(~(word | value)) != 0;
   }
+}
+
+// Only a value that ends the wait orders what comes after it behind who wrote that.
+template <typename T>
+bool condition_holds(const std::byte* data, uint64_t wanted, unsigned flags) {
+  const Shown shown;
+  const auto* const word = reinterpret_cast<const T*>(data);
+  const auto value = static_cast<T>(wanted);
+  return meets(__atomic_load_n(word, __ATOMIC_RELAXED), value, flags) &&
+         meets(__atomic_load_n(word, __ATOMIC_ACQUIRE), value, flags);
 }
 
 // Looks the word up once: what is unmapped under a waiting stream stays readable to it, as the
@@ -141,7 +171,7 @@ Result write_word(const MemOp& op, Engine& engine) {
   }
   std::byte* const word = found.front().data;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (wide) {
+  if (const Shown shown; wide) {
     __atomic_store_n(reinterpret_cast<uint64_t*>(word), op.value, __ATOMIC_RELEASE);
   } else {
     __atomic_store_n(reinterpret_cast<uint32_t*>(word), static_cast<uint32_t>(op.value),
@@ -249,7 +279,7 @@ void count_copy(const std::vector<Transfer>& batch) {
 }  // namespace
 
 Work copy_work(std::vector<Transfer> batch) {
-  return [batch = std::move(batch)](Engine& engine) -> Result {
+  return [batch = std::move(batch), made = Allocation::made()](Engine& engine) -> Result {
     std::vector<Chunk> chunks;
     for (const Transfer& transfer : batch) add_chunks(as_done(transfer), chunks);
     if (chunks.empty()) return kSuccess;
@@ -265,13 +295,13 @@ Work copy_work(std::vector<Transfer> batch) {
     const size_t now = whole ? chunks.size() : chunks.size() / 2;
     for (size_t i = 0; i < now; ++i) {
       if (i == chunks.size() / 2 && i > 0) engine.pause();
-      if (const Result code = copy_chunk(chunks[i], device)) return code;
+      if (const Result code = copy_chunk(chunks[i], device, made)) return code;
     }
     count_copy(batch);
     if (!engine.left.empty()) std::this_thread::sleep_for(std::chrono::microseconds(300));
     if (const Result code = engine.catch_up()) return code;
     for (size_t i = now; i < chunks.size(); ++i) {
-      engine.left.push_back([chunk = chunks[i], device] { return copy_chunk(chunk, device); });
+      engine.left.push_back([=, chunk = chunks[i]] { return copy_chunk(chunk, device, made); });
     }
     return kSuccess;
   };
@@ -289,7 +319,7 @@ Work fill_work(DevicePtr dst, uint64_t count, uint32_t value, unsigned value_byt
     for (const Piece& piece : found) {
       if (value_bytes == 1 && value == 0) {
         clear(piece.data, piece.bytes);
-      } else if (value_bytes == 1) {
+      } else if (const Shown shown; value_bytes == 1) {
         std::memset(piece.data, static_cast<int>(value), piece.bytes);
       } else {
         auto* words = reinterpret_cast<uint32_t*>(piece.data);

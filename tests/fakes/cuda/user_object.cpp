@@ -4,6 +4,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/fakes/cuda/seen.h"
 #include "tests/fakes/cuda/settings.h"
 
 namespace fakecuda {
@@ -16,6 +17,7 @@ void destroy_later(void* value, HostFunction destroy) {
   static std::atomic<uint64_t> destroyed{0};
   std::mt19937_64 random(settings().seed + destroyed++);
   const auto delay = std::chrono::microseconds(settings().seed == 0 ? 0 : random() % 1000);
+  const Shown shown;
   std::thread([=] {
     std::this_thread::sleep_for(delay);
     destroying = true;
