@@ -78,7 +78,7 @@ def test_the_default_stream(variant: str) -> None:
         comm.all_gather(out, *[own][: turn % 2], variant=variant)
         for rank in range(2):
             copied(rank, place(seen[turn][rank]), out.address(rank), 2000)
-        word[0] = turn
+        put_word(word, turn)
     comm.all_gather(out, variant=variant).wait()
     for turn in range(12):
         for rank in range(2):
@@ -109,7 +109,7 @@ def test_a_lane_is_in_order_across_streams() -> None:
         assert not one.done() and not two.done()
         assert np.array_equal(look(second, 1)[1000:], sent(-turn % 99, 1))
         assert not np.array_equal(look(second, 1), gathered(-turn % 99, 2))
-        word[0] = turn
+        put_word(word, turn)
         two.wait()
         assert one.done()
         for rank in range(2):
