@@ -52,7 +52,8 @@ docs: build .venv/.docs  ## the documentation as a site, in build/docs; every wa
 
 # The sanitizers' runtimes must come first in a process, before an uninstrumented Python; libstdc++
 # comes along because they look up its throw at start-up. The thread sanitizer cannot live with the
-# address randomisation of some kernels; setarch turns it off where it may.
+# address randomisation of some kernels; setarch turns it off where it may. What it reports is an
+# error in whichever process it happens, also in a worker of pytest's, whose status nobody looks at.
 SANITIZED := --hypothesis-profile=quick
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 STDCXX = $(shell $(CXX) -print-file-name=libstdc++.so)
@@ -70,9 +71,12 @@ asan: build .venv/.checks build/asan/.installed  ## tests under asan, and ubsan 
 	! grep -B 9 -A 9 '/offcore/_core\.' build/asan/report.*
 
 tsan: build .venv/.checks build/tsan/.installed  ## tests under the thread sanitizer
+	rm -f build/tsan/report.*
 	PYTHONPATH=$(CURDIR)/build/tsan/site LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $(STDCXX)" \
-	TSAN_OPTIONS=die_after_fork=0 $(FIXED_ADDRESSES) \
-	$(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED)
+	TSAN_OPTIONS=die_after_fork=0:log_path=$(CURDIR)/build/tsan/report:suppressions=$(CURDIR)/tests/tsan.supp \
+	$(FIXED_ADDRESSES) $(PYTEST) --capture=sys --sanitized=tsan $(SANITIZED) \
+	|| { cat build/tsan/report.*; exit 1; }
+	! cat build/tsan/report.* 2>/dev/null | grep .
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv build dist demo-out reproduce-out .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -27,7 +27,7 @@ os.environ.pop("OFFCORE_MACHINES", None)
 os.environ["XDG_CONFIG_HOME"] = str(TESTS / "no-such-folder")
 
 # What a sanitizer's build need not run, by a folder or file of a test's path: what does not touch
-# the core, what is about the stand-in driver or takes long there, what runs tools of the network's,
+# the core, what is about the stand-in driver, what runs tools of the network's,
 # what bounds times, and under the thread sanitizer also what starts no thread.
 NOT_SANITIZED = {
     "asan": {
@@ -35,13 +35,17 @@ NOT_SANITIZED = {
         "tidy",
         "loop",
         "examples",
-        "cuda",
         "fakes",
         "test_mcast_bench.py",
         "test_mcast_gpu.py",
         "test_scale.py",
         "test_testbed.py",
     },
+}
+# Of tests/cuda: benchmarks, tables, text, and what bounds times.
+NOT_SANITIZED["asan"] |= {
+    *("test_batch_bench.py", "test_gpu_names.py", "test_kv_scripts.py", "test_numa.py"),
+    *("test_proof.py", "test_reduce_kernels.py", "test_slots_by_table.py", "test_stress.py"),
 }
 # Children leave what is their parent's, which are leaks, and start threads after a fork.
 NOT_SANITIZED["asan"] |= {"test_forks.py", "test_after_forks.py", "train", "shim"}
@@ -70,6 +74,16 @@ LONG_SANITIZED = {
 for _slow in LONG_SANITIZED.values():
     _slow |= {"test_sdma_ways.py", "test_kv_links.py", "test_killed_processes.py"}
     _slow |= {"test_kv_calls.py"}
+for _slow in LONG_SANITIZED.values():  # of tests/cuda: several minutes
+    _slow |= {
+        "test_batch_copy.py",
+        "test_batch_feed.py",
+        "test_capture.py",
+        "test_capture_limits.py",
+    }
+    _slow |= {"test_cuda.py", "test_reductions_alone.py", "test_refused.py", "test_registration.py"}
+    _slow |= {"test_spare_engines.py", "test_split_cuda.py", "test_streamed_views.py"}
+    _slow |= {"test_strided.py"}
 LONG_SANITIZED["asan"] |= {"test_processes.py", "test_last_words.py", "test_mcast_torch.py"}
 LONG_SANITIZED["asan"] |= {"test_on_hosts.py"}  # they run `ip`, which a sanitizer makes slow
 LONG_SANITIZED["asan"] |= {"test_torch_meeting.py"}  # as many processes that import torch
@@ -118,9 +132,14 @@ def pytest_collection_finish() -> None:
 
 def _sanitized(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether a sanitizer's build runs it, once its file is collected."""
+    if config.getoption("--sanitized") == "tsan":
+        if item.get_closest_marker("not_tsan"):
+            return False
+        if "test_random_walks[cuda" in item.nodeid:  # it runs out of memory of its own
+            return False
     if config.getoption("--long"):
-        return "cuda" not in item.nodeid or "kv" in item.path.parts
-    if "cuda" in item.nodeid:
+        return True
+    if "cuda" in item.nodeid and "cuda" not in item.path.parts:  # conformance's and transfers'
         return False
     if "test_reproduce_" in item.nodeid:  # most of it is matplotlib
         return False

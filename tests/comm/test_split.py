@@ -98,6 +98,7 @@ with offcore.Communicator(
 """
 
 
+@pytest.mark.not_tsan("peers' words, which it does not see, order a chunk's sending and its result")
 def test_reductions_of_groups_of_processes() -> None:
     """To the bit: sources in the order of the group, which is not that of the communicator."""
     store = free_store()

@@ -136,6 +136,7 @@ def test_ranks_as_threads() -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.not_tsan("gloo's threads are built without it")
 def test_groups_of_torch() -> None:
     """Communicators of torch's groups, and groups of them; torch here has no GPU of its own."""
     text = """
