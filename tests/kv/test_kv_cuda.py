@@ -150,6 +150,7 @@ def test_what_cannot_be_waited_for() -> None:
         job.wait(10)
         driver("cuMemsetD8Async", world.at, 1, 16, stream)
     driver("cuGraphLaunch", graphs[0], stream)
+    driver("cuStreamSynchronize", stream)  # it writes where the load below does
     class Event: cuda_event = driver.event(2)
     driver("cuStreamBeginCapture", stream, 1)
     driver("cuEventRecord", Event.cuda_event, stream)
