@@ -157,10 +157,8 @@ def batch_copy(
     No entry may write memory that another entry reads or writes. Arguments are kept alive until the
     copies have ended; memory of a captured batch must outlive its graph. Raises `Error`, naming the
     entry, before anything is enqueued: invalid (overlap; sizes that differ or do not fit; memory
-    that is not contiguous, not pinned or elsewhere), unsupported (host to host on cuda, several
-    GPUs in a capture), and as opening the backend does. Where the driver refuses a later call of
-    the batch (memory, driver), the copies before it go on: synchronize the GPUs before the memory
-    is used again.
+    not contiguous, not pinned or elsewhere), unsupported (host to host on cuda, several GPUs in a
+    capture), and as opening the backend does; memory or driver half way: copies may be under way.
     """
     call = _call(dsts, srcs, sizes, kind, stream, policy, backend, machine)
     seconds = defaults.seconds(timeout)
