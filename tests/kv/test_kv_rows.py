@@ -154,9 +154,9 @@ class Chunks:
         for slot, row in enumerate(self.rows):
             self.pool.row(slot)[:] = row.ravel()
 
-    def read(self):
-        held = [driver.read(int(at), BLOCKS * PAGE) for at in self.at]
-        return np.frombuffer(b"".join(held), np.uint8).reshape(self.image.shape)
+    def read(self, layers=None):  # the first ones, while jobs write the others
+        held = [driver.read(int(at), BLOCKS * PAGE) for at in self.at[:layers]]
+        return np.frombuffer(b"".join(held), np.uint8).reshape(self.image[:layers].shape)
 
     def keep(self, load, blocks, slots):
         for block, slot in zip(blocks, slots):
@@ -274,7 +274,7 @@ def test_layers_come_in_turn() -> None:
         for layer in range(LAYERS):
             job.wait_layer(layer, stream)
             driver("cuStreamSynchronize", stream)
-            assert (world.read()[layer] == world.image[layer]).all()
+            assert (world.read(layer + 1)[layer] == world.image[layer]).all()
         job.wait(20)
         job = world.transfer.store(*chunks(np.random.default_rng(8), 60))
         job.cancel()
