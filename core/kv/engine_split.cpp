@@ -117,13 +117,12 @@ EngineSplit crossing_of(Backend& backend, const std::vector<CacheGroup>& groups,
     auto layer_groups = std::make_shared<const std::vector<LayerGroup>>(
         layer_groups_of(layout, layout.layers(), memories[i]));
     const std::vector<Fold>& folds = layer_groups->front().folds;
-    // Of a trial: two halves that fill whole rows.
-    const uint64_t tried = 2 * std::max(2 * layout.block_bytes(), layout.row_bytes());
-    const bool pays =
-        tried <= bytes && std::all_of(folds.begin(), folds.end(), [&](const Fold& fold) {
-          return both_engines_pay(fold.pieces, fold.bytes, backend.machine());
-        });
-    if (pays) candidates.push_back({i, std::move(layer_groups)});
+    const bool pays = std::all_of(folds.begin(), folds.end(), [&](const Fold& fold) {
+      return both_engines_pay(fold.pieces, fold.bytes, backend.machine());
+    });
+    if (pays && EngineTrial(backend, groups[i], layer_groups).bytes() <= bytes) {
+      candidates.push_back({i, std::move(layer_groups)});
+    }
   }
   // Where not all can, those go that are far apart for what they take.
   std::sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
