@@ -41,10 +41,10 @@ TOO_LITTLE = {"cuda": 64 << 20, "cpu": 1 << 16}
 
 
 def trained(
-    group: Any, device: torch.device, allocates: bool, empties: bool, reports: Any = None
-) -> tuple[Any, float]:
-    """A few steps of FSDP2 over that group: the weights, and milliseconds of a step. reports: a
-    list: by offcore.fsdp, whose report goes there."""
+    group: Any, device: torch.device, allocates: bool, empties: bool, enables: bool = False
+) -> tuple[Any, float, dict[str, Any]]:
+    """A few steps of FSDP2 over that group: the weights, milliseconds of a step, and the report of
+    offcore.fsdp, where that is enabled."""
     width = WIDTH[device.type]
     torch.manual_seed(1)
     layers = [
@@ -61,7 +61,7 @@ def trained(
     for layer in model.modules() if allocates else ():
         if isinstance(layer, FSDPModule):
             layer.set_allocate_memory_from_process_group_for_comm(True)
-    if reports is not None:
+    if enables:
         offcore.fsdp.enable(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(10 + dist.get_rank())
@@ -76,10 +76,11 @@ def trained(
             if empties:
                 torch.cuda.empty_cache()
         times.append(1e3 * (time.perf_counter() - began))
-    if reports is not None:
-        reports.append(offcore.fsdp.report(model))
+    report = offcore.fsdp.report(model) if enables else {}
+    if enables:
         offcore.fsdp.disable(model)
-    return [one.full_tensor().detach() for one in model.parameters()], statistics.median(times)
+    weights = [one.full_tensor().detach() for one in model.parameters()]
+    return weights, statistics.median(times), report
 
 
 def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -114,7 +115,7 @@ class Check:
 
     def fsdp(self) -> None:
         kind = self.device.type
-        plain, ms = trained(self.own, self.device, False, False)
+        plain, ms, _ = trained(self.own, self.device, False, False)
         self.line("FSDP2, torch's backend", 0, ms)
         whole, little = MEMORY[kind], TOO_LITTLE[kind]
         cases = (("", 0), (", memory", whole), (", empty_cache", whole), (", too little", little))
@@ -128,7 +129,7 @@ class Check:
             if nbytes:  # collective, as is the first allocation
                 group._get_backend(self.device).supports_tensor_alloc(self.device)
                 calls.collectives._sides[kind]._told = told.append
-            ours, ms = trained(group, self.device, nbytes > 0, "empty" in name)
+            ours, ms, _ = trained(group, self.device, nbytes > 0, "empty" in name)
             calls.collectives._sides[kind].settle()
             staged = [one.staged for one in told if one.op == "all_gather"]
             memory = offcore.distributed.report(group)["memory"].get(kind, "")
@@ -136,11 +137,10 @@ class Check:
             self.line(f"FSDP2{name}", apart(plain, ours), ms, told_of)
             self.wrong += nbytes > 0 and sum(staged) != len(staged) * (nbytes == little)
             dist.destroy_process_group(group)
-        reports: list[Any] = []
-        ours, ms = trained(self.own, self.device, False, False, reports)
-        gathers = reports[0]["all_gather"]
+        ours, ms, report = trained(self.own, self.device, False, False, enables=True)
+        gathers = report["all_gather"]
         self.wrong += gathers["staged"] + gathers["handed"]
-        told_of = f"{gathers['staged']}/{gathers['calls']}", reports[0]["memory"]
+        told_of = f"{gathers['staged']}/{gathers['calls']}", report["memory"]
         self.line("offcore.fsdp", apart(plain, ours), ms, told_of)
 
     def collectives(self, group: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
