@@ -141,6 +141,7 @@ def limit(left_s: float) -> None:
 
 def _serve(pipe: Any) -> None:
     peer_suites.begin_with_backend()
+    torch.set_num_threads(1)  # not in the server: threads of a fork's autograd would race to do so
     gc.freeze()  # what is imported need not be looked through after each test
     while True:
         environment, *call = pipe.recv()
@@ -282,7 +283,6 @@ common_distributed.TIMEOUT_OVERRIDE.clear()  # minutes, for some
 common_fsdp.DISTRIBUTED_BACKEND = os.environ.get("SUITE_BACKEND", "gloo")
 if common_fsdp.DEVICE_TYPE == "cpu":  # else the base finds too few devices
     torch.accelerator.device_count = lambda: RANKS
-torch.set_num_threads(1)
 SUITES: dict[str, type[unittest.TestCase]] = {
     "distributed": Distributed,
     "dtensor": DTensor,
