@@ -5,13 +5,14 @@ calls, beside a group of NCCL's: the same bytes come out.
     python benchmarks/gpu_group.py --device cpu   # tries it with gloo; without graphs and attention
 
 FSDP2 as torch ships it (set_allocate_memory_from_process_group_for_comm) with and without window
-memory (`Options(memory=)`), too little of it, and torch.cuda.empty_cache() between the steps;
-collectives under torch.compile (aot_eager and inductor); in a CUDA graph that is replayed with
-other numbers; ring attention (context_parallel) with both ways to rotate. Each line: milliseconds
-of a step where there are steps, the largest difference from NCCL's result, all-gathers that went
-through slots of all, and bytes of window memory and what did not fit. The last training is by
-offcore.fsdp. The status is 1 for a difference (of attention, for one of more than 1e-3), and for
-all-gathers that go through slots though there is memory, or that do not though there is too little.
+memory (`Options(memory=)`), too little of it, and torch.cuda.empty_cache() between the steps; sends
+and receives in a batch around a ring; collectives under torch.compile (aot_eager and inductor); in
+a CUDA graph that is replayed with other numbers; ring attention (context_parallel) with both ways
+to rotate. Each line: milliseconds of a step where there are steps, the largest difference from
+NCCL's result, all-gathers that went through slots of all, and bytes of window memory and what did
+not fit. The last training is by offcore.fsdp. The status is 1 for a difference (of attention, for
+one of more than 1e-3), and for all-gathers that go through slots though there is memory, or that do
+not though there is too little.
 """
 
 from __future__ import annotations
@@ -150,6 +151,20 @@ class Check:
         turned = functional.all_to_all_single(total, None, None, group)
         return functional.wait_tensor(turned) + 1
 
+    def ring(self) -> None:
+        """All ranks send first: only a batch of both ends."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        sent = torch.full((1 << 20,), float(rank), device=self.device)
+        got = torch.full_like(sent, -1)
+        for _ in range(3):
+            sends = dist.P2POp(dist.isend, sent, (rank + 1) % ranks, self.group)
+            receives = dist.P2POp(dist.irecv, got, (rank - 1) % ranks, self.group)
+            for work in dist.batch_isend_irecv([sends, receives]):
+                work.wait()
+            sent, got = got + 0, torch.full_like(sent, -1)
+        wanted = torch.full_like(sent, float((rank - 3) % ranks))
+        self.line("batch_isend_irecv", apart([wanted], [sent]))
+
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole numbers, whose sums are exact in any order."""
         x = torch.randint(0, 4, (1024, 256), device=self.device).float() + dist.get_rank()
@@ -240,6 +255,7 @@ def main() -> int:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     check = Check(device, dist.group.WORLD)
     check.fsdp()
+    check.ring()
     check.compiled()
     if args.device == "cuda":
         check.graph()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from offcore.comm import Communicator
 from offcore.distributed.collectives import Collectives
@@ -395,8 +396,29 @@ def create(options: Any, given: Any) -> Any:
     return Backend(options, given) if BACKENDS else Group(options, given)
 
 
+def _batching(plain: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """`batch_isend_irecv`, which up to torch 2.13 starts one after the other what is not of torch's
+    own class of groups: where ranks all send first, NCCL's would wait for each other for ever."""
+
+    @functools.wraps(plain)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+        if not isinstance(group, Group) or not group._get_backend(device).supports_coalescing:
+            return plain(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+            for one in p2p_op_list:
+                one.op(one.tensor, one.peer, group, one.tag)
+        return list(batch.works)
+
+    return batch_isend_irecv
+
+
 def register() -> None:
     """Makes torch.distributed know the backend "offcore". From 2.14 on, torch finds and calls this
     by itself, as an entry point of torch.distributed.backends."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    if hasattr(dist.Backend, NAME.upper()):
+        return
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    if not BACKENDS:
+        c10d.batch_isend_irecv = dist.batch_isend_irecv = _batching(c10d.batch_isend_irecv)
