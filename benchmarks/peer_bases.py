@@ -220,7 +220,7 @@ def _operation(name: str) -> Callable[[Any], None]:
 def _redistribution(dtype: torch.dtype) -> Callable[[Any], None]:
     def test(self: Any) -> None:
         mesh = self.build_device_mesh()
-        whole = (drawn(2 * RANKS + 1, 3 * RANKS) * 8).to(dtype)  # rows that ranks do not divide
+        whole = (drawn(2 * RANKS + 1, 3 * RANKS) * 8).to(self.device_type, dtype)  # a rest of rows
         kinds = (Shard(0), Shard(1), Replicate())
         for before, after in itertools.product(kinds, kinds):
             shards = distribute_tensor(whole, mesh, [before])

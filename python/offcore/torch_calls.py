@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import threading
+import types
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame as frames
 
 from offcore.errors import error
 
 Copies = Sequence[tuple[Any, Any]]  # (to, what) pairs
+Made = TypeVar("Made", bound=type)
 
 REDUCTIONS = {  # by number: torch's own objects are slow to compare
     int(dist.ReduceOp.SUM): ("sum", 1.0),
@@ -23,6 +26,17 @@ REDUCTIONS = {  # by number: torch's own objects are slow to compare
 _PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
 _REDUCIBLE = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64}
 _REDUCIBLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def untraced(made: Made) -> Made:
+    """torch.compile looks into none of the class's methods, nor into what they call: DDP's reducer
+    calls groups and works while a module is traced. As torch.compiler.disable, which would import
+    the compiler."""
+    skip = frames._FrameAction.SKIP
+    for method in vars(made).values():
+        if isinstance(method, types.FunctionType):
+            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    return made
 
 
 class Arguments:
@@ -102,6 +116,7 @@ class UnderWay(Protocol):
     def wait(self, timeout: float | None) -> Any: ...
 
 
+@untraced
 class HostWork(dist.Work):  # type: ignore[misc]  # torch is not there for mypy
     """A call on host memory. Its outputs are where they belong once it is completed.
 

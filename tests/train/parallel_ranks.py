@@ -1,8 +1,11 @@
 """The ranks of test_parallel.py: what context parallelism and compiled programs call, by the
 backend "offcore" and by gloo."""
 
+import contextlib
+import copy
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import crew
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as context
@@ -18,6 +22,7 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 )
 
 import offcore.distributed
+from offcore.distributed.group import BACKENDS
 
 # What torch.nn.functional.scaled_dot_product_attention runs on CPUs. `context_parallel` replaces
 # those of GPUs by the functions that `rings` calls.
@@ -132,6 +137,56 @@ def compiled(rank: int, ranks: int, backend: str = "aot_eager") -> None:
     carried("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
+def compiled_ddp(rank: int, ranks: int) -> None:
+    """DDP's reducer calls the group from within what the compiler traces."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 4)
+    plain = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    for static in (False, True):
+        again = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), static_graph=static)
+        step = torch.compile(again, backend="aot_eager")
+        for turn in range(3):
+            given = torch.full((2, 4), turn + rank + 1.0)
+            assert torch.equal(step(given), plain(given))
+            step(given).square().sum().backward()
+            plain(given).square().sum().backward()
+        for ours, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        plain.zero_grad()
+
+
+def batches(rank: int, ranks: int) -> None:
+    """Of sends and receives: one batch where the inner group makes batches."""
+    group: Any = dist.group.WORLD
+    sent, got = torch.full((3,), float(rank)), torch.zeros(3)
+    ring = [
+        dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
+        dist.P2POp(dist.irecv, got, (rank - 1) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    assert (got == (rank - 1) % ranks).all()
+    if BACKENDS:  # torch itself asks the backend
+        return
+    told: list[Any] = []
+
+    @contextlib.contextmanager
+    def batch(*given: Any, async_ops: bool) -> Iterator[Any]:
+        told.append("begin")
+        yield types.SimpleNamespace(works=["all"])
+        told.append("end")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_coalescing_manager", batch)
+        patch.setattr(group, "send", lambda *given: told.append(given), raising=False)
+        patch.setattr(group, "recv", lambda *given: told.append(given), raising=False)
+        able = types.SimpleNamespace(supports_coalescing=True)
+        patch.setattr(group, "_get_backend", lambda device: able, raising=False)
+        assert dist.batch_isend_irecv(ring) == ["all"]
+    begin, (_, to, _), (_, come_from, _), end = told
+    assert (begin, to, come_from, end) == ("begin", (rank + 1) % ranks, (rank - 1) % ranks, "end")
+
+
 class Watched(torch.Tensor):
     """One with memory of its own, which also looks at what is done with it."""
 
@@ -179,6 +234,8 @@ def all_of_them(rank: int, ranks: int) -> None:
     rings(rank, ranks)
     gathered(rank, ranks)
     compiled(rank, ranks)
+    compiled_ddp(rank, ranks)
+    batches(rank, ranks)
     stand_ins(rank, ranks)
 
 

@@ -25,12 +25,13 @@ from offcore.distributed.sides import (
     nobody,
 )
 from offcore.torch import LEGACY_STREAM, stream_of
-from offcore.torch_calls import REDUCTIONS, seconds
+from offcore.torch_calls import REDUCTIONS, seconds, untraced
 
 _NONE = datetime.timedelta(0)
 _ENTERED = hasattr(torch.Stream, "__enter__")  # a context manager, in C++
 
 
+@untraced
 class Started(GpuWork):
     """A call that the core has started in one step. Its side sets all it holds: fewer frames."""
 

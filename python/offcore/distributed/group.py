@@ -18,7 +18,7 @@ from offcore.distributed.collectives import Collectives
 from offcore.distributed.hosts import OF_GROUPS
 from offcore.distributed.sides import log
 from offcore.errors import error
-from offcore.torch_calls import Arguments, option
+from offcore.torch_calls import Arguments, option, untraced
 
 NAME = "offcore"
 _TorchBackend: Any = torch._C._distributed_c10d.Backend
@@ -54,6 +54,7 @@ class Options(Arguments):
                 raise error("invalid", f"{name}={nbytes!r}: pass a number of bytes, or 0")
 
 
+@untraced
 class Together(dist.Work):  # type: ignore[misc]
     """Several works as one."""
 
@@ -124,6 +125,7 @@ _TENSORS = {"alltoall_base": 4, "all_to_all_single": 4, "broadcast": 1, "reduce"
 _TENSORS |= {"allreduce": 1, "allreduce_coalesced": 1}
 
 
+@untraced
 class Allocates:
     """What torch asks of a back end for memory, as FSDP2 does once it is told to by
     `set_allocate_memory_from_process_group_for_comm`."""
@@ -340,6 +342,7 @@ for _name in ("allreduce", "allreduce_coalesced"):
     setattr(Calls, _name, _all_reduces(getattr(Calls, _name)))
 for _name in _HANDED:
     setattr(Calls, _name, _method(_name, "_hand", "By the inner group."))
+untraced(Calls)
 
 
 class Group(Calls, dist.ProcessGroup):  # type: ignore[misc]

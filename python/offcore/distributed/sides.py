@@ -26,7 +26,7 @@ import offcore.torch
 from offcore.bootstrap import bootstrap_of
 from offcore.comm import Communicator, Handle
 from offcore.errors import error
-from offcore.torch_calls import Copies, HostWork, copy_all, seconds
+from offcore.torch_calls import Copies, HostWork, copy_all, seconds, untraced
 
 Told = Callable[[Any], None]
 Body = Callable[[Any], tuple[Sequence[Handle], Copies]]
@@ -239,6 +239,7 @@ class HostSide(Side):
             self._thread.join(self._timeout)
 
 
+@untraced
 class GpuWork(dist.Work):  # type: ignore[misc]
     """A call on a GPU. `wait` orders the current stream behind it; the host goes on."""
 
