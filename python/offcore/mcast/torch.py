@@ -35,6 +35,7 @@ from offcore.torch_calls import (
     reducible,
     reduction_of,
     seconds,
+    untraced,
 )
 
 __all__ = ["McastGroup", "McastOptions", "configure"]
@@ -211,6 +212,7 @@ def _hand(name: str, to: str) -> Callable[..., Any]:
 for _name, _to in _HANDED.items():
     if hasattr(dist.ProcessGroup, _name) and hasattr(dist.ProcessGroupGloo, _to):
         setattr(McastGroup, _name, _hand(_name, _to))
+untraced(McastGroup)
 
 
 def _timeout(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
