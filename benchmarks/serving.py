@@ -44,14 +44,12 @@ import gc
 import json
 import os
 import queue
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ import transformers
 from serving_beside import beside
 from serving_model import MODELS, attention, model_of
 from serving_peers import DriverTier, DriverTransfer, TorchTier, TorchTransfer
-from serving_table import ARMS, COPYING, USUAL, Row, table_of
+from serving_table import ARMS, COPYING, USUAL, Row, agreement, failed, prompts_of, table_of
 from serving_times import Times
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as engine_logging
@@ -202,11 +200,6 @@ class Case:
         return self
 
 
-def prompts_of(seed: str, count: int, length: int, vocabulary: int) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
-
-
 def measure(
     engine: Engine, args: argparse.Namespace, case: Case, hit: int, seen: list[list[int]]
 ) -> tuple[Row, list[Any]]:
@@ -261,12 +254,6 @@ def measure_swap(engine: Engine, args: argparse.Namespace, case: Case) -> tuple[
     return {"tokens_s": statistics.median(rates), "swapped": counts.get("swapped_out", 0)}, tokens
 
 
-def agreement(tokens: list[Any], reference: list[Any]) -> float:
-    """The share of requests that have the same tokens."""
-    pairs = list(zip(chain(*tokens), chain(*reference), strict=True))
-    return float(sum(one == other for one, other in pairs) / len(pairs))
-
-
 def arms_of(args: argparse.Namespace, swap: bool) -> list[str]:
     named = args.arms.split(",")
     if unknown := set(named) - set(ARMS):
@@ -274,10 +261,6 @@ def arms_of(args: argparse.Namespace, swap: bool) -> list[str]:
     if args.device == "cpu":
         named = [arm for arm in named if arm not in ON_GPUS]
     return [arm for arm in named if arm != "gpu"] if swap else named
-
-
-def failed(why: Exception) -> Row:
-    return {"error": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
 
 
 def run_case(

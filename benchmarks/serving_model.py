@@ -1,4 +1,5 @@
-"""Models with random weights, and attention over paged caches, for serving.py."""
+"""Models with random weights, and attention over paged caches, for serving.py; serving_vllm.py has
+their sizes from here."""
 
 from __future__ import annotations
 
@@ -78,13 +79,12 @@ def attention() -> str:
     return "paged|torch_varlen"
 
 
-def model_of(name: str, device: str, attend: str) -> Any:
-    """A model with random weights."""
+def config_of(name: str) -> Any:
+    """The configuration of a model, as transformers names it."""
     layers, hidden, intermediate, heads, kv_heads, vocabulary = MODELS[name]
-    config_class, model_class = Qwen2Config, Qwen2ForCausalLM
-    if name.startswith("llama"):
-        config_class, model_class = LlamaConfig, LlamaForCausalLM
-    config = config_class(
+    made = LlamaConfig if name.startswith("llama") else Qwen2Config
+    return made(
+        architectures=["LlamaForCausalLM" if made is LlamaConfig else "Qwen2ForCausalLM"],
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -94,10 +94,15 @@ def model_of(name: str, device: str, attend: str) -> Any:
         max_position_embeddings=32768,
         tie_word_embeddings=name in ("0.5b", "1.5b"),
     )
+
+
+def model_of(name: str, device: str, attend: str) -> Any:
+    """A model with random weights."""
+    model_class = LlamaForCausalLM if name.startswith("llama") else Qwen2ForCausalLM
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
-        model = model_class(config).eval()
+        model = model_class(config_of(name)).eval()
     torch.set_default_dtype(torch.float32)
     model.set_attn_implementation(attend)
     return model
