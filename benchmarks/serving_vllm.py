@@ -169,7 +169,7 @@ def answers(llm: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
     }
 
 
-def forget(llm: Any, wait_s: float) -> None:
+def forget(llm: Any, wait_s: float) -> dict[str, Any]:
     """Resets the GPU's prefix cache once what is stored has arrived in host memory: the scheduler
     hears of it in a later step, so that a short request makes some."""
     for _ in range(2):
@@ -178,6 +178,7 @@ def forget(llm: Any, wait_s: float) -> None:
     answers(llm, [[1, 2, 3]], 2)
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
+    return {}
 
 
 def serve(pipe: Any, made: dict[str, Any]) -> None:
@@ -273,7 +274,7 @@ def rounds_of(
                     engine.run(prompts, args.new)
                 found.setdefault(arm, []).append(engine.run(prompts, args.new))
             except (RuntimeError, OSError) as why:
-                errors.append({"arm": arm, **named(place)} | failed(why))
+                errors.append({"arm": arm, **named(place), "error": str(why)})
                 engines.pop(engine.arm).close()
                 found.pop(arm, None)
     return found, errors
@@ -344,7 +345,7 @@ def started(
             try:
                 args.told = engines[arm].answer(START_S - (time.monotonic() - began))
             except RuntimeError as why:
-                errors.append({"arm": arm, "prompt": 0, "batch": 0, "hit": "-"} | failed(why))
+                errors.append({"arm": arm, "prompt": 0, "batch": 0, "hit": "-", "error": str(why)})
                 engines.pop(arm).close()
         print(f"{name}: {', '.join(engines)} in {time.monotonic() - began:.0f} s", flush=True)
     return engines, errors
@@ -366,7 +367,7 @@ def run_model(args: argparse.Namespace, name: str) -> Iterator[Row]:
                     engine.run(seen, args.new)
                     engine.forget(0.5)
                 except (RuntimeError, OSError) as why:
-                    yield {"arm": arm, **named((prompt, batch, 0)), "hit": "-"} | failed(why)
+                    yield {"arm": arm, **named((prompt, batch, 0)), "error": str(why)}
                     engines.pop(arm).close()
             # The highest first: what it needs longest is used last, and stays in host memory.
             for hit in sorted(args.hits, reverse=True):
@@ -417,7 +418,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     # The telling ones first.
     both = [(prompt, batch) for prompt in args.prompts for batch in args.batches]
     args.cases = sorted(both, key=lambda one: (one[1], one[0]), reverse=True)
-    end = time.monotonic() + (args.limit or (150 if quick else 900))
+    usual_s = 150.0 if quick else 900.0
+    end = time.monotonic() + (usual_s if args.limit is None else args.limit)
     args.out_of_time = lambda: time.monotonic() > end
     args.told = {}
     return args
@@ -436,6 +438,7 @@ def checked() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 
 def main() -> None:
