@@ -61,7 +61,20 @@ std::shared_ptr<void> stage(Transfer& transfer) {
   return bytes;
 }
 
+// Host memory that is registered piece by piece is several, side by side as they may lie.
+void check_registration(const Side& side, const Transfer& transfer) {
+  const PointerFacts facts = addresses().facts(side.address);
+  if (facts.kind != Kind::kRegistered || side.base != side.address) return;
+  const DevicePtr end = side.address + (transfer.rows - 1) * side.pitch +
+                        (transfer.slices - 1) * side.slice_pitch + transfer.width;
+  require(end <= facts.start + facts.bytes, kInvalidValue);
+}
+
 void push_copies(Stream& stream, std::vector<Transfer> batch) {
+  for (const Transfer& transfer : batch) {
+    check_registration(transfer.dst, transfer);
+    check_registration(transfer.src, transfer);
+  }
   std::vector<std::shared_ptr<void>> staged;
   bool complete_first = false;
   if (!capturing(stream)) {
@@ -178,6 +191,8 @@ void push_batch(const Batch& batch, StreamHandle handle) {
     Transfer transfer{.dst = any_side(batch.dsts[i]), .src = any_side(batch.srcs[i])};
     transfer.width = batch.sizes[i];
     require(transfer.width > 0, kInvalidValue);
+    check_registration(transfer.dst, transfer);
+    check_registration(transfer.src, transfer);
     const bool host = addresses().facts(transfer.src.address).kind != Kind::kMapped;
     if (host && batch.attributes[attribute].src_order != kOrderStream) {
       staged.push_back(stage(transfer));  // out of the stream's order, as the caller allowed
