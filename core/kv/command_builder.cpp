@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kStridesFrom = 3;   // any two blocks are at some step
 constexpr size_t kFencesAbout = 16;  // one for so many copies, for which there is to be room
 
-void push(const Command& command, Part& part) {
+void append(const Command& command, Part& part) {
   if (command.rows == 1 && part.calls.next_begins() && !part.commands.empty()) {
     part.commands.push_back({.op = Op::fence});
   }
@@ -61,13 +61,14 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
 CommandBuilder::CommandBuilder(Direction direction, const PageForms& forms,
                                std::shared_ptr<const Layout> layout,
                                std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
-                               std::span<const int64_t> blocks, std::vector<Row> rows)
+                               std::span<const int64_t> blocks, std::vector<Row> rows, Seams seams)
     : direction_(direction),
       forms_(forms),
       layout_(std::move(layout)),
       layer_groups_(std::move(layer_groups)),
       blocks_(blocks),
-      rows_(std::move(rows)) {
+      rows_(std::move(rows)),
+      seams_(seams) {
   if (blocks_.empty()) stop();
 }
 
@@ -76,6 +77,12 @@ uint64_t CommandBuilder::left_bytes() const {
 }
 
 uint64_t CommandBuilder::block_bytes() const { return (*layer_groups_)[layer_group_].bytes; }
+
+void CommandBuilder::push(const Command& command, Part& part) const {
+  const bool host = command.dst.buffer == kRows || command.src.buffer == kRows;
+  if (seams_.step == 0 || !host) return append(command, part);
+  each_between(seams_, kRows, command, [&](const Command& one) { append(one, part); });
+}
 
 // The longest run from that block on.
 CommandBuilder::BlockRun CommandBuilder::run(const RowSpan& rows, size_t first,
@@ -150,6 +157,18 @@ Slice CommandBuilder::host_row(size_t block) const {
   return {.offset = reinterpret_cast<uint64_t>(rows_[block].at) + at,
           .rank = kHostRank,
           .buffer = kRows};
+}
+
+// Whether what the layer group has of a block in its row lies on both sides of a seam.
+bool CommandBuilder::over_seam(const BlockRun& run) const {
+  if (seams_.step == 0) return false;
+  const LayerGroup& layers = (*layer_groups_)[layer_group_];
+  const uint64_t page = layers.piece_bytes;
+  const uint64_t span = layout_->row_blocks() * (layers.bytes - page) + page;
+  for (size_t block = run.first; block < run.first + run.count; ++block) {
+    if (seams_.until(host_row(block).offset) < span) return true;
+  }
+  return false;
 }
 
 // The same of all folds, a command a block. `first`: block of the part.
@@ -357,7 +376,7 @@ Part CommandBuilder::next(const PartBudget& budget) {
     const bool pages = found.count == 1
                            ? singles
                            : form.listed && all_apart(found, budget.submitted_soonest, part);
-    if (pages) {
+    if (pages && !over_seam(found)) {
       add_pages(found, first, part);
       listed = true;
     } else {

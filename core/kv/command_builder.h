@@ -4,7 +4,7 @@
 // Blocks at equal steps in the cache and among the slots form runs. A run is copied by whichever
 // has fewer commands: a strided copy a block over the pieces of a fold, or one a piece over the
 // blocks; by one of all where those of a piece are contiguous on both sides. No command leaves a
-// chunk of the pool.
+// chunk of the pool, or goes over a seam of the rows' memory.
 //
 // The order is that of the layer groups, and within one that of the given blocks.
 //
@@ -21,7 +21,7 @@
 #include "core/backend/page_table.h"
 #include "core/ir/program.h"
 #include "core/kv/layout.h"
-#include "core/kv/pool.h"
+#include "core/kv/rows.h"
 #include "core/plan/pages.h"
 
 namespace offcore::kv {
@@ -80,7 +80,7 @@ inline constexpr Rank kNeighbour = 1;
 // A cache, and where its blocks go.
 struct CacheGroup {
   std::shared_ptr<const Layout> layout;
-  std::shared_ptr<HostPool> pool;
+  std::shared_ptr<HostRows> pool;
 
   RowPlaces places() const { return {layout->row_blocks(), layout->place_step()}; }
 };
@@ -97,7 +97,7 @@ class CommandBuilder {
   // `blocks` has to live as long; it is as long as `rows`.
   CommandBuilder(Direction direction, const PageForms& forms, std::shared_ptr<const Layout> layout,
                  std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
-                 std::span<const int64_t> blocks, std::vector<Row> rows);
+                 std::span<const int64_t> blocks, std::vector<Row> rows, Seams seams = {});
 
   bool ended() const { return layer_group_ == layer_groups_->size(); }
   uint32_t layer_group() const { return static_cast<uint32_t>(layer_group_); }  // the next part's
@@ -132,6 +132,8 @@ class CommandBuilder {
   };
 
   RowSpan host() const { return {rows_, 0, {0, kHostRank, kRows}}; }
+  void push(const Command& command, Part& part) const;
+  bool over_seam(const BlockRun& run) const;
   BlockRun run(const RowSpan& rows, size_t first, size_t count_max) const;
   bool together(const BlockRun& run, const Fold& fold) const;
   bool apart(const BlockRun& run, const Fold& fold, bool submitted_soonest, const Part& part) const;
@@ -156,6 +158,7 @@ class CommandBuilder {
   const std::shared_ptr<const std::vector<LayerGroup>> layer_groups_;
   const std::span<const int64_t> blocks_;
   const std::vector<Row> rows_;
+  const Seams seams_;
   size_t layer_group_ = 0;
   size_t next_ = 0;  // block of the layer group
   uint64_t copied_ = 0;

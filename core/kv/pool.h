@@ -22,21 +22,9 @@
 #include "core/backend/backend.h"
 #include "core/base/error.h"
 #include "core/base/fork.h"
+#include "core/kv/rows.h"
 
 namespace offcore::kv {
-
-// Where a slot lies.
-struct Row {
-  std::byte* at = nullptr;
-  uint32_t chunk = 0;
-  uint32_t place = 0;  // in its row, of several blocks
-};
-
-// How blocks share a row: their slots are row * blocks + place.
-struct RowPlaces {
-  uint32_t blocks = 1;
-  uint64_t step = 0;  // from a place to the next, in bytes
-};
 
 // Memory that others have allocated, in the order of its rows: in each part one every `row_step`
 // bytes.
@@ -50,18 +38,18 @@ struct ForeignRows {
   std::shared_ptr<void> keep;
 };
 
-class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess {
+class HostPool : public HostRows, public OfProcess {
  public:
   static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                           uint64_t chunk_bytes);
   // Rows of memory that others have allocated. Throws invalid.
   static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                           uint64_t chunk_bytes, ForeignRows memory);
-  ~HostPool();
+  ~HostPool() override;
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
 
-  uint64_t row_bytes() const { return row_bytes_; }
+  uint64_t row_bytes() const override { return row_bytes_; }
 
   // Adds rows at the end; they become usable in the background.
   void grow(uint64_t rows);
@@ -87,10 +75,10 @@ class HostPool : public std::enable_shared_from_this<HostPool>, public OfProcess
   // An allocated slot's memory, and what keeps it mapped.
   std::pair<std::byte*, std::shared_ptr<void>> row(int64_t slot) const;
 
-  // For a job: where its slots lie, whose rows are not given to others until unpin. Throws invalid
-  // for slots in rows that are not allocated, and where `distinct` for those named twice.
-  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places);
-  void unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept;
+  // As HostRows::pin; throws invalid for slots in rows that are not allocated, too.
+  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct,
+                       const RowPlaces& places) override;
+  void unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept override;
 
   // Waits for the jobs, and lets go of the memory. Throws timeout while jobs go on.
   void close(const Deadline& deadline);

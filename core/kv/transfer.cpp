@@ -245,7 +245,7 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   std::vector<Row> rows = group.pool->pin(job->request_.slots, !load, group.places());
   try {
     job->builder_.emplace(job->request_.direction, forms, group.layout, std::move(layer_groups),
-                          job->request_.blocks, std::move(rows));
+                          job->request_.blocks, std::move(rows), group.pool->seams());
     const std::scoped_lock lock(queue_->mutex);
     if (queue_->closing) fail(Code::cancelled, "the transfer is closed");
     queue_->inbox.push_back(job);

@@ -162,9 +162,11 @@ void TransferWorker::collect() {
 void TransferWorker::admit(const std::shared_ptr<Job>& job) {
   job->number_ = ++number_;
   job->packed_ = is_to_be_packed(*job);
-  mark(*job);
-  for (const std::shared_ptr<Job>& other : jobs_) {
-    if (meets(*job, *other)) job->waits_.push_back(other);
+  if (groups_[job->request_.group].pool->orders()) {
+    mark(*job);
+    for (const std::shared_ptr<Job>& other : jobs_) {
+      if (meets(*job, *other)) job->waits_.push_back(other);
+    }
   }
   jobs_.push_back(job);
   DirectionQueue& direction = directions_[static_cast<size_t>(job->request_.direction)];

@@ -12,6 +12,7 @@
 
 #include "core/backend/registry.h"
 #include "core/base/error.h"
+#include "core/kv/pool.h"
 #include "core/kv/transfer.h"
 #include "keep.h"
 #include "module.h"
@@ -24,6 +25,7 @@ namespace {
 
 using kv::Direction;
 using kv::HostPool;
+using kv::HostRows;
 using kv::Job;
 using kv::JobReport;
 using kv::Layout;
@@ -123,7 +125,7 @@ std::shared_ptr<Transfer> open_transfer(const std::string& backend, const Machin
   }
   std::vector<kv::CacheGroup> groups;
   for (size_t i = 0; i < layouts.size(); ++i) {
-    groups.push_back({layouts[i], nb::cast<HostPool&>(pools[i]).shared_from_this()});
+    groups.push_back({layouts[i], nb::cast<HostRows&>(pools[i]).shared_from_this()});
   }
   const std::shared_ptr<const void> kept = keep_alive(std::move(keep));
   if (linger_s && !(*linger_s >= 0 && *linger_s <= kLingerMaxS)) {
@@ -202,8 +204,16 @@ void bind_pools(nb::module_& module) {
           "(pieces, bytes of a piece) of every copy of one block.");
   module.def("kv_layout", &layout_of, nb::arg("pieces"), nb::arg("blocks"), nb::arg("row_blocks"),
              "Of pieces (address, block step, bytes, layer, tensor), in the order of the row.");
-  nb::class_<HostPool>(module, "HostPool", "core/kv/pool.h")
-      .def_prop_ro("row_bytes", &HostPool::row_bytes)
+  nb::class_<HostRows>(module, "HostRows", "core/kv/rows.h")
+      .def_prop_ro("row_bytes", &HostRows::row_bytes);
+  module.def(
+      "rows_by_address",
+      [](uint64_t row_bytes, uint64_t first, uint64_t step) -> std::shared_ptr<HostRows> {
+        return std::make_shared<kv::RowsByAddress>(row_bytes, kv::Seams{first, step});
+      },
+      nb::arg("row_bytes"), nb::arg("first"), nb::arg("step"),
+      "No copy goes over an address that is a multiple of `step` away from `first`; 0: any may.");
+  nb::class_<HostPool, HostRows>(module, "HostPool", "core/kv/pool.h")
       .def_prop_ro("counts",
                    [](const HostPool& self) {
                      const HostPool::PoolCounts counts = self.counts();

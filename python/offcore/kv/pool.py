@@ -178,3 +178,15 @@ class HostPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RowsByAddress:
+    """Rows at any address of memory that others register, in pieces that meet at each multiple of
+    `step` bytes from `first` on: core/kv/rows.h. Slots are address * `Layout.row_blocks` + place.
+    """
+
+    def __init__(self, row_bytes: int, backend: str, first: int, step: int) -> None:
+        traits = defaults.traits(backend)
+        self.backend, self.timeout = backend, defaults.seconds(None)
+        self.machine, self.device = traits.machine_of_pages(1), 0 if traits.gpus else -1
+        self._core = _core.rows_by_address(row_bytes, first, step)

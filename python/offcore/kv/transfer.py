@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from offcore import _core, defaults, machines
 from offcore.errors import error
 from offcore.kv.layout import Layout
-from offcore.kv.pool import HostPool, numbers_of, open_pools
+from offcore.kv.pool import HostPool, RowsByAddress, numbers_of, open_pools
 from offcore.kv.result import Transferred
 from offcore.operands import checked
 
@@ -157,7 +157,7 @@ class BlockTransfer:
     def __init__(
         self,
         caches: Any,
-        pool: HostPool | Sequence[HostPool],
+        pool: HostPool | RowsByAddress | Sequence[HostPool],
         *,
         block_axis: int = 0,
         layer_axis: int | None = None,
@@ -177,7 +177,7 @@ class BlockTransfer:
         hold: bool = False,
         verify: bool = False,
     ) -> None:
-        pools = [pool] if isinstance(pool, HostPool) else list(pool)
+        pools = [pool] if isinstance(pool, (HostPool, RowsByAddress)) else list(pool)
         groups = list(caches) if isinstance(caches, (list, tuple)) else [caches]
         if not groups or not all(isinstance(group, Layout) for group in groups):
             groups = [Layout(caches, block_axis=block_axis, layer_axis=layer_axis)]
