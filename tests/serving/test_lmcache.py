@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lmcache_worlds import FORMATS, HostMemory, World
 
 import offcore
 from offcore.serving import engines, lmcache
@@ -19,13 +21,6 @@ CPU = SimpleNamespace(type="cpu")
 LAYERS, BLOCKS, TOKENS, PAGE = 3, 8, 2, 24  # bytes of a page: 2 tokens of 3 heads of 4 bytes
 CHUNK = 4  # blocks of an object
 OWN = "LMCache's own copies"
-FORMATS = {  # axes of a cache of all layers as (planes, layers, blocks), and those outside a tensor
-    "NB_NL_TWO_BS_NH_HS": ((2, 1, 0), 0),
-    "NL_X_TWO_NB_BS_NH_HS": ((1, 0, 2), 1),
-    "NL_X_NB_TWO_BS_NH_HS": ((2, 0, 1), 1),
-    "TWO_X_NL_X_NB_BS_NH_HS": ((0, 1, 2), 2),
-    "NL_X_NB_BS_NH_TWO_HS": ((2, 0, 1), 1),
-}
 
 
 class CudaDeviceOps:
@@ -113,6 +108,50 @@ class Cache:
 
     def group(self, own: Any, blocks: list[int], offset: int = 0) -> Any:
         return own.DirectCopyGroupSpec(*self.made, offset, blocks)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_objects(form: str) -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        each, page = int(rng.integers(1, 5)), 8 * int(rng.integers(1, 9))
+        world = World(rng, HostMemory(), form, each=each, piece=1 << 12, page=page)
+        for _ in range(8):
+            assert world.turn() == 0, seed
+
+
+def test_engines_name_one_block_where_they_have_none() -> None:
+    """A load's last one counts."""
+    rng = np.random.default_rng(1)
+    world = World(rng, HostMemory(), "NL_X_TWO_NB_BS_NH_HS", each=4, piece=1 << 12, page=64)
+    item = lmcache.Object(world.base, 0, world.nbytes, 0, [0])
+    group = world.group(np.array([0, 3, 0, 0]))
+    world.cache[:, :, [3, 0]] = world.row(0)[:, :, [1, 3]]
+    for load in (True, False):
+        assert lmcache.copy(load, ("host", None), None, 1 << 12, [group], [item]) == ""
+        assert (world.memory.read(world.image.shape) == world.image).all()
+    assert (world.row(0) == world.cache[:, :, [0, 3, 0, 0]]).all()
+
+
+def test_memory_that_is_registered_twice_over() -> None:
+    """Objects of two buffers, whose pieces meet at other addresses."""
+    rng = np.random.default_rng(2)
+    worlds = [
+        World(rng, HostMemory(), "NL_X_TWO_NB_BS_NH_HS", each=2, piece=1 << 12, page=64)
+        for _ in range(2)
+    ]
+    one, other = worlds
+    items = [
+        lmcache.Object(one.base, 0, one.nbytes, 0, [0]),
+        lmcache.Object(other.base + 96, 64, one.nbytes, 1, [0]),
+    ]
+    blocks = np.array([3, 0, 2, 1])
+    assert lmcache.copy(False, ("host", None), None, 1 << 12, [one.group(blocks)], items) == ""
+    for item, named in zip(items, (blocks[:2], blocks[2:]), strict=True):
+        shape = one.row(0).shape
+        begin = item.host_ptr + one.head
+        memory = (ctypes.c_uint8 * int(np.prod(shape))).from_address(begin)
+        assert (np.frombuffer(memory, np.uint8).reshape(shape) == one.cache[:, :, named]).all()
 
 
 @pytest.mark.parametrize("form", FORMATS)
