@@ -208,7 +208,7 @@ class Case:
         rng = np.random.default_rng(seed)
         order = rng.permutation(total)[:named].reshape(sets, blocks)
         self._total = total
-        self._shared = _CHUNK_BLOCKS if layout == "chunks" else 1  # blocks of a row
+        self.row_blocks = _CHUNK_BLOCKS if layout == "chunks" else 1  # blocks of a row
         self._pieces = _pieces(geometry, layout, total)
         memories = 1 + max(piece.memory for piece in self._pieces)
         nbytes = total * geometry.block_bytes // memories
@@ -227,14 +227,14 @@ class Case:
 
     def _open_pools(self, sets: int, rng: np.random.Generator) -> Numbers:
         """The pool of each group, with all rows taken; the slots of each set."""
-        each = -(-self.blocks // self._shared)
+        each = -(-self.blocks // self.row_blocks)
         self.pools = [
             kv.HostPool(cache.row_bytes, sets * each, backend=self.backend) for cache in self.caches
         ]
         for pool in self.pools:
             pool.allocate(pool.blocks, timeout=_READY_S)
-        first = rng.permutation(sets * each).reshape(sets, each, 1) * self._shared
-        return (first + np.arange(self._shared)).reshape(sets, -1)[:, : self.blocks]
+        first = rng.permutation(sets * each).reshape(sets, each, 1) * self.row_blocks
+        return (first + np.arange(self.row_blocks)).reshape(sets, -1)[:, : self.blocks]
 
     def _layouts(self, total: int) -> list[kv.Layout]:
         """Of each group that has rows of its own on the host."""
@@ -260,13 +260,18 @@ class Case:
                 for at in (0, total * page // 2)
                 for memory in self._memories
             ]
-            return [kv.Layout([halves], row_blocks=self._shared)]  # all of K comes first
+            return [kv.Layout([halves], row_blocks=self.row_blocks)]  # all of K comes first
         return [kv.Layout(self.tensors, block_axis=self.block_axis)]
 
     @property
     def nbytes(self) -> int:
         """Of all requests of one direction."""
         return self.requests * self.blocks * self.geometry.block_bytes
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of each memory."""
+        return [memory.address for memory in self._memories]
 
     @property
     def piece_bytes(self) -> int:
@@ -289,13 +294,13 @@ class Case:
         cache = bases[None, :] + blocks.astype(np.uint64)[:, None] * steps[None, :]
         rows = np.array([[part.ctypes.data for part in self.parts(slot)] for slot in slots])
         count = len(self._pieces) // len(self.pools)
-        inside = np.arange(count, dtype=np.uint64) * np.uint64(self._shared * self.piece_bytes)
+        inside = np.arange(count, dtype=np.uint64) * np.uint64(self.row_blocks * self.piece_bytes)
         return cache.ravel(), (rows.astype(np.uint64)[:, :, None] + inside).ravel()
 
     def parts(self, slot: int) -> list[Bytes]:
         """What each group has at a slot, as (pages, bytes)."""
-        row, place = divmod(slot, self._shared)
-        shape = (-1, self._shared, self.piece_bytes)
+        row, place = divmod(slot, self.row_blocks)
+        shape = (-1, self.row_blocks, self.piece_bytes)
         return [pool.row(row).reshape(shape)[:, place] for pool in self.pools]
 
     def places(self, slot: int) -> Iterator[Bytes]:

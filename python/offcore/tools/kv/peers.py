@@ -2,7 +2,8 @@
 
 `offcore`: BlockTransfer as it is; `zero-sm`: by copy engines alone; `packed`, `packed-8`: all of it
 packed by 4 SMs, or 8; `kernel`: by its kernel of 16 blocks.
-`batch-copy`: `offcore.batch_copy` of all pages, as the adapter of LMCache uses it.
+`lmcache`: what the adapter of LMCache does with such objects, of the layout `chunks` alone.
+`batch-copy`: `offcore.batch_copy` of all pages.
 `loop`: a cuMemcpyAsync a page (on the host backend: a memcpy). `batch`: one cuMemcpyBatchAsync of
 all pages; `batch32`, `batch64`, `batch256`: such calls of so many pages each. `vllm`, `triton`:
 vLLM's own calls, where it is installed: its batch of all pages, and its kernel. What these are
@@ -18,6 +19,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from offcore import _core, batch_copy, kv
 from offcore.errors import error
+from offcore.serving import lmcache
 from offcore.tools.kv.case import Case, Numbers, torch_with_gpu
 
 _CALL_PAGES = {"batch": 2**64 - 1, "batch32": 32, "batch64": 64, "batch256": 256}
@@ -35,9 +38,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "packed-8": {"policy": "pack", "pack_sms": 8},
     "kernel": {"kernel": True},
 }
-IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN, "batch-copy")
+IMPLS = ("offcore", "loop", *_CALL_PAGES, "torch", "vllm", "triton", *_OWN, "lmcache", "batch-copy")
 PEERS = IMPLS[1:]
 _FACTS = ("path", "links", "commands", "calls", "enqueue_us", "sms", "sm_ms", "adopted")
+_REGISTERED_BYTES = 64 << 20  # at a time, by LMCache
 _TRITON_CHUNK_BYTES = 32 << 10  # of a page that a block of vLLM's kernel copies at once, at most
 
 
@@ -186,6 +190,66 @@ class Batched(Pages):
         self._handles.clear()
 
 
+class Adapted:
+    """Objects of LMCache's, in the rows of a case whose blocks share rows."""
+
+    streamed = True
+
+    def __init__(self, case: Case) -> None:
+        tokens = case.row_blocks
+        if case.layout != "chunks" or case.blocks % tokens:
+            raise _absent("lmcache", "its objects are whole rows of the layout chunks")
+        self._place: lmcache.Place = ("cuda", 0) if case.backend == "cuda" else ("host", None)
+        shape = SimpleNamespace(
+            kv_size=2,
+            nl=len(case.tensors),
+            nb=case.tensors[0].shape[1],
+            bs=tokens,
+            nh=1,
+            hs=case.piece_bytes // tokens,
+            element_size=1,
+            block_stride_elems=0,
+        )
+        form = SimpleNamespace(name="NL_X_TWO_NB_BS_NH_HS")
+        row = case.pools[0].block_bytes
+
+        def request(blocks: Numbers, slots: Numbers) -> tuple[lmcache.Group, list[lmcache.Object]]:
+            at = [case.pools[0].row(slot // tokens).ctypes.data for slot in slots[::tokens]]
+            named = [int(block) for block in blocks]
+            return lmcache.Group(case.addresses, shape, form, tokens * tokens, 0, named), [
+                lmcache.Object(place, place, row, number, [0]) for number, place in enumerate(at)
+            ]
+
+        self._requests = {
+            direction: [request(*named) for named in case.named(direction)]
+            for direction in ("load", "store")
+        }
+
+    def enqueue(self, direction: str, stream: int) -> float:
+        began_ns = time.perf_counter_ns()
+        into = stream if self._place[0] == "cuda" else None
+        for group, objects in self._requests[direction]:
+            lmcache.copy(
+                direction == "load", self._place, into, _REGISTERED_BYTES, [group], objects
+            )
+        return (time.perf_counter_ns() - began_ns) / 1e3
+
+    def settle(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
+        return dict.fromkeys(_FACTS)
+
+    def leave(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
+
+    def close(self) -> None:
+        lmcache.forget()
+
+
 class Selected:
     """The peer that selects blocks tensor by tensor."""
 
@@ -313,6 +377,8 @@ def open_way(name: str, case: Case, timeout_s: float, links: Any = None) -> Way:
         return Selected(case)
     if name == "batch-copy":
         return Batched(case, timeout_s)
+    if name == "lmcache":
+        return Adapted(case)
     if case.backend != "cuda":
         raise _absent(name, f"backend {case.backend} has no driver and no kernels")
     if name in _CALL_PAGES:
