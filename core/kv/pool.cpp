@@ -334,7 +334,7 @@ void HostPool::free(std::span<const int64_t> slots) {
 
 std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
   const PoolLock lock = enter();
-  check_taken(slot, 1);
+  check_taken(slot, static_cast<uint64_t>(slot), 1);
   const Chunk& chunk = chunk_of(static_cast<uint64_t>(slot));
   return {chunk.at(static_cast<uint64_t>(slot)), chunk.share.owner};
 }
@@ -346,30 +346,27 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct,
   std::vector<Row> rows;
   rows.reserve(slots.size());
   const Chunk* chunk = nullptr;
-  for (int64_t number : slots) {
-    const uint64_t slot = static_cast<uint64_t>(number) / places.blocks;
-    const uint64_t place = static_cast<uint64_t>(number) % places.blocks;
+  each_place(slots, places.blocks, [&](int64_t, uint64_t slot, uint32_t place) {
     if (chunk == nullptr || slot - chunk->first >= chunk->rows) chunk = &chunk_of(slot);
     rows.push_back({.at = chunk->at(slot) + place * places.step,
                     .chunk = static_cast<uint32_t>(chunk - chunks_.data()),
-                    .place = static_cast<uint32_t>(place)});
+                    .place = place});
     pinned_ += slots_[slot].users++ == 0;
-  }
+  });
   return rows;
 }
 
 void HostPool::unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept {
   const PoolLock lock(mutex_);
-  for (int64_t number : slots) {
-    const uint64_t row = static_cast<uint64_t>(number) / places.blocks;
+  each_place(slots, places.blocks, [&](int64_t, uint64_t row, uint32_t) {
     Slot& slot = slots_[row];
-    if (--slot.users > 0) continue;
+    if (--slot.users > 0) return;
     --pinned_;
-    if (!slot.leaving) continue;
+    if (!slot.leaving) return;
     slot.leaving = false;
     --leaving_;
     release(row);
-  }
+  });
   changed_.notify_all();
 }
 
@@ -390,8 +387,7 @@ void HostPool::close(const Deadline& deadline) {
   if (!running_) gone.swap(chunks_);  // else another close() waits for the thread, and frees them
 }
 
-void HostPool::check_taken(int64_t number, uint32_t row_blocks) const {
-  const uint64_t row = static_cast<uint64_t>(number) / row_blocks;
+void HostPool::check_taken(int64_t number, uint64_t row, uint32_t row_blocks) const {
   if (number < 0 || row >= slots_.size()) {
     fail(Code::invalid, "slot ", number, " is not one of the host pool's ",
          slots_.size() * row_blocks);
@@ -409,12 +405,12 @@ void HostPool::check(std::span<const int64_t> slots, bool distinct, uint32_t row
     stamp_ = 1;
   }
   stamps_.resize(std::max(stamps_.size(), slots_.size() * row_blocks));
-  for (int64_t number : slots) {
-    check_taken(number, row_blocks);
+  each_place(slots, row_blocks, [&](int64_t number, uint64_t row, uint32_t) {
+    check_taken(number, row, row_blocks);
     uint32_t& stamp = stamps_[static_cast<size_t>(number)];
     if (distinct && stamp == stamp_) fail(Code::invalid, "slot ", number, " is listed twice");
     stamp = stamp_;
-  }
+  });
 }
 
 const HostPool::Chunk& HostPool::chunk_of(uint64_t slot) const {

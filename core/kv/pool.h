@@ -103,9 +103,9 @@ class HostPool : public HostRows, public OfProcess {
     std::byte* at(uint64_t slot) const { return share.data + (slot - first) * source->row_step; }
   };
   struct Slot {
-    uint32_t users = 0;  // times that jobs name it
-    bool taken = false;
-    bool leaving = false;
+    uint32_t users : 30 = 0;  // times that jobs name it
+    bool taken : 1 = false;
+    bool leaving : 1 = false;
   };
 
   HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes, std::vector<RowSource> sources,
@@ -119,7 +119,7 @@ class HostPool : public HostRows, public OfProcess {
   void register_chunks();
   bool halve(size_t index);
   void check(std::span<const int64_t> slots, bool distinct, uint32_t row_blocks);
-  void check_taken(int64_t slot, uint32_t row_blocks) const;
+  void check_taken(int64_t slot, uint64_t row, uint32_t row_blocks) const;
   const Chunk& chunk_of(uint64_t slot) const;
   const RowSource& source_of(uint64_t row) const;
   void give(uint64_t first, uint64_t count) noexcept;

@@ -251,11 +251,11 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
     queue_->inbox.push_back(job);
     ++queue_->under_way;
     queue_->news = true;
-    queue_->work.notify_one();
   } catch (...) {
     group.pool->unpin(job->request_.slots, group.places());
     throw;
   }
+  queue_->work.notify_one();  // without the mutex, which who wakes takes first
   if (queue_->asleep && bytes <= kBeginsWithCaller) worker_->help(false);
   return job;
 }

@@ -53,10 +53,6 @@ std::shared_ptr<Backend> open_one(const std::string& name, const Machine& machin
   return open_backend(name, machine, 1, {0}, std::move(options));
 }
 
-std::vector<int64_t> copied(const Numbers& numbers) {
-  return {numbers.data(), numbers.data() + numbers.size()};
-}
-
 std::shared_ptr<Layout> layout_of(
     const std::vector<std::tuple<uintptr_t, uint64_t, uint64_t, uint32_t, uint32_t>>& rows,
     uint64_t blocks, uint32_t row_blocks) {
@@ -172,19 +168,58 @@ std::unique_ptr<Mark> mark(Backend& backend, const std::string& what, uintptr_t 
   return what == "stream" ? streams->mark_stream(handle) : streams->mark_event(handle);
 }
 
-Started start(Transfer& self, bool load, uint32_t group, const Numbers& blocks,
-              const Numbers& slots, int32_t priority, uint32_t layers_together,
-              const std::string& after_is, uintptr_t after) {
+// Numbers as nearly all calls name them: an array of int64. Nothing: it is something else.
+std::optional<std::vector<int64_t>> plain_numbers(nb::handle given) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(given.ptr()) == 0) return std::nullopt;
+  if (PyObject_GetBuffer(given.ptr(), &view, PyBUF_ND | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();  // it is not contiguous
+    return std::nullopt;
+  }
+  std::optional<std::vector<int64_t>> numbers;
+  const std::string_view format = view.format == nullptr ? "B" : view.format;
+  if (view.ndim == 1 && view.itemsize == sizeof(int64_t) && (format == "l" || format == "q")) {
+    const auto* const first = static_cast<const int64_t*>(view.buf);
+    numbers.emplace(first, first + view.shape[0]);
+  }
+  PyBuffer_Release(&view);
+  return numbers;
+}
+
+// Whether it is one of Python's own, from 0 on, or False or True.
+bool plain_count(nb::handle given, uint32_t& result) {
+  if (PyBool_Check(given.ptr())) {
+    result = given.is(Py_True);
+    return true;
+  }
+  return PyLong_CheckExact(given.ptr()) && nb::try_cast(given, result, false) &&
+         result <= INT32_MAX;
+}
+
+// Reads the arguments of nearly all calls by itself: what Python does for one takes as long as the
+// call where other work has emptied the caches. None: an argument is something else.
+nb::object start(Transfer& self, bool load, nb::handle blocks, nb::handle slots, nb::handle group,
+                 nb::handle priority, nb::handle layers_together, const char* after_is,
+                 uintptr_t after) {
   Released::drop();
-  kv::TransferRequest request{.direction = load ? Direction::load : Direction::store,
-                              .group = group,
-                              .blocks = copied(blocks),
-                              .slots = copied(slots),
-                              .priority = priority,
-                              .layers_together = layers_together};
-  LockReleased released;
-  if (!after_is.empty()) request.after = mark(self.backend(), after_is, after);
-  return {self.shared_from_this(), self.start(std::move(request))};
+  kv::TransferRequest request{.direction = load ? Direction::load : Direction::store};
+  std::optional<std::vector<int64_t>> named = plain_numbers(blocks);
+  std::optional<std::vector<int64_t>> places = plain_numbers(slots);
+  if (!named || !places || !plain_count(group, request.group) ||
+      !plain_count(layers_together, request.layers_together) ||
+      !PyLong_CheckExact(priority.ptr()) || !nb::try_cast(priority, request.priority, false) ||
+      request.priority == INT32_MIN) {
+    return nb::none();
+  }
+  request.blocks = std::move(*named);
+  request.slots = std::move(*places);
+  std::shared_ptr<Job> job;
+  {
+    const LockReleased released;
+    if (*after_is != '\0') request.after = mark(self.backend(), after_is, after);
+    job = self.start(std::move(request));
+  }
+  return nb::cast(Started(self.shared_from_this(), std::move(job)));
 }
 
 void bind_pools(nb::module_& module) {
@@ -325,12 +360,16 @@ void bind_jobs(nb::module_& module) {
           nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), nb::arg("gate"))
       .def(
           "cancel", [](const Started& self) { self.job->cancel(); }, Unlocked())
+      .def_prop_ro("asked", [](const Started& self) { return self.job->request().blocks.size(); })
       .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })
       .def_prop_ro("report", [](const Started& self) { return self.job->report(); });
   nb::class_<Transfer>(module, "Transfer", "core/kv/transfer.h")
       .def_prop_ro("adopted", &Transfer::adopted)
-      .def("start", &start, nb::arg("load"), nb::arg("group"), nb::arg("blocks"), nb::arg("slots"),
-           nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"))
+      .def("start", &start, nb::arg("load"), nb::arg("blocks"), nb::arg("slots"), nb::arg("group"),
+           nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"),
+           nb::sig("def start(self, load: bool, blocks: object, slots: object, group: object, "
+                   "priority: object, layers_together: object, after_is: str, after: int) -> "
+                   "KvJob | None"))
       .def(
           "close",
           [](nb::handle_t<Transfer> self, bool cancel, double timeout_s) {

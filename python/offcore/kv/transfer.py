@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from offcore import _core, defaults, machines
@@ -44,19 +43,11 @@ def _handle(stream: Any) -> int:
 
 
 def _after(given: Any) -> tuple[str, int]:
-    if given is None:
-        return "", 0
     if hasattr(given, "cuda_event"):
         if not given.cuda_event:
             raise error("invalid", "after: the event was never recorded; record it in a stream")
         return "event", given.cuda_event
     return "stream", _handle(given)
-
-
-def _priority(given: Any) -> int:
-    if not isinstance(given, (int, np.integer)) or abs(given) > _INT_MAX:
-        raise error("invalid", f"priority is {given!r}: pass an integer below 2^31")
-    return int(given)
 
 
 class Job:
@@ -294,7 +285,7 @@ class BlockTransfer:
         are out of range, duplicate or not allocated (nothing is copied), unsupported for `after`
         without a GPU, cancelled after `close`.
         """
-        return self._start(True, blocks, slots, priority, by_layer, after, group)
+        return self._start(True, blocks, slots, (group, priority, by_layer), after)
 
     def store(
         self,
@@ -310,32 +301,24 @@ class BlockTransfer:
 
         after: cuda: the stream or event of the work that writes the blocks.
         """
-        return self._start(False, blocks, slots, priority, by_layer, after, group)
+        return self._start(False, blocks, slots, (group, priority, by_layer), after)
 
     def _start(
-        self,
-        load: bool,
-        blocks: ArrayLike,
-        slots: ArrayLike,
-        priority: int,
-        by_layer: bool | int,
-        after: Any,
-        group: int,
+        self, load: bool, blocks: ArrayLike, slots: ArrayLike, how: tuple[Any, Any, Any], after: Any
     ) -> Job:
         began_ns = time.perf_counter_ns()
-        kind, handle = _after(after)
-        named = numbers_of("blocks", blocks)
-        core = self._core.start(
-            load,
-            checked("group", group, _INT_MAX),
-            named,
-            numbers_of("slots", slots),
-            _priority(priority),
-            checked("by_layer", by_layer, _INT_MAX),
-            kind,
-            handle,
-        )
-        call = {"direction": "load" if load else "store", "after": after, "asked": len(named)}
+        mark = ("", 0) if after is None else _after(after)
+        core = self._core.start(load, blocks, slots, *how, *mark)
+        if core is None:
+            how = (
+                checked("group", how[0], _INT_MAX),
+                checked("priority", how[1], _INT_MAX, -_INT_MAX),
+                checked("by_layer", how[2], _INT_MAX),
+            )
+            named = numbers_of("blocks", blocks), numbers_of("slots", slots)
+            core = self._core.start(load, *named, *how, *mark)
+            assert core is not None
+        call = {"direction": "load" if load else "store", "after": after, "asked": core.asked}
         job = Job(core, self, call)
         call["submit_us"] = (time.perf_counter_ns() - began_ns) / 1e3
         return job
