@@ -7,6 +7,7 @@ Random jobs of all layouts run in both directions at once, in any order and prio
 beside matrix products that keep the SMs busy. Whoever is told of an end looks at the bytes at once.
 Blocks of threads that only wait hold every SM: transfers by engines must end meanwhile, and one by
 a kernel must not. Streams compare layers behind gates, and nothing but the gates holds them back.
+Objects of LMCache's go by its adapter, at any places of memory that is registered in pieces.
 Speed is what a caller sees, from the call until `wait` returns, as medians: folded over the layers
 and page by page, beside one contiguous copy of pinned memory.
 Without a GPU (or with --backend host) the host backend is checked, on smaller caches.
@@ -15,6 +16,7 @@ Without a GPU (or with --backend host) the host backend is checked, on smaller c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -25,8 +27,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from kv_objects import Objects
 
 from offcore import _core, kv
+from offcore.serving import lmcache
 from offcore.sizes import parse_sizes
 
 SLEEP_CYCLES = 20_000_000  # a kernel that a store has to come after
@@ -254,6 +258,18 @@ def gates(checks: Checks) -> int:
     return wrong
 
 
+def objects(checks: Checks) -> int:
+    """LMCache's adapter, in a stream of its own."""
+    made = Objects(checks.random, checks.device)
+    turns = max(1, checks.args.jobs // 10)
+    stream = torch.cuda.Stream() if checks.gpu else None
+    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        wrong = sum(made.wrong() for _ in range(turns))
+    lmcache.forget()
+    print(f"objects: {2 * turns} calls, {wrong} wrong")
+    return wrong
+
+
 def order(checks: Checks) -> int:
     """Whoever is told of a copy's end looks at once: the host at stores, a kernel at loads. Both
     engines have a part of each job."""
@@ -401,7 +417,7 @@ def speed(checks: Checks) -> int:
 
 def main() -> int:
     known = {"jobs": random_jobs, "streams": streams, "gates": gates, "order": order}
-    known |= {"held": held, "speed": speed}
+    known |= {"held": held, "objects": objects, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(known), help="of " + ", ".join(known))
     parser.add_argument(

@@ -7,8 +7,11 @@ caller as a GPU does. `transfer`: from the call until all is enqueued (`wait_str
 pages: 36 scattered blocks of 28 layers, in one tensor that has all layers, or in a tensor a layer,
 each an allocation of its own. The driver's calls are included; `enqueue_us` is the least time from
 a part's program until it is enqueued, and the rest makes the commands. `plan_batch`: the same pages
-as a batch of copies, planned and checked, without a call of the driver. Least and median of the
-repetitions, in microseconds for all pages.
+as a batch of copies, planned and checked, without a call of the driver. `call`: a call of load or
+store that names 256 scattered blocks, in rows of their own or that 16 of them share; cold: after
+other work has emptied the processor's caches, as between two calls of an engine's; asleep: so is
+the transfer's thread, which the call wakes. Least and median of the repetitions, in microseconds
+for all pages.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ LAYERS, BLOCKS, NAMED = 28, 72, 36
 HOST = -1  # in the place of a rank
 PAGES = (8 << 10, 16 << 10, 64 << 10)
 PAUSE_S = 0.002  # in which the transfer's thread falls asleep
+CALLED = 256  # blocks of a call
+COLD_BYTES = 96 << 20  # more than caches hold
+AWAKE_S = 1.0
 ROOM = 1 << 40  # bytes: nothing waits to be enqueued
 Row = dict[str, Any]
 
@@ -115,6 +121,42 @@ def transfers(driver: Driver, page: int, repetitions: int) -> Iterator[Row]:
                 } | found
 
 
+def calls(driver: Driver, repetitions: int) -> Iterator[Row]:
+    """Of pages of 64 bytes: what the caller does is the same for all."""
+    rng = np.random.default_rng(1)
+    other = np.zeros(COLD_BYTES, np.uint8)
+    each = [allocated(driver, 2 * CALLED * 64 + layer) for layer in range(LAYERS)]
+    for shared in (1, 16):
+        layout = kv.Layout([Gpu(at, (2 * CALLED, 64)) for at in each], row_blocks=shared)
+        rows = 2 * CALLED // shared
+        blocks = rng.permutation(2 * CALLED)[:CALLED]
+        slots = rng.permutation(rows)[: CALLED // shared, np.newaxis] * shared + np.arange(shared)
+        for cold, linger in ((False, AWAKE_S), (True, AWAKE_S), (True, 0.0)):
+            pool = kv.HostPool(layout.row_bytes, rows, backend="cuda")
+            pool.allocate(rows, timeout=60)
+            with pool, kv.BlockTransfer(layout, pool, linger=linger) as transfer:
+                for direction in ("load", "store"):
+                    start = partial(getattr(transfer, direction), blocks, slots.ravel())
+                    jobs: list[Any] = []
+
+                    def call(start: Callable[[], Any] = start, jobs: list[Any] = jobs) -> None:
+                        jobs.append(start())
+
+                    def end(jobs: list[Any] = jobs, cold: bool = cold) -> None:
+                        jobs.pop().wait(60)
+                        time.sleep(PAUSE_S)
+                        if cold:
+                            np.add(other, 1, out=other)
+
+                    state = "asleep" if linger == 0 else "cold" if cold else "warm"
+                    yield {
+                        "metric": "call",
+                        "layout": f"{shared} blocks a row",
+                        "direction": direction,
+                        "state": state,
+                    } | times(call, end, repetitions)
+
+
 def plans(page: int, repetitions: int) -> Iterator[Row]:
     """By the places that both layouts have, where one allocation has all of them."""
     rng = np.random.default_rng(1)
@@ -142,25 +184,33 @@ def plans(page: int, repetitions: int) -> Iterator[Row]:
         } | times(work, lambda: None, repetitions)
 
 
+def tell(lines: JsonLines, what: Row, found: Row, stamp: Row) -> None:
+    numbers = {k: round(found.pop(k), 1) for k in list(found) if k.endswith("_us")}
+    lines.write(what | found | numbers | stamp)
+    if not lines.to_stdout:
+        names = " ".join(str(value) for value in found.values())
+        size = what.get("page_bytes", "")
+        print(f"{size:>6} {names:52}", *(f"{value:8.1f}" for value in numbers.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the rows there; - is stdout")
     parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--only", choices=("call", "pages"), help="one of the two parts")
     given = parser.parse_args()
     stamp = asdict(Stamp())
     driver = Driver(0)
     with JsonLines(given.json) as lines:
-        for page in PAGES:
+        for page in PAGES if given.only != "call" else ():
+            sizes = {"page_bytes": page, "pages": LAYERS * NAMED}
             for found in (
                 *transfers(driver, page, given.repetitions),
                 *plans(page, given.repetitions),
             ):
-                numbers = {k: round(found.pop(k), 1) for k in list(found) if k.endswith("_us")}
-                row = {"impl": "offcore", "page_bytes": page, "pages": LAYERS * NAMED}
-                lines.write(row | found | numbers | stamp)
-                if not lines.to_stdout:
-                    what = " ".join(str(value) for value in found.values())
-                    print(f"{page:6} {what:52}", *(f"{value:8.1f}" for value in numbers.values()))
+                tell(lines, {"impl": "offcore"} | sizes, found, stamp)
+        for found in calls(driver, given.repetitions) if given.only != "pages" else ():
+            tell(lines, {"impl": "offcore", "blocks": CALLED}, found, stamp)
 
 
 if __name__ == "__main__":

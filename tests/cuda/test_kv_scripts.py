@@ -86,7 +86,15 @@ def test_the_hosts_share_is_told_of_each_layout(tmp_path: Path) -> None:
     done = on_stand_in(*words, **alone)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in rows_file.open()]
-    assert {(row["metric"], row["layout"], row["page_bytes"]) for row in rows} == {
+    calls = [row for row in rows if row["metric"] == "call"]
+    assert {(row["layout"], row["direction"], row["state"]) for row in calls} == {
+        (f"{shared} blocks a row", direction, state)
+        for shared in (1, 16)
+        for direction in ("load", "store")
+        for state in ("warm", "cold", "asleep")
+    }
+    pages = [row for row in rows if row["metric"] != "call"]
+    assert {(row["metric"], row["layout"], row["page_bytes"]) for row in pages} == {
         (metric, layout, page << 10)
         for metric in ("transfer", "plan_batch")
         for layout in ("one tensor", "a tensor a layer")

@@ -17,11 +17,12 @@ def test_random_transfers_are_right() -> None:
         "--backend",
         "host",
         "--only",
-        "jobs",
+        "jobs,objects",
         "--jobs",
         "20",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" 20 jobs, 0 wrong") == 7
+    assert "objects: 4 calls, 0 wrong\n" in done.stdout
     assert done.stdout.endswith("ALL GOOD\n")

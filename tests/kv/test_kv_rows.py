@@ -9,6 +9,7 @@ from test_kv_cuda import WORLD
 from test_kv_pool import check_refused
 
 from offcore import kv
+from offcore.kv.pool import RowsByAddress
 
 SHARED, LAYERS, BLOCKS, PAGE = 4, 3, 24, 64
 
@@ -128,6 +129,41 @@ def test_what_is_refused() -> None:
             blocks = range(len(slots))
             check_refused(lambda b=blocks, s=slots: transfer.store(b, s), "invalid", told)
         assert transfer.store([0, 1], [1, 2]).wait(20).blocks == 2
+
+
+def test_rows_by_address() -> None:
+    """At any byte, and what their slots may not be."""
+    cache = outermost()
+    layout = layout_of(cache)
+    memory = np.zeros(1 << 12, np.uint8)
+    for first, step in ((0, 0), (int(memory.ctypes.data) + 5, 100), (7, 1 << 20)):
+        memory[:] = 0
+        pool = RowsByAddress(layout.row_bytes, "host", first, step)
+        at = [int(memory.ctypes.data) + place for place in (3, 3000, 1009)]
+        slots = np.ravel([[address * SHARED + place for place in range(SHARED)] for address in at])
+        with kv.BlockTransfer(layout, pool, verify=True) as transfer:
+            blocks = np.random.default_rng(step).permutation(BLOCKS)[: len(slots)]
+            transfer.store(blocks, slots).wait(20)
+            shape = (LAYERS, SHARED, PAGE)
+            for row, (place, named) in enumerate(
+                zip((3, 3000, 1009), blocks.reshape(3, -1), strict=True)
+            ):
+                held = memory[place : place + layout.row_bytes].reshape(shape)
+                assert (held == cache[:, named]).all(), row
+            assert (memory != 0).sum() <= 3 * layout.row_bytes
+            for wrong, told in (
+                ([slots[1], slots[1]], "listed twice"),
+                ([slots[1], slots[1] + 2, slots[1] + 2], "listed twice"),
+                ([slots[0], slots[0] + SHARED * (layout.row_bytes - 1)], "two rows of 768 bytes"),
+                ([-1], "is not in a row of memory"),
+                ([SHARED - 1], "is not in a row of memory"),
+            ):
+                call = lambda s=wrong: transfer.store(range(len(s)), s)  # noqa: E731
+                check_refused(call, "invalid", told)
+            loaded = transfer.load(blocks[[1, 0]], slots[[0, 0]]).wait(20)
+            assert loaded.blocks == 2
+            assert (cache[:, blocks[1]] == cache[:, blocks[0]]).all()
+            cache[:] = outermost()
 
 
 CHUNKS = """
