@@ -64,8 +64,12 @@ void bind_base(nb::module_& module) {
       "Every variable that is read, as (name, default, meaning).");
   module.def(
       "build",
-      [] { return std::make_tuple(std::string(kCompiler), std::string(OFFCORE_BUILD_COMMIT)); },
-      "The compiler of this build, and the commit it came from (empty: not a checkout).");
+      [] {
+        return std::make_tuple(std::string(kCompiler), std::string(OFFCORE_VERSION),
+                               std::string(OFFCORE_BUILD_COMMIT));
+      },
+      "The compiler of this build, its version, and the commit it came from (empty: not a "
+      "checkout).");
   module.def(
       "host_memory",
       [](const std::string& root) {

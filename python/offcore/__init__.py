@@ -5,7 +5,7 @@ Collectives become programs of DMA commands, which a backend runs: `cuda` (NVIDI
 virtual time). See docs/quickstart.md.
 """
 
-from offcore import device, kv, machines, mcast
+from offcore import _core, device, kv, machines, mcast
 from offcore._core import Counts, Machine, Program, fill, probe_backends, verify, wrong_bytes
 from offcore.batch import BatchHandle, BatchPolicy, BatchResult, batch_copy, batch_program
 from offcore.comm import (
@@ -24,7 +24,7 @@ from offcore.comm import (
 from offcore.errors import Error
 from offcore.facts import Phases
 
-__version__ = "0.2.0"
+__version__: str = _core.build()[1]
 
 __all__ = [
     "BatchHandle",

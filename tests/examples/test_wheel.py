@@ -1,8 +1,11 @@
 """What tests/wheel.py finds, which CI runs on built wheels, and what PyPI shows of them."""
 
 import importlib.util
+import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,21 +37,66 @@ def test_entry_points_are_read() -> None:
     assert len(found) == 5
 
 
-def test_links_on_pypi_lead_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pypi() -> Any:
     spec = importlib.util.spec_from_file_location("pypi", wheel.ROOT / "python" / "pypi.py")
     assert spec is not None
     assert spec.loader is not None
-    pypi = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pypi)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_versions_come_from_tags(pypi: Any, tmp_path: Path) -> None:
+    """At a tag, after it, with changes, without a tag, without git, in an archive, in an sdist."""
+    tree = tmp_path / "tree"
+    (tree / "python").mkdir(parents=True)
+    (tree / "CHANGELOG.md").write_text("## Unreleased\n\n## 0.3.1\n\n## 0.3.0\n")
+    (tree / "python" / "pypi.py").write_bytes(Path(pypi.__file__).read_bytes())
+    (tree / ".gitattributes").write_bytes((wheel.ROOT / ".gitattributes").read_bytes())
+
+    def git(*words: str, folder: Path = tree) -> bytes:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.check_output(("git", *who, *words), cwd=folder, timeout=60)
+
+    assert pypi.version(tree) == "0.3.2.dev0"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert re.fullmatch(r"0\.3\.2\.dev0\+g[0-9a-f]{8}", pypi.version(tree))
+    git("tag", "v0.4.0")
+    git("tag", "other")
+    assert pypi.version(tree) == "0.4.0"
+    git("commit", "-qm", "two", "--allow-empty")
+    later = pypi.version(tree)
+    assert re.fullmatch(r"0\.4\.1\.dev1\+g[0-9a-f]{8}", later)
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    packed = git("archive", "HEAD")
+    subprocess.run(("tar", "x"), cwd=unpacked, input=packed, check=True, timeout=60)
+    told = (sys.executable, unpacked / "python" / "pypi.py")
+    assert subprocess.check_output(told, text=True, timeout=60).startswith("0.4.1.dev1+g")
+    git("clone", "-q", "--depth", "1", f"file://{tree}", str(tmp_path / "shallow"))
+    shallow = pypi.version(tmp_path / "shallow")
+    assert shallow == "0.3.2.dev0" + later[later.index("+") :]
+    (tree / "CHANGELOG.md").write_text("## 0.5.0\n")
+    assert pypi.version(tree) == f"{later}.dirty"
+    (tree / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: offcore\nVersion: 0.2.7\n")
+    assert pypi.version(tree) == "0.2.7"
+
+
+def test_links_on_pypi_lead_to_the_repository(pypi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "[a](docs/a.md#b) [c](#c) [d](https://d.org) ![e](docs/e.png)"
     told = "[a](U/blob/v1/docs/a.md#b) [c](#c) [d](https://d.org) ![e](U/raw/v1/docs/e.png)"
     assert pypi.absolute(page, "U", "v1") == told
     monkeypatch.chdir(wheel.ROOT)
     monkeypatch.setenv("PROJECT_URL", "https://example.org/offcore/")
-    told = pypi.dynamic_metadata({}, {"version": "1.0"})
+    monkeypatch.setattr(pypi, "version", lambda: "1.0")
+    told = pypi.dynamic_metadata({}, {})
+    assert told["version"] == "1.0"
     assert "](docs/" not in told["readme"]["text"]
     assert told["urls"]["Changelog"] == "https://example.org/offcore/blob/v1.0/CHANGELOG.md"
     monkeypatch.delenv("PROJECT_URL")
-    told = pypi.dynamic_metadata({}, {"version": "1.0"})
+    told = pypi.dynamic_metadata({}, {})
     assert told["readme"]["text"] == Path("README.md").read_text("utf-8")
     assert told["urls"] == {}

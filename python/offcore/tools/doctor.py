@@ -71,7 +71,7 @@ def _profile(gpus: int) -> dict[str, Any]:
 
 def _build() -> dict[str, str]:
     """How the core was built: by which compiler, from which commit, when."""
-    compiler, built_from = _core.build()
+    compiler, _, built_from = _core.build()
     made = os.stat(str(_core.__file__)).st_mtime
     date = datetime.datetime.fromtimestamp(made, datetime.timezone.utc)
     return {

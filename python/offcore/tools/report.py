@@ -142,7 +142,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """`git describe` of the source in a checkout; else OFFCORE_COMMIT, the commit that the core was
     built from, or the version."""
-    fallback = _core.env("OFFCORE_COMMIT") or _core.build()[1] or offcore.__version__
+    fallback = _core.env("OFFCORE_COMMIT") or _core.build()[2] or offcore.__version__
 
     def git(*words: str, folder: Path) -> str:
         done = subprocess.run(
