@@ -91,6 +91,10 @@ def test_what_would_be_ignored_is_refused(offcore_cli, tmp_path: Path) -> None:
         assert ran.status == 1
         assert told in ran.err
         assert not out.exists()
+    for backend in ("host", "cuda"):
+        ran = offcore_cli("overlap", "run", "--backend", backend, "--machine", "mi300x-8")
+        assert ran.status == 1
+        assert "--machine is simulated: no --backend" in ran.err
 
 
 def test_what_a_machine_lacks_is_told(offcore_cli, tmp_path: Path) -> None:

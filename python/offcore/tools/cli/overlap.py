@@ -104,7 +104,7 @@ def run_command(
             help="GEMM_SIZE, such as cb1_896M; all: the 30 of ConCCL's table II.",
         ),
     ] = "all",
-    machine: SimMachineOption = models.NAME,
+    machine: MachineOption = None,
     backend: Annotated[
         Backend,
         typer.Option(help="sim: simulate; cuda: measure on GPUs; host: on CPUs, smaller sizes."),
@@ -126,8 +126,8 @@ def run_command(
 ) -> None:
     """Run GEMMs concurrent with all-gathers and all-to-alls under every strategy.
 
-    Simulates the machine, or with --backend measures this one: each kernel alone, then each
-    strategy with the most promising splits. On cuda this needs torch and two GPUs.
+    Simulates the machine (default mi300x-8), or with --backend measures this one: each kernel
+    alone, then each strategy with the most promising splits. On cuda: torch and two GPUs.
 
     \b
     offcore overlap run --json rows.jsonl
@@ -137,19 +137,22 @@ def run_command(
     if backend is Backend.sim:
         if (ranks, ops, strategies) != (0, ",".join(OPS), "all"):
             raise error("invalid", "--ranks, --ops and --strategies need --backend cuda or host")
-        _simulated(parsed(sweep.combinations, combinations, "all|NAME,..."), machine, json)
+        wanted = parsed(sweep.combinations, combinations, "all|NAME,...")
+        _simulated(wanted, machine or models.NAME, json)
         return
+    if machine:
+        raise error("invalid", "--machine is simulated: no --backend")
     tags = list(COMBINATIONS) if combinations == "all" else combinations.split(",")
     for tag in tags:
         parsed(measured.split_tag, tag, "all|NAME,...")
     names: Sequence[str] = MEASURED
     if strategies != "all":
         names = known_names(strategies, "--strategies", list(MEASURED))
-    wanted = known_names(ops, "--ops", [*OPS, *measured.REDUCING])
+    asked = known_names(ops, "--ops", [*OPS, *measured.REDUCING])
     request = measured.Request(
         backend.value,
         ranks or (_core.gpus() if backend is Backend.cuda else 2),
-        pairs=[(tag, op) for op in wanted for tag in tags],
+        pairs=[(tag, op) for op in asked for tag in tags],
         strategies=names,
         limit_s=limit,
     )
