@@ -197,30 +197,6 @@ def test_documents_show_python_that_runs(block):
         assert run("-c", block)
 
 
-@pytest.mark.needs("torch")
-def test_recipes_of_torchrun_run_as_they_stand(tmp_path):
-    """In the shell, from a folder that has the examples."""
-    text = (ROOT / "docs/recipes.md").read_text("utf-8")
-    lines = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)
-        for line in block.splitlines()
-        if line.startswith("torchrun")
-    ]
-    assert lines
-    (tmp_path / "examples").symlink_to(EXAMPLES)
-    tool = tmp_path / "torchrun"
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n', "utf-8")
-    tool.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name != "RANK"}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    for line in lines:
-        done = subprocess.run(
-            line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-
-
 def test_every_page_shows_python_that_runs():
     assert all(blocks_of(name) for name in PAGES_WITH_PYTHON)
 
