@@ -1,13 +1,16 @@
 """What holds for all commands, and the page that `offcore report` writes."""
 
+import inspect
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import typer
 from rich.table import Table
 
+import widths
 from offcore.tools import page, plot, report, tables
 from offcore.tools.cli import main as cli
 from offcore.tools.records import read_records
@@ -44,8 +47,12 @@ EVERY = dict(commands(typer.main.get_command(cli.app)))
 def test_every_command_writes_json_and_shows_an_example(name):
     command = EVERY[name]
     assert any("--json" in one.opts for one in command.params)
-    examples = command.help.partition("\b\n")[2]
-    assert re.search(rf"^ *(.*\| )?{name}\b", examples, re.M), examples
+    shown, written = (
+        text.partition("\b\n")[2].replace("\\\n    ", "")
+        for text in (command.help, inspect.cleandoc(command.callback.__doc__))
+    )
+    assert re.search(rf"^ *(.*\| )?{name}\b", shown, re.M), shown
+    assert shlex.split(shown) == shlex.split(written)
 
 
 def test_every_command_is_found():
@@ -57,17 +64,24 @@ def test_every_command_is_found():
 def test_tables_fit_80_columns(offcore_cli, words):
     ran = offcore_cli(*words.split())
     assert ran.status == 0, ran.err
-    lines = ran.out.splitlines()
-    at = [number for number, line in enumerate(lines) if line.strip(" ").startswith("\u2500\u2500")]
-    assert at, ran.out
-    for number in at:  # the head of a table, its line, and its rows
-        rows = [*lines[max(0, number - 3) : number + 1]]
-        for line in lines[number:]:
-            if not line.strip():
-                break
-            rows.append(line)
-        assert max(len(line.rstrip()) for line in rows) <= 80, ran.out
+    assert widths.tables(ran.out), ran.out
+    assert widths.too_wide(ran.out) == []
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_help_fits_80_columns(offcore_cli, name):
+    words = name.split()[1:]
+    ran = offcore_cli(*words, "--help", env={"COLUMNS": "80"})
+    assert (ran.status, ran.err) == (0, "")
+    assert max(map(len, ran.out.splitlines())) <= widths.COLUMNS
     assert "\u2026" not in ran.out
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_wrong_command_line_is_code_2(offcore_cli, name):
+    ran = offcore_cli(*name.split()[1:], "--no-such-option")
+    assert (ran.status, ran.out) == (2, "")
+    assert "No such option: --no-such-option" in ran.err
 
 
 def test_what_does_not_fit_keeps_its_numbers(capsys):

@@ -14,6 +14,7 @@ import pytest
 import typer
 
 import ready
+import widths
 from offcore.sizes import parse_sizes
 from offcore.tools.cli import main as cli
 
@@ -190,6 +191,8 @@ def test_a_shown_command_runs(command: str, tmp_path: Path) -> None:
     expected = [start for part, start in FAILING.items() if part in command]
     assert (status != 0) == bool(expected), errors
     assert all(start in errors for start in expected), errors
+    for told in tmp_path.glob("told*"):
+        assert widths.too_wide(told.read_text("utf-8")) == []
 
 
 def test_documents_and_help_pages_show_commands() -> None:

@@ -59,6 +59,7 @@ from offcore.tools.cli.options import (
     TimingOption,
     VariantsOption,
     WarmupOption,
+    fold_help,
     known_names,
     names_of,
     parsed,
@@ -459,6 +460,7 @@ def demo_command(
 
 for name, command in {**COMMANDS, "report": report_command}.items():
     app.command(name)(command)
+fold_help(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -15,7 +15,6 @@ from offcore.sizes import format_bytes, parse_bytes, parse_sizes
 from offcore.tools import plot, report
 from offcore.tools.cli.options import (
     COUNT_MAX,
-    SIZES_METAVAR,
     JsonOption,
     PlotOption,
     known_names,
@@ -56,9 +55,8 @@ PerLeafOption = Annotated[
     int, typer.Option(min=1, max=HOSTS_MAX, metavar="N", help="Hosts on each leaf bridge.")
 ]
 MtuOption = Annotated[int, typer.Option(max=COUNT_MAX, metavar="BYTES", help="MTU of the links.")]
-OffloadsOption = Annotated[
-    bool,
-    typer.Option(help="Pass packets larger than the MTU unsplit (GSO)."),
+NoOffloadsOption = Annotated[
+    bool, typer.Option("--no-offloads", metavar="", help="Split packets by the MTU (no GSO).")
 ]
 LossOption = Annotated[
     float,
@@ -117,7 +115,7 @@ MeetingOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Real hosts: where rank 0 listens (3 ports); all need the same OFFCORE_JOB_SECRET.",
+        help="Real hosts: where rank 0 listens (3 ports); all need the same job secret.",
     ),
 ]
 
@@ -128,7 +126,7 @@ def simulate(
     hosts: HostsOption = 188,
     tree: TreeOption = "paper",
     sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes: 1M:1G:4, 12M (K = 1024).")
+        str, typer.Option(metavar="SIZES", help="Total bytes: 1M:1G:4, 12M (K = 1024).")
     ] = "1M:64M:4",
     algorithms: Annotated[
         str, typer.Option(metavar="all|LIST", help="Algorithms: multicast, ring, knomial...")
@@ -252,7 +250,7 @@ def on_testbed(
     hosts: HostsOption = 8,
     per_leaf: PerLeafOption = 16,
     mtu: MtuOption = 1500,
-    offloads: OffloadsOption = True,
+    no_offloads: NoOffloadsOption = False,
     loss: LossOption = 0.0,
     bursts: BurstsOption = None,
     duplicates: DuplicatesOption = 0.0,
@@ -274,7 +272,7 @@ def on_testbed(
       sh -c 'offcore mcast bench broadcast --sizes 1M --hosts $WORLD_SIZE \\
                --rank $RANK --meeting $MASTER_ADDR:$MASTER_PORT'
     """
-    place = place_of(hosts, per_leaf, mtu, offloads, loss, bursts, duplicates, reordering)
+    place = place_of(hosts, per_leaf, mtu, not no_offloads, loss, bursts, duplicates, reordering)
     task, arguments = "offcore.tools.testbed.launcher:check", {}
     if words:
         task = "offcore.tools.testbed.launcher:command"
@@ -322,13 +320,13 @@ def bench_command(
     op: Annotated[str, typer.Argument(metavar="OP", help=", ".join(mcast_bench.OPS))],
     hosts: HostsOption = 4,
     sizes: Annotated[
-        str, typer.Option(metavar=SIZES_METAVAR, help="Total bytes (K = 1024).")
+        str, typer.Option(metavar="SIZES", help="Total bytes: 1M:1G:4, 12M (K = 1024).")
     ] = "256K:16M:4",
     per_rank: PerRankOption = False,
     impls: ImplsOption = None,
     per_leaf: PerLeafOption = 16,
     mtu: MtuOption = 1500,
-    offloads: OffloadsOption = True,
+    no_offloads: NoOffloadsOption = False,
     loss: LossOption = 0.0,
     bursts: BurstsOption = None,
     duplicates: DuplicatesOption = 0.0,
@@ -379,7 +377,7 @@ def bench_command(
     )
     if meeting is None:
         drawn = (loss, bursts, duplicates, reordering)
-        place = place_of(hosts, per_leaf, mtu, offloads, *drawn, send_mbit, receive_mbit)
+        place = place_of(hosts, per_leaf, mtu, not no_offloads, *drawn, send_mbit, receive_mbit)
         found = mcast_bench.on_testbed(request, place)
     else:
         found = mcast_bench.on_real_hosts(request, hosts, rank, meeting, interface)

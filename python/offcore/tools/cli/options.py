@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,3 +221,41 @@ def known_names(text: str, option: str, known: Sequence[str]) -> list[str]:
             f"'{strange[0]}' is not one of {', '.join(known)}", param_hint=option
         )
     return names
+
+
+HELP_COLUMNS = 78  # of a terminal's 80
+
+
+def help_of(docstring: str) -> str:
+    """A help page: a terminal breaks paragraphs where it likes, and examples that are too long for
+    its lines as a shell takes them."""
+    made = []
+    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
+        lines = paragraph.splitlines()
+        if lines[0] != "\b":
+            made.append(" ".join(lines))
+            continue
+        made.append("\n".join(("\b", *map(_folded, lines[1:]))))
+    return "\n\n".join(made)
+
+
+def _folded(line: str) -> str:
+    """A command in lines that a terminal has room for, broken outside quotes."""
+    if len(line) <= HELP_COLUMNS:
+        return line
+    lines = [""]
+    for word in re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+", line):
+        if len(lines[-1]) + len(word) > HELP_COLUMNS - 2:
+            lines[-1] += "\\"
+            lines.append("    ")
+        lines[-1] += f"{word} "
+    return "\n".join(lines).rstrip()
+
+
+def fold_help(app: typer.Typer) -> None:
+    """All help pages of an application, by `help_of`."""
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            fold_help(group.typer_instance)
+    for command in app.registered_commands:
+        command.help = help_of((command.callback and command.callback.__doc__) or "")
