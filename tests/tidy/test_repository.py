@@ -64,6 +64,15 @@ def test_what_is_installed_is_there() -> None:
     named = [path for call in calls for path in call.split() if not path.startswith("$")]
     assert len(named) > 3
     assert [path for path in named if not (ROOT / path).exists()] == []
+    # An sdist has it too.
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    left_out, kept = (
+        re.findall(r'"/([^"]+)"', line)
+        for line in re.findall(r"^sdist\.(?:exclude|include) = \[(.*)\]$", project, re.M)
+    )
+    lacking = [path for path in named if any(path.startswith(f"{one}/") for one in left_out)]
+    assert lacking
+    assert set(lacking) <= set(kept)
 
 
 def test_no_type_name_stands_twice_in_the_core() -> None:
