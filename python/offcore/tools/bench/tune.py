@@ -205,8 +205,7 @@ def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:
     result = Table(title=f"tuned for {machine}", box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("operation", "place", "signals"):
         result.add_column(name)
-    for name in ("from", "to"):
-        result.add_column(name, justify="right")
+    result.add_column("up to", justify="right")
     result.add_column("variant")
     result.add_column("us", justify="right")
     for row in table:
@@ -214,7 +213,6 @@ def shown(table: Sequence[dict[str, Any]], machine: str) -> Table:
             row["op"],
             _place(row),
             row["signals"] or "-",
-            format_bytes(row["bytes_min"]),
             "-" if row["bytes_max"] == _BYTES_MAX else format_bytes(row["bytes_max"]),
             row["variant"],
             f"{format_us(row['time_us'])} at {format_bytes(row['bytes'])}",

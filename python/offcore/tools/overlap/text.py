@@ -74,15 +74,15 @@ def outcome_table(found: Sequence[Outcome], machine: str) -> Table:
     strategies = [name for name in found[0].times_us if name != "serial"]
     table = titled(
         f"{machine}, simulated: speed-up over one after the other",
-        ("op", "combination", "type", "class"),
+        ("op", "GEMM size", "type"),
         ("ideal", *strategies),
     )
     for one in found:
         values = (f"{one.speedup(name):.2f}" for name in ("ideal", *strategies))
-        table.add_row(one.op, one.tag, one.kind, one.bound, *values)
+        table.add_row(one.op, one.tag, one.kind, *values)
     table.add_section()
     shares = (f"{share(found, name):.0%}" for name in strategies)
-    table.add_row("of ideal", "mean", "", "", "", *shares)
+    table.add_row("of ideal", "mean", "", "", *shares)
     return table
 
 
@@ -93,7 +93,7 @@ def measured_table(rows: Sequence[Mapping[str, Any]], machine: str) -> Table:
     strategies = [name for name in summary.NAMES if name in ran and name != "serial"]
     table = titled(
         f"{machine}, measured: speed-up over one after the other",
-        ("op", "combination", "type"),
+        ("op", "GEMM size", "type"),
         ("ideal", *strategies),
     )
     for (op, tag, nbytes), one in found.items():
