@@ -177,7 +177,8 @@ def described(command: Any, name: str) -> Iterator[str]:
         yield ""
         yield " ".join(paragraph.split()).replace("*", r"\*")
     yield ""
-    yield from ("    " + line.strip() for line in examples.strip().splitlines())
+    whole = re.sub(r" *\\\n +", " ", examples)  # a page scrolls
+    yield from ("    " + line.strip() for line in whole.strip().splitlines())
     context = click.Context(command, info_name=name)
     rows = [row for one in command.get_params(context) if (row := one.get_help_record(context))]
     yield from ("", "| | |", "|---|---|")

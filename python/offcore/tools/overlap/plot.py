@@ -115,17 +115,22 @@ def draw_speedups(rows: Sequence[Row], figure: int) -> Any:
         raise error("invalid", f"no strategy of figure {figure} was run for every combination")
     drawn, axes = pyplot().subplots(figsize=(9.6, 4.2), layout="constrained")
     width = 0.8 / len(shown)
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # of the ideal's line
+    every = [1.0, 2.1]
     for i, name in enumerate(shown):
         places = np.arange(len(groups)) + (i - (len(shown) - 1) / 2) * width
-        heights = [_mean(found, kind_of, group, name) for group in groups]
-        bars = axes.bar(places, heights, width * 0.94, color=COLOURS[name], label=name)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        speeds = np.array([_mean(found, kind_of, group, name) for group in groups])
+        every += [*(speeds * 1.03)[speeds > 1], *(speeds - 0.06)[speeds < 1]]
+        bars = axes.bar(places, speeds - 1, width * 0.94, 1, color=COLOURS[name], label=name)
+        texts = [f"{speed:.2f}" for speed in speeds]
+        axes.bar_label(bars, texts, fontsize=7, padding=1.5, zorder=3, bbox=clear)
     for at, group in enumerate(groups):
         ideal = _mean(found, kind_of, group, "ideal")
         label = "ideal" if at == 0 else None
         axes.hlines(ideal, at - 0.42, at + 0.42, color="black", linewidth=1.4, label=label)
     axes.set_xticks(range(len(groups)), [f"{op}\n{kind}" for op, kind in groups], fontsize=8)
-    axes.set_ylim(1, max(2.1, *(bar.get_height() * 1.03 for bar in axes.patches)))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylim(min(every), max(every))
     axes.set_ylabel("speed-up over one after the other")
     axes.set_title(source(rows), fontsize=9, loc="right")
     _legend(axes, len(shown) + 1)
@@ -157,13 +162,16 @@ def draw_slowdowns(tables: Tables) -> Any:
     panels[0].set_xlabel("cores that a GEMM lacks")
     panels[1].set_xlabel("cores that a collective has")
     panels[1].set_xscale("log", base=2)
-    powers = [2**power for power in range(3, every.bit_length())]
+    most = panels[1].dataLim.x1
+    powers = [2**power for power in range(3, every.bit_length()) if 2**power <= most]
     panels[1].set_xticks(powers, [str(power) for power in powers])
     for axes in panels:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel("times as long")
         axes.legend(frameon=False, fontsize=9)
         bare(axes)
+    how = "measured" if tables.source.startswith("measured") else "simulated"
+    panels[1].set_title(f"{tables.machine}, {how}", fontsize=9, loc="right")
     return figure
 
 
