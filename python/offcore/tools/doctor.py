@@ -250,6 +250,7 @@ def _render_folders(places: list[dict[str, Any]]) -> Table:
 
 def _render_environment(variables: list[dict[str, Any]]) -> Table:
     table = _grid("environment", "variable", "value", "meaning")
+    table.columns[0].no_wrap = True
     for variable in variables:
         value, problem = variable["value"], variable["problem"]
         shown = (
