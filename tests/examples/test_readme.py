@@ -246,8 +246,15 @@ def serving() -> list[str]:
     slow, slower = (
         f"{100 * (h100[arm, 'beside']['slowdown'] - 1):.0f} %" for arm in ("ours", "engine")
     )
+    vllm = {(r["arm"], r["prompt"], r["hit"]): r for r in rows("serving-vllm-h200.jsonl")}
+    largest = {
+        arm: f"{vllm[arm, 8192, hit]['ttft_ms']:,.0f} ms"
+        for arm, hit in (("ours", 100), ("own", 100), ("recompute", 0))
+    }
     return [
-        f"takes {of['ours']}, compared with {of['engine']} for the engine's own copies",
+        f"takes {largest['ours']}, {largest['own']} with the engine's own copies",
+        f"vLLM 0.26 | {largest['ours']} | vLLM's own copies {largest['own']}; "
+        f"recomputing {largest['recompute']}",
         f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
         f"{of['engine']}; recomputing, on an H100, {again}",
         f"endless loads | {slow} slower | {slower} slower",
@@ -287,6 +294,27 @@ def test_what_is_told_was_recorded(made: Any) -> None:
     told = {name: text(name) for name in PAGES}
     lines = made()
     assert [line for line in lines if not any(line in of for of in told.values())] == []
+
+
+def test_the_page_of_kv_has_the_times_in_vllm() -> None:
+    """TTFT and tokens a second, and how many times as fast as vLLM's own copies."""
+    of = {(r["prompt"], r["hit"], r["arm"]): r for r in rows("serving-vllm-h200.jsonl")}
+    text_ = (ROOT / "docs/measurements/kv.md").read_text("utf-8").split("### vLLM\n")[1]
+    lines = re.findall(r"^\| (?:([\d,]+), )?(\d+) % \| (.*) \|$", text_, re.M)
+    prompt, named = 0, []
+    for size, hit, cells in lines:
+        prompt = int(size.replace(",", "")) if size else prompt
+        place = prompt, int(hit)
+        named.append(place)
+        arms = [of[(*place, arm)] for arm in ("own", "ours", "zero_sm")]
+        own, ours, _ = arms
+        if (prompt, 0, "recompute") in of and hit == "100":
+            arms.insert(0, of[prompt, 0, "recompute"])
+        sooner = own["ttft_ms"] / ours["ttft_ms"]
+        told = [f"{row['ttft_ms']:.0f}, {row['tokens_s']:.0f}" for row in arms]
+        told.append(f"{sooner:.2f}, {ours['tokens_s'] / own['tokens_s']:.2f}")
+        assert [cell.strip() for cell in cells.split("|") if cell.strip()] == told
+    assert {*named} == {(prompt, hit) for prompt, hit, _ in of}
 
 
 def test_the_page_of_serving_has_the_recorded_first_tokens() -> None:
