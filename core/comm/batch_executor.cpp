@@ -42,11 +42,16 @@ std::shared_ptr<BatchExecutor> BatchExecutor::of(const std::string& backend, con
   const std::string key = key_of(backend, machine, ranks, options);
   const std::scoped_lock lock(all.mutex);
   if (const auto found = all.open.find(key); found != all.open.end()) return found->second;
+  return all.open.emplace(key, open(backend, machine, ranks, std::move(options))).first->second;
+}
+
+std::shared_ptr<BatchExecutor> BatchExecutor::open(const std::string& backend,
+                                                   const Machine& machine, Rank ranks,
+                                                   BackendOptions options) {
   std::vector<Rank> local(ranks);
   for (Rank rank = 0; rank < ranks; ++rank) local[rank] = rank;
-  const std::shared_ptr<BatchExecutor> opened(new BatchExecutor(
+  return std::shared_ptr<BatchExecutor>(new BatchExecutor(
       open_backend(backend, machine, ranks, std::move(local), std::move(options)), ranks));
-  return all.open.emplace(key, opened).first->second;
 }
 
 void BatchExecutor::close_all() {
@@ -133,47 +138,84 @@ Launch BatchExecutor::bind(const Program& program, const BatchBases& bases, Batc
   return launch;
 }
 
-std::unique_ptr<BatchRun> BatchExecutor::start(BatchCall call, const Deadline& deadline) {
+void BatchExecutor::check_open() const {
+  if (backend_ == nullptr) fail(Code::cancelled, "the process's batches have been closed");
+}
+
+PlannedBatch BatchExecutor::plan(const BatchCall& call) {
   const int64_t start_ns = now_ns();
-  auto result = std::make_unique<BatchRun>();
-  result->executor = shared_from_this();
   std::unique_lock lock(mutex_);
-  const auto check_open = [&] {
-    if (backend_ == nullptr) fail(Code::cancelled, "the process's batches have been closed");
-  };
   check_open();
-  call.policy.captured = backend_->capture_of(call.streams) != 0;
   const Machine machine = backend_->machine();
   const bool by_cpus = backend_->host_visible();
   lock.unlock();
+  if (by_cpus && !call.phantom) check_reach_of_cpus(call.entries, machine.name);
+  PlannedBatch planned;
+  std::vector<Slice> seams;
+  const Moves moves = moves_of(call.entries, call.phantom, planned.bases, seams);
+  planned.plan = plan_batch(moves, call.swaps, call.policy, machine, seams);
+  planned.within = is_copy_within(*planned.plan.program);
+  for (const Queue& queue : planned.plan.program->queues) {
+    planned.commands += static_cast<uint64_t>(
+        std::count_if(queue.commands.begin(), queue.commands.end(),
+                      [](const Command& command) { return moves_data(command.op); }));
+  }
+  planned.plan_ns = now_ns() - start_ns;
+  lock.lock();
+  check_open();
+  planned.loaded = backend_->load(planned.plan.program);
+  return planned;
+}
+
+std::unique_ptr<BatchRun> BatchExecutor::launch(const PlannedBatch& planned, BatchCall call,
+                                                const Deadline& deadline) {
+  const int64_t start_ns = now_ns();
+  auto result = std::make_unique<BatchRun>();
+  result->executor = shared_from_this();
+  result->plan = planned.plan;
+  result->within = planned.within;
+  const Program& program = *planned.plan.program;
+  result->mode = program.mode;
+  result->plan_ns = planned.plan_ns;
+  const std::scoped_lock lock(mutex_);
+  check_open();
+  if (call.policy.captured) call.keep = nullptr;
+  const uint32_t lane = lane_of(call.streams);
+  const Launch launch = bind(program, planned.bases, call, lane, deadline);
+  try {
+    result->run = owned_here(planned.loaded->launch(launch));
+  } catch (...) {
+    if (has_flags(program)) lanes_[lane].flags = {};  // its words are as it has left them
+    throw;
+  }
+  result->submit_ns = now_ns() - start_ns;
+  return result;
+}
+
+std::unique_ptr<BatchRun> BatchExecutor::start(BatchCall call, const Deadline& deadline) {
+  const int64_t start_ns = now_ns();
+  {
+    const std::scoped_lock lock(mutex_);
+    check_open();
+    call.policy.captured = backend_->capture_of(call.streams) != 0;
+  }
   if (call.policy.captured && ranks_ > 1) {
     fail(Code::unsupported, "a batch of ", ranks_,
          " GPUs cannot be captured: capture one for each ",
          "GPU, or collectives of a communicator");
   }
-  if (by_cpus && !call.phantom) check_reach_of_cpus(call.entries, machine.name);
-  BatchBases bases;
-  std::vector<Slice> seams;
-  const Moves moves = moves_of(call.entries, call.phantom, bases, seams);
-  result->plan = plan_batch(moves, call.swaps, call.policy, machine, seams);
-  const std::shared_ptr<const Program>& program = result->plan.program;
-  result->mode = program->mode;
-  result->plan_ns = now_ns() - start_ns;
-  lock.lock();
-  check_open();
-  result->within = is_copy_within(*program);
-  const std::unique_ptr<Loaded> loaded = backend_->load(program);
-  if (call.policy.captured) call.keep = nullptr;
-  const uint32_t lane = lane_of(call.streams);
-  const Launch launch = bind(*program, bases, call, lane, deadline);
-  try {
-    result->run = owned_here(loaded->launch(launch));
-  } catch (...) {
-    if (has_flags(*program)) lanes_[lane].flags = {};  // its words are as it has left them
-    throw;
-  }
-  result->submit_ns = now_ns() - start_ns - result->plan_ns;
+  const PlannedBatch planned = plan(call);
+  auto result = launch(planned, std::move(call), deadline);
+  result->submit_ns = now_ns() - start_ns - planned.plan_ns;
   return result;
+}
+
+Share BatchExecutor::register_host(std::byte* data, uint64_t bytes, std::shared_ptr<void> keep) {
+  const std::scoped_lock lock(mutex_);
+  check_open();
+  ForeignMemory* const memory = backend_->capabilities().foreign_memory;
+  if (memory == nullptr) return {.bytes = bytes, .data = data, .owner = std::move(keep)};
+  return memory->register_host(data, bytes, std::move(keep));
 }
 
 }  // namespace offcore

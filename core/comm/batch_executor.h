@@ -1,5 +1,5 @@
 // Batches of copies that one process makes between memories of any kind, by address: planned,
-// launched once, and not kept.
+// launched once, and not kept; or planned once and launched many times (core/comm/copy_requests.h).
 //
 // An executor holds a backend for one set of GPUs (or for simulated or software engines), opened at
 // the first batch that needs it and kept until the process ends. What streams were given together
@@ -65,6 +65,16 @@ struct BatchCall {
   std::shared_ptr<void> keep;  // until the copies have ended; a graph's are the caller's to keep
 };
 
+// A batch that is planned and loaded, for any number of launches between the same places.
+struct PlannedBatch {
+  Batch plan;
+  BatchBases bases;
+  bool within = false;  // something is copied within a rank's memory
+  std::unique_ptr<Loaded> loaded;
+  uint64_t commands = 0;  // of data
+  int64_t plan_ns = 0;
+};
+
 // A batch under way, or one that was captured. Dropping it lets it go on by itself.
 class BatchExecutor;
 struct BatchRun : OfProcess {
@@ -84,11 +94,20 @@ class BatchExecutor : public std::enable_shared_from_this<BatchExecutor> {
   // The process's executor for this backend, machine and set of GPUs. Throws what opening does.
   static std::shared_ptr<BatchExecutor> of(const std::string& backend, const Machine& machine,
                                            Rank ranks, BackendOptions options);
+  // One of its own, which shares neither streams nor locks with others.
+  static std::shared_ptr<BatchExecutor> open(const std::string& backend, const Machine& machine,
+                                             Rank ranks, BackendOptions options);
   // Closes all: waits a little for what is under way, then ends it.
   static void close_all();
 
   // Throws invalid (what plan_batch does), unsupported, driver, memory.
   std::unique_ptr<BatchRun> start(BatchCall call, const Deadline& deadline);
+  // The same in two steps. `call` is planned for a capture if its policy says so.
+  PlannedBatch plan(const BatchCall& call);
+  std::unique_ptr<BatchRun> launch(const PlannedBatch& planned, BatchCall call,
+                                   const Deadline& deadline);
+  // Host memory of the caller's, for the engines, as ForeignMemory::register_host.
+  Share register_host(std::byte* data, uint64_t bytes, std::shared_ptr<void> keep);
 
  private:
   using Wakeups = std::deque<Wakeup>;  // one a rank
@@ -100,6 +119,7 @@ class BatchExecutor : public std::enable_shared_from_this<BatchExecutor> {
   };
 
   BatchExecutor(std::unique_ptr<Backend> backend, Rank ranks);
+  void check_open() const;
   uint32_t lane_of(const std::vector<uintptr_t>& streams);
   Share scratch_of(BatchLane& lane, Rank rank, uint64_t bytes, bool captured);
   Launch bind(const Program& program, const BatchBases& bases, BatchCall& call, uint32_t index,
