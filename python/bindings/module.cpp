@@ -8,6 +8,7 @@ NB_MODULE(_core, module) {
   offcore::bind_machine(module);
   offcore::bind_plan(module);
   offcore::bind_batch(module);
+  offcore::bind_copy_requests(module);
   offcore::bind_backend(module);
   offcore::bind_window(module);
   offcore::bind_tensors(module);

@@ -11,6 +11,7 @@ void bind_ir(nb::module_& module);
 void bind_machine(nb::module_& module);
 void bind_plan(nb::module_& module);
 void bind_batch(nb::module_& module);
+void bind_copy_requests(nb::module_& module);  // after bind_batch
 void bind_backend(nb::module_& module);
 void bind_window(nb::module_& module);
 void bind_tensors(nb::module_& module);
