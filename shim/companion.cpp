@@ -15,6 +15,7 @@
 #include "core/base/place.h"
 #include "core/window/socket.h"
 #include "shim/library.h"
+#include "shim/machine_for.h"
 
 namespace offcore::shim {
 namespace {

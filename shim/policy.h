@@ -38,10 +38,6 @@ class Policy {
   std::optional<std::map<Key, uint64_t>> given_;  // by the variable
 };
 
-// The profile of a host of such GPUs, as python/offcore/machines.py chooses it; null: too many
-// ranks.
-const Machine* machine_for(const std::string& gpu, Rank ranks);
-
 std::string shown(uint64_t bytes);  // "16 MiB"
 
 }  // namespace offcore::shim
