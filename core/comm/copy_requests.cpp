@@ -84,18 +84,16 @@ CopyRequests::~CopyRequests() {
 
 std::shared_ptr<CopyRequests::Line> CopyRequests::line_of(int gpu, LineUse use) {
   const std::scoped_lock lock(opening_);
-  std::shared_ptr<Line>& line = lines_[{gpu, use}];
-  if (line == nullptr) {
-    auto opened = std::make_shared<Line>();
-    opened->executor = open_(gpu);
-    if (use != LineUse::pinning) {  // what a first launch makes takes an idle engine
-      const PlannedBatch nothing = opened->executor->plan({});
-      const Deadline deadline = Deadline::after_s(kLaunchS);
-      opened->executor->launch(nothing, {}, deadline)->run->wait(deadline);
-    }
-    line = std::move(opened);
+  const auto found = lines_.find({gpu, use});
+  if (found != lines_.end()) return found->second;
+  auto line = std::make_shared<Line>();
+  line->executor = open_(gpu);
+  if (use != LineUse::pinning) {  // what a first launch makes takes an idle engine
+    const PlannedBatch nothing = line->executor->plan({});
+    const Deadline deadline = Deadline::after_s(kLaunchS);
+    line->executor->launch(nothing, {}, deadline)->run->wait(deadline);
   }
-  return line;
+  return lines_.emplace(std::pair(gpu, use), std::move(line)).first->second;
 }
 
 // Null: others have pinned all of it, in one piece.
