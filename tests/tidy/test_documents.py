@@ -29,6 +29,7 @@ KINDS = {
         "docs/mcast.md",
         "docs/model.md",
         "docs/nccl-shim.md",
+        "docs/nixl.md",
         "docs/overlap.md",
         "docs/quickstart.md",
         "docs/reductions.md",
