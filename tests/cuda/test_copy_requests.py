@@ -165,7 +165,7 @@ def test_each_direction_has_its_own_way() -> None:
     sides = Sides(16 << 20)
     entries = unlike_entries(10000)
     load = sides.prepare(entries, 0, HOST)
-    within = sides.prepare([((16 << 20) - 4000, 100, 4000)], 0, 0)
+    within = sides.prepare([((16 << 20) - 4000, (16 << 20) - 8000, 4000)], 0, 0)
     driver.library.fakecuda_hold_host_engines(1)
     sides.requests.post(load)
     sides.requests.post(within)
