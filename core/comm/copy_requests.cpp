@@ -108,6 +108,9 @@ std::shared_ptr<void> CopyRequests::pin(uint64_t address, uint64_t bytes) {
   const uint64_t first = address / page * page;
   const uint64_t last = (address + bytes + page - 1) / page * page;
   const std::scoped_lock lock(opening_);
+  for (PinnedPages& pages : pins_) {
+    if (pages.pin.expired()) pages.pin.reset();  // which holds what its deleter does
+  }
   std::erase_if(pins_, [](const PinnedPages& pages) { return pages.registration.expired(); });
   for (const PinnedPages& pages : pins_) {
     if (pages.first >= last || first >= pages.last) continue;
@@ -182,7 +185,7 @@ void CopyRequests::remove(RegisteredMemory& memory, const Deadline& deadline) {
     if (pages == pins_.end()) return;
     memory.pin.reset();
     if (!pages->pin.expired()) return;  // other registrations need it
-    pages->pin.reset();                 // which holds what its deleter does
+    pages->pin.reset();                 // as above
     registration = pages->registration;
   }
   // The driver takes it back by a thread, once the device is idle.
