@@ -58,7 +58,7 @@ void check_apart(std::vector<ForeignRows::RowMemory> parts, uint64_t row_bytes) 
 
 HostPool::HostPool(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                    std::vector<RowSource> sources, std::shared_ptr<void> keep)
-    : OfProcess("the host pool"),
+    : HostRows("the host pool"),
       backend_(std::move(backend)),
       row_bytes_(row_bytes),
       keep_(std::move(keep)),

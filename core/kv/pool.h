@@ -38,7 +38,7 @@ struct ForeignRows {
   std::shared_ptr<void> keep;
 };
 
-class HostPool : public HostRows, public OfProcess {
+class HostPool : public HostRows {
  public:
   static std::shared_ptr<HostPool> create(std::shared_ptr<Backend> backend, uint64_t row_bytes,
                                           uint64_t chunk_bytes);

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "core/base/fork.h"
 #include "core/kv/seams.h"
 
 namespace offcore::kv {
@@ -46,8 +47,9 @@ void each_place(std::span<const int64_t> slots, uint32_t blocks, const Found& fo
   }
 }
 
-class HostRows : public std::enable_shared_from_this<HostRows> {
+class HostRows : public std::enable_shared_from_this<HostRows>, public OfProcess {
  public:
+  using OfProcess::OfProcess;
   virtual ~HostRows() = default;
 
   virtual uint64_t row_bytes() const = 0;
@@ -67,7 +69,8 @@ class HostRows : public std::enable_shared_from_this<HostRows> {
 // those that name the same bytes or blocks, by streams.
 class RowsByAddress final : public HostRows {
  public:
-  RowsByAddress(uint64_t row_bytes, Seams seams) : row_bytes_(row_bytes), seams_(seams) {}
+  RowsByAddress(uint64_t row_bytes, Seams seams)
+      : HostRows("the rows"), row_bytes_(row_bytes), seams_(seams) {}
 
   uint64_t row_bytes() const override { return row_bytes_; }
   bool orders() const override { return false; }
