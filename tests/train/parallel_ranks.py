@@ -186,6 +186,23 @@ def batches(rank: int, ranks: int) -> None:
     begin, (_, to, _), (_, come_from, _), end = told
     assert (begin, to, come_from, end) == ("begin", (rank + 1) % ranks, (rank - 1) % ranks, "end")
 
+    def refuse(*given: Any) -> None:
+        raise RuntimeError("no")
+
+    with pytest.MonkeyPatch.context() as patch:  # a batch that fails leaves none begun
+        told.clear()
+        patch.setattr(
+            group, "_start_coalescing", lambda device: told.append("begin"), raising=False
+        )
+        patch.setattr(group, "_end_coalescing", lambda device: told.append("end"), raising=False)
+        patch.setattr(group, "_get_backend", lambda device: able, raising=False)
+        patch.setattr(group, "send", refuse, raising=False)
+        with pytest.raises(RuntimeError, match="no"):
+            dist.batch_isend_irecv(ring)
+        assert told == ["begin", "end"]
+    dist.all_reduce(got)
+    assert (got == sum(range(ranks))).all()
+
 
 class Watched(torch.Tensor):
     """One with memory of its own, which also looks at what is done with it."""

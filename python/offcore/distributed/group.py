@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Sequence
@@ -409,9 +410,15 @@ def _batching(plain: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], 
         group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
         if not isinstance(group, Group) or not group._get_backend(device).supports_coalescing:
             return plain(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
-            for one in p2p_op_list:
-                one.op(one.tensor, one.peer, group, one.tag)
+        try:
+            with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+                for one in p2p_op_list:
+                    one.op(one.tensor, one.peer, group, one.tag)
+        except BaseException:  # what torch leaves open would swallow the group's next calls
+            c10d._world.pg_coalesce_state.pop(group, None)
+            with contextlib.suppress(RuntimeError):
+                group._end_coalescing(device)
+            raise
         return list(batch.works)
 
     return batch_isend_irecv
