@@ -229,9 +229,11 @@ class Adapted:
         began_ns = time.perf_counter_ns()
         into = stream if self._place[0] == "cuda" else None
         for group, objects in self._requests[direction]:
-            lmcache.copy(
+            kept = lmcache.copy(
                 direction == "load", self._place, into, _REGISTERED_BYTES, [group], objects
             )
+            if kept:
+                raise _absent("lmcache", f"its adapter leaves {kept} to it")
         return (time.perf_counter_ns() - began_ns) / 1e3
 
     def settle(self) -> None:
