@@ -44,7 +44,7 @@ def test_memory_holds_the_largest_case() -> None:
     token = bench.kv_bytes(config)
     assert token == 2 * 28 * 4 * 128 * 2
     args = bench.arguments(["--prompts", "1024,8192", "--batches", "8,1"])
-    assert args.cases == [(8192, 8), (1024, 8), (8192, 1), (1024, 1)]
+    assert args.cases == [(1024, 1), (8192, 8), (1024, 8), (8192, 1)]
     cache, host = bench.sizes_of(args, token)
     assert cache >= 8 * (8192 + args.new) * token
     assert 2 * 8 * 8192 * token <= host <= 24 << 30
