@@ -50,7 +50,9 @@ def version(root: Path = ROOT) -> str:
     if (told := root / "PKG-INFO").is_file():  # of an sdist
         [kept] = re.findall(r"^Version: (.+)$", told.read_text("utf-8"), re.M)
         return str(kept)
-    found = DESCRIBED.fullmatch(described(root))
+    told = described(root)
+    if (found := DESCRIBED.fullmatch(told)) is None and told:
+        raise SystemExit(f"git tells {told!r} of this tree: name tags v1.2.3")
     *tag, commits, after, alone, dirty = found.groups() if found else [None] * 7
     if tag[0] is None:  # of commits since then nothing is known
         log = (root / "CHANGELOG.md").read_text("utf-8")

@@ -81,6 +81,9 @@ def test_versions_come_from_tags(pypi: Any, tmp_path: Path) -> None:
     assert shallow == "0.3.2.dev0" + later[later.index("+") :]
     (tree / "CHANGELOG.md").write_text("## 0.5.0\n")
     assert pypi.version(tree) == f"{later}.dirty"
+    git("tag", "v0.5.0rc1")
+    with pytest.raises(SystemExit, match=r"v0\.5\.0rc1-dirty"):
+        pypi.version(tree)
     (tree / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: offcore\nVersion: 0.2.7\n")
     assert pypi.version(tree) == "0.2.7"
 
