@@ -127,7 +127,12 @@ def program(command: str) -> str:
     return words[1] if words[:1] == ["python"] else "".join(words[:1])
 
 
+WITH_TRANSFORMERS = ("serving.py", "gpu_train.py", "gpu_bert.py")  # they import it at once
+
+
 def marks(line: Shown) -> list[pytest.MarkDecorator]:
+    if program(line.text).endswith(WITH_TRANSFORMERS):
+        return [pytest.mark.needs("transformers")]
     if program(line.text) != "torchrun":
         return []
     twice = re.search(r"fsdp\.py|examples/(fsdp2|ddp|tensor_parallel)", line.text)  # test_examples
