@@ -252,7 +252,7 @@ def serving() -> list[str]:
         for arm, hit in (("ours", 100), ("own", 100), ("recompute", 0))
     }
     return [
-        f"takes {largest['ours']}, {largest['own']} with the engine's own copies",
+        f"takes {largest['ours']}; with the engine's own copies, {largest['own']}",
         f"vLLM 0.26 | {largest['ours']} | vLLM's own copies {largest['own']}; "
         f"recomputing {largest['recompute']}",
         f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
