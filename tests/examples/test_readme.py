@@ -252,7 +252,7 @@ def serving() -> list[str]:
         for arm, hit in (("ours", 100), ("own", 100), ("recompute", 0))
     }
     return [
-        f"takes {largest['ours']}; with the engine's own copies, {largest['own']}",
+        f"takes {of['ours']}, compared with {of['engine']} for the engine's own copies",
         f"vLLM 0.26 | {largest['ours']} | vLLM's own copies {largest['own']}; "
         f"recomputing {largest['recompute']}",
         f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
