@@ -122,13 +122,32 @@ class Transfers:
         self._transfer.close(timeout=self._timeout_s)
 
 
+class InStream:
+    """A peer that works in the given stream; by default on the rows of the case."""
+
+    streamed = True
+
+    def settle(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
+        return dict.fromkeys(_FACTS)
+
+    def leave(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 Copy = Callable[[Any, Any, int], None]  # of pages to places, from places, in a stream
 
 
-class Pages:
+class Pages(InStream):
     """A peer that is given the places of all pages."""
-
-    streamed = True
 
     def __init__(self, case: Case, copy: Copy, prepare: Callable[[Any], Any]) -> None:
         self._copy = copy
@@ -148,21 +167,6 @@ class Pages:
         for dsts, srcs in self._requests[direction == "load"]:
             self._copy(dsts, srcs, stream)
         return (time.perf_counter_ns() - began_ns) / 1e3
-
-    def settle(self) -> None:
-        pass
-
-    def facts(self) -> dict[str, Any]:
-        return dict.fromkeys(_FACTS)
-
-    def leave(self) -> None:
-        pass
-
-    def fetch(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Batched(Pages):
@@ -190,10 +194,8 @@ class Batched(Pages):
         self._handles.clear()
 
 
-class Adapted:
+class Adapted(InStream):
     """Objects of LMCache's, in the rows of a case whose blocks share rows."""
-
-    streamed = True
 
     def __init__(self, case: Case) -> None:
         tokens = case.row_blocks
@@ -236,26 +238,12 @@ class Adapted:
                 raise _absent("lmcache", f"its adapter leaves {kept} to it")
         return (time.perf_counter_ns() - began_ns) / 1e3
 
-    def settle(self) -> None:
-        pass
-
-    def facts(self) -> dict[str, Any]:
-        return dict.fromkeys(_FACTS)
-
-    def leave(self) -> None:
-        pass
-
-    def fetch(self) -> None:
-        pass
-
     def close(self) -> None:
         lmcache.forget()
 
 
-class Selected:
+class Selected(InStream):
     """The peer that selects blocks tensor by tensor."""
-
-    streamed = True
 
     def __init__(self, case: Case) -> None:
         self._torch = torch = _torch_of(case)
@@ -290,12 +278,6 @@ class Selected:
                         moved = part.to(tensor.device, non_blocking=True)
                         tensor.index_copy_(self._axis, index, moved)
         return (time.perf_counter_ns() - began_ns) / 1e3
-
-    def settle(self) -> None:
-        pass
-
-    def facts(self) -> dict[str, Any]:
-        return dict.fromkeys(_FACTS)
 
     def _each(self, direction: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """A row of the pool, and each piece of it here."""
