@@ -19,6 +19,14 @@ driver.start(0)
 def with_policy(policy, **options):
     made = functools.partial(kv.BlockTransfer, policy=policy, verify=True, **options)
     lmcache.kv = type("Kv", (), dict(vars(kv), BlockTransfer=made))
+
+def worlds(form, **shape):
+    for policy in ("zero_sm", "pack"):
+        with_policy(policy)
+        memory = GpuMemory(driver, together=False)
+        world = World(np.random.default_rng(1), memory, form, **shape)
+        yield memory, world
+        world.close()
 """
 
 
@@ -47,11 +55,7 @@ def test_random_objects(form: str, policy: str) -> None:
 def test_the_streams_order() -> None:
     """The caller does not wait for the stream, and what comes behind in it finds the blocks."""
     code = """
-    for policy in ("zero_sm", "pack"):
-        with_policy(policy)
-        rng = np.random.default_rng(1)
-        memory = GpuMemory(driver, together=False)
-        world = World(rng, memory, "NL_X_NB_BS_NH_TWO_HS", each=4, piece=1 << 16, page=1024)
+    for memory, world in worlds("NL_X_NB_BS_NH_TWO_HS", each=4, piece=1 << 16, page=1024):
         word = np.zeros(1024, np.uint32)
         driver("cuMemHostRegister", word.ctypes.data, word.nbytes, 0)
         at = int(world.places[0])
@@ -76,7 +80,6 @@ def test_the_streams_order() -> None:
             assert (image[:, :, [2, 0, 3, 1]] == before).all()
             assert (image[0, 0, 4:] == 99).all()
         lmcache.forget()
-        world.close()
         driver("cuMemHostUnregister", word.ctypes.data)
     """
     check_on_gpu(code)
@@ -85,11 +88,7 @@ def test_the_streams_order() -> None:
 def test_nothing_is_under_way_after_an_error() -> None:
     """Pieces that are smaller than LMCache says: the driver refuses what leaves one."""
     code = """
-    for policy in ("zero_sm", "pack"):
-        with_policy(policy)
-        rng = np.random.default_rng(1)
-        memory = GpuMemory(driver, together=False)
-        world = World(rng, memory, "NL_X_TWO_NB_BS_NH_HS", each=3, piece=1 << 14, page=4096)
+    for memory, world in worlds("NL_X_TWO_NB_BS_NH_HS", each=3, piece=1 << 14, page=4096):
         groups = [world.group(np.arange(3))]
         at = int(world.places[1])
         items = [lmcache.Object(world.base + at, at, world.nbytes, 0, [0])]
@@ -104,6 +103,5 @@ def test_nothing_is_under_way_after_an_error() -> None:
         assert call(1 << 14) == ""
         memory.settle()
         assert (world.row(at) == world.cache[:, :, :3]).all()
-        world.close()
     """
     check_on_gpu(code)
