@@ -418,9 +418,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if "gpu" in args.arms and "recompute" not in args.arms:
         parser.error("gpu is the engine of recompute: name both")
     # One whose tokens must be the same, then the telling ones.
-    both = [(prompt, batch) for prompt in args.prompts for batch in args.batches]
-    args.cases = sorted(both, key=lambda one: (one[1], one[0]), reverse=True)
-    args.cases.sort(key=lambda one: one != min(both, key=lambda one: (one[1], one[0])))
+    least, *rest = [
+        (prompt, batch) for batch in sorted(args.batches) for prompt in sorted(args.prompts)
+    ]
+    args.cases = [least, *reversed(rest)]
     usual_s = 150.0 if quick else 900.0
     end = time.monotonic() + (usual_s if args.limit is None else args.limit)
     args.out_of_time = lambda: time.monotonic() > end
