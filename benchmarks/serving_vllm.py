@@ -305,6 +305,7 @@ def rows_of(found: Found, place: tuple[int, int, int]) -> Iterator[Row]:
             "arm": arm,
             **named(place),
             "ttft_ms": statistics.median(statistics.median(one["ttft"]) for one in rounds) * 1e3,
+            "ttft_mean_ms": statistics.median(statistics.mean(one["ttft"]) for one in rounds) * 1e3,
             "ttft_last_ms": statistics.median(max(one["ttft"]) for one in rounds) * 1e3,
             "tokens_s": statistics.median(
                 sum(map(len, one["tokens"])) / one["seconds"] for one in rounds

@@ -403,6 +403,33 @@ def test_layers_that_no_attention_asked_for_are_there_after_the_step() -> None:
     worker.shutdown()
 
 
+def test_only_stores_and_loads_of_the_step_wait_for_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM frees no block that a step may still write, so other loads start beside that step."""
+    connector = connected(caches())
+    worker = connector.connector_worker.worker
+    monkeypatch.setattr(worker, "_stream", lambda: "stream")
+    waits: list[tuple[str, Any]] = []
+    for kind in ("store", "load"):
+        right = getattr(worker._transfer, kind)
+
+        def started(
+            *args: Any, kind: str = kind, right: Any = right, after: Any = None, **options: Any
+        ) -> Any:
+            waits.append((kind, after))
+            return right(*args, **options)
+
+        monkeypatch.setattr(worker._transfer, kind, started)
+    worker.submit_store(1, gpu([4]), cpu(2))
+    finished(worker, 1)
+    worker.submit_load(2, cpu(2), gpu([9]))
+    finished(worker, 1)
+    worker.submit_load(3, cpu(2), gpu([11]), expedited=True)
+    assert waits == [("store", "stream"), ("load", None), ("load", "stream")]
+    worker.shutdown()
+
+
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_load_of_the_step_that_failed_is_tried_again(
     times: int, monkeypatch: pytest.MonkeyPatch
