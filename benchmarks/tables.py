@@ -257,6 +257,43 @@ def kv_calls() -> list[str]:
     return table(head, iter(body))
 
 
+def vllm() -> list[str]:
+    """TTFT in ms and tokens a second of an engine's copies and ours, each line of one run."""
+    of: dict[tuple[Any, ...], dict[str, Record]] = {}
+    computed: dict[tuple[Any, ...], Record] = {}
+    for row in read_records(RESULTS / "serving-vllm-h200.jsonl"):
+        case = (row["model"], row["prompt"], row["batch"], row["commit"])
+        if row["arm"] == "recompute":
+            computed[case] = row
+        else:
+            of.setdefault((*case[:3], row["hit"], case[3]), {})[row["arm"]] = row
+    runs = list(dict.fromkeys(case[4] for case in of))
+
+    def cell(row: Record | None) -> str:
+        return f"{row['ttft_ms']:.0f}, {row['tokens_s']:.0f}" if row else "-"
+
+    def place(case: tuple[Any, ...]) -> tuple[Any, ...]:
+        model, prompt, batch, hit, run = case
+        return model != "7b", -batch, -prompt, -hit, runs.index(run)
+
+    def body() -> Iterator[Sequence[str]]:
+        for case in sorted(of, key=place):
+            arms, (model, prompt, batch, hit, run) = of[case], case
+            own, ours = arms["own"], arms["ours"]
+            sooner = own["ttft_ms"] / ours["ttft_ms"]
+            yield (
+                f"{model[:-1]}B, {batch} x {prompt:,}, {hit} %", str(runs.index(run) + 1),
+                cell(computed.get((model, prompt, batch, run))),
+                *(cell(arms.get(arm)) for arm in ("gpu", "own", "ours", "zero_sm")),
+                f"{sooner:.2f}, {ours['tokens_s'] / own['tokens_s']:.2f}",
+                f"{100 * ours['same_tokens']:.0f} %",
+            )  # fmt: skip
+
+    head = ("prompts, hits", "run", "recompute", "GPU's cache", "vLLM's own copies", "ours",
+            "ours, `zero_sm`", "ours beside own", "same tokens")  # fmt: skip
+    return table(head, body())
+
+
 def multicast() -> list[str]:
     """How many times as fast as gloo and as offcore's own ring multicast is."""
 
@@ -353,6 +390,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "kv-short": kv_short,
     "kv-zero-sm": kv_zero_sm,
     "kv-calls": kv_calls,
+    "vllm": vllm,
     "multicast": multicast,
     "loopback": loopback,
     "many-hosts": many_hosts,

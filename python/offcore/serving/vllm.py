@@ -203,10 +203,7 @@ class Worker:
         if self._closed:
             raise error("cancelled", f"job {number}: the offloading worker is shut down")
         if os.getpid() != self._process:
-            raise error(
-                "unsupported",
-                "a forked process has no GPU memory of its parent's: create the worker in it",
-            )
+            raise error("unsupported", "a forked process has no GPU memory: create a worker in it")
         if number in self._jobs:
             raise error("invalid", f"job {number} is under way already")
         if not self._ready:
@@ -259,8 +256,7 @@ class Worker:
         return True
 
     def _result_of(self, job: _Job) -> Any:
-        del self._jobs[job.number]
-        done = job.copies.wait()
+        done = self._jobs.pop(job.number).copies.wait()
         return self._result(job.number, True, done.bytes, done.copy_us / 1e6)
 
     def wait(self, job_ids: Iterable[int]) -> None:
