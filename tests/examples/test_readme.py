@@ -86,6 +86,7 @@ def steps() -> list[str]:
         f"steps at {ddp[0]} to {ddp[-1]}.",
         f"FSDP2 step of a 2.9 B Llama, {first_screen}",
         f"FSDP2 step, 2.9 B parameters, {row('wide', '4096')}",
+        f"FSDP2 step, 2.9 B parameters, {row('wide', '1024')}",
         f"FSDP2 step, 1.2 B parameters, {row('1b', '1024')}",
         f"FSDP2 step, 1.2 B parameters, {row('1b', '4096')}",
         f"FSDP2 step, 1.2 B parameters, {row('1b', '16384')}",
