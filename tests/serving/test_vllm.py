@@ -403,10 +403,8 @@ def test_layers_that_no_attention_asked_for_are_there_after_the_step() -> None:
     worker.shutdown()
 
 
-def test_only_stores_and_loads_of_the_step_wait_for_the_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM frees no block that a step may still write, so other loads start beside that step."""
+def test_all_copies_wait_for_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads, too: the stream may have been given a kernel that zeroes their blocks."""
     connector = connected(caches())
     worker = connector.connector_worker.worker
     monkeypatch.setattr(worker, "_stream", lambda: "stream")
@@ -426,7 +424,7 @@ def test_only_stores_and_loads_of_the_step_wait_for_the_stream(
     worker.submit_load(2, cpu(2), gpu([9]))
     finished(worker, 1)
     worker.submit_load(3, cpu(2), gpu([11]), expedited=True)
-    assert waits == [("store", "stream"), ("load", None), ("load", "stream")]
+    assert waits == [("store", "stream"), ("load", "stream"), ("load", "stream")]
     worker.shutdown()
 
 

@@ -181,20 +181,17 @@ class Worker:
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Starts to copy GPU blocks to chunks, after what the current stream has been given."""
-        store = functools.partial(self._transfer.store, after=self._stream())
-        return self._submit(job_id, store, src_spec, dst_spec.block_ids)
+        return self._submit(job_id, self._transfer.store, src_spec, dst_spec.block_ids)
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Starts to copy chunks to GPU blocks; expedited: ahead of others not enqueued yet, for the
-        step under way. Others wait for no stream: vLLM gives no block out that a step may write."""
-        load = self._transfer.load
-        if expedited:
-            nbytes = len(dst_spec.block_ids) * self._pool.block_bytes
-            by_layer = layers_together(len(self.layers), nbytes)
-            load = functools.partial(load, priority=1, by_layer=by_layer, after=self._stream())
-        self._submit(job_id, load, dst_spec, src_spec.block_ids)
+        """Starts to copy chunks to GPU blocks, after what the current stream has been given, which
+        may zero them; expedited: ahead of others not enqueued yet."""
+        nbytes = len(dst_spec.block_ids) * self._pool.block_bytes
+        by_layer = layers_together(len(self.layers), nbytes) if expedited else 0
+        start = functools.partial(self._transfer.load, priority=int(expedited), by_layer=by_layer)
+        self._submit(job_id, start, dst_spec, src_spec.block_ids)
         if expedited and self.layers:
             self._coming.append(self._jobs[job_id])
         return True
@@ -211,7 +208,7 @@ class Worker:
             self._pool.allocate(self._pool.blocks)  # the scheduler gives rows out, all of them
             self._ready = True
         blocks, slots = np.asarray(gpu.block_ids, np.int64), slots_of(gpu, chunks, self._per_chunk)
-        copies = functools.partial(start, blocks, slots)
+        copies = functools.partial(start, blocks, slots, after=self._stream())
         self._jobs[number] = _Job(number, copies, copies())
         return True
 
