@@ -1,5 +1,9 @@
 #include "core/comm/lane.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
+
 #include "core/backend/shared_memory.h"
 
 namespace offcore {
@@ -23,17 +27,21 @@ ControlMemory ControlMemory::create(Rendezvous* rendezvous, Rank ranks, uint64_t
     SharedMemory shared;
     return of_window(Window::create(shared, rendezvous, ranks, bytes, deadline));
   }
-  // One process: ordinary memory, also where the backend's own memory is phantom.
+  // One process: ordinary memory, also where the backend's own memory is phantom. Many ranks have
+  // many words, few of which are used: pages come as they are touched.
   ControlMemory memory;
   const uint64_t share = (bytes + kWordBytes - 1) / kWordBytes * kWordBytes;
-  struct alignas(kWordBytes) CacheLine {
-    std::byte bytes[kWordBytes];
-  };
-  auto lines = std::make_shared<std::vector<CacheLine>>(share / kWordBytes * ranks);
-  for (Rank rank = 0; rank < ranks; ++rank) {
-    memory.bases.push_back((*lines)[share / kWordBytes * rank].bytes);
+  const uint64_t whole = std::max(share * ranks, kWordBytes);
+  constexpr int kLazy = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, kLazy, -1, 0);
+  if (data == MAP_FAILED) {
+    fail_errno(Code::memory,
+               cat("cannot map ", whole, " bytes for the words of ", ranks, " ranks"));
   }
-  memory.owner = lines;
+  memory.owner = std::shared_ptr<void>(data, [whole](void* mapped) { munmap(mapped, whole); });
+  for (Rank rank = 0; rank < ranks; ++rank) {
+    memory.bases.push_back(static_cast<std::byte*>(data) + rank * share);
+  }
   return memory;
 }
 

@@ -1,8 +1,12 @@
-"""More ranks than a machine has are refused before a process starts."""
+"""More ranks than a machine has are refused before a process starts; a machine may have many."""
+
+import json
 
 import pytest
 
+from offcore import machines
 from offcore.tools.bench import collectives, rank_processes
+from offcore.tools.cli import main as cli
 
 
 @pytest.mark.parametrize("ranks", [130, 65536, 2**31 - 1])
@@ -35,3 +39,26 @@ def test_no_process_is_started(monkeypatch) -> None:
     with pytest.raises(collectives.offcore.Error, match="ranks") as failed:
         next(collectives.run(request))
     assert failed.value.code == "invalid"
+
+
+def test_a_machine_of_many_ranks_is_simulated(offcore_cli, tmp_path) -> None:
+    """All ranks' bytes would take 16 GiB: above 64M of 8 ranks they are left out."""
+    machine = json.loads(machines.path_of("mi300x-8").read_text("utf-8"))
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(machine | {"name": "many", "ranks": 256}), "utf-8")
+    words = ["--machine", path, "--sizes", "64M", "--variants", "b2b", "--json", "-"]
+    ran = offcore_cli("bench", "all_gather", *words)
+    assert ran.status == 0, ran.err
+    [row] = map(json.loads, ran.out.splitlines())
+    assert (row["ranks"], row["wrong"]) == (256, None)
+
+
+def test_memory_that_ran_out_is_an_error_of_one_line(monkeypatch, capsys) -> None:
+    def app() -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "offcore: memory: the host's memory ran out\n"

@@ -39,7 +39,7 @@ SIGNALS = ("fenced", "copy_order")
 OWN_COPIES = tuple(_core.own_copies())
 TIMINGS = ("chain", "call")
 
-PHANTOM_ABOVE_BYTES = 64 << 20
+PHANTOM_ABOVE_BYTES = 64 << 20  # on 8 ranks; of more ranks, as much in all
 BATCHES = 15
 CALLS = 20
 WARMUP_CALLS = 5
@@ -84,6 +84,10 @@ class Request:
     @property
     def values(self) -> Values | None:
         return Values(self.dtype, self.reduction) if self.op in REDUCING else None
+
+    def phantom(self, nbytes: int) -> bool:
+        """Whether sim leaves the bytes out: they are too many, or are not to be checked."""
+        return not self.check or nbytes * max(self.ranks, 8) > 8 * PHANTOM_ABOVE_BYTES
 
     def layout(self, nbytes: int) -> Layout:
         return Layout(self.op, self.ranks, nbytes, self.in_place, self.values)
@@ -159,11 +163,11 @@ class _SimRig:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._runners: dict[tuple[bool, str], CollectiveRunner] = {}
-        self._real_max = max((s for s in request.sizes if s <= PHANTOM_ABOVE_BYTES), default=0)
+        self._real_max = max((s for s in request.sizes if not request.phantom(s)), default=0)
 
     def runner(self, nbytes: int, protocol: str) -> CollectiveRunner:
         request = self._request
-        phantom = nbytes > PHANTOM_ABOVE_BYTES or not request.check
+        phantom = request.phantom(nbytes)
         if (phantom, protocol) not in self._runners:
             comm = offcore.Communicator(
                 backend="sim",

@@ -481,6 +481,10 @@ def main() -> None:
         sys.stdout.flush()
         print(f"offcore: {failure.code}: {failure}", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        sys.stdout.flush()
+        print("offcore: memory: the host's memory ran out", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -160,7 +160,9 @@ CallsOption = Annotated[
 WarmupOption = Annotated[
     int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Calls before the first batch.")
 ]
-CheckOption = Annotated[bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim).")]
+CheckOption = Annotated[
+    bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim, on 8 ranks).")
+]
 BaselineOption = Annotated[
     str | None,
     typer.Option(
