@@ -126,7 +126,7 @@ def measure(folder: Path) -> None:
 def draw(rows: list[Row], path: Path) -> None:
     """The plot of docs/performance.md."""
     plot.plot_rows(rows, path, "speedup")
-    shrink(path, (1440, 460))
+    shrink(path, (1400, 644))
 
 
 def draw_gpus(path: Path) -> None:

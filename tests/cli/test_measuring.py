@@ -251,6 +251,22 @@ def test_figures_are_drawn_with_a_line_a_variant_and_way(tmp_path, number, op):
 
 
 @pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize(("most", "ticks"), [(9000.0, {"10", "100", "1,000"}), (9.0, {"5", "6"})])
+def test_times_are_told_as_whole_numbers(most, ticks):
+    """Not as powers of ten; within one power each tick is."""
+    rows = [record("nccl", 1 << 10, 4.0), record("nccl", 1 << 20, most)]
+    figure = plot.rows_figure(report.rows_of(rows), "time")
+    [axes] = figure.axes
+    figure.canvas.draw()
+    labels = [
+        one.get_text() for which in ("major", "minor") for one in axes.get_yticklabels(which=which)
+    ]
+    assert ticks <= set(labels)
+    assert not any("$" in label for label in labels)
+    plot.pyplot().close(figure)
+
+
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize("name", ["cuda-h200-2", "cuda-h200-4"])
 def test_lines_of_recorded_rows_can_be_told_apart(name):
     """In each panel: few lines, no two alike, and of offcore's no two ways of one colour."""

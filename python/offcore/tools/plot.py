@@ -107,6 +107,18 @@ def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xlabel("total size (bytes, K = 1024)")
 
 
+def plain_log(axes: Any) -> None:
+    """A logarithmic vertical axis with whole numbers: 1,000, not a power of ten."""
+    axes.set_yscale("log")
+    least, most = axes.get_ylim()
+
+    def told(value: float, _: int) -> str:
+        return f"{value:,.10g}"
+
+    axes.yaxis.set_major_formatter(told)
+    axes.yaxis.set_minor_formatter(told if most < 10 * least else lambda value, _: "")
+
+
 def _style_of(label: str, way: int, expanded: bool) -> dict[str, Any]:
     """way: how many lines of its name, the label's first part, came before."""
     name, *settings = label.split(", ")
@@ -184,7 +196,7 @@ def _draw_lines(axes: Any, rows: list[Row], metric: str) -> None:
     size_axis(axes, sorted({row.bytes for row in rows if row.bytes > 0}))
     axes.set_ylabel(_METRIC_LABELS.get(metric, f"times as fast as {over}"))
     if metric == "time":
-        axes.set_yscale("log")
+        plain_log(axes)
     elif metric == "speedup":
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}x")

@@ -106,10 +106,20 @@ def rows_figure(records: Sequence[dict[str, Any]], figure: int | None = None) ->
     for axes, (title, cases) in zip(all_axes[:, 0], panels, strict=True):
         _draw_cases(axes, cases, names, most)
         axes.set_title(title, fontsize=10, loc="left")
-    drawn.suptitle("KV blocks" + ("" if figure is None else f": {FIGURES[figure]}"), fontsize=11)
+    what = "KV blocks" if figure is None else f"KV blocks: {FIGURES[figure]}"
+    drawn.suptitle(f"{what}, {_where(records)}", fontsize=11)
     handles, labels = all_axes[0, 0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     return drawn
+
+
+def _where(records: Sequence[dict[str, Any]]) -> str:
+    """The GPUs of all rows, or the backends where there was none."""
+    names = {
+        row.get("versions", {}).get("gpus", "").split(",")[0] or row.get("backend", "")
+        for row in records
+    }
+    return "; ".join("simulated" if name == "sim" else name for name in sorted(names))
 
 
 def _parts(cases: Cases) -> Iterator[Cases]:

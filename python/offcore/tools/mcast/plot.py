@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offcore.tools.mcast.fat_tree import Row
-from offcore.tools.plot import pyplot, size_axis
+from offcore.tools.plot import plain_log, pyplot, size_axis
 
 # Okabe and Ito's, which stay apart for colour-blind readers.
 COLOURS = {
@@ -48,7 +48,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
         size_axis(axes, sizes)
         axes.set_ylabel(label)
         tidy_axes(axes)
-    panels[1].set_yscale("log")
+    plain_log(panels[1])
     panels[0].legend(frameon=False, fontsize=9)
     first = rows[0]
     figure.suptitle(f"{first.op} on {first.hosts} hosts of {first.tree} (simulated)", fontsize=10)

@@ -13,7 +13,7 @@ from offcore.tools.papers import driven_model
 from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.gpu_driven import LATER_PROXY, Rows, Training, contiguous_peak
 from offcore.tools.papers.latte.page import STYLE, claims, figures
-from offcore.tools.plot import COLOURS, PAGE_INCHES, pyplot, size_axis
+from offcore.tools.plot import COLOURS, PAGE_INCHES, plain_log, pyplot, size_axis
 
 TITLE = "GPU-driven copies: published and measured"
 TABLE_I_US = 151.6
@@ -68,7 +68,7 @@ def _by_size(rows: Rows, what: str, engine: str) -> tuple[list[int], list[float]
 
 def _rates(axes: Any, title: str, sizes: Sequence[int]) -> None:
     size_axis(axes, sizes)
-    axes.set_yscale("log")
+    plain_log(axes)
     axes.set_xlabel("bytes of a message (K = 1024)")
     axes.set_ylabel("GB/s")
     axes.set_title(title, fontsize=10)

@@ -47,7 +47,7 @@ def _draw_traffic(found: Results) -> Any:
     drawn = axes.bar(range(len(bars)), [one / top for one in bars.values()], 0.6, color=colours)
     axes.bar_label(drawn, fmt="%.2f", fontsize=8, padding=1)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=9)
-    axes.set_ylabel("memory bandwidth used, of the widest")
+    axes.set_ylabel("memory bandwidth used, of the widest (model)")
     plot.bare(axes)
     return figure
 
