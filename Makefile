@@ -106,7 +106,7 @@ clean:  ## remove .venv and everything that was built
 	touch $@
 
 .venv/.docs: .venv/.tools pyproject.toml
-	$(BIN)/pip install -q 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.27'
+	$(BIN)/pip install -q 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.27' ruff
 	touch $@
 
 build/%/.installed: .venv/.tools $(SOURCES) CMakeLists.txt CMakePresets.json
