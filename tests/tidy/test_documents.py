@@ -194,15 +194,6 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken_links(page, text) == list(broken)
 
 
-def test_twelve_questions_are_answered_within_two_clicks() -> None:
-    text = (ROOT / "docs/questions.md").read_text("utf-8")
-    answers = re.findall(r"^## \d+\. [^\n]+\?[^\n]*\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    assert len(answers) == 12
-    assert [one for one in answers if "](" not in one] == []
-    for first in ("README.md", "docs/index.md"):
-        assert "questions.md)" in (ROOT / first).read_text("utf-8")
-
-
 def test_files_and_tests_that_pages_name_exist() -> None:
     """What a page points to is renamed with the file."""
     folders = "core|python|tests|studies|benchmarks|examples"

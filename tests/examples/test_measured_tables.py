@@ -1,0 +1,257 @@
+"""Tables that are written by hand, cell by cell, from the rows that their pages name."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offcore.tools.overlap import summary
+from offcore.tools.records import read_records
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+def table(page: str, head: str) -> list[list[str]]:
+    """The cells of the table whose head begins so."""
+    lines = (ROOT / "docs" / page).read_text("utf-8").splitlines()
+    [start] = [number for number, line in enumerate(lines) if line.startswith(head)]
+    body = lines[start + 2 :]
+    end = next(number for number, line in enumerate([*body, ""]) if not line.startswith("|"))
+    assert end > 1
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body[:end]]
+
+
+def rows(name: str, **wanted: Any) -> list[Row]:
+    found = read_records(RESULTS / name)
+    return [row for row in found if all(row.get(key) == one for key, one in wanted.items())]
+
+
+def whole(value: float) -> str:
+    return f"{round(value):,d}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def test_scaling_has_the_recorded_plans() -> None:
+    made = [
+        [whole(row["ranks"]), f"`{row['variant']}`",
+         *(whole(row[name]) for name in ("commands", "copies", "signals", "engines")),
+         seconds(row["plan_cpu_s"]), f"{whole(row['simulated_us'])} us",
+         seconds(row["simulation_cpu_s"])]
+        for row in rows("scale.jsonl", measure="plan", op="all_gather", machine="nvidia-8")
+    ]  # fmt: skip
+    assert table("scaling.md", "| ranks | variant |") == made
+
+
+def test_scaling_has_the_recorded_meetings_and_broadcasts() -> None:
+    made = [
+        [str(row["ranks"]), *(f"{1e3 * row[name]:.0f} ms" for name in ("time_s", "cpu_s"))]
+        for row in rows("scale.jsonl", measure="meet")
+    ]
+    assert table("scaling.md", "| processes |") == made
+    made = [
+        [whole(row["hosts"]), f"{row['simulated_us'] / 1e3:.2f} ms",
+         f"{row['switch_bytes'] / 1e9:,.1f} GB"]
+        for row in rows("scale.jsonl", measure="broadcast")
+    ]  # fmt: skip
+    assert table("scaling.md", "| hosts | time |") == made
+
+
+def rates(found: Iterable[Row], ways: Iterable[str], digits: int) -> list[str]:
+    """ "41.1 / 33.5" a way: to store and to load; `batch`: the best of the driver's batch calls."""
+    of: dict[tuple[str, str], float] = {}
+    for row in found:
+        name = "batch" if row["impl"] in ("batch", "batch32", "batch64", "loop") else row["impl"]
+        place = name, row["direction"]
+        of[place] = max(row["gbps"], of.get(place, 0))
+    between = " / " if digits else ", "
+    return [between.join(f"{of[way, to]:.{digits}f}" for to in ("store", "load")) for way in ways]
+
+
+WAYS = ("offcore", "zero-sm", "batch", "kernel", "torch")
+
+
+def test_kv_has_the_rates_of_layouts() -> None:
+    name = "cuda-kv-layouts-h100.jsonl"
+    shown = [
+        cells[1:]
+        for cells in table("measurements/kv.md", "| K and V apart, a tensor per layer | blocks")
+    ]
+    of = {"step": "alone", "layout": "kv-apart"}
+    made = [
+        [str(blocks), *rates(rows(name, **of, page_bytes=2 * page, blocks=blocks), WAYS, 1)]
+        for page in (8 << 10, 16 << 10, 32 << 10)
+        for blocks in (64, 256)
+    ]
+    assert shown == made
+    cases = (
+        ("alone", "kv-tensors", 32 << 10),
+        ("alone", "tensors", 32 << 10),
+        ("alone", "layers", 16 << 10),
+        ("alone", "layers", 64 << 10),
+        ("alone", "contiguous", 32 << 10),
+        ("segments", "kv-apart", 32 << 10),
+    )
+    shown = table("measurements/kv.md", "| other layouts, 64 blocks |")
+    assert len(shown) == len(cases)
+    for cells, (step, layout, page) in zip(shown, cases, strict=True):
+        found = rows(name, step=step, layout=layout, page_bytes=page, blocks=64)
+        [path] = {row["path"] for row in found if row["impl"] == "offcore"}
+        ours, *others = rates(found, WAYS, 1)
+        assert cells[1:] == [f"{ours} ({path})", *others], cells[0]
+
+
+def test_kv_has_the_rates_of_engines_rows() -> None:
+    name = "cuda-kv-rows-h200.jsonl"
+    commits = {"page-first": "c361e9b6", "chunks": "ad302a0b"}
+    for layout, blocks, _, ours, submit, *others in table("measurements/kv.md", "| host's rows |"):
+        found = rows(name, layout=layout, blocks=int(blocks))
+        # batch_copy's rows of chunks are of the first run, as the page says.
+        now = [r for r in found if r["commit"] == commits[layout] or r["impl"] == "batch-copy"]
+        of = {(r["impl"], r["direction"]): r for r in now}
+        told = (f"{of['offcore', to]['submit_us']:.0f}" for to in ("store", "load"))
+        assert submit == ", ".join(told) + " us"
+        assert [ours, *others] == [
+            ", ".join(f"{of[way, to]['gbps']:.0f}" for to in ("store", "load"))
+            for way in ("offcore", "zero-sm", "batch32", "batch-copy", "torch")
+        ]
+
+
+def test_kv_has_the_times_of_transformers() -> None:
+    arms = ("recompute", "gpu", "loop", "batch", "kernel", "separate", "packed", "ours")
+    found = rows("serving-h200-peers.jsonl", prompt=4096, batch=8)
+    of = {(r["arm"], r["hit"]): f"{r['ttft_ms']:.0f}, {r['tokens_s']:.0f}" for r in found}
+    shown = table("measurements/kv.md", "| from the host | recompute | GPU's")
+    assert [cells[0] for cells in shown] == ["100 %", "70 %", "50 %", "0 %"]
+    for hit, *cells in shown:
+        part = int(hit.removesuffix(" %"))
+        made = [of.get((arm, part), "") for arm in arms]
+        made[0] = of["recompute", 0] if part == 100 else ""  # it has no part in the host's memory
+        assert cells == made, hit
+
+
+def test_overlap_has_the_recorded_reductions() -> None:
+    name = "overlap-h200-2-reductions.jsonl"
+    names = ("base", "sp", "rp", "sp_rp", "ConCCL", "ConCCL_rp")
+    of = summary.by_combination(rows(name))
+    sizes = {"896M": 896 << 20, "256M": 256 << 20, "1G": 1 << 30}
+    met: list[dict[str, Any]] = []  # of one operation, whose means come behind them
+    for what, *cells in table("measurements/overlap.md", "| | NCCL | Offcore | ideal |"):
+        if what == "means":
+            made = [whole(100 * summary.share_of_means([one[x] for one in met])) for x in names]
+            assert cells == ["", "", "", *made]
+            assert len(met) == 4
+            met = []
+            continue
+        kind, gemm, size = what.split()
+        one = of[kind.replace("-", "_"), gemm, sizes[size]]
+        first = one["base"]
+        assert cells == [
+            *(whole(first[f"{way}_us"]) for way in ("kernel", "engines")),
+            f"{first['ideal_published']:.2f}",
+            *(whole(100 * one[x]["share"]) for x in names),
+        ], what
+        met.append(one)
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "names"),
+    [
+        ("| | sp | rp | sp_rp | NCCL's", "overlap-h100-2-quick.jsonl",
+         ("sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")),
+        ("| | serial | base |", "overlap-h200-2-matched.jsonl",
+         ("serial", "base", "sp", "rp", "sp_rp", "nccl-ce", "ConCCL", "ConCCL_rp")),
+    ],
+)  # fmt: skip
+def test_overlap_has_the_recorded_means(head: str, name: str, names: tuple[str, ...]) -> None:
+    of = summary.by_combination(rows(name))
+    for what, *cells in table("measurements/overlap.md", head):
+        op = what.split(" (")[0].replace("-", "_")
+        for way, cell in zip(names, cells, strict=True):
+            found = [one[way] for case, one in of.items() if case[0] == op and way in one]
+            least = summary.share_of_means(found, "ideal_least") if found else 0
+            made = whole(100 * summary.share_of_means(found)) if found else "-"
+            made += f" ({whole(100 * least)})" if "matched" in name else ""
+            made += f", of {len(found)}" if "matched" in name and way == "nccl-ce" else ""
+            assert cell == made, (what, way)
+
+
+def test_overlap_has_the_recorded_dependent_gemms() -> None:
+    shown = table("measurements/overlap.md", "| m x n x k |")
+    found = rows("overlap-h200-2-dependent.jsonl", measure="matmul")
+    of = {(r["gemm"], r["op"], r["form"]): r for r in found}
+    assert {(gemm, op) for gemm, op, _ in of} == {
+        (cells[0].split(":")[0], cells[1].replace("-", "_")) for cells in shown
+    }
+    for what, kind, alone, serial, chunks, placed, fused in shown:
+        of_this = {form: r for (gemm, op, form), r in of.items()
+                   if (gemm, op) == (what.split(":")[0], kind.replace("-", "_"))}  # fmt: skip
+        row = of_this["gemm alone"]
+        assert what.endswith(f": {row['m']} x {row['n']} x {row['k']}")
+        times = (of_this[form]["time_us"] for form in ("gemm alone", "one after the other"))
+        assert [alone, serial] == [whole(time) for time in times]
+        speeds = {form: f"{r['speedup']:.2f}" for form, r in of_this.items() if r["speedup"]}
+        cut = ("offcore, 1 chunk", "offcore, 2 chunks", "offcore, 4 chunks")
+        assert chunks == ", ".join(speeds[form] for form in cut), what
+        assert [placed, fused] == [speeds.get("offcore, placed", ""), speeds["fused by torch"]]
+
+
+# Of arithmetic, which a page does beside what was recorded.
+DERIVED = {
+    "Plain outputs": {"356", "868", "192", "390", "1,906"},
+    "Reductions": {"688"},
+    "Measured": {"29.8"},
+}
+TEXTS = ("measurements/cuda.md", "measurements/kv.md", "measurements/mcast.md", "training.md",
+         "gpu-driven.md", "loop.md", "nccl-shim.md", "nixl.md")  # fmt: skip
+
+
+def numbers(text: str) -> set[str]:
+    """Of three digits or more: smaller ones are found in every file."""
+    text = re.sub(
+        r"^    (?:offcore|python) .*|`[^`]*`|\]\([^)]*\)|\b[\da-f]{7,8}\b|\d{4}-\d\d-\d\d",
+        " ",
+        text,
+        flags=re.M,
+    )
+    found = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\w)", text)
+    return {one.rstrip(",") for one in found if len(re.sub(r"\D", "", one)) >= 3}
+
+
+def unrecorded(section: str, recorded: str) -> set[str]:
+    """Numbers of a section that no number of the records rounds to, K and M aside."""
+    values = {float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?:\.\d+)?", recorded)}
+    lacking = set()
+    for one in numbers(section):
+        digits = len(one.partition(".")[2])
+        value, near = float(one.replace(",", "")), 0.5000001 / 10**digits
+        if not any(abs(value - k * of) <= near for of in values for k in (1, 1e3, 1e-3)):
+            lacking.add(one)
+    return lacking
+
+
+def test_numbers_are_those_of_the_texts_that_sections_name() -> None:
+    held = 0
+    for page in TEXTS:
+        text = (ROOT / "docs" / page).read_text("utf-8")
+        for section in re.split(r"^##+ ", text, flags=re.M)[1:]:
+            named = set(re.findall(r"results/([\w.-]+\.(?:txt|jsonl))\)", section))
+            if named and all(name.endswith(".txt") for name in named):
+                recorded = "".join((RESULTS / name).read_text("utf-8") for name in named)
+                heading = section.splitlines()[0]
+                lacking = unrecorded(section, recorded)
+                assert lacking <= DERIVED.get(heading, set()), (page, heading)
+                held += len(numbers(section))
+    assert held > 100
+
+
+def test_a_number_that_was_not_recorded_is_found() -> None:
+    assert unrecorded("a load takes 1,234 us, 5.678 before (`x 999`)", "1234.4 and 5.679") == {
+        "5.678"
+    }
