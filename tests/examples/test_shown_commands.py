@@ -209,3 +209,20 @@ def test_contributing_names_tests_that_there_are() -> None:
         command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *words.split())
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout
+
+
+def test_scripts_that_documents_show_have_their_options() -> None:
+    """Most want GPUs or minutes: they are read."""
+    lacking, found = [], 0
+    for name in (*DOCUMENTS, "CHANGELOG.md", "CONTRIBUTING.md"):
+        for page in ROOT.glob(name):
+            text = page.read_text("utf-8").replace("\\\n", " ")
+            for script, rest in re.findall(
+                r"(?<![\w/])((?:benchmarks|examples)/[\w/]+\.py)([^\n`#|]*)", text
+            ):
+                options = re.findall(r"(?<!\S)--[a-z][\w-]*", rest)
+                source = (ROOT / script).read_text("utf-8")
+                lacking += [(page.name, script, one) for one in options if f'"{one}"' not in source]
+                found += len(options)
+    assert lacking == []
+    assert found > 60
