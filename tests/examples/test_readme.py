@@ -263,7 +263,8 @@ def serving() -> list[str]:
         f"takes {ours} and {ours_2} ms in two runs, compared with {own} and {own_2} ms for its own",
         f"vLLM 0.26 | {ours} ms; in another run {ours_2} ms | vLLM's own copies {own} ms; "
         f"{own_2} ms; recomputing {computed} ms",
-        f"4,096 tokens | {short} ms | vLLM's own copies {short_own} ms; recomputing {short_again} ms",
+        f"4,096 tokens | {short} ms | vLLM's own copies {short_own} ms; "
+        f"recomputing {short_again} ms",
         f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
         f"{of['engine']}; recomputing, on an H100, {again}",
         f"endless loads | {slow} slower | {slower} slower",
