@@ -63,15 +63,14 @@ def test_scaling_has_the_recorded_meetings_and_broadcasts() -> None:
     assert table("scaling.md", "| hosts | time |") == made
 
 
-def rates(found: Iterable[Row], ways: Iterable[str], digits: int) -> list[str]:
+def rates(found: Iterable[Row]) -> list[str]:
     """ "41.1 / 33.5" a way: to store and to load; `batch`: the best of the driver's batch calls."""
     of: dict[tuple[str, str], float] = {}
     for row in found:
         name = "batch" if row["impl"] in ("batch", "batch32", "batch64", "loop") else row["impl"]
         place = name, row["direction"]
         of[place] = max(row["gbps"], of.get(place, 0))
-    between = " / " if digits else ", "
-    return [between.join(f"{of[way, to]:.{digits}f}" for to in ("store", "load")) for way in ways]
+    return [" / ".join(f"{of[way, to]:.1f}" for to in ("store", "load")) for way in WAYS]
 
 
 WAYS = ("offcore", "zero-sm", "batch", "kernel", "torch")
@@ -85,7 +84,7 @@ def test_kv_has_the_rates_of_layouts() -> None:
     ]
     of = {"step": "alone", "layout": "kv-apart"}
     made = [
-        [str(blocks), *rates(rows(name, **of, page_bytes=2 * page, blocks=blocks), WAYS, 1)]
+        [str(blocks), *rates(rows(name, **of, page_bytes=2 * page, blocks=blocks))]
         for page in (8 << 10, 16 << 10, 32 << 10)
         for blocks in (64, 256)
     ]
@@ -103,7 +102,7 @@ def test_kv_has_the_rates_of_layouts() -> None:
     for cells, (step, layout, page) in zip(shown, cases, strict=True):
         found = rows(name, step=step, layout=layout, page_bytes=page, blocks=64)
         [path] = {row["path"] for row in found if row["impl"] == "offcore"}
-        ours, *others = rates(found, WAYS, 1)
+        ours, *others = rates(found)
         assert cells[1:] == [f"{ours} ({path})", *others], cells[0]
 
 
@@ -113,7 +112,8 @@ def test_kv_has_the_rates_of_engines_rows() -> None:
     for layout, blocks, _, ours, submit, *others in table("measurements/kv.md", "| host's rows |"):
         found = rows(name, layout=layout, blocks=int(blocks))
         # batch_copy's rows of chunks are of the first run, as the page says.
-        now = [r for r in found if r["commit"] == commits[layout] or r["impl"] == "batch-copy"]
+        by = {"batch-copy": "c361e9b6"}
+        now = [r for r in found if r["commit"] == by.get(r["impl"], commits[layout])]
         of = {(r["impl"], r["direction"]): r for r in now}
         told = (f"{of['offcore', to]['submit_us']:.0f}" for to in ("store", "load"))
         assert submit == ", ".join(told) + " us"
@@ -121,6 +121,19 @@ def test_kv_has_the_rates_of_engines_rows() -> None:
             ", ".join(f"{of[way, to]['gbps']:.0f}" for to in ("store", "load"))
             for way in ("offcore", "zero-sm", "batch32", "batch-copy", "torch")
         ]
+
+
+def test_kv_has_the_rates_of_lmcaches_objects() -> None:
+    found = rows("cuda-kv-rows-h200.jsonl", layout="chunks", commit="488a1cdd")
+    [run] = {row["run"] for row in found if row["impl"] == "lmcache"}
+    ways = ("offcore", "lmcache", "batch32", "batch-copy", "torch")
+    for blocks, _, *cells in table("measurements/kv.md", "| blocks | | `auto`, the bench's"):
+        of = {
+            (r["impl"], r["direction"]): f"{r['gbps']:.0f}"
+            for r in found
+            if (r["run"], r["blocks"]) == (run, int(blocks))
+        }
+        assert cells == [f"{of[way, 'store']}, {of[way, 'load']}" for way in ways], blocks
 
 
 def test_kv_has_the_times_of_transformers() -> None:
@@ -202,11 +215,12 @@ def test_overlap_has_the_recorded_dependent_gemms() -> None:
         assert [placed, fused] == [speeds.get("offcore, placed", ""), speeds["fused by torch"]]
 
 
-# Of arithmetic, which a page does beside what was recorded.
+# Of arithmetic, which a page does beside what was recorded. Of torch's suites: sums of two runs.
 DERIVED = {
     "Plain outputs": {"356", "868", "192", "390", "1,906"},
     "Reductions": {"688"},
     "Measured": {"29.8"},
+    "Examples": {"225", "229"},
 }
 TEXTS = ("measurements/cuda.md", "measurements/kv.md", "measurements/mcast.md", "training.md",
          "gpu-driven.md", "loop.md", "nccl-shim.md", "nixl.md")  # fmt: skip
